@@ -122,8 +122,8 @@ class AgentBrokerConfig(BrokerConfig):
 
     command_key_file: Path | None = Field(
         None,
-        description="file of 'headwater password' by which this agent knows its coordinator's commands; without it, it "
-        "obeys every sender that may publish on its topics",
+        description="file of 'headwater password' by which this agent knows its coordinator's commands; default: that "
+        "of 'edge-agent enroll' in its state folder; without one, it obeys every sender that may publish on its topics",
     )
 
 

@@ -37,6 +37,7 @@ from .own_norm import OwnNorm, changed
 from .storage import (
     mapped,
     oldest_first,
+    private_files,
     read_json,
     read_record,
     read_tensors,
@@ -311,7 +312,8 @@ def features_of(
     result[missing] = encoder.features(samples.inputs[missing], progress)
     for number in set(range(len(digests))) - set(missing):
         result[number] = stored[digests[number]]
-    write_tensors(path, {"features": result, "rows": rows})
+    with private_files():  # features are made from private samples; the folder may be one of many people
+        write_tensors(path, {"features": result, "rows": rows})
     if encoder.norm is not None:
         others = oldest_first(cache.glob(f"{family}-*.safetensors"))
     every = oldest_first(cache.glob("features-*.safetensors"))

@@ -7,6 +7,7 @@ HeadwaterError                  exit 1   something failed
 │   ├── DataError               exit 2   local data are missing, empty, or not of the expected form
 │   ├── WeightsError            exit 2   a file of weights is missing, unreadable, or of another network
 │   ├── EnrolmentRefused        exit 2   a token or certificate does not count, or is of another federation
+│   │   └── NotTheCoordinator   exit 2   who answers a request for a certificate is somebody else
 │   ├── DuplicateId             exit 2   another agent with the same id is alive
 │   └── DuplicateCoordinator    exit 2   another coordinator serves the same federation
 ├── ProtocolMismatch            exit 3   the two sides speak different protocol versions
@@ -94,6 +95,10 @@ class WeightsError(UsageError):
 
 class EnrolmentRefused(UsageError):
     """A token or a certificate does not count; the message names the step, the cause and the next command."""
+
+
+class NotTheCoordinator(EnrolmentRefused):
+    """Who answers a request for a certificate does not prove to be the coordinator; another time it may be."""
 
 
 class DuplicateId(UsageError):

@@ -39,7 +39,7 @@ from .local.validation import Fold, LearningCurve, folds, is_better, learning_cu
 from .numeric import fit_numeric, score_numeric
 from .own_norm import OwnNorm, grade, remains
 from .precision import WantedNorm, with_norm
-from .storage import check_writable, folder_lock
+from .storage import check_writable, shared_folder_lock
 from .task import Tensors
 
 _log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def load_bundle(path: str | Path, cache: str | Path | None = None) -> Bundle:
     if not path.is_dir():
         folder = default_cache() if cache is None else Path(cache)
         check_writable(folder)
-        with folder_lock(folder, "edge-agent"):
+        with shared_folder_lock(folder, "edge-agent"):
             return bundles.install(path, folder / "bundles", keep=4)
     if (path / "manifest.json").is_file():
         return bundles.open_folder(path)

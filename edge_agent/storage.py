@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 LOCK_PAUSES_S = (0.02, 0.05, 0.1)
 
+IDENTITY = "identity"
+"""Folder of keys and certificates in a state folder, on both sides."""
+
 
 class PendingSyncs:
     """Files and folders that have yet to reach the disk, so that all of them are waited for together by `finish`."""
@@ -145,6 +148,12 @@ class Access(NamedTuple):
         """The user that runs this process alone."""
         return cls(os.getuid(), os.getgid(), 0o600) if hasattr(os, "getuid") else cls(0, 0, 0o600)
 
+    @classmethod
+    def private_in(cls, folder: Path) -> Access:
+        """The user that runs this process alone; of root's files, the owner of ``folder``."""
+        own = cls.private()
+        return own if own.uid else access_of(folder)._replace(mode=own.mode)
+
 
 def access_of(path: Path) -> Access:
     """Owner, group and mode bits of the file or folder at ``path``."""
@@ -173,6 +182,26 @@ def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True, ac
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """`write_atomic` of a file that one user alone reads, in a `private_folder`.
+
+    What root writes into the state folder of a program belongs to the user that the program runs as.
+    """
+    private_folder(path.parent)
+    write_atomic(path, content, access=Access.private_in(path.parent))
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder where there is none, for its owner alone; what root makes belongs to the owner of its parent."""
+    for made in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+        made.mkdir(exist_ok=True)
+        owner = Access.private_in(made.parent)
+        if owner.uid != access_of(made).uid:
+            os.chown(made, owner.uid, owner.gid, follow_symlinks=False)
+    if access_of(folder).mode & 0o077:
+        folder.chmod(0o700)
 
 
 @contextlib.contextmanager
@@ -409,23 +438,24 @@ def private_files() -> Iterator[None]:
 
 @contextlib.contextmanager
 def folder_lock(folder: Path, owner: str) -> Iterator[HeldLock]:
-    """Hold ``folder`` for one process; the lock goes with the process, also when it is killed.
+    """Hold a state folder for one process; the lock goes with the process, also when it is killed.
 
     The folder is for this user alone, and so is everything that the process writes while it holds it.
 
     Raises:
         StateError: another live process holds it.
     """
-    with private_files(), _locked(folder, owner) as held:
+    with private_files(), shared_folder_lock(folder, owner, private=True) as held:
         yield held
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, owner: str) -> Iterator[HeldLock]:
+def shared_folder_lock(folder: Path, owner: str, *, private: bool = False) -> Iterator[HeldLock]:
+    """`folder_lock` of a folder that others may read, too: who may is left as it is, unless it is to be ``private``."""
     for pause_s in (*LOCK_PAUSES_S, None):  # 'edge-agent status' holds the lock for an instant
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if stat.S_IMODE(folder.stat().st_mode) & 0o077:
+            if private and stat.S_IMODE(folder.stat().st_mode) & 0o077:
                 with contextlib.suppress(PermissionError):  # somebody else's: they decide
                     folder.chmod(0o700)
             file = (folder / "lock").open("a+")

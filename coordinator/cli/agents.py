@@ -42,7 +42,7 @@ def list_agents(config: Config = None, state: State = None, as_json: Json = Fals
 
 @app.command()
 def revoke(name: Name, config: Config = None, state: State = None, as_json: Json = False) -> None:
-    """Shut an agent out: its certificates count no more, and a coordinator that serves ends its session in seconds.
+    """Shut an agent out: its certificates count no more, and a coordinator that serves ends its session within seconds.
 
     Example: headwater agents revoke porch
     """
@@ -72,7 +72,7 @@ def rename(
     issuer, life = enrolment(config, state), duration(expires)
     if issuer.ledger.get(name) is None:
         raise UsageError(f"no agent '{name}' is enrolled; 'headwater agents list' shows all")
-    if issuer.ledger.get(new) is not None:
+    if (taken := issuer.ledger.get(new)) is not None and taken.certificates:
         raise UsageError(f"there is an agent '{new}' already; choose another name")
     print_token(issuer.token(new, life, replaces=name), as_json=as_json)
 

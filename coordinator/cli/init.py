@@ -11,12 +11,12 @@ from typing import Annotated
 
 import typer
 
-from edge_agent.config import NAME_PATTERN, is_loopback
+from edge_agent.config import NAME_PATTERN, is_loopback, parse
 from edge_agent.errors import MissingCapability, UsageError
 from edge_agent.storage import read_toml, write_atomic
 
 from ..broker import find_mosquitto
-from ..config import CoordinatorConfig, IdentityConfig, load_config
+from ..config import IdentityConfig, load_config
 from ..identity.authority import Authority
 from ..identity.enrolment import Enrolment, identity_folder
 from ..identity.serving import BrokerFiles
@@ -100,9 +100,10 @@ def init(
     if not re.fullmatch(NAME_PATTERN, federation):
         raise UsageError(f"federation '{federation[:80]}' does not match {NAME_PATTERN}")
     host = host or socket.gethostname()
-    bind = ("::1" if ":" in host else "127.0.0.1") if is_loopback(host) else "0.0.0.0"  # noqa: S104 - both ports are of TLS
-    section = SECTION.format(host=json.dumps(host), bind=json.dumps(bind), port=port, enroll_port=enroll_port)
-    IdentityConfig(host=host)
+    own, every = ("::1", "::") if ":" in host else ("127.0.0.1", "0.0.0.0")  # noqa: S104 - both ports are of TLS
+    wanted = {"host": host, "bind": own if is_loopback(host) else every, "port": port, "enroll_port": enroll_port}
+    identity = parse(IdentityConfig, wanted, where="--host")
+    section = SECTION.format(**{name: json.dumps(value) for name, value in wanted.items()})
     path = config or (folder or Path()) / "coordinator.toml"
     if config is not None:
         content = read_toml(config)
@@ -127,7 +128,7 @@ def init(
     write_atomic(path, text.encode())
     try:
         settings = load_config(path)
-        authority = _make(settings, public, threshold)
+        authority = _make(settings.state, settings.federation, identity, public, threshold)
     except BaseException:  # the file is as it was, so that the command can be repeated
         if before is None:
             path.unlink()
@@ -156,13 +157,13 @@ def init(
     present(result, lines, as_json=as_json)
 
 
-def _make(settings: CoordinatorConfig, public: Sequence[bytes], threshold: int) -> Authority:
-    if settings.identity is None:
-        raise UsageError("the configuration has no section [identity]")
-    folder, now = identity_folder(settings.state), utc_now()
-    authority = Authority.create(folder, settings.federation, now)
-    CommandKeys.of(settings.state, settings.federation)
-    if not (keys := ReleaseKeys(settings.state)).exist:
-        keys.create(settings.federation, now, public, threshold)
-    BrokerFiles(Enrolment(settings.state, settings.federation, settings.identity)).write(now)
-    return authority
+def _make(state: Path, federation: str, identity: IdentityConfig, public: Sequence[bytes], threshold: int) -> Authority:
+    folder, now = identity_folder(state), utc_now()
+    if not (folder / "ca.key").exists():  # else this command failed before, or the configuration was lost
+        Authority.create(folder, federation, now)
+    CommandKeys.of(state, federation)
+    if not (keys := ReleaseKeys(state)).exist:
+        keys.create(federation, now, public, threshold)
+    enrolment = Enrolment(state, federation, identity)
+    BrokerFiles(enrolment).write(now)
+    return enrolment.authority

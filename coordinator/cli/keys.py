@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from edge_agent.errors import UsageError
-from edge_agent.storage import access_of
+from edge_agent.storage import Access
 from edge_agent.trust import Envelope, Key, Role, parse, public_bytes
 
 from ..config import load_config
@@ -132,7 +132,7 @@ def rotate(
     root = role([read_public(file) for file in root_key], root_threshold) if root_key else None
     keys.rotate(utc_now(), signers, root=root, release=role(public, threshold) if public else None)
     if own is not None:
-        write_key(keys.release_key, own, access_of(keys.root))
+        write_key(keys.release_key, own, Access.private_in(keys.folder))
     elif release_key:
         keys.release_key.unlink(missing_ok=True)  # which signs nothing any more
     _present(keys, as_json)

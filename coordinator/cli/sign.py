@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from pathlib import Path
 from typing import Annotated
@@ -47,11 +46,7 @@ def sign(
             f"{request}: no request; 'edge-agent enroll TOKEN --csr FILE' on the device writes one"
         ) from error
     made = issuer.certify(asked)
-    answer = {
-        "certificate": made.der,
-        "authority": base64.b64encode(issuer.authority.der).decode(),
-        **issuer.secrets_for(asked.name),
-    }
+    answer = issuer.answer(asked.name, made)
     write_atomic(out, json.dumps(answer).encode() + b"\n", access=Access.private())
     line = (
         f"{asked.name}: certificate until {shown(made.not_after)} for the key {made.key}, in {out}; on the device: "

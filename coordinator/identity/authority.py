@@ -25,7 +25,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from edge_agent.config import credential
 from edge_agent.errors import StateError, UsageError, cause
 from edge_agent.identity import fingerprint
-from edge_agent.storage import Access, write_atomic
+from edge_agent.storage import write_private
+
+LONGEST_NAME = 64
+"""Characters that X.509 allows; agents know an authority by its fingerprint, not by its name."""
 
 AUTHORITY_DAYS = 3653
 BACKDATED = timedelta(hours=1)
@@ -48,15 +51,13 @@ class Authority:
         if (folder / "ca.key").exists():
             raise UsageError(f"{folder} holds the authority of a federation already; agents depend on it, so it stays")
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = _name(f"Headwater {federation}")
+        subject = _name(f"Headwater {federation}"[:LONGEST_NAME])
         built = (
             _builder(subject, subject, key.public_key(), now, timedelta(days=AUTHORITY_DAYS))
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(signs_certificates=True), critical=True)
         )
         authority = cls(key, built.sign(key, hashes.SHA256()))
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)
         write_private(folder / "ca.pem", authority.certificate.public_bytes(Encoding.PEM))
         write_private(folder / "ca.key", pem_of(key))
         return authority
@@ -116,6 +117,10 @@ class Authority:
             built = built.add_revoked_certificate(one)
         return built.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
+    def sign(self, content: bytes) -> bytes:
+        """An ECDSA signature (SHA-256, DER) of what is no certificate, and does not begin as one."""
+        return self._key.sign(content, ec.ECDSA(hashes.SHA256()))
+
     def _issue(
         self,
         name: str,
@@ -140,11 +145,6 @@ class Authority:
 def pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
     """A private key, not encrypted: whoever reads the file has it."""
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner reads."""
-    write_atomic(path, content, access=Access.private())
 
 
 def _builder(

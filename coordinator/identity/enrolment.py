@@ -6,12 +6,13 @@ All state is in files, so commands work while the coordinator serves, and see wh
 from __future__ import annotations
 
 import base64
+import logging
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -20,7 +21,16 @@ from cryptography.x509.oid import NameOID
 from pydantic import Field
 
 from edge_agent.errors import EnrolmentRefused, StateError, UsageError
-from edge_agent.identity import CertificateRequest, Token, key_fingerprint, new_secret, shown, token_key
+from edge_agent.identity import (
+    CertificateRequest,
+    Token,
+    answer_bytes,
+    key_fingerprint,
+    new_secret,
+    shown,
+    token_key,
+)
+from edge_agent.storage import IDENTITY, write_private
 from edge_agent.task import Frozen, parse_json
 from edge_agent.trust import dump
 
@@ -29,21 +39,38 @@ from ..config import IdentityConfig
 from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now
 from ..state.release_keys import ReleaseKeys
-from .authority import Authority, write_private
-from .ledger import AgentRecord, CertificateRecord, Ledger, TokenRecord
+from .authority import Authority
+from .ledger import AgentRecord, CertificateRecord, Ledger, Time, TokenRecord
 
-SAME_RENEWAL = 5
-"""Certificates that one certificate's key may ask for: answers get lost, but not that often."""
+log = logging.getLogger(__name__)
+
+MOST_CERTIFICATES = 8
+"""Of one agent that hold at a time, and expired ones that are kept for a renewal. An honest agent has two that hold."""
+
+LISTED_S = 86_400.0
+"""Of a certificate that expired earlier nobody asks whether it was revoked."""
 
 RESERVED = frozenset({COORDINATOR_USER, "broker"})
 """Names that no agent may have: the broker knows the coordinator by its name."""
 
 
-class Revoked(Frozen):
-    """Revoked certificates, in one file: a coordinator of thousands of agents does not read all their records."""
+class RevokedCertificate(Frozen):
+    """One that counts no more."""
 
-    serials: dict[str, str] = Field(default_factory=dict, description="serial -> agent")
+    agent: str
+    revoked_at: Time
+    not_after: Time
+
+
+class Revoked(Frozen):
+    """What follows from revocations, in one file: a coordinator of thousands of agents does not read all their records.
+
+    It also outlasts a record that is damaged.
+    """
+
+    certificates: dict[str, RevokedCertificate] = Field(default_factory=dict, description="by serial")
     agents: tuple[str, ...] = Field((), description="those without any other certificate")
+    generations: dict[str, int] = Field(default_factory=dict, description="see `AgentRecord`; 0 is left out")
 
 
 class Enrolment:
@@ -140,12 +167,25 @@ class Enrolment:
                 raise EnrolmentRefused(f"name: nobody made a token for '{request.name}' here; {_again(request.name)}")
             return (self._renew if request.serial else self._enroll)(record, request, key)
 
-    def secrets_for(self, name: str) -> dict[str, str]:
-        """What an agent knows the coordinator's commands and releases by: contents of its files."""
+    def answer(self, name: str, made: CertificateRecord) -> dict[str, str]:
+        """What a device is sent, signed by the authority: in a file nothing else would show that it was changed.
+
+        By ``commands`` it knows the coordinator's commands, by ``root``, where there are release keys, its releases.
+        """
         state = self.folder.parent
-        commands = CommandKeys.of(state, self.federation).of_agent(name).text()
-        keys = ReleaseKeys(state)
-        return {"commands": commands, **({"root": dump(keys.roots()[-1]).decode()} if keys.exist else {})}
+        answer = {
+            "authority": base64.b64encode(self.authority.der).decode(),
+            "certificate": made.der,
+            "commands": self.command_key(name),
+        }
+        if (keys := ReleaseKeys(state)).exist:
+            answer["root"] = dump(keys.roots()[-1]).decode()
+        signature = self.authority.sign(answer_bytes(self.federation, name, answer))
+        return {**answer, "signature": base64.b64encode(signature).decode()}
+
+    def command_key(self, name: str) -> str:
+        """What an agent knows the coordinator's commands by: the content of its file."""
+        return CommandKeys.of(self.folder.parent, self.federation, self._generation).of_agent(name).text()
 
     def revoke(self, name: str) -> AgentRecord:
         """Revoke all certificates of an agent, and its token.
@@ -165,22 +205,37 @@ class Enrolment:
 
     def write_crl(self) -> None:
         """Write the list of revoked certificates; inside `Ledger.changing`, or before anybody else is there."""
-        now = self.now()
-        gone = (now - timedelta(days=1)).timestamp()  # of an expired certificate nobody asks whether it was revoked
-        records = self.ledger.records()
-        revoked = [
-            (record.name, one.serial, one.revoked_at)
-            for record in records
-            for one in record.certificates
-            if one.revoked_at is not None and one.not_after > gone
-        ]
+        now, records = self.now(), self.ledger.records()
+        try:
+            before = self.revoked()
+        except StateError as error:
+            log.error("revocations_damaged reason=%s", error)
+            before = Revoked()
+        certificates = dict(before.certificates)
+        for record in records:
+            for one in record.certificates:
+                if one.revoked_at is not None:
+                    certificates[one.serial] = RevokedCertificate(
+                        agent=record.name, revoked_at=one.revoked_at, not_after=one.not_after
+                    )
+        until = now.timestamp() - LISTED_S
+        certificates = {serial: one for serial, one in certificates.items() if one.not_after > until}
+        known = {record.name for record in records}  # of the others counts what counted before
+        generations = {name: number for name, number in before.generations.items() if name not in known}
         listed = Revoked(
-            serials={serial: name for name, serial, _ in revoked},
-            agents=tuple(record.name for record in records if record.is_revoked),
+            certificates=certificates,
+            agents=(
+                *(name for name in before.agents if name not in known),
+                *(record.name for record in records if record.is_revoked),
+            ),
+            generations=generations | {record.name: record.generation for record in records if record.generation},
         )
         # First: the coordinator reads it when it sees a new list.
         write_private(self.folder / "revoked.json", listed.model_dump_json().encode())
-        dated = [(int(serial, 16), datetime.fromtimestamp(at, timezone.utc)) for _, serial, at in revoked]
+        dated = [
+            (int(serial, 16), datetime.fromtimestamp(one.revoked_at, timezone.utc))
+            for serial, one in certificates.items()
+        ]
         write_private(self.crl, self.authority.revocations(dated, now))
 
     def revoked(self) -> Revoked:
@@ -198,6 +253,10 @@ class Enrolment:
             raise StateError(f"{path}: damaged; 'headwater serve' writes it again at its next start") from error
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _generation(self, name: str) -> int:
+        record = self.ledger.get(name)
+        return 0 if record is None else record.generation
 
     def _check_quota(self, agent: AgentRecord, replaces: str) -> None:
         most, now = self.config.agents_per_owner, self.now().timestamp()
@@ -219,7 +278,7 @@ class Enrolment:
             csr = x509.load_der_x509_csr(base64.b64decode(request.csr, validate=True))
             named = [str(one.value) for one in csr.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
             key, is_signed = csr.public_key(), csr.is_signature_valid
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise EnrolmentRefused(
                 f"request: it is no certificate signing request ({error}); run the command again"
             ) from error
@@ -253,16 +312,16 @@ class Enrolment:
             )
         if token.expires < now:
             raise EnrolmentRefused(f"token: it expired at {shown(token.expires)}; {_again(name)}")
-        ended = record.revoked(now)
-        made = self._issue(name, key)
-        used = token.model_copy(update={"used_at": now, "used_by": used_by})
-        self._write(ended, made, used)
-        has_revoked = ended.certificates != record.certificates
+        ended = record.revoked(now).model_copy(update={"token": token})
+        revoked = [ended] if record.certificates else []
         if token.replaces and (other := self.ledger.get(token.replaces)) is not None:
-            self.ledger.put(other.revoked(now))
-            has_revoked = True
-        if has_revoked:
+            revoked.append(other.revoked(now))
+        if revoked:  # before the token counts as used: after a crash or with a full disk all of it is done again
+            for one in revoked:
+                self.ledger.put(one)
             self.write_crl()
+        made = self._issue(name, key)
+        self._write(ended, made, token.model_copy(update={"used_at": now, "used_by": used_by}))
         return made
 
     def _renew(
@@ -291,12 +350,19 @@ class Enrolment:
             raise EnrolmentRefused(
                 f"certificate: the request of '{name}' is not signed with its key; {_again(name)}"
             ) from error
-        followers = [one for one in record.certificates if one.renews == request.serial]
-        for one in followers:
-            if one.key == key_fingerprint(key) and one.revoked_at is None:
+        valid = [one for one in record.certificates if one.revoked_at is None]
+        for one in valid:
+            if one.renews == request.serial and one.key == key_fingerprint(key):
                 return one  # the answer was lost
-        if len(followers) >= SAME_RENEWAL:
-            raise EnrolmentRefused(f"certificate: it was renewed {len(followers)} times already; {_again(name)}")
+        first = shown_one.not_before + (shown_one.not_after - shown_one.not_before) / 4
+        if now.timestamp() < first:
+            raise EnrolmentRefused(
+                f"certificate: it can be renewed from {shown(first)} on, and the coordinator's clock says "
+                f"{shown(now.timestamp())}; try again then"
+            )
+        holding = sum(one.not_after > now.timestamp() for one in valid)
+        if holding >= MOST_CERTIFICATES:
+            raise EnrolmentRefused(f"certificate: '{name}' has {holding} that hold already; {_again(name)}")
         made = self._issue(name, key, renews=request.serial)
         self._write(record, made, record.token)
         return made
@@ -313,15 +379,17 @@ class Enrolment:
         )
 
     def _write(self, record: AgentRecord, made: CertificateRecord, token: TokenRecord | None) -> None:
-        """The record with a new certificate, and without those that cannot be renewed any more."""
-        until = self.now().timestamp() - self.config.grace_days * 86_400
-        kept = tuple(one for one in record.certificates if one.not_after > until)
+        """The record with a new certificate, without most of those that have expired."""
+        now = self.now().timestamp()
+        until = now - self.config.grace_days * 86_400
+        old = [one for one in record.certificates if one.revoked_at is None and until < one.not_after <= now - LISTED_S]
+        kept = [one for one in record.certificates if one.not_after > now - LISTED_S or one in old[-MOST_CERTIFICATES:]]
         self.ledger.put(record.model_copy(update={"certificates": (*kept, made), "token": token}))
 
 
 def identity_folder(state: Path) -> Path:
     """Where a coordinator keeps its authority, certificates and ledger."""
-    return state / "identity"
+    return state / IDENTITY
 
 
 def _again(name: str) -> str:

@@ -6,6 +6,7 @@ A change is read, made and written under a lock, so the coordinator and commands
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,10 @@ from pydantic import Field, ValidationError
 
 from edge_agent.config import NAME_PATTERN
 from edge_agent.errors import StateError, UsageError
-from edge_agent.storage import Access, waited_lock, write_atomic
+from edge_agent.storage import private_folder, waited_lock, write_private
 from edge_agent.task import Frozen, parse_json
+
+log = logging.getLogger(__name__)
 
 Time = Annotated[float, Field(ge=0)]
 """Unix time in seconds."""
@@ -53,6 +56,7 @@ class AgentRecord(Frozen):
     max_samples: int | None = Field(None, description="a larger count that it declares counts as this")
     token: TokenRecord | None = None
     certificates: tuple[CertificateRecord, ...] = ()
+    generation: int = Field(0, ge=0, description="of the key of its commands; each revocation begins another one")
 
     def current(self) -> CertificateRecord | None:
         """The newest certificate that is not revoked; it may have expired."""
@@ -77,7 +81,8 @@ class AgentRecord(Frozen):
             for one in self.certificates
         )
         token = self.token if self.token is not None and self.token.used_at is not None else None
-        return self.model_copy(update={"certificates": ended, "token": token})
+        generation = self.generation + (ended != self.certificates)
+        return self.model_copy(update={"certificates": ended, "token": token, "generation": generation})
 
 
 class Ledger:
@@ -99,24 +104,32 @@ class Ledger:
         except FileNotFoundError:
             return None
         except (ValidationError, ValueError) as error:
-            raise StateError(f"{path}: damaged record of an agent; put it back from a backup, or remove it") from error
+            raise StateError(
+                f"{path}: damaged record of an agent; put it back from a backup, or enroll the device by another name"
+            ) from error
 
     def records(self) -> list[AgentRecord]:
-        """All agents, sorted by name."""
-        names = sorted(path.stem for path in self.folder.glob("*.json"))
-        return [record for name in names if (record := self.get(name)) is not None]
+        """All agents, sorted by name, without those whose records are damaged, which are logged."""
+        readable = []
+        for name in sorted(path.stem for path in self.folder.glob("*.json")):
+            try:
+                record = self.get(name)
+            except StateError as error:
+                log.error("record_damaged agent=%s reason=%s", name, error)
+            else:
+                readable += [] if record is None else [record]
+        return readable
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[Ledger]:
         """Inside, nobody else changes records."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_folder(self.folder)
         with waited_lock(self.folder):
             yield self
 
     def put(self, record: AgentRecord) -> None:
         """Write a record; inside `changing`."""
-        content = record.model_dump_json(exclude_defaults=True).encode()
-        write_atomic(self._path(record.name), content, access=Access.private())
+        write_private(self._path(record.name), record.model_dump_json(exclude_defaults=True).encode())
 
     def _path(self, name: str) -> Path:
         if not re.fullmatch(NAME_PATTERN, name):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ipaddress
 import json
 import logging
 import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,15 @@ log = logging.getLogger(__name__)
 AT_ONCE = 32
 """Connections that are served at a time; more wait in the system's queue."""
 
+AT_ONCE_OF_ONE = 8
+"""Of those, connections of one `_origin`; more are closed."""
+
+HANDSHAKE_S = 3.0
+"""For TLS: two round trips and 3 kB, which take 1.5 s over a link of 64 kbit/s with a delay of 300 ms."""
+
+ACCEPT_AGAIN_S = 0.1
+"""Pause after a connection could not be accepted: without files or threads the next one fails, too."""
+
 
 class EnrolmentPort:
     """Answers requests for certificates, each in a thread of its own."""
@@ -39,7 +50,8 @@ class EnrolmentPort:
     def __init__(self, enrolment: Enrolment, certificate: Path) -> None:
         """``certificate``: file with the key and certificate that this side shows; read again for each connection."""
         self.enrolment, self._certificate = enrolment, certificate
-        self._free = threading.BoundedSemaphore(AT_ONCE)
+        self._free, self._is_over = threading.Semaphore(AT_ONCE), threading.Event()
+        self._served, self._lock = Counter[str](), threading.Lock()
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
 
@@ -59,6 +71,8 @@ class EnrolmentPort:
 
     def stop(self) -> None:
         """Listen no more."""
+        self._is_over.set()
+        self._free.release()  # it may be waiting for that
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
@@ -67,14 +81,41 @@ class EnrolmentPort:
             self._thread.join()
 
     def _run(self) -> None:
-        listener = self._listener
+        listener, is_failing = self._listener, False
         while listener is not None:
             self._free.acquire()
+            if self._is_over.is_set():
+                return
             try:
                 peer, address = listener.accept()
-            except OSError:  # closed
+            except OSError as error:  # no more files, or the peer has gone already
+                self._free.release()
+                if not self._is_over.wait(ACCEPT_AGAIN_S) and not is_failing:
+                    log.error("enrolment_not_accepted reason=%s; tried again", cause(error))
+                is_failing = True
+            else:
+                is_failing = False
+                self._begin(peer, str(address[0]))
+
+    def _begin(self, peer: socket.socket, address: str) -> None:
+        origin = _origin(address)
+        with self._lock:
+            self._served[origin] += 1
+            is_served = self._served[origin] <= AT_ONCE_OF_ONE
+        try:
+            if is_served:
+                threading.Thread(target=self._serve, args=(peer, address), name="enroll", daemon=True).start()
                 return
-            threading.Thread(target=self._serve, args=(peer, str(address[0])), name="enroll", daemon=True).start()
+            log.debug("enrolment_not_served from=%s: it has %d connections", address, AT_ONCE_OF_ONE)
+        except RuntimeError as error:
+            log.error("enrolment_not_served from=%s reason=%s", address, cause(error))
+        self._end(peer, origin)
+
+    def _end(self, peer: socket.socket, origin: str) -> None:
+        peer.close()
+        with self._lock:
+            self._served -= Counter({origin: 1})  # keeps no zeros
+        self._free.release()
 
     def _serve(self, peer: socket.socket, address: str) -> None:
         until = time.monotonic() + TIMEOUT_S
@@ -82,7 +123,7 @@ class EnrolmentPort:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.minimum_version = ssl.TLSVersion.TLSv1_2
             context.load_cert_chain(self._certificate)
-            peer.settimeout(TIMEOUT_S)
+            peer.settimeout(HANDSHAKE_S)
             with context.wrap_socket(peer, server_side=True) as secure:
                 line = read_line(secure, until)
                 secure.settimeout(max(0.1, until - time.monotonic()))
@@ -92,8 +133,7 @@ class EnrolmentPort:
         except Exception:
             log.exception("enrolment_broke from=%s", address)
         finally:
-            peer.close()
-            self._free.release()
+            self._end(peer, _origin(address))
 
     def answer(self, line: bytes, address: str = "") -> dict[str, Any]:
         """The answer to one request."""
@@ -106,7 +146,9 @@ class EnrolmentPort:
                     "time": self.enrolment.now().timestamp(),
                     "federation": self.enrolment.federation,
                 }
-            made = self.enrolment.certify(CertificateRequest.model_validate(request))
+            asked = CertificateRequest.model_validate(request)
+            made = self.enrolment.certify(asked)
+            answer = self.enrolment.answer(asked.name, made)
         except (ValidationError, ValueError, RecursionError):
             log.warning("enrolment_refused from=%s reason=%d bytes that are no request", address, len(line))
             return {"refused": "request: it is malformed; coordinator and device run different versions"}
@@ -116,6 +158,13 @@ class EnrolmentPort:
         except (HeadwaterError, OSError) as error:
             log.error("enrolment_failed from=%s reason=%s", address, error)
             return {"refused": "coordinator: it cannot make certificates now; its log says why, try again later"}
-        name = request["name"]
-        log.info("certified agent=%s key=%s until=%s from=%s", name, made.key, shown(made.not_after), address)
-        return {"certificate": made.der, **self.enrolment.secrets_for(name)}
+        log.info("certified agent=%s key=%s until=%s from=%s", asked.name, made.key, shown(made.not_after), address)
+        return dict(answer)
+
+
+def _origin(address: str) -> str:
+    """What one peer has of addresses: one of IPv4; of IPv6 the network of 2^64 that a provider gives to a household."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    return str(parsed.ipv4_mapped or ipaddress.ip_network((parsed, 64), strict=False))

@@ -6,6 +6,7 @@ The certificates of broker and coordinator are made from the authority at each s
 from __future__ import annotations
 
 import getpass
+import ipaddress
 import logging
 import socket
 import threading
@@ -20,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from edge_agent.config import BrokerConfig, TlsConfig
 from edge_agent.errors import HeadwaterError, MissingCapability, StateError, UsageError
 from edge_agent.identity import CertificateRequest, shown
-from edge_agent.storage import lock_holder
+from edge_agent.storage import lock_holder, write_private
 from edge_agent.wire.messages import Renew, Renewed
 from edge_agent.wire.mqtt import MqttTransport
 
@@ -28,7 +29,7 @@ from ..broker import ManagedMosquitto, find_mosquitto, held_port, limits_text
 from ..broker.access import COORDINATOR_USER, mosquitto_acl
 from ..config import IdentityConfig
 from ..state.journal import utc_now
-from .authority import Authority, pem_of, write_private
+from .authority import Authority, pem_of
 from .enrolment import Enrolment
 from .port import EnrolmentPort
 
@@ -103,9 +104,17 @@ def mosquitto_settings(config: IdentityConfig, folder: Path) -> str:
 
 
 def server_names(config: IdentityConfig) -> list[str]:
-    """Names and addresses that devices and the coordinator itself may use."""
+    """Names and addresses that devices and the coordinator itself may use, as a certificate spells them."""
     bound = [] if config.bind in {"0.0.0.0", "::", "localhost"} else [config.bind]  # noqa: S104 - compared, not bound
-    return list(dict.fromkeys([config.host, *bound, socket.gethostname(), "localhost", "127.0.0.1", "::1"]))
+    machine = [name for name in (socket.gethostname(),) if name.isascii()]  # a certificate holds no other
+    return list(dict.fromkeys(map(_canonical, [config.host, *bound, *machine, "localhost", "127.0.0.1", "::1"])))
+
+
+def _canonical(host: str) -> str:
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host
 
 
 def is_due(path: Path, authority: Authority, hosts: list[str] | None, now: datetime) -> bool:
@@ -174,6 +183,7 @@ class IdentityService:
         self._crl = (0, 0)
         self._revoked: frozenset[str] = frozenset()
         self._serials: frozenset[str] = frozenset()
+        self._generations: dict[str, int] = {}
         self._ending: list[threading.Thread] = []
         self._renew_at = self._warn_at = float("-inf")
 
@@ -205,11 +215,18 @@ class IdentityService:
     def admits(self, agent: str) -> bool:
         """Whether messages of this agent count: it is not one whose certificates are all revoked."""
         if agent in self._revoked:
-            record = self.enrolment.ledger.get(agent)
+            try:
+                record = self.enrolment.ledger.get(agent)
+            except (HeadwaterError, OSError):  # damaged: the last that is known of it counts
+                return False
             if record is None or record.is_revoked:
                 return False
             self._revoked -= {agent}  # it has got another certificate since
         return True
+
+    def generation(self, agent: str) -> int:
+        """Of the key of this agent's commands."""
+        return self._generations.get(agent, 0)
 
     def most_samples(self, agent: str) -> int | None:
         """How many samples its enrolment lets this agent declare; None: no limit."""
@@ -272,9 +289,9 @@ class IdentityService:
     def _look(self) -> list[str]:
         """Read who is revoked; the names of those with a certificate that was not revoked at the last look."""
         stamp, listed = self._stamp(), self.enrolment.revoked()
-        hit = sorted({name for serial, name in listed.serials.items() if serial not in self._serials})
-        self._serials, self._revoked = frozenset(listed.serials), frozenset(listed.agents)
-        self._crl = stamp
+        hit = sorted({one.agent for serial, one in listed.certificates.items() if serial not in self._serials})
+        self._serials, self._revoked = frozenset(listed.certificates), frozenset(listed.agents)
+        self._generations, self._crl = listed.generations, stamp
         return hit
 
     def _end_sessions(self, names: list[str], now: datetime) -> None:

@@ -100,6 +100,7 @@ def coordinator(
         folder = StateFolder(config.state)
         state = _when_there_is_room(config.state, stop, lambda: stack.enter_context(folder.open("headwater serve")))
         broker, embedded, identity = config.broker, config.embedded, None
+        keys = CommandKeys.of(config.state, config.federation)
         if config.identity is not None:
             from ..identity.enrolment import Enrolment
             from ..identity.serving import IdentityService
@@ -107,7 +108,7 @@ def coordinator(
             identity = IdentityService(Enrolment(config.state, config.federation, config.identity))
             stack.callback(identity.stop)
             identity.start(utc_now())
-            broker = identity.client()
+            broker, keys = identity.client(), CommandKeys.of(config.state, config.federation, identity.generation)
         elif broker is None:
             served = EmbeddedBroker(
                 embedded.bind, embedded.port, federation=config.federation, password_file=embedded.password_file
@@ -144,7 +145,7 @@ def coordinator(
             probe_s=probe_s,
             limits=limits,
             identity=identity,
-            keys=CommandKeys.of(config.state, config.federation),
+            keys=keys,
         )
         for overlap in overlaps(config):
             log.warning("samples_serve_twice %s", overlap)

@@ -343,7 +343,8 @@ class Coordinator:
         except ProtocolMismatch as error:
             self._ignore(agent, error)
             message = f"coordinator {__version__} {SPOKEN}: {error}"  # the agent shows what this side speaks
-            self.send(agent, wire.Refused(error=type(error).__name__, message=message))
+            whom = wire.start_of(event.payload)  # an agent with a key asks for that before its first welcome
+            self.send(agent, wire.Refused(error=type(error).__name__, message=message, whom=whom))
         except Exception as error:  # a full disk, or a bug of this program: no single message may end the service
             if (trouble := of_storage(error)) is not None:
                 self.storage.note(trouble, f"a message of {agent}")

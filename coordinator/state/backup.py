@@ -16,6 +16,7 @@ from typing import Any
 
 from edge_agent.errors import StateError, UsageError
 from edge_agent.storage import (
+    IDENTITY,
     Access,
     access_of,
     folder_lock,
@@ -38,7 +39,7 @@ MARKER = "backup.json"
 
 _OWNER = "headwater backup"
 _PINS = "backup"
-_FOLDERS = ("blobs", "runs", "hosted", "identity")
+_FOLDERS = ("blobs", "runs", "hosted", IDENTITY)
 _APPENDED = ".jsonl"
 """Such files grow in place: a hard link to one would grow, too."""
 
@@ -146,7 +147,7 @@ def _pin(state: StateFolder, pinned: StateFolder) -> None:
             needed = blobs_needed(pinned)
             over = [entry.run for entry in pinned.journal.entries(kinds=tuple(FINAL)) if entry.run is not None]
         missing = [sha for sha in sorted(needed) if not _linked(state.blobs.path(sha), pinned.blobs.path(sha))]
-        for folder in ("hosted", "identity"):
+        for folder in ("hosted", IDENTITY):
             _link_below(state.path, pinned.path, folder)
         for run in over:  # files of a run that has ended since they were linked
             _link_below(state.path, pinned.path, f"runs/{run}")

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import functools
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edge_agent.config import credential
 from edge_agent.errors import StateError, cause
-from edge_agent.storage import Access, access_of, waited_lock, write_atomic
+from edge_agent.storage import IDENTITY, private_folder, waited_lock, write_private
 from edge_agent.wire.authentic import KEY_BYTES, AgentKey, derive, with_mac, with_signature
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-MASTER = Path("identity") / "master.key"
+MASTER = Path(IDENTITY) / "master.key"
 """In the state folder."""
 
 MOST_AGENTS = 1 << 14
@@ -29,12 +30,13 @@ MOST_AGENTS = 1 << 14
 class CommandKeys:
     """The keys of one federation."""
 
-    def __init__(self, master: bytes, federation: str) -> None:
-        self._master, self._federation = master, federation
-        self._key_of = functools.lru_cache(MOST_AGENTS)(self._derived)
+    def __init__(self, master: bytes, federation: str, generation: Callable[[str], int] = lambda _: 0) -> None:
+        """``generation`` of an agent's key: another one is another key, so that who had one has not the next."""
+        self._master, self._federation, self._generation = master, federation, generation
+        self._derived = functools.lru_cache(MOST_AGENTS)(self._derive)
 
     @classmethod
-    def of(cls, state: Path, federation: str) -> CommandKeys:
+    def of(cls, state: Path, federation: str, generation: Callable[[str], int] = lambda _: 0) -> CommandKeys:
         """The keys of a state folder, whose secret is made where there is none; systemd may give it as a credential.
 
         Raises:
@@ -53,17 +55,15 @@ class CommandKeys:
                 f"{path}: {len(master)} bytes, expected {KEY_BYTES}; put it back from a backup, or remove it and "
                 "enroll all agents again"
             )
-        return cls(master, federation)
+        return cls(master, federation, generation)
 
     @staticmethod
     def _make(state: Path) -> None:
         path = state / MASTER
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.parent.chmod(0o700)
+        private_folder(path.parent)
         with waited_lock(path.parent):  # 'headwater password' and a starting coordinator make one secret, not two
             if not path.exists():
-                owner = access_of(state)  # that of the coordinator, where root enrolls before its first start
-                write_atomic(path, secrets.token_bytes(KEY_BYTES), access=Access(owner.uid, owner.gid, 0o600))
+                write_private(path, secrets.token_bytes(KEY_BYTES))
 
     def of_agent(self, agent: str) -> AgentKey:
         """What that agent is given."""
@@ -78,8 +78,12 @@ class CommandKeys:
         """An announcement to all agents with its proof."""
         return with_signature(self._signing_key.sign(payload), payload)
 
-    def _derived(self, agent: str) -> bytes:
-        return derive(self._master, "headwater commands", self._federation, agent)
+    def _key_of(self, agent: str) -> bytes:
+        return self._derived(agent, self._generation(agent))
+
+    def _derive(self, agent: str, generation: int) -> bytes:
+        number = (str(generation),) if generation else ()
+        return derive(self._master, "headwater commands", self._federation, agent, *number)
 
     @functools.cached_property
     def _signing_key(self) -> Ed25519PrivateKey:

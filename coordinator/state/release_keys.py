@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 from edge_agent import bundle as bundles
 from edge_agent.config import credential
 from edge_agent.errors import BundleUntrusted, StateError, UsageError, cause
-from edge_agent.storage import Access, access_of, read_json, waited_lock, write_atomic
+from edge_agent.storage import Access, private_folder, read_json, waited_lock, write_atomic, write_private
 from edge_agent.trust import (
     ROLES,
     Envelope,
@@ -208,14 +208,14 @@ class ReleaseKeys:
                 f"{self.folder} has release keys already, which devices trust; 'headwater keys rotate' changes them"
             )
         root_key = new_key()
-        owner = self._make_folder()
+        private_folder(self.folder)
         release_key = None if public else new_key()
         keys = [*public] if release_key is None else [public_bytes(release_key)]
         by_root = role([public_bytes(root_key)], 1)
         made = root_of(federation, 1, now + ROOT_LIFE, by_root, role(keys, threshold)).with_signature(root_key)
-        write_key(self.root_key, root_key, owner)
+        write_key(self.root_key, root_key, Access.private_in(self.folder))
         if release_key is not None:
-            write_key(self.release_key, release_key, owner)
+            write_key(self.release_key, release_key, Access.private_in(self.folder))
         self._write([made])
         return read(Root, made, "root")
 
@@ -254,13 +254,13 @@ class ReleaseKeys:
     def next_version(self, now: datetime) -> int:
         """The version of a new release: seconds since 1970, so that people can sign elsewhere; always a larger one."""
         path = self.folder / "version.json"
-        owner = self._make_folder()
+        private_folder(self.folder)
         with waited_lock(self.folder):
             before = (read_json(path) or {}).get("version", 0)
             if not isinstance(before, int):
                 raise StateError(f"{path}: no version; remove it")
             version = max(int(now.timestamp()), before + 1)
-            write_atomic(path, json.dumps({"version": version}).encode(), access=owner)
+            write_private(path, json.dumps({"version": version}).encode())
         return version
 
     def rotate(
@@ -299,17 +299,6 @@ class ReleaseKeys:
     def _keys_of(root: Root, of: Role) -> dict[str, Key]:
         return {name: root.keys[name] for name in of.keyids}
 
-    def _make_folder(self) -> Access:
-        """The folder of the keys; returns whose they are to be."""
-        made = not self.folder.exists()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if made:
-            for folder in (self.folder, self.folder.parent):
-                folder.chmod(0o700)
-        owner = access_of(self.folder.parent.parent)
-        return Access(owner.uid, owner.gid, 0o600)
-
     def _write(self, roots: Sequence[Envelope]) -> None:
-        owner = self._make_folder()
-        write_atomic(self._roots, dump(Roots(roots=tuple(roots))), access=owner)
-        write_atomic(self.root, dump(roots[-1]), access=owner)
+        write_private(self._roots, dump(Roots(roots=tuple(roots))))
+        write_private(self.root, dump(roots[-1]))

@@ -84,7 +84,7 @@ def _renew_expired(renewal: Renewal) -> None:
     """Renew a certificate that has expired while the device was off: the broker would not let it in.
 
     Raises:
-        UsageError: the coordinator refuses; only a new token helps.
+        EnrolmentRefused: the coordinator refuses; only a new token helps.
     """
     if not renewal.is_expired():
         return

@@ -16,6 +16,7 @@ from ..errors import HeadwaterError, StateError
 from ..limits import limit_threads
 from ..storage import folder_lock, read_json
 from ..trust import TrustStore
+from ..wire.authentic import key_file
 from . import output
 
 _REPORTED = (
@@ -129,7 +130,7 @@ def status(arguments: argparse.Namespace) -> int:
         "refused": 0,
         "replayed": 0,
         **(result["commands"] or {}),
-        "authenticated": config.broker.command_key_file is not None,
+        "authenticated": key_file(config) is not None,
     }
     try:
         trust = TrustStore(config.state / "bundles").described(time.time())
@@ -213,7 +214,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "commands": lambda it: (
         f"authenticated; refused: {it['refused']} without a proof, {it['replayed']} recorded ones"
         if it["authenticated"]
-        else "not authenticated; name the agent's key in broker.command_key_file"
+        else "not authenticated; enroll the agent, or name its key in broker.command_key_file"
     ),
     "trust": lambda it: (
         f"{'unsigned bundles are installed' if it['unsigned'] else 'no bundle is installed'}: no keys are trusted"

@@ -128,10 +128,8 @@ def _write_config(arguments: argparse.Namespace, token: Token, state: Path, befo
         if load(AgentConfig, path).id != token.name:
             return [f'set id = "{token.name}" in {path}, then: edge-agent run --config {path}']
         return [next_step]
-    folder = state / "identity"
+    folder = IdentityFolder(state)
     source = f"source = {json.dumps(arguments.data)}" if arguments.data else '# source = "images:/srv/photos"'
-    key = folder / "commands.key"
-    commands = f"command_key_file = {json.dumps(str(key))}\n" if key.exists() else ""
     text = f"""\
 # Written by 'edge-agent enroll'. All keys: configs/README.md of the project.
 id = "{token.name}"
@@ -140,8 +138,8 @@ state = {json.dumps(str(state))}
 
 [broker]
 url = "{token.url}"
-tls = {{ ca = {json.dumps(str(folder / "ca.pem"))}, cert = {json.dumps(str(folder / "agent.pem"))} }}
-{commands}
+tls = {{ ca = {json.dumps(str(folder.ca))}, cert = {json.dumps(str(folder.file))} }}
+
 [data]
 {source}
 folder = {json.dumps(str(Path.cwd()))}

@@ -5,8 +5,9 @@ signature, whose public key is beside the agent's key. Both cover the whole mess
 
 A recorded command stays authentic, so each agent also asks for something new: its start is random, and a `Welcome` that
 does not name it is of an earlier start. The others count only after that welcome, from the coordinator's start that
-sent it, above its sequence number, and once. So a restarted agent refuses everything that was recorded before, and
-needs to write nothing to its disk for each message; an old image of the disk opens no gap either.
+sent it, above its sequence number, and once; a rejection also before, where it names the agent's start. So a restarted
+agent refuses everything that was recorded before, and needs to write nothing to its disk for each message; an old image
+of the disk opens no gap either.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ import logging
 from bisect import bisect_left
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pydantic import Field, ValidationError
 
 from ..config import AgentConfig, credential
-from ..errors import ConfigError, DuplicateId, MessageError, StateError, cause
-from ..storage import read_json
+from ..errors import ConfigError, MessageError, StateError, cause
+from ..storage import IDENTITY, read_json
 from ..task import Frozen, parse_json
 from .messages import Announce, Command, Name, Refused, Welcome, Who, proof_of
 
 log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
+ENROLLED_KEY = Path(IDENTITY) / "commands.key"
+"""In the state folder of an agent that was enrolled."""
+
 REMEMBERED = 256
 """Sequence numbers of which each is accepted once; lower ones than these are refused."""
 
@@ -93,16 +98,23 @@ def check_key(text: str, federation: str, agent: str) -> None:
         raise MessageError("the key of the coordinator's commands is that of another agent", is_public=True)
 
 
+def key_file(config: AgentConfig) -> Path | None:
+    """Of an agent's key: the file that its configuration names, or that it got when it was enrolled; None: neither."""
+    if config.broker.command_key_file is not None:
+        return credential(config.broker.command_key_file)
+    path = credential(config.state / ENROLLED_KEY)
+    return path if path.exists() else None
+
+
 def read_key(config: AgentConfig) -> AgentKey | None:
-    """The key that an agent's configuration names; None where it names none.
+    """The key in that file (`key_file`); None where there is none.
 
     Raises:
         ConfigError: the file cannot be read, holds no key, or that of another agent or federation.
     """
-    if config.broker.command_key_file is None:
+    if (path := key_file(config)) is None:
         return None
-    path = credential(config.broker.command_key_file)
-    advice = "'headwater password' writes this file for each agent"
+    advice = "'headwater password', or enrolling again, writes this file for each agent"
     try:
         if (raw := read_json(path)) is None:
             raise ConfigError("broker.command_key_file", [f"{path}: no such file; {advice}"])
@@ -182,14 +194,16 @@ class Guard:
             if message.answers != self._boot or message.boot in self._before:
                 return False
         elif isinstance(message, Refused):
-            if message.error == DuplicateId.__name__ and message.whom == "":
+            if message.boot != self._coordinator and (message.whom != self._boot or message.boot in self._before):
                 return False
         elif not isinstance(message, Who) and message.boot != self._coordinator:
             return False
         numbers = self._numbers.setdefault(message.boot, _Numbers())
         self._numbers.move_to_end(message.boot)
-        if len(self._numbers) > STARTS:
-            self._numbers.popitem(last=False)
+        if (
+            len(self._numbers) > STARTS
+        ):  # those of the coordinator stay: it may have been silent while others were heard
+            del self._numbers[next(boot for boot in self._numbers if boot != self._coordinator)]
         if not numbers.accept(message.seq):
             return False
         if isinstance(message, Welcome) and message.boot != self._coordinator:

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from ..config import NAME_PATTERN, mistakes_of
 from ..errors import MessageError, PrivacyRefused, ProtocolMismatch, UsageError, cause
@@ -41,6 +41,8 @@ Serial = Annotated[str, Field(pattern=r"^([0-9a-f]{1,40})?$")]
 
 Start = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{0,32}$")]
 """Id of one start of a program, or of a question to it; logs, status and reports show it."""
+
+_START = TypeAdapter[str](Start)
 
 METRIC_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Metrics = Annotated[dict[Annotated[str, Field(pattern=METRIC_NAME)], float | None], Field(max_length=64)]
@@ -120,6 +122,14 @@ def proof_of(payload: bytes) -> tuple[bytes, str, bytes]:
     if proof is None:
         return payload, "", b""
     return payload[: proof.start()] + b"}", proof[1].decode(), bytes.fromhex(proof[2].decode())
+
+
+def start_of(payload: bytes) -> str:
+    """The start (``boot``) that a message of whatever protocol version names; empty where it names none."""
+    try:
+        return _START.validate_python(json_object(unsealed(payload)).get("boot"))
+    except (MessageError, ValidationError):
+        return ""
 
 
 def check_version(version: object) -> None:

@@ -19,7 +19,7 @@ from coordinator.state.command_keys import MASTER, CommandKeys
 from edge_agent.agent.event_loop import Agent
 from edge_agent.errors import DuplicateId, ProtocolMismatch, StateError
 from edge_agent.wire import messages as wire
-from edge_agent.wire.authentic import REMEMBERED, AgentKey, Guard, with_mac
+from edge_agent.wire.authentic import REMEMBERED, STARTS, AgentKey, Guard, with_mac
 
 
 @pytest.fixture
@@ -210,11 +210,44 @@ def test_welcome_counts_for_the_start_that_it_names_alone():
     assert not guard.is_new(welcome.model_copy(update={"answers": "b1", "seq": 6}))  # c1 has a successor
 
 
-@pytest.mark.parametrize("error, counts_without_start", [(DuplicateId, False), (ProtocolMismatch, True)])
-def test_rejection_of_a_duplicate_has_to_name_the_start(error, counts_without_start):
-    refused = wire.Refused(error=error.__name__, message="x", boot="c1", seq=1)
-    assert guard_of().is_new(refused) is counts_without_start
-    assert guard_of().is_new(refused.model_copy(update={"whom": "b1"}))
+@pytest.mark.parametrize("error", [DuplicateId, ProtocolMismatch])
+def test_rejection_by_another_start_has_to_name_the_start(error):
+    refused = wire.Refused(error=error.__name__, message="x", boot="c1", seq=6)
+    named = refused.model_copy(update={"whom": "b1"})
+    assert not guard_of().is_new(refused)
+    assert guard_of().is_new(named)
+    guard = guard_of()
+    assert guard.is_new(wire.Welcome(software="x", lease_s=1, boot="c1", seq=5, answers="b1"))
+    assert guard.is_new(refused)
+    assert not guard.is_new(refused)
+    assert guard.is_new(wire.Welcome(software="x", lease_s=1, boot="c2", seq=1, answers="b1"))
+    assert not guard.is_new(named), "c1 has a successor"
+
+
+def test_recorded_questions_of_earlier_starts_do_not_make_it_forget_what_it_has_obeyed():
+    guard = guard_of()
+    welcome = wire.Welcome(software="x", lease_s=1, boot="c9", seq=1, answers="b1")
+    cancel = wire.Cancel(run="run-0001-" + "0" * 32, round=1, reason="x", boot="c9", seq=2)
+    assert guard.is_new(welcome)
+    assert guard.is_new(cancel)
+    for number in range(3 * STARTS):
+        guard.is_new(wire.Who(boot=f"c{number + 10}", seq=3))
+    assert not guard.is_new(cancel)
+    assert not guard.is_new(welcome)
+    assert len(guard._numbers) <= STARTS
+
+
+def test_agent_of_another_protocol_is_told_so_before_its_first_welcome(fed):
+    """With a key it takes a rejection of a coordinator that it does not know only where that names its start."""
+    agent = fed.agents["a0"]
+    hello = json.loads(wire.encode(wire.Hello(software="x", tier="train", samples=1, boot=agent.boot)))
+    fed.broker.route(fed.topics.up("a0"), json.dumps({**hello, "v": 99, "crc": None}).encode())
+    fed.settle()
+    payload = sent_to(fed, fed.topics.down("a0"), "refused")[-1]
+    assert json.loads(payload)["whom"] == agent.boot
+    new = Guard(fed.keys().of_agent("a0"), agent.boot)
+    assert new.lets_in(payload, to_all=False)
+    assert new.is_new(wire.parse_from_coordinator(payload))
 
 
 def test_backup_holds_the_secret_privately_so_that_agents_obey_the_coordinator_that_starts_on_it(fed, tmp_path):

@@ -318,6 +318,21 @@ def test_rules_of_subscribing(user, topic_filter, allowed):
     assert Rules("home").may_subscribe(user, topic_filter) is allowed
 
 
+@pytest.mark.skipif(find_mosquitto() is None, reason="mosquitto is not installed")
+def test_more_silent_connections_than_a_system_allows_files_shut_nobody_out_of_mosquitto():
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        broker = stack.enter_context(MosquittoBroker())
+        for _ in range(250):
+            stack.enter_context(socket.create_connection(("127.0.0.1", broker.port), 5))
+        honest = stack.enter_context(socket.create_connection(("127.0.0.1", broker.port), 5))
+        honest.sendall(bytes.fromhex("100c00044d5154540402003c0000"))
+        assert honest.recv(4).hex() == "20020000"
+
+
 def test_mosquitto_rules_say_the_same():
     assert mosquitto_acl("home").splitlines() == [
         "user coordinator",

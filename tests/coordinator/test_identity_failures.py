@@ -3,41 +3,64 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import functools
 import itertools
 import json
+import os
+import resource
 import shutil
 import socket
 import ssl
 import stat
 import subprocess
 import threading
+import time
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
 from identity_harness import free_ports
 
 from coordinator.config import IdentityConfig
-from coordinator.identity.authority import Authority
-from coordinator.identity.enrolment import Enrolment, identity_folder
-from coordinator.identity.port import EnrolmentPort
-from coordinator.identity.serving import BrokerFiles
+from coordinator.identity.authority import Authority, pem_of
+from coordinator.identity.enrolment import MOST_CERTIFICATES, Enrolment, identity_folder
+from coordinator.identity.port import AT_ONCE, AT_ONCE_OF_ONE, HANDSHAKE_S, EnrolmentPort, _origin
+from coordinator.identity.serving import BrokerFiles, IdentityService
 from coordinator.state.backup import back_up
+from coordinator.state.command_keys import CommandKeys
 from coordinator.state.store import StateFolder
-from edge_agent.errors import BrokerAway, EnrolmentRefused, MessageError, StateError, UsageError
+from edge_agent.config import AgentConfig
+from edge_agent.errors import BrokerAway, ConfigError, EnrolmentRefused, MessageError, StateError, UsageError
 from edge_agent.identity import (
     MAX_LINE_BYTES,
     IdentityFolder,
     Renewal,
     Token,
+    answered,
     ask,
     enroll,
     fingerprint,
     signing_request,
     token_key,
 )
+from edge_agent.storage import write_private
+from edge_agent.wire.authentic import AgentKey, read_key
 
 DAY = timedelta(days=1)
+
+
+def until(condition, limit_s=10.0):
+    """Wait for what another thread does."""
+    end, pause = time.monotonic() + limit_s, threading.Event()
+    while not condition():
+        assert time.monotonic() < end
+        pause.wait(0.01)
+
+
 LIFE_S = 30 * 86_400
 
 
@@ -269,17 +292,186 @@ def test_a_renewal_needs_the_key_of_the_certificate_that_it_names(side, device):
         side.enrolment.certify(request.model_copy(update={"serial": serial}))
 
 
-def test_one_certificate_cannot_be_renewed_without_end(side, device, tmp_path):
+def test_certificate_is_renewed_from_a_quarter_of_its_life_on_and_a_lost_answer_at_any_time(side, device):
+    """800 renewals in 13 s made a record of 630 kB, which every revocation reads."""
+    folder = device()
+    first = enroll(side.token(), folder)
+    begin = first.not_before - side.now().timestamp()
+    side.ahead = timedelta(seconds=begin + (first.not_after - first.not_before) / 4 - 5)
+    request = folder.request("home", "porch")
+    with pytest.raises(EnrolmentRefused, match=r"^certificate: it can be renewed from 20.* on.*try again then"):
+        side.enrolment.certify(request)
+    side.ahead += timedelta(seconds=10)
+    made = side.enrolment.certify(request)
+    folder.install(
+        base64.b64decode(made.der),
+        ca=side.enrolment.authority.der,
+        name="porch",
+        federation="home",
+        host="localhost",
+        port=1,
+    )
+    assert side.enrolment.certify(request) == made, "the answer was lost"
+    with pytest.raises(EnrolmentRefused, match=r"^certificate: it can be renewed from"):
+        side.enrolment.certify(folder.request("home", "porch"))
+
+
+def test_an_agent_has_a_few_certificates_at_a_time(side, device, tmp_path):
     folder = device()
     enroll(side.token(), folder)
-    for number in range(6):
+    side.ahead = 20 * DAY
+    for number in range(MOST_CERTIFICATES):
         copy = tmp_path / f"copy-{number}"
         shutil.copytree(folder.path.parent, copy)
         request = IdentityFolder(copy).request("home", "porch")
-        if number < 5:
+        if number < MOST_CERTIFICATES - 1:
             side.enrolment.certify(request)
-    with pytest.raises(EnrolmentRefused, match=r"^certificate: it was renewed 5 times already"):
+    with pytest.raises(EnrolmentRefused, match=r"^certificate: 'porch' has 8 that hold already"):
         side.enrolment.certify(request)
+    side.ahead = 60 * DAY
+    assert side.enrolment.certify(request).renews == folder.read().serial, "they have expired"
+    for _ in range(10):
+        assert len(side.enrolment.ledger.get("porch").certificates) <= 2 * MOST_CERTIFICATES
+        side.ahead += 25 * DAY
+        IdentityFolder(copy).install(
+            base64.b64decode(side.enrolment.ledger.get("porch").certificates[-1].der),
+            ca=side.enrolment.authority.der,
+            name="porch",
+            federation="home",
+            host="localhost",
+            port=1,
+        )
+        side.enrolment.certify(IdentityFolder(copy).request("home", "porch"))
+
+
+FULL = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("name", ["garden", "porch"], ids=["renamed", "enrolled again"])
+def test_what_a_token_replaces_is_revoked_whichever_write_of_the_enrolment_fails(side, device, name, monkeypatch):
+    """A full disk left the old certificate valid for good: the second try found the token used, and stopped there."""
+    folder = device()
+    old = enroll(side.token(), folder)
+    folder = folder if name == "garden" else device()
+    token = side.token(name, replaces="porch" if name == "garden" else "")
+    request = folder.request("home", name, token.secret)
+    writes = 0
+    for fails_at in range(6):
+        left = itertools.count()
+
+        def write(path, content, fails_at=fails_at, left=left):
+            if next(left) == fails_at:
+                raise FULL
+            write_private(path, content)
+
+        with monkeypatch.context() as patched:
+            for module in ("enrolment", "ledger"):
+                patched.setattr(f"coordinator.identity.{module}.write_private", write)
+            try:
+                made = side.enrolment.certify(request)
+            except OSError:
+                writes += 1
+                continue
+        break
+    assert writes == 4, "record, revoked.json, crl.pem, record"
+    assert side.revoked() == {old.serial}
+    assert side.enrolment.ledger.get(name).current() == made
+    assert side.enrolment.ledger.get(name).token.used_at is not None
+
+
+def test_after_a_revocation_or_another_enrolment_the_key_of_commands_is_another_one(side, device):
+    """The thief of a device that was revoked has its key, and could forge commands to the device that has its name."""
+    keys = [side.enrolment.command_key("porch")]
+    for revoke in (False, False, True):
+        if revoke:
+            side.enrolment.revoke("porch")
+        folder = device()
+        enroll(side.token(), folder)
+        keys.append(folder.commands.read_text())
+        assert keys[-1] == side.enrolment.command_key("porch")
+    assert keys[0] == keys[1], "as before the first enrolment"
+    assert len(set(keys)) == 3
+    assert side.enrolment.revoked().generations == {"porch": 2}
+
+
+def test_serving_coordinator_proves_its_commands_by_the_key_that_the_device_has_now(side, device):
+    service = IdentityService(side.enrolment)
+    service._look()
+    keys = CommandKeys.of(side.state, "home", service.generation)
+    for _ in range(2):
+        folder = device()
+        enroll(side.token(), folder)
+        service.tick(0.0, side.now())
+        assert keys.of_agent("porch").text() == folder.commands.read_text()
+
+
+def test_damaged_record_stops_no_other_and_nobody_who_is_revoked_gets_in_again(side, device, caplog):
+    stolen = enroll(side.token(), device())
+    side.enrolment.revoke("porch")
+    garden = enroll(side.token("garden"), device())
+    record = side.enrolment.ledger.folder / "porch.json"
+    service = IdentityService(side.enrolment)
+    service._look()
+    record.write_bytes(record.read_bytes()[:100])
+    assert not service.admits("porch")
+    BrokerFiles(side.enrolment).write(side.now())
+    assert "record_damaged agent=porch" in caplog.text
+    side.enrolment.revoke("garden")
+    assert side.revoked() == {stolen.serial, garden.serial}
+    assert set(side.enrolment.revoked().agents) == {"porch", "garden"}
+    assert side.enrolment.revoked().generations == {"porch": 1, "garden": 1}
+    with pytest.raises(
+        StateError, match=r"porch\.json: damaged .* put it back from a backup, or enroll .* another name"
+    ):
+        side.token("porch")
+    record.unlink()
+    side.token("porch")
+    BrokerFiles(side.enrolment).write(side.now())
+    assert side.revoked() == {stolen.serial, garden.serial}
+    side.ahead = 40 * DAY
+    BrokerFiles(side.enrolment).write(side.now())
+    assert side.revoked() == set(), "they have expired"
+
+
+def test_damaged_list_of_revoked_certificates_is_made_again(side, device):
+    old = enroll(side.token(), device())
+    side.enrolment.revoke("porch")
+    (side.enrolment.folder / "revoked.json").write_text("{")
+    with pytest.raises(StateError, match=r"revoked\.json: damaged; 'headwater serve' writes it again"):
+        side.enrolment.revoked()
+    BrokerFiles(side.enrolment).write(side.now())
+    assert set(side.enrolment.revoked().certificates) == {old.serial}
+
+
+def test_request_with_algorithms_that_nobody_knows_is_refused(side, device, caplog):
+    csr = base64.b64decode(device().request("home", "porch", side.token().secret).csr)
+    for known in ("2a8648ce3d030107", "2a8648ce3d0201", "2a8648ce3d040302"):  # curve, key and signature
+        oid = bytes.fromhex(known)
+        assert oid in csr
+        raw = {
+            "federation": "home",
+            "name": "porch",
+            "csr": base64.b64encode(csr.replace(oid, oid[:-1] + b"\x77")).decode(),
+            "signature": "AAAA",
+        }
+        assert side.port.answer(json.dumps(raw).encode())["refused"].startswith("request: ")
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("what", ["certificate", "commands", "signature"])
+def test_answer_in_a_file_that_was_changed_on_its_way_is_not_installed(side, device, what):
+    token, folder = side.token(), device()
+    request = folder.request("home", "porch", token.secret)
+    answer = side.enrolment.answer("porch", side.enrolment.certify(request))
+    thief = AgentKey("home", "porch", bytes(32), bytes(32)).text()
+    changed = {"certificate": answer["authority"], "commands": thief, "signature": answer["authority"]}
+    for wrong in ({**answer, what: changed[what]}, {key: answer[key] for key in answer if key != what}):
+        with pytest.raises(MessageError, match=r"^answer: "):
+            answered(token, folder, wrong)
+        assert folder.read() is None
+        assert not folder.commands.exists()
+    assert answered(token, folder, answer).name == "porch"
+    assert folder.commands.read_text() == side.enrolment.command_key("porch")
 
 
 @pytest.mark.parametrize("name", ["coordinator", "broker"])
@@ -338,7 +530,7 @@ def test_row_43_one_owner_has_no_more_agents_than_the_quota(side, device):
 
 
 def test_both_secrets_may_be_credentials_of_systemd_and_lie_nowhere_in_the_state_folder(side, tmp_path, monkeypatch):
-    fingerprint, key = side.enrolment.authority.fingerprint, side.enrolment.secrets_for("porch")
+    fingerprint, key = side.enrolment.authority.fingerprint, side.enrolment.command_key("porch")
     credentials = tmp_path / "credentials"
     credentials.mkdir()
     for name in ("ca.key", "master.key"):
@@ -347,7 +539,7 @@ def test_both_secrets_may_be_credentials_of_systemd_and_lie_nowhere_in_the_state
         Enrolment(side.state, "home", side.config)
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(credentials))
     again = Enrolment(side.state, "home", side.config)
-    assert (again.authority.fingerprint, again.secrets_for("porch")) == (fingerprint, key)
+    assert (again.authority.fingerprint, again.command_key("porch")) == (fingerprint, key)
     again.token("porch", DAY)
     again.revoke("porch")  # which signs the list
     assert not (identity_folder(side.state) / "master.key").exists()
@@ -380,6 +572,80 @@ def test_hostile_bytes_are_refused_and_the_port_serves_on(side, device, line):
     assert enroll(side.token(), device()).name == "porch"
 
 
+def test_port_listens_on_after_a_connection_could_not_be_accepted(side, device, caplog):
+    """With all files in use accept fails, and a failed accept ended the port for good, without a line in the log."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(socket.socket())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 20, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        client.connect(("127.0.0.1", side.config.enroll_port))
+        until(lambda: "enrolment_not_accepted reason=Too many open files" in caplog.text)
+    assert enroll(side.token(), device()).name == "porch"
+
+
+def test_port_listens_on_after_a_thread_could_not_be_started(side, device, monkeypatch, caplog):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched, pytest.raises(BrokerAway):
+        patched.setattr(threading.Thread, "start", fail)
+        enroll(side.token(), device())
+    assert "enrolment_not_served from=127.0.0.1 reason=can't start new thread" in caplog.text
+    assert enroll(side.token(), device()).name == "porch"
+
+
+def test_silent_stranger_with_many_connections_holds_no_renewal_up(side, device, monkeypatch):
+    """Devices behind other addresses are served at once; the port stops although slots are taken."""
+    folder = device()
+    enroll(side.token(), folder)
+    with contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", side.config.enroll_port)
+        for _ in range(3 * AT_ONCE):
+            stack.enter_context(socket.create_connection(address, 5))
+        until(lambda: side.port._served == {"127.0.0.1": AT_ONCE_OF_ONE})
+        side.ahead = DAY * 20
+        connect = functools.partial(socket.create_connection, source_address=("127.0.0.2", 0))
+        monkeypatch.setattr("edge_agent.identity.socket.create_connection", connect)
+        begin = time.monotonic()
+        Renewal(folder.path.parent, wall=lambda: side.now().timestamp()).by_port()
+        assert time.monotonic() - begin < HANDSHAKE_S, "before the first of the stranger's connections is closed"
+
+
+def test_silent_connection_is_closed_after_the_time_for_the_handshake(side, monkeypatch):
+    monkeypatch.setattr("coordinator.identity.port.HANDSHAKE_S", 0.05)
+    with socket.create_connection(("127.0.0.1", side.config.enroll_port), 5) as silent:
+        assert silent.recv(1) == b""
+    until(lambda: not side.port._served)
+
+
+def test_port_stops_while_all_slots_are_taken(side, monkeypatch):
+    monkeypatch.setattr("coordinator.identity.port.AT_ONCE_OF_ONE", AT_ONCE)
+    with contextlib.ExitStack() as stack:
+        for _ in range(AT_ONCE):
+            stack.enter_context(socket.create_connection(("127.0.0.1", side.config.enroll_port), 5))
+        until(lambda: side.port._served == {"127.0.0.1": AT_ONCE})
+        begin = time.monotonic()
+        side.port.stop()
+        assert time.monotonic() - begin < HANDSHAKE_S / 2
+
+
+@pytest.mark.parametrize(
+    "address, origin",
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3::9", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+    ],
+)
+def test_one_peer_is_an_address_or_a_network_of_ipv6(address, origin):
+    assert _origin(address) == origin
+
+
 def test_no_tls_and_nobody_there_are_told_apart(side, device):
     token = side.token()
     side.port.stop()
@@ -401,6 +667,64 @@ def test_no_tls_and_nobody_there_are_told_apart(side, device):
     side.port = EnrolmentPort(side.enrolment, BrokerFiles(side.enrolment).broker)
 
 
+def certificate_of_a_stranger(side, folder):
+    """A file with key and certificate of an authority that nobody here knows."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    other = Authority.create(folder, "x", side.now())
+    certificate = other.for_server(["localhost"], key.public_key(), side.now(), DAY)
+    file = folder / "stranger.pem"
+    file.write_bytes(pem_of(key) + certificate.public_bytes(Encoding.PEM))
+    return file
+
+
+@pytest.mark.parametrize(
+    "answer", [{"refused": "go away"}, {"time": 0}, {"time": 10**400}, {"time": True}, {"time": None}, {}], ids=str
+)
+def test_strangers_answer_ends_no_agent_whose_certificate_has_expired(side, device, tmp_path, monkeypatch, answer):
+    """It ended with exit code 2, after which systemd does not start it again."""
+    folder = device()
+    enroll(side.token(), folder)
+    side.ahead = 40 * DAY
+    renewal = Renewal(folder.path.parent, wall=lambda: side.now().timestamp())
+    with monkeypatch.context() as patched:
+        patched.setattr(EnrolmentPort, "answer", lambda *_: answer)
+        patched.setattr(side.port, "_certificate", certificate_of_a_stranger(side, tmp_path))
+        with pytest.raises(BrokerAway, match=r"^tls: .* does not prove to be the coordinator"):
+            renewal.by_port()
+    with monkeypatch.context() as patched:
+        patched.setattr(EnrolmentPort, "answer", lambda *_: answer)
+        with pytest.raises(BrokerAway):  # proven, but no refusal of a certificate
+            renewal.by_port()
+    assert renewal.by_port().not_after > side.now().timestamp()
+
+
+def test_refusal_of_the_coordinator_itself_is_final_and_its_clock_is_not(side, device):
+    folder = device()
+    enroll(side.token(), folder)
+    side.ahead = 40 * DAY
+    with pytest.raises(BrokerAway, match=r"^clock: .*set-ntp"):
+        Renewal(folder.path.parent, wall=lambda: 0.0).by_port()
+    side.enrolment.revoke("porch")
+    with pytest.raises(EnrolmentRefused, match=r"^certificate: it was revoked"):
+        Renewal(folder.path.parent, wall=lambda: side.now().timestamp()).by_port()
+
+
+def test_time_is_asked_of_a_coordinator_whose_certificate_does_not_hold_now(side, device, tmp_path, monkeypatch):
+    """With a wrong clock here no certificate holds; then the clock is named, not the certificate."""
+    folder = device()
+    enroll(side.token(), folder)
+    key = ec.generate_private_key(ec.SECP256R1())
+    before = side.now() - 400 * DAY
+    certificate = side.enrolment.authority.for_server(["localhost"], key.public_key(), before, DAY)
+    file = tmp_path / "expired.pem"
+    file.write_bytes(pem_of(key) + certificate.public_bytes(Encoding.PEM))
+    monkeypatch.setattr(side.port, "_certificate", file)
+    with pytest.raises(BrokerAway, match=r"^clock: "):
+        Renewal(folder.path.parent, wall=lambda: before.timestamp()).by_port()
+    with pytest.raises(BrokerAway, match=r"^tls: .*expired"):
+        Renewal(folder.path.parent, wall=lambda: side.now().timestamp()).by_port()
+
+
 def test_an_answer_with_another_certificate_is_not_installed(side, device):
     folder, other = device(), device()
     enroll(side.token("mallory"), other)
@@ -411,6 +735,17 @@ def test_an_answer_with_another_certificate_is_not_installed(side, device):
             wrong, ca=side.enrolment.authority.der, name="porch", federation="home", host="localhost", port=1
         )
     assert folder.read() is None
+
+
+def test_enrolled_agent_knows_commands_also_by_a_configuration_that_was_there_before(side, device):
+    """Such a file was left as it was, without the key's name, and the agent obeyed everybody."""
+    folder = device()
+    config = AgentConfig(id="porch", federation="home", state=folder.path.parent, data={"source": "none:"})
+    assert read_key(config) is None
+    enroll(side.token(), folder)
+    assert read_key(config) == CommandKeys.of(side.state, "home").of_agent("porch")
+    with pytest.raises(ConfigError, match=r"the key of agent 'porch' .*expected that of 'hall'.*enrolling again"):
+        read_key(config.model_copy(update={"id": "hall"}))
 
 
 def test_fingerprint_is_the_one_that_openssl_computes(side, tmp_path):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import stat
 
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ from edge_agent import heads
 from edge_agent import personalize as module
 from edge_agent.data import Samples, load, split
 from edge_agent.encoder import Encoder
-from edge_agent.errors import FingerprintMismatch, UnknownName
+from edge_agent.errors import BundleDamaged, FingerprintMismatch, UnknownName
 from edge_agent.heads import FitData
 from edge_agent.local.choice import BASELINES
-from edge_agent.personalize import FitOptions, evaluate_heads, extract, load_head, personalize
+from edge_agent.personalize import FitOptions, evaluate_heads, extract, load_bundle, load_head, personalize
 
 
 @pytest.fixture
@@ -120,6 +121,21 @@ def test_only_new_samples_pass_the_encoder(ready, tmp_path, monkeypatch):
     result = module.features_of(more, encoder, tmp_path)
     assert runs == [40, 20, 2]
     np.testing.assert_allclose(result, real(encoder, more.inputs), atol=1e-5)
+
+
+def test_cache_that_people_share_stays_theirs_and_features_in_it_are_private(ready, make_bundle, tmp_path):
+    """A refused bundle already took the group's rights to the folder away."""
+    _, _, encoder, samples = ready
+    cache = tmp_path / "of the lab"
+    cache.mkdir()
+    cache.chmod(0o2775)
+    (tmp_path / "x.hwb").write_bytes(b"no bundle")
+    with pytest.raises(BundleDamaged):
+        load_bundle(tmp_path / "x.hwb", cache)
+    load_bundle(make_bundle("y.hwb").path, cache)
+    module.features_of(samples, encoder, cache)
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o2775
+    assert [stat.S_IMODE(path.stat().st_mode) for path in cache.glob("features-*")] == [0o600]
 
 
 @pytest.mark.parametrize("damage", [b"", b"junk" * 50])

@@ -1,0 +1,94 @@
+"""``headwater init`` and ``headwater agents``: what they refuse, and that they can be repeated."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import pytest
+from identity_harness import Fleet
+
+from coordinator.cli.enroll import enrolment
+from coordinator.config import IdentityConfig, load_config
+from coordinator.identity.enrolment import Enrolment
+from coordinator.identity.serving import BrokerFiles, server_names
+from coordinator.state.journal import utc_now
+from edge_agent.identity import IdentityFolder
+
+
+@pytest.fixture
+def fleet(tmp_path, capsys):
+    return Fleet(tmp_path / "fleet", capsys)
+
+
+def test_longest_name_of_a_federation_is_taken(fleet):
+    code, _, err = fleet.call("init", fleet.folder, "--host", "localhost", "--federation", "a" * 63)
+    assert code == 0, err
+    assert load_config(fleet.config).federation == "a" * 63
+
+
+@pytest.mark.parametrize("host", ["my host", "büro", "a" * 254])
+def test_host_that_no_url_can_name_is_refused_before_anything_is_written(fleet, host):
+    code, _, err = fleet.call("init", fleet.folder, "--host", host)
+    assert (code, err.count("--host: 1 mistake"), "Traceback" in err) == (2, 1, False)
+    assert not fleet.folder.exists()
+
+
+def test_name_of_the_machine_that_no_certificate_can_hold_is_left_out(fleet, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "büro")
+    assert fleet.call("init", fleet.folder, "--host", "coordinator.example")[0] == 0
+    assert server_names(load_config(fleet.config).identity)[0] == "coordinator.example"
+    code, _, err = fleet.call("init", fleet.folder / "other")
+    assert (code, "--host: 1 mistake" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "host, bind",
+    [("2001:0DB8::5", "::"), ("::1", "::1"), ("192.0.2.5", "0.0.0.0"), ("localhost", "127.0.0.1")],
+)
+def test_host_is_listened_on_by_its_kind_and_its_certificate_is_made_once(fleet, host, bind):
+    assert fleet.call("init", fleet.folder, "--host", host)[0] == 0
+    config = load_config(fleet.config)
+    assert config.identity.bind == bind
+    files = BrokerFiles(Enrolment(config.state, config.federation, config.identity))
+    assert not files.renew(utc_now()), "each renewal has the broker read its files again, every hour"
+
+
+@pytest.mark.parametrize("has_config", [False, True], ids=["new folder", "configuration"])
+def test_init_that_failed_is_repeated_with_the_same_authority(fleet, monkeypatch, has_config):
+    words = ("init", fleet.folder, "--host", "localhost")
+    if has_config:
+        fleet.folder.mkdir()
+        fleet.config.write_text('federation = "home"\nstate = "state"\n[task]\nclass_names = ["0", "1"]\n')
+        words = ("init", "--config", fleet.config, "--host", "localhost")
+    before = fleet.config.read_bytes() if has_config else None
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BrokerFiles, "write", fail)
+        code, _, err = fleet.call(*words)
+        assert (code, "No space left" in err) == (1, True)
+    assert (fleet.config.read_bytes() if fleet.config.exists() else None) == before
+    made = (fleet.folder / "state" / "identity" / "ca.pem").read_bytes()
+    code, out, err = fleet.call(*words)
+    assert code == 0, err
+    config = load_config(fleet.config)
+    assert isinstance(config.identity, IdentityConfig)
+    assert Enrolment(config.state, config.federation, config.identity).authority.fingerprint in out
+    assert (fleet.folder / "state" / "identity" / "ca.pem").read_bytes() == made
+
+
+def test_rename_whose_token_was_lost_is_repeated_until_the_name_has_a_certificate(fleet):
+    fleet.init()
+    issuer = enrolment(fleet.config, None)
+    for name, replaces in (("porch", ""), ("garden", "porch")):
+        if replaces:
+            for _ in range(2):  # the first token was lost
+                code, _, err = fleet.call("agents", "rename", replaces, name, "--config", fleet.config)
+                assert code == 0, err
+        token = issuer.token(name, timedelta(days=1), replaces=replaces)
+        issuer.certify(IdentityFolder(fleet.folder / "device").request("home", name, token.secret))
+    code, _, err = fleet.call("agents", "rename", "porch", "garden", "--config", fleet.config)
+    assert (code, "there is an agent 'garden' already" in err) == (2, True)
