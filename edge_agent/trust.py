@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import BundleUntrusted, StateError, cause
-from .storage import sha256_file, write_atomic
+from .storage import sha256_file, write_private
 from .task import Frozen, parse_json
 
 if TYPE_CHECKING:
@@ -490,7 +490,7 @@ class TrustStore:
 
     def record(self, member: Member) -> None:
         """From now on, refuse releases older than this one."""
-        write_atomic(self._newest, dump(member.release))
+        write_private(self._newest, dump(member.release))
 
     def newest(self, root: Root) -> tuple[Release, Envelope] | None:
         """The newest release that was installed here; None where there is none that ``root``'s keys have signed."""
@@ -508,7 +508,7 @@ class TrustStore:
         return read(Release, envelope, str(self._newest)), envelope
 
     def _write_roots(self, known: Roots) -> None:
-        write_atomic(self._roots, dump(known))
+        write_private(self._roots, dump(known))
 
 
 def _read(path: Path) -> bytes | None:

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 from edge_agent import bundle as bundles
 from edge_agent.config import credential
 from edge_agent.errors import BundleUntrusted, StateError, UsageError, cause
-from edge_agent.storage import Access, private_folder, read_json, waited_lock, write_atomic, write_private
+from edge_agent.storage import IDENTITY, Access, private_folder, read_json, waited_lock, write_atomic, write_private
 from edge_agent.trust import (
     ROLES,
     Envelope,
@@ -183,7 +183,7 @@ class ReleaseKeys:
     """
 
     def __init__(self, state: Path) -> None:
-        self.folder = state / "identity" / "release"
+        self.folder = state / IDENTITY / "release"
         self.root, self._roots = self.folder / "root.json", self.folder / "roots.json"
         self.root_key, self.release_key = self.folder / "root.key", self.folder / "release.key"
 

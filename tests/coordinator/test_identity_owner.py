@@ -17,7 +17,9 @@ from coordinator.identity.authority import Authority
 from coordinator.identity.enrolment import Enrolment, identity_folder
 from coordinator.identity.serving import BrokerFiles
 from coordinator.state.command_keys import CommandKeys
+from coordinator.state.release_keys import ReleaseKeys
 from edge_agent.identity import IdentityFolder
+from edge_agent.trust import TrustStore
 
 pytestmark = pytest.mark.skipif(os.name == "nt" or os.geteuid() != 0, reason="root alone gives files away")
 
@@ -60,6 +62,8 @@ def test_coordinator_reads_what_root_enrolled_and_revoked(state, tmp_path):
     enrolment = Enrolment(state, "home", config)
     BrokerFiles(enrolment).write(now)
     CommandKeys.of(state, "home")
+    ReleaseKeys(state).create("home", now)
+    ReleaseKeys(state).next_version(now)
     token = enrolment.token("porch", DAY)
     enrolment.certify(IdentityFolder(tmp_path).request("home", "porch", token.secret))
     enrolment.revoke("porch")
@@ -69,6 +73,7 @@ def test_coordinator_reads_what_root_enrolled_and_revoked(state, tmp_path):
         BrokerFiles(again).write(now)
         assert again.revoked().agents == ("porch",)
         assert again.ledger.get("porch").is_revoked
+        assert ReleaseKeys(state).next_version(now)
 
 
 def test_agent_reads_the_identity_that_root_enrolled(state, tmp_path):
@@ -77,6 +82,8 @@ def test_agent_reads_the_identity_that_root_enrolled(state, tmp_path):
     folder = IdentityFolder(state)
     made = authority.for_client("porch", folder.pending_key().public_key(), now, DAY).public_bytes(Encoding.DER)
     folder.install(made, ca=authority.der, name="porch", federation="home", host="localhost", port=1)
+    ReleaseKeys(tmp_path).create("home", now)
+    TrustStore(state / "bundles").anchor(ReleaseKeys(tmp_path).roots()[-1])
     assert owners(state) == {(USER, USER, 0)}
     here = (folder.read(), folder.ca_der(), folder.key_fingerprint())
     with as_user():
