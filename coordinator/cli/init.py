@@ -159,10 +159,16 @@ def init(
 
 def _make(state: Path, federation: str, identity: IdentityConfig, public: Sequence[bytes], threshold: int) -> Authority:
     folder, now = identity_folder(state), utc_now()
+    keys = ReleaseKeys(state)
+    if keys.exist and (other := keys.newest().federation) != federation:
+        raise UsageError(
+            f"{keys.folder} has the release keys of federation '{other}', not of '{federation}'; name that federation, "
+            "or another state folder"
+        )
     if not (folder / "ca.key").exists():  # else this command failed before, or the configuration was lost
         Authority.create(folder, federation, now)
     CommandKeys.of(state, federation)
-    if not (keys := ReleaseKeys(state)).exist:
+    if not keys.exist:
         keys.create(federation, now, public, threshold)
     enrolment = Enrolment(state, federation, identity)
     BrokerFiles(enrolment).write(now)

@@ -72,6 +72,9 @@ def test_init_that_failed_is_repeated_with_the_same_authority(fleet, monkeypatch
         assert (code, "No space left" in err) == (1, True)
     assert (fleet.config.read_bytes() if fleet.config.exists() else None) == before
     made = (fleet.folder / "state" / "identity" / "ca.pem").read_bytes()
+    if not has_config:
+        code, _, err = fleet.call(*words, "--federation", "other")
+        assert (code, "release keys of federation 'home', not of 'other'" in err) == (2, True)
     code, out, err = fleet.call(*words)
     assert code == 0, err
     config = load_config(fleet.config)
