@@ -429,7 +429,7 @@ def _check_signature(token: Token, ca: bytes, answer: dict[str, Any]) -> None:
             raise InvalidSignature
         content = answer_bytes(token.federation, token.name, answer)
         key.verify(decoded(answer, "signature"), content, ec.ECDSA(hashes.SHA256()))
-    except (InvalidSignature, ValueError, MessageError) as error:
+    except (InvalidSignature, ValueError, RecursionError, MessageError) as error:
         raise MessageError(
             "answer: the federation's authority has not signed it as it is, for the device of this token; it was "
             "changed on its way, or the coordinator is older than this device: get it again"

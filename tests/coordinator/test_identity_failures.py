@@ -32,6 +32,7 @@ from coordinator.identity.port import AT_ONCE, AT_ONCE_OF_ONE, HANDSHAKE_S, Enro
 from coordinator.identity.serving import BrokerFiles, IdentityService
 from coordinator.state.backup import back_up
 from coordinator.state.command_keys import CommandKeys
+from coordinator.state.release_keys import ReleaseKeys
 from coordinator.state.store import StateFolder
 from edge_agent.config import AgentConfig
 from edge_agent.errors import BrokerAway, ConfigError, EnrolmentRefused, MessageError, StateError, UsageError
@@ -48,6 +49,7 @@ from edge_agent.identity import (
     token_key,
 )
 from edge_agent.storage import write_private
+from edge_agent.trust import TrustStore
 from edge_agent.wire.authentic import AgentKey, read_key
 
 DAY = timedelta(days=1)
@@ -458,18 +460,27 @@ def test_request_with_algorithms_that_nobody_knows_is_refused(side, device, capl
     assert "Traceback" not in caplog.text
 
 
-@pytest.mark.parametrize("what", ["certificate", "commands", "signature"])
-def test_answer_in_a_file_that_was_changed_on_its_way_is_not_installed(side, device, what):
+@pytest.mark.parametrize("what", ["certificate", "commands", "root", "signature"])
+def test_answer_in_a_file_that_was_changed_on_its_way_is_not_installed(side, device, what, tmp_path):
+    ReleaseKeys(side.state).create("home", side.now())
     token, folder = side.token(), device()
     request = folder.request("home", "porch", token.secret)
     answer = side.enrolment.answer("porch", side.enrolment.certify(request))
     thief = AgentKey("home", "porch", bytes(32), bytes(32)).text()
-    changed = {"certificate": answer["authority"], "commands": thief, "signature": answer["authority"]}
+    others = ReleaseKeys(tmp_path)
+    others.create("home", side.now())
+    changed = {
+        "certificate": answer["authority"],
+        "commands": thief,
+        "root": others.root.read_text(),
+        "signature": answer["authority"],
+    }
     for wrong in ({**answer, what: changed[what]}, {key: answer[key] for key in answer if key != what}):
         with pytest.raises(MessageError, match=r"^answer: "):
             answered(token, folder, wrong)
         assert folder.read() is None
         assert not folder.commands.exists()
+        assert TrustStore(folder.path.parent / "bundles").known() is None
     assert answered(token, folder, answer).name == "porch"
     assert folder.commands.read_text() == side.enrolment.command_key("porch")
 
