@@ -74,11 +74,16 @@ class MemoryOutbox(Outbox):
     """An outbox in memory: an update that a kill takes is computed again, bit for bit."""
 
     def __init__(self) -> None:
-        super().__init__(Path(os.devnull))
+        super().__init__(Path(os.devnull), PrivacyConfig())
         self.content: list[bytes | memoryview] = []
 
     def put(
-        self, tensors: Tensors, about: wire.JobKey, samples: int, metrics: Mapping[str, float]
+        self,
+        tensors: Tensors,
+        about: wire.JobKey,
+        samples: int,
+        metrics: Mapping[str, float],
+        asked: wire.Noise | None = None,  # noqa: ARG002 - nothing waits here for another job
     ) -> wire.UpdateManifest:
         """Hold an update, in pieces, until it is taken."""
         self.content = [*pieces(tensors)]

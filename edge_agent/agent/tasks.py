@@ -75,7 +75,7 @@ class Resources:
 
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
-        self.outbox = Outbox(config.state / "outbox")
+        self.outbox = Outbox(config.state / "outbox", config.privacy)
         self._session: tuple[str, Session] | None = None
         self._data: tuple[Task, tuple[Samples, Samples]] | None = None
 
@@ -464,7 +464,7 @@ class TaskRunner:
         """Put an update into the outbox, with the count and the metrics that may leave."""
         policy = self.config.privacy
         kept = without_withheld(policy, metrics)
-        return self.outbox.put(tensors, job_key(job), sample_count(policy, samples), kept)
+        return self.outbox.put(tensors, job_key(job), sample_count(policy, samples), kept, job.privacy)
 
     def report(self, job: Job, head: str, overall: float | None, right: np.ndarray | None) -> Report:
         """The report of acc.global, of the personal model's ``right`` (n,) answers, and of what the device does alone.
@@ -598,8 +598,10 @@ class TaskQueue:
         self._heard.append(stamp)
         self._closes_at = self._downloads.clock() + job.deadline_s
         if self._uploads.holds(key):
-            self._uploads.offer_again()
-            return
+            if self._tasks.outbox.is_as_asked(job.privacy):
+                self._uploads.offer_again()
+                return
+            self._uploads.drop(key)  # another noise is asked for now
         if (error := self._cannot_hold(job.refs)) is not None:
             self._report(error, key)
             return
@@ -809,7 +811,8 @@ class TaskQueue:
             self._tasks.release_memory()
 
     def _after_job(self, job: wire.Job, result: Any, error: BaseException | None) -> None:
-        wanted = self.job is not None and job_key(self.job) == job_key(job)
+        # Asked for again with another noise, it is done again.
+        wanted = self.job is not None and (job_key(self.job), self.job.privacy) == (job_key(job), job.privacy)
         if error is None:
             self.condition.clear("work", "data")
             if isinstance(result, wire.Report):
