@@ -184,7 +184,7 @@ class RunLoop:
         run = self.run
         journal = run.context.state.journal
         past = Exclusions.replay(journal, run.id), Pace.replay(journal, run.id)
-        self.selection = Selection(run.context, run.request.seed, *past)
+        self.selection = Selection(run.context, run.request.seed, *past, fewest=self._budget.least)
 
     def steps(self) -> Steps:
         """The whole run, from where the journal says it stands."""
@@ -474,6 +474,8 @@ class RunLoop:
     def _round(self, number: int, resumed: OpenRound | None) -> Steps:
         stats, clock, roster = Stats.begin(self.run.context), self.run.context.stopwatch, self.run.context.roster
         waits_since = clock()
+        if resumed is not None:
+            self._budget.check_terms(number, resumed.body)
         opened = resumed if resumed is not None else (yield from self._planned(number))
         if opened.joining:
             self._frozen = yield from freeze(self.run)
@@ -525,7 +527,7 @@ class RunLoop:
         if config.cohort.tier == "any" and heads.contribution(self.run.method.name) is not None:
             joining = without(self.run.context.roster.present("head"), self.selection.left_out(number))
         wanted = aim(len(cohort), config.cohort.over_selection)
-        body = {"joining": joining, "wanted": wanted, "work": self._work(number, cohort)}
+        body = {"joining": joining, "wanted": wanted, "work": self._work(number, cohort), **self._budget.terms()}
         return OpenRound(number, 1, (*cohort, *joining), body)
 
     def _buffered(self, number: int, cohort: tuple[str, ...]) -> OpenRound:

@@ -111,9 +111,7 @@ class Outbox:
         return manifest
 
     def get(self) -> wire.UpdateManifest | None:
-        """The update that waits, checked against its hash; one that is damaged, or was made under another policy, is
-        dropped (it can be computed again).
-        """
+        """The update that waits. One that is damaged, or was made under another policy, is dropped, and made again."""
         with self._lock:
             try:
                 note = read_json(self.note)
