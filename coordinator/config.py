@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from edge_agent.config import (
     LEAST_CLIENTS,
+    LEAST_NOISE,
     NAME_PATTERN,
     PRECISION,
     AgentConfig,
@@ -24,6 +25,7 @@ from edge_agent.config import (
     TrainingConfig,
     is_loopback,
     load,
+    zero_or_from,
 )
 from edge_agent.errors import ConfigError
 from edge_agent.task import Frozen, Task
@@ -320,7 +322,7 @@ class DifferentialPrivacyConfig(Frozen):
     clip_statistics: float | None = Field(
         None, gt=0, le=1e9, description="the same for statistics beside the model, FedPAC's for example; default: clip"
     )
-    noise: float = Field(
+    noise: Annotated[float, zero_or_from(LEAST_NOISE)] = Field(
         0.0,
         ge=0,
         le=1e9,

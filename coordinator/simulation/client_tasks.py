@@ -138,6 +138,7 @@ class SimulatedResources(Resources):
     """What the tasks of a client work with: rows of the common pools, the common model, and an outbox in memory."""
 
     outbox: MemoryOutbox
+    counts_updates = False
 
     def __init__(self, shared: Shared, client: str) -> None:
         plan = shared.plan

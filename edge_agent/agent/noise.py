@@ -15,10 +15,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..accountant import cost, epsilon_of
-from ..config import PrivacyConfig
+from ..config import AgentConfig, PrivacyConfig
 from ..errors import PrivacyRefused, StateError, TrainingFailed
 from ..storage import read_json, write_json
 
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from ..wire.messages import Noise
 
 LEDGER_FILE = "privacy.json"
-"""In the state folder: what all updates of this device have cost so far."""
+"""In the state folder: what all updates of this device with noise have cost so far, and how many had none."""
+
+_COUNTED = ("cost", "updates", "without_noise")
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,9 @@ class Mechanism:
         """
         import numpy as np
 
-        counted = [name for name, a in update.items() if a.dtype.kind != "f" and not name.startswith("extra.")]
-        if unknown := [name for name in counted if not name.endswith(".num_batches_tracked")]:
+        if counted := [name for name, a in update.items() if a.dtype.kind != "f" and not name.startswith("extra.")]:
             raise PrivacyRefused(
-                f"'{unknown[0]}' of method '{method.name}' is counted, no noise is defined for it", is_public=True
+                f"'{counted[0]}' of method '{method.name}' is counted, no noise is defined for it", is_public=True
             )
         shared = {name: array for name, array in update.items() if not name.startswith("extra.")}
         extras = {name: array for name, array in update.items() if name not in shared}
@@ -94,7 +95,7 @@ class Mechanism:
                 "method, or no differential privacy",
                 is_public=True,
             )
-        changes = {n: a.astype(np.float64) - received[n] for n, a in shared.items() if a.dtype.kind == "f"}
+        changes = {name: array.astype(np.float64) - received[name] for name, array in shared.items()}
         groups = [(changes, self.clip), (statistics, self.clip_statistics)]
         groups = [(arrays, clip) for arrays, clip in groups if arrays]
         share = math.sqrt(len(groups))  # each group may move by its clip: together sqrt(2), in units of the clips
@@ -108,7 +109,7 @@ class Mechanism:
             noisy |= {name: scale * a + std * rng.standard_normal(a.shape) for name, a in sorted(arrays.items())}
         result: Tensors = {}
         for name, array in shared.items():
-            moved = received[name] if name not in noisy else (received[name] + noisy[name]).astype(array.dtype)
+            moved = (received[name] + noisy[name]).astype(array.dtype)
             # What follows from noisy numbers alone costs nothing: a variance below 0 is none.
             result[name] = np.maximum(moved, 0) if name.endswith(".running_var") else moved
         made = method.from_noise({name: noisy[name] for name in statistics})
@@ -155,32 +156,53 @@ class Ledger:
         if noise == 0:
             return {}
         before = self._read()
-        total = float(before["cost"]) + cost(noise)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._path, {"cost": total, "updates": int(before["updates"]) + 1})
-        return {name: value for name, value in self.figures().items() if name != "delta" and value is not None}
+        self._write({**before, "cost": before["cost"] + cost(noise), "updates": before["updates"] + 1})
+        figures = {name: self.figures()[name] for name in ("epsilon", "epsilon_left")}
+        return {name: value for name, value in figures.items() if value is not None}
+
+    def note_without_noise(self) -> None:
+        """Count an update that leaves without noise, which no epsilon covers."""
+        before = self._read()
+        self._write({**before, "without_noise": before["without_noise"] + 1})
 
     def spent(self) -> float:
-        """The cost of all updates so far."""
+        """The cost of all updates with noise so far."""
         return float(self._read()["cost"])
 
     def figures(self) -> dict[str, float | None]:
-        """``epsilon`` spent, the ``epsilon_left`` of the budget (None: no limit), and ``delta``."""
+        """``epsilon`` spent (None: infinite), the ``epsilon_left`` of the budget (None: no limit), and ``delta``.
+
+        Epsilon does not cover the ``updates_without_noise``.
+        """
         limit, delta = self._policy.epsilon, self._policy.delta
         epsilon = epsilon_of(self.spent(), delta)
         return {
-            "epsilon": epsilon,
+            "epsilon": epsilon if math.isfinite(epsilon) else None,
             "epsilon_left": None if limit is None else max(0.0, limit - epsilon),
             "delta": delta,
+            "updates_without_noise": self._read()["without_noise"],
         }
 
-    def _read(self) -> Mapping[str, float]:
+    def _write(self, content: Mapping[str, float]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._path, content)
+
+    def _read(self) -> dict[str, float]:
         if (read := read_json(self._path)) is None:
-            return {"cost": 0.0, "updates": 0}
-        known = read.get("cost"), read.get("updates")
-        if not all(isinstance(one, int | float) and 0 <= one < math.inf for one in known):
+            return dict.fromkeys(_COUNTED, 0)
+        known: dict[str, Any] = {name: read.get(name, 0 if name == "without_noise" else None) for name in _COUNTED}
+        if not all(isinstance(one, int | float) and 0 <= one < math.inf for one in known.values()):
             raise StateError(
-                f"{self._path}: holds {str(read)[:80]}, expected 'cost' and 'updates' of 0 or more; put an older copy "
+                f"{self._path}: holds {str(read)[:80]}, expected {', '.join(_COUNTED)} of 0 or more; put an older copy "
                 "back, because without it nobody knows what this device has spent"
             )
-        return read
+        return known
+
+
+def spent(config: AgentConfig) -> dict[str, Any] | None:
+    """What the updates of this device have cost of its privacy budget, as JSON; None where none of them had noise."""
+    ledger = Ledger(config.state, config.privacy)
+    try:
+        return ledger.figures() if ledger.spent() else None
+    except StateError as error:
+        return {"error": str(error)}

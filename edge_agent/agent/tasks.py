@@ -73,6 +73,9 @@ class Resources:
     evaluate_after = False
     """Whether clients are evaluated once more after local training, whatever the method says."""
 
+    counts_updates = True
+    """Whether updates without noise are counted on disk, for a device that adds noise later."""
+
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
         self.outbox = Outbox(config.state / "outbox", config.privacy)
@@ -462,7 +465,12 @@ class TaskRunner:
 
     def _offer(self, job: Job, tensors: Tensors, samples: int, metrics: Mapping[str, float]) -> UpdateManifest:
         """Put an update into the outbox, with the count and the metrics that may leave."""
+        from .noise import Ledger, Mechanism
+
         policy = self.config.privacy
+        mechanism = Mechanism.of(policy, job.privacy)
+        if self.resources.counts_updates and (mechanism is None or not mechanism.noise):
+            Ledger(self.config.state, policy).note_without_noise()
         kept = without_withheld(policy, metrics)
         return self.outbox.put(tensors, job_key(job), sample_count(policy, samples), kept, job.privacy)
 

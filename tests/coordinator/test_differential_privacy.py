@@ -157,7 +157,10 @@ def test_rounds_without_noise_are_counted_beside_epsilon(tmp_path):
         run(fed, rounds=2)
         restart(fed, clip=1.0, noise=4.0)
         privacy = run(fed, rounds=1)["privacy"]
+        ledger = read_json(fed.folder / "a0" / LEDGER_FILE)
     assert (privacy["epsilon"], privacy["rounds_without_noise"]) == (round(epsilon_of(cost(4.0), 1e-5), 4), 2)
+    assert (ledger["updates"], ledger["without_noise"]) == (1, 2)
+    assert spent({**privacy, "epsilon": None}).startswith("differential privacy: more spent than any epsilon bounds, no")
     assert spent(privacy).endswith("(delta 1e-05); 2 rounds without noise, which epsilon does not cover")
 
 
@@ -211,7 +214,7 @@ def test_the_devices_own_noise_and_budget_win(tmp_path):
     affordable = max(n for n in range(1, 9) if epsilon_of(n * cost(5.0), 1e-5) <= 2.0)
     assert 1 <= affordable < 8
     assert [("a1" in agents) for agents in rounds] == [True] * affordable + [False] * (8 - affordable)
-    assert ledger == {"cost": pytest.approx(affordable * cost(5.0)), "updates": affordable}
+    assert ledger == {"cost": pytest.approx(affordable * cost(5.0)), "updates": affordable, "without_noise": 0}
     assert "PrivacyRefused: the privacy budget is spent" in summary["left_out"]["a1"]["reason"]
     assert summary["privacy"] is None, "the run itself asks for nothing"
 
