@@ -196,7 +196,7 @@ class AggregationConfig(Frozen):
         ge=1,
         le=1000,
         description="a change of the model that is larger than so many times the median of the round is scaled down "
-        "to the median (rule mean)",
+        "to the median (rule mean), or to a tenth of the model where half of the changes are 0",
     )
     max_weight: float | None = Field(
         5.0, ge=1, le=1e6, description="an agent's samples count at most so many times the median of the round"

@@ -12,7 +12,8 @@ that start with ``server.`` stay at the coordinator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 SERVER_ONLY = "server."
 """Arrays of the state with names like this are never sent."""
+
+CLASS_MEANS = "class means"
+"""In `Method.bounded_extras`."""
 
 _STATISTICS = (".running_mean", ".running_var")
 
@@ -58,8 +62,11 @@ class Method:
     """
 
     weighting: Literal["samples", "uniform"] = "samples"
-    extras_are_changes: bool = False
-    """Whether extra arrays of updates are changes of the state's arrays of the same names, and bounded as such."""
+    bounded_extras: Mapping[str, str] = MappingProxyType({})
+    """Prefix of extra arrays -> what they are, in plural: their norm is bounded by that of the other updates.
+
+    Of `CLASS_MEANS` (K, ...), zeros for a class that the client lacks, that is the norm of the mean class.
+    """
 
     heads: ClassVar[tuple[str, ...]] = ("lr", "svm", "mlp", "prototype")
     exactness: ClassVar[Exactness] = {}

@@ -160,7 +160,9 @@ def test_rounds_without_noise_are_counted_beside_epsilon(tmp_path):
         ledger = read_json(fed.folder / "a0" / LEDGER_FILE)
     assert (privacy["epsilon"], privacy["rounds_without_noise"]) == (round(epsilon_of(cost(4.0), 1e-5), 4), 2)
     assert (ledger["updates"], ledger["without_noise"]) == (1, 2)
-    assert spent({**privacy, "epsilon": None}).startswith("differential privacy: more spent than any epsilon bounds, no")
+    assert spent({**privacy, "epsilon": None}).startswith(
+        "differential privacy: more spent than any epsilon bounds, no"
+    )
     assert spent(privacy).endswith("(delta 1e-05); 2 rounds without noise, which epsilon does not cover")
 
 
