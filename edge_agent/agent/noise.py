@@ -1,4 +1,4 @@
-"""Differential privacy of a device's updates: the change is clipped, Gaussian noise is added, what is spent is noted.
+"""Differential privacy of a device's updates: the change is clipped, and Gaussian noise is added.
 
 What is protected: all data of the device together, against everybody who sees its updates, the coordinator included. An
 update is indistinguishable, within (epsilon, delta), from that of a device whose training changed nothing. For another
@@ -12,15 +12,12 @@ seed, which the coordinator knows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..accountant import cost, epsilon_of
-from ..config import AgentConfig, PrivacyConfig
-from ..errors import PrivacyRefused, StateError, TrainingFailed
-from ..storage import read_json, write_json
+from ..config import PrivacyConfig
+from ..errors import PrivacyRefused, TrainingFailed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,11 +25,6 @@ if TYPE_CHECKING:
     from ..methods.base import Method
     from ..task import Tensors
     from ..wire.messages import Noise
-
-LEDGER_FILE = "privacy.json"
-"""In the state folder: what all updates of this device with noise have cost so far, and how many had none."""
-
-_COUNTED = ("cost", "updates", "without_noise")
 
 
 @dataclass(frozen=True)
@@ -119,90 +111,3 @@ class Mechanism:
 def norm_of(arrays: Iterable[np.ndarray]) -> float:
     """L2 norm of all numbers together."""
     return math.sqrt(sum(float((array.astype(float) ** 2).sum()) for array in arrays))
-
-
-class Ledger:
-    """What the updates of this device have cost, on its disk, over all runs."""
-
-    def __init__(self, folder: Path, policy: PrivacyConfig) -> None:
-        self._path, self._policy = folder / LEDGER_FILE, policy
-
-    def check(self, noise: float) -> None:
-        """Return quietly when one more update with this noise multiplier is within the budget.
-
-        Raises:
-            PrivacyRefused: it is not.
-            StateError: the file is damaged; nothing leaves before that is repaired.
-        """
-        limit, delta = self._policy.epsilon, self._policy.delta
-        if limit is None:
-            return
-        after = epsilon_of(self.spent() + cost(noise), delta)
-        if after > limit:
-            now = epsilon_of(self.spent(), delta)
-            raise PrivacyRefused(
-                f"the privacy budget is spent: epsilon is {now:.3f} and would be {after:.3f} after this update, "
-                f"privacy.epsilon allows {limit:g} (delta {delta:g})",
-                is_public=True,
-            )
-
-    def spend(self, noise: float) -> dict[str, float]:
-        """Note one more update, on disk before it leaves; returns what is spent as metrics.
-
-        Raises:
-            PrivacyRefused: it is beyond the budget.
-        """
-        self.check(noise)
-        if noise == 0:
-            return {}
-        before = self._read()
-        self._write({**before, "cost": before["cost"] + cost(noise), "updates": before["updates"] + 1})
-        figures = {name: self.figures()[name] for name in ("epsilon", "epsilon_left")}
-        return {name: value for name, value in figures.items() if value is not None}
-
-    def note_without_noise(self) -> None:
-        """Count an update that leaves without noise, which no epsilon covers."""
-        before = self._read()
-        self._write({**before, "without_noise": before["without_noise"] + 1})
-
-    def spent(self) -> float:
-        """The cost of all updates with noise so far."""
-        return float(self._read()["cost"])
-
-    def figures(self) -> dict[str, float | None]:
-        """``epsilon`` spent (None: infinite), the ``epsilon_left`` of the budget (None: no limit), and ``delta``.
-
-        Epsilon does not cover the ``updates_without_noise``.
-        """
-        limit, delta = self._policy.epsilon, self._policy.delta
-        epsilon = epsilon_of(self.spent(), delta)
-        return {
-            "epsilon": epsilon if math.isfinite(epsilon) else None,
-            "epsilon_left": None if limit is None else max(0.0, limit - epsilon),
-            "delta": delta,
-            "updates_without_noise": self._read()["without_noise"],
-        }
-
-    def _write(self, content: Mapping[str, float]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._path, content)
-
-    def _read(self) -> dict[str, float]:
-        if (read := read_json(self._path)) is None:
-            return dict.fromkeys(_COUNTED, 0)
-        known: dict[str, Any] = {name: read.get(name, 0 if name == "without_noise" else None) for name in _COUNTED}
-        if not all(isinstance(one, int | float) and 0 <= one < math.inf for one in known.values()):
-            raise StateError(
-                f"{self._path}: holds {str(read)[:80]}, expected {', '.join(_COUNTED)} of 0 or more; put an older copy "
-                "back, because without it nobody knows what this device has spent"
-            )
-        return known
-
-
-def spent(config: AgentConfig) -> dict[str, Any] | None:
-    """What the updates of this device have cost of its privacy budget, as JSON; None where none of them had noise."""
-    ledger = Ledger(config.state, config.privacy)
-    try:
-        return ledger.figures() if ledger.spent() else None
-    except StateError as error:
-        return {"error": str(error)}

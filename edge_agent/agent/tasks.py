@@ -49,7 +49,7 @@ from .local_state import (
     note_receipt,
     remove_ended_runs,
 )
-from .privacy import CLASS_COUNT, check_job, check_tensors, public_report, sample_count, without_withheld
+from .privacy import CLASS_COUNT, Ledger, check_job, check_tensors, public_report, sample_count, without_withheld
 from .transfers import Downloads, Link, Outbox, Uploads
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ class TaskRunner:
             return None
         import numpy as np
 
-        from .noise import Ledger, Mechanism
+        from .noise import Mechanism
 
         mechanism, ledger = Mechanism.of(policy, job.privacy), Ledger(self.config.state, policy)
         if mechanism is None:
@@ -465,11 +465,9 @@ class TaskRunner:
 
     def _offer(self, job: Job, tensors: Tensors, samples: int, metrics: Mapping[str, float]) -> UpdateManifest:
         """Put an update into the outbox, with the count and the metrics that may leave."""
-        from .noise import Ledger, Mechanism
-
         policy = self.config.privacy
-        mechanism = Mechanism.of(policy, job.privacy)
-        if self.resources.counts_updates and (mechanism is None or not mechanism.noise):
+        has_noise = policy.noise > 0 or (job.privacy is not None and job.privacy.noise > 0)
+        if self.resources.counts_updates and not has_noise:
             Ledger(self.config.state, policy).note_without_noise()
         kept = without_withheld(policy, metrics)
         return self.outbox.put(tensors, job_key(job), sample_count(policy, samples), kept, job.privacy)

@@ -143,7 +143,7 @@ def status(arguments: argparse.Namespace) -> int:
         result.update(condition="fault", fault=problem_of("data", error).as_json())
     if config.state.is_dir():
         from ..agent.local_state import disk_usage
-        from ..agent.noise import spent
+        from ..agent.privacy import spent
 
         result["disk"] = disk_usage(config)
         result["privacy"] = spent(config)

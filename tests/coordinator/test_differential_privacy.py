@@ -17,7 +17,7 @@ from coordinator.cli.run import footnotes
 from coordinator.config import CoordinatorConfig, DifferentialPrivacyConfig
 from coordinator.runs.result_notes import spent
 from edge_agent.accountant import cost, epsilon_of
-from edge_agent.agent.noise import LEDGER_FILE
+from edge_agent.agent.privacy import LEDGER_FILE
 from edge_agent.config import PrivacyConfig, parse
 from edge_agent.errors import ConfigError
 from edge_agent.storage import read_json

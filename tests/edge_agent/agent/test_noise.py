@@ -13,7 +13,8 @@ from scipy import stats
 from coordinator.config import DifferentialPrivacyConfig
 from edge_agent import methods
 from edge_agent.accountant import cost, epsilon_of
-from edge_agent.agent.noise import LEDGER_FILE, Ledger, Mechanism
+from edge_agent.agent.noise import Mechanism
+from edge_agent.agent.privacy import LEDGER_FILE, Ledger
 from edge_agent.config import PrivacyConfig
 from edge_agent.errors import PrivacyRefused, StateError, TrainingFailed
 from edge_agent.heads.fedpac import extras
