@@ -778,7 +778,7 @@ class RunLoop:
         """
         run, journal, blobs, number = self.run, self._journal, self.run.context.state.blobs, closed.round
         rule = self._rule
-        losses = [one.metrics["loss"] for _, one in sorted(collection.accepted.items()) if "loss" in one.metrics]
+        losses = [one.metrics.get("loss") for one in collection.accepted.values()]
         watched = rule.max_loss is not None and not isinstance(collection, BufferedCollection)
         exploded = explosion(losses, self._good, run.request.task.num_classes, rule.max_loss) if watched else None
         if exploded is not None and self._good is not None:
