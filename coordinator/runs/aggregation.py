@@ -26,6 +26,7 @@ Federated Learning", IEEE TSP 2022 (smoothed Weiszfeld).
 from __future__ import annotations
 
 import functools
+import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median, median_high
@@ -34,6 +35,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
+from edge_agent.errors import TrainingFailed
 from edge_agent.methods import Method, Update
 from edge_agent.methods.base import CLASS_MEANS, is_learned, weighted_mean
 from edge_agent.storage import mapped
@@ -62,6 +64,9 @@ Their bound is looser, except for an agent whose weights are beyond theirs.
 
 BLOCK_BYTES = 8 << 20
 """All updates' parts of a tensor that are looked at together, as float64."""
+
+OTHER_FILES = 256
+"""Open at once beside updates: journal, sockets, logs."""
 
 WEISZFELD_STEPS = 16
 SMOOTHING = 1e-6
@@ -142,7 +147,7 @@ def aggregate(
     ``updates`` is called once for each pass: it gives the same updates in the same order each time, mapped from disk.
 
     Raises:
-        TrainingFailed: no update with a positive weight.
+        TrainingFailed: no update with a positive weight; more updates than files that may be open, for a robust rule.
     """
     if config.rule == "mean" and config.max_norm is None and config.max_weight is None:
         return method.aggregate(state, updates()), Decisions()
@@ -166,6 +171,7 @@ def aggregate(
         clipped = {agent: min(by_group.values()) for agent, by_group in sorted(factors.items())}
         return method.aggregate(state, bounded), Decisions(clipped, caps, (), suspects)
     unused: tuple[str, ...] = ()
+    _allow_open(len(measured))
     if config.rule in {"trimmed_mean", "median"}:
         result = by_coordinate(list(updates()), config.attackers if config.rule == "trimmed_mean" else None)
     else:
@@ -355,6 +361,24 @@ def _scaled(update: Update, received: Tensors, factors: Mapping[str, float], ext
 
 
 # --- rules -----------------------------------------------------------------------------------------------------------
+
+
+def _allow_open(updates: int) -> None:
+    """Let this process have so many updates mapped at once, each of which takes a descriptor, beside all else.
+
+    Raises:
+        TrainingFailed: the system does not allow so many.
+    """
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if (needed := updates + OTHER_FILES) <= soft or soft == resource.RLIM_INFINITY:
+        return
+    if most != resource.RLIM_INFINITY and needed > most:
+        raise TrainingFailed(
+            f"the rule looks at {updates} updates at once, which takes {needed} open files, and this process may have "
+            f"{most}; raise that limit (LimitNOFILE= of the unit, ulimit -Hn), set cohort.max_agents, or use "
+            "aggregation.rule = 'mean' or 'clipped'"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
 
 
 def by_coordinate(updates: Sequence[Update], trim: int | None) -> Tensors:

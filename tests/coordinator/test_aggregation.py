@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
 import sys
 import types
 
@@ -323,6 +324,35 @@ def test_geometric_median_has_no_shorter_sum_of_distances_nearby():
 def test_small_rounds_have_a_result_by_every_rule(rule, count):
     result, _ = round_of(np.ones((count, 2)), rule=rule, attackers=3)
     assert result.tolist() == [1, 1]
+
+
+MANY_UPDATES = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from coordinator.config import AggregationConfig
+from coordinator.runs.aggregation import StoredUpdates
+from coordinator.state.store import BlobStore
+from edge_agent import methods
+from edge_agent.wire.tensors import pieces
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))
+blobs = BlobStore(Path(sys.argv[1]))
+digests = [blobs.put(*pieces({"encoder.w": np.full(4, number, np.float32)})) for number in range(120)]
+updates = StoredUpdates({f"a{n:03}": (digest, 10.0) for n, digest in enumerate(digests)}, 1)
+state, settings = {"encoder.w": np.ones(4, np.float32)}, AggregationConfig(rule="median")
+after, _ = updates.aggregate(blobs, methods.create("fedavg"), state, settings)
+print(after["encoder.w"].tolist())
+"""
+
+
+def test_a_robust_rule_raises_its_limit_of_open_files_and_names_one_that_is_too_low(tmp_path):
+    """120 updates at a limit of 100 files, which a process may raise to 1000, or to 200. The median is 59.5."""
+    run = lambda most: subprocess.run(
+        [sys.executable, "-c", MANY_UPDATES, str(tmp_path), str(most)], capture_output=True, text=True, check=False
+    )
+    assert run(1000).stdout == "[59.5, 59.5, 59.5, 59.5]\n"
+    assert "120 updates at once, which takes 376 open files, and this process may have 200" in run(200).stderr
 
 
 @pytest.mark.parametrize("rule", RULES)
