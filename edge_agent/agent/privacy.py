@@ -15,6 +15,7 @@ from ..accountant import cost, epsilon_of
 from ..config import AgentConfig, PrivacyConfig
 from ..errors import PrivacyRefused, StateError
 from ..storage import read_json, write_json
+from ..task import RUNNING_STATISTICS
 from ..wire.messages import OUTSIDE_ROUNDS, Job, Report
 
 CLASS_COUNT = "min_class_count"
@@ -26,7 +27,6 @@ LEDGER_FILE = "privacy.json"
 _COUNTED = ("cost", "updates", "without_noise")
 
 _SCORES = ("acc.local", "acc.global", "acc.personal")
-_STATISTICS = (".running_mean", ".running_var", ".num_batches_tracked")
 
 
 def check_job(policy: PrivacyConfig, job: Job, least: int | None) -> None:
@@ -37,18 +37,7 @@ def check_job(policy: PrivacyConfig, job: Job, least: int | None) -> None:
     Raises:
         PrivacyRefused: it does not; all reasons are listed.
     """
-    reasons = []
-    if policy.methods and job.method not in policy.methods:
-        reasons.append(f"method is '{job.method}', privacy.methods allows {', '.join(policy.methods)}")
-    if least is not None and least < policy.min_class_count:
-        reasons.append(
-            f"{CLASS_COUNT} of the run is {least}, privacy.{CLASS_COUNT} asks for {policy.min_class_count} or more"
-        )
-    if least is not None and policy.samples == "rounded":
-        reasons.append(
-            f"updates of '{job.method}' carry statistics of classes, which tell their sample counts, and "
-            "privacy.samples is 'rounded'"
-        )
+    reasons = objections(policy, job.method, least)
     if job.purpose in OUTSIDE_ROUNDS and not getattr(policy, job.purpose):
         reasons.append(f"privacy.{job.purpose} is false: they stay here")
     if policy.secure_sum == "required" and not job.session and job.purpose != "personalize":
@@ -62,13 +51,30 @@ def check_job(policy: PrivacyConfig, job: Job, least: int | None) -> None:
         raise PrivacyRefused("; ".join(reasons), is_public=True)
 
 
+def objections(policy: PrivacyConfig, method: str, least: int | None) -> list[str]:
+    """Why the policy allows no training by this method; ``least`` as in `check_job`."""
+    reasons = []
+    if policy.methods and method not in policy.methods:
+        reasons.append(f"method is '{method}', privacy.methods allows {', '.join(policy.methods)}")
+    if least is not None and least < policy.min_class_count:
+        reasons.append(
+            f"{CLASS_COUNT} of the run is {least}, privacy.{CLASS_COUNT} asks for {policy.min_class_count} or more"
+        )
+    if least is not None and policy.samples == "rounded":
+        reasons.append(
+            f"updates of '{method}' carry statistics of classes, which tell their sample counts, and "
+            "privacy.samples is 'rounded'"
+        )
+    return reasons
+
+
 def check_tensors(policy: PrivacyConfig, names: Iterable[str]) -> None:
     """Return quietly when the policy allows tensors of these names in an update.
 
     Raises:
         PrivacyRefused: it does not.
     """
-    statistics = sorted(name for name in names if name.endswith(_STATISTICS))
+    statistics = sorted(name for name in names if name.endswith(RUNNING_STATISTICS))
     if statistics and not policy.batch_norm_stats:
         raise PrivacyRefused(
             f"an update would carry '{statistics[0]}', privacy.batch_norm_stats is false; the run's norm can be "

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from ..errors import TensorsError, TrainingFailed
-from ..task import State, Task, Tensors
+from ..task import RUNNING_STATISTICS, State, Task, Tensors
 from .values import Client, Exactness, Grade, MethodParams, Norm, Update
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ SERVER_ONLY = "server."
 
 CLASS_MEANS = "class means"
 """In `Method.bounded_extras`."""
-
-_STATISTICS = (".running_mean", ".running_var")
 
 
 class Method:
@@ -294,7 +292,11 @@ def is_learned(name: str, array: np.ndarray) -> bool:
 
     Not so extras, counters, and batch norm's running statistics: a step beyond their mean can make a variance negative.
     """
-    return array.dtype.kind == "f" and not name.startswith(("extra.", SERVER_ONLY)) and not name.endswith(_STATISTICS)
+    return (
+        array.dtype.kind == "f"
+        and not name.startswith(("extra.", SERVER_ONLY))
+        and not name.endswith(RUNNING_STATISTICS)
+    )
 
 
 def weighted_mean(weighted: Iterable[tuple[float, Tensors]], *, may_be_empty: bool = False) -> Tensors:
