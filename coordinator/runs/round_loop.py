@@ -356,6 +356,8 @@ class RunLoop:
             waits_since = clock()
             before = self._journal.entries(run.id, ("sum_revealed",), round=number)
             only = tuple(before[0].body["agents"]) if before else ()
+            if only and resumed is not None:
+                self._budget.check_terms(number, resumed.body)
             planned = yield from self._same_again(number, only) if only else self._planned(number)
             stats.waiting_s += clock() - waits_since
             least = len(only) or config.cohort.min_agents
@@ -391,7 +393,7 @@ class RunLoop:
                 )
             what = f"round {number} begins again with the {len(agents)} agents whose sum has begun to be revealed"
             yield Waiting(what, missing, until + roster.deaf_s, f"round {number}")
-        return OpenRound(number, 1, agents, {"joining": [], "wanted": len(agents), "work": {}})
+        return OpenRound(number, 1, agents, {"joining": [], "wanted": len(agents), "work": {}, **self._budget.terms()})
 
     def _secure_attempt(
         self, opened: OpenRound, sums: SecureRound, absent: _Absent

@@ -467,7 +467,7 @@ class TaskRunner:
         """Put an update into the outbox, with the count and the metrics that may leave."""
         policy = self.config.privacy
         has_noise = policy.noise > 0 or (job.privacy is not None and job.privacy.noise > 0)
-        if self.resources.counts_updates and not has_noise:
+        if self.resources.counts_updates and not has_noise and job.purpose not in wire.EXCHANGES:
             Ledger(self.config.state, policy).note_without_noise()
         kept = without_withheld(policy, metrics)
         return self.outbox.put(tensors, job_key(job), sample_count(policy, samples), kept, job.privacy)
