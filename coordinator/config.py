@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from edge_agent.config import (
     LEAST_CLIENTS,
+    LEAST_NOISE,
     NAME_PATTERN,
     PRECISION,
     AgentConfig,
@@ -24,6 +25,7 @@ from edge_agent.config import (
     TrainingConfig,
     is_loopback,
     load,
+    zero_or_from,
 )
 from edge_agent.errors import ConfigError
 from edge_agent.task import Frozen, Task
@@ -194,7 +196,7 @@ class AggregationConfig(Frozen):
         ge=1,
         le=1000,
         description="a change of the model that is larger than so many times the median of the round is scaled down "
-        "to the median (rule mean)",
+        "to the median (rule mean), or to a tenth of the model where half of the changes are 0",
     )
     max_weight: float | None = Field(
         5.0, ge=1, le=1e6, description="an agent's samples count at most so many times the median of the round"
@@ -307,7 +309,9 @@ class DifferentialPrivacyConfig(Frozen):
     Differential privacy of the released models: devices clip their updates and add noise.
 
     Where the server's step is made from the mean of the updates, each device adds a part, so that their sum has noise
-    of ``noise * clip`` or more. That protects all data of a device against whoever sees the models and trusts the
+    of ``noise * clip`` or more; a round closes with no fewer updates than ``cohort.min_agents`` then, and a run whose
+    round is open fails when these settings change. Rounds without noise are counted, and not part of ``epsilon``. That
+    protects all data of a device against whoever sees the models and trusts the
     coordinator and the other devices. With other methods each device adds all of it. What protects a device from the
     coordinator its own ``[privacy]`` says.
     """
@@ -318,7 +322,7 @@ class DifferentialPrivacyConfig(Frozen):
     clip_statistics: float | None = Field(
         None, gt=0, le=1e9, description="the same for statistics beside the model, FedPAC's for example; default: clip"
     )
-    noise: float = Field(
+    noise: Annotated[float, zero_or_from(LEAST_NOISE)] = Field(
         0.0,
         ge=0,
         le=1e9,

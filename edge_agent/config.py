@@ -11,10 +11,10 @@ import re
 import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
 
 from .errors import ConfigError, UsageError, cause, nearest
 from .storage import read_toml
@@ -222,6 +222,21 @@ class TrainingConfig(Frozen):
     )
 
 
+LEAST_NOISE = 1e-3
+"""One round with less costs an epsilon of a million."""
+
+
+def zero_or_from(least: float) -> AfterValidator:
+    """A check of noise multipliers: 0, or so much and more."""
+
+    def check(noise: float) -> float:
+        if 0 < noise < least:
+            raise ValueError(f"a noise of {noise:g} protects nothing; expected 0 for none, or {least:g} and more")
+        return noise
+
+    return AfterValidator(check)
+
+
 class PrivacyConfig(Frozen):
     """What may leave this device. A job that asks for more is refused, whatever the coordinator has in its own file."""
 
@@ -246,7 +261,7 @@ class PrivacyConfig(Frozen):
     clip: float | None = Field(
         None, gt=0, le=1e9, description="largest L2 norm of the change in an update; the smaller of this and the run's"
     )
-    noise: float = Field(
+    noise: Annotated[float, zero_or_from(LEAST_NOISE)] = Field(
         0.0,
         ge=0,
         le=1e9,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel
 
+from .task import ImageInput, Task, Tensors
 from .wire.messages import Control, FromAgent
 
 if TYPE_CHECKING:
@@ -130,21 +131,33 @@ _NORM = {
 }
 
 
+def _small_task() -> Task:
+    return Task(
+        input=ImageInput(channels=1, height=8, width=8),
+        class_names=("a", "b", "c"),
+        encoder="small_cnn",
+        encoder_params={"feature_dim": 7, "width": 2},
+    )
+
+
+def example(method: Method) -> tuple[Tensors, Tensors]:
+    """What a client receives of a small model, and an update without a change, to ask a policy about; needs torch."""
+    from .training.parts import to_arrays
+
+    model = method.build(_small_task())
+    shared = to_arrays(model, method.shared_names(model))
+    return shared, {**shared, **method.sends(model, _small_task())}
+
+
 def tensors(method: Method) -> Iterator[Item]:
     """The tensors of an update of a round, and those that are asked for once after the rounds; needs torch.
 
     ``NAME.*`` are the layers of a part of the model; what they are called depends on the encoder. Shapes are written
     with K classes and d features.
     """
-    from .task import ImageInput, Task
     from .training.parts import norm_names
 
-    task = Task(
-        input=ImageInput(channels=1, height=8, width=8),
-        class_names=("a", "b", "c"),
-        encoder="small_cnn",
-        encoder_params={"feature_dim": 7, "width": 2},
-    )
+    task = _small_task()
     sizes = {3: "K", 7: "d", 7 * 8 // 2: "d (d + 1) / 2"}
     model = method.build(task)
     names = method.shared_names(model)

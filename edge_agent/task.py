@@ -21,6 +21,8 @@ Tensors: TypeAlias = "dict[str, np.ndarray]"
 State: TypeAlias = Tensors
 """What a method keeps at the coordinator between rounds; also `Tensors`, so that it can be checkpointed."""
 
+RUNNING_STATISTICS = ("running_mean", "running_var")
+"""What batch norm learns of inputs: the last word of the names of such tensors."""
 
 Spec = TypeVar("Spec", "ImageInput", "WindowInput")
 

@@ -1,10 +1,10 @@
 """Aggregation of a round's updates with bounds on what a single one of them can do, and robust rules in place of means.
 
-Every rule measures each update's change: the tensors that all clients received, after training minus before. In a round
-of three or more updates
+Every rule measures each update's change: the tensors that all clients received, after training minus before; and what
+else the method has bounded (`Method.bounded_extras`). In a round of three or more updates
 
 - a change of more than ``max_norm`` times the median is scaled down to the median (rules mean and clipped; by rule
-  clipped every change above the median);
+  clipped every change above the median); where half of the updates change nothing, to a share of the model;
 - a sample count of more than ``max_weight`` times the median counts as that much;
 - an update whose change or sample count no honest agent would have is suspect: `selection.Exclusions` leaves out an
   agent after some suspect updates in a row.
@@ -26,16 +26,18 @@ Federated Learning", IEEE TSP 2022 (smoothed Weiszfeld).
 from __future__ import annotations
 
 import functools
+import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import median, median_high
 from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
 
+from edge_agent.errors import TrainingFailed
 from edge_agent.methods import Method, Update
-from edge_agent.methods.base import is_learned, weighted_mean
+from edge_agent.methods.base import CLASS_MEANS, is_learned, weighted_mean
 from edge_agent.storage import mapped
 from edge_agent.task import State, Tensors
 from edge_agent.wire.tensors import decode
@@ -62,6 +64,9 @@ Their bound is looser, except for an agent whose weights are beyond theirs.
 
 BLOCK_BYTES = 8 << 20
 """All updates' parts of a tensor that are looked at together, as float64."""
+
+OTHER_FILES = 256
+"""Open at once beside updates: journal, sockets, logs."""
 
 WEISZFELD_STEPS = 16
 SMOOTHING = 1e-6
@@ -142,12 +147,12 @@ def aggregate(
     ``updates`` is called once for each pass: it gives the same updates in the same order each time, mapped from disk.
 
     Raises:
-        TrainingFailed: no update with a positive weight.
+        TrainingFailed: no update with a positive weight; more updates than files that may be open, for a robust rule.
     """
     if config.rule == "mean" and config.max_norm is None and config.max_weight is None:
         return method.aggregate(state, updates()), Decisions()
     received = method.broadcast(state)
-    measured = [_measure(update, received, extras=method.extras_are_changes) for update in updates()]
+    measured = [_measure(update, received, method.bounded_extras) for update in updates()]
     factors, suspects = _clip(measured, _sizes(received), config)
     caps: dict[str, tuple[float, float]] = {}
     if method.weighting == "samples":
@@ -162,10 +167,11 @@ def aggregate(
             yield replace(update, weight=bound[1]) if bound else update
 
     if config.rule in _BOUNDED or len(measured) < LEAST_UPDATES:
-        bounded = (_scaled(one, received, factors.get(one.client, {})) for one in capped())
+        bounded = (_scaled(one, received, factors.get(one.client, {}), method.bounded_extras) for one in capped())
         clipped = {agent: min(by_group.values()) for agent, by_group in sorted(factors.items())}
         return method.aggregate(state, bounded), Decisions(clipped, caps, (), suspects)
     unused: tuple[str, ...] = ()
+    _allow_open(len(measured))
     if config.rule in {"trimmed_mean", "median"}:
         result = by_coordinate(list(updates()), config.attackers if config.rule == "trimmed_mean" else None)
     else:
@@ -234,34 +240,38 @@ class _Measured:
     """Group of tensors -> norm of the change."""
 
 
-def _group(name: str, array: np.ndarray, received: Tensors, *, extras: bool) -> str:
-    """Weights, running statistics and extra changes have norms of their own size; empty: no change of anything."""
-    if array.dtype.kind != "f" or name not in received:
+def _group(name: str, array: np.ndarray, received: Tensors, extras: Mapping[str, str]) -> str:
+    """Weights, running statistics and bounded extras have norms of their own size; empty: not bounded."""
+    if array.dtype.kind != "f":
         return ""
     if name.startswith("extra."):
-        return "extras" if extras else ""
+        return next((what for prefix, what in extras.items() if name.startswith(prefix)), "")
+    if name not in received:
+        return ""
     return "weights" if is_learned(name, array) else "statistics"
 
 
 def _origin(name: str, received: Tensors) -> np.ndarray | float:
-    """What an array of an update is a change from; extra arrays that count here are changes themselves."""
+    """What an array of an update is a change from; extra arrays are bounded as they are."""
     return 0.0 if name.startswith("extra.") else received[name]
 
 
 def norms_of(method: Method, state: State, updates: Iterable[Update]) -> dict[str, dict[str, float]]:
-    """Group of tensors (weights, statistics, extras) -> agent -> norm of its change."""
+    """Group of tensors (weights, statistics, those of `Method.bounded_extras`) -> agent -> norm of its change."""
     received, result = method.broadcast(state), dict[str, dict[str, float]]()
     for update in updates:
-        for group, norm in _measure(update, received, extras=method.extras_are_changes).norms.items():
+        for group, norm in _measure(update, received, method.bounded_extras).norms.items():
             result.setdefault(group, {})[update.client] = norm
     return result
 
 
-def _measure(update: Update, received: Tensors, *, extras: bool) -> _Measured:
+def _measure(update: Update, received: Tensors, extras: Mapping[str, str]) -> _Measured:
     squares: dict[str, float] = {}
     for name, array in update.tensors.items():
-        if group := _group(name, array, received, extras=extras):
-            squares[group] = squares.get(group, 0.0) + _square(array, _origin(name, received))
+        if group := _group(name, array, received, extras):
+            # Of class means that of the mean class: agents have more or fewer classes.
+            parts = max(1, int(array.any(axis=1).sum())) if group == CLASS_MEANS else 1
+            squares[group] = squares.get(group, 0.0) + _square(array, _origin(name, received)) / parts
     return _Measured(update.client, update.weight, {group: float(np.sqrt(square)) for group, square in squares.items()})
 
 
@@ -269,7 +279,7 @@ def _sizes(received: Tensors) -> dict[str, float]:
     """Group of tensors -> norm of what clients received."""
     squares: dict[str, float] = {}
     for name, array in received.items():
-        if group := _group(name, array, received, extras=False):
+        if group := _group(name, array, received, {}):
             squares[group] = squares.get(group, 0.0) + _square(array, 0.0)
     return {group: float(np.sqrt(square)) for group, square in squares.items()}
 
@@ -297,22 +307,28 @@ def _clip(
     factors: dict[str, dict[str, float]] = {}
     suspects: dict[str, str] = {}
     for group in sorted({group for one in measured for group in one.norms}, reverse=True):  # weights come first
-        norms = {one.client: one.norms[group] for one in measured if one.norms.get(group)}
+        norms = {one.client: one.norms[group] for one in measured if group in one.norms}
         size, looser = sizes.get(group, 0.0), STATISTICS_SPREAD if group == "statistics" else 1.0
         if len(norms) < LEAST_UPDATES:
             if len(norms) > 1 and config.max_norm is not None:
                 least = min(norms.values())
-                absurd = {agent: norm for agent, norm in norms.items() if norm > max(SUSPECT * looser * least, size)}
+                bound = max(SUSPECT * looser * least, size)
+                absurd = {agent: norm for agent, norm in norms.items() if norm > bound > 0}
                 factors |= {agent: {**factors.get(agent, {}), group: least / norm} for agent, norm in absurd.items()}
             continue
-        middle = median(norms.values())
         most = 1.0 if config.rule == "clipped" else config.max_norm
+        if most is None:
+            continue
+        # Clients without a change count, or the others' median would be that of few, who may all be hostile.
+        middle = (median_high if 0.0 in norms.values() else median)(norms.values())
+        unit = middle or SUSPECT_SHARE * size
+        what = "its change of the model" if group in {"weights", "statistics"} else f"the norm of its {group}"
         for agent, norm in norms.items():
-            bound = None if most is None else middle * (1.0 if agent in factors else most * looser)
-            if bound is not None and norm > bound:
-                factors.setdefault(agent, {})[group] = middle / norm
-            if most is not None and norm > max(SUSPECT * looser * middle, SUSPECT_SHARE * size):
-                suspects[agent] = f"its change of the model is {_times(norm, middle)} the median of the round"
+            if norm > unit * (1.0 if agent in factors or not middle else most * looser):
+                factors.setdefault(agent, {})[group] = unit / norm
+            if unit and norm > max(SUSPECT * looser * middle, SUSPECT_SHARE * size):
+                than = "the median of the round" if middle else "the bound of a round in which half change nothing"
+                suspects[agent] = f"{what} is {_times(norm, unit)} {than}"
     return factors, suspects
 
 
@@ -328,13 +344,13 @@ def _times(value: float, unit: float) -> str:
     return f"{value / unit:.3g} times"
 
 
-def _scaled(update: Update, received: Tensors, factors: Mapping[str, float]) -> Update:
+def _scaled(update: Update, received: Tensors, factors: Mapping[str, float], extras: Mapping[str, str]) -> Update:
     """The update with the changes of each group scaled by its factor; itself where there are none."""
     if not factors:
         return update
     tensors = {}
     for name, array in update.tensors.items():
-        factor = factors.get(_group(name, array, received, extras=True), 1.0)
+        factor = factors.get(_group(name, array, received, extras), 1.0)
         if factor < 1.0:
             origin = np.asarray(_origin(name, received), np.float64)
             # Without this order two values of opposite sign near the largest float64 would make an infinity.
@@ -345,6 +361,24 @@ def _scaled(update: Update, received: Tensors, factors: Mapping[str, float]) -> 
 
 
 # --- rules -----------------------------------------------------------------------------------------------------------
+
+
+def _allow_open(updates: int) -> None:
+    """Let this process have so many updates mapped at once, each of which takes a descriptor, beside all else.
+
+    Raises:
+        TrainingFailed: the system does not allow so many.
+    """
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if (needed := updates + OTHER_FILES) <= soft or soft == resource.RLIM_INFINITY:
+        return
+    if most != resource.RLIM_INFINITY and needed > most:
+        raise TrainingFailed(
+            f"the rule looks at {updates} updates at once, which takes {needed} open files, and this process may have "
+            f"{most}; raise that limit (LimitNOFILE= of the unit, ulimit -Hn), set cohort.max_agents, or use "
+            "aggregation.rule = 'mean' or 'clipped'"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
 
 
 def by_coordinate(updates: Sequence[Update], trim: int | None) -> Tensors:
@@ -374,7 +408,7 @@ def gram(updates: Sequence[Update], received: Tensors) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         for name in sorted(received):
             arrays = [update.tensors.get(name, received[name]).reshape(-1) for update in updates]
-            if not all(_group(name, array, received, extras=False) for array in arrays):
+            if not all(_group(name, array, received, {}) for array in arrays):
                 continue
             before = received[name].reshape(-1)
             for begin, end in _blocks(before.size, len(arrays)):
@@ -421,7 +455,8 @@ def geometric_median_shares(products: np.ndarray) -> list[float]:
     squares = np.diag(products)
     usable = np.isfinite(squares)
     finite = np.where(usable[:, None] & usable[None], products, 0.0)
-    least = SMOOTHING * float(np.median(np.sqrt(squares[usable])))
+    # The median is 0 where half change nothing; the other half, which may be hostile, does not choose the scale then.
+    least = SMOOTHING * float(np.median(np.sqrt(squares[usable])) or 1.0)
     shares = np.zeros(len(products))  # the state itself: the first step is the mean of the directions
     for _ in range(WEISZFELD_STEPS):
         toward = finite @ shares

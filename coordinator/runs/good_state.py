@@ -37,23 +37,28 @@ class Explosion:
 
 
 def explosion(
-    losses: Iterable[float], good: GoodState | None, num_classes: int, most: float | None
+    losses: Iterable[float | None], good: GoodState | None, num_classes: int, most: float | None
 ) -> Explosion | None:
     """Whether these losses of a round exceed ``most`` times both the lowest of the run and that of guessing, log K.
 
-    The median (of two the lower) counts, so that no minority can have a state restored.
+    ``losses`` has one for each accepted update, None where the agent withholds it. The median (of two the lower)
+    counts, and who is silent has not seen an explosion, so that no minority of the round can have a state restored.
     """
-    reported = list(losses)
-    if most is None or good is None or not reported:
+    known = [-math.inf if loss is None else loss for loss in losses]
+    if most is None or good is None or not known:
         return None
-    loss, bound = median_low(reported), most * max(good.loss, math.log(max(2, num_classes)))
+    loss, bound = median_low(known), most * max(good.loss, math.log(max(2, num_classes)))
     return Explosion(loss, bound) if loss > bound else None
 
 
-def after(good: GoodState | None, losses: Iterable[float], number: int, digest: str) -> GoodState | None:
-    """The last good state, when agents have trained without an explosion from that of round ``number``."""
-    reported = list(losses)
-    if not reported:
+def after(good: GoodState | None, losses: Iterable[float | None], number: int, digest: str) -> GoodState | None:
+    """The last good state, when agents have trained without an explosion from that of round ``number``.
+
+    Where no more than half of the ``losses`` are known, nobody can tell; it is the one before.
+    """
+    known = list(losses)
+    reported = [loss for loss in known if loss is not None]
+    if 2 * len(reported) <= len(known):
         return good
     loss = median_low(reported)
     return GoodState(number, digest, loss if good is None else min(loss, good.loss))

@@ -8,10 +8,12 @@ Differs: sampling of cohorts does not count, since agents choose when they are o
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from edge_agent.accountant import cost, epsilon_of
+from edge_agent.errors import RunFailed
 from edge_agent.wire.messages import Noise
 
 from ..config import CoordinatorConfig
@@ -38,8 +40,8 @@ class PrivacyBudget:
 
     @property
     def least(self) -> int:
-        """Among how many updates the noise is divided: a round has as many in any case."""
-        return max(1, self.config.cohort.min_agents) if self.sums else 1
+        """Among how many updates the noise is divided: with noise, a round closes with no fewer."""
+        return max(1, self.config.cohort.min_agents) if self.sums and self.is_on else 1
 
     def asked(self) -> Noise | None:
         """What each device is asked to do with its update."""
@@ -49,6 +51,25 @@ class PrivacyBudget:
         part = privacy.noise / math.sqrt(self.least)
         return Noise(clip=privacy.clip, clip_statistics=privacy.clip_statistics or privacy.clip, noise=part)
 
+    def terms(self) -> dict[str, Any]:
+        """For the journal, when a round is opened: what its updates are made under; empty without clipping."""
+        asked = self.asked()
+        return {} if asked is None else {"privacy": {**asked.model_dump(), "least": self.least}}
+
+    def check_terms(self, number: int, body: Mapping[str, Any]) -> None:
+        """Return quietly where the updates of the open round ``number``, journaled as ``body``, are made as now asked.
+
+        Raises:
+            RunFailed: they are not, so nobody can tell what the round would cost.
+        """
+        then, now = body.get("privacy"), self.terms().get("privacy")
+        if then != now:
+            raise RunFailed(
+                f"round {number} was opened under privacy terms {then or 'none'}, the configuration gives "
+                f"{now or 'none'}, and updates of both would mix; start the run again. Change clip and noise of "
+                "[privacy], and cohort.min_agents, which the noise is divided by, while no run is under way"
+            )
+
     def of_round(self, updates: int) -> dict[str, float]:
         """For the journal: the noise multiplier of a round of so many updates; empty without noise."""
         if not self.is_on:
@@ -56,20 +77,26 @@ class PrivacyBudget:
         more = updates / self.least if self.sums else 1.0
         return {"noise_multiplier": self.config.privacy.noise * math.sqrt(more)}
 
-    def spent(self) -> float:
-        """The cost of all closed rounds."""
+    def spent(self) -> tuple[float, int]:
+        """The cost of all closed rounds with noise, and the number of those without."""
         closed = self.journal.entries(kinds=("round_closed",))
-        return sum(cost(entry.body["noise_multiplier"]) for entry in closed if "noise_multiplier" in entry.body)
+        costs = [cost(entry.body["noise_multiplier"]) for entry in closed if "noise_multiplier" in entry.body]
+        return sum(costs), len(closed) - len(costs)
 
     def figures(self) -> dict[str, Any] | None:
-        """``epsilon`` spent, ``epsilon_left`` (None: no limit), ``delta``, clip, noise, as JSON; None without noise."""
+        """``epsilon`` spent, ``epsilon_left`` (None: no limit), ``delta``, clip, noise, as JSON; None without noise.
+
+        Epsilon does not cover the closed ``rounds_without_noise``. An infinite one is None.
+        """
         if not self.is_on:
             return None
-        privacy, epsilon = self.config.privacy, epsilon_of(self.spent(), self.config.privacy.delta)
+        privacy, (spent, uncovered) = self.config.privacy, self.spent()
+        epsilon = epsilon_of(spent, privacy.delta)
         return {
-            "epsilon": round(epsilon, 4),
+            "epsilon": round(epsilon, 4) if math.isfinite(epsilon) else None,
             "epsilon_left": None if privacy.epsilon is None else round(max(0.0, privacy.epsilon - epsilon), 4),
             "delta": privacy.delta,
+            "rounds_without_noise": uncovered,
             "clip": privacy.clip,
             "noise": privacy.noise,
         }
@@ -79,7 +106,7 @@ class PrivacyBudget:
         privacy = self.config.privacy
         if privacy.epsilon is None:
             return ""
-        spent = self.spent()
+        spent, _ = self.spent()
         after = epsilon_of(spent + rounds * cost(privacy.noise), privacy.delta)
         if after <= privacy.epsilon:
             return ""

@@ -96,9 +96,11 @@ def lines(warnings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def spent(privacy: dict[str, Any]) -> str:
     """What is spent of the privacy budget, as a line."""
-    left = privacy["epsilon_left"]
+    epsilon, left, uncovered = (privacy.get(name) for name in ("epsilon", "epsilon_left", "rounds_without_noise"))
     rest = "no limit is set" if left is None else f"{left:g} left"
-    return f"differential privacy: epsilon {privacy['epsilon']:g} spent, {rest} (delta {privacy['delta']:g})"
+    used = "more spent than any epsilon bounds" if epsilon is None else f"epsilon {epsilon:g} spent"
+    beside = f"; {counted(uncovered, 'round')} without noise, which epsilon does not cover" if uncovered else ""
+    return f"differential privacy: {used}, {rest} (delta {privacy['delta']:g}){beside}"
 
 
 def local_models(agents: Iterable[Mapping[str, Any]]) -> str:

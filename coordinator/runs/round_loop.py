@@ -184,7 +184,7 @@ class RunLoop:
         run = self.run
         journal = run.context.state.journal
         past = Exclusions.replay(journal, run.id), Pace.replay(journal, run.id)
-        self.selection = Selection(run.context, run.request.seed, *past)
+        self.selection = Selection(run.context, run.request.seed, *past, fewest=self._budget.least)
 
     def steps(self) -> Steps:
         """The whole run, from where the journal says it stands."""
@@ -356,6 +356,8 @@ class RunLoop:
             waits_since = clock()
             before = self._journal.entries(run.id, ("sum_revealed",), round=number)
             only = tuple(before[0].body["agents"]) if before else ()
+            if only and resumed is not None:
+                self._budget.check_terms(number, resumed.body)
             planned = yield from self._same_again(number, only) if only else self._planned(number)
             stats.waiting_s += clock() - waits_since
             least = len(only) or config.cohort.min_agents
@@ -391,7 +393,7 @@ class RunLoop:
                 )
             what = f"round {number} begins again with the {len(agents)} agents whose sum has begun to be revealed"
             yield Waiting(what, missing, until + roster.deaf_s, f"round {number}")
-        return OpenRound(number, 1, agents, {"joining": [], "wanted": len(agents), "work": {}})
+        return OpenRound(number, 1, agents, {"joining": [], "wanted": len(agents), "work": {}, **self._budget.terms()})
 
     def _secure_attempt(
         self, opened: OpenRound, sums: SecureRound, absent: _Absent
@@ -474,6 +476,8 @@ class RunLoop:
     def _round(self, number: int, resumed: OpenRound | None) -> Steps:
         stats, clock, roster = Stats.begin(self.run.context), self.run.context.stopwatch, self.run.context.roster
         waits_since = clock()
+        if resumed is not None:
+            self._budget.check_terms(number, resumed.body)
         opened = resumed if resumed is not None else (yield from self._planned(number))
         if opened.joining:
             self._frozen = yield from freeze(self.run)
@@ -525,7 +529,7 @@ class RunLoop:
         if config.cohort.tier == "any" and heads.contribution(self.run.method.name) is not None:
             joining = without(self.run.context.roster.present("head"), self.selection.left_out(number))
         wanted = aim(len(cohort), config.cohort.over_selection)
-        body = {"joining": joining, "wanted": wanted, "work": self._work(number, cohort)}
+        body = {"joining": joining, "wanted": wanted, "work": self._work(number, cohort), **self._budget.terms()}
         return OpenRound(number, 1, (*cohort, *joining), body)
 
     def _buffered(self, number: int, cohort: tuple[str, ...]) -> OpenRound:
@@ -776,7 +780,7 @@ class RunLoop:
         """
         run, journal, blobs, number = self.run, self._journal, self.run.context.state.blobs, closed.round
         rule = self._rule
-        losses = [one.metrics["loss"] for _, one in sorted(collection.accepted.items()) if "loss" in one.metrics]
+        losses = [one.metrics.get("loss") for one in collection.accepted.values()]
         watched = rule.max_loss is not None and not isinstance(collection, BufferedCollection)
         exploded = explosion(losses, self._good, run.request.task.num_classes, rule.max_loss) if watched else None
         if exploded is not None and self._good is not None:

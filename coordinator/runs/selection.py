@@ -230,6 +230,9 @@ class Selection:
     seed: int
     exclusions: Exclusions = field(default_factory=Exclusions)
     pace: Pace = field(default_factory=Pace)
+    fewest: int = 1
+    """Fewer updates never close a round: the noise of differential privacy was divided among so many."""
+
     _asked: dict[str, tuple[float, str, float]] = field(default_factory=dict)
     """When each member of the open round was asked (`Roster.heard_s`), its start, and `Roster.deaf_s` then."""
 
@@ -274,7 +277,8 @@ class Selection:
 
     def has_quorum(self, collection: Collection) -> bool:
         """Whether enough updates have arrived to close the round."""
-        return collection.has_quorum(self.context.config.round.quorum, self.least(collection))
+        is_quorum = collection.has_quorum(self.context.config.round.quorum, self.least(collection))
+        return is_quorum and collection.delivered >= self.fewest
 
     def first(self, number: int) -> Generator[Waiting, None, tuple[str, ...]]:
         """Wait until enough agents are present; returns the cohort (as the generator's value).
@@ -358,7 +362,8 @@ class Selection:
             return ()
         awaited = set(self.awaited(collection))
         lacking = wanted - collection.delivered - sum(agent in awaited for agent in collection.training)
-        if lacking > 0 and collection.delivered < quorum_of(self.context.config.round.quorum, wanted):
+        quorum = max(self.fewest, quorum_of(self.context.config.round.quorum, wanted))
+        if lacking > 0 and collection.delivered < quorum:
             others = without(self.willing(), set(collection.cohort))
             if chosen := self._draw(without(others, self.left_out(collection.round)), lacking, collection.round):
                 return chosen
@@ -446,7 +451,8 @@ class Selection:
         if unanswered and (self._has_half(collection) or (is_last and self._has_least(collection))):
             return True
         if is_last or not (unanswered or self.context.excludes_failing):
-            needed = counted(collection.needed(self.context.config.round.quorum, self.least(collection)), "update")
+            quorum = collection.needed(self.context.config.round.quorum, self.least(collection))
+            needed = counted(max(self.fewest, quorum), "update")
             times = f" {counted(overdue, 'time')}" if overdue else ""
             raise RunFailed(
                 f"round {collection.round} missed its quorum{times}: {collection.delivered} of {needed}; missing: "

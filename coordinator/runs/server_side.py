@@ -44,7 +44,7 @@ class Described(Method):
         """``values``: those of `described`."""
         self._values = values
         self.shared, self.norm, self.weighting = tuple(values["shared"]), values["norm"], values["weighting"]
-        self.extras_are_changes = values["extras_are_changes"]
+        self.bounded_extras = dict(values["bounded_extras"])
 
     @property
     def name(self) -> str:
@@ -78,7 +78,7 @@ def described(method: Method) -> dict[str, Any]:
         "shared": list(method.shared),
         "norm": method.norm,
         "weighting": method.weighting,
-        "extras_are_changes": method.extras_are_changes,
+        "bounded_extras": dict(method.bounded_extras),
         "needs_last_round": method.needs_last_round,
         "server_step_is_mean": method.server_step_is_mean(),
         "one_pass": method.one_pass(),

@@ -74,11 +74,16 @@ class MemoryOutbox(Outbox):
     """An outbox in memory: an update that a kill takes is computed again, bit for bit."""
 
     def __init__(self) -> None:
-        super().__init__(Path(os.devnull))
+        super().__init__(Path(os.devnull), PrivacyConfig())
         self.content: list[bytes | memoryview] = []
 
     def put(
-        self, tensors: Tensors, about: wire.JobKey, samples: int, metrics: Mapping[str, float]
+        self,
+        tensors: Tensors,
+        about: wire.JobKey,
+        samples: int,
+        metrics: Mapping[str, float],
+        asked: wire.Noise | None = None,  # noqa: ARG002 - nothing waits here for another job
     ) -> wire.UpdateManifest:
         """Hold an update, in pieces, until it is taken."""
         self.content = [*pieces(tensors)]
@@ -133,6 +138,7 @@ class SimulatedResources(Resources):
     """What the tasks of a client work with: rows of the common pools, the common model, and an outbox in memory."""
 
     outbox: MemoryOutbox
+    counts_updates = False
 
     def __init__(self, shared: Shared, client: str) -> None:
         plan = shared.plan

@@ -1,4 +1,4 @@
-"""Differential privacy of a device's updates: the change is clipped, Gaussian noise is added, what is spent is noted.
+"""Differential privacy of a device's updates: the change is clipped, and Gaussian noise is added.
 
 What is protected: all data of the device together, against everybody who sees its updates, the coordinator included. An
 update is indistinguishable, within (epsilon, delta), from that of a device whose training changed nothing. For another
@@ -12,15 +12,12 @@ seed, which the coordinator knows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..accountant import cost, epsilon_of
 from ..config import PrivacyConfig
-from ..errors import PrivacyRefused, StateError, TrainingFailed
-from ..storage import read_json, write_json
+from ..errors import PrivacyRefused, TrainingFailed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,9 +25,6 @@ if TYPE_CHECKING:
     from ..methods.base import Method
     from ..task import Tensors
     from ..wire.messages import Noise
-
-LEDGER_FILE = "privacy.json"
-"""In the state folder: what all updates of this device have cost so far."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +70,9 @@ class Mechanism:
         """
         import numpy as np
 
-        counted = [name for name, a in update.items() if a.dtype.kind != "f" and not name.startswith("extra.")]
-        if unknown := [name for name in counted if not name.endswith(".num_batches_tracked")]:
+        if counted := [name for name, a in update.items() if a.dtype.kind != "f" and not name.startswith("extra.")]:
             raise PrivacyRefused(
-                f"'{unknown[0]}' of method '{method.name}' is counted, no noise is defined for it", is_public=True
+                f"'{counted[0]}' of method '{method.name}' is counted, no noise is defined for it", is_public=True
             )
         shared = {name: array for name, array in update.items() if not name.startswith("extra.")}
         extras = {name: array for name, array in update.items() if name not in shared}
@@ -94,7 +87,7 @@ class Mechanism:
                 "method, or no differential privacy",
                 is_public=True,
             )
-        changes = {n: a.astype(np.float64) - received[n] for n, a in shared.items() if a.dtype.kind == "f"}
+        changes = {name: array.astype(np.float64) - received[name] for name, array in shared.items()}
         groups = [(changes, self.clip), (statistics, self.clip_statistics)]
         groups = [(arrays, clip) for arrays, clip in groups if arrays]
         share = math.sqrt(len(groups))  # each group may move by its clip: together sqrt(2), in units of the clips
@@ -108,7 +101,7 @@ class Mechanism:
             noisy |= {name: scale * a + std * rng.standard_normal(a.shape) for name, a in sorted(arrays.items())}
         result: Tensors = {}
         for name, array in shared.items():
-            moved = received[name] if name not in noisy else (received[name] + noisy[name]).astype(array.dtype)
+            moved = (received[name] + noisy[name]).astype(array.dtype)
             # What follows from noisy numbers alone costs nothing: a variance below 0 is none.
             result[name] = np.maximum(moved, 0) if name.endswith(".running_var") else moved
         made = method.from_noise({name: noisy[name] for name in statistics})
@@ -118,69 +111,3 @@ class Mechanism:
 def norm_of(arrays: Iterable[np.ndarray]) -> float:
     """L2 norm of all numbers together."""
     return math.sqrt(sum(float((array.astype(float) ** 2).sum()) for array in arrays))
-
-
-class Ledger:
-    """What the updates of this device have cost, on its disk, over all runs."""
-
-    def __init__(self, folder: Path, policy: PrivacyConfig) -> None:
-        self._path, self._policy = folder / LEDGER_FILE, policy
-
-    def check(self, noise: float) -> None:
-        """Return quietly when one more update with this noise multiplier is within the budget.
-
-        Raises:
-            PrivacyRefused: it is not.
-            StateError: the file is damaged; nothing leaves before that is repaired.
-        """
-        limit, delta = self._policy.epsilon, self._policy.delta
-        if limit is None:
-            return
-        after = epsilon_of(self.spent() + cost(noise), delta)
-        if after > limit:
-            now = epsilon_of(self.spent(), delta)
-            raise PrivacyRefused(
-                f"the privacy budget is spent: epsilon is {now:.3f} and would be {after:.3f} after this update, "
-                f"privacy.epsilon allows {limit:g} (delta {delta:g})",
-                is_public=True,
-            )
-
-    def spend(self, noise: float) -> dict[str, float]:
-        """Note one more update, on disk before it leaves; returns what is spent as metrics.
-
-        Raises:
-            PrivacyRefused: it is beyond the budget.
-        """
-        self.check(noise)
-        if noise == 0:
-            return {}
-        before = self._read()
-        total = float(before["cost"]) + cost(noise)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._path, {"cost": total, "updates": int(before["updates"]) + 1})
-        return {name: value for name, value in self.figures().items() if name != "delta" and value is not None}
-
-    def spent(self) -> float:
-        """The cost of all updates so far."""
-        return float(self._read()["cost"])
-
-    def figures(self) -> dict[str, float | None]:
-        """``epsilon`` spent, the ``epsilon_left`` of the budget (None: no limit), and ``delta``."""
-        limit, delta = self._policy.epsilon, self._policy.delta
-        epsilon = epsilon_of(self.spent(), delta)
-        return {
-            "epsilon": epsilon,
-            "epsilon_left": None if limit is None else max(0.0, limit - epsilon),
-            "delta": delta,
-        }
-
-    def _read(self) -> Mapping[str, float]:
-        if (read := read_json(self._path)) is None:
-            return {"cost": 0.0, "updates": 0}
-        known = read.get("cost"), read.get("updates")
-        if not all(isinstance(one, int | float) and 0 <= one < math.inf for one in known):
-            raise StateError(
-                f"{self._path}: holds {str(read)[:80]}, expected 'cost' and 'updates' of 0 or more; put an older copy "
-                "back, because without it nobody knows what this device has spent"
-            )
-        return read

@@ -49,7 +49,7 @@ from .local_state import (
     note_receipt,
     remove_ended_runs,
 )
-from .privacy import CLASS_COUNT, check_job, check_tensors, public_report, sample_count, without_withheld
+from .privacy import CLASS_COUNT, Ledger, check_job, check_tensors, public_report, sample_count, without_withheld
 from .transfers import Downloads, Link, Outbox, Uploads
 
 if TYPE_CHECKING:
@@ -73,9 +73,12 @@ class Resources:
     evaluate_after = False
     """Whether clients are evaluated once more after local training, whatever the method says."""
 
+    counts_updates = True
+    """Whether updates without noise are counted on disk, for a device that adds noise later."""
+
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
-        self.outbox = Outbox(config.state / "outbox")
+        self.outbox = Outbox(config.state / "outbox", config.privacy)
         self._session: tuple[str, Session] | None = None
         self._data: tuple[Task, tuple[Samples, Samples]] | None = None
 
@@ -264,7 +267,7 @@ class TaskRunner:
             return None
         import numpy as np
 
-        from .noise import Ledger, Mechanism
+        from .noise import Mechanism
 
         mechanism, ledger = Mechanism.of(policy, job.privacy), Ledger(self.config.state, policy)
         if mechanism is None:
@@ -463,8 +466,11 @@ class TaskRunner:
     def _offer(self, job: Job, tensors: Tensors, samples: int, metrics: Mapping[str, float]) -> UpdateManifest:
         """Put an update into the outbox, with the count and the metrics that may leave."""
         policy = self.config.privacy
+        has_noise = policy.noise > 0 or (job.privacy is not None and job.privacy.noise > 0)
+        if self.resources.counts_updates and not has_noise and job.purpose not in wire.EXCHANGES:
+            Ledger(self.config.state, policy).note_without_noise()
         kept = without_withheld(policy, metrics)
-        return self.outbox.put(tensors, job_key(job), sample_count(policy, samples), kept)
+        return self.outbox.put(tensors, job_key(job), sample_count(policy, samples), kept, job.privacy)
 
     def report(self, job: Job, head: str, overall: float | None, right: np.ndarray | None) -> Report:
         """The report of acc.global, of the personal model's ``right`` (n,) answers, and of what the device does alone.
@@ -598,8 +604,10 @@ class TaskQueue:
         self._heard.append(stamp)
         self._closes_at = self._downloads.clock() + job.deadline_s
         if self._uploads.holds(key):
-            self._uploads.offer_again()
-            return
+            if self._tasks.outbox.is_as_asked(job.privacy):
+                self._uploads.offer_again()
+                return
+            self._uploads.drop(key)  # another noise is asked for now
         if (error := self._cannot_hold(job.refs)) is not None:
             self._report(error, key)
             return
@@ -809,7 +817,8 @@ class TaskQueue:
             self._tasks.release_memory()
 
     def _after_job(self, job: wire.Job, result: Any, error: BaseException | None) -> None:
-        wanted = self.job is not None and job_key(self.job) == job_key(job)
+        # Asked for again with another noise, it is done again.
+        wanted = self.job is not None and (job_key(self.job), self.job.privacy) == (job_key(job), job.privacy)
         if error is None:
             self.condition.clear("work", "data")
             if isinstance(result, wire.Report):

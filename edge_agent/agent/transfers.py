@@ -8,8 +8,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..config import AgentConfig
+from ..config import AgentConfig, PrivacyConfig
 from ..errors import ChunkError, HeadwaterError, StateError
 from ..storage import read_json, sha256_file, sha256_of, write_atomic, write_json
 from ..task import Tensors
@@ -71,21 +72,31 @@ def manifest_of(
 class Outbox:
     """At most one update on disk: the newest. Its file is named by its hash, and the note that names it comes last.
 
-    The worker's thread puts while the loop's thread removes, so both take a lock, and the latter names the update.
+    It leaves under the ``policy`` that it was made under, or not at all. The worker's thread puts while the loop's
+    thread removes, so both take a lock, and the latter names the update.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, policy: PrivacyConfig) -> None:
         self.folder, self.note = folder, folder / "update.json"
+        self._policy = policy.model_dump(mode="json")
         self._lock = threading.Lock()
 
     def path_of(self, digest: str) -> Path:
         """The file of the tensors of the update with that hash."""
         return self.folder / f"update-{digest}.safetensors"
 
-    def put(self, tensors: Tensors, about: JobKey, samples: int, metrics: Mapping[str, float]) -> wire.UpdateManifest:
+    def put(
+        self,
+        tensors: Tensors,
+        about: JobKey,
+        samples: int,
+        metrics: Mapping[str, float],
+        asked: wire.Noise | None = None,
+    ) -> wire.UpdateManifest:
         """Keep an update in place of any other; on disk, and safe from a power cut, when this returns.
 
-        Tensors and note are synced once each, the note last: it never names tensors that a power cut took.
+        Tensors and note are synced once each, the note last: it never names tensors that a power cut took. ``asked``:
+        the differential privacy that its job asked for.
         """
         from ..wire.tensors import pieces  # brings numpy, which an idle agent does without
 
@@ -94,41 +105,56 @@ class Outbox:
         path = self.path_of(manifest.blob.digest)
         with self._lock:
             write_atomic(path, *data)
-            write_json(self.note, manifest.model_dump(mode="json"))
+            terms = {"policy": self._policy, "asked": _as_json(asked)}
+            write_json(self.note, {"manifest": manifest.model_dump(mode="json"), **terms})
             self._remove_all_but(path)
         return manifest
 
     def get(self) -> wire.UpdateManifest | None:
-        """The update that waits, checked against its hash; a damaged one is dropped (it can be computed again)."""
+        """The update that waits. One that is damaged, or was made under another policy, is dropped, and made again."""
         with self._lock:
             try:
-                manifest = self._noted()
+                note = read_json(self.note)
+                manifest = self._manifest(note)
+                if note is not None and note.get("policy") != self._policy:
+                    raise StateError(f"{self.folder}: [privacy] has changed since the update was made")
                 if manifest is not None and sha256_file(self.path_of(manifest.blob.digest)) != manifest.blob.digest:
                     raise StateError(f"{self.folder}: the update's SHA-256 is not the one that was noted")
             except (HeadwaterError, ValueError, OSError) as error:
-                log.warning("outbox_damaged reason=%s", error)
+                log.warning("outbox_dropped reason=%s", error)
                 self.note.unlink(missing_ok=True)
                 self._remove_all_but(None)
                 return None
             return manifest
 
+    def is_as_asked(self, asked: wire.Noise | None) -> bool:
+        """Whether the job of the update that waits asked for this differential privacy."""
+        with self._lock, contextlib.suppress(HeadwaterError, ValueError):
+            note = read_json(self.note)
+            return note is not None and note.get("asked") == _as_json(asked)
+        return False
+
     def forget(self, digest: str) -> None:
         """Remove the update with that hash; a newer one stays."""
         with self._lock:
             with contextlib.suppress(HeadwaterError, ValueError):
-                noted = self._noted()
+                noted = self._manifest(read_json(self.note))
                 if noted is not None and noted.blob.digest == digest:
                     self.note.unlink(missing_ok=True)
             self.path_of(digest).unlink(missing_ok=True)
 
-    def _noted(self) -> wire.UpdateManifest | None:
-        raw = read_json(self.note)
-        return wire.UpdateManifest.model_validate(raw) if raw is not None else None
+    @staticmethod
+    def _manifest(note: Mapping[str, Any] | None) -> wire.UpdateManifest | None:
+        return None if note is None else wire.UpdateManifest.model_validate(note.get("manifest"))
 
     def _remove_all_but(self, kept: Path | None) -> None:
         for path in self.folder.glob("update*.safetensors"):
             if path != kept:
                 path.unlink(missing_ok=True)
+
+
+def _as_json(asked: wire.Noise | None) -> dict[str, float] | None:
+    return None if asked is None else asked.model_dump(mode="json")
 
 
 SETTLED_S = 10.0

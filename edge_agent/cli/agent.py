@@ -6,7 +6,6 @@ import argparse
 import logging
 import time
 from collections.abc import Callable, Iterator
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -144,26 +143,14 @@ def status(arguments: argparse.Namespace) -> int:
         result.update(condition="fault", fault=problem_of("data", error).as_json())
     if config.state.is_dir():
         from ..agent.local_state import disk_usage
+        from ..agent.privacy import spent
 
         result["disk"] = disk_usage(config)
-        result["privacy"] = _spent(config)
+        result["privacy"] = spent(config)
     if config.state.is_dir() and (problem := look_at_disk(config.state)) is not None:
         result.update(condition="stalled", fault=problem)  # which the agent itself could not write down
     output.result(arguments, result, lambda: output.pairs(_rows(result)))
     return 0 if result["condition"] in {None, "ok"} else 1
-
-
-def _spent(config: AgentConfig) -> dict[str, Any] | None:
-    """What the updates of this device have cost of its privacy budget; None where none of them had noise."""
-    from ..agent.noise import LEDGER_FILE, Ledger
-
-    if not (config.state / LEDGER_FILE).exists():
-        return None
-    try:
-        figures = Ledger(config.state, config.privacy).figures()
-        return {name: None if value == inf else value for name, value in figures.items()}
-    except StateError as error:
-        return {"error": str(error)}
 
 
 def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[str, Any]:

@@ -6,14 +6,18 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import methods
-from ..agent.privacy import allows_metric
+from ..agent.privacy import allows_metric, check_tensors, objections, spent
 from ..config import AgentConfig, load
-from ..disclosure import BESIDE, SECURE_SUM, Item, messages, tensors, travels
-from ..errors import UnknownName
+from ..disclosure import BESIDE, SECURE_SUM, Item, example, messages, tensors, travels
+from ..errors import PrivacyRefused, UnknownName
+from ..wire.messages import Noise
 from . import output
+
+if TYPE_CHECKING:
+    from ..methods.base import Method
 
 
 def add_privacy_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +43,7 @@ def privacy(arguments: argparse.Namespace) -> int:
     content: dict[str, Any] = {
         "policy": config.privacy.model_dump(mode="json"),
         "fields": [{**asdict(item), "state": state(config, item)} for item in fields],
+        "spent": spent(config),
         "method": None,
         "secure_sum": [{**asdict(item), "state": "leaves"} for item in SECURE_SUM],
     }
@@ -62,27 +67,54 @@ def state(config: AgentConfig, item: Item) -> str:
 
 
 def of_method(config: AgentConfig, name: str) -> dict[str, Any]:
-    """What a method sends: in its own words, and, where torch is installed, by tensor."""
-    allowed = not config.privacy.methods or name in config.privacy.methods
+    """What a method sends: in its own words, and, where torch is installed, by tensor; and why it is refused."""
     try:
-        listed = [{**asdict(item), "state": state(config, item)} for item in tensors(methods.create(name))]
+        method = methods.create(name)
+        refused = refusal(config, method)
+        listed = [{**asdict(item), "state": state(config, item)} for item in tensors(method)]
     except ModuleNotFoundError:
-        listed = None
-    return {"name": name, "allowed": allowed, "travels": travels(name), "tensors": listed}
+        refused, listed = "; ".join(objections(config.privacy, name, None)), None
+    content = {"name": name, "allowed": not refused, "refused": refused or None}
+    return {**content, "travels": travels(name), "tensors": listed}
+
+
+def refusal(config: AgentConfig, method: Method) -> str:
+    """Why this device refuses updates of a method with these parameters, as the agent itself says it; empty: allowed.
+
+    A run may ask for more noise, and for clipping, which does not depend on its size.
+    """
+    import numpy as np
+
+    from ..agent.noise import Mechanism
+
+    policy, (received, update) = config.privacy, example(method)
+    if reasons := objections(policy, method.name, method.least_class_count):
+        return "; ".join(reasons)
+    try:
+        check_tensors(policy, received)
+        mechanism = Mechanism.of(policy, Noise(clip=1.0, clip_statistics=1.0)) if policy.wants_noise else None
+        if mechanism is not None:
+            mechanism.apply(method, update, received, np.random.default_rng(0))
+    except PrivacyRefused as error:
+        return str(error)
+    return ""
 
 
 def lines(content: dict[str, Any]) -> Iterator[str]:
     """The list as text."""
     yield "[privacy] of this device"
     yield from (f"  {line}" for line in output.pairs(content["policy"].items()))
+    if content["spent"] is not None:
+        yield "spent by its updates so far"
+        yield from (f"  {line}" for line in output.pairs(content["spent"].items()))
     yield ""
     yield from _listed("what leaves in messages", content["fields"])
     if (method := content["method"]) is not None:
-        verdict = "allowed" if method["allowed"] else "refused by privacy.methods"
+        verdict = f"refused: {method['refused']}" if method["refused"] else "allowed"
         yield ""
         yield f"method {method['name']} ({verdict}) travels: {method['travels'] or 'its file does not say'}"
         if method["tensors"] is None:
-            yield "torch is not installed here; on a device with it this lists every tensor"
+            yield "torch is not installed here; on a device with it this lists every tensor, and what [privacy] refuses"
         else:
             yield from _listed("tensors of its updates", method["tensors"])
             yield from _listed("in a secure sum, in place of what leaves in jobs 'train'", content["secure_sum"])

@@ -12,13 +12,14 @@ that start with ``server.`` stay at the coordinator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from ..errors import TensorsError, TrainingFailed
-from ..task import State, Task, Tensors
+from ..task import RUNNING_STATISTICS, State, Task, Tensors
 from .values import Client, Exactness, Grade, MethodParams, Norm, Update
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 SERVER_ONLY = "server."
 """Arrays of the state with names like this are never sent."""
 
-_STATISTICS = (".running_mean", ".running_var")
+CLASS_MEANS = "class means"
+"""In `Method.bounded_extras`."""
 
 
 class Method:
@@ -58,8 +60,11 @@ class Method:
     """
 
     weighting: Literal["samples", "uniform"] = "samples"
-    extras_are_changes: bool = False
-    """Whether extra arrays of updates are changes of the state's arrays of the same names, and bounded as such."""
+    bounded_extras: Mapping[str, str] = MappingProxyType({})
+    """Prefix of extra arrays -> what they are, in plural: their norm is bounded by that of the other updates.
+
+    Of `CLASS_MEANS` (K, ...), zeros for a class that the client lacks, that is the norm of the mean class.
+    """
 
     heads: ClassVar[tuple[str, ...]] = ("lr", "svm", "mlp", "prototype")
     exactness: ClassVar[Exactness] = {}
@@ -287,7 +292,11 @@ def is_learned(name: str, array: np.ndarray) -> bool:
 
     Not so extras, counters, and batch norm's running statistics: a step beyond their mean can make a variance negative.
     """
-    return array.dtype.kind == "f" and not name.startswith(("extra.", SERVER_ONLY)) and not name.endswith(_STATISTICS)
+    return (
+        array.dtype.kind == "f"
+        and not name.startswith(("extra.", SERVER_ONLY))
+        and not name.endswith(RUNNING_STATISTICS)
+    )
 
 
 def weighted_mean(weighted: Iterable[tuple[float, Tensors]], *, may_be_empty: bool = False) -> Tensors:

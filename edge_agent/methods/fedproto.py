@@ -93,7 +93,9 @@ class FedProto(Method):
         most = np.zeros_like(state[_COUNTS])
         for update in updates:
             counts = update.tensors[_COUNTS]
-            share = counts.astype(np.float64) if self.params.prototype_weighting == "samples" else counts > 0
+            # By samples a client counts for no more than those that its update was trained on.
+            by_samples = counts * min(1.0, update.weight / max(float(counts.sum()), 1.0))
+            share = by_samples if self.params.prototype_weighting == "samples" else counts > 0
             sums += share[:, None] * update.tensors[_MEANS]
             total += share
             most = np.maximum(most, counts)

@@ -15,6 +15,7 @@ gradient only of plain SGD, so ``momentum`` should stay 0.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -44,7 +45,7 @@ class Scaffold(Method):
 
     Params = ScaffoldParams
     weighting = "uniform"
-    extras_are_changes = True
+    bounded_extras = MappingProxyType({_SENT: "control variates"})
     source = "Karimireddy et al., ICML 2020"
     exactness = grades(
         mlp=("approximate", "the paper has no personal part; one linear layer on the frozen shared encoder is ours"),

@@ -32,6 +32,7 @@ from ..training.loops import Loss, features_of, train
 from ..training.networks import orthonormal
 from ..training.parts import Parts, encoder_and_head
 from . import Client, Method, MethodParams, Update
+from .families import MOST_SAMPLES
 
 _GRAM, _CROSS = "extra.gram", "extra.cross"
 
@@ -115,6 +116,14 @@ class SphereFed(Method):
         for name, array in ((_GRAM, gram), (_CROSS, tensors[_CROSS])):
             if np.abs(array).max() > most:
                 return f"'{name}' reaches {np.abs(array).max():g}, expected at most {most:g}, the number of vectors"
+        if squares.sum() > MOST_SAMPLES:
+            return f"'{_GRAM}' is of {squares.sum():g} vectors, expected at most {MOST_SAMPLES}"
+        # A = Z'Z and B = Z'Y with one-hot rows of Y, so Y Y' <= n I, and n A - B B' has no negative eigenvalue.
+        least = most * gram - tensors[_CROSS] @ tensors[_CROSS].T
+        try:
+            np.linalg.cholesky(least + (1e-9 * most**2 or 1.0) * np.eye(len(gram)))
+        except np.linalg.LinAlgError:
+            return f"'{_GRAM}' and '{_CROSS}' cannot be of the same unit vectors: n A - B B' has a negative eigenvalue"
         return ""
 
     # --- coordinator -----------------------------------------------------------------------------------------------
@@ -123,9 +132,12 @@ class SphereFed(Method):
         """Mean encoder; where the updates carry statistics, the classifier W with W' = (A + ridge I)^-1 B."""
         sums: Tensors = {}
 
-        def add(_: Update, statistics: Tensors) -> None:
+        def add(update: Update, statistics: Tensors) -> None:
+            # No client counts for more vectors of length 1 than the samples that its encoder counts for.
+            vectors = float(np.trace(unpacked(statistics["gram"], len(statistics["cross"])))) if statistics else 0.0
             for name, array in statistics.items():
-                sums[name] = sums.get(name, 0.0) + array
+                counted = array * (update.weight / vectors) if vectors > update.weight * (1 + 1e-6) else array
+                sums[name] = sums.get(name, 0.0) + counted
 
         mean = self.mean(updates, add)
         if sums and sums["gram"].any():

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as Norm  # what all layers of 
 
 from ..errors import TensorsError, UnknownName
 from ..models import create
-from ..task import Task, Tensors
+from ..task import RUNNING_STATISTICS, Task, Tensors
 
 
 class Parts(nn.Module):
@@ -53,7 +53,6 @@ class Parts(nn.Module):
 
 
 NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_STATISTICS = ("running_mean", "running_var")
 _COUNTER = "num_batches_tracked"
 
 
@@ -120,7 +119,7 @@ def _norm_tensors(model: nn.Module, norm: str) -> Iterator[str]:
         if isinstance(module, NORM_LAYERS):
             yield f"{path}.{_COUNTER}"
             if norm != "global":
-                yield from (f"{path}.{name}" for name in _STATISTICS)
+                yield from (f"{path}.{name}" for name in RUNNING_STATISTICS)
             if norm == "local_all":
                 yield from (f"{path}.{name}" for name in ("weight", "bias"))
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
-from ..config import NAME_PATTERN, mistakes_of
+from ..config import LEAST_NOISE, NAME_PATTERN, mistakes_of, zero_or_from
 from ..errors import MessageError, PrivacyRefused, ProtocolMismatch, UsageError, cause
 from ..task import Frozen, Task, parse_json
 
@@ -481,6 +481,10 @@ class Refused(Command):
     message: Text = Field(max_length=2000)
 
 
+LEAST_PART = LEAST_NOISE / 1000
+"""A device's part of the least noise, among a million devices."""
+
+
 class Noise(Frozen):
     """Differential privacy that a run asks for: the device clips its update and adds noise, see `Job.privacy`."""
 
@@ -488,7 +492,9 @@ class Noise(Frozen):
     clip_statistics: float = Field(
         gt=0, le=1e9, description="largest L2 norm of all other arrays of the update together"
     )
-    noise: float = Field(0.0, ge=0, le=1e9, description="standard deviation of the device's own noise over clip")
+    noise: Annotated[float, zero_or_from(LEAST_PART)] = Field(
+        0.0, ge=0, le=1e9, description="standard deviation of the device's own noise over clip"
+    )
 
 
 class Job(Command):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
 import sys
 import types
 
 import numpy as np
 import pytest
 from federation_duties import TASK
+from paper_methods import fedpac_update
 
 from coordinator.config import AggregationConfig, CoordinatorConfig
 from coordinator.runs.aggregation import (
@@ -20,6 +22,7 @@ from coordinator.runs.aggregation import (
     distances,
     geometric_median_shares,
     gram,
+    norms_of,
     notes,
     refusal,
 )
@@ -155,6 +158,29 @@ def test_clients_without_a_change_do_not_make_the_median_zero():
     assert decisions == Decisions()
 
 
+@pytest.mark.parametrize("rule", ["mean", "clipped"])
+def test_where_half_change_nothing_a_change_is_bounded_by_a_tenth_of_the_model(rule):
+    """The model's norm is 2, so that 0.2 is left of 2e6: a ninth of 0.1 in each of four numbers."""
+    vectors = [*[np.ones(4)] * 8, np.full(4, 1e6 + 1)]
+    result, decisions = round_of(vectors, start=np.ones(4), rule=rule)
+    np.testing.assert_allclose(result, 1 + 0.1 / 9, rtol=1e-6)
+    assert decisions.clipped == {"a8": pytest.approx(1e-7)}
+    assert decisions.suspects == {
+        "a8": "its change of the model is 1e+07 times the bound of a round in which half change nothing"
+    }
+    small, decisions = round_of([*vectors[:8], [1.1, 1, 1, 1]], start=np.ones(4), rule=rule)
+    np.testing.assert_allclose(small, [1 + 0.1 / 9, 1, 1, 1], rtol=1e-6)
+    assert decisions == Decisions()
+
+
+def test_of_two_updates_one_changes_nothing_and_the_other_more_than_the_model():
+    start = [3, 4]
+    result, decisions = round_of([start, [3, 10]], start=start)
+    np.testing.assert_allclose(result, start)
+    assert decisions == Decisions(clipped={"a1": 0.0})
+    assert round_of([start, [3, 8]], start=start)[1] == Decisions()
+
+
 def test_running_statistics_have_a_bound_of_their_own_and_stay_between_both():
     """They may be a hundred times larger than weights: an attack on weights does not hide behind them.
 
@@ -189,14 +215,28 @@ def test_control_variates_of_scaffold_are_bounded_as_changes():
     np.testing.assert_allclose(after[extra], [7 / 3, 12 / 3], rtol=1e-6)
 
 
-def test_class_means_of_fedpac_and_personal_classifiers_are_not_clipped():
-    """They are no changes of anything that all clients received; `Method.objection` bounds them."""
-    received = {"encoder.w": np.zeros(2, np.float32), "extra.centroids": np.zeros((2, 2), np.float32)}
-    from coordinator.runs.aggregation import norms_of
+def test_class_means_and_classifiers_of_fedpac_are_bounded_by_those_of_the_others():
+    """Classifiers of norm 1 and 600, class means of norm 2 and 1000; that of one class alone counts as a whole."""
 
-    tensors = {"encoder.w": [3, 4], "head.weight": [9, 9], "extra.centroids": [[7, 7], [7, 7]]}
-    one = Update("a", 1.0, {name: np.array(array, np.float32) for name, array in tensors.items()})
-    assert norms_of(methods.create("fedpac", {}), received, [one]) == {"weights": {"a": 5.0}}
+    def sent(client, head, *means):
+        rows = [*map(list, means), *[[0.0, 0.0]] * (2 - len(means))]
+        counts = tuple(5 * (number < len(means)) for number in range(2))
+        return fedpac_update(client, head=[[head, 0], [0, 0]], h=np.zeros((2, 2)), centroids=rows, counts=counts)
+
+    updates = [sent("a", 1, [0, 2], [2, 0]), sent("b", 1, [0, 2]), sent("c", 1, [0, 2], [2, 0])]
+    method, state = methods.create("fedpac", {}), {"encoder.w": np.float32([1])}
+    assert norms_of(method, state, updates) == {
+        "weights": {"a": 0.0, "b": 0.0, "c": 0.0},
+        "classifiers": {"a": 1.0, "b": 1.0, "c": 1.0},
+        "class means": {"a": 2.0, "b": 2.0, "c": 2.0},
+    }
+    assert aggregate(method, state, lambda: updates, AggregationConfig())[1] == Decisions()
+    updates = [*updates, sent("d", 600, [0, 1000], [1000, 0])]
+    after, decisions = aggregate(method, state, lambda: updates, AggregationConfig())
+    assert decisions.clipped == {"d": pytest.approx(1 / 600)}
+    assert decisions.suspects == {"d": "the norm of its class means is 500 times the median of the round"}
+    np.testing.assert_allclose(after["extra.centroids"], [[0, 2], [2, 0]], rtol=1e-6)
+    assert np.abs(after["clients.head.weight"]).max() <= 1 + 1e-6
 
 
 @pytest.mark.parametrize("value", [1e30, -1e30, 3e38])
@@ -261,6 +301,13 @@ def test_geometric_median_of_a_point_of_the_majority_is_that_point():
     np.testing.assert_allclose(result, [1, 2], atol=1e-3)
 
 
+@pytest.mark.parametrize("unchanged, others", [(4, ()), (300, ()), (4, (1.1, 1.2)), (3, (1.0, 1e6))])
+def test_geometric_median_of_a_majority_that_changes_nothing_is_the_model(unchanged, others):
+    vectors = [*[np.ones(4)] * unchanged, *[np.full(4, value) for value in others]]
+    result, _ = round_of(vectors, start=np.ones(4), rule="geometric_median")
+    np.testing.assert_allclose(result, 1, atol=1e-5)
+
+
 def test_geometric_median_has_no_shorter_sum_of_distances_nearby():
     vectors, rng = random_vectors(9, 4), np.random.default_rng(0)
 
@@ -277,6 +324,35 @@ def test_geometric_median_has_no_shorter_sum_of_distances_nearby():
 def test_small_rounds_have_a_result_by_every_rule(rule, count):
     result, _ = round_of(np.ones((count, 2)), rule=rule, attackers=3)
     assert result.tolist() == [1, 1]
+
+
+MANY_UPDATES = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from coordinator.config import AggregationConfig
+from coordinator.runs.aggregation import StoredUpdates
+from coordinator.state.store import BlobStore
+from edge_agent import methods
+from edge_agent.wire.tensors import pieces
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))
+blobs = BlobStore(Path(sys.argv[1]))
+digests = [blobs.put(*pieces({"encoder.w": np.full(4, number, np.float32)})) for number in range(120)]
+updates = StoredUpdates({f"a{n:03}": (digest, 10.0) for n, digest in enumerate(digests)}, 1)
+state, settings = {"encoder.w": np.ones(4, np.float32)}, AggregationConfig(rule="median")
+after, _ = updates.aggregate(blobs, methods.create("fedavg"), state, settings)
+print(after["encoder.w"].tolist())
+"""
+
+
+def test_a_robust_rule_raises_its_limit_of_open_files_and_names_one_that_is_too_low(tmp_path):
+    """120 updates at a limit of 100 files, which a process may raise to 1000, or to 200. The median is 59.5."""
+    run = lambda most: subprocess.run(
+        [sys.executable, "-c", MANY_UPDATES, str(tmp_path), str(most)], capture_output=True, text=True, check=False
+    )
+    assert run(1000).stdout == "[59.5, 59.5, 59.5, 59.5]\n"
+    assert "120 updates at once, which takes 376 open files, and this process may have 200" in run(200).stderr
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -126,7 +126,7 @@ def test_a_described_method_decides_what_the_method_does():
     for name in methods.names():
         method = methods.create(name, quick_params(name))
         there = Described(described(method))
-        for value in ("name", "shared", "norm", "weighting", "extras_are_changes", "needs_last_round"):
+        for value in ("name", "shared", "norm", "weighting", "bounded_extras", "needs_last_round"):
             assert getattr(there, value) == getattr(method, value), (name, value)
         for value in ("all_params", "one_pass", "server_step_is_mean"):
             assert getattr(there, value)() == getattr(method, value)(), (name, value)

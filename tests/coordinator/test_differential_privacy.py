@@ -15,8 +15,9 @@ from scipy import stats
 
 from coordinator.cli.run import footnotes
 from coordinator.config import CoordinatorConfig, DifferentialPrivacyConfig
+from coordinator.runs.result_notes import spent
 from edge_agent.accountant import cost, epsilon_of
-from edge_agent.agent.noise import LEDGER_FILE
+from edge_agent.agent.privacy import LEDGER_FILE
 from edge_agent.config import PrivacyConfig, parse
 from edge_agent.errors import ConfigError
 from edge_agent.storage import read_json
@@ -28,7 +29,7 @@ PAPERS = ("dualfed", "fedpac", "fedpick", "repper", "fedrir")
 
 
 @contextlib.contextmanager
-def federation(folder, policies=None, *, min_agents=3, **privacy):
+def federation(folder, policies=None, *, agents=3, min_agents=3, round=None, **privacy):  # noqa: A002 - of the section
     def make(config, tier):
         policy = PrivacyConfig.model_validate((policies or {}).get(config.id, {}))
         entropy = itertools.count(zlib.crc32(config.id.encode()) << 32).__next__
@@ -36,11 +37,24 @@ def federation(folder, policies=None, *, min_agents=3, **privacy):
 
     # A device whose own noise is much stronger than that of the others looks like an attacker.
     unbounded = {"max_norm": None, "max_loss": None}
-    fed = Federation(folder, tasks=make, capture=True, cohort={"min_agents": min_agents}, aggregation=unbounded)
-    fed.config = fed.config.model_copy(update={"privacy": DifferentialPrivacyConfig.model_validate(privacy)})
+    cohort = {"min_agents": min_agents}
+    fed = Federation(folder, agents=agents, tasks=make, capture=True, cohort=cohort, round=round, aggregation=unbounded)
+    configure(fed, **privacy)
     with fed:
-        fed.until(lambda: len(fed.coordinator.roster.present("train")) == 3)
+        fed.until(lambda: len(fed.coordinator.roster.present("train")) == agents)
         yield fed
+
+
+def configure(fed, **privacy):
+    fed.config = fed.config.model_copy(update={"privacy": DifferentialPrivacyConfig.model_validate(privacy)})
+
+
+def restart(fed, **privacy):
+    """The coordinator with another [privacy]."""
+    fed.kill_coordinator()
+    configure(fed, **privacy)
+    fed.start_coordinator()
+    fed.until(lambda: len(fed.coordinator.roster.present("train")) == 3)
 
 
 def run(fed, method="fedavg", rounds=3, **params):
@@ -56,7 +70,8 @@ def test_runs_of_all_five_papers_finish_with_noise_and_say_what_they_spent(tmp_p
     assert summary["status"] == "finished"
     # Three rounds of z = 2: exactly one release of z = 2 / sqrt(3).
     assert summary["privacy"] == {
-        "epsilon": round(epsilon_of(3 / 4, 1e-5), 4), "epsilon_left": None, "delta": 1e-5, "clip": 1.0, "noise": 2.0,
+        "epsilon": round(epsilon_of(3 / 4, 1e-5), 4), "epsilon_left": None, "delta": 1e-5, "rounds_without_noise": 0,
+        "clip": 1.0, "noise": 2.0,
     }  # fmt: skip
 
 
@@ -90,6 +105,65 @@ def test_a_restarted_coordinator_spends_no_round_twice(tmp_path):
         fed.finish()
         spent = fed.state.run(fed.run).summary()["privacy"]["epsilon"]
     assert spent == round(epsilon_of(6 / 16, 1e-5), 4)
+
+
+@pytest.mark.parametrize("change", ["noise", "min_agents"])
+def test_a_round_is_not_resumed_with_another_noise_than_its_updates_have(tmp_path, change):
+    """Two of three updates are here when the coordinator is restarted with more noise, or another part of it."""
+    first = {} if change == "noise" else {"clip": 1.0, "noise": 4.0}
+    with federation(tmp_path, **first) as fed:
+        fed.request("fedavg", rounds=1, params=quick_params("fedavg"))
+        while fed.record.open_round is None or len(fed.record.open_round.updates) < 2:
+            if not fed.step():
+                fed.clock.now += 0.01
+        if change == "min_agents":
+            cohort = fed.config.cohort.model_copy(update={"min_agents": 2})
+            fed.config = fed.config.model_copy(update={"cohort": cohort})
+        restart(fed, clip=1.0, noise=4.0)
+        fed.finish()
+        assert fed.record.status == "failed"
+        assert "round 1 was opened under privacy terms" in fed.record.outcome["reason"]
+        assert not fed.state.journal.entries(fed.run, ("round_closed",)), "nothing counts as noisy"
+
+
+def test_a_round_waits_for_as_many_updates_as_its_noise_was_divided_among(tmp_path):
+    """A quorum of two of five would leave noise of 4 * sqrt(2 / 5) = 2.53 in the sum: epsilon 1.53 of at most 1.2."""
+    slow = {"quorum": 0.4, "grace_s": 1.0, "deadline_s": 30.0, "adaptive": False}
+    with federation(tmp_path, agents=5, min_agents=5, round=slow, clip=1.0, noise=4.0, epsilon=1.2) as fed:
+        for name in ("a0", "a1", "a2"):
+            fed.kill(name)
+            fed.add(name, seconds=25.0)
+        fed.until(lambda: len(fed.coordinator.roster.present("train")) == 5)
+        summary = run(fed, rounds=1)
+        (line,) = fed.metrics()
+    assert (len(line["agents"]), line["noise_multiplier"]) == (5, 4.0)
+    assert summary["privacy"]["epsilon"] == round(epsilon_of(cost(4.0), 1e-5), 4)
+
+
+def test_a_round_that_never_gets_as_many_updates_fails_with_the_number_that_it_needs(tmp_path):
+    short = {"quorum": 0.4, "grace_s": 1.0, "deadline_s": 5.0, "adaptive": False, "max_attempts": 2}
+    with federation(tmp_path, round=short, clip=1.0, noise=4.0) as fed:
+        fed.kill("a0")
+        fed.add("a0", seconds=1e6)
+        fed.until(lambda: len(fed.coordinator.roster.present("train")) == 3)
+        fed.request("fedavg", rounds=1, params=quick_params("fedavg"))
+        fed.finish()
+        assert fed.record.status == "failed"
+        assert "round 1 missed its quorum 2 times: 2 of 3 updates" in fed.record.outcome["reason"]
+
+
+def test_rounds_without_noise_are_counted_beside_epsilon(tmp_path):
+    with federation(tmp_path) as fed:
+        run(fed, rounds=2)
+        restart(fed, clip=1.0, noise=4.0)
+        privacy = run(fed, rounds=1)["privacy"]
+        ledger = read_json(fed.folder / "a0" / LEDGER_FILE)
+    assert (privacy["epsilon"], privacy["rounds_without_noise"]) == (round(epsilon_of(cost(4.0), 1e-5), 4), 2)
+    assert (ledger["updates"], ledger["without_noise"]) == (1, 2)
+    assert spent({**privacy, "epsilon": None}).startswith(
+        "differential privacy: more spent than any epsilon bounds, no"
+    )
+    assert spent(privacy).endswith("(delta 1e-05); 2 rounds without noise, which epsilon does not cover")
 
 
 def test_a_round_of_more_updates_than_the_least_has_more_noise_and_costs_less(tmp_path):
@@ -142,7 +216,7 @@ def test_the_devices_own_noise_and_budget_win(tmp_path):
     affordable = max(n for n in range(1, 9) if epsilon_of(n * cost(5.0), 1e-5) <= 2.0)
     assert 1 <= affordable < 8
     assert [("a1" in agents) for agents in rounds] == [True] * affordable + [False] * (8 - affordable)
-    assert ledger == {"cost": pytest.approx(affordable * cost(5.0)), "updates": affordable}
+    assert ledger == {"cost": pytest.approx(affordable * cost(5.0)), "updates": affordable, "without_noise": 0}
     assert "PrivacyRefused: the privacy budget is spent" in summary["left_out"]["a1"]["reason"]
     assert summary["privacy"] is None, "the run itself asks for nothing"
 

@@ -21,8 +21,22 @@ GOOD = GoodState(3, "d" * 64, 0.5)
         ([0.4, 1e9], 10, None),
         ([1.5], 2, Explosion(1.5, 2 * math.log(2))),
         ([], 2, None),
+        ([*[None] * 9, 1e9], 10, None),
+        ([*[None] * 5, *[1e9] * 5], 10, None),
+        ([*[None] * 4, *[1e9] * 5], 10, Explosion(1e9, 2 * math.log(10))),
     ],
-    ids=["beyond", "within", "a majority", "one liar of three", "one liar of two", "alone", "no losses"],
+    ids=[
+        "beyond",
+        "within",
+        "a majority",
+        "one liar of three",
+        "one liar of two",
+        "alone",
+        "no losses",
+        "one speaks of ten",
+        "half speak",
+        "a majority speaks",
+    ],
 )
 def test_the_median_counts_against_the_lowest_loss_and_that_of_guessing(losses, classes, expected):
     assert explosion(losses, GOOD, classes, 2.0) == expected
@@ -43,3 +57,9 @@ def test_the_state_that_agents_trained_from_is_good_and_the_lowest_loss_stays():
     assert after(GOOD, [0.7], 4, "b") == GoodState(4, "b", 0.5)
     assert after(GOOD, [0.2], 4, "b") == GoodState(4, "b", 0.2)
     assert after(GOOD, [], 4, "b") == GOOD
+
+
+def test_no_state_is_known_to_be_good_from_the_losses_of_a_minority():
+    assert after(GOOD, [None, 0.2], 4, "b") == GOOD
+    assert after(None, [None, None, 0.2], 4, "b") is None
+    assert after(GOOD, [None, 0.2, 0.3], 4, "b") == GoodState(4, "b", 0.2)

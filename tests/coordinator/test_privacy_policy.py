@@ -102,6 +102,25 @@ def test_a_restart_with_another_policy_brings_the_device_back(tmp_path):
     assert [line["agents"] for line in fed.metrics()][-1] == ["a0", "a1", "a2"]
 
 
+def test_an_update_that_waited_for_the_coordinator_follows_the_policy_that_was_set_since(tmp_path):
+    policies = {}
+    with federation(tmp_path, policies) as fed:
+        fed.request("fedavg", rounds=1, params=quick_params("fedavg"))
+        while not (tmp_path / "a0" / "outbox" / "update.json").exists():
+            if not fed.step():
+                fed.clock.now += 0.01
+        fed.kill_coordinator()
+        fed.kill("a0")
+        before = len(fed.messages(fed.topics.up("a0"), wire.UpdateManifest))
+        policies["a0"] = {"clip": 1.0, "noise": 5.0, "metrics": []}
+        fed.start_coordinator()
+        fed.add("a0")
+        fed.finish()
+        sent = fed.messages(fed.topics.up("a0"), wire.UpdateManifest)[before:]
+        assert {(one.samples, len(one.metrics)) for one in sent} == {(1, 0)}, "with noise all count alike"
+        assert [line["agents"] for line in fed.metrics()] == [["a0", "a1", "a2"]]
+
+
 def test_a_restarted_coordinator_knows_who_refused(tmp_path):
     with federation(tmp_path, {"a2": {"methods": ["repper"]}}) as fed:
         fed.request("fedavg", rounds=9, params=quick_params("fedavg"))

@@ -17,12 +17,14 @@ from coordinator.runs.audit import audit
 from coordinator.runs.secure_rounds import SecureRound
 from coordinator.service.preflight import checked_method
 from edge_agent import methods
+from edge_agent.agent.privacy import LEDGER_FILE
 from edge_agent.agent.secure import SUMS_FILE, SecureSums
 from edge_agent.config import PrivacyConfig, parse
 from edge_agent.disclosure import SECURE_SUM, unlisted
 from edge_agent.errors import ConfigError, PrivacyRefused, StateError, TrainingFailed, UsageError
 from edge_agent.methods import Update
 from edge_agent.secure_tensors import KEYS, MASKED, REVEALED, SHARES
+from edge_agent.storage import read_json
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import decode_frame
 from edge_agent.wire.tensors import decode
@@ -381,6 +383,29 @@ def test_noise_of_differential_privacy_is_inside_the_mask(tmp_path):
     differences = [np.concatenate([(one[n] - updates[0][0][n]).ravel() for n in one]) for one, _ in updates[1:]]
     std = 2.0 / math.sqrt(4) * math.sqrt(2)
     assert all(stats.kstest(numbers / std, "norm").pvalue > 1e-3 for numbers in differences)
+
+
+def test_a_sum_that_was_begun_without_noise_does_not_go_on_with_it(tmp_path):
+    with Fleet(tmp_path, 4) as fed:
+        fed.ask(rounds=1)
+        while not unmasking(fed, answers=2):
+            if not fed.step():
+                fed.clock.now += 0.01
+        fed.kill_coordinator()
+        privacy = DifferentialPrivacyConfig(secure_sum=True, clip=1.0, noise=2.0)
+        fed.config = fed.config.model_copy(update={"privacy": privacy})
+        fed.start_coordinator()
+        fed.finish()
+        assert fed.record.status == "failed"
+        assert "round 1 was opened under privacy terms none" in fed.record.outcome["reason"]
+
+
+def test_a_device_counts_masked_updates_without_noise_and_no_exchange_of_keys(tmp_path):
+    with Fleet(tmp_path) as fed:
+        fed.ask(rounds=2)
+        fed.finish()
+        assert fed.record.status == "finished", fed.record.outcome
+        assert read_json(tmp_path / "a0" / LEDGER_FILE) == {"cost": 0, "updates": 0, "without_noise": 2}
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

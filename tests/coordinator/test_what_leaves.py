@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from PIL import Image
 
 from edge_agent import methods
 from edge_agent.agent.event_loop import Agent, will_of
+from edge_agent.agent.privacy import Ledger
 from edge_agent.agent.tasks import TaskRunner
 from edge_agent.cli import main
-from edge_agent.config import AgentConfig, DataConfig, HeadConfig
+from edge_agent.cli.privacy import of_method
+from edge_agent.config import AgentConfig, DataConfig, HeadConfig, PrivacyConfig
 from edge_agent.disclosure import EVERY, is_listed, messages, tensors, unlisted
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import decode_frame
@@ -156,6 +159,38 @@ def test_the_list_has_each_field_once_and_each_with_a_meaning():
     assert {item.name for item in items if item.where == EVERY} == {"v", "boot", "seq", "federation", "type", "crc"}
 
 
+POLICIES = {
+    "fedavg": ({"clip": 1.0, "noise": 1.0, "min_class_count": 9, "samples": "rounded"}, ""),
+    "repper": ({"batch_norm_stats": False}, r"carry 'encoder\..*running_mean', privacy\.batch_norm_stats is false"),
+    "fedpac": ({"samples": "rounded"}, "carry statistics of classes, which tell their sample counts"),
+    "spherefed": ({"min_class_count": 3}, "min_class_count of the run is 2, privacy.min_class_count asks for 3"),
+    "scaffold": ({"noise": 1.0}, "for which no noise is defined"),
+    "fedproto": ({"clip": 1.0}, r"'prototypes\.counts' of method 'fedproto' is counted"),
+}
+
+
+@pytest.mark.parametrize("method", POLICIES)
+def test_the_verdict_on_a_method_is_that_of_the_agent(method):
+    policy, why = POLICIES[method]
+    config = AgentConfig(data=DataConfig(source="none:"), privacy=PrivacyConfig(**policy))
+    verdict = of_method(config, method)
+    assert verdict["allowed"] is not bool(why)
+    assert re.search(why, verdict["refused"] or "")
+
+
+def test_what_the_updates_have_cost_is_shown(tmp_path, capsys):
+    path = tmp_path / "agent.toml"
+    path.write_text(f'state = "{tmp_path}"\n[data]\nsource = "none:"\n')
+    assert main(["privacy", "--config", str(path)]) == 0
+    assert "spent" not in capsys.readouterr().out
+    ledger = Ledger(tmp_path, PrivacyConfig())
+    ledger.note_without_noise()
+    ledger.spend(2.0)
+    assert main(["privacy", "--config", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.partition("spent by its updates so far\n")[2].split())
+    assert re.match(r"epsilon 1\.9\d* .*updates_without_noise 1 ", shown)
+
+
 def test_the_command_lists_what_the_policy_leaves(tmp_path, capsys):
     path = tmp_path / "agent.toml"
     path.write_text(
@@ -171,6 +206,8 @@ def test_the_command_lists_what_the_policy_leaves(tmp_path, capsys):
     assert "extra.centroids" in {item["name"] for item in printed["method"]["tensors"]}
     assert main(["privacy", "--config", str(path), "--method", "fedpac"]) == 0
     text = capsys.readouterr().out
-    assert "refused by privacy.methods" in text
+    assert (
+        "method fedpac (refused: method is 'fedpac', privacy.methods allows fedavg; updates of 'fedpac' carry" in text
+    )
     assert "samples [rounded: privacy.samples]: training samples at hand" in text
     assert main(["privacy", "--config", str(path), "--method", "fedpaq"]) == 2

@@ -52,7 +52,7 @@ class FakeDuties:
     def __init__(self, config: AgentConfig, tier: str = "train", samples: int = 10) -> None:
         self.config, self.tier, self.samples = config, tier, samples
         self.bundle_id = self.rolled_back = ""
-        self.outbox = Outbox(config.state / "outbox")
+        self.outbox = Outbox(config.state / "outbox", config.privacy)
         self.done: list[tuple[str, int, str]] = []
         self.installed: list[str] = []
         self.checked: list[Task] = []

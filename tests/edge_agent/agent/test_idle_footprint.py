@@ -38,7 +38,7 @@ from edge_agent.agent.transfers import Outbox
 from edge_agent.config import AgentConfig, DataConfig
 config = AgentConfig(id="a", state=Path({str(tmp_path)!r}), data=DataConfig(source="images:x"))
 assert TaskRunner(config, "head").bundle_id == ""
-assert Outbox(config.state / "outbox").get() is None
+assert Outbox(config.state / "outbox", config.privacy).get() is None
 """
     assert imported_after(code) == set()
 

@@ -7,11 +7,14 @@ import math
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from scipy import stats
 
+from coordinator.config import DifferentialPrivacyConfig
 from edge_agent import methods
 from edge_agent.accountant import cost, epsilon_of
-from edge_agent.agent.noise import LEDGER_FILE, Ledger, Mechanism
+from edge_agent.agent.noise import Mechanism
+from edge_agent.agent.privacy import LEDGER_FILE, Ledger
 from edge_agent.config import PrivacyConfig
 from edge_agent.errors import PrivacyRefused, StateError, TrainingFailed
 from edge_agent.heads.fedpac import extras
@@ -61,13 +64,14 @@ def test_noise_is_gaussian_of_noise_times_clip():
     assert stats.kstest(made / 1.5, "norm").pvalue > 0.01
 
 
-def test_counters_leave_as_they_came_and_variances_stay_variances():
-    names = ("encoder.norm.running_var", "encoder.norm.num_batches_tracked")
-    received = {names[0]: np.full(1000, 0.1, np.float32), names[1]: np.array(3)}
-    update = {names[0]: np.full(1000, 0.2, np.float32), names[1]: np.array(77)}
-    made = Mechanism(1.0, 1.0, 5.0).apply(FEDAVG, update, received, rng())
-    assert made[names[1]] == 3
-    assert made[names[0]].min() == 0.0
+def test_variances_stay_variances_and_what_is_counted_does_not_leave():
+    received = {"encoder.norm.running_var": np.full(1000, 0.1, np.float32)}
+    update = {"encoder.norm.running_var": np.full(1000, 0.2, np.float32)}
+    mechanism = Mechanism(1.0, 1.0, 5.0)
+    assert mechanism.apply(FEDAVG, update, received, rng())["encoder.norm.running_var"].min() == 0.0
+    counts = {"prototypes.counts": np.array([3, 4])}
+    with pytest.raises(PrivacyRefused, match=r"'prototypes\.counts' of method 'fedavg' is counted"):
+        mechanism.apply(FEDAVG, counts, counts, rng())
 
 
 def fedpac_update(seed=0, samples=60):
@@ -153,4 +157,29 @@ def test_damaged_ledger_lets_nothing_out(tmp_path, content):
 
 def test_ledger_is_a_small_json_file(tmp_path):
     Ledger(tmp_path, PrivacyConfig()).spend(2.0)
-    assert json.loads((tmp_path / LEDGER_FILE).read_text()) == {"cost": 0.25, "updates": 1}
+    assert json.loads((tmp_path / LEDGER_FILE).read_text()) == {"cost": 0.25, "updates": 1, "without_noise": 0}
+
+
+def test_ledger_of_an_earlier_version_counts_on(tmp_path):
+    (tmp_path / LEDGER_FILE).write_text('{"cost": 0.25, "updates": 1}')
+    ledger = Ledger(tmp_path, PrivacyConfig())
+    ledger.note_without_noise()
+    assert (ledger.spent(), ledger.figures()["updates_without_noise"]) == (0.25, 1)
+
+
+@pytest.mark.parametrize("read", [lambda noise: PrivacyConfig(noise=noise),
+                                  lambda noise: DifferentialPrivacyConfig(clip=1.0, noise=noise),
+                                  lambda noise: Noise(clip=1.0, clip_statistics=1.0, noise=noise / 1000)])  # fmt: skip
+def test_noise_that_protects_nothing_is_a_mistake(read):
+    """Its cost would be infinite, or overflow: 1e-200 squared is 0."""
+    for noise in (1e-200, 9.9e-4):
+        with pytest.raises(ValidationError, match="protects nothing"):
+            read(noise)
+    assert [read(noise).noise > 0 for noise in (0, 1e-3)] == [False, True]
+
+
+def test_an_infinite_epsilon_is_told_as_none(tmp_path):
+    (tmp_path / LEDGER_FILE).write_text('{"cost": 1e300, "updates": 1}')
+    ledger = Ledger(tmp_path, PrivacyConfig())
+    assert ledger.figures()["epsilon"] is None
+    assert ledger.spend(1.0) == {}

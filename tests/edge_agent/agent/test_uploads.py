@@ -4,16 +4,21 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from edge_agent.agent.transfers import OFFER_AGAIN_S, Outbox, Uploads
+from edge_agent.agent.tasks import TaskQueue
+from edge_agent.agent.transfers import OFFER_AGAIN_S, Downloads, Outbox, Uploads
+from edge_agent.config import AgentConfig, DataConfig, PrivacyConfig
 from edge_agent.errors import ChunkError, UsageError
-from edge_agent.wire.chunks import CHUNK_BYTES, decode_frame
+from edge_agent.task import ImageInput, Task
+from edge_agent.wire.chunks import CHUNK_BYTES, BlobCache, decode_frame
 from edge_agent.wire.flow import MEASURED_S
-from edge_agent.wire.messages import Ack, Grant, JobKey, Queued, Receipt, UpdateManifest
+from edge_agent.wire.messages import Ack, Grant, Job, JobKey, Noise, Queued, Receipt, UpdateManifest, job_key
 from edge_agent.wire.tensors import decode
+from edge_agent.worker import InlineWorker
 
 
 def tensors(value=1.0, size=4):
@@ -26,15 +31,31 @@ def put(outbox, value=1.0, *, number=1, size=4):
 
 @pytest.fixture
 def outbox(tmp_path):
-    return Outbox(tmp_path / "outbox")
+    return Outbox(tmp_path / "outbox", PrivacyConfig())
 
 
 def test_what_is_put_is_there_for_the_next_process(outbox):
     manifest = put(outbox)
-    again = Outbox(outbox.folder)
+    again = Outbox(outbox.folder, PrivacyConfig())
     assert again.get() == manifest
     assert (manifest.run, manifest.round, manifest.samples) == ("run-0001", 1, 9)
     np.testing.assert_array_equal(decode(again.path_of(manifest.blob.digest).read_bytes())["encoder.weight"], 1.0)
+
+
+def test_an_update_that_was_made_under_another_policy_does_not_leave(outbox, caplog):
+    manifest = put(outbox)
+    assert Outbox(outbox.folder, PrivacyConfig(metrics=())).get() is None
+    assert "[privacy] has changed since the update was made" in caplog.text
+    assert not outbox.path_of(manifest.blob.digest).exists()
+
+
+def test_the_outbox_knows_what_noise_the_job_of_its_update_asked_for(outbox):
+    noise = Noise(clip=1.0, clip_statistics=2.0, noise=0.1)
+    outbox.put(tensors(), JobKey("run-0001", 1), 9, {}, noise)
+    again = Outbox(outbox.folder, PrivacyConfig())
+    assert [again.is_as_asked(one) for one in (noise, noise.model_copy(update={"noise": 0.2}), None)] == [1, 0, 0]
+    put(outbox, number=2)
+    assert [again.is_as_asked(one) for one in (noise, None)] == [0, 1]
 
 
 def test_an_update_is_on_disk_before_the_note_that_names_it(outbox, monkeypatch):
@@ -88,10 +109,10 @@ DAMAGES = {
 def test_a_damaged_outbox_is_empty_and_takes_the_next_update(outbox, damage):
     manifest = put(outbox)
     DAMAGES[damage](outbox, outbox.path_of(manifest.blob.digest))
-    assert Outbox(outbox.folder).get() is None
+    assert Outbox(outbox.folder, PrivacyConfig()).get() is None
     assert not outbox.note.exists()
     newer = put(outbox, 2.0)
-    assert Outbox(outbox.folder).get() == newer
+    assert Outbox(outbox.folder, PrivacyConfig()).get() == newer
 
 
 def test_forgetting_an_old_update_leaves_the_new_one_alone(outbox):
@@ -341,5 +362,24 @@ def test_a_round_that_is_over_drops_its_update_and_no_other(bench):
 @pytest.mark.parametrize("name", ["", "loss/total", "a b", "a\nb", "x" * 65])
 def test_a_metric_that_no_coordinator_would_take_is_named_where_it_is_made(tmp_path, name):
     with pytest.raises(UsageError, match="rename it in the method's client"):
-        Outbox(tmp_path).put(tensors(), JobKey("run-0001", 1), 9, {"loss": 0.5, name: 1.0})
-    assert Outbox(tmp_path).get() is None
+        Outbox(tmp_path, PrivacyConfig()).put(tensors(), JobKey("run-0001", 1), 9, {"loss": 0.5, name: 1.0})
+    assert Outbox(tmp_path, PrivacyConfig()).get() is None
+
+
+def test_a_job_that_asks_for_another_noise_now_is_done_again(tmp_path):
+    noise = Noise(clip=1.0, clip_statistics=1.0, noise=2.0)
+    config = AgentConfig(state=tmp_path, data=DataConfig(source="none:"))
+    task = Task(input=ImageInput(channels=1, height=8, width=8), class_names=("a", "b"), encoder="linear")
+    job = Job(run="run-0001", round=1, rounds=1, seed=0, method="fedavg", task=task, blobs=(), deadline_s=60)
+    outbox, link, done = Outbox(tmp_path, config.privacy), Mock(), []
+    waiting = put(outbox)
+    tasks = SimpleNamespace(config=config, outbox=outbox, cancel=lambda _: None, release_memory=lambda: None)
+    tasks.do = lambda job, _: done.append(job.privacy) or outbox.put(tensors(2.0), job_key(job), 1, {}, job.privacy)
+    downloads = Downloads(BlobCache(tmp_path / "cache", 10**6), link, lambda: 0.0)
+    queue = TaskQueue(tasks, downloads, Uploads(outbox, link, lambda: 0.0), InlineWorker(), link)
+    queue.on_job(job)
+    link.send.assert_called_once_with(waiting)
+    queue.on_job(job.model_copy(update={"privacy": noise}))
+    assert done == [noise]
+    assert link.send.call_args.args == (outbox.get(),)
+    assert outbox.get().samples == 1

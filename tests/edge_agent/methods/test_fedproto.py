@@ -17,8 +17,8 @@ LABELS = {"a": [0, 1, 1, 0, 1], "b": [1, 2, 2, 2]}
 MEANS, COUNTS = "prototypes.means", "prototypes.counts"
 
 
-def told(client, means, counts):
-    return Update(client, 1.0, {MEANS: np.float32(means), COUNTS: np.array(counts)})
+def told(client, means, counts, weight=10.0):
+    return Update(client, weight, {MEANS: np.float32(means), COUNTS: np.array(counts)})
 
 
 @pytest.fixture
@@ -43,6 +43,14 @@ def test_prototypes_of_two_clients_by_hand(weighting, expected):
     np.testing.assert_array_equal(after[MEANS], np.float32([expected, (7, 7)]))  # nobody told of the second class
     np.testing.assert_array_equal(after[COUNTS], [3, 4])
     assert (after[MEANS].dtype, after[COUNTS].dtype) == (np.float32, np.int64)
+
+
+def test_by_samples_a_client_counts_for_no_more_than_its_update_was_trained_on():
+    """b declares 4 samples and counts of 4e8: its prototype counts as 4, beside 4 of a."""
+    method = methods.create("fedproto", {"prototype_weighting": "samples"})
+    updates = [told("a", [[1, 0]], [4], 4.0), told("b", [[3, 8]], [400_000_000], 4.0)]
+    after = method.aggregate({MEANS: np.float32([[0, 0]]), COUNTS: np.array([0])}, updates)
+    np.testing.assert_allclose(after[MEANS], [[2, 4]])
 
 
 def test_no_weights_travel(tiny):

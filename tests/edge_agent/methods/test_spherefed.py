@@ -7,6 +7,7 @@ import torch
 from edge_agent import methods
 from edge_agent.errors import ConfigError
 from edge_agent.methods.spherefed import unpacked
+from edge_agent.methods.values import Update
 from edge_agent.task import Task, WindowInput
 from edge_agent.training.loops import features_of
 
@@ -129,11 +130,29 @@ def test_a_packed_matrix_comes_back():
         ([1.0, 0, -2], [[0.0], [0]], "a sum of squares of -2"),
         ([1.0, 9, 1], [[0.0], [0]], "'extra.gram' reaches 9"),
         ([1.0, 0, 1], [[0.0], [3]], "'extra.cross' reaches 3, expected at most 2"),
+        ([1.0, 1.5, 1], [[0.0], [0]], "cannot be of the same unit vectors"),
+        ([0.0, 0, 2], [[1.0], [0]], "cannot be of the same unit vectors"),
+        ([1e9, 0, 1e9], [[0.0], [0]], "is of 2e+09 vectors, expected at most 1000000000"),
     ],
 )
 def test_statistics_that_no_unit_vectors_have(gram, cross, why):
     tensors = {"extra.gram": np.array(gram), "extra.cross": np.array(cross)}
     assert why in methods.create("spherefed").objection(tensors)
+
+
+def test_statistics_count_for_no_more_vectors_than_the_update_has_samples():
+    """c sends ten samples' A and B as those of a million: they count as ten."""
+    method, state = methods.create("spherefed", {"ridge": 1.0}), {"encoder.w": np.float32([0])}
+
+    def sent(client, times):
+        statistics = {"extra.gram": times * np.array([6.0, 0, 4]), "extra.cross": times * np.array([[6.0, 0], [0, 4]])}
+        return Update(client, 10.0, {"encoder.w": np.float32([0]), **statistics})
+
+    assert method.objection(sent("c", 1e5).tensors) == ""
+    honest = method.aggregate(state, [sent("a", 1.0), sent("b", 1.0), sent("c", 1.0)])
+    np.testing.assert_allclose(honest["head.weight"], [[18 / 19, 0], [0, 12 / 13]], rtol=1e-6)
+    lied = method.aggregate(state, [sent("a", 1.0), sent("b", 1.0), sent("c", 1e5)])
+    np.testing.assert_allclose(lied["head.weight"], honest["head.weight"], rtol=1e-6)
 
 
 def test_the_calibrated_classifier_knows_the_stripes(federation, images):
