@@ -61,7 +61,7 @@ def test_a_simulation_begins_with_them_also_where_nothing_is_shared(images, tmp_
         np.testing.assert_allclose(found[name], array, atol=1e-6)
 
 
-@pytest.mark.parametrize("engine", ["serial", "pool"])
+@pytest.mark.parametrize("engine", ["serial", pytest.param("pool", marks=pytest.mark.slow)])
 def test_a_simulation_has_a_copy_and_goes_on_with_that_whatever_becomes_of_the_file(images, tmp_path, engine):
     path = tmp_path / "w.safetensors"
     plan = small_plan(images, "local", rounds=2, clients=2)

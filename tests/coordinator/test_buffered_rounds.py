@@ -53,6 +53,7 @@ def buffered(folder, **options):
     return fleet(folder, **{"mode": "buffered", "buffer": 5, **options})
 
 
+@pytest.mark.slow
 def test_the_throughput_with_three_stragglers_of_ten_is_three_times_that_of_synchronous_rounds(tmp_path):
     """Updates that were aggregated in each second of 600."""
     rates = {}
@@ -243,7 +244,10 @@ def test_a_dead_agent_delays_nobody(tmp_path):
         assert {agent for line in fed.metrics()[1:] for agent in line["agents"]} >= {"a7", "a8", "a9"}
 
 
-@pytest.mark.parametrize("kind, number", [("round_opened", 3), ("update_accepted", 4), ("round_closed", 4)])
+@pytest.mark.parametrize(
+    "kind, number",
+    [("round_opened", 3), pytest.param("update_accepted", 4, marks=pytest.mark.slow), ("round_closed", 4)],
+)
 def test_a_killed_coordinator_resumes_with_the_same_bits_for_the_same_updates(tmp_path, kind, number):
     """All rounds until the last of the updates of before the kill; then the order of updates may differ."""
 

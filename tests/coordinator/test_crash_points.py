@@ -75,7 +75,7 @@ def test_a_coordinator_killed_around_an_entry_of_the_journal_ends_in_the_same_bi
         assert [agent["id"] for agent in summary["agents"]] == ["a0", "a1", "a2"], "also when it died at the end"
 
 
-@pytest.mark.parametrize("task", ["narrow", "wide"])
+@pytest.mark.parametrize("task", ["narrow", pytest.param("wide", marks=pytest.mark.slow)])
 def test_a_coordinator_killed_at_any_message_ends_in_the_same_bits(tmp_path, undisturbed, task):
     """Every publish is a point of death; with 103 chunks a blob that is in the middle of transfers, too."""
     sha, _, messages = undisturbed[task]

@@ -42,7 +42,12 @@ def delay_of_round_2(fed, dead, after_s, *, will=True):
     return fed.until(lambda: fed.entries("round_closed", round=2), 2000)
 
 
-FLEETS = [(size, dead) for size in range(2, 11) for dead in sorted({1, size // 2, size - 1})]
+SMALL_FLEETS = {2, 3, 5, 10}
+FLEETS = [
+    pytest.param(size, dead, marks=() if size in SMALL_FLEETS else pytest.mark.slow)
+    for size in range(2, 11)
+    for dead in sorted({1, size // 2, size - 1})
+]
 
 
 @pytest.mark.parametrize("size, dead", FLEETS)
@@ -229,7 +234,7 @@ def lose_broker(fed, seconds):
         transport.start()
 
 
-@pytest.mark.parametrize("delivered", [0, 2])
+@pytest.mark.parametrize("delivered", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_no_deadline_runs_while_the_broker_is_away(tmp_path, delivered):
     """It is away for longer than ``max_attempts`` deadlines; who works meanwhile is neither blamed nor left out."""
     with fleet(tmp_path, 3) as fed:

@@ -264,7 +264,7 @@ def test_a_removed_state_folder_and_a_second_coordinator(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-@pytest.mark.parametrize("method", ["fedavg", "own_sums"])
+@pytest.mark.parametrize("method", ["fedavg", pytest.param("own_sums", marks=pytest.mark.slow)])
 def test_a_coordinator_has_no_torch_in_memory_before_during_and_after_runs(tmp_path, monkeypatch, method):
     """It has checked its configuration, built a model and exported it; 90 MB are its budget.
 

@@ -159,6 +159,7 @@ def test_a_mapping_of_clients_is_a_partition_already():
         coordinator.simulate(data={"a": samples()}, clients=3)
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_may_simulate_in_processes(tmp_path):
     script = tmp_path / "script.py"
     words = "{'data': 'digits:optdigits?n=60', 'clients': 2, 'rounds': 1, 'engine': 'pool', 'workers': 2}"

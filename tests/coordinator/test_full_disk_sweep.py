@@ -50,13 +50,13 @@ def kinds(writes):
     return {write.partition(" ")[0] for write in writes}
 
 
-def test_the_disk_of_the_coordinator_is_full_at_any_fourth_write(tmp_path):
-    writes = swept(tmp_path, "coordinator", lambda count: range(0, count, 4))
+def test_the_disk_of_the_coordinator_is_full_at_any_twelfth_write(tmp_path):
+    writes = swept(tmp_path, "coordinator", lambda count: range(0, count, 12))
     assert kinds(writes) == {"journal", "mkdir", "open", "write", "pwrite", "fsync", "replace"}
 
 
-def test_the_disk_of_an_agent_is_full_at_any_fourth_write(tmp_path):
-    writes = swept(tmp_path, "a0", lambda count: range(0, count, 4))
+def test_the_disk_of_an_agent_is_full_at_any_twelfth_write(tmp_path):
+    writes = swept(tmp_path, "a0", lambda count: range(0, count, 12))
     assert kinds(writes) == {"mkdir", "open", "write", "pwrite", "fsync", "replace"}
 
 

@@ -87,6 +87,7 @@ def coordinator_toml(task, url):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.broker
 def test_two_hosted_clients_and_two_agents_over_a_broker_end_in_the_bits_of_the_simulation(tmp_path):
     """Although the process of the hosted ones is killed in the middle of it."""

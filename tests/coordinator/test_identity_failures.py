@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import functools
 import itertools
 import json
-import os
-import resource
 import shutil
 import socket
 import ssl
@@ -17,7 +16,6 @@ import subprocess
 import threading
 import time
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -583,18 +581,18 @@ def test_hostile_bytes_are_refused_and_the_port_serves_on(side, device, line):
     assert enroll(side.token(), device()).name == "porch"
 
 
-def test_port_listens_on_after_a_connection_could_not_be_accepted(side, device, caplog):
+def test_port_listens_on_after_a_connection_could_not_be_accepted(side, device, monkeypatch, caplog):
     """With all files in use accept fails, and a failed accept ended the port for good, without a line in the log."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.ExitStack() as stack:
-        client = stack.enter_context(socket.socket())
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 20, hard))
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        with pytest.raises(OSError, match="Too many open files"):
-            while True:
-                stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
-        client.connect(("127.0.0.1", side.config.enroll_port))
-        until(lambda: "enrolment_not_accepted reason=Too many open files" in caplog.text)
+    failures, accept = [OSError(errno.EMFILE, "Too many open files")], socket.socket.accept
+
+    def failing_once(listener):
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", failing_once)
+    socket.create_connection(("127.0.0.1", side.config.enroll_port)).close()  # ends the call that waits now
+    until(lambda: "enrolment_not_accepted reason=Too many open files" in caplog.text)
     assert enroll(side.token(), device()).name == "porch"
 
 

@@ -157,6 +157,7 @@ def test_device_returns_after_its_certificate_has_expired(fleet):
     assert folder.read().serial != ended.serial
 
 
+@pytest.mark.slow
 def test_row_46_clone_of_a_device_is_found_and_one_of_the_two_ends(fleet):
     """The broker takes the id from the certificate: each of the two ends the other's session."""
     fleet.init().serve()
@@ -196,6 +197,7 @@ def test_doctor_checks_certificate_and_clock_and_leaves_a_running_agent_alone(fl
         assert f"broker {step}: ok" in out
 
 
+@pytest.mark.slow
 def test_list_shows_who_is_enrolled_invited_and_revoked(fleet):
     fleet.init().serve()
     fleet.token("attic", "--expires", "8w")
@@ -209,6 +211,7 @@ def test_list_shows_who_is_enrolled_invited_and_revoked(fleet):
     assert (code, "enrolled are: attic, hall, porch" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_renamed_device_keeps_its_folder_and_gets_its_id_in_the_configuration(fleet):
     fleet.init().serve()
     assert fleet.enroll(fleet.token("porch"), "porch")[0] == 0

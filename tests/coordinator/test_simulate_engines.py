@@ -197,6 +197,7 @@ def test_mixed_precision_gives_other_bits_and_the_same_on_every_engine(images, t
         plan_for(images, precision="bfloat16", engine="stacked")
 
 
+@pytest.mark.slow
 def test_where_bfloat16_is_not_faster_a_simulation_trains_in_float32_and_says_so(images, tmp_path, monkeypatch, caplog):
     timed_as(monkeypatch, float32_s=0.001, bfloat16_s=0.009)
     plain = run(plan_for(images), tmp_path / "float32")

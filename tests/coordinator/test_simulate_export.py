@@ -74,7 +74,7 @@ def test_batch_norm_that_stays_with_clients_is_pooled_from_what_they_have_kept(t
     assert not np.allclose(means[0], means[1])
 
 
-@pytest.mark.parametrize("engine", ["serial", "pool"])
+@pytest.mark.parametrize("engine", ["serial", pytest.param("pool", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("norm", ["local_stats", "local_all"])
 def test_newcomers_get_the_pooled_batch_norm_as_devices_do_with_a_bundle(tmp_path, call, norm, engine):
     """Their accuracy with the shared model is that of the exported weights, put together by hand."""

@@ -351,7 +351,9 @@ def test_a_run_on_another_machine_is_gone_on_with_data_that_lie_elsewhere(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "engine", [{"engine": "serial"}, {"engine": "pool", "workers": 2}], ids=lambda to: to["engine"]
+    "engine",
+    [{"engine": "serial"}, pytest.param({"engine": "pool", "workers": 2}, marks=pytest.mark.slow)],
+    ids=lambda to: to["engine"],
 )
 def test_a_simulation_from_before_a_change_of_defaults_ends_as_it_was_begun(tmp_path, images, monkeypatch, engine):
     """The plan holds only what was given; here the version that began had another width of a tensor by default."""

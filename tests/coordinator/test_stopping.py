@@ -96,7 +96,7 @@ def test_a_coordinator_whose_group_is_told_to_end_starts_no_process_anew(tmp_pat
     assert "stopped; the next start resumes from here" in words
 
 
-@pytest.mark.parametrize("engine", ["serial", "pool"])
+@pytest.mark.parametrize("engine", ["serial", pytest.param("pool", marks=pytest.mark.slow)])
 def test_a_simulation_whose_group_is_told_to_end_says_how_it_is_resumed(tmp_path, engine):
     command = (
         "simulate", "-m", "fedavg", "-d", "digits:optdigits?n=400", "--clients", "4", "--rounds", "100000",
