@@ -197,7 +197,7 @@ class Enrolment:
             record = ledger.get(name)
             if record is None:
                 known = ", ".join(one.name for one in ledger.records()[:10]) or "none"
-                raise UsageError(f"no agent '{name}' is enrolled; enrolled are: {known}")
+                raise UsageError(f"there is no agent '{name}'; known are: {known}")
             ended = record.revoked(self.now().timestamp())
             ledger.put(ended)
             self.write_crl()
