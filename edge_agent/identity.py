@@ -91,29 +91,33 @@ class Token(Frozen):
     authority: Fingerprint = Field(description="of the federation's certificate authority")
     secret: str = Field(pattern=r"^[A-Za-z0-9_-]{22}$", description=f"{SECRET_BYTES} random bytes")
     expires: int = Field(ge=0, le=MOST_TIME, description="Unix time in seconds")
+    replaces: Name | None = Field(None, description="the id that its device has now: it is renamed")
 
     def text(self) -> str:
-        """The one line that a person copies."""
+        """The one line that a person copies; its end is a checksum, so that the device notices a typing error."""
         content = json.dumps(self.model_dump(exclude_defaults=True), separators=(",", ":")).encode()
-        return TOKEN_PREFIX + base64.urlsafe_b64encode(content).decode().rstrip("=")
+        body = base64.urlsafe_b64encode(content).decode().rstrip("=")
+        return f"{TOKEN_PREFIX}{body}.{_checksum(body)}"
 
     @classmethod
     def parse(cls, text: str) -> Token:
         """The token in a line.
 
         Raises:
-            UsageError: it is no token, or not the whole one.
+            UsageError: it is no token, not the whole one, or mistyped.
         """
         text = text.strip()
         advice = "copy the whole line that 'headwater enroll NAME' prints on the coordinator"
         if not text.startswith(TOKEN_PREFIX):
             raise UsageError(f"token: '{printable(text[:12])}…' does not begin with {TOKEN_PREFIX}; {advice}")
+        body, _, check = text[len(TOKEN_PREFIX) :].partition(".")
+        if not hmac.compare_digest(check.encode(), _checksum(body).encode()):
+            raise UsageError(f"token: it is mistyped or cut off ({len(text)} characters); {advice}")
         try:
-            body = text[len(TOKEN_PREFIX) :]
             token = cls.model_validate(parse_json(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))))
             BrokerConfig(url=token.url)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"token: it is damaged or cut off ({len(text)} characters); {advice}") from error
+            raise UsageError("token: another version has made it; upgrade the older side") from error
         return token
 
     @property
@@ -160,6 +164,10 @@ def answer_bytes(federation: str, name: str, answer: Mapping[str, Any]) -> bytes
     return f"headwater certificate answer 1\n{federation}\n{name}\n{json.dumps(signed, sort_keys=True)}".encode()
 
 
+def _checksum(body: str) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(body.encode()).digest())[:6].decode()
+
+
 def fingerprint(der: bytes) -> str:
     """SHA-256 of a certificate or public key, as ssh writes it."""
     return "SHA256:" + base64.b64encode(hashlib.sha256(der).digest()).decode().rstrip("=")
@@ -203,7 +211,7 @@ class IdentityFolder:
 
     def __init__(self, state: Path) -> None:
         self.path = state / IDENTITY
-        self.file, self.ca, self._pending = self.path / "agent.pem", self.path / "ca.pem", self.path / "pending.pem"
+        self.file, self.ca, self.pending = self.path / "agent.pem", self.path / "ca.pem", self.path / "pending.pem"
         self.commands = state / ENROLLED_KEY
 
     def read(self) -> Identity | None:
@@ -231,10 +239,10 @@ class IdentityFolder:
         """The key that is to be certified; a request whose answer was lost is repeated with the same key."""
         from cryptography.hazmat.primitives.asymmetric import ec
 
-        key = _read_key(self._pending)
+        key = _read_key(self.pending)
         if key is None:
             key = ec.generate_private_key(ec.SECP256R1())
-            write_private(self._pending, _pem_of(key))
+            write_private(self.pending, _pem_of(key))
         return key
 
     def request(self, federation: str, name: str, secret: str | None = None) -> CertificateRequest:
@@ -302,7 +310,7 @@ class IdentityFolder:
         write_private(self.ca, authority.public_bytes(Encoding.PEM))
         content = identity.model_dump_json().encode() + b"\n" + _pem_of(key) + made.public_bytes(Encoding.PEM)
         write_private(self.file, content)
-        self._pending.unlink(missing_ok=True)
+        self.pending.unlink(missing_ok=True)
         return identity
 
     def key_fingerprint(self) -> str:
@@ -364,11 +372,17 @@ def enroll(token: Token, folder: IdentityFolder, now: Callable[[], float] = time
         BrokerAway: no coordinator answers.
         MessageError: the answer makes no sense.
     """
+    had_key = folder.pending.exists()
     request = requested(token, folder)
-    answer = ask(token.address, None, {"ask": "authority"})
-    ca = _authority(token, answer)
-    check_clock(answer, now())
-    return _installed(token, folder, ca, ask(token.address, ca, request.model_dump()))
+    try:
+        answer = ask(token.address, None, {"ask": "authority"})
+        ca = _authority(token, answer)
+        check_clock(answer, now())
+        return _installed(token, folder, ca, ask(token.address, ca, request.model_dump()))
+    except EnrolmentRefused:  # nothing was certified; a key of before may be that of a request in a file
+        if not had_key:
+            folder.pending.unlink(missing_ok=True)
+        raise
 
 
 def requested(token: Token, folder: IdentityFolder) -> CertificateRequest:

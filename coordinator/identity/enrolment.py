@@ -146,6 +146,7 @@ class Enrolment:
             authority=self.authority.fingerprint,
             secret=secret,
             expires=int(expires.timestamp()),
+            replaces=replaces or None,
         )
 
     def certify(self, request: CertificateRequest) -> CertificateRecord:

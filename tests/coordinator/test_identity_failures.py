@@ -129,6 +129,16 @@ def test_a_device_whose_answer_was_lost_gets_the_same_certificate_again(side, de
     )
 
 
+def test_refused_enrolment_leaves_no_key_but_that_of_a_request_in_a_file(side, device):
+    token, folder, other = side.token(), device(), device()
+    enroll(token, device())
+    other.pending_key()
+    for one in (folder, other):
+        with pytest.raises(EnrolmentRefused, match="it was used at"):
+            enroll(token, one)
+    assert (folder.pending.exists(), other.pending.exists()) == (False, True)
+
+
 def test_an_expired_token_is_refused(side, device):
     token = side.token(life=DAY)
     side.ahead = DAY - timedelta(minutes=1)
@@ -242,8 +252,12 @@ def test_a_damaged_token_and_one_that_is_none_are_told_apart_from_tokens(side):
     text = side.token().text()
     assert Token.parse(f" {text}\n") == Token.parse(text)
     for cut in range(5, len(text) - 1):
-        with pytest.raises(UsageError, match=r"^token: it is damaged or cut off"):
+        with pytest.raises(UsageError, match=r"^token: it is mistyped or cut off"):
             Token.parse(text[:cut])
+    for place in range(4, len(text)):
+        wrong = text[:place] + ("A" if text[place] != "A" else "B") + text[place + 1 :]
+        with pytest.raises(UsageError, match=r"^token: it is mistyped or cut off"):
+            Token.parse(wrong)
     with pytest.raises(UsageError, match=r"^token: 'secret…' does not begin with hw1\.; copy the whole line"):
         Token.parse("secret")
 
