@@ -270,7 +270,10 @@ class IdentityService:
         hit = self._look()
         self.broker.reload()
         for name in hit:
-            log.warning("agent_revoked agent=%s: its session ends now", name)
+            if self.admits(name):
+                log.info("agent_enrolled_again agent=%s: sessions with its old certificate end now", name)
+            else:
+                log.warning("agent_revoked agent=%s: its session ends now", name)
         if hit:
             thread = threading.Thread(target=self._end_sessions, args=(hit, now), name="revoke", daemon=True)
             self._ending = [*(one for one in self._ending if one.is_alive()), thread]

@@ -147,8 +147,9 @@ class Problem:
         return Fault(error=self.error, code=self.code, message=self.public, remedy=self.remedy, **job)
 
     def as_json(self) -> dict[str, str]:
-        """For the status of this device."""
-        return {name: value for name, value in asdict(self).items() if name != "public"}
+        """For the status of this device, which shows the whole message itself."""
+        fields = {name: value for name, value in asdict(self).items() if name != "public"}
+        return fields | {"remedy": self.remedy.replace(_SEE, "see the message")}
 
 
 class Condition:

@@ -206,7 +206,7 @@ def attempted(name: str, attempt: Callable[[], object], detail: str = "") -> Ste
         result = attempt()
         return Step(name, is_ok=True, detail=detail or str(result))
     except HeadwaterError as error:
-        return Step(name, is_ok=False, detail=str(error), exit_code=error.exit_code)
+        return Step(name, is_ok=False, detail=str(error).removeprefix(f"{name}: "), exit_code=error.exit_code)
     except OSError as error:  # name, connection and certificate errors are all kinds of OSError
         return Step(name, is_ok=False, detail=cause(error), exit_code=BrokerAway.exit_code)
 

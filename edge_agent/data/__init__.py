@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from ..config import parse
 from ..errors import ConfigError, DataError, UnknownName, UsageError
-from ..registry import Registry, is_reference
+from ..registry import Registry, absolute, is_reference
 from ..task import ImageInput, InputSpec, WindowInput
 from . import preprocess
 from .base import (
@@ -281,7 +281,7 @@ def parse_source(source: str) -> tuple[str, str, dict[str, str]]:
         ConfigError: not of the form kind:where?option=value.
     """
     file, _, query = source.partition("?")
-    if is_reference(file):
+    if is_reference(file) and not file.startswith("python:"):
         source = f"python:{source}"
     kind, _, rest = source.partition(":")
     where, _, query = rest.rpartition("?") if "?" in rest else (rest, "", "")
@@ -323,7 +323,7 @@ def location(source: str, folder: Path | None = None) -> tuple[str, str, dict[st
         ConfigError: not of the form kind:where?option=value.
     """
     kind, where, given = parse_source(source)
-    return kind, str(_path(where, folder).resolve()) if source_kind(kind).needs_path else where, given
+    return kind, str(_path(where, folder).resolve()) if source_kind(kind).needs_path else absolute(where, folder), given
 
 
 def domains(source: str, *, seed: int = 0, folder: Path | None = None) -> dict[str, str]:
@@ -394,7 +394,8 @@ def _resolve(source: str, folder: Path | None) -> _Resolved:
             f"data source '{source}': names no kind; did you mean '{_likely_kind(path)}:{source}'? kinds: "
             f"{', '.join(error.known)}; images are given as a folder of them, or to 'edge-agent predict' as --input"
         ) from error
-    return _Resolved(source, name, kind, where, str(_path(where, folder)) if kind.needs_path else where, given)
+    found = str(_path(where, folder)) if kind.needs_path else absolute(where, folder)
+    return _Resolved(source, name, kind, where, found, given)
 
 
 def _likely_kind(path: Path) -> str:

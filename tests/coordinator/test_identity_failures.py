@@ -34,6 +34,7 @@ from coordinator.state.backup import back_up
 from coordinator.state.command_keys import CommandKeys
 from coordinator.state.release_keys import ReleaseKeys
 from coordinator.state.store import StateFolder
+from edge_agent.agent import app
 from edge_agent.config import AgentConfig
 from edge_agent.errors import BrokerAway, ConfigError, EnrolmentRefused, MessageError, StateError, UsageError
 from edge_agent.identity import (
@@ -421,6 +422,19 @@ def test_serving_coordinator_proves_its_commands_by_the_key_that_the_device_has_
         assert keys.of_agent("porch").text() == folder.commands.read_text()
 
 
+def test_log_tells_an_agent_that_is_shut_out_from_one_that_enrolled_again(side, device, caplog):
+    caplog.set_level("INFO")
+    service = IdentityService(side.enrolment)
+    service._look()
+    for _ in range(2):
+        enroll(side.token(), device())
+    assert service.tick(0.0, side.now()) == ["porch"]
+    assert ("agent_enrolled_again agent=porch" in caplog.text, "agent_revoked" in caplog.text) == (True, False)
+    side.enrolment.revoke("porch")
+    assert service.tick(0.0, side.now()) == ["porch"]
+    assert "agent_revoked agent=porch" in caplog.text
+
+
 def test_damaged_record_stops_no_other_and_nobody_who_is_revoked_gets_in_again(side, device, caplog):
     stolen = enroll(side.token(), device())
     side.enrolment.revoke("porch")
@@ -721,6 +735,19 @@ def test_strangers_answer_ends_no_agent_whose_certificate_has_expired(side, devi
         with pytest.raises(BrokerAway):  # proven, but no refusal of a certificate
             renewal.by_port()
     assert renewal.by_port().not_after > side.now().timestamp()
+
+
+def test_renewal_that_cannot_be_tried_at_the_start_ends_no_agent(side, device, monkeypatch, caplog):
+    folder = device()
+    enroll(side.token(), folder)
+    renewal = Renewal(folder.path.parent, wall=lambda: side.now().timestamp() + 2 * LIFE_S)
+
+    def fail(*_, **__):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    app._renew_expired(renewal)
+    assert "certificate_not_renewed" in caplog.text
 
 
 def test_refusal_of_the_coordinator_itself_is_final_and_its_clock_is_not(side, device):

@@ -7,7 +7,7 @@ import re
 import pytest
 from PIL import Image
 
-from edge_agent.data import check, load
+from edge_agent.data import check, load, location
 from edge_agent.errors import DataError, UnknownName
 from edge_agent.task import ImageInput
 
@@ -67,3 +67,14 @@ def test_classes_that_the_task_does_not_know_are_told_with_those_that_are_lackin
     assert "does not know: 'blue' (did you mean 'bluu'?); it knows green, red, bluu" in said
     assert "the data have no green, bluu" in said
     assert "missing classes are fine" in said
+
+
+def test_file_with_a_function_counts_from_the_folder_of_the_configuration(tmp_path, monkeypatch):
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "mine.py").write_text("def load():\n    return [[[0]]], [0]\n")
+    monkeypatch.chdir("/")
+    for source in ("mine.py:load", "python:mine.py:load", f"python:{tmp_path}/etc/mine.py:load"):
+        check(source, tmp_path / "etc")
+    assert location("mine.py:load", tmp_path / "etc")[1] == f"{tmp_path}/etc/mine.py:load"
+    with pytest.raises(DataError, match=r"there is no file /mine\.py"):
+        check("mine.py:load")
