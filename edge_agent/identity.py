@@ -131,7 +131,7 @@ class CertificateRequest(Frozen):
 
     federation: Name
     name: Name
-    csr: Base64 = Field(description="certificate signing request (DER)")
+    csr: Base64 | Literal[""] = Field(description="certificate signing request (DER); empty: see `Renewal.standing`")
     serial: Serial = Field("", description="of the certificate whose key has signed; empty: the token's key has")
     signature: Base64
 
@@ -253,11 +253,23 @@ class IdentityFolder:
         """
         need_cryptography()
         csr = base64.b64encode(signing_request(self.pending_key(), name)).decode()
-        if secret is not None:
-            signature = token_key(secret).sign(signed_bytes(federation, name, csr, ""))
-            return CertificateRequest(
-                federation=federation, name=name, csr=csr, signature=base64.b64encode(signature).decode()
-            )
+        if secret is None:
+            return self._proven(federation, name, csr)
+        signature = token_key(secret).sign(signed_bytes(federation, name, csr, ""))
+        return CertificateRequest(
+            federation=federation, name=name, csr=csr, signature=base64.b64encode(signature).decode()
+        )
+
+    def question(self, federation: str, name: str) -> CertificateRequest:
+        """A request that asks for no certificate, but whether the one here counts.
+
+        Raises:
+            StateError: there is none.
+        """
+        need_cryptography()
+        return self._proven(federation, name, "")
+
+    def _proven(self, federation: str, name: str, csr: str) -> CertificateRequest:
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -662,6 +674,24 @@ class Renewal:
         except (NotTheCoordinator, MessageError) as error:
             raise BrokerAway(str(error)) from error
 
+    def standing(self) -> str:
+        """Until when the certificate counts, as the coordinator says.
+
+        Raises:
+            EnrolmentRefused: it counts no more; the message says why, and what to do.
+            BrokerAway: no coordinator answers.
+        """
+        now = self._identity()
+        question = self.folder.question(now.federation, now.name).model_dump()
+        try:
+            answer = ask((now.host, now.port), self.folder.ca_der(), question, checks_time=False)
+        except (NotTheCoordinator, MessageError) as error:
+            raise BrokerAway(str(error)) from error
+        until: Any = answer.get("until")
+        if type(until) not in (int, float):
+            raise BrokerAway(f"answer: {now.host}:{now.port} does not say until when the certificate counts")
+        return shown(until)
+
     def received(self, certificate: bytes) -> Identity:
         """Install a new certificate (DER).
 
@@ -696,7 +726,10 @@ class Renewal:
 CHILD_LIMIT_S = 60.0
 
 
-def renew_beside(state: Path, what: Literal["message", "by_port", "received"], certificate: str = "") -> dict[str, str]:
+Step = Literal["message", "by_port", "received", "standing"]
+
+
+def renew_beside(state: Path, what: Step, certificate: str = "") -> dict[str, str]:
     """The `Renewal` method of that name, in a child process: ``cryptography`` would stay in an agent, 13 MB.
 
     Returns the fields of the request for "message", else the new certificate's end.
@@ -725,6 +758,8 @@ def answer_parent() -> None:
             result = {"csr": request.csr, "serial": request.serial, "signature": request.signature}
         elif question["what"] == "by_port":
             result = {"until": shown(renewal.by_port().not_after)}
+        elif question["what"] == "standing":
+            result = {"until": renewal.standing()}
         else:
             certificate = base64.b64decode(question["certificate"])
             result = {"until": shown(renewal.received(certificate).not_after)}

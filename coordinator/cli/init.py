@@ -18,7 +18,8 @@ from edge_agent.storage import read_toml, write_atomic
 from ..broker import find_mosquitto
 from ..config import IdentityConfig, load_config
 from ..identity.authority import Authority
-from ..identity.enrolment import Enrolment, identity_folder
+from ..identity.enrolment import Enrolment
+from ..identity.ledger import identity_folder
 from ..identity.serving import BrokerFiles
 from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now

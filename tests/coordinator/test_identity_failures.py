@@ -27,7 +27,8 @@ from identity_harness import free_ports
 
 from coordinator.config import IdentityConfig
 from coordinator.identity.authority import Authority, pem_of
-from coordinator.identity.enrolment import MOST_CERTIFICATES, Enrolment, identity_folder
+from coordinator.identity.enrolment import MOST_CERTIFICATES, Enrolment
+from coordinator.identity.ledger import Revoked, identity_folder, is_revoked
 from coordinator.identity.port import AT_ONCE, AT_ONCE_OF_ONE, HANDSHAKE_S, EnrolmentPort, _origin
 from coordinator.identity.serving import BrokerFiles, IdentityService
 from coordinator.state.backup import back_up
@@ -35,7 +36,8 @@ from coordinator.state.command_keys import CommandKeys
 from coordinator.state.release_keys import ReleaseKeys
 from coordinator.state.store import StateFolder
 from edge_agent.agent import app
-from edge_agent.config import AgentConfig
+from edge_agent.cli.doctor import look
+from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.errors import BrokerAway, ConfigError, EnrolmentRefused, MessageError, StateError, UsageError
 from edge_agent.identity import (
     MAX_LINE_BYTES,
@@ -46,6 +48,8 @@ from edge_agent.identity import (
     ask,
     enroll,
     fingerprint,
+    renew_beside,
+    shown,
     signing_request,
     token_key,
 )
@@ -735,6 +739,41 @@ def test_strangers_answer_ends_no_agent_whose_certificate_has_expired(side, devi
         with pytest.raises(BrokerAway):  # proven, but no refusal of a certificate
             renewal.by_port()
     assert renewal.by_port().not_after > side.now().timestamp()
+
+
+def test_device_asks_whether_its_certificate_counts_and_is_told_what_a_renewal_would_be(side, device):
+    folder, other = device(), device()
+    identity = enroll(side.token(), folder)
+    enroll(side.token("garden"), other)
+    renewal, records = Renewal(folder.path.parent), side.enrolment.ledger.get("porch").certificates
+    assert renewal.standing() == shown(identity.not_after)
+    forged = {**other.question("home", "garden").model_dump(), "name": "porch", "serial": identity.serial}
+    with pytest.raises(EnrolmentRefused, match=r"the request of 'porch' is not signed with its key"):
+        ask(("localhost", side.config.enroll_port), folder.ca_der(), forged)
+    side.enrolment.revoke("porch")
+    reason = r"^certificate: it was revoked at .*; 'headwater enroll porch' on the coordinator makes a token"
+    with pytest.raises(EnrolmentRefused, match=reason):
+        renewal.standing()
+    with pytest.raises(EnrolmentRefused, match=reason):
+        renew_beside(folder.path.parent, "standing")
+    config = AgentConfig(id="porch", state=folder.path.parent, data=DataConfig(source="digits:optdigits"))
+    steps = {step.name: step for step in look(config)}
+    assert (steps["enrolment"].exit_code, steps["enrolment"].detail[:18]) == (2, "certificate: it wa")
+    side.port.stop()
+    with pytest.raises(BrokerAway):
+        renewal.standing()
+    assert next(step for step in look(config) if step.name == "enrolment").detail.startswith("not asked: ")
+    assert len(side.enrolment.ledger.get("porch").certificates) == len(records), "nothing was certified"
+    side.port = EnrolmentPort(side.enrolment, BrokerFiles(side.enrolment).broker)
+
+
+def test_status_says_who_is_revoked_and_not_who_enrolled_again(side, device):
+    for name in ("porch", "hall"):
+        enroll(side.token(name), device())
+        side.enrolment.revoke(name)
+    enroll(side.token("hall"), device())
+    listed = Revoked.read(identity_folder(side.state)).agents
+    assert {name for name in listed if is_revoked(identity_folder(side.state), name)} == {"porch"}
 
 
 def test_renewal_that_cannot_be_tried_at_the_start_ends_no_agent(side, device, monkeypatch, caplog):

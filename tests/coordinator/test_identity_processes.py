@@ -99,6 +99,16 @@ def test_row_34_revoked_agent_loses_its_open_session_within_5_s_and_a_token_lets
         print(f"open session ended {time.monotonic() - begin:.2f} s after the command")
     fleet.until(lambda: fleet.online() == {"porch"}, "the coordinator drops it", 5)
     fleet.until(lambda: fleet.said("hall").count("broker_away") >= 3, "it tries again and is refused")
+    fleet.until(lambda: "certificate_refused" in fleet.said("hall"), "it asks why")
+    assert "certificate: it was revoked at" in fleet.said("hall")
+    code, out, _ = fleet.call("status", "--config", fleet.config)
+    assert (code, re.search(r"hall .*revoked", out) is None, re.search(r"porch .*online", out) is None) == (
+        0,
+        False,
+        False,
+    )
+    code, out, _ = fleet.device("status", "--config", fleet.folder / "hall.toml")
+    assert (code, "it was revoked at" in out) == (1, True)
     assert fleet.said("hall").count(" connected ") == 1
     assert "broker_away" not in fleet.said("porch"), "nobody else notices"
 
