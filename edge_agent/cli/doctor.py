@@ -113,6 +113,7 @@ def look(config: AgentConfig) -> Iterator[Step]:
     """What an agent with this configuration finds on its own device: tier, state, data, key of commands, head."""
     from .. import heads
     from ..agent.app import choose_tier
+    from ..agent.privacy import check_policy
     from ..capabilities import find
     from ..config import check_tls, is_loopback
     from ..data.partition import check_own
@@ -123,6 +124,7 @@ def look(config: AgentConfig) -> Iterator[Step]:
     yield attempted("tier", lambda: _check_tier(find(), choose_tier(config)))
     yield attempted("state", lambda: check_writable(config.state), f"{config.state} can be written")
     yield attempted("data", lambda: check_own(config.data, config.id), f"{config.data.source} is there")
+    yield attempted("privacy", lambda: check_policy(config.privacy) or "'edge-agent privacy' shows what leaves")
     yield attempted("commands", lambda: _check_key(config))
     yield attempted("head", lambda: heads.check(head.name, head.params), f"'{head.name}' with its parameters is known")
     if IdentityFolder(config.state).file.exists():
