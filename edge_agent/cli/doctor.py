@@ -116,14 +116,13 @@ def look(config: AgentConfig) -> Iterator[Step]:
     from ..agent.privacy import check_policy
     from ..capabilities import find
     from ..config import check_tls, is_loopback
-    from ..data.partition import check_own
     from ..identity import IdentityFolder, check_identity
     from ..storage import check_writable
 
     head = config.head
     yield attempted("tier", lambda: _check_tier(find(), choose_tier(config)))
     yield attempted("state", lambda: check_writable(config.state), f"{config.state} can be written")
-    yield attempted("data", lambda: check_own(config.data, config.id), f"{config.data.source} is there")
+    yield attempted("data", lambda: _check_data(config), f"{config.data.source} is there")
     yield attempted("privacy", lambda: check_policy(config.privacy) or "'edge-agent privacy' shows what leaves")
     yield attempted("commands", lambda: _check_key(config))
     yield attempted("head", lambda: heads.check(head.name, head.params), f"'{head.name}' with its parameters is known")
@@ -133,6 +132,15 @@ def look(config: AgentConfig) -> Iterator[Step]:
         yield attempted("clock", lambda: _compare_clocks(config))
     elif not config.broker.uses_tls and not is_loopback(config.broker.host):
         yield attempted("tls", lambda: check_tls(config.broker))
+
+
+def _check_data(config: AgentConfig) -> None:
+    from ..data import probe
+    from ..data.partition import check_own
+
+    check_own(config.data, config.id)
+    if config.data.partition is None:
+        probe(config.data.source, config.data.folder)
 
 
 def _ask_standing(config: AgentConfig) -> str:

@@ -127,7 +127,8 @@ def test_doctor_over_tls_ends_no_connection_of_its_own(fleet, caplog):
     code, out, err = fleet.device("doctor", "--config", fleet.folder / "porch.toml")
     assert (code, "verdict: ready" in out) == (0, True), out
     assert "broker_away" not in caplog.text + err
-    assert "already connected" not in fleet.said("serve")
+    for harmless in ("already connected", "does not contain", "unexpected eof"):
+        assert harmless not in fleet.said("serve")
 
 
 @pytest.mark.slow
