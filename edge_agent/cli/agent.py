@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         app.run(config)
     except BrokerAway as error:
-        raise BrokerAway(f"{error} 'edge-agent doctor --config {arguments.config}' tries the way to it") from error
+        raise BrokerAway(f"{error} ('edge-agent doctor --config {arguments.config}' tries the way)") from error
     return 0
 
 
