@@ -5,12 +5,14 @@ Durations are seconds (``_s``). Relative paths count from the folder of the file
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import ipaddress
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from edge_agent.config import (
     LEAST_CLIENTS,
@@ -85,6 +87,24 @@ class IdentityConfig(Frozen):
     agents_per_owner: PositiveCount | None = Field(
         None, description="'headwater enroll --owner' makes no token for more agents of one owner; none: no limit"
     )
+
+    @field_validator("host")
+    @classmethod
+    def _is_a_host(cls, host: str) -> str:
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(host)
+            return host
+        if ":" in host:
+            raise ValueError("is no IPv6 address; expected a name or address alone, without scheme and port")
+        if not all(1 <= len(label) <= 63 for label in host.split(".")) or host.replace(".", "").isdigit():
+            raise ValueError("is neither an address nor a name, whose parts between dots have 1..63 characters")
+        return host
+
+    @model_validator(mode="after")
+    def _two_ports(self) -> IdentityConfig:
+        if self.port == self.enroll_port:
+            raise ValueError(f"port and enroll_port are both {self.port}; broker and enrolment need one each")
+        return self
 
     @property
     def url(self) -> str:

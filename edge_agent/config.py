@@ -240,9 +240,14 @@ def zero_or_from(least: float) -> AfterValidator:
 class PrivacyConfig(Frozen):
     """What may leave this device. A job that asks for more is refused, whatever the coordinator has in its own file."""
 
-    methods: tuple[str, ...] = Field((), description="methods that this device takes part in; default: all")
+    methods: tuple[str, ...] | None = Field(
+        None, description="methods that this device takes part in, [] for none; default: all"
+    )
     min_class_count: int = Field(
-        2, ge=1, description="classes of fewer samples have no statistics (class means, for example) in any update"
+        2,
+        ge=1,
+        description="classes of fewer samples have no statistics (class means, for example) in any update: runs with a "
+        "smaller min_class_count of their method are refused ('headwater run -p min_class_count=N')",
     )
     samples: Literal["exact", "rounded"] = Field(
         "exact",

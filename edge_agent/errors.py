@@ -223,7 +223,12 @@ def cause(error: BaseException) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"invalid JSON at line {error.lineno}, column {error.colno}"
     if untrusted := getattr(error, "verify_message", ""):  # of ssl, which is not imported for this
-        return f"the certificate is not trusted ({str(untrusted).rstrip('.')})"
+        clock = "; compare the clocks" if getattr(error, "verify_code", 0) in _OTHER_TIME else ""
+        return f"the certificate is not trusted ({str(untrusted).rstrip('.')}{clock})"
+    if (code := getattr(error, "returncode", None)) is not None:  # of subprocess, whose words hold the whole command
+        last = _first_line((getattr(error, "stderr", "") or "").strip().rpartition("\n")[2])
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"its process ended with {how}" + (f": {last}" if last else "")
     for kind, message in _CAUSES:
         if isinstance(error, kind):
             return message
@@ -240,6 +245,9 @@ def remedy(error: OSError) -> str:
         return "allow it to this user (chmod, chown), or name another path"
     return "name a folder that can be written" if error.errno == errno.EROFS else ""
 
+
+_OTHER_TIME = {9, 10}
+"""X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 
 _CAUSES: tuple[tuple[type[BaseException], str], ...] = (
     (FileNotFoundError, "no such file or folder"),

@@ -91,29 +91,33 @@ class Token(Frozen):
     authority: Fingerprint = Field(description="of the federation's certificate authority")
     secret: str = Field(pattern=r"^[A-Za-z0-9_-]{22}$", description=f"{SECRET_BYTES} random bytes")
     expires: int = Field(ge=0, le=MOST_TIME, description="Unix time in seconds")
+    replaces: Name | None = Field(None, description="the id that its device has now: it is renamed")
 
     def text(self) -> str:
-        """The one line that a person copies."""
+        """The one line that a person copies; its end is a checksum, so that the device notices a typing error."""
         content = json.dumps(self.model_dump(exclude_defaults=True), separators=(",", ":")).encode()
-        return TOKEN_PREFIX + base64.urlsafe_b64encode(content).decode().rstrip("=")
+        body = base64.urlsafe_b64encode(content).decode().rstrip("=")
+        return f"{TOKEN_PREFIX}{body}.{_checksum(body)}"
 
     @classmethod
     def parse(cls, text: str) -> Token:
         """The token in a line.
 
         Raises:
-            UsageError: it is no token, or not the whole one.
+            UsageError: it is no token, not the whole one, or mistyped.
         """
         text = text.strip()
         advice = "copy the whole line that 'headwater enroll NAME' prints on the coordinator"
         if not text.startswith(TOKEN_PREFIX):
             raise UsageError(f"token: '{printable(text[:12])}…' does not begin with {TOKEN_PREFIX}; {advice}")
+        body, _, check = text[len(TOKEN_PREFIX) :].partition(".")
+        if not hmac.compare_digest(check.encode(), _checksum(body).encode()):
+            raise UsageError(f"token: it is mistyped or cut off ({len(text)} characters); {advice}")
         try:
-            body = text[len(TOKEN_PREFIX) :]
             token = cls.model_validate(parse_json(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))))
             BrokerConfig(url=token.url)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"token: it is damaged or cut off ({len(text)} characters); {advice}") from error
+            raise UsageError("token: another version has made it; upgrade the older side") from error
         return token
 
     @property
@@ -127,7 +131,7 @@ class CertificateRequest(Frozen):
 
     federation: Name
     name: Name
-    csr: Base64 = Field(description="certificate signing request (DER)")
+    csr: Base64 | Literal[""] = Field(description="certificate signing request (DER); empty: see `Renewal.standing`")
     serial: Serial = Field("", description="of the certificate whose key has signed; empty: the token's key has")
     signature: Base64
 
@@ -158,6 +162,10 @@ def answer_bytes(federation: str, name: str, answer: Mapping[str, Any]) -> bytes
     """What the authority signs of an answer, so that no part can be exchanged: all but the ``signature``."""
     signed = {key: value for key, value in answer.items() if key != "signature"}
     return f"headwater certificate answer 1\n{federation}\n{name}\n{json.dumps(signed, sort_keys=True)}".encode()
+
+
+def _checksum(body: str) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(body.encode()).digest())[:6].decode()
 
 
 def fingerprint(der: bytes) -> str:
@@ -203,7 +211,7 @@ class IdentityFolder:
 
     def __init__(self, state: Path) -> None:
         self.path = state / IDENTITY
-        self.file, self.ca, self._pending = self.path / "agent.pem", self.path / "ca.pem", self.path / "pending.pem"
+        self.file, self.ca, self.pending = self.path / "agent.pem", self.path / "ca.pem", self.path / "pending.pem"
         self.commands = state / ENROLLED_KEY
 
     def read(self) -> Identity | None:
@@ -231,10 +239,10 @@ class IdentityFolder:
         """The key that is to be certified; a request whose answer was lost is repeated with the same key."""
         from cryptography.hazmat.primitives.asymmetric import ec
 
-        key = _read_key(self._pending)
+        key = _read_key(self.pending)
         if key is None:
             key = ec.generate_private_key(ec.SECP256R1())
-            write_private(self._pending, _pem_of(key))
+            write_private(self.pending, _pem_of(key))
         return key
 
     def request(self, federation: str, name: str, secret: str | None = None) -> CertificateRequest:
@@ -245,11 +253,23 @@ class IdentityFolder:
         """
         need_cryptography()
         csr = base64.b64encode(signing_request(self.pending_key(), name)).decode()
-        if secret is not None:
-            signature = token_key(secret).sign(signed_bytes(federation, name, csr, ""))
-            return CertificateRequest(
-                federation=federation, name=name, csr=csr, signature=base64.b64encode(signature).decode()
-            )
+        if secret is None:
+            return self._proven(federation, name, csr)
+        signature = token_key(secret).sign(signed_bytes(federation, name, csr, ""))
+        return CertificateRequest(
+            federation=federation, name=name, csr=csr, signature=base64.b64encode(signature).decode()
+        )
+
+    def question(self, federation: str, name: str) -> CertificateRequest:
+        """A request that asks for no certificate, but whether the one here counts.
+
+        Raises:
+            StateError: there is none.
+        """
+        need_cryptography()
+        return self._proven(federation, name, "")
+
+    def _proven(self, federation: str, name: str, csr: str) -> CertificateRequest:
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -302,7 +322,7 @@ class IdentityFolder:
         write_private(self.ca, authority.public_bytes(Encoding.PEM))
         content = identity.model_dump_json().encode() + b"\n" + _pem_of(key) + made.public_bytes(Encoding.PEM)
         write_private(self.file, content)
-        self._pending.unlink(missing_ok=True)
+        self.pending.unlink(missing_ok=True)
         return identity
 
     def key_fingerprint(self) -> str:
@@ -364,11 +384,17 @@ def enroll(token: Token, folder: IdentityFolder, now: Callable[[], float] = time
         BrokerAway: no coordinator answers.
         MessageError: the answer makes no sense.
     """
+    had_key = folder.pending.exists()
     request = requested(token, folder)
-    answer = ask(token.address, None, {"ask": "authority"})
-    ca = _authority(token, answer)
-    check_clock(answer, now())
-    return _installed(token, folder, ca, ask(token.address, ca, request.model_dump()))
+    try:
+        answer = ask(token.address, None, {"ask": "authority"})
+        ca = _authority(token, answer)
+        check_clock(answer, now())
+        return _installed(token, folder, ca, ask(token.address, ca, request.model_dump()))
+    except EnrolmentRefused:  # nothing was certified; a key of before may be that of a request in a file
+        if not had_key:
+            folder.pending.unlink(missing_ok=True)
+        raise
 
 
 def requested(token: Token, folder: IdentityFolder) -> CertificateRequest:
@@ -648,6 +674,24 @@ class Renewal:
         except (NotTheCoordinator, MessageError) as error:
             raise BrokerAway(str(error)) from error
 
+    def standing(self) -> str:
+        """Until when the certificate counts, as the coordinator says.
+
+        Raises:
+            EnrolmentRefused: it counts no more; the message says why, and what to do.
+            BrokerAway: no coordinator answers.
+        """
+        now = self._identity()
+        question = self.folder.question(now.federation, now.name).model_dump()
+        try:
+            answer = ask((now.host, now.port), self.folder.ca_der(), question, checks_time=False)
+        except (NotTheCoordinator, MessageError) as error:
+            raise BrokerAway(str(error)) from error
+        until: Any = answer.get("until")
+        if type(until) not in (int, float):
+            raise BrokerAway(f"answer: {now.host}:{now.port} does not say until when the certificate counts")
+        return shown(until)
+
     def received(self, certificate: bytes) -> Identity:
         """Install a new certificate (DER).
 
@@ -682,7 +726,10 @@ class Renewal:
 CHILD_LIMIT_S = 60.0
 
 
-def renew_beside(state: Path, what: Literal["message", "by_port", "received"], certificate: str = "") -> dict[str, str]:
+Step = Literal["message", "by_port", "received", "standing"]
+
+
+def renew_beside(state: Path, what: Step, certificate: str = "") -> dict[str, str]:
     """The `Renewal` method of that name, in a child process: ``cryptography`` would stay in an agent, 13 MB.
 
     Returns the fields of the request for "message", else the new certificate's end.
@@ -711,6 +758,8 @@ def answer_parent() -> None:
             result = {"csr": request.csr, "serial": request.serial, "signature": request.signature}
         elif question["what"] == "by_port":
             result = {"until": shown(renewal.by_port().not_after)}
+        elif question["what"] == "standing":
+            result = {"until": renewal.standing()}
         else:
             certificate = base64.b64decode(question["certificate"])
             result = {"until": shown(renewal.received(certificate).not_after)}

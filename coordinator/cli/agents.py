@@ -11,6 +11,7 @@ from edge_agent.errors import UsageError
 from edge_agent.identity import shown
 
 from ..identity.ledger import AgentRecord
+from ..text import counted
 from .enroll import Expires, Name, duration, enrolment, print_token
 from .options import Config, Json, State
 from .output import present, table
@@ -31,11 +32,13 @@ def list_agents(config: Config = None, state: State = None, as_json: Json = Fals
     """
     now = time.time()
     agents = [_described(record, now) for record in enrolment(config, state).ledger.records()]
-    columns = ("agent", "state", "valid until", "key", "token until", "owner", "samples at most")
-    keys = ("name", "state", "until", "key", "token", "owner", "max_samples")
+    columns = ("agent", "state", "valid until", "key", "token until", "renames", "owner", "samples at most")
+    keys = ("name", "state", "until", "key", "token", "renames", "owner", "max_samples")
     rows = [tuple(str(agent[key] or "") for key in keys) for agent in agents]
     parts = (
-        [table(f"{len(agents)} agents", columns, rows, left=6)] if agents else ["no agents; 'headwater enroll NAME'"]
+        [table(counted(len(agents), "agent"), columns, rows, left=7)]
+        if agents
+        else ["no agents; 'headwater enroll NAME'"]
     )
     present({"agents": agents}, parts, as_json=as_json)
 
@@ -46,11 +49,15 @@ def revoke(name: Name, config: Config = None, state: State = None, as_json: Json
 
     Example: headwater agents revoke porch
     """
-    record = enrolment(config, state).revoke(name)
-    line = (
-        f"{name} is revoked: a coordinator that serves ends its session within seconds; 'headwater enroll {name}' lets "
-        "a device in under this name again"
-    )
+    issuer = enrolment(config, state)
+    before, record = issuer.ledger.get(name), issuer.revoke(name)
+    if before is not None and before.current() is not None:
+        line = f"{name} is revoked: a coordinator that serves ends its session within seconds"
+    elif before is not None and before.token is not None and before.token.used_at is None:
+        line = f"{name} is invited no more: its token does not count"
+    else:
+        line = f"{name} was revoked before"
+    line += f"; 'headwater enroll {name}' lets a device in under this name again"
     present({"name": name, "certificates": len(record.certificates)}, [line], as_json=as_json)
 
 
@@ -82,16 +89,19 @@ def _described(record: AgentRecord, now: float) -> dict[str, Any]:
     is_open = token is not None and token.used_at is None
     if current is not None:
         state = "enrolled" if current.not_after >= now else "expired"
-    elif record.is_revoked:
+    elif token is None or not is_open:
         state = "revoked"
+    elif token.expires >= now:
+        state = "invited"
     else:
-        state = "invited" if token is not None and token.expires >= now else "token expired"
+        state = "revoked" if record.is_revoked else "token expired"
     return {
         "name": record.name,
         "state": state,
         "until": shown(current.not_after) if current is not None else None,
         "key": current.key if current is not None else None,
         "token": shown(token.expires) if token is not None and is_open else None,
+        "renames": (token.replaces or None) if token is not None and is_open else None,
         "owner": record.owner or None,
         "max_samples": record.max_samples,
     }

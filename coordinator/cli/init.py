@@ -18,7 +18,8 @@ from edge_agent.storage import read_toml, write_atomic
 from ..broker import find_mosquitto
 from ..config import IdentityConfig, load_config
 from ..identity.authority import Authority
-from ..identity.enrolment import Enrolment, identity_folder
+from ..identity.enrolment import Enrolment
+from ..identity.ledger import identity_folder
 from ..identity.serving import BrokerFiles
 from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now
@@ -102,7 +103,7 @@ def init(
     host = host or socket.gethostname()
     own, every = ("::1", "::") if ":" in host else ("127.0.0.1", "0.0.0.0")  # noqa: S104 - both ports are of TLS
     wanted = {"host": host, "bind": own if is_loopback(host) else every, "port": port, "enroll_port": enroll_port}
-    identity = parse(IdentityConfig, wanted, where="--host")
+    identity = parse(IdentityConfig, wanted, where="options")
     section = SECTION.format(**{name: json.dumps(value) for name, value in wanted.items()})
     path = config or (folder or Path()) / "coordinator.toml"
     if config is not None:
@@ -111,7 +112,7 @@ def init(
             raise UsageError(
                 f"{config} has the section [{taken[0]}]; "
                 + (
-                    "its devices have certificates already"
+                    "its devices have certificates already; change that section in the file"
                     if taken[0] == "identity"
                     else "remove it, then run this again"
                 )
@@ -119,7 +120,12 @@ def init(
         text = config.read_text(encoding="utf-8").rstrip("\n") + "\n" + section
     else:
         if path.exists():
-            raise UsageError(f"{path} exists; 'headwater init --config {path}' adds certificates to it")
+            raise UsageError(
+                f"{path} exists with [identity]; to change it: identity.host in that file; 'headwater serve' makes the "
+                "broker's new certificate at its start"
+                if "identity" in read_toml(path)
+                else f"{path} exists; 'headwater init --config {path}' adds certificates to it"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         text = NEW.format(federation=json.dumps(federation)) + section
     public = [read_public(file) for file in release_key or ()]

@@ -15,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from edge_agent.cli.output import value_text
 from edge_agent.errors import UsageError
 from edge_agent.storage import check_writable
 
@@ -117,7 +118,5 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
 
 
 def text(value: object) -> str:
-    """A table cell: numbers with three digits behind the point, nothing for what is not known."""
-    if value is None or value == "":
-        return "–"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    """A table cell, as devices show it."""
+    return value_text(value)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from edge_agent.errors import UsageError
+from edge_agent.errors import UsageError, cause
 from edge_agent.identity import MAX_LINE_BYTES, CertificateRequest, shown
 from edge_agent.storage import Access, write_atomic
 from edge_agent.task import parse_json
@@ -41,9 +41,9 @@ def sign(
         if request.stat().st_size > MAX_LINE_BYTES:
             raise ValueError(f"{request.stat().st_size} bytes")
         asked = CertificateRequest.model_validate(parse_json(request.read_bytes()))
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"{request}: no request; 'edge-agent enroll TOKEN --csr FILE' on the device writes one"
+            f"{request}: no request ({cause(error)}); 'edge-agent enroll TOKEN --csr FILE' on the device writes one"
         ) from error
     made = issuer.certify(asked)
     answer = issuer.answer(asked.name, made)

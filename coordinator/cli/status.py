@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from edge_agent.errors import StateError
 
+from ..identity.ledger import Revoked, identity_folder, is_revoked
 from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, metric_lines, spent
 from ..state.retention import usage
 from ..state.store import RunFolder, StateFolder, read_agents, read_status
@@ -90,8 +92,18 @@ def status(
         if agents and len(chosen) > agents:
             chosen.sort(key=lambda one: (not any(_notes(one)), one["present"], one["id"]))
         shown = chosen[(page - 1) * agents :][:agents] if agents else chosen
+        shut_out = _revoked(path)
+        shown = [
+            {**one, "revoked": one["id"] in shut_out and is_revoked(identity_folder(path), one["id"])} for one in shown
+        ]
         result |= {"agents": shown, "agents_selected": len(chosen), "page": page, "pages": _pages(len(chosen), agents)}
     present(result, _lines(result), as_json=as_json)
+
+
+def _revoked(state: Path) -> frozenset[str]:
+    with contextlib.suppress(StateError, OSError):  # a damaged list costs a word, not the status
+        return frozenset(Revoked.read(identity_folder(state)).agents)
+    return frozenset()
 
 
 def _is(condition: Condition, agent: dict[str, Any]) -> bool:
@@ -179,7 +191,11 @@ def _table_of_agents(agents: list[dict[str, Any]]) -> Table:
             f"{agent['id']} *" if any(_notes(agent)) else agent["id"],
             agent["tier"],
             agent.get("transport", "mqtt"),
-            conditions[agent.get("condition", "ok")] if agent["present"] else "offline",
+            "revoked"
+            if agent["revoked"]
+            else conditions[agent.get("condition", "ok")]
+            if agent["present"]
+            else "offline",
             agent["bundle_id"][:12],
             None if agent["silent_s"] is None else f"{agent['silent_s']:.0f} s",
         )

@@ -18,7 +18,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import NameOID
-from pydantic import Field
 
 from edge_agent.errors import EnrolmentRefused, StateError, UsageError
 from edge_agent.identity import (
@@ -30,8 +29,7 @@ from edge_agent.identity import (
     shown,
     token_key,
 )
-from edge_agent.storage import IDENTITY, write_private
-from edge_agent.task import Frozen, parse_json
+from edge_agent.storage import write_private
 from edge_agent.trust import dump
 
 from ..broker.access import COORDINATOR_USER
@@ -40,7 +38,16 @@ from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now
 from ..state.release_keys import ReleaseKeys
 from .authority import Authority
-from .ledger import AgentRecord, CertificateRecord, Ledger, Time, TokenRecord
+from .ledger import (
+    REVOKED,
+    AgentRecord,
+    CertificateRecord,
+    Ledger,
+    Revoked,
+    RevokedCertificate,
+    TokenRecord,
+    identity_folder,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,25 +59,6 @@ LISTED_S = 86_400.0
 
 RESERVED = frozenset({COORDINATOR_USER, "broker"})
 """Names that no agent may have: the broker knows the coordinator by its name."""
-
-
-class RevokedCertificate(Frozen):
-    """One that counts no more."""
-
-    agent: str
-    revoked_at: Time
-    not_after: Time
-
-
-class Revoked(Frozen):
-    """What follows from revocations, in one file: a coordinator of thousands of agents does not read all their records.
-
-    It also outlasts a record that is damaged.
-    """
-
-    certificates: dict[str, RevokedCertificate] = Field(default_factory=dict, description="by serial")
-    agents: tuple[str, ...] = Field((), description="those without any other certificate")
-    generations: dict[str, int] = Field(default_factory=dict, description="see `AgentRecord`; 0 is left out")
 
 
 class Enrolment:
@@ -146,6 +134,7 @@ class Enrolment:
             authority=self.authority.fingerprint,
             secret=secret,
             expires=int(expires.timestamp()),
+            replaces=replaces or None,
         )
 
     def certify(self, request: CertificateRequest) -> CertificateRecord:
@@ -155,17 +144,20 @@ class Enrolment:
             EnrolmentRefused: it may have none; the message says why and what to do.
             UsageError: no agent can have that name.
         """
-        if request.federation != self.federation:
-            raise EnrolmentRefused(
-                f"federation: the request is for '{request.federation}', and this coordinator serves "
-                f"'{self.federation}'; 'headwater enroll {request.name}' on the right coordinator makes a token"
-            )
+        self._check_federation(request)
         key = self._key_of(request)
-        with self.ledger.changing() as ledger:
-            record = ledger.get(request.name)
-            if record is None:
-                raise EnrolmentRefused(f"name: nobody made a token for '{request.name}' here; {_again(request.name)}")
-            return (self._renew if request.serial else self._enroll)(record, request, key)
+        with self.ledger.changing():
+            return (self._renew if request.serial else self._enroll)(self._record(request), request, key)
+
+    def standing(self, request: CertificateRequest) -> CertificateRecord:
+        """The certificate of a device that asks whether it counts.
+
+        Raises:
+            EnrolmentRefused: it counts no more; the message says why and what to do.
+            UsageError: no agent can have that name.
+        """
+        self._check_federation(request)
+        return self._proven(self._record(request), request)
 
     def answer(self, name: str, made: CertificateRecord) -> dict[str, str]:
         """What a device is sent, signed by the authority: in a file nothing else would show that it was changed.
@@ -197,7 +189,7 @@ class Enrolment:
             record = ledger.get(name)
             if record is None:
                 known = ", ".join(one.name for one in ledger.records()[:10]) or "none"
-                raise UsageError(f"no agent '{name}' is enrolled; enrolled are: {known}")
+                raise UsageError(f"there is no agent '{name}'; known are: {known}")
             ended = record.revoked(self.now().timestamp())
             ledger.put(ended)
             self.write_crl()
@@ -231,7 +223,7 @@ class Enrolment:
             generations=generations | {record.name: record.generation for record in records if record.generation},
         )
         # First: the coordinator reads it when it sees a new list.
-        write_private(self.folder / "revoked.json", listed.model_dump_json().encode())
+        write_private(self.folder / REVOKED, listed.model_dump_json().encode())
         dated = [
             (int(serial, 16), datetime.fromtimestamp(one.revoked_at, timezone.utc))
             for serial, one in certificates.items()
@@ -244,13 +236,7 @@ class Enrolment:
         Raises:
             StateError: it is damaged.
         """
-        path = self.folder / "revoked.json"
-        try:
-            return Revoked.model_validate(parse_json(path.read_bytes()))
-        except FileNotFoundError:
-            return Revoked()
-        except ValueError as error:
-            raise StateError(f"{path}: damaged; 'headwater serve' writes it again at its next start") from error
+        return Revoked.read(self.folder)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -272,6 +258,19 @@ class Enrolment:
                 f"owner '{agent.owner}' has {len(others)} agents ({', '.join(others[:10])}), and "
                 f"identity.agents_per_owner is {most}; 'headwater agents revoke NAME' ends one of them"
             )
+
+    def _check_federation(self, request: CertificateRequest) -> None:
+        if request.federation != self.federation:
+            raise EnrolmentRefused(
+                f"federation: the request is for '{request.federation}', and this coordinator serves "
+                f"'{self.federation}'; 'headwater enroll {request.name}' on the right coordinator makes a token"
+            )
+
+    def _record(self, request: CertificateRequest) -> AgentRecord:
+        record = self.ledger.get(request.name)
+        if record is None:
+            raise EnrolmentRefused(f"name: nobody made a token for '{request.name}' here; {_again(request.name)}")
+        return record
 
     def _key_of(self, request: CertificateRequest) -> ec.EllipticCurvePublicKey:
         try:
@@ -324,9 +323,8 @@ class Enrolment:
         self._write(ended, made, token.model_copy(update={"used_at": now, "used_by": used_by}))
         return made
 
-    def _renew(
-        self, record: AgentRecord, request: CertificateRequest, key: ec.EllipticCurvePublicKey
-    ) -> CertificateRecord:
+    def _proven(self, record: AgentRecord, request: CertificateRequest) -> CertificateRecord:
+        """The certificate whose key has signed the request, where it counts or may be renewed."""
         name, now = record.name, self.now()
         shown_one = next((one for one in record.certificates if one.serial == request.serial), None)
         if shown_one is None:
@@ -350,6 +348,12 @@ class Enrolment:
             raise EnrolmentRefused(
                 f"certificate: the request of '{name}' is not signed with its key; {_again(name)}"
             ) from error
+        return shown_one
+
+    def _renew(
+        self, record: AgentRecord, request: CertificateRequest, key: ec.EllipticCurvePublicKey
+    ) -> CertificateRecord:
+        name, now, shown_one = record.name, self.now(), self._proven(record, request)
         valid = [one for one in record.certificates if one.revoked_at is None]
         for one in valid:
             if one.renews == request.serial and one.key == key_fingerprint(key):
@@ -385,11 +389,6 @@ class Enrolment:
         old = [one for one in record.certificates if one.revoked_at is None and until < one.not_after <= now - LISTED_S]
         kept = [one for one in record.certificates if one.not_after > now - LISTED_S or one in old[-MOST_CERTIFICATES:]]
         self.ledger.put(record.model_copy(update={"certificates": (*kept, made), "token": token}))
-
-
-def identity_folder(state: Path) -> Path:
-    """Where a coordinator keeps its authority, certificates and ledger."""
-    return state / IDENTITY
 
 
 def _again(name: str) -> str:

@@ -15,8 +15,8 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from edge_agent.config import NAME_PATTERN
-from edge_agent.errors import StateError, UsageError
-from edge_agent.storage import private_folder, waited_lock, write_private
+from edge_agent.errors import HeadwaterError, StateError, UsageError
+from edge_agent.storage import IDENTITY, private_folder, waited_lock, write_private
 from edge_agent.task import Frozen, parse_json
 
 log = logging.getLogger(__name__)
@@ -83,6 +83,58 @@ class AgentRecord(Frozen):
         token = self.token if self.token is not None and self.token.used_at is not None else None
         generation = self.generation + (ended != self.certificates)
         return self.model_copy(update={"certificates": ended, "token": token, "generation": generation})
+
+
+def identity_folder(state: Path) -> Path:
+    """Where a coordinator keeps its authority, certificates and ledger."""
+    return state / IDENTITY
+
+
+REVOKED = "revoked.json"
+"""In the folder of the federation's identity, beside the records."""
+
+
+class RevokedCertificate(Frozen):
+    """One that counts no more."""
+
+    agent: str
+    revoked_at: Time
+    not_after: Time
+
+
+class Revoked(Frozen):
+    """What follows from revocations, in one file: a coordinator of thousands of agents does not read all their records.
+
+    It also outlasts a record that is damaged.
+    """
+
+    certificates: dict[str, RevokedCertificate] = Field(default_factory=dict, description="by serial")
+    agents: tuple[str, ...] = Field((), description="those without any other certificate")
+    generations: dict[str, int] = Field(default_factory=dict, description="see `AgentRecord`; 0 is left out")
+
+    @classmethod
+    def read(cls, folder: Path) -> Revoked:
+        """What the list in the folder of the federation's identity says; empty where there is none.
+
+        Raises:
+            StateError: it is damaged.
+        """
+        path = folder / REVOKED
+        try:
+            return cls.model_validate(parse_json(path.read_bytes()))
+        except FileNotFoundError:
+            return cls()
+        except ValueError as error:
+            raise StateError(f"{path}: damaged; 'headwater serve' writes it again at its next start") from error
+
+
+def is_revoked(folder: Path, name: str) -> bool:
+    """Whether an agent that is on the list of revoked ones has got no other certificate since."""
+    try:
+        record = Ledger(folder / "agents").get(name)
+    except (HeadwaterError, OSError):  # damaged: the last that is known of it counts
+        return True
+    return record is None or record.is_revoked
 
 
 class Ledger:

@@ -1,5 +1,7 @@
 """The enrolment port: TLS, one line of JSON each way, nothing else; for devices that have no valid certificate.
 
+A device that the broker does not let in asks here whether its certificate counts, and is told why it does not.
+
 An own port and no topic of the broker: MQTT clients without a certificate could take over the sessions of others by
 their ids, and leave retained messages and sessions without end. Here a stranger gets a few seconds and 16 KiB.
 """
@@ -147,6 +149,8 @@ class EnrolmentPort:
                     "federation": self.enrolment.federation,
                 }
             asked = CertificateRequest.model_validate(request)
+            if not asked.csr:
+                return {"until": self.enrolment.standing(asked).not_after}
             made = self.enrolment.certify(asked)
             answer = self.enrolment.answer(asked.name, made)
         except (ValidationError, ValueError, RecursionError):

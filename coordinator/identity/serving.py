@@ -31,6 +31,7 @@ from ..config import IdentityConfig
 from ..state.journal import utc_now
 from .authority import Authority, pem_of
 from .enrolment import Enrolment
+from .ledger import Revoked, is_revoked
 from .port import EnrolmentPort
 
 log = logging.getLogger(__name__)
@@ -181,9 +182,7 @@ class IdentityService:
         self.broker = ManagedMosquitto(config.bind, config.port, self.files.settings)
         self.port = EnrolmentPort(enrolment, self.files.broker)
         self._crl = (0, 0)
-        self._revoked: frozenset[str] = frozenset()
-        self._serials: frozenset[str] = frozenset()
-        self._generations: dict[str, int] = {}
+        self._listed, self._revoked = Revoked(), frozenset[str]()
         self._ending: list[threading.Thread] = []
         self._renew_at = self._warn_at = float("-inf")
 
@@ -215,18 +214,14 @@ class IdentityService:
     def admits(self, agent: str) -> bool:
         """Whether messages of this agent count: it is not one whose certificates are all revoked."""
         if agent in self._revoked:
-            try:
-                record = self.enrolment.ledger.get(agent)
-            except (HeadwaterError, OSError):  # damaged: the last that is known of it counts
+            if is_revoked(self.enrolment.folder, agent):
                 return False
-            if record is None or record.is_revoked:
-                return False
-            self._revoked -= {agent}  # it has got another certificate since
+            self._revoked -= {agent}
         return True
 
     def generation(self, agent: str) -> int:
         """Of the key of this agent's commands."""
-        return self._generations.get(agent, 0)
+        return self._listed.generations.get(agent, 0)
 
     def most_samples(self, agent: str) -> int | None:
         """How many samples its enrolment lets this agent declare; None: no limit."""
@@ -270,7 +265,10 @@ class IdentityService:
         hit = self._look()
         self.broker.reload()
         for name in hit:
-            log.warning("agent_revoked agent=%s: its session ends now", name)
+            if self.admits(name):
+                log.info("agent_enrolled_again agent=%s: sessions with its old certificate end now", name)
+            else:
+                log.warning("agent_revoked agent=%s: its session ends now", name)
         if hit:
             thread = threading.Thread(target=self._end_sessions, args=(hit, now), name="revoke", daemon=True)
             self._ending = [*(one for one in self._ending if one.is_alive()), thread]
@@ -289,10 +287,9 @@ class IdentityService:
     def _look(self) -> list[str]:
         """Read who is revoked; the names of those with a certificate that was not revoked at the last look."""
         stamp, listed = self._stamp(), self.enrolment.revoked()
-        hit = sorted({one.agent for serial, one in listed.certificates.items() if serial not in self._serials})
-        self._serials, self._revoked = frozenset(listed.certificates), frozenset(listed.agents)
-        self._generations, self._crl = listed.generations, stamp
-        return hit
+        known = self._listed.certificates
+        self._listed, self._revoked, self._crl = listed, frozenset(listed.agents), stamp
+        return sorted({one.agent for serial, one in listed.certificates.items() if serial not in known})
 
     def _end_sessions(self, names: list[str], now: datetime) -> None:
         """Take over the sessions of these agents: Mosquitto reads the list of revoked certificates at connect only."""

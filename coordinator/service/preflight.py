@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent import data, methods, models
+from edge_agent.accountant import cost, epsilon_of
+from edge_agent.agent.noise import objection
 from edge_agent.config import DataConfig, check_tls
 from edge_agent.data.partition import check_own
 from edge_agent.errors import ConfigError, HeadwaterError, UsageError
 from edge_agent.methods import Method
 from edge_agent.task import Task
 
-from ..config import CoordinatorConfig, OwnDataConfig
+from ..config import CoordinatorConfig, DifferentialPrivacyConfig, OwnDataConfig
 from ..runs import aggregation
 
 log = logging.getLogger(__name__)
@@ -100,8 +102,20 @@ def fresh_on_devices(method: Method, task: Task) -> tuple[str, ...]:
 
 def _check_method(method: Method, config: CoordinatorConfig) -> None:
     method.check(config.task)
-    if why := aggregation.refusal(method, config):
+    if why := aggregation.refusal(method, config) or _noise_objection(method, config.privacy):
         raise UsageError(why)
+
+
+def _noise_objection(method: Method, privacy: DifferentialPrivacyConfig) -> str:
+    """Why a run would fail under ``[privacy]`` after all devices were asked; empty where it would not."""
+    if privacy.clip is None:
+        return ""
+    if privacy.epsilon is not None and (first := epsilon_of(cost(privacy.noise), privacy.delta)) > privacy.epsilon:
+        return (
+            f"privacy.epsilon = {privacy.epsilon:g} allows no round: the first one costs {first:.3g} with noise = "
+            f"{privacy.noise:g}; raise the budget or the noise"
+        )
+    return objection(method)
 
 
 def _check_weights(method: Method, task: Task, path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import capabilities
 from ..config import AgentConfig
-from ..errors import BrokerAway, HeadwaterError, MissingCapability, StateError
+from ..errors import BrokerAway, CodecError, HeadwaterError, MissingCapability, StateError
 from ..identity import Renewal, renew_beside
 from ..storage import folder_lock, read_json, sweep, write_atomic
 from ..wire.mqtt import MqttTransport
@@ -85,13 +85,14 @@ def _renew_expired(renewal: Renewal) -> None:
 
     Raises:
         EnrolmentRefused: the coordinator refuses; only a new token helps.
+        MissingCapability: certificates cannot be made here.
     """
     if not renewal.is_expired():
         return
     try:
         result = renew_beside(renewal.state, "by_port")
         log.info("certificate_renewed until=%s", result["until"])
-    except BrokerAway as error:
+    except (BrokerAway, StateError, CodecError) as error:
         log.warning("certificate_not_renewed reason=%s; tried again while the agent runs", error)
 
 

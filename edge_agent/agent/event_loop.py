@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from .. import __version__
 from ..config import AgentConfig
-from ..errors import ChunkError, DuplicateId, HeadwaterError, MessageError, ProtocolMismatch
-from ..identity import Renewal, renew_beside
+from ..errors import ChunkError, DuplicateId, EnrolmentRefused, HeadwaterError, MessageError, ProtocolMismatch
+from ..identity import Renewal, Step, renew_beside
 from ..storage import write_atomic
 from ..task import Task
 from ..wire import messages as wire
@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 
 HELLO_APART_S = 0.5
 MAX_TICK_S = 0.5
+
+ASK_AFTER, ASK_AGAIN_S = 3, 300.0
+"""Failed connections in a row after which an enrolled agent asks whether its certificate counts; pause until it asks
+again."""
 
 
 def will_of(config: AgentConfig, boot: str) -> WillOf:
@@ -83,6 +87,7 @@ class Agent:
         self.condition = self.jobs.condition
         self.disk = Disk(config.state, self.jobs, self.link, self._hello)
         self.renewal, self._is_renewing = renewal, False
+        self._failed_connects, self._ask_at = 0, float("-inf")
         self.welcomed = False
         self.rejected: HeadwaterError | None = None
         self._mismatch = Mismatch(clock, rng or random.Random())  # noqa: S311 - spreads hellos, guards nothing
@@ -156,6 +161,8 @@ class Agent:
         elif isinstance(event, Connected):
             log.info("connected broker=%s", self.config.broker.url)
             self._connection = event.connection
+            self._failed_connects = 0
+            self.condition.clear("identity")
             self._hello_at = self.clock()  # sent as soon as an answer can be received
             self._begin_alone()
         elif isinstance(event, Subscribed):
@@ -165,6 +172,7 @@ class Agent:
             self.disk.safely(self.jobs.go_on)  # everything may be on disk from before a restart
         elif isinstance(event, Disconnected):
             self.welcomed = False
+            self._failed_connects += 1
             self._silence.broker_away(event.reason)
             self.membership.answered()
         self.worker.collect()
@@ -206,6 +214,10 @@ class Agent:
         if renewal is None or self._is_renewing:  # perhaps behind a long training
             return
         try:
+            if self._failed_connects >= ASK_AFTER and self.clock() >= self._ask_at:
+                self._ask_at = self.clock() + ASK_AGAIN_S
+                self._renew_beside("standing")
+                return
             if not renewal.is_due(self.clock()):
                 return
             if self.welcomed:
@@ -215,10 +227,15 @@ class Agent:
         except HeadwaterError as error:
             self._not_renewed(str(error))
 
-    def _renew_beside(self, what: Literal["message", "by_port", "received"], certificate: str = "") -> None:
+    def _renew_beside(self, what: Step, certificate: str = "") -> None:
         def done(result: Any, error: BaseException | None) -> None:
             self._is_renewing = False
-            if error is not None:
+            if isinstance(error, EnrolmentRefused):  # by the coordinator itself: the broker will not let this agent in
+                self.condition.note("identity", error)
+            if what == "standing":
+                if isinstance(error, EnrolmentRefused):
+                    log.error("certificate_refused agent=%s reason=%s", self.config.id, error)
+            elif error is not None:
                 self._not_renewed(str(error))
             elif what == "message":
                 self.link.send(wire.Renew(**result))

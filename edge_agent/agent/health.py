@@ -21,8 +21,9 @@ from ..wire.messages import DISK_ERROR, ConditionName, Fault, JobKey, printable
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["disk", "data", "work", "bundle", "start"]
-"""What failed: writing to the disk, the check of local data, a job of a run, a bundle, the start of the agent."""
+Kind = Literal["disk", "data", "work", "bundle", "start", "identity"]
+"""What failed: writing to the disk, the check of local data, a job of a run, a bundle, the start of the agent, or the
+certificate, which counts no more."""
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EROFS, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)})
 LEAST_FREE_BYTES = 1 << 20
@@ -63,6 +64,12 @@ _KNOWN = (
     ),
     _Known(
         errors.DuplicateId, "duplicate-id", "another agent has the same id", "give one of the two agents another id"
+    ),
+    _Known(
+        errors.EnrolmentRefused,
+        "identity",
+        "its certificate does not count",
+        "stop the agent and enroll the device again: 'headwater enroll NAME', 'edge-agent enroll TOKEN'",
     ),
     _Known(errors.UsageError, "usage", "what is asked of this device cannot be done as written", _SEE),
     _Known(
@@ -147,8 +154,9 @@ class Problem:
         return Fault(error=self.error, code=self.code, message=self.public, remedy=self.remedy, **job)
 
     def as_json(self) -> dict[str, str]:
-        """For the status of this device."""
-        return {name: value for name, value in asdict(self).items() if name != "public"}
+        """For the status of this device, which shows the whole message itself."""
+        fields = {name: value for name, value in asdict(self).items() if name != "public"}
+        return fields | {"remedy": self.remedy.replace(_SEE, "see the message")}
 
 
 class Condition:

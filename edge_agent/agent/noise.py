@@ -82,8 +82,9 @@ class Mechanism:
             )
         statistics = method.to_noise(extras)
         if statistics is None:
+            more = f" and {len(extras) - 1} more arrays" if len(extras) > 1 else ""
             raise PrivacyRefused(
-                f"method '{method.name}' sends {', '.join(sorted(extras))}, for which no noise is defined; use another "
+                f"method '{method.name}' sends '{min(extras)}'{more}, for which no noise is defined; use another "
                 "method, or no differential privacy",
                 is_public=True,
             )
@@ -106,6 +107,20 @@ class Mechanism:
             result[name] = np.maximum(moved, 0) if name.endswith(".running_var") else moved
         made = method.from_noise({name: noisy[name] for name in statistics})
         return result | {name: array.astype(extras[name].dtype) for name, array in made.items()}
+
+
+def objection(method: Method) -> str:
+    """Why noise is not defined for what a method sends; empty where it is. Needs torch."""
+    import numpy as np
+
+    from ..disclosure import example
+
+    received, update = example(method)
+    try:
+        Mechanism(clip=1.0, clip_statistics=1.0, noise=1.0).apply(method, update, received, np.random.default_rng(0))
+    except PrivacyRefused as error:
+        return str(error)
+    return ""
 
 
 def norm_of(arrays: Iterable[np.ndarray]) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..accountant import cost, epsilon_of
 from ..config import AgentConfig, PrivacyConfig
-from ..errors import PrivacyRefused, StateError
+from ..errors import PrivacyRefused, StateError, UnknownName
 from ..storage import read_json, write_json
 from ..task import RUNNING_STATISTICS
 from ..wire.messages import OUTSIDE_ROUNDS, Job, Report
@@ -51,14 +51,33 @@ def check_job(policy: PrivacyConfig, job: Job, least: int | None) -> None:
         raise PrivacyRefused("; ".join(reasons), is_public=True)
 
 
+def check_policy(policy: PrivacyConfig) -> str:
+    """What is to be known of a policy before any run; empty: nothing.
+
+    Raises:
+        UnknownName: it names a method that there is not.
+    """
+    from .. import methods
+
+    if unknown := [name for name in policy.methods or () if name not in methods.names()]:
+        raise UnknownName("method", unknown[0], methods.names())
+    if policy.clip is None and policy.wants_noise:
+        return (
+            "privacy.noise or privacy.epsilon without privacy.clip: runs are refused whose coordinator has no clip in "
+            "its own [privacy]; set privacy.clip as well"
+        )
+    return ""
+
+
 def objections(policy: PrivacyConfig, method: str, least: int | None) -> list[str]:
     """Why the policy allows no training by this method; ``least`` as in `check_job`."""
     reasons = []
-    if policy.methods and method not in policy.methods:
-        reasons.append(f"method is '{method}', privacy.methods allows {', '.join(policy.methods)}")
+    if policy.methods is not None and method not in policy.methods:
+        reasons.append(f"method is '{method}', privacy.methods allows {', '.join(policy.methods) or 'none'}")
     if least is not None and least < policy.min_class_count:
         reasons.append(
-            f"{CLASS_COUNT} of the run is {least}, privacy.{CLASS_COUNT} asks for {policy.min_class_count} or more"
+            f"{CLASS_COUNT} of the run is {least}, privacy.{CLASS_COUNT} asks for {policy.min_class_count} or more "
+            f"(headwater run -p {CLASS_COUNT}={policy.min_class_count})"
         )
     if least is not None and policy.samples == "rounded":
         reasons.append(

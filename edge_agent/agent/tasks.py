@@ -32,7 +32,6 @@ from ..errors import (
     StateError,
     TrainingCancelled,
     TransferTooSlow,
-    UnknownName,
     UsageError,
 )
 from ..storage import read_json, write_json
@@ -49,7 +48,16 @@ from .local_state import (
     note_receipt,
     remove_ended_runs,
 )
-from .privacy import CLASS_COUNT, Ledger, check_job, check_tensors, public_report, sample_count, without_withheld
+from .privacy import (
+    CLASS_COUNT,
+    Ledger,
+    check_job,
+    check_policy,
+    check_tensors,
+    public_report,
+    sample_count,
+    without_withheld,
+)
 from .transfers import Downloads, Link, Outbox, Uploads
 
 if TYPE_CHECKING:
@@ -527,11 +535,10 @@ def check(config: AgentConfig, task: Task | None = None) -> None:
     Raises:
         HeadwaterError: they are not; as `edge_agent.data.load` says it.
     """
-    from .. import heads, methods
+    from .. import heads
     from ..data.partition import check_own
 
-    if unknown := [name for name in config.privacy.methods if name not in methods.names()]:
-        raise UnknownName("method", unknown[0], methods.names())
+    check_policy(config.privacy)
     heads.check(config.head.name, config.head.params)
     check_own(config.data, config.id, task, own_classes=config.head.own_classes)
 

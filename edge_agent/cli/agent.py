@@ -11,7 +11,7 @@ from typing import Any
 
 from ..agent.health import look_at_disk, problem_of
 from ..config import AgentConfig, check_tls, load
-from ..errors import HeadwaterError, StateError
+from ..errors import BrokerAway, HeadwaterError, StateError
 from ..limits import limit_threads
 from ..storage import folder_lock, read_json
 from ..trust import TrustStore
@@ -78,7 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
     limit_threads(config.training.threads)
     from ..agent import app
 
-    app.run(config)
+    try:
+        app.run(config)
+    except BrokerAway as error:
+        raise BrokerAway(f"{error} ('edge-agent doctor --config {arguments.config}' tries the way)") from error
     return 0
 
 

@@ -113,23 +113,43 @@ def look(config: AgentConfig) -> Iterator[Step]:
     """What an agent with this configuration finds on its own device: tier, state, data, key of commands, head."""
     from .. import heads
     from ..agent.app import choose_tier
+    from ..agent.privacy import check_policy
     from ..capabilities import find
     from ..config import check_tls, is_loopback
-    from ..data.partition import check_own
     from ..identity import IdentityFolder, check_identity
     from ..storage import check_writable
 
     head = config.head
     yield attempted("tier", lambda: _check_tier(find(), choose_tier(config)))
     yield attempted("state", lambda: check_writable(config.state), f"{config.state} can be written")
-    yield attempted("data", lambda: check_own(config.data, config.id), f"{config.data.source} is there")
+    yield attempted("data", lambda: _check_data(config), f"{config.data.source} is there")
+    yield attempted("privacy", lambda: check_policy(config.privacy) or "'edge-agent privacy' shows what leaves")
     yield attempted("commands", lambda: _check_key(config))
     yield attempted("head", lambda: heads.check(head.name, head.params), f"'{head.name}' with its parameters is known")
     if IdentityFolder(config.state).file.exists():
         yield attempted("certificate", lambda: check_identity(config, time.time()))
+        yield attempted("enrolment", lambda: _ask_standing(config))
         yield attempted("clock", lambda: _compare_clocks(config))
     elif not config.broker.uses_tls and not is_loopback(config.broker.host):
         yield attempted("tls", lambda: check_tls(config.broker))
+
+
+def _check_data(config: AgentConfig) -> None:
+    from ..data import probe
+    from ..data.partition import check_own
+
+    check_own(config.data, config.id)
+    if config.data.partition is None:
+        probe(config.data.source, config.data.folder)
+
+
+def _ask_standing(config: AgentConfig) -> str:
+    from ..identity import Renewal
+
+    try:
+        return f"the coordinator says that the certificate counts until {Renewal(config.state).standing()}"
+    except BrokerAway as error:
+        return f"not asked: {error}"
 
 
 def _compare_clocks(config: AgentConfig) -> str:
@@ -206,7 +226,7 @@ def attempted(name: str, attempt: Callable[[], object], detail: str = "") -> Ste
         result = attempt()
         return Step(name, is_ok=True, detail=detail or str(result))
     except HeadwaterError as error:
-        return Step(name, is_ok=False, detail=str(error), exit_code=error.exit_code)
+        return Step(name, is_ok=False, detail=str(error).removeprefix(f"{name}: "), exit_code=error.exit_code)
     except OSError as error:  # name, connection and certificate errors are all kinds of OSError
         return Step(name, is_ok=False, detail=cause(error), exit_code=BrokerAway.exit_code)
 
@@ -216,13 +236,13 @@ class _Visit:
 
     def __init__(self, config: AgentConfig, timeout_s: float) -> None:
         from ..wire.messages import Topics
-        from ..wire.mqtt import MqttTransport, user_of
+        from ..wire.mqtt import user_of
 
         self._config, self._timeout_s = config, timeout_s
         self._user = user_of(config.broker, config.id)
         self._topics = Topics(config.federation)
         self._broker = config.broker.model_copy(update={"user": self._user, "wait": False})
-        self._transport: MqttTransport = MqttTransport(self._broker, f"{config.id}-doctor")
+        self._transport: MqttTransport | None = None
         self._boot = secrets.token_hex(8)
 
     def login(self) -> str:
@@ -232,11 +252,19 @@ class _Visit:
             UsageError: the broker does not let this user in.
             BrokerAway: it does not answer.
         """
-        self._transport.subscribe(*self._topics.for_agent(self._config.id))
-        self._transport.start()
+        self._connect()
         if self._broker.tls is not None and self._broker.tls.cert is not None:
             return f"with the certificate in {self._broker.tls.cert}"
         return "without a user" if self._user is None else f"as user '{self._user}'"
+
+    def _connect(self) -> MqttTransport:
+        from ..wire.mqtt import MqttTransport
+
+        if self._transport is None:
+            self._transport = MqttTransport(self._broker, f"{self._config.id}-doctor")
+            self._transport.subscribe(*self._topics.for_agent(self._config.id))
+            self._transport.start()
+        return self._transport
 
     def topics(self) -> str:
         """Listen and speak on the agent's topics.
@@ -252,16 +280,18 @@ class _Visit:
         wanted = set(self._topics.for_agent(agent))
         until = time.monotonic() + self._timeout_s
         while wanted and time.monotonic() < until:
-            event = self._transport.receive(0.1)
+            event = self._connect().receive(0.1)
             if isinstance(event, Subscribed):
                 wanted -= set(event.filters)
         if wanted:
             raise self._forbidden(f"listen on {', '.join(sorted(wanted))}")
+        self.leave()  # with a certificate all connections have one id, and the second one ends the first
         beat = wire.encode(wire.Heartbeat(boot=self._boot))  # of a start that has said no hello: it changes nothing
         spoken = {topic(agent): beat for topic in (self._topics.up, self._topics.heartbeat)}
         rejected = refused_topics(self._broker, agent, spoken, self._timeout_s)
         if rejected:
             raise self._forbidden(f"speak on {', '.join(sorted(rejected))} ({next(iter(rejected.values()))})")
+        self._connect()
         return f"may listen and speak on those of agent '{agent}' in federation '{self._config.federation}'" + (
             "" if rejected is not None else ", as far as this broker tells"
         )
@@ -278,10 +308,10 @@ class _Visit:
         until = time.monotonic() + self._timeout_s
         beat, beat_at = wire.encode(wire.Heartbeat(boot=self._boot)), float("-inf")
         while time.monotonic() < until:
-            if time.monotonic() - beat_at >= 0.5:  # the step before may have ended this connection: one id, one session
+            if time.monotonic() - beat_at >= 0.5:  # a connection that has just begun does not hear the first answers
                 beat_at = time.monotonic()
-                self._transport.publish(self._topics.heartbeat(self._config.id), beat)
-            event = self._transport.receive(0.1)
+                self._connect().publish(self._topics.heartbeat(self._config.id), beat)
+            event = self._connect().receive(0.1)
             if isinstance(event, Message) and event.topic == self._topics.down(self._config.id):
                 return f"one of federation '{self._config.federation}' answers"
         raise BrokerAway(
@@ -291,7 +321,9 @@ class _Visit:
 
     def leave(self) -> None:
         """Disconnect."""
-        self._transport.close()
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = None
 
     def _forbidden(self, what: str) -> UsageError:
         agent, federation = self._config.id, self._config.federation

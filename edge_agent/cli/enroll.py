@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..config import AgentConfig, load
+from ..config import AgentConfig, DataConfig, load
 from ..errors import BrokerAway, StateError, UsageError
 from ..identity import Identity, IdentityFolder, Token, answered, requested, shown
 from ..identity import enroll as ask_for_certificate
-from ..storage import lock_holder, read_json, write_atomic
+from ..storage import lock_holder, read_json, read_toml, write_atomic
 from . import output
+
+NO_SOURCE = '# source = "images:/srv/photos"'
+"""In a configuration that was written without data."""
 
 START_S, AGAIN_S = 20.0, 2.0
 """How long a coordinator may take to start, and the pause between two tries."""
@@ -32,6 +36,9 @@ def add_enroll_arguments(parser: argparse.ArgumentParser) -> None:
     by_file.add_argument("--csr", type=Path, metavar="FILE", help="write the request to a file, and connect to nobody")
     by_file.add_argument("--answer", type=Path, metavar="FILE", help="install what 'headwater sign' wrote for it")
     parser.add_argument("--data", metavar="SOURCE", help="local data, as for 'edge-agent fit'")
+    parser.add_argument(
+        "--rename", action="store_true", help="take the token's name on a device that is enrolled by another one"
+    )
 
 
 def enroll(arguments: argparse.Namespace) -> int:
@@ -52,14 +59,26 @@ def enroll(arguments: argparse.Namespace) -> int:
         raise StateError(f"state: {state} is in use by {holder}; stop that agent, then enroll")
     folder = IdentityFolder(state)
     before = folder.read()
+    if before is not None and before.name not in {token.name, token.replaces} and not arguments.rename:
+        raise UsageError(
+            f"state: {state} is enrolled as '{before.name}', and the token is for '{token.name}'; 'headwater agents "
+            f"rename {before.name} {token.name}' makes a token that renames it, --rename takes this one; for a second "
+            "agent name another --state and --config"
+        )
     if arguments.csr is not None:
         write_atomic(arguments.csr, requested(token, folder).model_dump_json().encode() + b"\n")
-        steps = (f"headwater sign {arguments.csr} --out answer.json", "edge-agent enroll TOKEN --answer answer.json")
+        given = "" if arguments.data is None else f" --data {shlex.quote(arguments.data)}"
+        steps = (
+            f"headwater sign {arguments.csr} --out answer.json",
+            f"edge-agent enroll TOKEN --answer answer.json{given}",
+        )
         lines = [f"next, on the coordinator: {steps[0]}", f"then, here: {steps[1]}"]
         output.result(arguments, {"name": token.name, "request": str(arguments.csr)}, lambda: lines)
         return 0
     if arguments.answer is not None:
-        identity = answered(token, folder, read_json(arguments.answer) or {})
+        if (answer := read_json(arguments.answer)) is None:
+            raise UsageError(f"--answer {arguments.answer}: no such file; 'headwater sign' writes it")
+        identity = answered(token, folder, answer)
     else:
         identity = _patiently(lambda: ask_for_certificate(token, folder))
     written = _write_config(arguments, token, state, before)
@@ -94,15 +113,28 @@ def _patiently(ask: Callable[[], Identity], pause: Callable[[float], None] = tim
 
 
 def _state(arguments: argparse.Namespace, token: Token) -> Path:
-    """The state folder; an existing configuration has to be one of this federation.
+    """The state folder; an existing configuration has to be one of this federation, and the data have to be there.
 
     Raises:
-        UsageError: the configuration is of another federation or broker, or names another folder.
+        UsageError: the configuration is of another federation or broker, or names another folder or other data; or
+            there are no such data.
     """
+    from ..data.partition import check_own
+
     path = arguments.config
     if not path.exists():
+        if arguments.data is not None:
+            check_own(DataConfig(source=arguments.data, folder=Path.cwd()), token.name)
         return Path(arguments.state or "agent-state").absolute()
-    config = load(AgentConfig, path, None if arguments.data is None else {"data": {"source": arguments.data}})
+    named = read_toml(path).get("data", {}).get("source")
+    config = _configured(path, named or arguments.data)
+    if arguments.data is not None:
+        if named not in {None, arguments.data}:
+            raise UsageError(
+                f"config: {path} names the data '{named}', not '{arguments.data}'; change source under [data] there, "
+                "and leave --data out"
+            )
+        check_own(config.data, config.id)
     if (config.federation, config.broker.url) != (token.federation, token.url):
         raise UsageError(
             f"config: {path} is for federation '{config.federation}' at {config.broker.url}, and the token for "
@@ -115,21 +147,31 @@ def _state(arguments: argparse.Namespace, token: Token) -> Path:
     return config.state
 
 
+def _configured(path: Path, source: str | None) -> AgentConfig:
+    """The configuration at ``path``, whose data are perhaps not named yet."""
+    return load(AgentConfig, path, {"data": {"source": source or "none"}})
+
+
 def _write_config(arguments: argparse.Namespace, token: Token, state: Path, before: Identity | None) -> list[str]:
     """Write agent.toml where there is none, and the agent's new id where it was renamed; what else is to be done."""
     path: Path = arguments.config
     next_step = f"next: edge-agent run --config {path}"
+    source = f"source = {json.dumps(arguments.data)}" if arguments.data else NO_SOURCE
     if path.exists():
         text = path.read_text(encoding="utf-8")
+        if arguments.data is not None and text.count(NO_SOURCE) == 1:
+            text = text.replace(NO_SOURCE, source)
+            write_atomic(path, text.encode())
+        if "source" not in read_toml(path).get("data", {}):
+            next_step = f"next: name this device's data in {path}, [data] source, then: edge-agent run --config {path}"
         old = f'id = "{before.name}"' if before is not None else ""
         if before is not None and before.name != token.name and text.count(old) == 1:
             write_atomic(path, text.replace(old, f'id = "{token.name}"').encode())
             return [f"{path}: the id is '{token.name}' now", next_step]
-        if load(AgentConfig, path).id != token.name:
+        if _configured(path, arguments.data).id != token.name:
             return [f'set id = "{token.name}" in {path}, then: edge-agent run --config {path}']
         return [next_step]
     folder = IdentityFolder(state)
-    source = f"source = {json.dumps(arguments.data)}" if arguments.data else '# source = "images:/srv/photos"'
     text = f"""\
 # Written by 'edge-agent enroll'. All keys: configs/README.md of the project.
 id = "{token.name}"

@@ -95,10 +95,12 @@ def size(number: int | None) -> str:
 
 
 def value_text(value: object) -> str:
-    """A value as a cell: a dash for None, three decimals for floats."""
-    if value is None:
+    """A value as a cell: a dash for what is not known, three decimals for floats, or digits of smaller ones."""
+    if value is None or value == "":
         return "–"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if 0 < abs(value) < 0.0005 else f"{value:.3f}"
 
 
 def progress(what: str) -> Callable[[int, int], None] | None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import methods
-from ..agent.privacy import allows_metric, check_tensors, objections, spent
+from ..agent.privacy import allows_metric, check_policy, check_tensors, objections, spent
 from ..config import AgentConfig, load
 from ..disclosure import BESIDE, SECURE_SUM, Item, example, messages, tensors, travels
 from ..errors import PrivacyRefused, UnknownName
-from ..wire.messages import Noise
+from ..wire.messages import OUTSIDE_ROUNDS
 from . import output
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def privacy(arguments: argparse.Namespace) -> int:
     fields = [*BESIDE, *messages()]
     content: dict[str, Any] = {
         "policy": config.privacy.model_dump(mode="json"),
+        "note": check_policy(config.privacy) or None,
         "fields": [{**asdict(item), "state": state(config, item)} for item in fields],
         "spent": spent(config),
         "method": None,
@@ -53,17 +54,23 @@ def privacy(arguments: argparse.Namespace) -> int:
 
 
 def state(config: AgentConfig, item: Item) -> str:
-    """Whether it leaves under this configuration: ``leaves``, ``rounded``, ``withheld`` or ``as named``."""
+    """Whether it leaves under this configuration.
+
+    ``leaves``, ``rounded``, ``clipped``, ``with noise``, ``withheld``, ``without noise``, so that it is withheld, or
+    ``as named``.
+    """
     policy = config.privacy
+    if item.where == "train" and policy.wants_noise:
+        return "with noise" if policy.noise else "clipped"
+    if item.where in OUTSIDE_ROUNDS and getattr(policy, item.where):
+        return "without noise" if policy.wants_noise else "leaves"
     if item.setting == "privacy.samples" and policy.samples == "rounded":
         return "rounded"
     if item.setting == "privacy.metrics":
         if item.name.endswith(".*"):
             return "leaves" if "*" in policy.metrics else "as named" if policy.metrics else "withheld"
         return "leaves" if allows_metric(policy, item.name.replace("acc_", "acc.")) else "withheld"
-    if item.setting in {"privacy.batch_norm_stats", "privacy.activation_ranges"}:
-        return "leaves" if getattr(policy, item.setting.partition(".")[2]) else "withheld"
-    return "leaves"
+    return "withheld" if item.where in OUTSIDE_ROUNDS else "leaves"
 
 
 def of_method(config: AgentConfig, name: str) -> dict[str, Any]:
@@ -83,27 +90,24 @@ def refusal(config: AgentConfig, method: Method) -> str:
 
     A run may ask for more noise, and for clipping, which does not depend on its size.
     """
-    import numpy as np
+    from ..agent.noise import objection
 
-    from ..agent.noise import Mechanism
-
-    policy, (received, update) = config.privacy, example(method)
+    policy, (received, _) = config.privacy, example(method)
     if reasons := objections(policy, method.name, method.least_class_count):
         return "; ".join(reasons)
     try:
         check_tensors(policy, received)
-        mechanism = Mechanism.of(policy, Noise(clip=1.0, clip_statistics=1.0)) if policy.wants_noise else None
-        if mechanism is not None:
-            mechanism.apply(method, update, received, np.random.default_rng(0))
     except PrivacyRefused as error:
         return str(error)
-    return ""
+    return objection(method) if policy.wants_noise else ""
 
 
 def lines(content: dict[str, Any]) -> Iterator[str]:
     """The list as text."""
     yield "[privacy] of this device"
-    yield from (f"  {line}" for line in output.pairs(content["policy"].items()))
+    policy = {**content["policy"], "methods": _names(content["policy"]["methods"])}
+    yield from (f"  {line}" for line in output.pairs(policy.items()))
+    yield from (f"  note: {note}" for note in filter(None, [content["note"]]))
     if content["spent"] is not None:
         yield "spent by its updates so far"
         yield from (f"  {line}" for line in output.pairs(content["spent"].items()))
@@ -120,6 +124,17 @@ def lines(content: dict[str, Any]) -> Iterator[str]:
             yield from _listed("in a secure sum, in place of what leaves in jobs 'train'", content["secure_sum"])
 
 
+_MARKS = {
+    "clipped": "clipped: privacy.clip",
+    "with noise": "with noise: privacy.noise",
+    "without noise": "withheld: it would be without the noise or clipping of [privacy]",
+}
+
+
+def _names(names: list[str] | None) -> str:
+    return "all" if names is None else ", ".join(names) or "none"
+
+
 def _listed(title: str, items: list[dict[str, Any]]) -> Iterator[str]:
     yield title
     before = ""
@@ -127,5 +142,6 @@ def _listed(title: str, items: list[dict[str, Any]]) -> Iterator[str]:
         if item["where"] != before:
             before = item["where"]
             yield f"  {before}"
-        mark = "" if item["state"] == "leaves" else f" [{item['state']}: {item['setting']}]"
+        said = _MARKS.get(item["state"], f"{item['state']}: {item['setting']}")
+        mark = "" if item["state"] == "leaves" else f" [{said}]"
         yield f"    {item['name']}{mark}: {item['meaning']}"

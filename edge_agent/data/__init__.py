@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from ..config import parse
 from ..errors import ConfigError, DataError, UnknownName, UsageError
-from ..registry import Registry, is_reference
+from ..registry import Registry, absolute, is_reference
 from ..task import ImageInput, InputSpec, WindowInput
 from . import preprocess
 from .base import (
@@ -226,6 +226,33 @@ def check(
         _match_names(raw, class_names, source)
 
 
+PROBED = 20
+"""Samples of which one at least has to be usable."""
+
+
+def probe(source: str, folder: Path | None = None) -> None:
+    """Read samples of a source that is a file or folder, spread over it, until one can be used.
+
+    Raises:
+        DataError: none of `PROBED` can.
+        HeadwaterError: as `check`.
+    """
+    resolved = _resolve(source, folder)
+    if not resolved.kind.needs_path:  # a camera, or a function of the user's
+        return
+    raw = resolved.read()
+    rows = np.unique(np.linspace(0, len(raw.items) - 1, PROBED).astype(int)).tolist()
+    reasons = []
+    for row in rows:
+        try:
+            raw.items[row]
+        except DataError as error:
+            reasons.append(f"{raw.names[row] if raw.names else row}: {error}")
+        else:
+            return
+    raise DataError(f"{source}: none of {len(rows)} tried, of {len(raw.items)}, can be used; first {reasons[0]}")
+
+
 def _check_kind(raw: Raw, spec: InputSpec, source: str) -> None:
     """Check that images are given for a task of images, and recordings or windows for one of windows."""
     wanted = "images" if isinstance(spec, ImageInput) else "windows"
@@ -281,7 +308,7 @@ def parse_source(source: str) -> tuple[str, str, dict[str, str]]:
         ConfigError: not of the form kind:where?option=value.
     """
     file, _, query = source.partition("?")
-    if is_reference(file):
+    if is_reference(file) and not file.startswith("python:"):
         source = f"python:{source}"
     kind, _, rest = source.partition(":")
     where, _, query = rest.rpartition("?") if "?" in rest else (rest, "", "")
@@ -323,7 +350,7 @@ def location(source: str, folder: Path | None = None) -> tuple[str, str, dict[st
         ConfigError: not of the form kind:where?option=value.
     """
     kind, where, given = parse_source(source)
-    return kind, str(_path(where, folder).resolve()) if source_kind(kind).needs_path else where, given
+    return kind, str(_path(where, folder).resolve()) if source_kind(kind).needs_path else absolute(where, folder), given
 
 
 def domains(source: str, *, seed: int = 0, folder: Path | None = None) -> dict[str, str]:
@@ -394,7 +421,8 @@ def _resolve(source: str, folder: Path | None) -> _Resolved:
             f"data source '{source}': names no kind; did you mean '{_likely_kind(path)}:{source}'? kinds: "
             f"{', '.join(error.known)}; images are given as a folder of them, or to 'edge-agent predict' as --input"
         ) from error
-    return _Resolved(source, name, kind, where, str(_path(where, folder)) if kind.needs_path else where, given)
+    anchored = str(_path(where, folder)) if kind.needs_path else absolute(where, folder)
+    return _Resolved(source, name, kind, where, anchored, given)
 
 
 def _likely_kind(path: Path) -> str:

@@ -195,7 +195,7 @@ class MqttTransport:
                     client.disconnect()  # `close` may have come before there was a client
             reason = paho.error_string(code)
             if not self._up.is_set() and self.config.tls is not None and self.config.tls.cert is not None:
-                reason += " The broker may refuse this certificate: 'edge-agent doctor --config FILE' checks it."
+                reason = f"{reason.rstrip('.')}; the broker may refuse this certificate"
         except HeadwaterError as error:  # a password or certificate that was being replaced while we looked
             reason = str(error)
         except Exception as error:  # noqa: BLE001 - a broken packet makes paho raise anything; a new session is the cure

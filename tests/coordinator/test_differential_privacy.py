@@ -16,10 +16,11 @@ from scipy import stats
 from coordinator.cli.run import footnotes
 from coordinator.config import CoordinatorConfig, DifferentialPrivacyConfig
 from coordinator.runs.result_notes import spent
+from coordinator.service.preflight import checked_method
 from edge_agent.accountant import cost, epsilon_of
 from edge_agent.agent.privacy import LEDGER_FILE
 from edge_agent.config import PrivacyConfig, parse
-from edge_agent.errors import ConfigError
+from edge_agent.errors import ConfigError, UsageError
 from edge_agent.storage import read_json
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import decode_frame
@@ -249,3 +250,20 @@ def test_a_method_without_defined_noise_fails_at_once_with_the_reason(tmp_path):
 def test_settings_that_give_no_guarantee_are_mistakes(more, reason):
     with pytest.raises(ConfigError, match=reason):
         parse(CoordinatorConfig, {"task": TASK.model_dump(), **more}, where="coordinator.toml")
+
+
+@pytest.mark.parametrize(
+    "method, privacy, reason",
+    [
+        ("scaffold", {"clip": 1.0, "noise": 1.0}, "and [0-9]+ more arrays, for which no noise is defined"),
+        ("fedproto", {"clip": 1.0, "noise": 1.0}, "is counted, no noise is defined for it"),
+        ("fedavg", {"clip": 1.0, "noise": 1.0, "epsilon": 0.5}, r"allows no round: the first one costs 4\.38"),
+        ("fedavg", {"clip": 1.0, "noise": 20.0, "epsilon": 0.5}, None),
+        ("fedpac", {"clip": 1.0, "noise": 1.0}, None),
+        ("scaffold", {}, None),
+    ],
+)
+def test_run_that_privacy_would_end_is_not_taken(method, privacy, reason):
+    config = parse(CoordinatorConfig, {"task": TASK.model_dump(), "privacy": privacy}, where="coordinator.toml")
+    with pytest.raises(UsageError, match=reason) if reason else contextlib.nullcontext():
+        checked_method(config, method, {})

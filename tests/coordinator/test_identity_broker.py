@@ -19,7 +19,8 @@ from pydantic import ValidationError
 from coordinator.broker import MosquittoBroker
 from coordinator.config import CoordinatorConfig, EmbeddedConfig, IdentityConfig
 from coordinator.identity.authority import Authority, pem_of
-from coordinator.identity.enrolment import Enrolment, identity_folder
+from coordinator.identity.enrolment import Enrolment
+from coordinator.identity.ledger import identity_folder
 from coordinator.identity.serving import IdentityService
 from coordinator.service.preflight import check_private
 from edge_agent.config import BrokerConfig, TlsConfig, check_tls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from datetime import timedelta
 
@@ -27,10 +28,12 @@ def test_longest_name_of_a_federation_is_taken(fleet):
     assert load_config(fleet.config).federation == "a" * 63
 
 
-@pytest.mark.parametrize("host", ["my host", "büro", "a" * 254])
+@pytest.mark.parametrize(
+    "host", ["my host", "büro", "a" * 254, "foo:123", "https://x.y", "a..b", f"{'a' * 64}.example", "192.0.2.999"]
+)
 def test_host_that_no_url_can_name_is_refused_before_anything_is_written(fleet, host):
     code, _, err = fleet.call("init", fleet.folder, "--host", host)
-    assert (code, err.count("--host: 1 mistake"), "Traceback" in err) == (2, 1, False)
+    assert (code, err.count("options: 1 mistake"), err.count("host = "), "Traceback" in err) == (2, 1, 1, False)
     assert not fleet.folder.exists()
 
 
@@ -39,7 +42,18 @@ def test_name_of_the_machine_that_no_certificate_can_hold_is_left_out(fleet, mon
     assert fleet.call("init", fleet.folder, "--host", "coordinator.example")[0] == 0
     assert server_names(load_config(fleet.config).identity)[0] == "coordinator.example"
     code, _, err = fleet.call("init", fleet.folder / "other")
-    assert (code, "--host: 1 mistake" in err) == (2, True)
+    assert (code, "options: 1 mistake" in err) == (2, True)
+
+
+def test_broker_and_enrolment_need_one_port_each(fleet):
+    code, _, err = fleet.call("init", fleet.folder, "--host", "localhost", "--port", 1234, "--enroll-port", 1234)
+    assert (code, "port and enroll_port are both 1234" in err, fleet.folder.exists()) == (2, True, False)
+
+
+def test_second_init_says_how_the_host_is_changed(fleet):
+    fleet.init()
+    code, _, err = fleet.call("init", fleet.folder, "--host", "other.example")
+    assert (code, "change it: identity.host in that file" in err, "--config" in err) == (2, True, False)
 
 
 @pytest.mark.parametrize(
@@ -95,3 +109,39 @@ def test_rename_whose_token_was_lost_is_repeated_until_the_name_has_a_certificat
         issuer.certify(IdentityFolder(fleet.folder / "device").request("home", name, token.secret))
     code, _, err = fleet.call("agents", "rename", "porch", "garden", "--config", fleet.config)
     assert (code, "there is an agent 'garden' already" in err) == (2, True)
+
+
+def test_revocation_says_what_it_ends_and_the_list_what_follows(fleet):
+    fleet.init()
+    issuer = enrolment(fleet.config, None)
+
+    def revoke(name):
+        code, out, err = fleet.call("agents", "revoke", name, "--config", fleet.config)
+        assert code == 0, err
+        return out
+
+    def listed():
+        _, out, _ = fleet.call("agents", "list", "--config", fleet.config, "--json")
+        return {agent["name"]: (agent["state"], agent["renames"]) for agent in json.loads(out)["agents"]}
+
+    token = issuer.token("porch", timedelta(days=1))
+    assert listed() == {"porch": ("invited", None)}
+    assert "porch is invited no more" in revoke("porch")
+    assert listed() == {"porch": ("revoked", None)}
+    token = issuer.token("porch", timedelta(days=1))
+    issuer.certify(IdentityFolder(fleet.folder / "device").request("home", "porch", token.secret))
+    issuer.token("garden", timedelta(days=1), replaces="porch")
+    assert listed() == {"garden": ("invited", "porch"), "porch": ("enrolled", None)}
+    assert "porch is revoked" in revoke("porch")
+    assert "porch was revoked before" in revoke("porch")
+    issuer.token("porch", timedelta(days=1))
+    assert listed()["porch"] == ("invited", None)
+    assert "1 agents" not in fleet.call("agents", "list", "--config", fleet.config)[1]
+    code, _, err = fleet.call("agents", "revoke", "hall", "--config", fleet.config)
+    assert (code, "there is no agent 'hall'; known are: garden, porch" in err) == (2, True)
+
+
+def test_request_that_is_not_there_is_a_mistake_of_the_command(fleet):
+    fleet.init()
+    code, _, err = fleet.call("sign", fleet.folder / "nothere.json", "--config", fleet.config)
+    assert (code, "no such file" in err) == (2, True)

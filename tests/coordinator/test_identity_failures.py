@@ -25,14 +25,17 @@ from identity_harness import free_ports
 
 from coordinator.config import IdentityConfig
 from coordinator.identity.authority import Authority, pem_of
-from coordinator.identity.enrolment import MOST_CERTIFICATES, Enrolment, identity_folder
+from coordinator.identity.enrolment import MOST_CERTIFICATES, Enrolment
+from coordinator.identity.ledger import Revoked, identity_folder, is_revoked
 from coordinator.identity.port import AT_ONCE, AT_ONCE_OF_ONE, HANDSHAKE_S, EnrolmentPort, _origin
 from coordinator.identity.serving import BrokerFiles, IdentityService
 from coordinator.state.backup import back_up
 from coordinator.state.command_keys import CommandKeys
 from coordinator.state.release_keys import ReleaseKeys
 from coordinator.state.store import StateFolder
-from edge_agent.config import AgentConfig
+from edge_agent.agent import app
+from edge_agent.cli.doctor import look
+from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.errors import BrokerAway, ConfigError, EnrolmentRefused, MessageError, StateError, UsageError
 from edge_agent.identity import (
     MAX_LINE_BYTES,
@@ -43,6 +46,8 @@ from edge_agent.identity import (
     ask,
     enroll,
     fingerprint,
+    renew_beside,
+    shown,
     signing_request,
     token_key,
 )
@@ -125,6 +130,16 @@ def test_a_device_whose_answer_was_lost_gets_the_same_certificate_again(side, de
     assert base64.b64decode(first["certificate"]) in ssl.PEM_cert_to_DER_cert(
         folder.file.read_text().partition("\n")[2].partition("-----END PRIVATE KEY-----\n")[2]
     )
+
+
+def test_refused_enrolment_leaves_no_key_but_that_of_a_request_in_a_file(side, device):
+    token, folder, other = side.token(), device(), device()
+    enroll(token, device())
+    other.pending_key()
+    for one in (folder, other):
+        with pytest.raises(EnrolmentRefused, match="it was used at"):
+            enroll(token, one)
+    assert (folder.pending.exists(), other.pending.exists()) == (False, True)
 
 
 def test_an_expired_token_is_refused(side, device):
@@ -240,8 +255,12 @@ def test_a_damaged_token_and_one_that_is_none_are_told_apart_from_tokens(side):
     text = side.token().text()
     assert Token.parse(f" {text}\n") == Token.parse(text)
     for cut in range(5, len(text) - 1):
-        with pytest.raises(UsageError, match=r"^token: it is damaged or cut off"):
+        with pytest.raises(UsageError, match=r"^token: it is mistyped or cut off"):
             Token.parse(text[:cut])
+    for place in range(4, len(text)):
+        wrong = text[:place] + ("A" if text[place] != "A" else "B") + text[place + 1 :]
+        with pytest.raises(UsageError, match=r"^token: it is mistyped or cut off"):
+            Token.parse(wrong)
     with pytest.raises(UsageError, match=r"^token: 'secret…' does not begin with hw1\.; copy the whole line"):
         Token.parse("secret")
 
@@ -403,6 +422,19 @@ def test_serving_coordinator_proves_its_commands_by_the_key_that_the_device_has_
         enroll(side.token(), folder)
         service.tick(0.0, side.now())
         assert keys.of_agent("porch").text() == folder.commands.read_text()
+
+
+def test_log_tells_an_agent_that_is_shut_out_from_one_that_enrolled_again(side, device, caplog):
+    caplog.set_level("INFO")
+    service = IdentityService(side.enrolment)
+    service._look()
+    for _ in range(2):
+        enroll(side.token(), device())
+    assert service.tick(0.0, side.now()) == ["porch"]
+    assert ("agent_enrolled_again agent=porch" in caplog.text, "agent_revoked" in caplog.text) == (True, False)
+    side.enrolment.revoke("porch")
+    assert service.tick(0.0, side.now()) == ["porch"]
+    assert "agent_revoked agent=porch" in caplog.text
 
 
 def test_damaged_record_stops_no_other_and_nobody_who_is_revoked_gets_in_again(side, device, caplog):
@@ -705,6 +737,54 @@ def test_strangers_answer_ends_no_agent_whose_certificate_has_expired(side, devi
         with pytest.raises(BrokerAway):  # proven, but no refusal of a certificate
             renewal.by_port()
     assert renewal.by_port().not_after > side.now().timestamp()
+
+
+def test_device_asks_whether_its_certificate_counts_and_is_told_what_a_renewal_would_be(side, device):
+    folder, other = device(), device()
+    identity = enroll(side.token(), folder)
+    enroll(side.token("garden"), other)
+    renewal, records = Renewal(folder.path.parent), side.enrolment.ledger.get("porch").certificates
+    assert renewal.standing() == shown(identity.not_after)
+    forged = {**other.question("home", "garden").model_dump(), "name": "porch", "serial": identity.serial}
+    with pytest.raises(EnrolmentRefused, match=r"the request of 'porch' is not signed with its key"):
+        ask(("localhost", side.config.enroll_port), folder.ca_der(), forged)
+    side.enrolment.revoke("porch")
+    reason = r"^certificate: it was revoked at .*; 'headwater enroll porch' on the coordinator makes a token"
+    with pytest.raises(EnrolmentRefused, match=reason):
+        renewal.standing()
+    with pytest.raises(EnrolmentRefused, match=reason):
+        renew_beside(folder.path.parent, "standing")
+    config = AgentConfig(id="porch", state=folder.path.parent, data=DataConfig(source="digits:optdigits"))
+    steps = {step.name: step for step in look(config)}
+    assert (steps["enrolment"].exit_code, steps["enrolment"].detail[:18]) == (2, "certificate: it wa")
+    side.port.stop()
+    with pytest.raises(BrokerAway):
+        renewal.standing()
+    assert next(step for step in look(config) if step.name == "enrolment").detail.startswith("not asked: ")
+    assert len(side.enrolment.ledger.get("porch").certificates) == len(records), "nothing was certified"
+    side.port = EnrolmentPort(side.enrolment, BrokerFiles(side.enrolment).broker)
+
+
+def test_status_says_who_is_revoked_and_not_who_enrolled_again(side, device):
+    for name in ("porch", "hall"):
+        enroll(side.token(name), device())
+        side.enrolment.revoke(name)
+    enroll(side.token("hall"), device())
+    listed = Revoked.read(identity_folder(side.state)).agents
+    assert {name for name in listed if is_revoked(identity_folder(side.state), name)} == {"porch"}
+
+
+def test_renewal_that_cannot_be_tried_at_the_start_ends_no_agent(side, device, monkeypatch, caplog):
+    folder = device()
+    enroll(side.token(), folder)
+    renewal = Renewal(folder.path.parent, wall=lambda: side.now().timestamp() + 2 * LIFE_S)
+
+    def fail(*_, **__):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    app._renew_expired(renewal)
+    assert "certificate_not_renewed" in caplog.text
 
 
 def test_refusal_of_the_coordinator_itself_is_final_and_its_clock_is_not(side, device):

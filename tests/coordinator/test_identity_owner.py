@@ -14,7 +14,8 @@ from identity_harness import free_ports
 
 from coordinator.config import IdentityConfig
 from coordinator.identity.authority import Authority
-from coordinator.identity.enrolment import Enrolment, identity_folder
+from coordinator.identity.enrolment import Enrolment
+from coordinator.identity.ledger import identity_folder
 from coordinator.identity.serving import BrokerFiles
 from coordinator.state.command_keys import CommandKeys
 from coordinator.state.release_keys import ReleaseKeys

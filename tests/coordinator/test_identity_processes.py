@@ -99,6 +99,15 @@ def test_row_34_revoked_agent_loses_its_open_session_within_5_s_and_a_token_lets
         print(f"open session ended {time.monotonic() - begin:.2f} s after the command")
     fleet.until(lambda: fleet.online() == {"porch"}, "the coordinator drops it", 5)
     fleet.until(lambda: fleet.said("hall").count("broker_away") >= 3, "it tries again and is refused")
+    fleet.until(lambda: "certificate_refused" in fleet.said("hall"), "it asks why")
+    assert "certificate: it was revoked at" in fleet.said("hall")
+    code, out, _ = fleet.call("status", "--config", fleet.config)
+    assert code == 0
+    assert re.search(r"hall .*revoked", out)
+    assert re.search(r"porch .*online", out)
+    shown = ("status", "--config", fleet.folder / "hall.toml")
+    fleet.until(lambda: "it was revoked at" in fleet.device(*shown)[1], "the device shows it", 5)
+    assert fleet.device(*shown)[0] == 1
     assert fleet.said("hall").count(" connected ") == 1
     assert "broker_away" not in fleet.said("porch"), "nobody else notices"
 
@@ -110,6 +119,16 @@ def test_row_34_revoked_agent_loses_its_open_session_within_5_s_and_a_token_lets
     assert fleet.enroll(fleet.token("hall"), "hall", 1)[0] == 0
     fleet.run("hall")
     fleet.until(lambda: fleet.online() == {"porch", "hall"}, "it is back under its name")
+
+
+def test_doctor_over_tls_ends_no_connection_of_its_own(fleet, caplog):
+    fleet.init().serve()
+    assert fleet.enroll(fleet.token("porch"), "porch")[0] == 0
+    code, out, err = fleet.device("doctor", "--config", fleet.folder / "porch.toml")
+    assert (code, "verdict: ready" in out) == (0, True), out
+    assert "broker_away" not in caplog.text + err
+    for harmless in ("already connected", "does not contain", "unexpected eof"):
+        assert harmless not in fleet.said("serve")
 
 
 @pytest.mark.slow
@@ -208,7 +227,7 @@ def test_list_shows_who_is_enrolled_invited_and_revoked(fleet):
     states = {agent["name"]: agent["state"] for agent in json.loads(out)["agents"]}
     assert (code, states) == (0, {"attic": "invited", "porch": "enrolled", "hall": "revoked"})
     code, _, err = fleet.call("agents", "revoke", "nobody", "--config", fleet.config)
-    assert (code, "enrolled are: attic, hall, porch" in err) == (2, True)
+    assert (code, "known are: attic, hall, porch" in err) == (2, True)
 
 
 @pytest.mark.slow
@@ -228,7 +247,8 @@ def test_device_that_reaches_the_broker_alone_enrolls_by_two_files(fleet):
     fleet.init()
     token, request, answer = fleet.token("porch"), fleet.folder / "request.json", fleet.folder / "answer.json"
     options = ("--config", fleet.folder / "porch.toml", "--state", fleet.folder / "porch", "--data", DATA.format(0))
-    assert fleet.device("enroll", token, *options, "--csr", request)[0] == 0
+    code, said, err = fleet.device("enroll", token, *options, "--csr", request)
+    assert (code, f"--answer answer.json --data '{DATA.format(0)}'" in said) == (0, True), err
     code, out, err = fleet.call("sign", request, "--out", answer, "--config", fleet.config)
     assert code == 0, err
     code, said, err = fleet.device("enroll", token, *options, "--answer", answer)

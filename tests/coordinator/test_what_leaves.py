@@ -166,6 +166,8 @@ POLICIES = {
     "spherefed": ({"min_class_count": 3}, "min_class_count of the run is 2, privacy.min_class_count asks for 3"),
     "scaffold": ({"noise": 1.0}, "for which no noise is defined"),
     "fedproto": ({"clip": 1.0}, r"'prototypes\.counts' of method 'fedproto' is counted"),
+    "fedper": ({"methods": ()}, "privacy.methods allows none"),
+    "fedprox": ({"methods": None}, ""),
 }
 
 
@@ -176,6 +178,32 @@ def test_the_verdict_on_a_method_is_that_of_the_agent(method):
     verdict = of_method(config, method)
     assert verdict["allowed"] is not bool(why)
     assert re.search(why, verdict["refused"] or "")
+
+
+def test_clipping_and_noise_are_marked_and_what_has_none_is_withheld():
+    for policy, mark in (({"clip": 1.0, "noise": 2.0}, "with noise"), ({"clip": 1.0}, "clipped"), ({}, "leaves")):
+        config = AgentConfig(data=DataConfig(source="none:"), privacy=PrivacyConfig(**policy))
+        states = {item["where"]: item["state"] for item in of_method(config, "fedavg")["tensors"]}
+        assert states == {"train": mark, "activation_ranges": "without noise" if policy else "leaves"}
+    config = AgentConfig(data=DataConfig(source="none:"), privacy=PrivacyConfig(activation_ranges=False, clip=1.0))
+    assert {item["state"] for item in of_method(config, "fedavg")["tensors"]} == {"clipped", "withheld"}
+
+
+def test_policy_shows_all_or_no_methods_small_deltas_and_noise_that_needs_the_coordinators_clip(tmp_path, capsys):
+    path = tmp_path / "agent.toml"
+
+    def shown(policy):
+        path.write_text(f'[data]\nsource = "none:"\n[privacy]\n{policy}\n')
+        code = main(["privacy", "--config", str(path)])
+        out = capsys.readouterr()
+        return code, " ".join((out.out.partition("\n\n")[0] + out.err).split())
+
+    code, text = shown("")
+    assert (code, "methods all" in text, "delta 1e-05" in text, "note:" in text) == (0, True, True, False)
+    code, text = shown("methods = []\nnoise = 1.0")
+    assert (code, "methods none" in text, "runs are refused whose coordinator has no clip" in text) == (0, True, True)
+    code, text = shown('methods = ["fedavh"]')
+    assert (code, "did you mean 'fedavg'" in text) == (2, True)
 
 
 def test_what_the_updates_have_cost_is_shown(tmp_path, capsys):

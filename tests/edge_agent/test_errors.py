@@ -1,10 +1,25 @@
 from __future__ import annotations
 
 import errno
+import ssl
+import subprocess
+import sys
 
 import pytest
 
-from edge_agent.errors import BrokerAway, ConfigError, HeadwaterError, MissingCapability, UnknownName, nearest, remedy
+from edge_agent.errors import (
+    BrokerAway,
+    ConfigError,
+    HeadwaterError,
+    MissingCapability,
+    UnknownName,
+    cause,
+    nearest,
+    remedy,
+)
+
+KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+# As systemd does to all processes of a service that stops.
 
 
 def test_a_configuration_error_lists_each_mistake_on_a_line_of_its_own():
@@ -47,3 +62,18 @@ def test_one_except_catches_them_all():
 def test_what_to_do_about_a_path_depends_on_what_the_system_says(code, words):
     found = remedy(OSError(code, "x"))
     assert (words in found, bool(found)) == (True, bool(words))
+
+
+def test_certificate_of_another_time_names_the_clocks():
+    error = ssl.SSLCertVerificationError(1, "x")
+    error.verify_message = "certificate is not yet valid"
+    for code, words in ((9, "; compare the clocks"), (18, "")):
+        error.verify_code = code
+        assert cause(error) == f"the certificate is not trusted (certificate is not yet valid{words})"
+
+
+def test_process_that_failed_is_told_without_its_command():
+    for code, end in (("raise ValueError('no key')", "exit code 1: ValueError: no key"), (KILLED, "signal 15")):
+        with pytest.raises(subprocess.CalledProcessError) as failed:
+            subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+        assert cause(failed.value) == f"its process ended with {end}"

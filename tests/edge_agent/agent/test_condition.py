@@ -13,6 +13,7 @@ import time
 from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from federation_harness import Federation
@@ -20,6 +21,7 @@ from mqtt_harness import PATIENCE_S
 
 from coordinator.broker import EmbeddedBroker
 from coordinator.cli import main as headwater
+from edge_agent.agent import event_loop
 from edge_agent.agent.health import Condition, disk_error, look_at_disk, problem_of, try_disk
 from edge_agent.agent.tasks import TaskRunner, check_beside
 from edge_agent.cli import main as edge_agent
@@ -28,6 +30,7 @@ from edge_agent.errors import (
     BundleDamaged,
     ConfigError,
     DataError,
+    EnrolmentRefused,
     MissingCapability,
     StateError,
     TrainingFailed,
@@ -36,6 +39,7 @@ from edge_agent.errors import (
 )
 from edge_agent.task import ImageInput, Task
 from edge_agent.wire import messages as wire
+from edge_agent.wire.transport import Connected, Disconnected
 
 NOW = datetime(2026, 11, 22, 10, 0, tzinfo=timezone.utc)
 PLACE = "/srv/patients/hiv-positive"
@@ -310,6 +314,31 @@ def test_a_coordinator_that_starts_anew_hears_of_a_fault_that_stands(fed):
     fed.start_coordinator()
     fed.wait(1)
     assert (member(fed)["condition"], member(fed)["fault"]["error"]) == ("fault", "DataError")
+
+
+def test_agent_that_the_broker_refuses_asks_why_and_shows_it_until_it_is_let_in(fed, monkeypatch):
+    agent, asked, events = fed.add("a0"), [], [Disconnected("lost", 1.0)] * 4
+    fed.settle()
+
+    def answer(_state, what, _certificate=""):
+        asked.append(what)
+        raise EnrolmentRefused("certificate: it was revoked at 2026-11-22; 'headwater enroll a0' makes a token")
+
+    monkeypatch.setattr(event_loop, "renew_beside", answer)
+    agent.renewal = SimpleNamespace(is_due=lambda _: False, is_expired=lambda: False)
+    monkeypatch.setattr(agent.transport, "receive", lambda _: events.pop() if events else None)
+    for _ in range(2):
+        agent.step(0.0)
+    assert (asked, local(agent)["condition"]) == ([], "ok"), "a broker that restarts is no reason"
+    for _ in range(6):
+        agent.step(0.0)
+    found = local(agent)
+    assert (asked, found["condition"], found["fault"]["code"]) == (["standing"], "fault", "identity")
+    assert "it was revoked at 2026-11-22" in found["fault"]["message"]
+    assert "edge-agent enroll TOKEN" in found["fault"]["remedy"]
+    events.append(Connected(2))
+    agent.step(0.0)
+    assert local(agent)["condition"] == "ok"
 
 
 def test_both_status_commands_show_fault_and_remedy(fed, tmp_path, capsys):

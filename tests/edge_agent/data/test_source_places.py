@@ -7,7 +7,7 @@ import re
 import pytest
 from PIL import Image
 
-from edge_agent.data import check, load
+from edge_agent.data import check, load, location, probe
 from edge_agent.errors import DataError, UnknownName
 from edge_agent.task import ImageInput
 
@@ -67,3 +67,27 @@ def test_classes_that_the_task_does_not_know_are_told_with_those_that_are_lackin
     assert "does not know: 'blue' (did you mean 'bluu'?); it knows green, red, bluu" in said
     assert "the data have no green, bluu" in said
     assert "missing classes are fine" in said
+
+
+def test_data_of_which_nothing_can_be_used_are_told_from_those_with_a_broken_file(folder):
+    source = f"images:{folder}"
+    first, *others = sorted(folder.rglob("*.png"))
+    first.write_bytes(b"no picture")
+    probe(source)
+    for file in others:
+        file.write_bytes(b"no picture")
+    check(source)
+    with pytest.raises(DataError, match=r"none of 6 tried, of 6, can be used; first .*0\.png"):
+        probe(source)
+    probe("digits:optdigits")
+
+
+def test_file_with_a_function_counts_from_the_folder_of_the_configuration(tmp_path, monkeypatch):
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "mine.py").write_text("def load():\n    return [[[0]]], [0]\n")
+    monkeypatch.chdir("/")
+    for source in ("mine.py:load", "python:mine.py:load", f"python:{tmp_path}/etc/mine.py:load"):
+        check(source, tmp_path / "etc")
+    assert location("mine.py:load", tmp_path / "etc")[1] == f"{tmp_path}/etc/mine.py:load"
+    with pytest.raises(DataError, match=r"there is no file /mine\.py"):
+        check("mine.py:load")

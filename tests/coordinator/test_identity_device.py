@@ -1,0 +1,89 @@
+"""``edge-agent enroll``: what it refuses before a token is used, and the configuration that it writes."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+import pytest
+from identity_harness import DATA, Fleet
+
+from coordinator.cli.enroll import enrolment
+from edge_agent.config import AgentConfig, load
+from edge_agent.identity import IdentityFolder
+
+DIGITS = DATA.format(0)
+
+
+class Device:
+    """One device that enrolls by files, so that nothing serves."""
+
+    def __init__(self, fleet):
+        self.fleet, self.issuer = fleet, enrolment(fleet.config, None)
+        self.config, self.state = fleet.folder / "agent.toml", fleet.folder / "agent-state"
+        self.request, self.answer = fleet.folder / "request.json", fleet.folder / "answer.json"
+
+    def token(self, name, **others):
+        return self.issuer.token(name, timedelta(days=1), **others).text()
+
+    def call(self, token, *options):
+        return self.fleet.device("enroll", token, "--config", self.config, "--state", self.state, *options)
+
+    def enroll(self, token, *options, once=()):
+        """Both halves; ``once``: options of the second alone."""
+        code, out, err = self.call(token, "--csr", self.request, *options)
+        if code == 0:
+            assert self.fleet.call("sign", self.request, "--out", self.answer, "--config", self.fleet.config)[0] == 0
+            code, out, err = self.call(token, "--answer", self.answer, *options, *once)
+        return code, out, err
+
+    @property
+    def name(self):
+        identity = IdentityFolder(self.state).read()
+        return None if identity is None else identity.name
+
+
+@pytest.fixture
+def device(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return Device(Fleet(tmp_path / "fleet", capsys).init())
+
+
+def test_token_of_another_device_is_refused_unless_it_renames_this_one_or_is_wanted(device):
+    assert device.enroll(device.token("porch"), "--data", DIGITS)[0] == 0
+    code, _, err = device.call(device.token("garden"), "--csr", device.request)
+    assert (code, "headwater agents rename porch garden" in err, device.name) == (2, True, "porch")
+    assert device.enroll(device.token("garden", replaces="porch"))[0] == 0
+    assert (device.name, load(AgentConfig, device.config).id) == ("garden", "garden")
+    assert device.enroll(device.token("hall"), "--rename")[0] == 0
+    assert (device.name, load(AgentConfig, device.config).id) == ("hall", "hall")
+
+
+def test_device_that_was_enrolled_without_data_enrolls_again_and_gets_them(device):
+    code, out, _ = device.enroll(device.token("porch"))
+    assert (code, "name this device's data in" in out) == (0, True)
+    code, out, err = device.enroll(device.token("porch"))
+    assert (code, "name this device's data in" in out) == (0, True), err
+    code, _, err = device.enroll(device.token("porch"), "--data", DIGITS)
+    assert (code, load(AgentConfig, device.config).data.source) == (0, DIGITS), err
+    code, _, err = device.call(device.token("porch"), "--csr", device.request, "--data", "digits:optdigits?n=9")
+    assert (code, f"names the data '{DIGITS}'" in err) == (2, True)
+
+
+@pytest.mark.parametrize("source", ["nosuch:thing", "images:/nosuch", "npz:data.npz?nosuch=1"])
+def test_data_that_are_not_there_use_no_token_up(device, source):
+    code, _, err = device.call(device.token("porch"), "--csr", device.request, "--data", source)
+    assert (code, "nosuch" in err, device.request.exists(), device.state.exists()) == (2, True, False, False)
+
+
+def test_answer_that_is_not_there_is_a_mistake_of_the_command(device):
+    code, _, err = device.call(device.token("porch"), "--answer", "nothere.json")
+    assert (code, "--answer nothere.json: no such file" in err) == (2, True)
+
+
+def test_token_of_a_renaming_says_whom_it_renames(device):
+    code, out, _ = device.fleet.call("enroll", "porch", "--config", device.fleet.config, "--json")
+    assert device.enroll(json.loads(out)["token"], "--data", DIGITS)[0] == code == 0
+    _, out, _ = device.fleet.call("agents", "rename", "porch", "garden", "--config", device.fleet.config)
+    assert device.enroll(out.strip())[0] == 0
+    assert device.name == "garden"
