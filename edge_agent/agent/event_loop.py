@@ -183,6 +183,7 @@ class Agent:
         self.disk.safely(self.downloads.tick)
         self.disk.safely(self.uploads.tick)
         self.disk.safely(self.jobs.give_up_late)
+        self.disk.safely(self.jobs.switch_when_due)
         self.disk.safely(self._renew)
         is_ready = self.tasks.tier == "head" and not self.jobs.is_working
         if is_ready and (self.tasks.bundle_id or self.tasks.lacks_head) and self._new_samples.is_due():
@@ -266,6 +267,8 @@ class Agent:
             answers=answers,
             connection=self._connection,
             epoch=self.membership.epoch,
+            channel=self.config.channel,
+            kept=self.tasks.kept(),
             facts=self.tasks.facts(),
         )
         self.link.send(hello)
@@ -448,6 +451,7 @@ class Agent:
             "job": None if job is None else {"run": run_name(job.run), "round": job.round, "rounds": job.rounds},
             "working": self.jobs.is_working,
             "bundle_id": self.tasks.bundle_id,
+            "candidate": self.jobs.candidate(),
             "rolled_back": self.tasks.rolled_back or None,
             "refit": self._new_samples.failure(),
             "condition": self.condition.name,

@@ -363,10 +363,18 @@ class TaskRunner:
             about=message.bundle_id,
             bundle_id=self.bundle_id,
             rolled_back=why[:1000],
+            kept=why[:1000],
             samples=self.samples,
             metrics={"rolled_back": 1.0},
         )
         return public_report(self.config.privacy, report)
+
+    def kept(self) -> str:
+        """Why this device keeps its bundle by its owner's choice; empty where it takes what is released."""
+        try:
+            return self.releases.rolled_back()[:1000]
+        except StateError:  # reported when a release comes
+            return ""
 
     @property
     def lacks_head(self) -> bool:
@@ -587,7 +595,10 @@ class TaskQueue:
         self._install: wire.Install | None = None
         self._working_on: JobKey | str | None = None
         self._heard: deque[tuple[str, int]] = deque(maxlen=REMEMBERED)
-        self._installed: tuple[str, wire.Report] | None = None
+        self._installed: tuple[tuple[str, int], wire.Report] | None = None
+        """Blob and number of the release that was tried last, and what came out."""
+
+        self._switches_at = float("-inf")
         self.room_bytes = 0
         """Bytes on the disk that the last requested job or bundle takes."""
 
@@ -623,7 +634,7 @@ class TaskQueue:
 
     def on_install(self, message: wire.Install) -> None:
         """The coordinator offers a bundle; of one that has just been tried, the report is sent again."""
-        if self._install is not None and self._install.blob == message.blob:
+        if self._install is not None and self._working_on == self._install.blob.digest == message.blob.digest:
             return
         about = JobKey(message.run, purpose=None)
         try:
@@ -635,19 +646,26 @@ class TaskQueue:
             log.info("release_declined bundle=%s why=%s", message.bundle_id[:12], declined.rolled_back)
             self._link.send(declined)
             return
-        if self._installed is not None and self._installed[0] == message.blob.digest:
+        if self._installed is not None and self._installed[0] == (message.blob.digest, message.release):
             self._link.send(self._installed[1].model_copy(update={"run": message.run}))
             return
         if (error := self._cannot_hold((message.blob,))) is not None:
             self._report(error, about, "bundle")
             return
         self._install = message
+        self._switches_at = self._downloads.clock() + message.activate_in_s
         self._fetch()
         self.go_on()
 
     def on_cancel(self, message: wire.Cancel) -> None:
         """The round is over for this agent."""
         log.info("cancelled run=%s round=%d reason=%s", wire.run_name(message.run), message.round, message.reason)
+        install = self._install
+        if install is not None and (install.run, 0) == (message.run, message.round):  # a bundle that is withdrawn
+            if self._working_on != install.blob.digest:
+                self._install = None
+                self._fetch()
+            return
         self._drop(message)
         self._tasks.cancel(job_key(message))
         self._uploads.drop(job_key(message))
@@ -694,9 +712,36 @@ class TaskQueue:
         if job is not None and not self._uploads.holds(job_key(job)) and self._downloads.has_all(job.refs):
             self._tasks.cancel(None)  # here, not in the worker: a Cancel that arrives before the first step counts
             self._begin("job", job_key(job), partial(self._do, job), partial(self._after_job, job))
-        elif install is not None and self._downloads.has_all((install.blob,)):
+        elif install is not None and self._may_switch() and self._downloads.has_all((install.blob,)):
             work = partial(self._tasks.install, install, self._cache.path(install.blob.digest))
             self._begin("install", install.blob.digest, work, partial(self._after_install, install))
+
+    def switch_when_due(self) -> None:
+        """Switch to a bundle that is here and had to wait for its time; the coordinator offers a late one again."""
+        if self._install is None or not self._install.activate_in_s:
+            return
+        within_s, late_s = self._install.activate_within_s, self._downloads.clock() - self._switches_at
+        if within_s is not None and late_s > within_s and self._working_on != self._install.blob.digest:
+            log.info("not_switched bundle=%s: its time is over", self._install.bundle_id[:12])
+            self._install = None
+            return
+        self.go_on()
+
+    def _may_switch(self) -> bool:
+        return self._downloads.clock() >= self._switches_at
+
+    def candidate(self) -> dict[str, Any] | None:
+        """The bundle that is being downloaded, waits for its time, or is tried now, for the status."""
+        install = self._install
+        if install is None:
+            return None
+        if self._working_on == install.blob.digest:
+            state = "is tried"
+        elif not self._downloads.has_all((install.blob,)):
+            state = "is downloaded"
+        else:
+            state = f"switches in {max(0.0, self._switches_at - self._downloads.clock()):.0f} s"
+        return {"bundle_id": install.bundle_id, "release": install.release, "state": state}
 
     def refit(self, done: Callable[[], None], tried: Tried) -> None:
         """Fit a head for the bundle in use, where one was put there by hand; then call ``done``."""
@@ -845,7 +890,7 @@ class TaskQueue:
             self._install = None  # a newer one that has arrived meanwhile is still to be done
         if error is None:
             self.condition.clear("bundle", "data")
-            self._installed = (install.blob.digest, result)
+            self._installed = ((install.blob.digest, install.release), result)
             self._link.send(result)
         else:
             self._report(error, JobKey(install.run, purpose=None), "bundle")

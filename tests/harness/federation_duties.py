@@ -63,6 +63,9 @@ class FakeDuties:
 
     lacks_head = False
 
+    def kept(self) -> str:
+        return ""
+
     def declined(self, message: wire.Install) -> wire.Report | None:
         return None
 
