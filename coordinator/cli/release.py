@@ -12,9 +12,10 @@ import typer
 from rich.table import Table
 
 from edge_agent.errors import UsageError
+from edge_agent.moments import moment_of
 
 from ..state.journal import Kind, utc_now
-from ..state.releases import Book, Plan, Release, moment_of, plan_body, rollback_of
+from ..state.releases import Book, Plan, Release, plan_body, rollback_of
 from ..state.store import StateFolder
 from ..text import counted, listed
 from .options import Config, Json, State, state_path

@@ -30,6 +30,9 @@ LOOK_S = 0.2
 AGAIN_S = 60.0
 """A device that has not answered for so long gets the offer again: it, or its answer, was lost."""
 
+OF_THE_DEVICE = ("state", "system", "config")
+"""Codes of faults that say nothing of a bundle: the device is asked again."""
+
 MOST_CHANGES = 20
 """Changes of one device, between two releases, that are journaled: more are those of a broken or hostile one."""
 
@@ -126,9 +129,10 @@ class Rollout:
             self.offer(agent)
 
     def fault(self, agent: str, message: Fault) -> None:
-        """A device could not install the bundle that it was offered."""
+        """A device could not install the bundle that it was offered, for a reason that says something of the bundle."""
         offer, device = self._offers.get(agent), self.book.devices.get(agent)
-        if offer is None or device is None or message.round or message.purpose is not None:
+        is_about_bundle = not message.round and message.purpose is None and message.code not in OF_THE_DEVICE
+        if offer is None or device is None or not is_about_bundle:
             return
         release = self.book.get(offer.release)
         if release is not None and release.run == message.run:

@@ -14,10 +14,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from edge_agent.errors import UsageError
+from edge_agent.moments import moment_of
 
 from .journal import Entry, Journal, Kind
 
@@ -116,19 +117,6 @@ class Plan:
                 first = max(begin, opens)
                 return (first - now).total_seconds(), (closes - first).total_seconds()
             day += timedelta(days=1)
-
-
-def moment_of(text: str) -> datetime:
-    """A moment such as ``2030-01-31`` or ``2030-01-31T02:00+01:00``; UTC where it names no zone.
-
-    Raises:
-        UsageError: it is none.
-    """
-    try:
-        moment = datetime.fromisoformat(re.sub("Z$", "+00:00", text))
-    except ValueError as error:
-        raise UsageError(f"'{text[:40]}' is no date or time; expected 2030-01-31 or 2030-01-31T02:00 (UTC)") from error
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from .. import __version__, errors
 from ..config import AgentConfig, Precision
 from ..errors import (
+    BundleError,
     DataError,
     HeadwaterError,
     MissingCapability,
@@ -42,7 +43,9 @@ from ..wire.messages import Install, Job, JobKey, Report, UpdateManifest, job_ke
 from ..worker import Done, Worker, answer_of_child
 from .health import Condition, Kind, disk_error, try_disk, whole_message
 from .local_state import (
+    MOST_STARTS,
     ClientStateFiles,
+    OnTrial,
     ReleaseRecord,
     TrainingCheckpointFile,
     make_room,
@@ -158,6 +161,9 @@ class TaskRunner:
         self.samples = 0
         self.rolled_back = ""
         self.releases = ReleaseRecord(config.state)
+        self.on_trial = False
+        """Whether the bundle in use has yet to show that the agent lives with it: call `proved` then."""
+
         self.bundle_id = self._running_bundle()
         self._cancelled: JobKey | None = None
         self._secure: SecureSums | None = None
@@ -338,13 +344,63 @@ class TaskRunner:
         """
         from .head_tier import install_bundle
 
-        report = install_bundle(self.config, message, path, self._now)
+        try:
+            report = install_bundle(self.config, message, path, self._now)
+        except BundleError as error:
+            self.releases.refuse(message, str(error), self._now())
+            raise
         self.bundle_id, self.rolled_back = report.bundle_id, report.rolled_back
         self.samples = report.samples
         if report.bundle_id == message.bundle_id:
             self.releases.took(message)
+            self.on_trial = True
+        else:
+            self.releases.refuse(message, report.rolled_back, self._now())
         memory = {"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules}
         return public_report(self.config.privacy, report.model_copy(update=memory))
+
+    def started(self) -> None:
+        """The agent starts: where it did not live with the bundle in use, it uses the one before again."""
+        if self.tier != "head" or not (self.config.state / "bundles").is_dir():
+            return
+        try:
+            trial = self.releases.started()
+            if trial is not None and trial.starts > MOST_STARTS:
+                self._fall_back(trial)
+                trial = None
+            self.on_trial = trial is not None
+        except HeadwaterError as error:  # the pair in use stays
+            log.warning("trial_unknown reason=%s", error)
+
+    def stopped(self) -> None:
+        """The agent stops on purpose, which says nothing against the bundle in use."""
+        if self.on_trial:
+            self.releases.stopped()
+
+    def proved(self) -> None:
+        """The agent lives with the bundle in use."""
+        self.on_trial = False
+        self.releases.proved()
+
+    def _fall_back(self, trial: OnTrial) -> None:
+        """Use the bundle before again, with its head where that is still here; otherwise it is fitted again.
+
+        Raises:
+            StateError: there is no bundle before.
+            BundleError: it is damaged.
+        """
+        from .. import bundle as bundles
+        from ..heads import saved
+
+        folder = self.config.state / "bundles"
+        if bundles.current_id(folder) == trial.bundle_id:
+            bundle = bundles.rollback(folder)
+            with contextlib.suppress(HeadwaterError):
+                saved.restore(self.config.state / "head", bundle.fingerprints)
+        self.bundle_id = self._running_bundle()
+        self.releases.fell_back(trial, bundles.current_id(folder), self._now())
+        self.rolled_back = self.releases.refused()[-1].reason
+        log.error("fell_back bundle=%s reason=%s", trial.bundle_id[:12], self.rolled_back)
 
     def _remove_ended(self, run: str) -> None:
         """When a run begins here, remove the client state of the oldest ones."""
@@ -353,8 +409,8 @@ class TaskRunner:
             log.info("runs_removed runs=%s: the newest %d are kept", ",".join(removed), keep)
 
     def declined(self, message: Install) -> Report | None:
-        """The report about a release that this device does not install, because it was rolled back by hand."""
-        why = self.releases.why_declined(message)
+        """The report about a release that this device does not try: its owner, or the agent's end with it, says so."""
+        why = self.releases.why_declined(message, self._now())
         if not why:
             return None
         self.rolled_back = why
@@ -363,7 +419,7 @@ class TaskRunner:
             about=message.bundle_id,
             bundle_id=self.bundle_id,
             rolled_back=why[:1000],
-            kept=why[:1000],
+            kept=self.kept(),
             samples=self.samples,
             metrics={"rolled_back": 1.0},
         )
@@ -372,7 +428,7 @@ class TaskRunner:
     def kept(self) -> str:
         """Why this device keeps its bundle by its owner's choice; empty where it takes what is released."""
         try:
-            return self.releases.rolled_back()[:1000]
+            return self.releases.kept(self._now())[:1000]
         except StateError:  # reported when a release comes
             return ""
 

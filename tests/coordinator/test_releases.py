@@ -7,8 +7,9 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from coordinator.state.journal import Journal
-from coordinator.state.releases import Book, Plan, amount, moment_of, releases_in_use, rollback_of
+from coordinator.state.releases import Book, Plan, amount, releases_in_use, rollback_of
 from edge_agent.errors import UsageError
+from edge_agent.moments import moment_of
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
 DEVICES = tuple(f"d{number:02}" for number in range(10))

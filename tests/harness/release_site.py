@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -12,17 +13,18 @@ from coordinator.cli import main
 from coordinator.cli.release import device_rows
 from edge_agent import bundle as bundles
 from edge_agent.agent.tasks import TaskRunner
+from edge_agent.cli import main as edge_agent_main
 from edge_agent.config import DataConfig, HeadConfig
 
 
 class HeadDuties(TaskRunner):
     """A device with 60 digits."""
 
-    def __init__(self, config: Any, tier: str, min_gain: float = -1.0, **changes: Any) -> None:
+    def __init__(self, config: Any, tier: str, min_gain: float = -1.0, now: Any = time.time, **changes: Any) -> None:
         """``min_gain``: -1 takes any encoder, -0.02 is the default of a device."""
         head = HeadConfig(name="prototype", precision="fp32", min_gain=min_gain, local=False)
         changes |= {"data": DataConfig(source="digits:optdigits?n=60"), "head": head}
-        super().__init__(config.model_copy(update=changes), tier)
+        super().__init__(config.model_copy(update=changes), tier, now=now)
 
     def check(self, task: Any) -> None:
         pass
@@ -69,6 +71,15 @@ class ReleaseSite(Federation):
         """The stage of each release."""
         return [release.stage for release in self.coordinator.releases.book.releases]
 
+    def device(self, name: str, **options: Any) -> None:
+        """A device starts, for the first time or again; its wall clock is that of the federation."""
+        self.add(name, tier="head", now=lambda: self.now().timestamp(), **options)
+
+    def on_device(self, *words: object) -> dict[str, Any]:
+        """``edge-agent``, as the owner of a device types it there."""
+        assert edge_agent_main([*map(str, words), "--json"]) == 0, self._capsys.readouterr().err
+        return json.loads(self._capsys.readouterr().out)
+
     def restart(self, *names: str) -> None:
         """Kill the coordinator and these devices, and start them again."""
         self.kill_coordinator()
@@ -76,4 +87,4 @@ class ReleaseSite(Federation):
             self.kill(name)
         self.start_coordinator()
         for name in names:
-            self.add(name, tier="head")
+            self.device(name)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
 from release_site import ReleaseSite
 
 from edge_agent import bundle as bundles
+from edge_agent.cli import main
 from edge_agent.personalize import load_head
 from edge_agent.wire import messages as wire
 
@@ -42,7 +44,7 @@ def test_a_bad_encoder_to_20_devices_stops_at_its_canary_of_2(site, make_bundle,
     site.export(make_bundle("good.hwb", dim=24))
     site.release("create", "--canary", "all")
     for name in NAMES:
-        site.add(name, tier="head")
+        site.device(name)
     site.until(lambda: set(site.running().values()) == {1}, limit_s=60)
     site.export(make_bundle("bad.hwb", seed=5, **spoilt))
     bad = site.release("create", "--canary", 2, "--max-failed", max_failed, "--min-gain", "-0.05")
@@ -70,3 +72,183 @@ def test_a_bad_encoder_to_20_devices_stops_at_its_canary_of_2(site, make_bundle,
     site.restart(*NAMES[:3])
     site.wait(30)
     assert {*site.running().values()} == {3}, "the rollback stays"
+
+
+@pytest.fixture
+def made(make_bundle):
+    return [make_bundle(f"{name}.hwb", dim=16, seed=seed) for seed, name in enumerate("abcd")]
+
+
+def released(site, bundle, *words):
+    site.export(bundle)
+    return site.release("create", *(words or ("--canary", "all")))
+
+
+def test_a_bundle_is_downloaded_at_once_and_used_in_its_window(site, made):
+    """It is noon, the window is 02:00 to 03:00."""
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    released(site, made[1], "--canary", "all", "--window", "02:00-03:00")
+    site.wait(60)
+    assert site.running() == {"porch": 1}
+    chunks = len(site.published(site.topics.down_chunks("porch"))) + sum(
+        topic.startswith(site.topics.broadcast("")) for topic, _ in site.broker.captured
+    )
+    site.agents["porch"].write_status()
+    status = json.loads((site.folder / "porch" / "status.json").read_text())
+    assert status["candidate"]["release"] == 2
+    assert status["candidate"]["state"].startswith("switches in 503")
+    site.clock.now += 14 * 3600 - 120
+    site.wait(30)
+    assert site.running() == {"porch": 1}
+    took = site.until(lambda: site.running() == {"porch": 2}, limit_s=120)
+    assert site.now().strftime("%H:%M") == "02:00", took
+    sent = len(site.published(site.topics.down_chunks("porch"))) + sum(
+        topic.startswith(site.topics.broadcast("")) for topic, _ in site.broker.captured
+    )
+    assert sent == chunks, "nothing was downloaded then"
+
+
+def test_a_bundle_that_missed_its_window_waits_for_the_next_one(site, made):
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    released(site, made[1], "--canary", "all", "--window", "02:00-03:00")
+    site.wait(5)
+    site.kill("porch")
+    site.clock.now += 16 * 3600
+    site.device("porch")
+    site.wait(120)
+    assert site.running() == {"porch": 1}
+    site.clock.now += 22 * 3600
+    site.until(lambda: site.running() == {"porch": 2}, limit_s=600)
+
+
+def test_a_bundle_that_waits_for_its_window_is_not_used_after_a_hold(site, made):
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    released(site, made[1], "--canary", "all", "--window", "02:00-03:00")
+    site.wait(30)
+    site.release("hold", "--reason", "a mistake in the labels")
+    site.wait(30)
+    site.clock.now += 14 * 3600
+    site.wait(600)
+    assert site.running() == {"porch": 1}
+    site.agents["porch"].write_status()
+    assert json.loads((site.folder / "porch" / "status.json").read_text())["candidate"] is None
+    site.release("resume", 2)
+    site.until(lambda: site.running() == {"porch": 2}, limit_s=120)
+
+
+def test_the_owner_pins_a_running_device_and_the_operator_sees_why(site, made):
+    state = site.folder / "porch"
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    site.on_device("pin", "--state", state, "--reason", "exhibition", "--until", "2030-01-01T13:00")
+    site.wait(20)
+    released(site, made[1])
+    site.wait(60)
+    site.restart("porch")
+    site.wait(60)
+    assert site.running() == {"porch": 1}
+    (device,) = site.release("status")["devices"]
+    assert (device["outcome"], device["wanted"]) == ("declined", 2)
+    assert "pinned on this device until 2030-01-01T13:00: exhibition" in device["kept"]
+    assert site.stages() == ["everybody", "everybody"], "that is no failure"
+    site.clock.now += 3600
+    site.until(lambda: site.running() == {"porch": 2}, limit_s=60)
+    (device,) = site.release("status")["devices"]
+    assert (device["outcome"], device["kept"]) == ("ok", "")
+
+
+def test_unpin_lets_a_running_device_follow(site, made):
+    state = site.folder / "porch"
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    site.on_device("pin", "--state", state, "--reason", "exhibition")
+    released(site, made[1])
+    site.wait(60)
+    assert site.running() == {"porch": 1}
+    site.on_device("unpin", "--state", state)
+    site.until(lambda: site.running() == {"porch": 2}, limit_s=60)
+
+
+def test_a_device_that_does_not_live_with_a_new_bundle_returns_to_the_one_before(site, made):
+    """Killed within 300 s of three starts; a start that was stopped on purpose does not count."""
+    state = site.folder / "porch"
+    released(site, made[0])
+    site.device("porch")
+    site.device("hall")
+    site.until(lambda: site.running() == {"porch": 1, "hall": 1}, limit_s=30)
+    released(site, made[1], "--canary", "all", "--max-failed", "0")
+    site.until(lambda: site.running() == {"porch": 2, "hall": 2}, limit_s=30)
+    for number in range(4):
+        assert site.running()["porch"] == 2, number
+        site.kill("porch")
+        site.device("porch")
+        site.wait(200)
+        if number == 1:
+            site.agents.pop("porch").close()
+            site.device("porch")
+            site.wait(200)
+    assert bundles.current_id(state / "bundles") == made[0].manifest.bundle_id
+    load_head(state / "head", bundles.current(state / "bundles"))
+    site.until(lambda: site.stages() == ["everybody", "rolled back", "everybody"], limit_s=60)
+    site.until(lambda: site.running() == {"porch": 3, "hall": 3}, limit_s=60)
+    status = site.release("status")
+    assert "the agent ended 3 times within 300 s" in status["releases"][1]["results"]["porch"]["reason"]
+    again = released(site, made[1])
+    site.until(lambda: site.running()["porch"] == again["release"], limit_s=60)
+
+
+def test_a_device_that_lives_with_a_new_bundle_keeps_it_whatever_happens_later(site, made):
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    released(site, made[1])
+    site.until(lambda: site.running() == {"porch": 2}, limit_s=30)
+    site.wait(301)
+    for _ in range(6):
+        site.kill("porch")
+        site.device("porch")
+        site.wait(10)
+    assert site.running() == {"porch": 2}
+
+
+def test_status_of_a_device_names_what_it_refused_and_what_is_pinned(site, make_bundle, made, tmp_path):
+    state, config = site.folder / "porch", tmp_path / "agent.toml"
+    config.write_text(f'id = "porch"\nstate = "{state}"\n[data]\nsource = "digits:optdigits?n=60"\n')
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    bad = make_bundle("bad.hwb", dim=16, seed=9, golden_error=1.0)
+    released(site, bad)
+    site.until(lambda: site.stages() == ["everybody", "rolled back", "everybody"], limit_s=30)
+    site.on_device("pin", "--state", state, "--reason", "exhibition")
+    site.kill("porch")
+    shown = site.on_device("status", "--config", config)
+    (refused,) = shown["refused"]
+    assert (refused["bundle_id"], refused["crashed"]) == (bad.manifest.bundle_id, False)
+    assert "self-test" in refused["reason"]
+    pinned = shown["pinned"]
+    assert (pinned["bundle_id"], pinned["reason"], pinned["holds"]) == (shown["bundle_id"], "exhibition", True)
+    assert main(["rollback", "--state", str(state)]) == 2
+    assert main(["import", str(made[1].path), "--state", str(state)]) == 2
+    assert main(["pin", "--state", str(tmp_path), "--reason", "x"]) == 2
+    assert main(["unpin", "--state", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"bundle_id": 1}', '{"bundle_id": "a", "reason": "b", "until": "x"}'])
+def test_a_damaged_pin_is_a_fault_and_the_device_keeps_its_bundle(site, made, content):
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    (site.folder / "porch" / "pin.json").write_text(content)
+    released(site, made[1])
+    site.wait(30)
+    assert site.running() == {"porch": 1}
+    assert "remove it" in site.agents["porch"].condition.problem.message
