@@ -87,7 +87,7 @@ def create(
                 "'headwater report' says why it did not"
             )
         chosen, book = at_hand[-1], _book(folder)
-        older = next((one for one in book.current() if one.plan.channel == channel and one.promoted), None)
+        older = book.for_everybody(channel)
         body = {name: value for name, value in chosen.body.items() if name not in {"rolls_back", "plan"}}
         body |= {"plan": plan_body(plan), "by": _author(), "parent": older.bundle_id if older is not None else None}
         folder.journal.append("release_made", run=chosen.run, round=chosen.round, digest=chosen.digest, body=body)
@@ -289,6 +289,34 @@ def device_rows(book: Book, now: datetime) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def open_releases(folder: StateFolder) -> list[dict[str, Any]]:
+    """The releases that devices may get now, or that are held, in short: what each waits for."""
+    book, now = _book(folder), utc_now()
+    current = [*book.current(), *(one for one in book.releases if one.held and not one.rolled_back_by)]
+    return [
+        {
+            "release": one.number,
+            "channel": one.plan.channel,
+            "stage": one.stage,
+            "bundle_id": one.bundle_id,
+            "waits_for": waits_for(book, one, now),
+        }
+        for one in sorted(current, key=lambda one: one.number)
+    ]
+
+
+def standing_of(release: dict[str, Any]) -> str:
+    """One of `open_releases` as a line of text."""
+    waits = f": {release['waits_for']}" if release["waits_for"] else ""
+    return f"release {release['release']} ({release['channel']}, {release['stage']}){waits}"
+
+
+def releases_of_run(folder: StateFolder, run: str) -> list[dict[str, Any]]:
+    """The releases of a run as JSON, see `described`."""
+    book, now = _book(folder), utc_now()
+    return [described(book, one, now) for one in book.releases if one.run == run]
 
 
 def _lines(releases: list[dict[str, Any]], devices: list[dict[str, Any]], count: int) -> Iterator[Table | str]:

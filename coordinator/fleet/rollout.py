@@ -89,7 +89,9 @@ class Rollout:
 
         Those that run its bundle already, since a run that was killed at its end, are among them.
         """
-        content = {**body, "plan": plan_body(plan or Plan())}
+        plan = plan or Plan()
+        older = self.book.for_everybody(plan.channel)
+        content = {**body, "plan": plan_body(plan), "parent": None if older is None else older.bundle_id}
         self._state.journal.append("release_made", run=run, round=number, digest=digest, body=content)
         self._follow()
         made = self.book.releases[-1]

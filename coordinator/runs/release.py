@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -87,7 +88,7 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
     if purpose == "release":
         sign(path, run.context.state.path)
     digest = run.context.state.blobs.put(path.read_bytes())
-    body = {"path": str(path), "bytes": path.stat().st_size, **exported}
+    body = {"path": str(path), "bytes": path.stat().st_size, **exported, "lineage": lineage(run)}
     return Released(path, exported["bundle_id"], digest, body)
 
 
@@ -105,6 +106,25 @@ def sign(path: Path, state: Path) -> int | None:
     if count < needed:
         log.warning("not_signed bundle=%s: %d of %d signatures, 'headwater keys sign' adds them", path, count, needed)
     return release.version
+
+
+def lineage(run: Run) -> dict[str, Any]:
+    """Where the run's encoder comes from, as JSON.
+
+    ``partition_sha256`` is the hash of the sorted pairs of agent and sample count of all updates in the journal.
+    """
+    updates = run.context.state.journal.entries(run.id, ("update_accepted",))
+    samples = {entry.agent: entry.body.get("samples") for entry in updates if entry.agent is not None}
+    weights = run.request.weights
+    return {
+        "method": run.request.method,
+        "params": run.method.params.model_dump(mode="json"),
+        "seed": run.request.seed,
+        "weights_sha256": None if weights is None else weights.sha256,
+        "encoder_sha256": encoder_sha256(run),
+        "agents": len(samples),
+        "partition_sha256": hashlib.sha256(json.dumps(sorted(samples.items())).encode()).hexdigest(),
+    }
 
 
 def freeze(run: Run) -> Generator[Waiting, None, Outgoing]:

@@ -317,6 +317,10 @@ class Book:
                 return other
         return None
 
+    def for_everybody(self, channel: str) -> Release | None:
+        """The newest release that everybody in a channel is to run; it is the parent of the next one."""
+        return next((one for one in self._of_channel(channel) if one.promoted and one.is_open), None)
+
     def current(self) -> Iterator[Release]:
         """The releases that devices may get now: of each channel the newest for everybody, and what came after it."""
         for channel in sorted({release.plan.channel for release in self.releases}):

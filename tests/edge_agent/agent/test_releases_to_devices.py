@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from release_site import ReleaseSite
 
+from coordinator.cli import main as headwater
 from edge_agent import bundle as bundles
 from edge_agent.cli import main
 from edge_agent.personalize import load_head
@@ -252,3 +254,78 @@ def test_a_damaged_pin_is_a_fault_and_the_device_keeps_its_bundle(site, made, co
     site.wait(30)
     assert site.running() == {"porch": 1}
     assert "remove it" in site.agents["porch"].condition.problem.message
+
+
+def test_status_and_report_show_what_a_release_waits_for_and_what_it_scored_where(site, made, capsys):
+    released(site, made[0])
+    for name in ("porch", "hall", "attic"):
+        site.device(name)
+    site.until(lambda: set(site.running().values()) == {1}, limit_s=30)
+    site.kill("attic")
+    release = released(site, made[1], "--canary", 2, "--note", "more data")
+    site.until(lambda: site.stages() == ["everybody", "paused"], limit_s=60)
+
+    def shown(*words):
+        with pytest.raises(SystemExit):
+            headwater([*map(str, words), "--state", str(site.config.state)])
+        return capsys.readouterr().out
+
+    waits = "the canary succeeded; continue with 'headwater release promote 2'"
+    assert f"release 2 (stable, paused): {waits}" in shown("status")
+    site.release("promote")
+    assert "release 2 (stable, everybody): waits for reports of 1 device: attic" in shown("status")
+    text = shown("release", "status")
+    assert "more data" not in text
+    assert [line.split()[:2] for line in text.splitlines() if line.startswith(("attic", "hall"))] == [
+        ["attic", "stable"],
+        ["hall", "stable"],
+    ]
+    run = release["lineage"]["run"]
+    site.state.run(run).write_summary({"run_id": run, "status": "finished", "agents": []})
+    page = Path(shown("report", "--run", run).strip()).read_text()
+    book = site.coordinator.releases.book
+    result = book.releases[1].results["hall"]
+    assert result.outcome == "ok"
+    scores = f"{result.before:.3f}", f"{result.acc:.3f}"
+    for expected in ("Releases of the bundle", "more data", book.releases[0].bundle_id[:12], *scores):
+        assert expected in page
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("promote",), "'headwater release create' makes one"),
+        (("create", "run-0009"), "unknown run 'run-0009'"),
+        (("create",), "no run has a bundle that can be released"),
+        (("create", "--canary", "many"), "'many' is no number of devices"),
+        (("create", "--window", "night"), "window 'night' is none"),
+        (("pin", "porch", "--reason", "x"), "no device 'porch' was heard"),
+        (("pin", "porch", "--reason", "x", "--until", "2020-01-01"), "is over"),
+        (("unpin", "porch"), "'porch' is not pinned"),
+    ],
+)
+def test_commands_that_cannot_be_obeyed_say_what_to_do(site, words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        headwater(["release", *words, "--state", str(site.config.state)])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "before, words, message",
+    [
+        ((), ("promote", 1), "only one at its canary can be promoted"),
+        ((), ("resume", 1), "only one that is held can be resumed"),
+        ((), ("rollback", 1), "there is nothing to return to"),
+        ((("hold", 1),), ("hold", 1), "only one that devices still get can be held"),
+        ((), ("hold", 2), "no release 2; there are 1 to 1"),
+    ],
+)
+def test_steps_out_of_order_are_refused(site, made, before, words, message, capsys):
+    released(site, made[0])
+    for step in before:
+        site.release(*step)
+    with pytest.raises(SystemExit) as ended:
+        headwater(["release", *map(str, words), "--state", str(site.config.state)])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
