@@ -154,7 +154,7 @@ class Rollout:
             StateError: the file of the release is missing or damaged; devices keep the bundle they run.
         """
         release = self._wanted(agent)
-        if release is None or (not anyway and self._runs(agent, release)):
+        if release is None or not release.digest or (not anyway and self._runs(agent, release)):
             return False
         wait_s, within_s = release.plan.activation(self._now())
         install = Install(
@@ -187,11 +187,16 @@ class Rollout:
         return self.book.devices[agent].runs == release.bundle_id
 
     def _release_of(self, agent: str, bundle_id: str) -> Release | None:
-        """The release that a report of this bundle is about: the one that was offered, or else the newest of it."""
+        """The release that a report of this bundle is about: the one that was offered, or else the newest of it.
+
+        None for a release that this device was not to get: it has no say in that one.
+        """
         offer = self._offers.get(agent)
-        if offer is not None and (offered := self.book.get(offer.release)) and offered.bundle_id == bundle_id:
+        offered = None if offer is None else self.book.get(offer.release)
+        if offered is not None and offered.bundle_id == bundle_id:
             return offered
-        return next((one for one in reversed(self.book.releases) if bundle_id and one.bundle_id == bundle_id), None)
+        newest = next((one for one in reversed(self.book.releases) if bundle_id and one.bundle_id == bundle_id), None)
+        return newest if newest is not None and (newest.promoted or agent in newest.canary) else None
 
     def _note(self, device: Device, release: Release | None = None, result: Result | None = None) -> None:
         """Journal what is new about a device."""

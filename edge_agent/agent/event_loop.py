@@ -398,6 +398,7 @@ class Agent:
             federation = message.federation[:12]
             log.info("welcomed coordinator=%s federation=%s epoch=%d", message.software, federation, message.epoch)
             self.uploads.offer_again()
+            self.disk.safely(self.jobs.forget_candidate)
         if (problem := self.condition.problem) is not None:  # this may be another coordinator than the one informed
             self.link.send(problem.to_coordinator())
 

@@ -718,9 +718,7 @@ class TaskQueue:
         log.info("cancelled run=%s round=%d reason=%s", wire.run_name(message.run), message.round, message.reason)
         install = self._install
         if install is not None and (install.run, 0) == (message.run, message.round):  # a bundle that is withdrawn
-            if self._working_on != install.blob.digest:
-                self._install = None
-                self._fetch()
+            self.forget_candidate()
             return
         self._drop(message)
         self._tasks.cancel(job_key(message))
@@ -771,6 +769,12 @@ class TaskQueue:
         elif install is not None and self._may_switch() and self._downloads.has_all((install.blob,)):
             work = partial(self._tasks.install, install, self._cache.path(install.blob.digest))
             self._begin("install", install.blob.digest, work, partial(self._after_install, install))
+
+    def forget_candidate(self) -> None:
+        """Drop a bundle that is not tried yet: a coordinator offers it again after its welcome."""
+        if self._install is not None and self._working_on != self._install.blob.digest:
+            self._install = None
+            self._fetch()
 
     def switch_when_due(self) -> None:
         """Switch to a bundle that is here and had to wait for its time; the coordinator offers a late one again."""

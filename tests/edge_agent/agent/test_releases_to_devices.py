@@ -144,6 +144,39 @@ def test_a_bundle_that_waits_for_its_window_is_not_used_after_a_hold(site, made)
     site.until(lambda: site.running() == {"porch": 2}, limit_s=120)
 
 
+def test_a_bundle_that_was_held_while_the_coordinator_was_off_is_not_used_in_its_window(site, made):
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    released(site, made[1], "--canary", "all", "--window", "02:00-03:00")
+    site.wait(30)
+    site.kill_coordinator()
+    site.release("hold", 2)
+    site.clock.now += 13 * 3600
+    site.start_coordinator()
+    site.wait(60)
+    site.clock.now += 3600
+    site.wait(60)
+    assert site.now().strftime("%H") == "02"
+    assert site.running() == {"porch": 1}
+
+
+def test_a_device_has_no_say_in_a_release_that_it_was_not_to_get(site, made):
+    released(site, made[0])
+    for name in ("porch", "hall", "attic"):
+        site.device(name)
+    site.until(lambda: set(site.running().values()) == {1}, limit_s=30)
+    bundle_id = released(site, made[1], "--canary", 2)["bundle_id"]
+    site.until(lambda: site.stages() == ["everybody", "paused"], limit_s=60)
+    release = site.coordinator.releases.book.releases[1]
+    (other,) = {"porch", "hall", "attic"} - set(release.canary)
+    for reason in ("a lie", ""):
+        report = wire.Report(run=release.run, about=bundle_id, samples=5, rolled_back=reason, kept=reason)
+        site.agents[other].link.send(report)
+        site.wait(5)
+    assert (other in release.results, site.stages()) == (False, ["everybody", "paused"])
+
+
 def test_the_owner_pins_a_running_device_and_the_operator_sees_why(site, made):
     state = site.folder / "porch"
     released(site, made[0])
