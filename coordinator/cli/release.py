@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -90,7 +91,7 @@ def create(
         older = book.for_everybody(channel)
         body = {name: value for name, value in chosen.body.items() if name not in {"rolls_back", "plan"}}
         body |= {"plan": plan_body(plan), "by": _author(), "parent": older.bundle_id if older is not None else None}
-        folder.journal.append("release_made", run=chosen.run, round=chosen.round, digest=chosen.digest, body=body)
+        _release(folder, chosen.run, chosen.round, chosen.digest, body)
         _show(folder, len(book.releases) + 1, as_json=as_json)
 
 
@@ -152,7 +153,7 @@ def rollback(
         if release.rolled_back_by:
             raise UsageError(_is_already(release, f"by release {release.rolled_back_by}"))
         older, body = rollback_of(book, release, reason or f"rolled back by {_author()}", _author())
-        folder.journal.append("release_made", run=older.run, round=older.round, digest=older.digest, body=body)
+        _release(folder, older.run, older.round, older.digest, body)
         _show(folder, len(book.releases) + 1, as_json=as_json)
 
 
@@ -186,7 +187,11 @@ def pin(
             number = running[-1].number
         release = _chosen(book, number)
         body = {"release": release.number, "reason": reason, "until": until, "by": _author()}
-        folder.journal.append("device_pinned", agent=device, body=body)
+        with contextlib.ExitStack() as stack:
+            blob = None
+            if release.bundle_id != known.runs:  # perhaps an older one
+                blob = stack.enter_context(_file(folder, release.run, release.bundle_id, release.digest))
+            folder.journal.append("device_pinned", agent=device, digest=blob, body=body)
         line = f"{device} stays with release {release.number}{f' until {until}' if until else ''}: {reason}"
         present({"device": device, **body}, [line], as_json=as_json)
 
@@ -378,6 +383,25 @@ def _chosen(book: Book, number: int | None) -> Release:
 
 def _is_already(release: Release, why: str) -> str:
     return f"release {release.number} is at stage '{release.stage}'; {why}"
+
+
+def _release(
+    folder: StateFolder, run: str | None, number: int | None, digest: str | None, body: dict[str, Any]
+) -> None:
+    with _file(folder, run, body["bundle_id"], digest) as blob:
+        folder.journal.append("release_made", run=run, round=number, digest=blob, body=body)
+
+
+@contextlib.contextmanager
+def _file(folder: StateFolder, run: str | None, bundle_id: str, digest: str | None) -> Iterator[str]:
+    """The digest of a bundle's file, signed for now, as a blob that the journal is to name inside."""
+    from ..state.release_keys import file_to_release  # loads cryptography
+
+    content = file_to_release(folder, run or "", bundle_id, digest or "", utc_now())
+    blob = folder.blobs.put(content)
+    yield blob
+    if blob not in folder.blobs:  # a coordinator at work removes what no entry names
+        folder.blobs.put(content)
 
 
 def _append(folder: StateFolder, kind: Kind, release: Release, **body: Any) -> None:

@@ -157,12 +157,14 @@ class Rollout:
         if release is None or not release.digest or (not anyway and self._runs(agent, release)):
             return False
         wait_s, within_s = release.plan.activation(self._now())
+        pin = self.book.pin(agent, self._now())
+        digest = release.digest if pin is None else pin.digest or release.digest
         install = Install(
             run=release.run,
             bundle_id=release.bundle_id,
             release=release.number,
-            blob=self._put_on_offer(release.digest, agent).ref,
-            compare=not release.rolls_back and self.book.pin(agent, self._now()) is None,
+            blob=self._put_on_offer(digest, agent).ref,
+            compare=not release.rolls_back and pin is None,
             activate_in_s=min(wait_s, MAX_WAIT_S),
             activate_within_s=within_s,
         )
@@ -172,8 +174,8 @@ class Rollout:
 
     def offer_again(self, agent: str, digest: str) -> None:
         """An agent requests a blob that is not on offer: after a restart, offer the release again."""
-        release = self._wanted(agent)
-        if release is not None and release.digest == digest:
+        release, pin = self._wanted(agent), self.book.pin(agent, self._now())
+        if release is not None and digest in {release.digest, "" if pin is None else pin.digest}:
             self._put_on_offer(digest, agent)
             self._send(agent, Who())
 
@@ -274,13 +276,18 @@ class Rollout:
     def _stop(self, release: Release, reason: str) -> None:
         """Return the devices that run the release to the one before; hold it where there is none."""
         journal = self._state.journal
+        from ..state.release_keys import file_to_release  # loads cryptography
+
         try:
             older, body = rollback_of(self.book, release, reason, "failures")
-        except UsageError:
-            journal.append("release_held", body={"release": release.number, "reason": reason})
-            log.error("release_held release=%d reason=%s", release.number, reason)
+            content = file_to_release(self._state, older.run, older.bundle_id, older.digest, self._now())
+            digest = self._state.blobs.put(content)
+        except UsageError as error:  # there is no older one, or people have to sign it
+            held = f"{reason}. Not rolled back: {error}"
+            journal.append("release_held", body={"release": release.number, "reason": held})
+            log.error("release_held release=%d reason=%s", release.number, held)
             return
-        journal.append("release_made", run=older.run, round=older.round, digest=older.digest, body=body)
+        journal.append("release_made", run=older.run, round=older.round, digest=digest, body=body)
         log.error("release_rolled_back release=%d to=%d reason=%s", release.number, older.number, reason)
 
     def _put_on_offer(self, digest: str, agent: str) -> Outgoing:

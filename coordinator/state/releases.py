@@ -198,6 +198,8 @@ class Pin:
     reason: str
     until: str
     at: str
+    digest: str = ""
+    """Of the file, where it was signed for this pin; empty: that of the release."""
 
     def holds(self, now: datetime) -> bool:
         """Whether it counts at that moment."""
@@ -242,7 +244,8 @@ class Book:
         elif entry.kind == "device_reported" and entry.agent is not None:
             self._reported(entry.agent, entry)
         elif entry.kind == "device_pinned" and entry.agent is not None:
-            self.pins[entry.agent] = Pin(body["release"], body.get("reason", ""), body.get("until", ""), entry.at)
+            texts = (body.get("reason", ""), body.get("until", ""), entry.at, entry.digest or "")
+            self.pins[entry.agent] = Pin(body["release"], *texts)
         elif entry.kind == "device_unpinned" and entry.agent is not None:
             self.pins.pop(entry.agent, None)
         elif (release := self.get(body.get("release", 0))) is None or release.rolled_back_by:

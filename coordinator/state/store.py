@@ -326,7 +326,9 @@ def blobs_needed(state: StateFolder, pruned: Sequence[str] = ()) -> set[str]:
     journal = state.journal
     gone = {*pruned, *(entry.run for entry in journal.entries(kinds=("run_pruned",)))}
     checkpoints = {run: digest for run, digest in journal.checkpoints().items() if run not in gone}
-    kept = journal.digests(("bundle_exported", "release_made", "norm_pooled", "ranges_collected", "state_kept"))
+    kept = journal.digests(
+        ("bundle_exported", "release_made", "device_pinned", "norm_pooled", "ranges_collected", "state_kept")
+    )
     for request in journal.entries(kinds=("run_requested",)):
         if request.run in checkpoints and request.body.get("keep_updates"):
             kept |= journal.digests((*CHECKPOINTS, "update_accepted"), request.run)

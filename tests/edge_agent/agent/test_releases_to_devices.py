@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 from release_site import ReleaseSite
 
 from coordinator.cli import main as headwater
+from coordinator.state.journal import utc_now
+from coordinator.state.release_keys import ReleaseKeys, read_key, sign_bundle
 from edge_agent import bundle as bundles
 from edge_agent.cli import main
+from edge_agent.config import BundleConfig
 from edge_agent.personalize import load_head
 from edge_agent.wire import messages as wire
 
+FAR = datetime(2040, 1, 1, tzinfo=timezone.utc)
 NAMES = tuple(f"d{number:02}" for number in range(20))
 
 
@@ -362,3 +367,53 @@ def test_steps_out_of_order_are_refused(site, made, before, words, message, caps
         headwater(["release", *map(str, words), "--state", str(site.config.state)])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_rollbacks_are_signed_again_for_devices_that_refuse_older_versions(site, make_bundle, capsys):
+    """The coordinator signs the older bundle again; where people sign, it says how, and holds what failed."""
+    keys = ReleaseKeys(site.config.state)
+    keys.create("home", utc_now())
+    trusting = BundleConfig(trust=keys.root)
+    good, bad = make_bundle("good.hwb", dim=24), make_bundle("bad.hwb", dim=1, seed=5)
+    runs = [site.export(good), site.export(bad)]
+    for run, made in zip(runs, (good, bad), strict=True):
+        path = site.state.run(run).folder / f"{run}.hwb"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(made.path.read_bytes())
+    site.release("create", runs[0], "--canary", "all")
+    for name in ("porch", "hall"):
+        site.add(name, tier="head", bundle=trusting)
+    site.until(lambda: set(site.running().values()) == {1}, limit_s=30)
+
+    site.release("create", runs[1], "--canary", "all", "--max-failed", 1, "--min-gain", "-0.05")
+    site.until(lambda: site.stages() == ["everybody", "rolled back", "everybody"], limit_s=60)
+    site.until(lambda: {*site.running().values()} == {3}, limit_s=60)
+
+    site.release("create", runs[1], "--canary", "all", "--max-failed", "100%")
+    site.until(lambda: {*site.running().values()} == {4}, limit_s=60)
+    site.release("rollback", 4)
+    site.until(lambda: {*site.running().values()} == {5}, limit_s=60)
+
+    site.release("create", runs[1], "--canary", "all", "--max-failed", "100%")
+    site.until(lambda: {*site.running().values()} == {6}, limit_s=60)
+    site.release("pin", "porch", "--release", 1, "--reason", "measurements")
+    site.until(lambda: site.running() == {"porch": 5, "hall": 6}, limit_s=60)  # 1 and 5 are one bundle
+    book = site.coordinator.releases.book
+    assert len({book.releases[0].digest, book.releases[2].digest, book.releases[4].digest}) == 3
+
+    site.release("unpin", "porch")
+    site.release("rollback", 6)
+    site.until(lambda: {*site.running().values()} == {7}, limit_s=60)
+
+    person = site.folder / "person.key"
+    keys.release_key.rename(person)
+    with pytest.raises(SystemExit):
+        headwater(["release", "create", runs[1], "--canary", "all", "--state", str(site.config.state)])
+    path = site.state.run(runs[1]).folder / f"{runs[1]}.hwb"
+    assert f"'headwater keys sign {path} --key FILE --again'" in capsys.readouterr().err
+    sign_bundle(path, keys.roots(), [read_key(person)], version=keys.next_version(utc_now()), expires=FAR)
+    site.release("create", runs[1], "--canary", "all", "--max-failed", "0", "--min-gain", "-0.05")
+    site.until(lambda: site.stages()[-1] == "held", limit_s=60)
+    reason = site.release("status")["releases"][-1]["waits_for"]
+    assert "Not rolled back" in reason
+    assert "--again" in reason
