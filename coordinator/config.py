@@ -238,12 +238,20 @@ def _one_or_more(value: object) -> object:
 class ExportConfig(Frozen):
     """What happens to the encoder of a run."""
 
-    after_run: bool = Field(True, description="export and release when a run is finished")
+    after_run: bool = Field(True, description="export the encoder when a run is finished")
+    release: Literal["manual", "each_run"] = Field(
+        "manual",
+        description="manual: 'headwater release create' releases a run's bundle; each_run: every bundle goes to all "
+        "devices at once",
+    )
     int8: bool = Field(True, description="add a quantized variant")
     exporter: Literal["auto", "dynamo", "legacy"] = Field(
         "auto", description="auto: torch's dynamo exporter where onnxscript is installed, else the older one"
     )
-    every: Count = Field(0, description="also release every n-th round to devices of tier head; 0 = only after the run")
+    every: Count = Field(
+        0,
+        description="also export and release every n-th round, with release = each_run; 0 = only after the run",
+    )
     patience: int = Field(
         0,
         ge=0,
@@ -266,6 +274,15 @@ class ExportConfig(Frozen):
         "beside hosted clients' data; default: random inputs, and devices compare alone",
     )
     folder: Path = Field(Path(), description="base of relative paths in calibration; default: this file's folder")
+
+    @model_validator(mode="after")
+    def _rounds_are_released_at_once(self) -> ExportConfig:
+        if self.every and self.release != "each_run":
+            raise ValueError(
+                f"every = {self.every} releases encoders while a run goes on, and release = 'manual' waits for a "
+                "command; set release = 'each_run', or every = 0"
+            )
+        return self
 
 
 class HostedConfig(Frozen):

@@ -365,6 +365,9 @@ class AgentConfig(Frozen):
     tier: Literal["auto", "train", "head"] = Field(
         "auto", description="auto: train where torch is installed and head.own_classes is false"
     )
+    channel: str = Field(
+        "stable", pattern=NAME_PATTERN, description="whose releases this device takes, as at 'headwater release create'"
+    )
     state: Path = Field(Path("agent-state"), description="folder for bundles, heads and client state")
     cache_bytes: int = Field(
         512 * 1024 * 1024, ge=1 << 20, description="downloaded blobs kept on disk, oldest dropped first"

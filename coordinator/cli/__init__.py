@@ -36,6 +36,7 @@ COMMANDS: dict[str, str] = {
     "cancel": "End a run for good, queued or under way.",
     "status": "Show runs, agents, and what the coordinator waits for.",
     "export": "Export a run's encoder as a bundle file.",
+    "release": "Create, promote, hold or roll back releases.",
     "report": "Write a run's page with tables and plots.",
     "analyze": "Measure a run's features and models as the papers do.",
     "audit": "Check a run's journal, receipts and checkpoints.",

@@ -73,7 +73,8 @@ def demo(
 
     Starts a broker, a coordinator and six agents, each in its own process. Four agents train a shared encoder, each on
     digits of another style; the frozen encoder then goes to two new agents without torch, which have few samples, of
-    writers that were in no training data, and they fit personal heads.
+    writers that were in no training data, and they fit personal heads. The bundle is released to them at once, by
+    export.release = "each_run"; elsewhere 'headwater release create' does that.
 
     Example: headwater demo --method fedavg --rounds 10
     """
@@ -147,7 +148,11 @@ def _coordinator_config(folder: Path) -> CoordinatorConfig:
         "round": {"quorum": 1.0, "deadline_s": 300.0},
         "evaluate_every": EVALUATE_EVERY,
         # The older exporter takes 0.2 s for this encoder where the newer takes 7; the gates are the same.
-        "export": {"exporter": "legacy", "calibration": [f"digits:{style}?n=128" for style in TRAIN_STYLES]},
+        "export": {
+            "release": "each_run",
+            "exporter": "legacy",
+            "calibration": [f"digits:{style}?n=128" for style in TRAIN_STYLES],
+        },
     }
     return parse(CoordinatorConfig, raw, where="the demo's configuration")
 

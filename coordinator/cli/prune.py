@@ -34,7 +34,7 @@ def prune(
 ) -> None:
     """Remove checkpoints, retained updates and bundles of ended runs, but of the newest ones.
 
-    Nothing of a run that has not ended is removed, nor of the run whose release is on offer to devices. Metrics,
+    Nothing of a run that has not ended is removed, nor of runs whose releases devices run or may return to. Metrics,
     summaries and the journal of all runs stay. A coordinator does this by itself after each run.
 
     Example: headwater prune --config coordinator.toml --keep 3 --dry-run
@@ -53,7 +53,7 @@ def prune(
         left, kept = usage(folder), on_offer(folder)
     what = "removed" if removed else "would be removed" if dry_run else "will be removed by the coordinator soon"
     line = f"{size / 1e6:.1f} MB of {counted(len(runs), 'run')} {what}; {left['free_bytes'] / 1e6:.0f} MB are free"
-    line += "".join(f"; {run} stays, because its release is on offer" for run in kept)
+    line += "".join(f"; {run} stays, because its release is in use" for run in kept)
     rows = [(one.run, one.status, len(one.files), f"{one.size_bytes / 1e6:.1f}") for one in listed]
     tables = [table("runs", ("run", "status", "files", "MB"), rows, left=2)] if rows else []
     result = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,6 +17,7 @@ from ..state.store import StateFolder
 from .follow import standing
 from .options import Config, Json, State, state_path
 from .output import console, present, ready_for
+from .release import releases_of_run
 
 Run = Annotated[str | None, typer.Option("--run", help="Run; default: the latest that has finished.")]
 Svg = Annotated[Path | None, typer.Option("--svg", help="Also write the devices' accuracies as an SVG to this file.")]
@@ -26,19 +27,21 @@ def report(config: Config = None, state: State = None, run: Run = None, svg: Svg
     """Write a run's page with tables and plots, and say where it is.
 
     Without --run it is the latest run that has finished, or else the latest that has figures. Of a run that has not
-    finished, the page and a line on stderr say how far it is.
+    finished, the page and a line on stderr say how far it is. Releases of the run's bundle are part of the page: where
+    each stands, and what it scored on which device.
 
     Example: headwater report --state headwater-demo/coordinator
     """
     folder = StateFolder(state_path(config, state))
-    record = None
+    record, releases = None, list[dict[str, Any]]()
     if folder.journal.path.exists():
         with folder.look():
             record = folder.journal.replay(run) if run else _latest(folder)
+            releases = [] if record is None else releases_of_run(folder, record.run)
     if record is None:
         raise UsageError(f"no run in {folder.path} has figures yet; 'headwater run' starts one")
     chosen = folder.run(record.run)
-    path = write_report(chosen, record)
+    path = write_report(chosen, record, releases)
     if record.status != "finished":
         console.print(f"{record.run} has not finished ({record.status}): it {standing(record)}", soft_wrap=True)
     if svg is not None:

@@ -21,6 +21,7 @@ from ..text import counted, listed
 from .follow import advice, is_serving
 from .options import Config, Json, State, state_path
 from .output import present, table
+from .release import open_releases, standing_of
 
 SHOWN_AGENTS = 20
 
@@ -71,6 +72,7 @@ def status(
             )
             ahead = ahead if record.is_over else run
         disk = usage(folder)
+        releases = open_releases(folder)
     summary = None
     with contextlib.suppress(StateError):  # a damaged summary costs its notes, not the status
         summary = RunFolder(path / "runs" / runs[-1]["id"]).summary() if runs else None
@@ -86,7 +88,7 @@ def status(
         privacy = privacy or summary.get("privacy")
         runs[-1]["reason"] = runs[-1]["reason"] or summary.get("stopped")
     result = {"better_alone": alone, "privacy": privacy, "serving": serving, "state": str(path), "disk": disk}
-    result |= {"runs": runs, **written}
+    result |= {"runs": runs, "releases": releases, **written}
     if "agents" in written:
         chosen = [one for one in read_agents(path) if find in one["id"] and _is(only, one)]
         if agents and len(chosen) > agents:
@@ -143,6 +145,7 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
             most = (result.get("rejected_most") or {}).get(what, {})
             causes = "; ".join(f"{cause} ({times} ×)" for cause, times in most.items())
             yield f"rejected: {counted(number, what[:-1])}{f', most of all {causes}' if causes else ''}"
+    yield from map(standing_of, result["releases"])
     disk = result["disk"]
     yield (
         f"disk: {counted(disk['blobs'], 'blob')} of {disk['blob_bytes'] / 1e6:.1f} MB, checkpoints of "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from edge_agent.errors import StateError
 from edge_agent.storage import write_atomic
@@ -15,10 +17,13 @@ from .page import render
 __all__ = ["write_report"]
 
 
-def write_report(folder: RunFolder, record: RunRecord | None = None) -> Path:
+def write_report(
+    folder: RunFolder, record: RunRecord | None = None, releases: Sequence[Mapping[str, Any]] = ()
+) -> Path:
     """Write the page and return its path; it may be written again at any time, also during the run.
 
-    ``record`` is the run's state in the journal, for a run that has no summary yet.
+    ``record`` is the run's state in the journal, for a run that has no summary yet; ``releases`` are those of its
+    bundle, as 'headwater release status --json' has them.
 
     Raises:
         StateError: there are no figures yet, or they are damaged.
@@ -31,6 +36,6 @@ def write_report(folder: RunFolder, record: RunRecord | None = None) -> Path:
         summary |= {"status": record.status, "round": record.round, "reason": record.outcome.get("reason")}
         if record.status in {"requested", "running"}:
             summary["status"] = "unfinished"
-    page = render(read_run(folder.run, summary or {}, metrics))
+    page = render(read_run(folder.run, summary or {}, metrics), releases)
     write_atomic(folder.report_path, page.encode(errors="replace"))
     return folder.report_path

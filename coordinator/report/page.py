@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from edge_agent.errors import StateError
@@ -44,8 +44,8 @@ _DETAILS = {
 }
 
 
-def render(run: RunFigures) -> str:
-    """The whole page as HTML. It loads nothing and runs nothing."""
+def render(run: RunFigures, releases: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The whole page as HTML, with the ``releases`` of the run's bundle. It loads nothing and runs nothing."""
     summary = run.summary
     rounds, closed = as_number(summary.get("rounds")), as_number(summary.get("round"))
     warnings = summary.get("warnings")
@@ -72,8 +72,30 @@ def render(run: RunFigures) -> str:
         agent_rows=[_agent_row(agent)[: len(columns)] for agent in run.agents],
         incidents=sorted(_incidents(run.rounds)),
         most=MOST_INCIDENTS,
+        releases=[_release_row(one) for one in releases],
+        scores=[row for one in releases for row in _score_rows(one)],
         details=[(name, _pretty(summary[key])) for key, name in _DETAILS.items() if summary.get(key)],
     )
+
+
+def _release_row(release: Mapping[str, Any]) -> tuple[str, ...]:
+    outcomes, parent = release["outcomes"], release["lineage"]["parent"]
+    cells = (
+        release["release"],
+        release["plan"]["channel"],
+        release["stage"],
+        release["by"] or "the run",
+        (parent or "none")[:12],
+        *(outcomes.get(name, 0) for name in ("ok", "failed", "declined")),
+        release["plan"]["note"],
+    )
+    return tuple(map(str, cells))
+
+
+def _score_rows(release: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for agent, result in release["results"].items():
+        scores = ("" if value is None else f"{value:.3f}" for value in (result["before"], result["acc"]))
+        yield (str(release["release"]), agent, result["outcome"], *scores, str(result["support"]), result["reason"])
 
 
 def render_page(template: str, **content: Any) -> str:

@@ -15,6 +15,7 @@ from edge_agent.worker import Worker
 
 from ..config import CoordinatorConfig
 from ..fleet.registry import Roster
+from ..fleet.rollout import Rollout
 from ..fleet.transfers import Collector, Distributor
 from ..processes.compute import Compute, InlineCompute
 from ..state.store import StateFolder
@@ -63,6 +64,7 @@ class RunContext:
     state: StateFolder
     roster: Roster
     distributor: Distributor
+    releases: Rollout
     collector: Collector
     send: Callable[[str, Command], None]
     worker: Worker
@@ -99,7 +101,7 @@ class Reports:
         self._context = context
         self.reports: dict[str, Report] = {}
         self.faults: dict[str, str] = {}
-        self._ask: Callable[[str], None] | None = None
+        self._ask: Callable[[str], object] | None = None
         self._asked: frozenset[str] = frozenset()
         self._bundle_id = ""
 
@@ -122,7 +124,9 @@ class Reports:
         """From now on, accept metrics of this released bundle only."""
         self._bundle_id = bundle_id
 
-    def collect(self, agents: tuple[str, ...], ask: Callable[[str], None], limit_s: float = REPORT_DEADLINE_S) -> Steps:
+    def collect(
+        self, agents: tuple[str, ...], ask: Callable[[str], object], limit_s: float = REPORT_DEADLINE_S
+    ) -> Steps:
         """Until each of ``agents`` that is still present has answered, or the time is up.
 
         ``ask`` is called by `ask_again`.

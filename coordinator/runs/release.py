@@ -5,7 +5,9 @@ Batch norm that stays on devices is collected before, outside the rounds, so tha
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -14,15 +16,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from edge_agent.errors import ExportRejected, HeadwaterError, RunFailed, StateError
+from edge_agent.errors import ExportRejected, HeadwaterError, RunFailed
 from edge_agent.methods.base import pooled_norm
 from edge_agent.task import Tensors
 from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Command, Install, Report, Who
+from edge_agent.wire.messages import Report
 from edge_agent.wire.tensors import Spec, decode, encode, pieces
 
-from ..fleet.transfers import Collection, Distributor, reason_of, updates_of
-from ..state.journal import Entry, Journal, utc_now
+from ..fleet.transfers import Collection, reason_of, updates_of
+from ..state.journal import utc_now
 from ..state.release_keys import ReleaseKeys
 from ..state.store import StateFolder, prune_blobs
 from .context import Run, Steps, Waiting
@@ -50,6 +52,9 @@ class Released:
 
     path: Path
     bundle_id: str
+    digest: str
+    """Of the file, which is also a blob."""
+
     body: dict[str, Any]
 
 
@@ -82,7 +87,9 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
         raise ExportRejected(f"export failed: {error!r}") from error
     if purpose == "release":
         sign(path, run.context.state.path)
-    return Released(path, exported["bundle_id"], {"path": str(path), "bytes": path.stat().st_size, **exported})
+    digest = run.context.state.blobs.put(path.read_bytes())
+    body = {"path": str(path), "bytes": path.stat().st_size, **exported, "lineage": lineage(run)}
+    return Released(path, exported["bundle_id"], digest, body)
 
 
 def sign(path: Path, state: Path) -> int | None:
@@ -101,30 +108,39 @@ def sign(path: Path, state: Path) -> int | None:
     return release.version
 
 
+def lineage(run: Run) -> dict[str, Any]:
+    """Where the run's encoder comes from, as JSON.
+
+    ``partition_sha256`` is the hash of the sorted pairs of agent and sample count of all updates in the journal.
+    """
+    updates = run.context.state.journal.entries(run.id, ("update_accepted",))
+    samples = {entry.agent: entry.body.get("samples") for entry in updates if entry.agent is not None}
+    weights = run.request.weights
+    return {
+        "method": run.request.method,
+        "params": run.method.params.model_dump(mode="json"),
+        "seed": run.request.seed,
+        "weights_sha256": None if weights is None else weights.sha256,
+        "encoder_sha256": encoder_sha256(run),
+        "agents": len(samples),
+        "partition_sha256": hashlib.sha256(json.dumps(sorted(samples.items())).encode()).hexdigest(),
+    }
+
+
 def freeze(run: Run) -> Generator[Waiting, None, Outgoing]:
     """The current encoder as a blob on disk, for one round; the next round replaces it."""
     frozen = yield from export_bundle(run, "round", "round")
-    digest = run.context.state.blobs.put(frozen.path.read_bytes())
-    return Outgoing.open(run.context.state.blobs.path(digest), digest)
+    return Outgoing.open(run.context.state.blobs.path(frozen.digest), frozen.digest)
 
 
 def release(run: Run, released: Released, number: int) -> Steps:
-    """Offer the bundle to every head-tier device that is present, and wait for the reports."""
-    context, blobs = run.context, run.context.state.blobs
-    digest = blobs.put(released.path.read_bytes())
-    context.state.journal.append("release_made", run=run.id, round=number, digest=digest, body=released.body)
-    agents = tuple(context.roster.present("head"))
-    run.reports.pop(agents)
+    """Release the bundle to every device of tier ``head`` at once, and wait for the reports of those present."""
+    context = run.context
+    run.reports.pop(context.roster.present("head"))
     run.reports.expect(released.bundle_id)
-    if not agents:
-        return
-    blob = Outgoing.open(blobs.path(digest), digest)
-    context.distributor.offer(blob, agents)
-    number = len(releases_of(context.state.journal))
-    install = Install(run=run.id, bundle_id=released.bundle_id, release=number, blob=blob.ref)
-    for agent in agents:
-        context.send(agent, install)
-    yield from run.reports.collect(agents, lambda agent: context.send(agent, install), RELEASE_DEADLINE_S)
+    asked = context.releases.make(run.id, number, released.digest, released.body)
+    ask = functools.partial(context.releases.offer, anyway=True)
+    yield from run.reports.collect(asked, ask, RELEASE_DEADLINE_S)
 
 
 def release_during_run(run: Run, number: int) -> Steps:
@@ -197,55 +213,6 @@ def sha256_of_encoder(tensors: Tensors) -> str:
     """`encoder_sha256` of a state, of which only the encoder's tensors count."""
     encoder = {name: array for name, array in tensors.items() if name.startswith("encoder.")}
     return hashlib.sha256(encode(encoder)).hexdigest() if encoder else ""
-
-
-def releases_of(journal: Journal) -> list[Entry]:
-    """The journal's entries of all releases; their numbers count from 1."""
-    return journal.entries(kinds=("release_made",))
-
-
-class ReleaseOffers:
-    """Offers the newest release to agents that do not run it."""
-
-    def __init__(self, state: StateFolder, distributor: Distributor, send: Callable[[str, Command], None]) -> None:
-        self._state, self._distributor, self._send = state, distributor, send
-        self._checked = ""
-
-    def current(self) -> Entry | None:
-        """The journal's entry of the newest release; None before the first."""
-        return next(reversed(releases_of(self._state.journal)), None)
-
-    def offer(self, agent: str, running: str) -> None:
-        """Send the released bundle to a head-tier device that runs another one.
-
-        Raises:
-            StateError: the file of the release is missing or damaged; devices keep the bundle they run.
-        """
-        release = self.current()
-        if release is None or release.digest is None or release.body.get("bundle_id") == running:
-            return
-        blob = self._put_on_offer(release.digest, agent)
-        number, bundle_id = len(releases_of(self._state.journal)), release.body["bundle_id"]
-        self._send(agent, Install(run=release.run or "", bundle_id=bundle_id, release=number, blob=blob.ref))
-
-    def offer_again(self, agent: str, digest: str) -> None:
-        """An agent requests a blob that is not on offer: after a restart, offer the release again."""
-        release = self.current()
-        if release is not None and release.digest == digest:
-            self._put_on_offer(digest, agent)
-            self._send(agent, Who())
-
-    def _put_on_offer(self, digest: str, agent: str) -> Outgoing:
-        if self._checked != digest:
-            try:
-                self._state.blobs.check(digest)
-            except StateError as error:
-                what = "this is the released bundle, which no device can get now"
-                raise StateError(f"{error}, or make a new release with a run: {what}") from error
-            self._checked = digest
-        blob = Outgoing.open(self._state.blobs.path(digest), digest)
-        self._distributor.offer(blob, (agent,))
-        return blob
 
 
 def with_pooled_norm(

@@ -136,7 +136,7 @@ def restore(state: StateFolder, run: str) -> None:
 
 
 def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> Steps:
-    """Export and release where the configuration says so, then write summary and report.
+    """Export, and release, where the configuration says so, then write summary and report.
 
     ``stopped``: why the run ended before its last round; empty when it did not.
     """
@@ -154,7 +154,11 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     elif context.config.export.after_run:
         why_not = f"method '{run.method.name}' shares no encoder"
     if released is not None:
-        yield from release(run, released, run.request.rounds)
+        state.journal.append(
+            "bundle_exported", run=run.id, round=run.request.rounds, digest=released.digest, body=released.body
+        )
+        if context.config.export.release == "each_run":
+            yield from release(run, released, run.request.rounds)
     for member in context.roster.members():
         if member.condition == "stalled" and member.id not in run.reports.reports:
             reason = (member.fault or {}).get("message", "its disk cannot be written")

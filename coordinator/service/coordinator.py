@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from edge_agent import __version__
@@ -28,11 +29,11 @@ from edge_agent.worker import InlineWorker, Worker
 from ..config import CoordinatorConfig
 from ..fleet.rate_limits import RateLimits
 from ..fleet.registry import CommandSender, DuplicateIds, Member, ReceiptMemory, Rejections, Roster, RunIds, begin
+from ..fleet.rollout import Rollout
 from ..fleet.transfers import Collector, Distributor, reason_of
 from ..hosted.transport import CombinedTransport
 from ..processes.compute import Compute, InlineCompute
 from ..runs.context import Reports, Run, RunContext, RunHooks, Waiting
-from ..runs.release import ReleaseOffers
 from ..runs.request import Request
 from ..runs.round_loop import RunLoop
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
@@ -85,12 +86,13 @@ class Coordinator:
         limits: RateLimits | None = None,
         identity: IdentityService | None = None,
         keys: CommandKeys | None = None,
+        now: Callable[[], datetime] = utc_now,
     ) -> None:
         """``probe_s``: how long another coordinator of the federation may take to answer before this one serves.
 
         ``run_ids``: ids of runs in messages; by default unique among all state folders. ``limits``: those that the
         transport applies to what it receives. ``identity``: who has a certificate, where agents need one. ``keys``:
-        those that agents know its commands by.
+        those that agents know its commands by. ``now``: the wall clock, for windows of releases and ends of pins.
         """
         self.config, self.state, self.transport, self.clock = config, state, transport, clock
         self.stopwatch = stopwatch or clock
@@ -112,7 +114,7 @@ class Coordinator:
         self.collector = Collector(state.blobs, state.journal, self.receipts.send, clock, self.storage.is_stalled)
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of, config.retention.runs)
         self.rejected = Rejections(clock)
-        self.releases = ReleaseOffers(state, self.distributor, self.send)
+        self.releases = Rollout(state, self.roster, self.distributor, self.send, clock, now)
         self._handlers: dict[type[wire.Control], Callable[[str, Any], None]] = {
             wire.UpdateManifest: self._on_manifest,
             wire.Have: lambda agent, message: self.distributor.have(agent, message.digest),
@@ -262,6 +264,10 @@ class Coordinator:
                 log.warning("agent_lost agent=%s silent_s=%.0f", agent, self.roster.lease_s)
                 self.distributor.forget(agent)
             self.collector.tick()
+            try:
+                self.releases.tick()
+            except (StateError, OSError) as error:
+                self.storage.note(error, "releases")
             self.runs.advance()
         pump_s = self.distributor.pump()
         everyone = self.everyone if len(self.roster) > MOST_LISTED else None
@@ -318,6 +324,7 @@ class Coordinator:
             state=self.state,
             roster=self.roster,
             distributor=self.distributor,
+            releases=self.releases,
             collector=self.collector,
             send=self.send,
             worker=self.worker,
@@ -431,12 +438,14 @@ class Coordinator:
             self.roster.failed(agent, message)
         if (loop := self.loop) is not None and loop.run.id == message.run:
             loop.on_fault(agent, message)
+        self.releases.fault(agent, message)
 
     def _on_heartbeat(self, agent: str, message: wire.Heartbeat) -> None:
         if not self.roster.is_as(agent, message.condition):
             self.send(agent, wire.Who())  # its fault was sent to an earlier start of this coordinator
         if not message.run:
             self.roster.note_idle(agent)
+            self.releases.heartbeat(agent)
         if (heartbeat_s := self.roster.new_heartbeat_s(agent)) is not None:
             self._welcome(agent, heartbeat_s)
         if (loop := self.loop) is not None:
@@ -445,8 +454,11 @@ class Coordinator:
     def _on_report(self, agent: str, message: wire.Report) -> None:
         """Add the report of an agent on the roster; another agent sends its report again after its hello."""
         loop = self.loop
-        if self.roster.reported(agent, message) and loop is not None and loop.run.id == message.run:
+        if not self.roster.reported(agent, message):
+            return
+        if loop is not None and loop.run.id == message.run:
             loop.run.reports.add(agent, message)
+        self.releases.reported(agent, message)
 
     def _on_renew(self, agent: str, message: wire.Renew) -> None:
         if self.identity is None:
@@ -478,7 +490,7 @@ class Coordinator:
             loop.invite(agent)
         if message.tier == "head":
             self._send_task(agent, self.config.task if loop is None else loop.run.request.task)
-            self.releases.offer(agent, message.bundle_id)
+            self.releases.hello(agent, message)
 
     def _welcome(self, agent: str, heartbeat_s: float) -> None:
         now, lease_s = utc_now().isoformat(timespec="seconds"), self.roster.lease_s

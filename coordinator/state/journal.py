@@ -47,8 +47,16 @@ Kind = Literal[
     "run_cancelled",
     "prune_requested",
     "run_pruned",
+    "bundle_exported",
     "release_made",
+    "release_canary",
+    "release_stage",
+    "release_held",
+    "release_resumed",
     "release_reported",
+    "device_reported",
+    "device_pinned",
+    "device_unpinned",
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -17,8 +18,17 @@ from cryptography.hazmat.primitives.serialization import (
 
 from edge_agent import bundle as bundles
 from edge_agent.config import credential
-from edge_agent.errors import BundleUntrusted, StateError, UsageError, cause
-from edge_agent.storage import IDENTITY, Access, private_folder, read_json, waited_lock, write_atomic, write_private
+from edge_agent.errors import BundleError, BundleUntrusted, StateError, UsageError, cause
+from edge_agent.storage import (
+    IDENTITY,
+    Access,
+    private_folder,
+    read_json,
+    sha256_of,
+    waited_lock,
+    write_atomic,
+    write_private,
+)
 from edge_agent.trust import (
     ROLES,
     Envelope,
@@ -36,6 +46,8 @@ from edge_agent.trust import (
     read,
     unsigned,
 )
+
+from .store import StateFolder
 
 ROOT_LIFE = timedelta(days=3653)
 RELEASE_LIFE = timedelta(days=365)
@@ -302,3 +314,40 @@ class ReleaseKeys:
     def _write(self, roots: Sequence[Envelope]) -> None:
         write_private(self._roots, dump(Roots(roots=tuple(roots))))
         write_private(self.root, dump(roots[-1]))
+
+
+def file_to_release(state: StateFolder, run: str, bundle_id: str, digest: str, now: datetime) -> bytes:
+    """The file of a run's bundle as devices are to get it now: the blob ``digest``, or signed with a version of now.
+
+    Devices refuse a version that is older than one they have installed, so each release is signed when it is made:
+    here, where the release key is, or before by people, who sign the file in the run's folder.
+
+    Raises:
+        UsageError: people have to sign it first; the message has the command.
+    """
+    keys = ReleaseKeys(state.path)
+    if not keys.exist:
+        return state.blobs.read(digest)
+    if keys.online_key.exists():
+        with tempfile.TemporaryDirectory(dir=state.path, prefix=".release-") as folder:
+            copy = Path(folder) / f"{run}.hwb"
+            copy.write_bytes(state.blobs.read(digest))
+            _, count, needed = keys.sign(copy, now)
+            if count >= needed:
+                return copy.read_bytes()
+    path = state.run(run).folder / f"{run}.hwb"
+    is_released = any(entry.digest == digest for entry in state.journal.entries(kinds=("release_made",)))
+    again = " --again" if is_released else ""
+    try:
+        if bundles.open_bundle(path).manifest.bundle_id != bundle_id:
+            raise BundleUntrusted(f"{path} is another bundle than {bundle_id[:16]}")
+        bundles.verify(path, keys.roots()[-1])
+        signed = path.read_bytes()
+    except BundleError as error:
+        raise UsageError(f"{error}; 'headwater keys sign {path} --key FILE{again}' signs it for a release") from error
+    if is_released and sha256_of(signed) == digest:
+        raise UsageError(
+            f"devices that have installed newer releases refuse the version of {path}; 'headwater keys sign {path} "
+            "--key FILE --again' gives it a new one, then repeat this command"
+        )
+    return signed

@@ -1,6 +1,6 @@
 """Retention: the newest ended runs keep their checkpoints and bundles, those of older ones are removed.
 
-Never of a run that has not ended, nor of the one whose release is on offer. Figures, summary and journal of every run
+Never of a run that has not ended, nor of those whose releases are in use. Figures, summary and journal of every run
 stay. The removal is journaled before the first file goes, so that a missing checkpoint is known to be no damage.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .journal import FINAL
+from .releases import releases_in_use
 from .store import StateFolder, blobs_needed
 
 log = logging.getLogger(__name__)
@@ -47,9 +48,8 @@ def runs_beyond(state: StateFolder, keep: int) -> list[str]:
 
 
 def on_offer(state: StateFolder) -> list[str]:
-    """The run whose release is on offer, which stays whatever its age."""
-    made = state.journal.entries(kinds=("release_made",))[-1:]
-    return [entry.run for entry in made if entry.run is not None]
+    """The runs whose releases devices run, may get, or may return to; they stay whatever their age."""
+    return sorted({release.run for release in releases_in_use(state.journal) if release.run})
 
 
 def prunable(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:

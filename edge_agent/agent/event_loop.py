@@ -29,7 +29,7 @@ from ..wire.messages import SPOKEN, Topics, run_name
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
 from ..worker import InlineWorker, Worker
 from .health import FINAL_S, HELLO_AGAIN_S, Mismatch, Silence, disk_error
-from .local_state import Membership, NewSamples
+from .local_state import PROVEN_S, Membership, NewSamples
 from .privacy import sample_count
 from .tasks import Disk, TaskQueue, TaskRunner
 from .transfers import Downloads, Link, Uploads
@@ -92,6 +92,8 @@ class Agent:
         self.rejected: HeadwaterError | None = None
         self._mismatch = Mismatch(clock, rng or random.Random())  # noqa: S311 - spreads hellos, guards nothing
         self._connection = 0
+        self._trial_from: float | None = None
+        self._sent_kept = ""
         self._beat_at = self._hello_at = float("-inf")
         self._idle_heartbeat_s, self._was_busy = 0.0, False
         self._silence = Silence(self._mismatch, clock)
@@ -123,6 +125,7 @@ class Agent:
         self.config.state.mkdir(parents=True, exist_ok=True)
         self.transport.subscribe(*self.topics.for_agent(self.config.id))
         self.transport.start()
+        self.disk.safely(self.tasks.started)
         self.jobs.refit(self._hello, self._new_samples.tried)
 
     def serve(self, stop: threading.Event) -> None:
@@ -148,6 +151,7 @@ class Agent:
 
     def close(self) -> None:
         """Send goodbye and disconnect; downloads and the outbox stay on disk."""
+        self.disk.safely(self.tasks.stopped)
         self.link.send(wire.Bye())
         self.downloads.pause()
         self.worker.close()
@@ -191,6 +195,8 @@ class Agent:
         self.disk.safely(self.downloads.tick)
         self.disk.safely(self.uploads.tick)
         self.disk.safely(self.jobs.give_up_late)
+        self.disk.safely(self.jobs.switch_when_due)
+        self.disk.safely(partial(self._note_trial, now))
         self.disk.safely(self._renew)
         is_ready = self.tasks.tier == "head" and not self.jobs.is_working
         if is_ready and (self.tasks.bundle_id or self.tasks.lacks_head) and self._new_samples.is_due():
@@ -207,6 +213,15 @@ class Agent:
             self._silence.tell(self.config)
         elif self._beat_is_due(now):
             self._beat()
+
+    def _note_trial(self, now: float) -> None:
+        """Note when this agent has lived with a new bundle for long enough."""
+        if not self.tasks.on_trial:
+            self._trial_from = None
+        elif self._trial_from is None:
+            self._trial_from = now
+        elif now - self._trial_from >= PROVEN_S:
+            self.tasks.proved()
 
     def _renew(self) -> None:
         """Ask for a new certificate, when half of the life of this one is over."""
@@ -274,6 +289,7 @@ class Agent:
         self._hello_at = self.clock()
         presence = f"online {self.boot} {self._connection}".encode()
         self.transport.publish(self.topics.presence(self.config.id), presence)
+        self._sent_kept = self.tasks.kept()
         hello = wire.Hello(
             software=__version__,
             tier=self.tasks.tier,
@@ -283,6 +299,8 @@ class Agent:
             answers=answers,
             connection=self._connection,
             epoch=self.membership.epoch,
+            channel=self.config.channel,
+            kept=self._sent_kept,
             facts=self.tasks.facts(),
         )
         self.link.send(hello)
@@ -295,6 +313,8 @@ class Agent:
         if busy is not None:
             beat = beat.model_copy(update={"run": busy.run, "round": busy.round, "purpose": busy.purpose})
         self.link.beat(beat)
+        if self.tasks.tier == "head" and self.tasks.kept() != self._sent_kept:  # pinned or unpinned meanwhile
+            self._hello()
 
     # --- what arrives ----------------------------------------------------------------------------------------------
 
@@ -395,6 +415,7 @@ class Agent:
             federation = message.federation[:12]
             log.info("welcomed coordinator=%s federation=%s epoch=%d", message.software, federation, message.epoch)
             self.uploads.offer_again()
+            self.disk.safely(self.jobs.forget_candidate)
         if (problem := self.condition.problem) is not None:  # this may be another coordinator than the one informed
             self.link.send(problem.to_coordinator())
 
@@ -465,6 +486,7 @@ class Agent:
             "job": None if job is None else {"run": run_name(job.run), "round": job.round, "rounds": job.rounds},
             "working": self.jobs.is_working,
             "bundle_id": self.tasks.bundle_id,
+            "candidate": self.jobs.candidate(),
             "rolled_back": self.tasks.rolled_back or None,
             "refit": self._new_samples.failure(),
             "condition": self.condition.name,

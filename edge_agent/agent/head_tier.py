@@ -83,7 +83,7 @@ def install_bundle(config: AgentConfig, message: Install, path: Path, now: Calla
         _take_in(collection, config.data.watch, task, config.data.budget, now)
     version = collection.index().version
     samples = _samples(config, task)
-    trial = _Trial(config, message.bundle_id, old, samples)
+    trial = _Trial(config, message, old, samples)
     runs, why = message.bundle_id, ""
     try:
         bundles.install(path, config.state / "bundles", check=trial, now=now)
@@ -106,6 +106,7 @@ def install_bundle(config: AgentConfig, message: Install, path: Path, now: Calla
             "fingerprint": result.fingerprint,
             **result.scores.reported(),
         }
+        metrics |= {} if trial.before is None else {"acc.before": trial.before}
         metrics |= {"seconds": round(result.seconds, 3), "norm.own": 0.0 if result.norm is None else result.norm.share}
         if result.choice is not None:
             metrics |= {name: v for name, v in result.choice.metrics().items() if isinstance(v, float)}
@@ -186,21 +187,24 @@ class _Trial:
     that do not fit, which the next start detects; then the bundle is offered again.
     """
 
-    def __init__(self, config: AgentConfig, announced: str, old: Pair | None, samples: Split) -> None:
-        self._config, self._announced, self._old, self._samples = config, announced, old, samples
+    def __init__(self, config: AgentConfig, message: Install, old: Pair | None, samples: Split) -> None:
+        self._config, self._message, self._old, self._samples = config, message, old, samples
         self.result: Result | None = None
+        self.before: float | None = None
+        """acc.personal of the old pair on the same held-out samples."""
+
         self.rejection = self.public = ""
 
     def __call__(self, bundle: Bundle) -> None:
-        if bundle.id != self._announced:
+        if bundle.id != self._message.bundle_id:
             raise BundleDamaged(
-                f"bundle {bundle.id[:16]}, announced was {self._announced[:16]}; rejected", is_public=True
+                f"bundle {bundle.id[:16]}, announced was {self._message.bundle_id[:16]}; rejected", is_public=True
             )
         try:
             self.result = result = _refit(self._config, bundle, self._samples)
-            before = None if self._old is None else _score(self._config, self._old, self._samples)
+            self.before = before = None if self._old is None else _score(self._config, self._old, self._samples)
             least, personal = self._config.head.min_gain, result.used_accuracy
-            if before is not None and (personal or 0.0) < before + least:
+            if self._message.compare and before is not None and (personal or 0.0) < before + least:
                 now = "none" if personal is None else f"{personal:.3f}"
                 raise BundleError(
                     f"acc.personal is {now} with the new encoder, {before:.3f} with the old one ({least:+g} allowed)",

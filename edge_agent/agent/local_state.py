@@ -25,7 +25,8 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from ..config import AgentConfig
-from ..errors import CodecError, StateError, cause
+from ..errors import CodecError, StateError, UsageError, cause
+from ..moments import moment_of
 from ..storage import oldest_first, read_json, read_tensors, size_of, write_json, write_tensors
 from ..task import Frozen, Tensors
 from ..wire.chunks import BlobCache
@@ -429,6 +430,16 @@ class NewSamples:
         }
 
 
+PROVEN_S = 300.0
+"""An agent that has been up for so long lives with the bundle in use."""
+
+MOST_STARTS = 3
+"""Starts that may end earlier; after that the agent uses the bundle before again."""
+
+MOST_REFUSED = 8
+"""Bundles that were refused, of which the reason is known."""
+
+
 class _Taken(Frozen):
     """A bundle, the number of its release, and the federation that counts it; 0 where it came by hand."""
 
@@ -453,21 +464,142 @@ class RolledBack(Frozen):
         )
 
 
+class Refused(Frozen):
+    """A bundle that this device tried and does not use."""
+
+    bundle_id: str
+    release: int = Field(0, ge=0)
+    federation: FederationId = ""
+    reason: str
+    at: str
+    crashed: bool = False
+    """Whether the agent did not live with it; it is not tried again then."""
+
+
+class OnTrial(Frozen):
+    """A bundle that is in use, and has yet to show that the agent lives with it."""
+
+    bundle_id: str
+    release: int = Field(0, ge=0)
+    federation: FederationId = ""
+    starts: int = Field(0, ge=0)
+    """Starts of the agent that ended within `PROVEN_S`, the present one included."""
+
+
+class Pin(Frozen):
+    """The owner keeps a bundle, whatever is released, until a moment (ISO 8601; empty: until it is unpinned)."""
+
+    bundle_id: str
+    reason: str
+    until: str = ""
+
+    def holds(self, now: float) -> bool:
+        """Whether it counts at that time (as `time.time`)."""
+        return not self.until or now < moment_of(self.until).timestamp()
+
+    def __str__(self) -> str:
+        until = f" until {self.until}" if self.until else ""
+        return f"keeps bundle {self.bundle_id[:12]}: pinned on this device{until}: {self.reason}"
+
+
 class _Record(Frozen):
     taken: _Taken = _Taken()
     rolled_back: RolledBack | None = None
+    refused: tuple[Refused, ...] = ()
+    on_trial: OnTrial | None = None
 
 
 class ReleaseRecord:
-    """The record in one agent's state folder."""
+    """The record in one agent's state folder.
+
+    Pins are in a file of their own, because commands write it while the agent runs.
+    """
 
     def __init__(self, state: Path) -> None:
-        self._path = state / "releases.json"
+        self._path, self._pin_path = state / "releases.json", state / "pin.json"
 
     def took(self, message: Install) -> None:
-        """The bundle of this release is in use now."""
-        taken = _Taken(bundle_id=message.bundle_id, release=message.release, federation=message.federation)
-        self._write(_Record(taken=taken))
+        """The bundle of this release is in use now, on trial."""
+        about = {"bundle_id": message.bundle_id, "release": message.release, "federation": message.federation}
+        refused = tuple(one for one in self._read().refused if one.bundle_id != message.bundle_id)
+        self._write(_Record(taken=_Taken(**about), refused=refused, on_trial=OnTrial(**about)))
+
+    def refuse(self, message: Install, reason: str, at: float) -> None:
+        """The bundle of this release was tried, and is not used."""
+        self._refuse(message.bundle_id, message.release, message.federation, reason, at)
+
+    def started(self) -> OnTrial | None:
+        """Count a start of the agent; returns the bundle on trial, None where there is none."""
+        before = self._read()
+        if before.on_trial is None:
+            return None
+        trial = before.on_trial.model_copy(update={"starts": before.on_trial.starts + 1})
+        self._write(before.model_copy(update={"on_trial": trial}))
+        return trial
+
+    def stopped(self) -> None:
+        """The agent was stopped on purpose: this start does not count."""
+        before = self._read()
+        if before.on_trial is not None:
+            trial = before.on_trial.model_copy(update={"starts": max(0, before.on_trial.starts - 1)})
+            self._write(before.model_copy(update={"on_trial": trial}))
+
+    def proved(self) -> None:
+        """The agent lives with the bundle in use."""
+        before = self._read()
+        if before.on_trial is not None:
+            self._write(before.model_copy(update={"on_trial": None}))
+
+    def fell_back(self, trial: OnTrial, runs: str, at: float) -> None:
+        """The agent did not live with a bundle, and uses the one before again."""
+        reason = (
+            f"keeps bundle {runs[:12]} because the agent ended {trial.starts - 1} times within {PROVEN_S:.0f} s of its "
+            f"start with bundle {trial.bundle_id[:12]}"
+        )
+        self._refuse(trial.bundle_id, trial.release, trial.federation, reason, at, crashed=True)
+
+    def _refuse(
+        self, bundle_id: str, release: int, federation: str, reason: str, at: float, *, crashed: bool = False
+    ) -> None:
+        before = self._read()
+        moment = datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="seconds")
+        new = Refused(
+            bundle_id=bundle_id,
+            release=release,
+            federation=federation,
+            reason=reason[:1000],
+            at=moment,
+            crashed=crashed,
+        )
+        others = [one for one in before.refused if one.bundle_id != bundle_id]
+        trial = None if crashed else before.on_trial
+        self._write(before.model_copy(update={"refused": (*others, new)[-MOST_REFUSED:], "on_trial": trial}))
+
+    def refused(self) -> tuple[Refused, ...]:
+        """Bundles that were tried and are not used, the latest last."""
+        return self._read().refused
+
+    def pin(self, pin: Pin | None) -> None:
+        """Keep a bundle; None: take releases again."""
+        if pin is None:
+            self._pin_path.unlink(missing_ok=True)
+        else:
+            write_json(self._pin_path, pin.model_dump(mode="json"))
+
+    def pinned(self) -> Pin | None:
+        """The pin, also one that is over; None where there is none.
+
+        Raises:
+            StateError: its file is damaged.
+        """
+        raw = read_json(self._pin_path)
+        try:
+            pin = None if raw is None else Pin.model_validate(raw)
+            if pin is not None and pin.until:
+                moment_of(pin.until)
+        except (ValidationError, UsageError) as error:
+            raise StateError(f"{self._pin_path}: not what 'edge-agent pin' writes; remove it to unpin") from error
+        return pin
 
     def check(self) -> None:
         """Return quietly where the record can be read, or there is none yet.
@@ -486,7 +618,7 @@ class ReleaseRecord:
         if bundle_id == instead_of:
             return before.rolled_back
         if before.rolled_back is not None and bundle_id == before.rolled_back.source.bundle_id:
-            self._write(_Record(taken=before.rolled_back.source))
+            self._write(_Record(taken=before.rolled_back.source, refused=before.refused))
             return None
         if before.rolled_back is not None:
             source = before.rolled_back.source
@@ -495,18 +627,29 @@ class ReleaseRecord:
         else:
             return None
         now = RolledBack(source=source, runs=bundle_id)
-        self._write(_Record(rolled_back=now))
+        self._write(_Record(rolled_back=now, refused=before.refused))
         return now
 
-    def why_declined(self, message: Install) -> str:
-        """Why this device does not install a release; empty where it does."""
-        rollback = self._read().rolled_back
-        if rollback is None:
+    def why_declined(self, message: Install, now: float) -> str:
+        """Why this device does not even try a release; empty where it does. ``now``: as `time.time`."""
+        record, pin = self._read(), self.pinned()
+        if pin is not None and pin.holds(now):
+            return "" if message.bundle_id == pin.bundle_id else str(pin)
+        for one in record.refused:
+            is_known = one.crashed and one.bundle_id == message.bundle_id
+            if is_known and one.federation == message.federation and message.release <= one.release:
+                return one.reason
+        if record.rolled_back is None:
             return ""
-        source = rollback.source
+        source = record.rolled_back.source
         newest = source.release if source.federation == message.federation else 0
         is_newer = message.bundle_id != source.bundle_id and message.release > newest
-        return "" if is_newer else str(rollback)
+        return "" if is_newer else str(record.rolled_back)
+
+    def kept(self, now: float) -> str:
+        """Why this device keeps its bundle by its owner's choice; empty where it does not."""
+        pin = self.pinned()
+        return str(pin) if pin is not None and pin.holds(now) else self.rolled_back()
 
     def rolled_back(self) -> str:
         """That another bundle was installed by hand in place of a release, and which; else empty."""

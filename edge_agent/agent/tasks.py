@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from .. import __version__, errors
 from ..config import AgentConfig, Precision
 from ..errors import (
+    BundleError,
     DataError,
     HeadwaterError,
     MissingCapability,
@@ -41,7 +42,9 @@ from ..wire.messages import Install, Job, JobKey, Report, UpdateManifest, job_ke
 from ..worker import Done, Worker, answer_of_child
 from .health import Condition, Kind, disk_error, try_disk, whole_message
 from .local_state import (
+    MOST_STARTS,
     ClientStateFiles,
+    OnTrial,
     ReleaseRecord,
     TrainingCheckpointFile,
     make_room,
@@ -166,6 +169,9 @@ class TaskRunner:
         self.samples = 0
         self.rolled_back = ""
         self.releases = ReleaseRecord(config.state)
+        self.on_trial = False
+        """Whether the bundle in use has yet to show that the agent lives with it: call `proved` then."""
+
         self.bundle_id = self._running_bundle()
         self._cancelled: JobKey | None = None
         self._secure: SecureSums | None = None
@@ -346,13 +352,63 @@ class TaskRunner:
         """
         from .head_tier import install_bundle
 
-        report = install_bundle(self.config, message, path, self._now)
+        try:
+            report = install_bundle(self.config, message, path, self._now)
+        except BundleError as error:
+            self.releases.refuse(message, str(error), self._now())
+            raise
         self.bundle_id, self.rolled_back = report.bundle_id, report.rolled_back
         self.samples = report.samples
         if report.bundle_id == message.bundle_id:
             self.releases.took(message)
+            self.on_trial = True
+        else:
+            self.releases.refuse(message, report.rolled_back, self._now())
         memory = {"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules}
         return public_report(self.config.privacy, report.model_copy(update=memory))
+
+    def started(self) -> None:
+        """The agent starts: where it did not live with the bundle in use, it uses the one before again."""
+        if self.tier != "head" or not (self.config.state / "bundles").is_dir():
+            return
+        try:
+            trial = self.releases.started()
+            if trial is not None and trial.starts > MOST_STARTS:
+                self._fall_back(trial)
+                trial = None
+            self.on_trial = trial is not None
+        except HeadwaterError as error:  # the pair in use stays
+            log.warning("trial_unknown reason=%s", error)
+
+    def stopped(self) -> None:
+        """The agent stops on purpose, which says nothing against the bundle in use."""
+        if self.on_trial:
+            self.releases.stopped()
+
+    def proved(self) -> None:
+        """The agent lives with the bundle in use."""
+        self.on_trial = False
+        self.releases.proved()
+
+    def _fall_back(self, trial: OnTrial) -> None:
+        """Use the bundle before again, with its head where that is still here; otherwise it is fitted again.
+
+        Raises:
+            StateError: there is no bundle before.
+            BundleError: it is damaged.
+        """
+        from .. import bundle as bundles
+        from ..heads import saved
+
+        folder = self.config.state / "bundles"
+        if bundles.current_id(folder) == trial.bundle_id:
+            bundle = bundles.rollback(folder)
+            with contextlib.suppress(HeadwaterError):
+                saved.restore(self.config.state / "head", bundle.fingerprints)
+        self.bundle_id = self._running_bundle()
+        self.releases.fell_back(trial, bundles.current_id(folder), self._now())
+        self.rolled_back = self.releases.refused()[-1].reason
+        log.error("fell_back bundle=%s reason=%s", trial.bundle_id[:12], self.rolled_back)
 
     def _remove_ended(self, run: str) -> None:
         """When a run begins here, remove the client state of the oldest ones."""
@@ -361,8 +417,8 @@ class TaskRunner:
             log.info("runs_removed runs=%s: the newest %d are kept", ",".join(removed), keep)
 
     def declined(self, message: Install) -> Report | None:
-        """The report about a release that this device does not install, because it was rolled back by hand."""
-        why = self.releases.why_declined(message)
+        """The report about a release that this device does not try: its owner, or the agent's end with it, says so."""
+        why = self.releases.why_declined(message, self._now())
         if not why:
             return None
         self.rolled_back = why
@@ -371,10 +427,18 @@ class TaskRunner:
             about=message.bundle_id,
             bundle_id=self.bundle_id,
             rolled_back=why[:1000],
+            kept=self.kept(),
             samples=self.samples,
             metrics={"rolled_back": 1.0},
         )
         return public_report(self.config.privacy, report)
+
+    def kept(self) -> str:
+        """Why this device keeps its bundle by its owner's choice; empty where it takes what is released."""
+        try:
+            return self.releases.kept(self._now())[:1000]
+        except StateError:  # reported when a release comes
+            return ""
 
     @property
     def lacks_head(self) -> bool:
@@ -594,7 +658,10 @@ class TaskQueue:
         self._install: wire.Install | None = None
         self._working_on: JobKey | str | None = None
         self._heard: deque[tuple[str, int]] = deque(maxlen=REMEMBERED)
-        self._installed: tuple[str, wire.Report] | None = None
+        self._installed: tuple[tuple[str, int], wire.Report] | None = None
+        """Blob and number of the release that was tried last, and what came out."""
+
+        self._switches_at = float("-inf")
         self.room_bytes = 0
         """Bytes on the disk that the last requested job or bundle takes."""
 
@@ -630,7 +697,7 @@ class TaskQueue:
 
     def on_install(self, message: wire.Install) -> None:
         """The coordinator offers a bundle; of one that has just been tried, the report is sent again."""
-        if self._install is not None and self._install.blob == message.blob:
+        if self._install is not None and self._working_on == self._install.blob.digest == message.blob.digest:
             return
         about = JobKey(message.run, purpose=None)
         try:
@@ -642,19 +709,24 @@ class TaskQueue:
             log.info("release_declined bundle=%s why=%s", message.bundle_id[:12], declined.rolled_back)
             self._link.send(declined)
             return
-        if self._installed is not None and self._installed[0] == message.blob.digest:
+        if self._installed is not None and self._installed[0] == (message.blob.digest, message.release):
             self._link.send(self._installed[1].model_copy(update={"run": message.run}))
             return
         if (error := self._cannot_hold((message.blob,))) is not None:
             self._report(error, about, "bundle")
             return
         self._install = message
+        self._switches_at = self._downloads.clock() + message.activate_in_s
         self._fetch()
         self.go_on()
 
     def on_cancel(self, message: wire.Cancel) -> None:
         """The round is over for this agent."""
         log.info("cancelled run=%s round=%d reason=%s", wire.run_name(message.run), message.round, message.reason)
+        install = self._install
+        if install is not None and (install.run, 0) == (message.run, message.round):  # a bundle that is withdrawn
+            self.forget_candidate()
+            return
         self._drop(message)
         self._tasks.cancel(job_key(message))
         self._uploads.drop(job_key(message))
@@ -701,9 +773,42 @@ class TaskQueue:
         if job is not None and not self._uploads.holds(job_key(job)) and self._downloads.has_all(job.refs):
             self._tasks.cancel(None)  # here, not in the worker: a Cancel that arrives before the first step counts
             self._begin("job", job_key(job), partial(self._do, job), partial(self._after_job, job))
-        elif install is not None and self._downloads.has_all((install.blob,)):
+        elif install is not None and self._may_switch() and self._downloads.has_all((install.blob,)):
             work = partial(self._tasks.install, install, self._cache.path(install.blob.digest))
             self._begin("install", install.blob.digest, work, partial(self._after_install, install))
+
+    def forget_candidate(self) -> None:
+        """Drop a bundle that is not tried yet: a coordinator offers it again after its welcome."""
+        if self._install is not None and self._working_on != self._install.blob.digest:
+            self._install = None
+            self._fetch()
+
+    def switch_when_due(self) -> None:
+        """Switch to a bundle that is here and had to wait for its time; the coordinator offers a late one again."""
+        if self._install is None or not self._install.activate_in_s:
+            return
+        within_s, late_s = self._install.activate_within_s, self._downloads.clock() - self._switches_at
+        if within_s is not None and late_s > within_s and self._working_on != self._install.blob.digest:
+            log.info("not_switched bundle=%s: its time is over", self._install.bundle_id[:12])
+            self._install = None
+            return
+        self.go_on()
+
+    def _may_switch(self) -> bool:
+        return self._downloads.clock() >= self._switches_at
+
+    def candidate(self) -> dict[str, Any] | None:
+        """The bundle that is being downloaded, waits for its time, or is tried now, for the status."""
+        install = self._install
+        if install is None:
+            return None
+        if self._working_on == install.blob.digest:
+            state = "is tried"
+        elif not self._downloads.has_all((install.blob,)):
+            state = "is downloaded"
+        else:
+            state = f"switches in {max(0.0, self._switches_at - self._downloads.clock()):.0f} s"
+        return {"bundle_id": install.bundle_id, "release": install.release, "state": state}
 
     def refit(self, done: Callable[[], None], tried: Tried) -> None:
         """Fit a head for the bundle in use, where one was put there by hand; then call ``done``."""
@@ -852,7 +957,7 @@ class TaskQueue:
             self._install = None  # a newer one that has arrived meanwhile is still to be done
         if error is None:
             self.condition.clear("bundle", "data")
-            self._installed = (install.blob.digest, result)
+            self._installed = ((install.blob.digest, install.release), result)
             self._link.send(result)
         else:
             self._report(error, JobKey(install.run, purpose=None), "bundle")

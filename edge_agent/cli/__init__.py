@@ -33,6 +33,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "import": ("offline", "import_bundle", "install a bundle file into an agent's state folder"),
     "verify": ("offline", "verify", "show who has signed a bundle file"),
     "rollback": ("offline", "rollback", "return to the previous bundle, or to the previous head"),
+    "pin": ("pin", "pin", "keep the bundle in use, whatever is released"),
+    "unpin": ("pin", "unpin", "take releases again"),
     "privacy": ("privacy", "privacy", "list what leaves this device, and what stays"),
     "doctor": ("doctor", "doctor", "show what this device can do, and what is missing"),
 }

@@ -28,6 +28,7 @@ _REPORTED = (
     "job",
     "working",
     "bundle_id",
+    "candidate",
     "rolled_back",
     "refit",
     "condition",
@@ -41,6 +42,7 @@ _AT_REST = {
     "waits_for": None,
     "job": None,
     "working": False,
+    "candidate": None,
     "refit": None,
 }
 """Of what an agent wrote that no longer runs, this is over."""
@@ -93,6 +95,9 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
 def status(arguments: argparse.Namespace) -> int:
     """What the agent of this device does now, which encoder and head it runs, and what keeps it from its work.
 
+    ``candidate`` is the bundle that is downloaded or waits for its time, ``pinned`` the one that the owner keeps,
+    ``refused`` those that were tried and are not used, with reasons.
+
     ``condition`` is ok, fault (the last thing that it was asked for failed) or stalled (its disk cannot be written);
     the exit code is 1 unless it is ok. Bundle, head and its metrics are those that are installed now, also while no
     agent runs. It also shows samples that were added on this device, whether the head has learned from them, files that
@@ -118,6 +123,8 @@ def status(arguments: argparse.Namespace) -> int:
         **{key: reported.get(key) for key in _REPORTED},
         **({} if running else _AT_REST),
         "trust": None,
+        "pinned": None,
+        "refused": [],
         "encoder": None,
         "figures": None,
         "head": None,
@@ -164,7 +171,12 @@ def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[
     from ..agent.local_state import ReleaseRecord
     from ..bundle import current_manifest, variant_figures
 
-    result: dict[str, Any] = {}
+    record = ReleaseRecord(state)
+    pin = record.pinned()
+    result: dict[str, Any] = {
+        "pinned": None if pin is None else {**pin.model_dump(mode="json"), "holds": pin.holds(time.time())},
+        "refused": [one.model_dump(mode="json") for one in record.refused()],
+    }
     manifest = current_manifest(state / "bundles")
     if manifest is not None:
         result["bundle_id"] = manifest.bundle_id
@@ -175,7 +187,7 @@ def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[
             head = {}
         if not running:
             by_agent = reported.get("rolled_back") if reported.get("bundle_id") == manifest.bundle_id else None
-            result["rolled_back"] = ReleaseRecord(state).rolled_back() or by_agent
+            result["rolled_back"] = record.rolled_back() or by_agent
             result["waits_for"] = None if head else "'edge-agent run', which fits a head for this bundle"
     return {**result, "head": head.get("head"), "metrics": head.get("metrics")}
 
@@ -216,6 +228,11 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
             else "none"
         )
     ),
+    "candidate": lambda it: f"bundle {it['bundle_id'][:12]} (release {it['release']}) {it['state']}",
+    "pinned": lambda it: (
+        f"bundle {it['bundle_id'][:12]}, {'until ' + it['until'] if it['until'] else 'without end'}"
+        f"{'' if it['holds'] else ', which is over'}: {it['reason']}"
+    ),
     "refit": lambda it: f"failed {it['tries']} times, next try {it['next_try']}: {it['reason']}",
     "collected": lambda it: (
         f"{it['samples']} samples of {len(it['classes'])} classes, {'' if it['learned'] else 'not '}in the head"
@@ -236,6 +253,8 @@ def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
         if name == "fault" and isinstance(value, dict):
             yield name, f"{value.get('error')}: {value.get('message')}"
             yield "remedy", f"{value.get('remedy')} (fault of {value.get('at')})"
+        elif name == "refused":
+            yield from (("refused", f"bundle {one['bundle_id'][:12]} at {one['at']}: {one['reason']}") for one in value)
         elif value is not None and name in _TEXTS:
             yield name, _TEXTS[name](value)
         elif name == "figures":

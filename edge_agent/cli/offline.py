@@ -18,6 +18,7 @@ from . import output
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..agent.local_state import ReleaseRecord
     from ..bundle import Bundle
     from ..config import DataConfig
     from ..data import Samples
@@ -727,6 +728,7 @@ def import_bundle(arguments: argparse.Namespace) -> int:
         check = None if arguments.no_self_test else lambda unpacked: notes.update(_self_test(unpacked))
         record, root = ReleaseRecord(arguments.state), arguments.state / "bundles"
         record.check()
+        _check_unpinned(record)
         before, trust = current_id(root), TrustStore(root)
         if arguments.root is not None:
             trust.anchor(_root(arguments.root))
@@ -818,6 +820,7 @@ def rollback(arguments: argparse.Namespace) -> int:
     with folder_lock(arguments.state, "edge-agent rollback"):
         record, root = ReleaseRecord(arguments.state), arguments.state / "bundles"
         record.check()
+        _check_unpinned(record)
         before = bundles.current(root)
         bundle = bundles.rollback(root, _self_test)
         declined = record.put_by_hand(bundle.id, "" if before is None else before.id)
@@ -828,6 +831,12 @@ def rollback(arguments: argparse.Namespace) -> int:
         "declines": None if declined is None else declined.source.bundle_id,
     }
     return output.result(arguments, content, lambda: output.pairs(content.items()))
+
+
+def _check_unpinned(record: ReleaseRecord) -> None:
+    pin = record.pinned()
+    if pin is not None and pin.holds(time.time()):
+        raise UsageError(f"this device {pin}; 'edge-agent unpin' ends that")
 
 
 def _restore_head(arguments: argparse.Namespace) -> int:

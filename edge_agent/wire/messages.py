@@ -259,6 +259,7 @@ MISTAKE_CHARS = 180
 MAX_CREDITS = 4096
 MAX_EPOCH = 1 << 53
 MAX_HEARTBEAT_S = 300.0
+MAX_WAIT_S = 400 * 86_400.0
 MAX_ROUND = 2_000_000
 MAX_SAMPLES = 1_000_000_000
 
@@ -337,6 +338,8 @@ class Hello(Control):
     answers: Start = Field("", description="the question of the `Who` that this answers")
     connection: int = Field(0, ge=0, le=MAX_EPOCH, description="counts up within one boot; the last will has it, too")
     epoch: Epoch = Field(0, description="the highest one that this agent has accepted of the federation")
+    channel: Name = Field("stable", description="whose releases this device takes")
+    kept: Text = Field("", max_length=1000, description="why the device keeps its bundle by its owner's choice")
     facts: dict[Fact, FactText | int | float | bool | None] = Field(default_factory=dict, max_length=32)
 
 
@@ -387,6 +390,7 @@ class Report(Control):
     fingerprint: Text = Field("", max_length=64, description="of the encoder's variant that the figures are of")
     precision: Literal["", "fp32", "int8"] = Field("", description="of that variant; empty: none was used")
     rolled_back: Text = Field("", max_length=1000, description="why it is not the run's bundle; empty: it is")
+    kept: Text = Field("", max_length=1000, description="why that is its owner's choice; empty: it is not")
     samples: int = Field(ge=0, le=MAX_SAMPLES)
     support: int = Field(0, ge=0, le=MAX_SAMPLES, description="held-out samples behind the accuracies")
     one_class: bool = Field(False, description="its data hold a single class, so accuracies say nothing")
@@ -635,13 +639,22 @@ class Receipt(Command):
 
 
 class Install(Command):
-    """A bundle for this device: fetch, verify, test, refit, compare, switch, report."""
+    """A bundle for this device: fetch, verify, test, refit, compare, switch at the time, report."""
 
     type: Literal["install"] = "install"
     run: RunId
     bundle_id: Digest
     release: int = Field(0, ge=0, description="counts the federation's releases; a higher one is newer")
     blob: BlobRef
+    compare: bool = Field(
+        default=True, description="keep the pair in use where that is better; false: an operator's rollback or pin"
+    )
+    activate_in_s: float = Field(
+        0, ge=0, le=MAX_WAIT_S, description="seconds from receipt until the device may switch; it downloads before"
+    )
+    activate_within_s: float | None = Field(
+        None, gt=0, le=MAX_WAIT_S, description="for how long it may then; None: without end"
+    )
 
 
 class TaskNotice(Command):

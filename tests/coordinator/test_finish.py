@@ -62,6 +62,31 @@ def test_head_tier_devices_get_the_bundle_and_report(tmp_path, exports):
         assert entry.digest == hashlib.sha256(bundle.read_bytes()).hexdigest()
 
 
+def test_a_bundle_names_where_it_comes_from(tmp_path, exports):
+    with Federation(tmp_path, agents=2, **EXPORT) as fed:
+        for seed in (3, 4):
+            fed.request(rounds=2, seed=seed)
+            fed.finish()
+        first, second = fed.state.journal.entries(kinds=("release_made",))
+        origin = second.body["lineage"]
+        assert (second.run, second.round, origin["method"], origin["seed"]) == (fed.run, 2, "fedavg", 4)
+        assert origin["encoder_sha256"] == fed.encoder_sha256
+        assert origin["partition_sha256"] == hashlib.sha256(b'[["a0", 10], ["a1", 10]]').hexdigest()
+        assert (first.body["parent"], second.body["parent"]) == (None, first.body["bundle_id"])
+
+
+def test_runs_release_nothing_by_themselves_unless_the_configuration_says_so(tmp_path, exports):
+    with Federation(tmp_path, agents=1, export={"after_run": True, "release": "manual"}) as fed:
+        fed.add("h1", tier="head")
+        fed.request(rounds=1)
+        fed.finish()
+        fed.wait(30)
+        (entry,) = fed.entries("bundle_exported")
+        assert (entry.body["bundle_id"], entry.digest in fed.state.blobs) == (bundle_id(fed.run), True)
+        assert fed.tasks["h1"].installed == []
+        assert summary(fed)["bundle"]["bundle_id"] == bundle_id(fed.run)
+
+
 def test_a_device_that_comes_after_the_run_gets_the_release(tmp_path, exports):
     with Federation(tmp_path, agents=2, **EXPORT) as fed:
         fed.request(rounds=1)

@@ -14,6 +14,7 @@ from signing import NOW
 from coordinator.config import CoordinatorConfig
 from coordinator.runs import release as runs_release
 from coordinator.state.release_keys import ReleaseKeys
+from coordinator.state.store import BlobStore
 from edge_agent import bundle as bundles
 from edge_agent.cli import main as edge_agent
 from edge_agent.errors import BundleUntrusted, StateError, UsageError
@@ -166,7 +167,7 @@ def test_keys_are_made_once_and_damaged_ones_are_told(tmp_path):
         keys.roots()
 
 
-def test_the_bundle_of_a_run_is_signed_and_that_of_a_round_is_not(tmp_path, bundle):
+def test_the_bundle_of_a_run_is_signed_and_that_of_a_round_is_not(tmp_path, bundle, monkeypatch):
     made = bundle("made")
     state = tmp_path / "state"
     ReleaseKeys(state).create("home", NOW)
@@ -176,11 +177,13 @@ def test_the_bundle_of_a_run_is_signed_and_that_of_a_round_is_not(tmp_path, bund
         shutil.copy(made, asked["path"])
         return {"bundle_id": "0" * 64}
 
+    blobs = BlobStore(state / "blobs")
     context = SimpleNamespace(
         config=CoordinatorConfig(task=TASK),
-        state=SimpleNamespace(path=state, run=lambda _: SimpleNamespace(folder=tmp_path)),
+        state=SimpleNamespace(path=state, blobs=blobs, run=lambda _: SimpleNamespace(folder=tmp_path)),
         ask=ask,
     )
+    monkeypatch.setattr(runs_release, "lineage", lambda _: {})
     run = SimpleNamespace(id="run-0001", context=context, model_for_compute=dict)
     for purpose in ("release", "round"):
         list(runs_release.export_bundle(run, purpose, purpose))

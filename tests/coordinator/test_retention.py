@@ -97,15 +97,22 @@ def test_the_release_on_offer_stays_with_its_run(tmp_path, capsys):
         fed.wait(1)
         assert {bundle, checkpoint} <= blobs_on_disk(fed.state)
         prune(state=fed.config.state, keep=0, dry_run=True)
-        assert f"{run} stays, because its release is on offer" in capsys.readouterr().out
+        assert f"{run} stays, because its release is in use" in capsys.readouterr().out
         newer = fed.state.blobs.put(b"newer")
         release = {"round": 1, "digest": newer, "body": {"bundle_id": "c" * 64}}
+        fed.state.journal.append("release_made", run=fed.run, **release)
+        fed.request(rounds=1, seed=8)
+        fed.finish()
+        fed.wait(1)
+        assert {bundle, checkpoint} <= blobs_on_disk(fed.state), "devices return to it when the newer one fails"
+        newest = fed.state.blobs.put(b"newest")
+        release = {"round": 1, "digest": newest, "body": {"bundle_id": "d" * 64}}
         fed.state.journal.append("release_made", run=fed.run, **release)
         fed.request(rounds=1, seed=9)
         fed.finish()
         fed.wait(1)
         assert {bundle, checkpoint} & blobs_on_disk(fed.state) == set(), "superseded"
-        assert newer in blobs_on_disk(fed.state)
+        assert {newer, newest} <= blobs_on_disk(fed.state)
 
 
 def test_prune_lists_first_and_removes_then(tmp_path, capsys):

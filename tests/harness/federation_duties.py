@@ -61,7 +61,15 @@ class FakeDuties:
         self.after: Callable[[wire.Job], None] = lambda job: None
         self.cancelled: wire.JobKey | None = None
 
-    lacks_head = False
+    lacks_head = on_trial = False
+
+    def started(self) -> None:
+        pass
+
+    stopped = proved = started
+
+    def kept(self) -> str:
+        return ""
 
     def declined(self, message: wire.Install) -> wire.Report | None:
         return None

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from edge_agent.wire.transport import MemoryTransport
 from edge_agent.worker import InlineWorker, Worker
 
 LONGEST_PAUSE_S = 0.5
+NOON = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
+"""The wall clock of a federation when it begins."""
 
 
 class Killed(BaseException):
@@ -118,6 +121,7 @@ class Federation:
         """``keyed``: agents have keys, and obey authentic commands only."""
         self.folder, self.task, self.make_tasks, self.heartbeat_s = folder, task, tasks, heartbeat_s
         self.clock, self.probe_s, self.keyed, self.compute = Clock(), probe_s, keyed, compute
+        self.now = lambda: NOON + timedelta(seconds=self.clock() - 1000)
         self.broker = FaultyBroker(faults, capture=capture)
         self.topics = Topics("home")
         names = tuple(f"a{i}" for i in range(agents)) if isinstance(agents, int) else agents
@@ -127,7 +131,7 @@ class Federation:
                 "task": task,
                 "cohort": {"min_agents": max(1, len(names)), **(cohort or {})},
                 "round": {"quorum": 1.0, **(round or {})},
-                "export": {"after_run": False, **(export or {})},
+                "export": {"after_run": False, "release": "each_run", **(export or {})},
                 "retention": retention or {},
                 "aggregation": aggregation or {},
             }
@@ -170,6 +174,7 @@ class Federation:
             probe_s=self.probe_s,
             keys=self.keys(),
             compute=self.compute,
+            now=lambda: self.now(),
         )
         prepare(self.coordinator)
         self.coordinator.start()

@@ -13,7 +13,7 @@ FLOORS = [
         "L0",
         r"edge_agent|edge_agent\.(limits|errors|config|task|registry|storage|capabilities|graph|trust|worker|(bundle|wire)(\..+)?)",
     ),
-    ("L0", r"edge_agent\.methods(\.(base|values))?"),
+    ("L0", r"edge_agent\.moments|edge_agent\.methods(\.(base|values))?"),
     ("L3", r"edge_agent\.(training|models|client)(\..+)?|edge_agent\.methods\..+"),
     ("L1", r"edge_agent\.(encoder|own_norm|self_test|variants|(heads|data|local)(\..+)?)"),
     ("L2", r"edge_agent\..+"),

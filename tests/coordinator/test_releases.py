@@ -1,0 +1,276 @@
+"""What follows from the journal's entries about releases: stages, who is to run what, when a release stops."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
+from coordinator.state.journal import Journal
+from coordinator.state.releases import Book, Plan, amount, releases_in_use, rollback_of
+from edge_agent.errors import UsageError
+from edge_agent.moments import moment_of
+
+NOW = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
+DEVICES = tuple(f"d{number:02}" for number in range(10))
+
+
+@pytest.fixture
+def journal(tmp_path):
+    with Journal(tmp_path / "journal.db") as opened:
+        yield opened
+
+
+class Scene:
+    """A journal that tests write as commands and the coordinator do, and its book."""
+
+    def __init__(self, journal):
+        self.journal, self.book = journal, Book()
+
+    def write(self, kind, agent=None, digest=None, **body):
+        self.journal.append(kind, agent=agent, digest=digest, body=body)
+        self.book.read(self.journal)
+        return self.book
+
+    def make(self, letter, rolls_back=0, **plan):
+        body = {"bundle_id": letter * 64, "plan": plan} | ({"rolls_back": rolls_back} if rolls_back else {})
+        return self.write("release_made", digest=letter * 64, **body).releases[-1]
+
+    def device(self, name, runs="", release=0, outcome="", reason="", **more):
+        result = {"outcome": outcome, "reason": reason} if outcome else None
+        said = {"release": release, "result": result} if outcome else {}
+        self.write("device_reported", agent=name, runs=runs * 64, **said, **more)
+
+    def wanted(self, name, now=NOW):
+        release = self.book.wanted(self.book.devices[name], now)
+        return None if release is None else release.number
+
+
+@pytest.fixture
+def scene(journal):
+    made = Scene(journal)
+    for name in DEVICES:
+        made.device(name)
+    return made
+
+
+@pytest.mark.parametrize(
+    "text, total, up, expected",
+    [
+        ("2", 10, True, 2), ("10%", 20, True, 2), ("10%", 21, True, 3), ("10%", 21, False, 2), ("0", 5, False, 0),
+        ("100%", 7, False, 7), ("0.5%", 200, True, 1), ("0.5%", 199, False, 0), ("10%", 0, True, 0),
+        ("30%", 10, True, 3),
+    ],
+)  # fmt: skip
+def test_amounts(text, total, up, expected):
+    assert amount(text, total, up=up) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-1", "ten", "101%", "1e3", "2 ", "%", "1.5", "10 %"])
+def test_amounts_that_are_none(text):
+    with pytest.raises(UsageError, match="no number of devices"):
+        amount(text, 10, up=True)
+
+
+@pytest.mark.parametrize(
+    "plan, message",
+    [
+        ({"canary": "0"}, "a canary of no device"),
+        ({"canary": "1", "window": "2-5"}, "two times of day"),
+        ({"window": "02:00-02:00"}, "two times of day"),
+        ({"window": "24:00-02:00"}, "two times of day"),
+        ({"activate_at": "soon"}, "no date or time"),
+        ({"success": 2}, "are about a canary"),
+        ({"auto_promote": True}, "are about a canary"),
+        ({"max_failed": "many"}, "no number of devices"),
+    ],
+)
+def test_plans_that_cannot_be_followed(plan, message):
+    with pytest.raises(UsageError, match=message):
+        Plan(**plan).check()
+
+
+@pytest.mark.parametrize(
+    "window, at, now, wait_h, within_h",
+    [
+        ("", "", "12:00", 0, None),
+        ("02:00-05:00", "", "12:00", 14, 3),
+        ("02:00-05:00", "", "03:00", 0, 2),
+        ("02:00-05:00", "", "05:00", 21, 3),
+        ("22:00-04:00", "", "12:00", 10, 6),
+        ("22:00-04:00", "", "01:00", 0, 3),
+        ("", "2030-01-01T18:00", "12:00", 6, None),
+        ("02:00-05:00", "2030-01-03T03:00", "12:00", 39, 2),
+        ("02:00-05:00", "2030-01-03T06:00", "12:00", 24 + 24 + 14, 3),
+        ("", "2029-01-01", "12:00", 0, None),
+        ("", "2030-01-01T18:00+02:00", "12:00", 4, None),
+    ],
+)
+def test_when_devices_may_switch(window, at, now, wait_h, within_h):
+    moment = NOW.replace(hour=int(now[:2]), minute=int(now[3:]))
+    wait_s, within_s = Plan(window=window, activate_at=at).activation(moment)
+    assert (wait_s / 3600, within_s and within_s / 3600) == (wait_h, within_h)
+
+
+def test_a_release_at_once_is_wanted_by_everybody_and_by_new_devices(scene):
+    scene.make("a")
+    scene.device("new")
+    assert {scene.wanted(name) for name in (*DEVICES, "new")} == {1}
+
+
+def test_an_entry_of_an_older_version_is_a_release_at_once(scene):
+    scene.write("release_made", digest="a" * 64, bundle_id="a" * 64)
+    assert scene.wanted("d00") == 1
+    assert scene.book.verdict(scene.book.releases[0]) == ("", "")
+
+
+def test_only_the_canary_gets_a_new_release_until_it_is_promoted(scene):
+    scene.make("a")
+    release = scene.make("b", canary="20%")
+    assert {scene.wanted(name) for name in DEVICES} == {1}
+    drawn = scene.book.canary_to_add(release, DEVICES, NOW)
+    assert len(drawn) == 2
+    assert drawn == scene.book.canary_to_add(release, reversed(DEVICES), NOW), "whoever comes first"
+    scene.write("release_canary", release=2, agents=drawn)
+    assert scene.book.canary_to_add(release, DEVICES, NOW) == []
+    assert {name for name in DEVICES if scene.wanted(name) == 2} == set(drawn)
+    scene.write("release_stage", release=2, stage="paused")
+    assert {name for name in DEVICES if scene.wanted(name) == 2} == set(drawn)
+    scene.write("release_stage", release=2, stage="everybody")
+    assert {scene.wanted(name) for name in DEVICES} == {2}
+
+
+def test_other_releases_draw_other_canaries(scene):
+    drawn = [tuple(scene.book.canary_to_add(scene.make("b", canary="2"), DEVICES, NOW)) for _ in range(8)]
+    assert len(set(drawn)) > 4
+
+
+def test_a_device_that_declines_or_is_pinned_is_replaced_in_the_canary(scene):
+    scene.make("a")
+    release = scene.make("b", canary="2")
+    first, second = scene.book.canary_to_add(release, DEVICES, NOW)
+    scene.write("release_canary", release=2, agents=[first, second])
+    scene.device(first, "a", 2, "declined", "by hand", kept="by hand")
+    (third,) = scene.book.canary_to_add(release, DEVICES, NOW)
+    scene.write("release_canary", release=2, agents=[third])
+    scene.write("device_pinned", agent=second, release=1)
+    (fourth,) = scene.book.canary_to_add(release, DEVICES, NOW)
+    assert len({first, second, third, fourth}) == 4
+
+
+@pytest.mark.parametrize(
+    "plan, failed, ok, expected",
+    [
+        ({"canary": "2", "max_failed": "0"}, 1, 0, "stop"),
+        ({"canary": "2", "max_failed": "10%"}, 1, 0, "stop"),
+        ({"canary": "2", "max_failed": "1"}, 1, 0, ""),
+        ({"canary": "2", "max_failed": "1"}, 2, 0, "stop"),
+        ({"canary": "2"}, 0, 1, ""),
+        ({"canary": "2"}, 0, 2, "succeeded"),
+        ({"canary": "5", "success": 3, "max_failed": "40%"}, 2, 2, ""),
+        ({"canary": "5", "success": 3, "max_failed": "40%"}, 2, 3, "succeeded"),
+        ({"canary": "5", "success": 3, "max_failed": "39%"}, 2, 3, "stop"),
+        ({"max_failed": "20%"}, 2, 8, ""),
+        ({"max_failed": "20%"}, 3, 7, "stop"),
+        ({}, 10, 0, ""),
+    ],
+)
+def test_when_a_release_stops_and_when_its_canary_has_succeeded(scene, plan, failed, ok, expected):
+    scene.make("a")
+    release = scene.make("b", **plan)
+    for number, name in enumerate(DEVICES[: failed + ok]):
+        scene.device(name, "a", 2, "failed" if number < failed else "ok", "bad")
+    assert scene.book.verdict(release)[0] == expected
+
+
+def test_a_device_that_fails_twice_counts_once_and_one_that_recovers_does_not(scene):
+    release = scene.make("b", canary="3", max_failed="1")
+    for outcome in ("failed", "failed", "ok"):
+        scene.device("d00", "b", 1, outcome)
+    scene.device("d01", "a", 1, "failed")
+    assert release.count == {"failed": 1, "ok": 1}
+    assert scene.book.verdict(release)[0] == ""
+
+
+def test_hold_and_resume(scene):
+    scene.make("a")
+    release = scene.make("b", canary="2", max_failed="0")
+    scene.write("release_canary", release=2, agents=["d00", "d01"])
+    scene.device("d00", "b", 2, "ok")
+    scene.device("d01", "a", 2, "failed", "bad")
+    scene.write("release_held", release=2, reason="complaints")
+    assert (scene.wanted("d00"), scene.wanted("d01"), scene.wanted("d02")) == (None, 1, 1), "who runs it keeps it"
+    assert (release.stage, scene.book.verdict(release)) == ("held", ("", ""))
+    scene.write("release_resumed", release=2)
+    assert (scene.wanted("d00"), scene.wanted("d01"), scene.wanted("d02")) == (2, 2, 1)
+    assert scene.book.verdict(release)[0] == "", "that failure was known"
+    scene.device("d02", "a", 2, "failed", "bad")
+    assert scene.book.verdict(release)[0] == "stop"
+
+
+def test_a_rollback_is_a_release_of_the_older_bundle(scene):
+    scene.make("a")
+    second = scene.make("b")
+    older, body = rollback_of(scene.book, second, "bad", "ops")
+    assert (older.number, body["rolls_back"], body["bundle_id"]) == (1, 2, "a" * 64)
+    scene.make("a", rolls_back=2)
+    assert (second.stage, second.rolled_back_by) == ("rolled back", 3)
+    assert {scene.wanted(name) for name in DEVICES} == {3}
+    scene.write("release_stage", release=2, stage="everybody")
+    scene.write("release_resumed", release=2)
+    assert {scene.wanted(name) for name in DEVICES} == {3}, "two commands at once: the rollback stays"
+
+
+def test_a_rollback_skips_what_was_rolled_back_and_what_never_reached_everybody(scene):
+    for letter, plan in (("a", {}), ("b", {}), ("c", {"canary": "1"})):
+        scene.make(letter, **plan)
+    scene.make("a", rolls_back=2)
+    newest = scene.make("d")
+    assert rollback_of(scene.book, newest, "", "")[0].number == 4
+    other = scene.make("e", channel="beta")
+    with pytest.raises(UsageError, match="first of channel 'beta'"):
+        rollback_of(scene.book, other, "", "")
+
+
+def test_channels_are_apart(scene):
+    scene.make("a")
+    scene.make("b", channel="beta")
+    scene.device("tester", channel="beta")
+    assert (scene.wanted("d00"), scene.wanted("tester")) == (1, 2)
+    assert (scene.book.sizes["stable"], scene.book.sizes["beta"]) == (10, 1)
+    scene.device("tester", channel="stable")
+    assert (scene.wanted("tester"), scene.book.sizes["beta"]) == (1, 0)
+
+
+def test_a_pin_wins_until_its_end(scene):
+    scene.make("a")
+    scene.make("b")
+    end = NOW + timedelta(hours=1)
+    scene.write("device_pinned", agent="d00", release=1, reason="measurements", until=end.isoformat())
+    assert scene.wanted("d00") == 1
+    assert scene.book.next_change(NOW) == end
+    assert scene.wanted("d00", end - timedelta(seconds=1)) == 1
+    assert scene.wanted("d00", end) == 2
+    assert scene.book.next_change(end) is None
+    scene.write("device_pinned", agent="d01", release=1, reason="x", until="")
+    assert scene.wanted("d01", NOW + timedelta(days=4000)) == 1
+    scene.write("device_unpinned", agent="d01")
+    assert scene.wanted("d01") == 2
+
+
+def test_files_of_releases_that_devices_may_return_to_stay(scene, journal):
+    for letter in "abc":
+        scene.make(letter)
+    assert [one.number for one in releases_in_use(journal)] == [2, 3]
+    scene.make("d", canary="1")
+    scene.write("device_pinned", agent="d00", release=1)
+    assert [one.number for one in releases_in_use(journal)] == [1, 2, 3, 4]
+    scene.make("b", rolls_back=3)
+    scene.write("device_unpinned", agent="d00")
+    assert [one.number for one in releases_in_use(journal)] == [1, 2, 4, 5]
+
+
+def test_moments_are_utc_unless_they_say_otherwise():
+    assert moment_of("2030-01-31") == datetime(2030, 1, 31, tzinfo=timezone.utc)
+    assert moment_of("2030-01-31T02:00+01:00") == datetime(2030, 1, 31, 1, tzinfo=timezone.utc)
+    assert moment_of("2030-01-31T02:00:00Z") == datetime(2030, 1, 31, 2, tzinfo=timezone.utc)

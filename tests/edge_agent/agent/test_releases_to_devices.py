@@ -1,0 +1,419 @@
+"""Releases from the operator's command to the encoder that a device serves with, over real bundles and heads."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+from release_site import ReleaseSite
+
+from coordinator.cli import main as headwater
+from coordinator.state.journal import utc_now
+from coordinator.state.release_keys import ReleaseKeys, read_key, sign_bundle
+from edge_agent import bundle as bundles
+from edge_agent.cli import main
+from edge_agent.config import BundleConfig
+from edge_agent.personalize import load_head
+from edge_agent.wire import messages as wire
+
+FAR = datetime(2040, 1, 1, tzinfo=timezone.utc)
+NAMES = tuple(f"d{number:02}" for number in range(20))
+
+
+@pytest.fixture
+def site(tmp_path, capsys):
+    with ReleaseSite(tmp_path, capsys, capture=True) as opened:
+        yield opened
+
+
+def heads_fit(site):
+    """Whether every device has a head that was fitted on the encoder in use."""
+    for name in site.agents:
+        bundle = bundles.current(site.folder / name / "bundles")
+        load_head(site.folder / name / "head", bundle)
+    return True
+
+
+@pytest.mark.parametrize(
+    "spoilt, max_failed, returning, why",
+    [
+        ({"dim": 1}, "1", 2, "acc.personal is 0."),
+        ({"dim": 24, "golden_error": 1.0}, "1", 0, "self-test"),
+        ({"dim": 24, "golden_error": 1.0}, "10%", 0, "self-test"),
+    ],
+    ids=["less accurate", "fails its self-test", "the first failure is enough"],
+)
+def test_a_bad_encoder_to_20_devices_stops_at_its_canary_of_2(site, make_bundle, spoilt, max_failed, returning, why):
+    """With a single feature, which each device would take, their accuracy falls by more than the operator allows."""
+    site.export(make_bundle("good.hwb", dim=24))
+    site.release("create", "--canary", "all")
+    for name in NAMES:
+        site.device(name)
+    site.until(lambda: set(site.running().values()) == {1}, limit_s=60)
+    site.export(make_bundle("bad.hwb", seed=5, **spoilt))
+    bad = site.release("create", "--canary", 2, "--max-failed", max_failed, "--min-gain", "-0.05")
+    assert bad["stage"] == "canary"
+    site.until(lambda: len(site.stages()) == 3, limit_s=60)
+    site.wait(30)
+    assert site.stages() == ["everybody", "rolled back", "everybody"]
+    saw = Counter(
+        name
+        for name in NAMES
+        for message in site.messages(site.topics.down(name), wire.Install)
+        if message.bundle_id == bad["bundle_id"]
+    )
+    assert len(saw) == 2, "18 never see it"
+    assert set(saw) == set(site.coordinator.releases.book.releases[1].canary)
+    assert set(site.table().values()) == {(3, 3)}
+    back = [name for name in NAMES if site.messages(site.topics.down(name), wire.Install)[-1].release == 3]
+    assert sorted(back) == sorted(saw)[:returning], "those that have switched return"
+    assert {*site.running().values()} == {3}
+    assert heads_fit(site)
+    status = site.release("status")
+    reason = status["releases"][2]["plan"]["note"]
+    assert " of 2 devices failed" in reason
+    assert why in reason
+    site.restart(*NAMES[:3])
+    site.wait(30)
+    assert {*site.running().values()} == {3}, "the rollback stays"
+
+
+@pytest.fixture
+def made(make_bundle):
+    return [make_bundle(f"{name}.hwb", dim=16, seed=seed) for seed, name in enumerate("abcd")]
+
+
+def released(site, bundle, *words):
+    site.export(bundle)
+    return site.release("create", *(words or ("--canary", "all")))
+
+
+def test_a_bundle_is_downloaded_at_once_and_used_in_its_window(site, made):
+    """It is noon, the window is 02:00 to 03:00."""
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    released(site, made[1], "--canary", "all", "--window", "02:00-03:00")
+    site.wait(60)
+    assert site.running() == {"porch": 1}
+    chunks = len(site.published(site.topics.down_chunks("porch"))) + sum(
+        topic.startswith(site.topics.broadcast("")) for topic, _ in site.broker.captured
+    )
+    site.agents["porch"].write_status()
+    status = json.loads((site.folder / "porch" / "status.json").read_text())
+    assert status["candidate"]["release"] == 2
+    assert status["candidate"]["state"].startswith("switches in 503")
+    site.clock.now += 14 * 3600 - 120
+    site.wait(30)
+    assert site.running() == {"porch": 1}
+    took = site.until(lambda: site.running() == {"porch": 2}, limit_s=120)
+    assert site.now().strftime("%H:%M") == "02:00", took
+    sent = len(site.published(site.topics.down_chunks("porch"))) + sum(
+        topic.startswith(site.topics.broadcast("")) for topic, _ in site.broker.captured
+    )
+    assert sent == chunks, "nothing was downloaded then"
+
+
+def test_a_bundle_that_missed_its_window_waits_for_the_next_one(site, made):
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    released(site, made[1], "--canary", "all", "--window", "02:00-03:00")
+    site.wait(5)
+    site.kill("porch")
+    site.clock.now += 16 * 3600
+    site.device("porch")
+    site.wait(120)
+    assert site.running() == {"porch": 1}
+    site.clock.now += 22 * 3600
+    site.until(lambda: site.running() == {"porch": 2}, limit_s=600)
+
+
+def test_a_bundle_that_waits_for_its_window_is_not_used_after_a_hold(site, made):
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    released(site, made[1], "--canary", "all", "--window", "02:00-03:00")
+    site.wait(30)
+    site.release("hold", "--reason", "a mistake in the labels")
+    site.wait(30)
+    site.clock.now += 14 * 3600
+    site.wait(600)
+    assert site.running() == {"porch": 1}
+    site.agents["porch"].write_status()
+    assert json.loads((site.folder / "porch" / "status.json").read_text())["candidate"] is None
+    site.release("resume", 2)
+    site.until(lambda: site.running() == {"porch": 2}, limit_s=120)
+
+
+def test_a_bundle_that_was_held_while_the_coordinator_was_off_is_not_used_in_its_window(site, made):
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    released(site, made[1], "--canary", "all", "--window", "02:00-03:00")
+    site.wait(30)
+    site.kill_coordinator()
+    site.release("hold", 2)
+    site.clock.now += 13 * 3600
+    site.start_coordinator()
+    site.wait(60)
+    site.clock.now += 3600
+    site.wait(60)
+    assert site.now().strftime("%H") == "02"
+    assert site.running() == {"porch": 1}
+
+
+def test_a_device_has_no_say_in_a_release_that_it_was_not_to_get(site, made):
+    released(site, made[0])
+    for name in ("porch", "hall", "attic"):
+        site.device(name)
+    site.until(lambda: set(site.running().values()) == {1}, limit_s=30)
+    bundle_id = released(site, made[1], "--canary", 2)["bundle_id"]
+    site.until(lambda: site.stages() == ["everybody", "paused"], limit_s=60)
+    release = site.coordinator.releases.book.releases[1]
+    (other,) = {"porch", "hall", "attic"} - set(release.canary)
+    for reason in ("a lie", ""):
+        report = wire.Report(run=release.run, about=bundle_id, samples=5, rolled_back=reason, kept=reason)
+        site.agents[other].link.send(report)
+        site.wait(5)
+    assert (other in release.results, site.stages()) == (False, ["everybody", "paused"])
+
+
+def test_the_owner_pins_a_running_device_and_the_operator_sees_why(site, made):
+    state = site.folder / "porch"
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    site.on_device("pin", "--state", state, "--reason", "exhibition", "--until", "2030-01-01T13:00")
+    site.wait(20)
+    released(site, made[1])
+    site.wait(60)
+    site.restart("porch")
+    site.wait(60)
+    assert site.running() == {"porch": 1}
+    (device,) = site.release("status")["devices"]
+    assert (device["outcome"], device["wanted"]) == ("declined", 2)
+    assert "pinned on this device until 2030-01-01T13:00: exhibition" in device["kept"]
+    assert site.stages() == ["everybody", "everybody"], "that is no failure"
+    site.clock.now += 3600
+    site.until(lambda: site.running() == {"porch": 2}, limit_s=60)
+    (device,) = site.release("status")["devices"]
+    assert (device["outcome"], device["kept"]) == ("ok", "")
+
+
+def test_unpin_lets_a_running_device_follow(site, made):
+    state = site.folder / "porch"
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    site.on_device("pin", "--state", state, "--reason", "exhibition")
+    released(site, made[1])
+    site.wait(60)
+    assert site.running() == {"porch": 1}
+    site.on_device("unpin", "--state", state)
+    site.until(lambda: site.running() == {"porch": 2}, limit_s=60)
+
+
+def test_a_device_that_does_not_live_with_a_new_bundle_returns_to_the_one_before(site, made):
+    """Killed within 300 s of three starts; a start that was stopped on purpose does not count."""
+    state = site.folder / "porch"
+    released(site, made[0])
+    site.device("porch")
+    site.device("hall")
+    site.until(lambda: site.running() == {"porch": 1, "hall": 1}, limit_s=30)
+    released(site, made[1], "--canary", "all", "--max-failed", "0")
+    site.until(lambda: site.running() == {"porch": 2, "hall": 2}, limit_s=30)
+    for number in range(4):
+        assert site.running()["porch"] == 2, number
+        site.kill("porch")
+        site.device("porch")
+        site.wait(200)
+        if number == 1:
+            site.agents.pop("porch").close()
+            site.device("porch")
+            site.wait(200)
+    assert bundles.current_id(state / "bundles") == made[0].manifest.bundle_id
+    load_head(state / "head", bundles.current(state / "bundles"))
+    site.until(lambda: site.stages() == ["everybody", "rolled back", "everybody"], limit_s=60)
+    site.until(lambda: site.running() == {"porch": 3, "hall": 3}, limit_s=60)
+    status = site.release("status")
+    assert "the agent ended 3 times within 300 s" in status["releases"][1]["results"]["porch"]["reason"]
+    again = released(site, made[1])
+    site.until(lambda: site.running()["porch"] == again["release"], limit_s=60)
+
+
+def test_a_device_that_lives_with_a_new_bundle_keeps_it_whatever_happens_later(site, made):
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    released(site, made[1])
+    site.until(lambda: site.running() == {"porch": 2}, limit_s=30)
+    site.wait(301)
+    for _ in range(6):
+        site.kill("porch")
+        site.device("porch")
+        site.wait(10)
+    assert site.running() == {"porch": 2}
+
+
+def test_status_of_a_device_names_what_it_refused_and_what_is_pinned(site, make_bundle, made, tmp_path):
+    state, config = site.folder / "porch", tmp_path / "agent.toml"
+    config.write_text(f'id = "porch"\nstate = "{state}"\n[data]\nsource = "digits:optdigits?n=60"\n')
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    bad = make_bundle("bad.hwb", dim=16, seed=9, golden_error=1.0)
+    released(site, bad)
+    site.until(lambda: site.stages() == ["everybody", "rolled back", "everybody"], limit_s=30)
+    site.on_device("pin", "--state", state, "--reason", "exhibition")
+    site.kill("porch")
+    shown = site.on_device("status", "--config", config)
+    (refused,) = shown["refused"]
+    assert (refused["bundle_id"], refused["crashed"]) == (bad.manifest.bundle_id, False)
+    assert "self-test" in refused["reason"]
+    pinned = shown["pinned"]
+    assert (pinned["bundle_id"], pinned["reason"], pinned["holds"]) == (shown["bundle_id"], "exhibition", True)
+    assert main(["rollback", "--state", str(state)]) == 2
+    assert main(["import", str(made[1].path), "--state", str(state)]) == 2
+    assert main(["pin", "--state", str(tmp_path), "--reason", "x"]) == 2
+    assert main(["unpin", "--state", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"bundle_id": 1}', '{"bundle_id": "a", "reason": "b", "until": "x"}'])
+def test_a_damaged_pin_is_a_fault_and_the_device_keeps_its_bundle(site, made, content):
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    (site.folder / "porch" / "pin.json").write_text(content)
+    released(site, made[1])
+    site.wait(30)
+    assert site.running() == {"porch": 1}
+    assert "remove it" in site.agents["porch"].condition.problem.message
+
+
+def test_status_and_report_show_what_a_release_waits_for_and_what_it_scored_where(site, made, capsys):
+    released(site, made[0])
+    for name in ("porch", "hall", "attic"):
+        site.device(name)
+    site.until(lambda: set(site.running().values()) == {1}, limit_s=30)
+    site.kill("attic")
+    release = released(site, made[1], "--canary", 2, "--note", "more data")
+    site.until(lambda: site.stages() == ["everybody", "paused"], limit_s=60)
+
+    def shown(*words):
+        with pytest.raises(SystemExit):
+            headwater([*map(str, words), "--state", str(site.config.state)])
+        return capsys.readouterr().out
+
+    waits = "the canary succeeded; continue with 'headwater release promote 2'"
+    assert f"release 2 (stable, paused): {waits}" in shown("status")
+    site.release("promote")
+    assert "release 2 (stable, everybody): waits for reports of 1 device: attic" in shown("status")
+    text = shown("release", "status")
+    assert "more data" not in text
+    assert [line.split()[:2] for line in text.splitlines() if line.startswith(("attic", "hall"))] == [
+        ["attic", "stable"],
+        ["hall", "stable"],
+    ]
+    run = release["lineage"]["run"]
+    site.state.run(run).write_summary({"run_id": run, "status": "finished", "agents": []})
+    page = Path(shown("report", "--run", run).strip()).read_text()
+    book = site.coordinator.releases.book
+    result = book.releases[1].results["hall"]
+    assert result.outcome == "ok"
+    scores = f"{result.before:.3f}", f"{result.acc:.3f}"
+    for expected in ("Releases of the bundle", "more data", book.releases[0].bundle_id[:12], *scores):
+        assert expected in page
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("promote",), "'headwater release create' makes one"),
+        (("create", "run-0009"), "unknown run 'run-0009'"),
+        (("create",), "no run has a bundle that can be released"),
+        (("create", "--canary", "many"), "'many' is no number of devices"),
+        (("create", "--window", "night"), "window 'night' is none"),
+        (("pin", "porch", "--reason", "x"), "no device 'porch' was heard"),
+        (("pin", "porch", "--reason", "x", "--until", "2020-01-01"), "is over"),
+        (("unpin", "porch"), "'porch' is not pinned"),
+    ],
+)
+def test_commands_that_cannot_be_obeyed_say_what_to_do(site, words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        headwater(["release", *words, "--state", str(site.config.state)])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "before, words, message",
+    [
+        ((), ("promote", 1), "only one at its canary can be promoted"),
+        ((), ("resume", 1), "only one that is held can be resumed"),
+        ((), ("rollback", 1), "there is nothing to return to"),
+        ((("hold", 1),), ("hold", 1), "only one that devices still get can be held"),
+        ((), ("hold", 2), "no release 2; there are 1 to 1"),
+    ],
+)
+def test_steps_out_of_order_are_refused(site, made, before, words, message, capsys):
+    released(site, made[0])
+    for step in before:
+        site.release(*step)
+    with pytest.raises(SystemExit) as ended:
+        headwater(["release", *map(str, words), "--state", str(site.config.state)])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_rollbacks_are_signed_again_for_devices_that_refuse_older_versions(site, make_bundle, capsys):
+    """The coordinator signs the older bundle again; where people sign, it says how, and holds what failed."""
+    keys = ReleaseKeys(site.config.state)
+    keys.create("home", utc_now())
+    trusting = BundleConfig(trust=keys.root)
+    good, bad = make_bundle("good.hwb", dim=24), make_bundle("bad.hwb", dim=1, seed=5)
+    runs = [site.export(good), site.export(bad)]
+    for run, made in zip(runs, (good, bad), strict=True):
+        path = site.state.run(run).folder / f"{run}.hwb"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(made.path.read_bytes())
+    site.release("create", runs[0], "--canary", "all")
+    for name in ("porch", "hall"):
+        site.add(name, tier="head", bundle=trusting)
+    site.until(lambda: set(site.running().values()) == {1}, limit_s=30)
+
+    site.release("create", runs[1], "--canary", "all", "--max-failed", 1, "--min-gain", "-0.05")
+    site.until(lambda: site.stages() == ["everybody", "rolled back", "everybody"], limit_s=60)
+    site.until(lambda: {*site.running().values()} == {3}, limit_s=60)
+
+    site.release("create", runs[1], "--canary", "all", "--max-failed", "100%")
+    site.until(lambda: {*site.running().values()} == {4}, limit_s=60)
+    site.release("rollback", 4)
+    site.until(lambda: {*site.running().values()} == {5}, limit_s=60)
+
+    site.release("create", runs[1], "--canary", "all", "--max-failed", "100%")
+    site.until(lambda: {*site.running().values()} == {6}, limit_s=60)
+    site.release("pin", "porch", "--release", 1, "--reason", "measurements")
+    site.until(lambda: site.running() == {"porch": 5, "hall": 6}, limit_s=60)  # 1 and 5 are one bundle
+    book = site.coordinator.releases.book
+    assert len({book.releases[0].digest, book.releases[2].digest, book.releases[4].digest}) == 3
+
+    site.release("unpin", "porch")
+    site.release("rollback", 6)
+    site.until(lambda: {*site.running().values()} == {7}, limit_s=60)
+
+    person = site.folder / "person.key"
+    keys.release_key.rename(person)
+    with pytest.raises(SystemExit):
+        headwater(["release", "create", runs[1], "--canary", "all", "--state", str(site.config.state)])
+    path = site.state.run(runs[1]).folder / f"{runs[1]}.hwb"
+    assert f"'headwater keys sign {path} --key FILE --again'" in capsys.readouterr().err
+    sign_bundle(path, keys.roots(), [read_key(person)], version=keys.next_version(utc_now()), expires=FAR)
+    site.release("create", runs[1], "--canary", "all", "--max-failed", "0", "--min-gain", "-0.05")
+    site.until(lambda: site.stages()[-1] == "held", limit_s=60)
+    reason = site.release("status")["releases"][-1]["waits_for"]
+    assert "Not rolled back" in reason
+    assert "--again" in reason
