@@ -129,7 +129,12 @@ FIELDS = {
     "session": st.just("") | st.from_regex(r"[0-9a-f]{32}", fullmatch=True),
     "refused": text,
     "privacy": st.none()
-    | st.builds(wire.Noise, clip=st.floats(1e-3, 1e6), clip_statistics=st.floats(1e-3, 1e6), noise=st.floats(0, 1e6)),
+    | st.builds(
+        wire.Noise,
+        clip=st.floats(1e-3, 1e6),
+        clip_statistics=st.floats(1e-3, 1e6),
+        noise=st.just(0.0) | st.floats(1e-6, 1e6),
+    ),
 }
 DIRECTIONS = [(kind, wire.parse_from_agent) for kind in get_args(wire.FromAgent)] + [
     (kind, wire.parse_from_coordinator) for kind in get_args(wire.FromCoordinator)
