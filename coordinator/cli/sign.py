@@ -20,6 +20,8 @@ from .output import present, ready_for
 Request = Annotated[Path, typer.Argument(metavar="FILE", help="What 'edge-agent enroll TOKEN --csr FILE' wrote.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="File for the answer.")]
 
+WRITES = "'edge-agent enroll TOKEN --csr FILE' on the device writes one"
+
 
 def sign(
     request: Request,
@@ -41,10 +43,10 @@ def sign(
         if request.stat().st_size > MAX_LINE_BYTES:
             raise ValueError(f"{request.stat().st_size} bytes")
         asked = CertificateRequest.model_validate(parse_json(request.read_bytes()))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{request}: no request ({cause(error)}); 'edge-agent enroll TOKEN --csr FILE' on the device writes one"
-        ) from error
+    except OSError as error:
+        raise UsageError(f"{request}: {cause(error)}; {WRITES}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{request}: no request; {WRITES}") from error
     made = issuer.certify(asked)
     answer = issuer.answer(asked.name, made)
     write_atomic(out, json.dumps(answer).encode() + b"\n", access=Access.private())
