@@ -7,6 +7,7 @@ itself and nothing else.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -64,6 +65,11 @@ SILENT_S = 5.0
 """An agent that was granted its upload and sends nothing for so long takes no part of the budget."""
 
 Send = Callable[[str, Command], None]
+Judge = Callable[[Path, Callable[[str | None], bool]], None]
+"""Calls back with the objection to the update in a file, empty when there is none, None when that is not known.
+
+The answer is whether it was still waited for.
+"""
 
 
 @dataclass
@@ -80,8 +86,11 @@ class Collection:
     expected: Mapping[str, Spec]
     accepted: dict[str, Accepted] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
-    objection: Callable[[Tensors, Path], str] = lambda _tensors, _path: ""
-    """Why tensors of the right form, mapped from a file, are still not plausible; empty when they are."""
+    objection: Callable[[Tensors], str] = lambda _: ""
+    """Why tensors of the right form are still not plausible; empty when they are."""
+
+    judge: Judge | None = None
+    """Asked beside ``objection``, where the method objects by a function of its own in another process."""
 
     joining: tuple[str, ...] = ()
     """Agents of the cohort that do not train the encoder; they send ``extras`` alone."""
@@ -209,6 +218,9 @@ class Collector:
         self._blobs, self._journal, self._send, self._clock = blobs, journal, send, clock
         self._is_stalled = is_stalled
         self._uploads: dict[str, _Upload] = {}
+        self._judged: dict[str, _Upload] = {}
+        """Updates that are complete, and wait for their `Judge`."""
+
         self._queue: dict[str, UpdateManifest] = {}
         """Updates that wait for their turn, in the order in which they were announced."""
 
@@ -225,6 +237,7 @@ class Collector:
         self.open_round = collection
         for agent in [a for a, upload in self._uploads.items() if not collection.awaits(a, upload.manifest)]:
             self._uploads.pop(agent).receiving.incoming.discard()
+        self._judged = {a: upload for a, upload in self._judged.items() if collection.awaits(a, upload.manifest)}
         self._queue = {a: message for a, message in self._queue.items() if collection.awaits(a, message)}
 
     def close(self) -> None:
@@ -240,16 +253,19 @@ class Collector:
         for upload in self._uploads.values():
             upload.receiving.incoming.close()
         self._uploads.clear()
+        self._judged.clear()
         self._queue.clear()
         self.open_round = None
 
     def manifest(self, agent: str, message: UpdateManifest) -> None:
         """An agent offers an update; it is granted, receipted (again), or rejected with the reason.
 
-        While the run is stalled, or prepares to resume in a round that takes the update, there is no answer: the agent
-        keeps its update and offers it again.
+        While the run is stalled, or prepares to resume in a round that takes the update, or the update is judged, there
+        is no answer: the agent keeps its update and offers it again.
         """
         if self.open_round is None and (self._is_stalled() or self._will_be_awaited(agent, message)):
+            return
+        if agent in self._judged:
             return
         try:
             already = self._already_accepted(agent, message)
@@ -270,6 +286,8 @@ class Collector:
             ChunkError: the agent has no upload under way that this belongs to.
         """
         upload = self._uploads.get(agent)
+        if upload is None and agent in self._judged:
+            return
         if upload is None:
             raise ChunkError("no upload was granted")
         self.bytes_from[agent] = self.bytes_from.get(agent, 0) + len(frame.data)
@@ -284,8 +302,8 @@ class Collector:
             self._acknowledge(agent, upload)
 
     def is_uploading(self, agent: str) -> bool:
-        """Whether an update of this agent is being uploaded, or waits for its turn."""
-        return agent in self._uploads or agent in self._queue
+        """Whether an update of this agent is being uploaded or judged, or waits for its turn."""
+        return agent in self._uploads or agent in self._judged or agent in self._queue
 
     def greet(self, agent: str) -> None:
         """An agent is online (again): it may have lost its grant, and the chunks under way are lost."""
@@ -422,12 +440,35 @@ class Collector:
             for name, array in tensors.items():
                 if name.endswith(".running_var") and (array < 0).any():
                     raise UpdateRejected(f"tensor '{name}' holds a variance below 0")
-            if objection := collection.objection(tensors, arrived):
+            if objection := collection.objection(tensors):
                 raise UpdateRejected(objection)
         except (UpdateRejected, TensorsError) as rejection:
             arrived.unlink(missing_ok=True)
             self._reject(agent, message, str(rejection))
             return
+        if collection.judge is None:
+            self._accept(agent, message, collection, arrived)
+            return
+        self._judged[agent] = upload
+        self._acknowledge(agent, upload)  # so that it sends no chunk again meanwhile
+        collection.judge(arrived, functools.partial(self._on_judged, agent, upload, arrived))
+
+    def _on_judged(self, agent: str, upload: _Upload, arrived: Path, objection: str | None) -> bool:
+        """Accept or reject the update, unless its round was closed, or its agent has failed, meanwhile."""
+        collection = self.open_round
+        if collection is None or self._judged.get(agent) is not upload:
+            return False
+        del self._judged[agent]
+        if objection == "" and agent in collection.outstanding:
+            self._accept(agent, upload.manifest, collection, arrived)
+            return True
+        arrived.unlink(missing_ok=True)
+        if objection:
+            self._reject(agent, upload.manifest, objection)
+        return True
+
+    def _accept(self, agent: str, message: UpdateManifest, collection: Collection, arrived: Path) -> None:
+        digest = message.blob.digest
         arrived.replace(self._blobs.path(digest))  # only now is it a blob of the store
         sync_folder(self._blobs.folder)
         metrics = {name: value for name, value in message.metrics.items() if value is not None}

@@ -42,7 +42,7 @@ class Compute(Protocol):
     """Whether that happens in this process, which then knows methods' classes itself."""
 
     def submit(self, request: Request, limit_s: float | None = None) -> dict[str, Any]:
-        """The result; waits for it, in a child at most ``limit_s`` seconds.
+        """The result; waits for it, in a child at most ``limit_s`` seconds after the requests before it are done.
 
         Raises:
             HeadwaterError, OSError: what the function raises.

@@ -1,7 +1,7 @@
 """What a run needs torch for, and what a method computes for the coordinator by functions of its own.
 
 The functions are called through `coordinator.processes.compute`, in a child process of a coordinator that serves. They
-get JSON and return JSON; tensors lie in the blob store of the state folder, or in the file ``into``.
+get JSON and return JSON; tensors lie in the blob store of the state folder, or in the files ``into``.
 """
 
 from __future__ import annotations
@@ -66,14 +66,16 @@ def objection(request: Request) -> dict[str, Any]:
 
 
 def broadcast(request: Request) -> dict[str, Any]:
-    """What all clients receive, in the file ``into``."""
-    write_tensors(Path(request["into"]), _method(request).broadcast(_state(request)), durable=False)
+    """What all clients receive, in the file ``into["broadcast"]``."""
+    write_tensors(Path(request["into"]["broadcast"]), _method(request).broadcast(_state(request)), durable=False)
     return {}
 
 
 def downlink(request: Request) -> dict[str, Any]:
-    """What ``client`` alone receives, in the file ``into``."""
-    write_tensors(Path(request["into"]), _method(request).downlink(_state(request), request["client"]), durable=False)
+    """What each client of ``into`` alone receives, in the file there."""
+    method, state = _method(request), _state(request)
+    for client, path in request["into"].items():
+        write_tensors(Path(path), method.downlink(state, client), durable=False)
     return {}
 
 

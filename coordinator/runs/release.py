@@ -281,7 +281,7 @@ def with_client_ranges(
     return replace(run, client_ranges=ranges)
 
 
-def ranges_objection(tensors: Tensors, _: Path) -> str:
+def ranges_objection(tensors: Tensors) -> str:
     """Why ranges cannot be those of activations; empty when they can. What is merely wrong is outvoted later."""
     low, high = tensors["ranges"].T
     wrong = int((low > high).sum())

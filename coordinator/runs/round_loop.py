@@ -51,8 +51,8 @@ BEGIN_LIMIT_S = 600.0
 MOST_LISTED = 100
 """Agents in each list of `RunLoop.status`."""
 
-Make = Callable[[str], tuple[Job, tuple[Outgoing, ...]]]
-"""An agent's job, and the blobs that it refers to."""
+Make = Callable[[str, Tensors], tuple[Job, tuple[Outgoing, ...]]]
+"""An agent's job with what the agent gets by the method's own `Method.downlink`, and the blobs that it refers to."""
 
 
 @dataclass
@@ -70,33 +70,46 @@ class Assignment:
     session: str = ""
     """Attempt at a secure sum that this is part of; empty: of none."""
 
+    downlinks: Callable[[tuple[str, ...]], Mapping[str, Tensors]] | None = None
+    """What each of these agents gets alone, computed in the worker; None: no function of the method's own decides."""
+
+    failed: Callable[[BaseException], None] = lambda _: None
+    """Called when that cannot be computed."""
+
+    _awaited: set[str] = field(default_factory=set)
+    """Agents for which it is being computed."""
+
     _jobs: dict[str, Job] = field(default_factory=dict)
     _on_offer: set[str] = field(default_factory=set)
 
-    def ask(self, agents: Sequence[str]) -> None:
+    def ask(self, agents: Sequence[str]) -> Steps:
         """Send these agents their jobs, after all blobs have been offered: common ones are then sent once."""
-        for agent in agents:
-            self._prepare(agent)
-        for agent in agents:
-            self.invite(agent)
+        self._prepare(agents)
+        while self._awaited.intersection(agents):
+            yield Waiting("the method computes what each agent gets", about="downlink")
 
     def invite(self, agent: str) -> None:
         """Send one agent its job (again), with the time that is left now."""
+        if agent not in self._jobs:
+            if agent not in self._awaited:
+                self._prepare((agent,))
+            return
         update = {
             "deadline_s": max(1.0, self.until - self.context.roster.heard_s()),
             "work": self.work.get(agent, 1.0),
         }
         self.context.roster.asked(agent)
-        self.context.send(agent, self._prepare(agent).model_copy(update=update))
+        self.context.send(agent, self._jobs[agent].model_copy(update=update))
 
-    def extend(self, until: float, work: Mapping[str, float], agents: Sequence[str]) -> None:
+    def extend(self, until: float, work: Mapping[str, float], agents: Sequence[str]) -> Steps:
         """Ask more agents, with another deadline for all."""
         self.until, self.work = until, work
-        self.ask(agents)
+        yield from self.ask(agents)
 
     def withdraw(self) -> None:
         """End the assignment: its blobs are no longer offered."""
         self.context.distributor.withdraw(self._on_offer)
+        self._awaited.clear()
         self._jobs.clear()
         self._on_offer.clear()
 
@@ -104,13 +117,38 @@ class Assignment:
         """What this agent is asked to do; a device without torch contributes where others train."""
         return self._jobs[agent].purpose if agent in self._jobs else self.purpose
 
-    def _prepare(self, agent: str) -> Job:
-        if agent not in self._jobs:
-            self._jobs[agent], blobs = self.make(agent)
+    def _prepare(self, agents: Sequence[str]) -> None:
+        """Make the jobs of those of these agents that have none, and invite them."""
+        new = tuple(without(agents, {*self._jobs, *self._awaited}))
+        self._awaited.update(new)
+        if self.downlinks is None or not new:
+            self._offer(new, {})
+        else:
+            job, done = functools.partial(self.downlinks, new), functools.partial(self._on_computed, new)
+            self.context.worker.submit("downlink", job, done)
+
+    def _on_computed(
+        self, agents: Sequence[str], downlinks: Mapping[str, Tensors], error: BaseException | None
+    ) -> None:
+        if not self._awaited:  # it was withdrawn meanwhile
+            return
+        try:
+            if error is None:
+                self._offer(agents, downlinks)
+        except Exception as problem:  # noqa: BLE001 - it is the run's
+            error = problem
+        if error is not None:
+            self.failed(error)
+
+    def _offer(self, agents: Sequence[str], downlinks: Mapping[str, Tensors]) -> None:
+        for agent in agents:
+            self._jobs[agent], blobs = self.make(agent, downlinks.get(agent, {}))
             for blob in blobs:
                 self.context.distributor.offer(blob, (agent,))
                 self._on_offer.add(blob.ref.digest)
-        return self._jobs[agent]
+        self._awaited.difference_update(agents)
+        for agent in agents:
+            self.invite(agent)
 
 
 @dataclass
@@ -150,6 +188,9 @@ class RunLoop:
     hooks: RunHooks = field(default_factory=RunHooks)
     asked: Assignment | None = None
     selection: Selection = field(init=False)
+    failure: Exception | None = None
+    """Of a computation for single agents in the worker: the run fails, or is stalled."""
+
     _own: OwnFunctions = field(default_factory=OwnFunctions)
     """What the method computes by functions of its own in another process."""
 
@@ -275,6 +316,7 @@ class RunLoop:
             self._call_off(collection)
         self.run.context.collector.close()  # a stalled run has no open round, and incomplete updates
         self.withdraw()
+        self._own.cancel()
 
     def status(self) -> dict[str, Any]:
         """The state of the run, as JSON."""
@@ -366,7 +408,7 @@ class RunLoop:
             opened, absent = opened.next_attempt(planned.cohort, body), _Absent()
             done = yield from self._secure_attempt(opened, sums, absent)
             if isinstance(done, _Summed):
-                self._close(done.closed, done.collection, stats, absent.unanswered, done.mean)
+                yield from self._close(done.closed, done.collection, stats, absent.unanswered, done.mean)
                 return
             log.warning("sum_missed run=%s round=%d attempt=%d reason=%s", run.id, number, attempt, done)
         raise RunFailed(
@@ -413,7 +455,9 @@ class RunLoop:
         collection = self._open(opened, is_new=True, sums=sums, absent=absent)
         self.selection.opened(collection)
         work = opened.body.get("work", {})
-        until = self._ask(number, collection.outstanding, work=work, session=sums.session, own=sums.for_training)
+        until = yield from self._ask(
+            number, collection.outstanding, work=work, session=sums.session, own=sums.for_training
+        )
         self.selection.asked(collection.outstanding)
         late_s = yield from self.selection.collect(collection, until, work=work)
         absent.note(collection, self.selection.unanswered(collection, late_s))
@@ -442,7 +486,9 @@ class RunLoop:
         except (CodecError, TrainingFailed) as error:
             return str(error)
         digest = blobs.put(*pieces(mean))
-        why = negative_variance(mean) or self._objection(mean, blobs.path(digest))
+        why = negative_variance(mean) or run.method.objection(mean)
+        if not why and "objection" in self._own.names:
+            why = yield from self._computed("objection", functools.partial(self._own.objection, blobs.path(digest)))
         return why or _Summed(closed, collection, digest)
 
     def _exchange(
@@ -453,7 +499,7 @@ class RunLoop:
         sums: SecureRound,
         given: Tensors,
         absent: _Absent,
-        objection: Callable[[Tensors, Path], str] = lambda *_: "",
+        objection: Callable[[Tensors], str] = lambda _: "",
     ) -> Generator[Waiting, None, Collection]:
         """What these agents send before or after their masked updates, made of what is ``given``."""
         collection = Collection(
@@ -467,7 +513,7 @@ class RunLoop:
         )
         self._collect(collection)
         self.selection.opened(collection)
-        until = self._ask(opened.round, agents, purpose, given=given, session=sums.session)
+        until = yield from self._ask(opened.round, agents, purpose, given=given, session=sums.session)
         late_s = yield from self.selection.collect(collection, until)
         absent.note(collection, self.selection.unanswered(collection, late_s))
         self._call_off(collection)
@@ -483,7 +529,7 @@ class RunLoop:
             self._frozen = yield from freeze(self.run)
         stats.waiting_s += clock() - waits_since
         collection = self._open(opened, is_new=resumed is None)
-        until, heard_s = self._ask_members(opened, collection), roster.heard_s
+        until, heard_s = (yield from self._ask_members(opened, collection)), roster.heard_s
         wanted = int(opened.body.get("wanted", 0))
         while True:
             late_s = yield from self.selection.collect(collection, until, wanted, opened.body.get("work"))
@@ -498,7 +544,7 @@ class RunLoop:
                 opened = self._enlarged(opened, new, {"again": []})
                 log.info("members_replaced run=%s round=%d by=%s", self.run.id, number, listed(new))
                 collection = self._open(opened, is_new=True, late=collection.late)
-                until = self._ask_members(opened, collection, new)
+                until = yield from self._ask_members(opened, collection, new)
                 continue
             unanswered = self.selection.unanswered(collection, late_s)
             if self.selection.has_quorum(collection):
@@ -513,9 +559,9 @@ class RunLoop:
             if added.new or added.again or unanswered or heard_s() >= until:  # also when it passed in that wait
                 opened = self._enlarged(opened, added.new, {"again": list(added.again), "overdue": overdue})
                 collection = self._open(opened, is_new=True, late=collection.late)
-                until = self._ask_members(opened, collection)
+                until = yield from self._ask_members(opened, collection)
         self._dismiss(opened, collection, unanswered)
-        self._close(opened, collection, stats, unanswered)
+        yield from self._close(opened, collection, stats, unanswered)
 
     def _planned(self, number: int) -> Generator[Waiting, None, OpenRound]:
         """A new round, once enough agents are present."""
@@ -588,17 +634,19 @@ class RunLoop:
         work = {**opened.body.get("work", {}), **shares}
         return opened.next_attempt(cohort, {**opened.body, "added": added, "work": work, **body})
 
-    def _ask_members(self, opened: OpenRound, collection: Collection, new: tuple[str, ...] = ()) -> float:
+    def _ask_members(
+        self, opened: OpenRound, collection: Collection, new: tuple[str, ...] = ()
+    ) -> Generator[Waiting, None, float]:
         """Ask the members that have not delivered, or ``new`` ones beside them; returns the deadline of all."""
         work = opened.body.get("work", {})
         if self.asked is not None and new:
             until = self.run.context.roster.heard_s() + self.run.context.config.round.deadline_s
-            self.asked.extend(until, work, new)
+            yield from self.asked.extend(until, work, new)
         else:
             self.selection.opened(collection)
-            self._resume_earlier(opened)
+            yield from self._resume_earlier(opened)
             agents = tuple(without(collection.outstanding, opened.body.get("asked", {})))
-            until = self._ask(opened.round, agents, joining=opened.joining, work=work)
+            until = yield from self._ask(opened.round, agents, joining=opened.joining, work=work)
         self.selection.asked(new or collection.outstanding)
         return until
 
@@ -634,7 +682,8 @@ class RunLoop:
             self._expected if sums is None else sums.expects("train"),
             dict(opened.updates),
             dict(opened.rejected),
-            self._objection if sums is None else lambda *_: "",
+            self.run.method.objection if sums is None else lambda _: "",
+            self._judge if sums is None and "objection" in self._own.names else None,
             opened.joining,
             self._extras,
             self.selection.on_trial,
@@ -651,12 +700,12 @@ class RunLoop:
         )
         return collection
 
-    def _resume_earlier(self, opened: OpenRound) -> None:
+    def _resume_earlier(self, opened: OpenRound) -> Steps:
         """After a restart, be able to ask again those who work on a task of an earlier buffered round."""
         self._bases = {int(number): digest for number, digest in opened.body.get("bases", {}).items()} or self._bases
         for version in sorted({*opened.body.get("asked", {}).values()} - self._earlier.keys()):
             then = replace(self.run, state=self._base(version), checkpoint=self._bases[version])
-            self._earlier[version] = self._assignment(version, then)
+            self._earlier[version] = yield from self._assignment(version, then)
 
     def _ask(
         self,
@@ -669,13 +718,13 @@ class RunLoop:
         own: Callable[[str], Tensors] = lambda _: {},
         work: Mapping[str, float] = MappingProxyType({}),
         session: str = "",
-    ) -> float:
+    ) -> Generator[Waiting, None, float]:
         """Offer the agents the blobs of their tasks, and send them the tasks; returns the deadline."""
-        self.asked = self._assignment(
+        self.asked = asked = yield from self._assignment(
             number, self.run, purpose, joining=joining, given=given, own=own, work=work, session=session
         )
-        self.asked.ask(agents)
-        return self.asked.until
+        yield from asked.ask(agents)
+        return asked.until
 
     def _assignment(
         self,
@@ -688,7 +737,7 @@ class RunLoop:
         own: Callable[[str], Tensors] = lambda _: {},
         work: Mapping[str, float] = MappingProxyType({}),
         session: str = "",
-    ) -> Assignment:
+    ) -> Generator[Waiting, None, Assignment]:
         """The tasks of agents that start from the state of ``run``, or from what is ``given`` instead.
 
         ``own``: what an agent gets beside that, alone.
@@ -720,19 +769,22 @@ class RunLoop:
         if given is not None:
             common = (Outgoing.of(encode(given)),) if given else ()
         elif purpose != "batch_norm_stats":
-            is_own = "broadcast" in self._own.names
-            shared = self._own.broadcast(run.checkpoint) if is_own else method.broadcast(run.state)
+            if "broadcast" in self._own.names:
+                broadcast = functools.partial(self._own.broadcast, run.checkpoint)
+                shared = yield from self._computed("broadcast", broadcast)
+            else:
+                shared = method.broadcast(run.state)
             in_store = shared is run.state  # the checkpoint
             stored = run.context.state.blobs.path(run.checkpoint)
             common = (Outgoing.open(stored, run.checkpoint) if in_store else Outgoing.of(encode(shared)),)
 
-        task = () if large is None else (large,)
+        task, gets_state = () if large is None else (large,), bool(common) and given is None
+        is_own = gets_state and "downlink" in self._own.names
 
-        def make(agent: str) -> tuple[Job, tuple[Outgoing, ...]]:
-            alone = dict(own(agent))
-            if common and given is None:
-                is_own = "downlink" in self._own.names
-                alone |= self._own.downlink(run.checkpoint, agent) if is_own else method.downlink(run.state, agent)
+        def make(agent: str, downlink: Tensors) -> tuple[Job, tuple[Outgoing, ...]]:
+            alone = {**own(agent), **downlink}
+            if gets_state and not is_own:
+                alone |= method.downlink(run.state, agent)
             if agent not in joining:
                 blobs = (*common, Outgoing.of(encode(alone))) if alone else common
                 refs = tuple(blob.ref for blob in blobs)
@@ -746,7 +798,8 @@ class RunLoop:
             return job.model_copy(update=update), (blob, self._frozen, *task)
 
         until = run.context.roster.heard_s() + limit_s
-        return Assignment(run.context, until, make, purpose, number, work, session)
+        downlinks = functools.partial(self._own.downlinks, run.checkpoint) if is_own else None
+        return Assignment(run.context, until, make, purpose, number, work, session, downlinks, self._fail)
 
     def _call_off(self, collection: Collection) -> None:
         asked_in = collection.asked_in if isinstance(collection, BufferedCollection) else {}
@@ -773,7 +826,7 @@ class RunLoop:
         stats: Stats,
         unanswered: dict[str, str],
         mean: str = "",
-    ) -> None:
+    ) -> Steps:
         """Aggregate in the order of agent ids, store the new state, and only then record that the round is over.
 
         ``mean``: digest of that of the updates, where nobody sees single ones.
@@ -781,6 +834,7 @@ class RunLoop:
         run, journal, blobs, number = self.run, self._journal, self.run.context.state.blobs, closed.round
         rule = self._rule
         losses = [one.metrics.get("loss") for one in collection.accepted.values()]
+        boots = {agent: self.selection.boot(agent) for agent in (*collection.outstanding, *unanswered)}
         watched = rule.max_loss is not None and not isinstance(collection, BufferedCollection)
         exploded = explosion(losses, self._good, run.request.task.num_classes, rule.max_loss) if watched else None
         if exploded is not None and self._good is not None:
@@ -789,14 +843,13 @@ class RunLoop:
         else:
             try:
                 updates = StoredUpdates({"sum": (mean, 1.0)}, number) if mean else self._updates(collection)
-                state, decisions = self._aggregated(updates, rule)
+                state, decisions = yield from self._aggregated(updates, rule)
             except TrainingFailed as error:
                 raise RunFailed(f"round {number}: {error}") from error
             self._good = after(self._good, losses, number - 1, run.checkpoint) if watched else None
         digest = blobs.put(*pieces(state))
         clients = len(collection.accepted)
         figures = stats.figures(run.context, collection)
-        boots = {agent: self.selection.boot(agent) for agent in (*collection.outstanding, *unanswered)}
         times = self.selection.times(collection, closed.body.get("work", {}))
         slow = self.selection.slowed(times, can_shorten=run.method.one_pass())
         body = {
@@ -830,15 +883,31 @@ class RunLoop:
         took = (figures["seconds"], figures["waiting_s"])
         log.info("round_closed run=%s round=%d seconds=%.3f waiting_s=%.3f clients=%d", run.id, number, *took, clients)
 
-    def _objection(self, tensors: Tensors, path: Path) -> str:
-        """Why the update in this file, whose tensors these are, cannot be honest; empty when it can."""
-        return self._own.objection(path) if "objection" in self._own.names else self.run.method.objection(tensors)
+    def _judge(self, path: Path, judged: Callable[[str | None], bool]) -> None:
+        """Ask for the method's own objection to the update in this file, in the worker (`Judge`)."""
 
-    def _aggregated(self, updates: StoredUpdates, rule: AggregationConfig) -> tuple[State, dict[str, Any]]:
+        def done(objection: str | None, error: BaseException | None) -> None:
+            if judged(objection) and error is not None:
+                self._fail(error)
+
+        self.run.context.worker.submit("objection", functools.partial(self._own.objection, path), done)
+
+    def _computed(self, what: str, job: Callable[[], Any]) -> Generator[Waiting, None, Any]:
+        """What a function of the method's own returns; messages are handled meanwhile."""
+        return (yield from computed(self.run.context.worker, what, job, Waiting(f"the method computes its {what}")))
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error if isinstance(error, Exception) else RunFailed(f"a computation has exited: {error!r}")
+
+    def _aggregated(
+        self, updates: StoredUpdates, rule: AggregationConfig
+    ) -> Generator[Waiting, None, tuple[State, dict[str, Any]]]:
         """The next state, and the decisions about single updates as JSON."""
         run, blobs = self.run, self.run.context.state.blobs
         if "aggregate" in self._own.names:
-            digest, body = self._own.aggregate(run.checkpoint, updates, rule)
+            run.context.collector.pause()  # in buffered rounds updates come meanwhile: they are offered again
+            aggregate = functools.partial(self._own.aggregate, run.checkpoint, updates, rule)
+            digest, body = yield from self._computed("aggregate", aggregate)
             return decode(blobs.read(digest)), body
         state, decisions = updates.aggregate(blobs, run.method, run.state, rule)
         return state, decisions.body()
@@ -873,7 +942,7 @@ class RunLoop:
         """Ask the agents of ``collection`` after a round; ``given``: the tensors that they are asked about."""
         self._collect(collection)
         self.selection.opened(collection)
-        until = self._ask(collection.round, collection.cohort, collection.purpose, given=given)
+        until = yield from self._ask(collection.round, collection.cohort, collection.purpose, given=given)
         yield from self.selection.collect(collection, until)
         self._call_off(collection)
 
@@ -886,7 +955,7 @@ class RunLoop:
         last = set(opened[-1].body["cohort"]) - set(opened[-1].body.get("joining", ())) if opened else set()
         refusing = self.selection.exclusions.refusing(self.selection.boot)
         agents = tuple(without(sorted({*last, *self.run.context.roster.present("train")}), refusing))
-        self._ask(self.run.request.rounds, agents, "personalize")
+        yield from self._ask(self.run.request.rounds, agents, "personalize")
         reliable = tuple(without(agents, self.selection.on_trial))
         yield from self.run.reports.collect(reliable or agents, self.invite)
         self.withdraw()

@@ -70,6 +70,8 @@ class Runs:
         if loop is None or steps is None:
             return
         try:
+            if loop.failure is not None:
+                raise loop.failure
             self._waiting = next(steps)
             self._storage.resume()
         except StopIteration:

@@ -13,7 +13,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -122,7 +121,7 @@ class SecureRound:
         return {who: row.tobytes() for who, row in zip(self.members, rows, strict=True) if who in self.sealed}
 
 
-def keys_objection(tensors: Tensors, _: Path) -> str:
+def keys_objection(tensors: Tensors) -> str:
     """Why public keys are none, so that all others would refuse them; empty when they are."""
     both, trial = layout.keys_of(tensors[layout.KEYS]), private_key(bytes(SECRET_BYTES - 1) + b"\1")
     try:

@@ -8,6 +8,7 @@ reads states and updates from the blob store and writes new states there.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,17 +17,18 @@ from typing import Any
 import numpy as np
 
 from edge_agent import methods
+from edge_agent.errors import RunFailed
 from edge_agent.methods import Method
 from edge_agent.storage import read_tensors
 from edge_agent.task import Tensors
 from edge_agent.wire.tensors import Spec
 
 from ..config import AggregationConfig
-from ..processes.compute import Compute, InlineCompute
+from ..processes.compute import Compute, InlineCompute, Request
 from .aggregation import StoredUpdates
 
 STEP_LIMIT_S = 600.0
-"""How long one function of a method may take."""
+"""How long one request may take."""
 
 _FUNCTIONS = {
     "objection": ("objection",),
@@ -90,11 +92,11 @@ def described(method: Method) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
+@dataclass
 class OwnFunctions:
     """What a method computes for the coordinator by functions of its own, called in the compute process.
 
-    States are given by their digests in the blob store.
+    States are given by their digests in the blob store. Call these in the worker: they wait for the compute process.
     """
 
     names: frozenset[str] = frozenset()
@@ -105,7 +107,10 @@ class OwnFunctions:
 
     compute: Compute = field(default_factory=InlineCompute)
     folder: Path = Path()
-    """For the file of an answer."""
+    """For the files of answers."""
+
+    _asked: Request | None = None
+    _is_cancelled: bool = False
 
     def objection(self, path: Path) -> str:
         """`Method.objection` to the update in this file."""
@@ -113,11 +118,11 @@ class OwnFunctions:
 
     def broadcast(self, state: str) -> Tensors:
         """`Method.broadcast`."""
-        return self._answer("broadcast", state=state)
+        return self._answers("broadcast", ("broadcast",), state=state)["broadcast"]
 
-    def downlink(self, state: str, client: str) -> Tensors:
-        """`Method.downlink`."""
-        return self._answer("downlink", state=state, client=client)
+    def downlinks(self, state: str, clients: tuple[str, ...]) -> dict[str, Tensors]:
+        """`Method.downlink` for each of these clients, by one request."""
+        return self._answers("downlink", clients, state=state)
 
     def aggregate(self, state: str, updates: StoredUpdates, settings: AggregationConfig) -> tuple[str, dict[str, Any]]:
         """The digest of the next state, and the decisions about single updates as JSON.
@@ -129,18 +134,29 @@ class OwnFunctions:
         result = self._ask("aggregate", state=state, **of_round)
         return result["digest"], result["decisions"]
 
-    def _ask(self, function: str, **fields: Any) -> dict[str, Any]:
-        request = {**self.request, "do": f"coordinator.runs.computations:{function}", **fields}
-        return self.compute.submit(request, STEP_LIMIT_S)
+    def cancel(self) -> None:
+        """The run is over: end what is asked now, and ask no more."""
+        self._is_cancelled = True
+        if self._asked is not None:
+            self.compute.cancel(self._asked)
 
-    def _answer(self, function: str, **fields: Any) -> Tensors:
-        into = self.folder / f"{function}.safetensors"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._ask(function, into=str(into), **fields)
+    def _ask(self, function: str, **fields: Any) -> dict[str, Any]:
+        self._asked = request = {**self.request, "do": f"coordinator.runs.computations:{function}", **fields}
         try:
-            return read_tensors(into)
+            if self._is_cancelled:
+                raise RunFailed("request cancelled")
+            return self.compute.submit(request, STEP_LIMIT_S)
         finally:
-            into.unlink(missing_ok=True)
+            self._asked = None
+
+    def _answers(self, function: str, names: tuple[str, ...], **fields: Any) -> dict[str, Tensors]:
+        into = {name: self.folder / function / str(n) for n, name in enumerate(names)}
+        (self.folder / function).mkdir(parents=True, exist_ok=True)
+        try:
+            self._ask(function, into={name: str(path) for name, path in into.items()}, **fields)
+            return {name: read_tensors(path) for name, path in into.items()}
+        finally:
+            shutil.rmtree(self.folder / function)
 
 
 def method_of(

@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 from federation_duties import SMALL, TASK, TinyDuties, quick_params
-from federation_harness import Federation
+from federation_harness import Federation, TimedWorker
 
 from coordinator.config import AggregationConfig
 from coordinator.processes import compute as compute_module
@@ -20,6 +20,7 @@ from coordinator.state.store import BlobStore
 from edge_agent import methods
 from edge_agent.errors import RunFailed, StateError, TrainingFailed
 from edge_agent.wire.tensors import decode, encode
+from edge_agent.worker import InlineWorker
 
 
 def finished(folder, compute, method="scaffold", **export):
@@ -96,10 +97,12 @@ class Broken(InlineCompute):
         ("begin", RunFailed("no result within 600 s"), "RunFailed: no result within 600 s"),
         ("aggregate", TrainingFailed("nothing to average"), "RunFailed: round 1: nothing to average"),
         ("broadcast", RunFailed("ValueError: shapes"), "RunFailed: ValueError: shapes"),
+        ("downlink", RunFailed("ValueError: shapes"), "RunFailed: ValueError: shapes"),
+        ("objection", RunFailed("ValueError: shapes"), "RunFailed: ValueError: shapes"),
     ],
 )
 def test_a_function_that_fails_costs_its_run(tmp_path, function, error, reason):
-    record, _, _ = finished(tmp_path, Broken(function, error), "fedkd")
+    record, _, _ = finished(tmp_path, Broken(function, error), "fedkd" if function != "downlink" else "fedpac")
     assert (record.status, record.outcome["reason"]) == ("failed", reason)
 
 
@@ -111,15 +114,88 @@ def test_an_export_that_no_process_can_do_costs_the_bundle_alone(tmp_path):
     assert compute.cancelled == ["export_bundle"]
 
 
+@pytest.mark.parametrize("function", ["aggregate", "broadcast", "downlink", "objection"])
 @pytest.mark.parametrize("error", [StateError("x: damaged"), OSError(28, "No space left on device")])
-def test_a_disk_that_the_compute_process_cannot_use_stalls_the_run(tmp_path, error):
-    compute = Broken("aggregate", error)
+def test_a_disk_that_the_compute_process_cannot_use_stalls_the_run(tmp_path, function, error):
+    compute = Broken(function, error)
     with Federation(tmp_path, tasks=TinyDuties, compute=compute) as fed:
-        fed.request("scaffold", rounds=2, params=quick_params("scaffold"))
+        fed.request("fedpac", rounds=2, params=quick_params("fedpac"))
         fed.until(lambda: fed.coordinator.storage.stall is not None)
         compute.function = ""
         fed.finish()
         assert fed.record.status == "finished"
+
+
+class Slow(TimedWorker):
+    """Each computation of a method's own functions takes 40 s; ``names`` are those of the computations so far."""
+
+    def __init__(self, clock):
+        super().__init__(clock, 40.0)
+        self.names = []
+
+    def submit(self, name, job, done):
+        self.names.append(name)
+        is_own = name in {"objection", "broadcast", "downlink", "aggregate"}
+        (super() if is_own else InlineWorker()).submit(name, job, done)
+
+
+def test_messages_are_handled_while_a_method_computes(tmp_path):
+    """Updates wait for their verdict, each is sent once, and the result is that of a fast computation."""
+    states = []
+    for name in ("fast", "slow"):
+        with Federation(tmp_path / name, tasks=TinyDuties, compute=There()) as fed:
+            if name == "slow":
+                fed.coordinator.worker = worker = Slow(fed.clock)
+            fed.request("fedpac", rounds=2, params=quick_params("fedpac"))
+            fed.finish(3000)
+            assert fed.record.status == "finished"
+            states.append([entry.digest for entry in fed.entries("round_closed")])
+            assert not list(fed.state.blobs.folder.glob("partial/*/*"))
+    assert states[0] == states[1]
+    assert {name: worker.names.count(name) for name in ("objection", "aggregate")} == {"objection": 6, "aggregate": 2}
+
+
+class Counting(InlineCompute):
+    """Of another process; ``updates`` are the numbers of updates of its aggregations."""
+
+    is_here = False
+
+    def __init__(self):
+        self.updates = []
+
+    def submit(self, request, limit_s=None):
+        if request["do"].endswith(":aggregate"):
+            self.updates.append(len(request["updates"]["accepted"]))
+        return super().submit(request, limit_s)
+
+
+def test_updates_of_buffered_rounds_that_come_while_a_method_computes_count_later(tmp_path):
+    """That of a2 comes 20 s after the round closed, and the aggregation takes 40 s."""
+    compute, options = Counting(), {"mode": "buffered", "buffer": 2}
+    with Federation(tmp_path, agents=(), compute=compute, round=options) as fed:
+        for name, training_s in (("a0", 10.0), ("a1", 10.0), ("a2", 30.0)):
+            fed.add(name, training_s=training_s)
+        fed.settle()
+        fed.coordinator.worker = Slow(fed.clock)
+        fed.request("fedavgm", rounds=3)
+        fed.finish(3000)
+        closed = fed.entries("round_closed")
+        assert [entry.body["clients"] for entry in closed] == compute.updates
+        assert closed[0].body["busy"] == {"a2": 1}
+        assert any(entry.agent == "a2" and entry.round == 1 for entry in fed.entries("update_accepted"))
+
+
+def test_a_run_that_is_cancelled_while_its_method_computes_asks_no_more(tmp_path):
+    compute = Broken("", RunFailed(""))
+    with Federation(tmp_path, tasks=TinyDuties, compute=compute) as fed:
+        fed.coordinator.worker = worker = Slow(fed.clock)
+        fed.request("fedpac", rounds=2, params=quick_params("fedpac"))
+        fed.until(lambda: "objection" in worker.names)
+        compute.function, compute.error = "objection", AssertionError("asked")
+        fed.state.journal.append("cancel_requested", run=fed.run, body={"reason": "enough"})
+        fed.until(lambda: fed.record.status == "cancelled")
+        fed.wait(60)
+        assert fed.coordinator.loop is None
 
 
 def test_a_described_method_decides_what_the_method_does():
