@@ -328,6 +328,7 @@ def _contradictions(manifest: Manifest) -> list[str]:
     if manifest.free_norm is not None:
         wanted.append(manifest.free_norm.probe)
     mistakes = [f"'{name}' is referred to and not among the files" for name in wanted if name not in manifest.files]
+    mistakes += [f"'{name}' is among the files and not referred to" for name in manifest.files if name not in wanted]
     mistakes += [f"'{name}' is a reserved name" for name in (MANIFEST, CHECKSUM, RELEASE) if name in manifest.files]
     total = sum(entry.size_bytes for entry in manifest.files.values())
     if total > MAX_BUNDLE_BYTES:
@@ -576,7 +577,7 @@ def _expect(file: BinaryIO, expected: bytes, path: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A verified bundle in a folder; files that the device adds beside it (caches) are not part of it."""
+    """A verified bundle in a folder; what the device adds in `made` is not part of it."""
 
     folder: Path
     manifest: Manifest
@@ -585,6 +586,11 @@ class Bundle:
     def id(self) -> str:
         """The bundle's id everywhere, SHA-256 (hex); see `manifest`."""
         return self.manifest.bundle_id
+
+    @property
+    def made(self) -> Path:
+        """Folder of what this device makes from the bundle, and believes: no file of a bundle has a leading dot."""
+        return self.folder / ".made"
 
     @property
     def fingerprints(self) -> dict[EncoderPrecision, str]:

@@ -38,12 +38,10 @@ from .storage import (
     mapped,
     oldest_first,
     private_files,
-    read_json,
     read_record,
     read_tensors,
     sha256_file,
     size_of,
-    write_json,
     write_record,
     write_tensors,
 )
@@ -59,7 +57,7 @@ _LEAST_TO_MAP = 4_000_000
 """Encoders with smaller files, bytes, are not mapped: a start holds them three times; the child process takes 60 MB."""
 
 _OWN, _OWN_KEPT = "own-", 2
-"""Files of encoders with their own batch norm begin so, and so many of the newest are kept beside a bundle."""
+"""Files of encoders with their own batch norm begin so, and so many of the newest are kept."""
 
 _FEATURE_FILES = 15
 """Files of features that stay for one encoder beside the newest one."""
@@ -121,13 +119,13 @@ class Encoder:
                 the exporter.
         """
         variant, runtime = bundle.variant(precision), onnxruntime()
-        model = _Model(bundle.folder / variant.file, bundle.manifest.files[variant.file].sha256)
+        model = _Model(bundle.folder / variant.file, bundle.manifest.files[variant.file].sha256, bundle.made)
         if norm is not None:
             if precision != "fp32":
                 raise StateError(f"own batch norm is computed in fp32, not in {precision}; fit the head again")
             cls.open(bundle, precision, threads, cache=cache)  # what the exporter computed is computed here as well
             content = functools.partial(changed, bundle, norm.variant, norm.statistics)
-            model = _Model(bundle.folder / f"{_OWN}{norm.fingerprint[:16]}.onnx", norm.fingerprint, content)
+            model = _Model(Path(f"{_OWN}{norm.fingerprint[:16]}.onnx"), norm.fingerprint, bundle.made, content)
         elif cache:
             _try_once(bundle, precision)
         else:
@@ -221,7 +219,7 @@ def _try_once(bundle: Bundle, precision: EncoderPrecision) -> None:
         BundleDamaged: it does not run, does not end, or computes something else than the exporter did.
     """
     cost = cost_of(bundle, precision)
-    path, conditions = bundle.folder / "trial.json", {"bundle_id": bundle.id, **arithmetic()}
+    path, conditions = bundle.made / "trial.json", {"bundle_id": bundle.id, **arithmetic()}
     passed = read_record(path, conditions).get("passed", [])
     if precision not in passed:
         memory = cost.memory_bytes + 4 * bundle.manifest.files[bundle.variant(precision).file].size_bytes + _TRIAL_BYTES
@@ -261,7 +259,7 @@ def trial() -> None:
     try:
         bundle = open_folder(Path(question["folder"]))
         file = bundle.folder / bundle.variant(precision).file
-        session = _onnx_session(runtime, _Model(file, ""), ["CPUExecutionProvider"], 1)
+        session = _onnx_session(runtime, _Model(file, "", bundle.made), ["CPUExecutionProvider"], 1)
         shape, size = bundle.manifest.task.input_shape, bundle.manifest.feature_dim
         name = session.get_inputs()[0].name
         encoder = Encoder(session, name, shape, size, precision, "", ("CPUExecutionProvider",), "onnx")
@@ -396,7 +394,7 @@ def probe_session(content: bytes, inputs: Sequence[graph.Shape]) -> Any:
         BundleDamaged: the graph may not run here, or ONNX Runtime cannot load it.
     """
     graph.check(content, inputs, where="probe")
-    return _onnx_session(onnxruntime(), _Model(Path("probe"), "", lambda: content), ["CPUExecutionProvider"], 1)
+    return _onnx_session(onnxruntime(), _Model(Path("probe"), "", Path(), lambda: content), ["CPUExecutionProvider"], 1)
 
 
 def write_ort(onnx: str, target: str) -> None:
@@ -413,10 +411,14 @@ def write_ort(onnx: str, target: str) -> None:
 
 @dataclass(frozen=True)
 class _Model:
-    """An ONNX file, and an id of its content; ``content`` gives it where there is no file, nor is there to be one."""
+    """An ONNX file, an id of its content, and the folder of what is made from it.
+
+    ``content`` gives it where there is no file, nor is there to be one.
+    """
 
     path: Path
     id: str
+    made: Path
     content: Callable[[], bytes] | None = None
 
 
@@ -424,12 +426,13 @@ def _mapped(model: _Model, runtime: ModuleType) -> Path | None:
     """The .ort twin of ``model``, made where it is missing or damaged; None where it cannot be made."""
     onnx = model.path
     stem = f"{onnx.name}.{model.id[:16]}.{runtime.__version__}.{processor()}"
-    target, note = onnx.with_name(f"{stem}.ort"), onnx.with_name(f"{stem}.json")
-    known = read_json(note)
-    if known is not None and target.is_file() and sha256_file(target) == known.get("sha256"):
+    target, note = model.made / f"{stem}.ort", model.made / f"{stem}.json"
+    conditions = {"encoder": model.id, **arithmetic()}
+    if target.is_file() and sha256_file(target) == read_record(note, conditions).get("sha256"):
         return target
-    temporary, source = onnx.with_name(f".{stem}.{os.getpid()}.tmp"), onnx
+    temporary, source = model.made / f".{stem}.{os.getpid()}.tmp", onnx
     try:
+        model.made.mkdir(exist_ok=True)
         if model.content is not None:
             source = temporary.with_suffix(".onnx.tmp")  # so that it is swept after a kill
             source.write_bytes(model.content())
@@ -445,7 +448,7 @@ def _mapped(model: _Model, runtime: ModuleType) -> Path | None:
             env={**os.environ, "PYTHONPATH": path},
             cwd=os.sep,
         )
-        write_json(note, {"sha256": sha256_file(temporary)})
+        write_record(note, conditions, {"sha256": sha256_file(temporary)})
         temporary.replace(target)
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("ort_not_made file=%s reason=%s: the .onnx is loaded instead", onnx.name, type(error).__name__)
@@ -455,7 +458,7 @@ def _mapped(model: _Model, runtime: ModuleType) -> Path | None:
         if model.content is not None:
             source.unlink(missing_ok=True)
     kind, kept = (onnx.name, 1) if model.content is None else (_OWN, _OWN_KEPT)
-    twins = sorted(onnx.parent.glob(f"{kind}*.ort"), key=lambda path: (path == target, path.stat().st_mtime_ns))
+    twins = sorted(model.made.glob(f"{kind}*.ort"), key=lambda path: (path == target, path.stat().st_mtime_ns))
     for old in twins[:-kept]:
         for file in (old, old.with_suffix(".json")):
             file.unlink(missing_ok=True)
@@ -492,7 +495,7 @@ def _ort_session(runtime: ModuleType, path: Path, threads: int, precision: Encod
 
 
 def _onnx_session(runtime: ModuleType, model: _Model, providers: list[str], threads: int) -> Any:
-    engines = str(model.path.parent / "engines")
+    engines = str(model.made / "engines")
     settings: dict[str, dict[str, Any]] = {
         "TensorrtExecutionProvider": {
             "trt_engine_cache_enable": True,

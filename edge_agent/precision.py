@@ -210,7 +210,7 @@ def choose(
     providers = {name: list(encoder.providers) for name, encoder in encoders.items()}
     fingerprints = {name: one.fingerprint for name, one in encoders.items()}
     conditions = {**arithmetic(), "providers": providers, "threads": threads, "fingerprints": fingerprints}
-    path = bundle.folder / "precision.json"
+    path = bundle.made / "precision.json"
     known = read_record(path, conditions)
     if clock is None:  # CPU time of this thread where it does all the work; a GPU's work is no CPU time
         on_cpu = all(encoder.providers == ("CPUExecutionProvider",) for encoder in encoders.values())

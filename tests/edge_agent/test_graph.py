@@ -386,7 +386,7 @@ def test_an_encoder_that_computes_something_else_fails_its_trial(trials, make_bu
     bundle = bundles.install(make_bundle(golden_error=0.5).path, tmp_path / "bundles")
     with pytest.raises(BundleDamaged, match="trial of the fp32 encoder: self-test"):
         Encoder.open(bundle)
-    assert not (bundle.folder / "trial.json").exists()
+    assert not (bundle.made / "trial.json").exists()
 
 
 def test_an_encoder_that_takes_more_memory_than_it_may_fails_its_trial(trials, make_bundle, tmp_path):
