@@ -19,7 +19,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +33,7 @@ from .capabilities import processor
 from .data import Samples
 from .errors import BundleDamaged, DataError, HeadwaterError, MissingCapability, StateError
 from .limits import give_freed_memory_back, limit_resources
-from .own_norm import OwnNorm, changed
+from .own_norm import OwnNorm, changed, own_share
 from .storage import (
     mapped,
     oldest_first,
@@ -66,7 +66,7 @@ _ALL_FEATURE_FILES = 64
 """Files of features that stay in one folder, whatever encoders they are of."""
 
 TRIAL_S, TRIAL_CPU_S = 300.0, 120
-"""A trial may take so long, and so much time of a processor: eight inputs, and the start of ONNX Runtime."""
+"""A trial may take so long, and so much time of a processor: two batches, and the start of ONNX Runtime."""
 
 _TRIAL_BYTES = 96 << 20
 """Memory of a trial beside what the graph takes: eight inputs with their preprocessing, and ONNX Runtime's own."""
@@ -107,9 +107,9 @@ class Encoder:
     ) -> Encoder:
         """The bundle's encoder, on the fastest provider there is, after its self-test has passed on this device.
 
-        ``threads`` 0 = ONNX Runtime's choice; ``cache=False`` writes nothing beside the bundle, loads the .onnx and
-        runs the self-test each time. With ``norm`` these batch norm statistics take the place of the bundle's (fp32
-        alone), after the self-test of the encoder as it was shipped.
+        ``threads`` 0 = ONNX Runtime's choice; ``cache=False`` writes nothing beside the bundle, loads the .onnx,
+        and runs its trial and its self-test each time. With ``norm`` these batch norm statistics take the place of the
+        bundle's (fp32 alone), after the self-test of the encoder as it was shipped.
 
         Raises:
             MissingCapability: onnxruntime is not installed.
@@ -126,10 +126,8 @@ class Encoder:
             cls.open(bundle, precision, threads, cache=cache)  # what the exporter computed is computed here as well
             content = functools.partial(changed, bundle, norm.variant, norm.statistics)
             model = _Model(Path(f"{_OWN}{norm.fingerprint[:16]}.onnx"), norm.fingerprint, bundle.made, content)
-        elif cache:
-            _try_once(bundle, precision)
         else:
-            cost_of(bundle, precision)
+            _try_once(bundle, precision, record=cache)
         wanted = [name for name in _WANTED if name in runtime.get_available_providers()]
         is_large = (bundle.folder / variant.file).stat().st_size >= _LEAST_TO_MAP
         twin = _mapped(model, runtime) if cache and is_large and len(wanted) == 1 else None
@@ -212,30 +210,36 @@ def cost_of(bundle: Bundle, precision: EncoderPrecision) -> graph.Cost:
     return cost
 
 
-def _try_once(bundle: Bundle, precision: EncoderPrecision) -> None:
-    """Try the encoder in a child process, unless it has passed before on this processor with this runtime.
+def _try_once(bundle: Bundle, precision: EncoderPrecision, *, record: bool) -> None:
+    """Try the encoder in a child process, unless it is recorded that it has passed on this processor and runtime.
 
     Raises:
         BundleDamaged: it does not run, does not end, or computes something else than the exporter did.
     """
     cost = cost_of(bundle, precision)
     path, conditions = bundle.made / "trial.json", {"bundle_id": bundle.id, **arithmetic()}
-    passed = read_record(path, conditions).get("passed", [])
+    passed = read_record(path, conditions).get("passed", []) if record else []
     if precision not in passed:
-        memory = cost.memory_bytes + 4 * bundle.manifest.files[bundle.variant(precision).file].size_bytes + _TRIAL_BYTES
-        try_out(bundle.folder, precision, memory)
-        write_record(path, conditions, {"passed": sorted({*passed, precision})})
+        try_out(bundle.folder, precision, _trial_memory(bundle, precision, cost))
+        if record:
+            write_record(path, conditions, {"passed": sorted({*passed, precision})})
 
 
-def try_out(folder: Path, precision: EncoderPrecision, memory_bytes: int) -> None:
-    """Run the self-test of a bundle's encoder in a child process that gets so much memory.
+def _trial_memory(bundle: Bundle, precision: EncoderPrecision, cost: graph.Cost) -> int:
+    return cost.memory_bytes + 4 * bundle.manifest.files[bundle.variant(precision).file].size_bytes + _TRIAL_BYTES
+
+
+def try_out(folder: Path, precision: EncoderPrecision, memory_bytes: int, probed: int = 0) -> None:
+    """Run the self-test of a bundle's encoder, or its probe on ``probed`` inputs, in a child that gets so much memory.
 
     Raises:
         BundleDamaged: the test fails, or the child crashes or takes longer than `TRIAL_S`.
         StateError: no child can be started.
     """
-    question = {"folder": str(folder.resolve()), "precision": precision, "memory_bytes": memory_bytes}
-    where = f"trial of the {precision} encoder"
+    question = {
+        "folder": str(folder.resolve()), "precision": precision, "memory_bytes": memory_bytes, "probed": probed
+    }  # fmt: skip
+    where = "trial of the probe" if probed else f"trial of the {precision} encoder"
     try:
         result = answer_of_child(__name__, trial.__name__, question, TRIAL_S)
     except subprocess.TimeoutExpired as error:
@@ -258,17 +262,33 @@ def trial() -> None:
     result: dict[str, Any] = {}
     try:
         bundle = open_folder(Path(question["folder"]))
-        file = bundle.folder / bundle.variant(precision).file
-        session = _onnx_session(runtime, _Model(file, "", bundle.made), ["CPUExecutionProvider"], 1)
-        shape, size = bundle.manifest.task.input_shape, bundle.manifest.feature_dim
-        name = session.get_inputs()[0].name
-        encoder = Encoder(session, name, shape, size, precision, "", ("CPUExecutionProvider",), "onnx")
-        self_test.check(bundle, precision, encoder.features)
+        if question["probed"]:
+            _run_probes(bundle, question["probed"])
+        else:
+            _run_encoder(runtime, bundle, precision)
     except HeadwaterError as error:
         result = {"message": str(error)[:2000], "is_public": error.is_public}
     except MemoryError:
         result = {"message": "it takes more memory than it may; export a smaller encoder", "is_public": True}
     sys.stdout.write(json.dumps(result) + "\n")
+
+
+def _run_encoder(runtime: ModuleType, bundle: Bundle, precision: EncoderPrecision) -> None:
+    file = bundle.folder / bundle.variant(precision).file
+    session = _onnx_session(runtime, _Model(file, "", bundle.made), ["CPUExecutionProvider"], 1)
+    shape, size = bundle.manifest.task.input_shape, bundle.manifest.feature_dim
+    name = session.get_inputs()[0].name
+    encoder = Encoder(session, name, shape, size, precision, "", ("CPUExecutionProvider",), "onnx")
+    self_test.check(bundle, precision, encoder.features)
+    encoder.features(np.zeros((batch_size(shape), *shape), np.float32))  # the largest batch, which takes the most
+
+
+def _run_probes(bundle: Bundle, count: int) -> None:
+    """The probe with as many inputs as `precision.estimated` runs it on."""
+    task = bundle.manifest.task
+    golden = self_test.prepared(bundle.golden()["raw"], task.input)
+    for rows, share in ((count, own_share(count)), (len(golden) + min(len(golden), count), 0.0)):
+        run_probe(probe_of(bundle), task.input.kind, np.resize(golden, (rows, *task.input_shape)), share)
 
 
 def features_of(
@@ -387,14 +407,47 @@ def onnxruntime() -> ModuleType:
     return result
 
 
-def probe_session(content: bytes, inputs: Sequence[graph.Shape]) -> Any:
-    """A session of a serialised model on one thread of the processor, for a few runs on ``inputs`` of these shapes.
+def try_probe(bundle: Bundle, count: int) -> None:
+    """Run the bundle's probe on ``count`` inputs in a child process.
 
     Raises:
-        BundleDamaged: the graph may not run here, or ONNX Runtime cannot load it.
+        BundleDamaged, StateError: as `try_out`.
     """
-    graph.check(content, inputs, where="probe")
-    return _onnx_session(onnxruntime(), _Model(Path("probe"), "", Path(), lambda: content), ["CPUExecutionProvider"], 1)
+    cost = graph.check(probe_of(bundle), [(count, *bundle.manifest.task.input_shape), ()], where="probe")
+    try_out(bundle.folder, "fp32", _trial_memory(bundle, "fp32", cost), count)
+
+
+def probe_of(bundle: Bundle, encoder: bytes | None = None) -> bytes:
+    """The probe of batch norm statistics as one ONNX model, with the fp32 encoder or its changed form ``encoder``.
+
+    Raises:
+        BundleDamaged: the bundle has none.
+    """
+    if bundle.manifest.free_norm is None:
+        raise BundleDamaged("the bundle has no batch norm that a device may estimate again")
+    if encoder is None:
+        encoder = (bundle.folder / bundle.variant("fp32").file).read_bytes()
+    return encoder + (bundle.folder / bundle.manifest.free_norm.probe).read_bytes()
+
+
+def run_probe(content: bytes, kind: str, inputs: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Batch norm statistics (s,) and features (n, d) float32 of ``inputs`` (n, ...) by a model of `probe_of`.
+
+    ``kind``: that of the inputs; ``share``: how much of the statistics is that of the inputs, 0..1.
+
+    Raises:
+        BundleDamaged: the graph may not run here, or does not run.
+    """
+    graph.check(content, [inputs.shape, ()], where="probe")
+    model = _Model(Path("probe"), "", Path(), lambda: content)
+    session = _onnx_session(onnxruntime(), model, ["CPUExecutionProvider"], 1)
+    feed = {kind: inputs, "own_share": np.array(share, np.float32)}
+    try:
+        statistics, features = session.run(["statistics", "own_features"], feed)
+    # ONNX Runtime's exceptions have no common base besides this one.
+    except Exception as error:
+        raise BundleDamaged(f"batch norm cannot be estimated: {str(error)[:300]}") from error
+    return np.asarray(statistics, np.float32), np.asarray(features, np.float32)
 
 
 def write_ort(onnx: str, target: str) -> None:
