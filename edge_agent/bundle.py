@@ -687,11 +687,13 @@ def install(
     keep: int = 2,
     check: Callable[[Bundle], object] | None = None,
     now: Callable[[], float] = time.time,
+    first: Envelope | None = None,
 ) -> Bundle:
     """Verify the bundle file at ``path``, unpack it under ``root`` and make it the current one; ``keep`` are kept.
 
     Where ``root`` trusts keys, the bundle has to be signed by them, not expired at ``now()``, and not older than the
-    newest that was installed there.
+    newest that was installed there. Where it trusts none, ``first`` is a root that the bundle has to be signed by, and
+    that is trusted once the bundle has passed ``check``.
 
     The folder is named after the bundle id: a bundle of the same content, whatever its name, takes no second one.
     ``check`` sees the unpacked bundle before it becomes current, and may refuse it by raising.
@@ -702,7 +704,7 @@ def install(
     """
     opened, store = open_bundle(path), TrustStore(root)
     name = opened.manifest.bundle_id[:24]
-    member = store.admit(opened.release, files_of(opened.manifest), now(), __version__)
+    member = store.admit(opened.release, files_of(opened.manifest), now(), __version__, first)
     if member is not None and opened.release is not None and (root / name / MANIFEST).exists():
         raw = dump_manifest(opened.manifest)
         if (root / name / MANIFEST).read_bytes() == raw:
@@ -718,6 +720,8 @@ def install(
         bundle = open_folder(folder)
     if check is not None:
         check(bundle)
+    if first is not None:
+        store.anchor(first)
     if member is not None:
         store.record(member)
     names = [name, *(other for other in _history(root) if other != name)][: max(keep, 1)]
