@@ -328,6 +328,7 @@ def _contradictions(manifest: Manifest) -> list[str]:
     if manifest.free_norm is not None:
         wanted.append(manifest.free_norm.probe)
     mistakes = [f"'{name}' is referred to and not among the files" for name in wanted if name not in manifest.files]
+    mistakes += [f"'{name}' is among the files and not referred to" for name in manifest.files if name not in wanted]
     mistakes += [f"'{name}' is a reserved name" for name in (MANIFEST, CHECKSUM, RELEASE) if name in manifest.files]
     total = sum(entry.size_bytes for entry in manifest.files.values())
     if total > MAX_BUNDLE_BYTES:
@@ -576,7 +577,7 @@ def _expect(file: BinaryIO, expected: bytes, path: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A verified bundle in a folder; files that the device adds beside it (caches) are not part of it."""
+    """A verified bundle in a folder; what the device adds in `made` is not part of it."""
 
     folder: Path
     manifest: Manifest
@@ -585,6 +586,11 @@ class Bundle:
     def id(self) -> str:
         """The bundle's id everywhere, SHA-256 (hex); see `manifest`."""
         return self.manifest.bundle_id
+
+    @property
+    def made(self) -> Path:
+        """Folder of what this device makes from the bundle, and believes: no file of a bundle has a leading dot."""
+        return self.folder / ".made"
 
     @property
     def fingerprints(self) -> dict[EncoderPrecision, str]:
@@ -681,11 +687,13 @@ def install(
     keep: int = 2,
     check: Callable[[Bundle], object] | None = None,
     now: Callable[[], float] = time.time,
+    first: Envelope | None = None,
 ) -> Bundle:
     """Verify the bundle file at ``path``, unpack it under ``root`` and make it the current one; ``keep`` are kept.
 
     Where ``root`` trusts keys, the bundle has to be signed by them, not expired at ``now()``, and not older than the
-    newest that was installed there.
+    newest that was installed there. Where it trusts none, ``first`` is a root that the bundle has to be signed by, and
+    that is trusted once the bundle has passed ``check``.
 
     The folder is named after the bundle id: a bundle of the same content, whatever its name, takes no second one.
     ``check`` sees the unpacked bundle before it becomes current, and may refuse it by raising.
@@ -696,7 +704,7 @@ def install(
     """
     opened, store = open_bundle(path), TrustStore(root)
     name = opened.manifest.bundle_id[:24]
-    member = store.admit(opened.release, files_of(opened.manifest), now(), __version__)
+    member = store.admit(opened.release, files_of(opened.manifest), now(), __version__, first)
     if member is not None and opened.release is not None and (root / name / MANIFEST).exists():
         raw = dump_manifest(opened.manifest)
         if (root / name / MANIFEST).read_bytes() == raw:
@@ -712,6 +720,8 @@ def install(
         bundle = open_folder(folder)
     if check is not None:
         check(bundle)
+    if first is not None:
+        store.anchor(first)
     if member is not None:
         store.record(member)
     names = [name, *(other for other in _history(root) if other != name)][: max(keep, 1)]

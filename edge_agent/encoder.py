@@ -19,7 +19,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -33,17 +33,15 @@ from .capabilities import processor
 from .data import Samples
 from .errors import BundleDamaged, DataError, HeadwaterError, MissingCapability, StateError
 from .limits import give_freed_memory_back, limit_resources
-from .own_norm import OwnNorm, changed
+from .own_norm import OwnNorm, changed, own_share
 from .storage import (
     mapped,
     oldest_first,
     private_files,
-    read_json,
     read_record,
     read_tensors,
     sha256_file,
     size_of,
-    write_json,
     write_record,
     write_tensors,
 )
@@ -59,7 +57,7 @@ _LEAST_TO_MAP = 4_000_000
 """Encoders with smaller files, bytes, are not mapped: a start holds them three times; the child process takes 60 MB."""
 
 _OWN, _OWN_KEPT = "own-", 2
-"""Files of encoders with their own batch norm begin so, and so many of the newest are kept beside a bundle."""
+"""Files of encoders with their own batch norm begin so, and so many of the newest are kept."""
 
 _FEATURE_FILES = 15
 """Files of features that stay for one encoder beside the newest one."""
@@ -68,7 +66,7 @@ _ALL_FEATURE_FILES = 64
 """Files of features that stay in one folder, whatever encoders they are of."""
 
 TRIAL_S, TRIAL_CPU_S = 300.0, 120
-"""A trial may take so long, and so much time of a processor: eight inputs, and the start of ONNX Runtime."""
+"""A trial may take so long, and so much time of a processor: two batches, and the start of ONNX Runtime."""
 
 _TRIAL_BYTES = 96 << 20
 """Memory of a trial beside what the graph takes: eight inputs with their preprocessing, and ONNX Runtime's own."""
@@ -109,9 +107,9 @@ class Encoder:
     ) -> Encoder:
         """The bundle's encoder, on the fastest provider there is, after its self-test has passed on this device.
 
-        ``threads`` 0 = ONNX Runtime's choice; ``cache=False`` writes nothing beside the bundle, loads the .onnx and
-        runs the self-test each time. With ``norm`` these batch norm statistics take the place of the bundle's (fp32
-        alone), after the self-test of the encoder as it was shipped.
+        ``threads`` 0 = ONNX Runtime's choice; ``cache=False`` writes nothing beside the bundle, loads the .onnx,
+        and runs its trial and its self-test each time. With ``norm`` these batch norm statistics take the place of the
+        bundle's (fp32 alone), after the self-test of the encoder as it was shipped.
 
         Raises:
             MissingCapability: onnxruntime is not installed.
@@ -121,17 +119,15 @@ class Encoder:
                 the exporter.
         """
         variant, runtime = bundle.variant(precision), onnxruntime()
-        model = _Model(bundle.folder / variant.file, bundle.manifest.files[variant.file].sha256)
+        model = _Model(bundle.folder / variant.file, bundle.manifest.files[variant.file].sha256, bundle.made)
         if norm is not None:
             if precision != "fp32":
                 raise StateError(f"own batch norm is computed in fp32, not in {precision}; fit the head again")
             cls.open(bundle, precision, threads, cache=cache)  # what the exporter computed is computed here as well
             content = functools.partial(changed, bundle, norm.variant, norm.statistics)
-            model = _Model(bundle.folder / f"{_OWN}{norm.fingerprint[:16]}.onnx", norm.fingerprint, content)
-        elif cache:
-            _try_once(bundle, precision)
+            model = _Model(Path(f"{_OWN}{norm.fingerprint[:16]}.onnx"), norm.fingerprint, bundle.made, content)
         else:
-            cost_of(bundle, precision)
+            _try_once(bundle, precision, record=cache)
         wanted = [name for name in _WANTED if name in runtime.get_available_providers()]
         is_large = (bundle.folder / variant.file).stat().st_size >= _LEAST_TO_MAP
         twin = _mapped(model, runtime) if cache and is_large and len(wanted) == 1 else None
@@ -214,30 +210,36 @@ def cost_of(bundle: Bundle, precision: EncoderPrecision) -> graph.Cost:
     return cost
 
 
-def _try_once(bundle: Bundle, precision: EncoderPrecision) -> None:
-    """Try the encoder in a child process, unless it has passed before on this processor with this runtime.
+def _try_once(bundle: Bundle, precision: EncoderPrecision, *, record: bool) -> None:
+    """Try the encoder in a child process, unless it is recorded that it has passed on this processor and runtime.
 
     Raises:
         BundleDamaged: it does not run, does not end, or computes something else than the exporter did.
     """
     cost = cost_of(bundle, precision)
-    path, conditions = bundle.folder / "trial.json", {"bundle_id": bundle.id, **arithmetic()}
-    passed = read_record(path, conditions).get("passed", [])
+    path, conditions = bundle.made / "trial.json", {"bundle_id": bundle.id, **arithmetic()}
+    passed = read_record(path, conditions).get("passed", []) if record else []
     if precision not in passed:
-        memory = cost.memory_bytes + 4 * bundle.manifest.files[bundle.variant(precision).file].size_bytes + _TRIAL_BYTES
-        try_out(bundle.folder, precision, memory)
-        write_record(path, conditions, {"passed": sorted({*passed, precision})})
+        try_out(bundle.folder, precision, _trial_memory(bundle, precision, cost))
+        if record:
+            write_record(path, conditions, {"passed": sorted({*passed, precision})})
 
 
-def try_out(folder: Path, precision: EncoderPrecision, memory_bytes: int) -> None:
-    """Run the self-test of a bundle's encoder in a child process that gets so much memory.
+def _trial_memory(bundle: Bundle, precision: EncoderPrecision, cost: graph.Cost) -> int:
+    return cost.memory_bytes + 4 * bundle.manifest.files[bundle.variant(precision).file].size_bytes + _TRIAL_BYTES
+
+
+def try_out(folder: Path, precision: EncoderPrecision, memory_bytes: int, probed: int = 0) -> None:
+    """Run the self-test of a bundle's encoder, or its probe on ``probed`` inputs, in a child that gets so much memory.
 
     Raises:
         BundleDamaged: the test fails, or the child crashes or takes longer than `TRIAL_S`.
         StateError: no child can be started.
     """
-    question = {"folder": str(folder.resolve()), "precision": precision, "memory_bytes": memory_bytes}
-    where = f"trial of the {precision} encoder"
+    question = {
+        "folder": str(folder.resolve()), "precision": precision, "memory_bytes": memory_bytes, "probed": probed
+    }  # fmt: skip
+    where = "trial of the probe" if probed else f"trial of the {precision} encoder"
     try:
         result = answer_of_child(__name__, trial.__name__, question, TRIAL_S)
     except subprocess.TimeoutExpired as error:
@@ -260,17 +262,33 @@ def trial() -> None:
     result: dict[str, Any] = {}
     try:
         bundle = open_folder(Path(question["folder"]))
-        file = bundle.folder / bundle.variant(precision).file
-        session = _onnx_session(runtime, _Model(file, ""), ["CPUExecutionProvider"], 1)
-        shape, size = bundle.manifest.task.input_shape, bundle.manifest.feature_dim
-        name = session.get_inputs()[0].name
-        encoder = Encoder(session, name, shape, size, precision, "", ("CPUExecutionProvider",), "onnx")
-        self_test.check(bundle, precision, encoder.features)
+        if question["probed"]:
+            _run_probes(bundle, question["probed"])
+        else:
+            _run_encoder(runtime, bundle, precision)
     except HeadwaterError as error:
         result = {"message": str(error)[:2000], "is_public": error.is_public}
     except MemoryError:
         result = {"message": "it takes more memory than it may; export a smaller encoder", "is_public": True}
     sys.stdout.write(json.dumps(result) + "\n")
+
+
+def _run_encoder(runtime: ModuleType, bundle: Bundle, precision: EncoderPrecision) -> None:
+    file = bundle.folder / bundle.variant(precision).file
+    session = _onnx_session(runtime, _Model(file, "", bundle.made), ["CPUExecutionProvider"], 1)
+    shape, size = bundle.manifest.task.input_shape, bundle.manifest.feature_dim
+    name = session.get_inputs()[0].name
+    encoder = Encoder(session, name, shape, size, precision, "", ("CPUExecutionProvider",), "onnx")
+    self_test.check(bundle, precision, encoder.features)
+    encoder.features(np.zeros((batch_size(shape), *shape), np.float32))  # the largest batch, which takes the most
+
+
+def _run_probes(bundle: Bundle, count: int) -> None:
+    """The probe with as many inputs as `precision.estimated` runs it on."""
+    task = bundle.manifest.task
+    golden = self_test.prepared(bundle.golden()["raw"], task.input)
+    for rows, share in ((count, own_share(count)), (len(golden) + min(len(golden), count), 0.0)):
+        run_probe(probe_of(bundle), task.input.kind, np.resize(golden, (rows, *task.input_shape)), share)
 
 
 def features_of(
@@ -389,14 +407,47 @@ def onnxruntime() -> ModuleType:
     return result
 
 
-def probe_session(content: bytes, inputs: Sequence[graph.Shape]) -> Any:
-    """A session of a serialised model on one thread of the processor, for a few runs on ``inputs`` of these shapes.
+def try_probe(bundle: Bundle, count: int) -> None:
+    """Run the bundle's probe on ``count`` inputs in a child process.
 
     Raises:
-        BundleDamaged: the graph may not run here, or ONNX Runtime cannot load it.
+        BundleDamaged, StateError: as `try_out`.
     """
-    graph.check(content, inputs, where="probe")
-    return _onnx_session(onnxruntime(), _Model(Path("probe"), "", lambda: content), ["CPUExecutionProvider"], 1)
+    cost = graph.check(probe_of(bundle), [(count, *bundle.manifest.task.input_shape), ()], where="probe")
+    try_out(bundle.folder, "fp32", _trial_memory(bundle, "fp32", cost), count)
+
+
+def probe_of(bundle: Bundle, encoder: bytes | None = None) -> bytes:
+    """The probe of batch norm statistics as one ONNX model, with the fp32 encoder or its changed form ``encoder``.
+
+    Raises:
+        BundleDamaged: the bundle has none.
+    """
+    if bundle.manifest.free_norm is None:
+        raise BundleDamaged("the bundle has no batch norm that a device may estimate again")
+    if encoder is None:
+        encoder = (bundle.folder / bundle.variant("fp32").file).read_bytes()
+    return encoder + (bundle.folder / bundle.manifest.free_norm.probe).read_bytes()
+
+
+def run_probe(content: bytes, kind: str, inputs: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Batch norm statistics (s,) and features (n, d) float32 of ``inputs`` (n, ...) by a model of `probe_of`.
+
+    ``kind``: that of the inputs; ``share``: how much of the statistics is that of the inputs, 0..1.
+
+    Raises:
+        BundleDamaged: the graph may not run here, or does not run.
+    """
+    graph.check(content, [inputs.shape, ()], where="probe")
+    model = _Model(Path("probe"), "", Path(), lambda: content)
+    session = _onnx_session(onnxruntime(), model, ["CPUExecutionProvider"], 1)
+    feed = {kind: inputs, "own_share": np.array(share, np.float32)}
+    try:
+        statistics, features = session.run(["statistics", "own_features"], feed)
+    # ONNX Runtime's exceptions have no common base besides this one.
+    except Exception as error:
+        raise BundleDamaged(f"batch norm cannot be estimated: {str(error)[:300]}") from error
+    return np.asarray(statistics, np.float32), np.asarray(features, np.float32)
 
 
 def write_ort(onnx: str, target: str) -> None:
@@ -413,10 +464,14 @@ def write_ort(onnx: str, target: str) -> None:
 
 @dataclass(frozen=True)
 class _Model:
-    """An ONNX file, and an id of its content; ``content`` gives it where there is no file, nor is there to be one."""
+    """An ONNX file, an id of its content, and the folder of what is made from it.
+
+    ``content`` gives it where there is no file, nor is there to be one.
+    """
 
     path: Path
     id: str
+    made: Path
     content: Callable[[], bytes] | None = None
 
 
@@ -424,12 +479,13 @@ def _mapped(model: _Model, runtime: ModuleType) -> Path | None:
     """The .ort twin of ``model``, made where it is missing or damaged; None where it cannot be made."""
     onnx = model.path
     stem = f"{onnx.name}.{model.id[:16]}.{runtime.__version__}.{processor()}"
-    target, note = onnx.with_name(f"{stem}.ort"), onnx.with_name(f"{stem}.json")
-    known = read_json(note)
-    if known is not None and target.is_file() and sha256_file(target) == known.get("sha256"):
+    target, note = model.made / f"{stem}.ort", model.made / f"{stem}.json"
+    conditions = {"encoder": model.id, **arithmetic()}
+    if target.is_file() and sha256_file(target) == read_record(note, conditions).get("sha256"):
         return target
-    temporary, source = onnx.with_name(f".{stem}.{os.getpid()}.tmp"), onnx
+    temporary, source = model.made / f".{stem}.{os.getpid()}.tmp", onnx
     try:
+        model.made.mkdir(exist_ok=True)
         if model.content is not None:
             source = temporary.with_suffix(".onnx.tmp")  # so that it is swept after a kill
             source.write_bytes(model.content())
@@ -445,7 +501,7 @@ def _mapped(model: _Model, runtime: ModuleType) -> Path | None:
             env={**os.environ, "PYTHONPATH": path},
             cwd=os.sep,
         )
-        write_json(note, {"sha256": sha256_file(temporary)})
+        write_record(note, conditions, {"sha256": sha256_file(temporary)})
         temporary.replace(target)
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("ort_not_made file=%s reason=%s: the .onnx is loaded instead", onnx.name, type(error).__name__)
@@ -455,7 +511,7 @@ def _mapped(model: _Model, runtime: ModuleType) -> Path | None:
         if model.content is not None:
             source.unlink(missing_ok=True)
     kind, kept = (onnx.name, 1) if model.content is None else (_OWN, _OWN_KEPT)
-    twins = sorted(onnx.parent.glob(f"{kind}*.ort"), key=lambda path: (path == target, path.stat().st_mtime_ns))
+    twins = sorted(model.made.glob(f"{kind}*.ort"), key=lambda path: (path == target, path.stat().st_mtime_ns))
     for old in twins[:-kept]:
         for file in (old, old.with_suffix(".json")):
             file.unlink(missing_ok=True)
@@ -492,7 +548,7 @@ def _ort_session(runtime: ModuleType, path: Path, threads: int, precision: Encod
 
 
 def _onnx_session(runtime: ModuleType, model: _Model, providers: list[str], threads: int) -> Any:
-    engines = str(model.path.parent / "engines")
+    engines = str(model.made / "engines")
     settings: dict[str, dict[str, Any]] = {
         "TensorrtExecutionProvider": {
             "trt_engine_cache_enable": True,

@@ -32,11 +32,14 @@ _MOST_FIELDS = 400_000
 """Protobuf fields that are read: some 0.5 s. ResNet18 has about 2,500."""
 
 _MOST_RANK = 8
+_MOST_SIDE = (1 << 31) - 1
+"""ONNX Runtime takes this number, as the end of a Slice, for the end of the axis."""
+
 _MOST_KNOWN = 4096
 """Values of an integer constant that are looked at; shapes and axes are shorter."""
 
 _UNARY = """
-    Abs BatchNormalization Cast Clip DequantizeLinear Elu Erf Exp Gelu GroupNormalization HardSigmoid HardSwish Identity
+    Abs BatchNormalization Clip DequantizeLinear Elu Erf Exp Gelu GroupNormalization HardSigmoid HardSwish Identity
     InstanceNormalization LeakyRelu Log LpNormalization Neg QuantizeLinear Relu Sigmoid Softmax Softplus Sqrt
     Tanh"""
 _BROADCAST = "Add Div Max Min Mul PRelu Pow Sub Where"
@@ -157,7 +160,11 @@ _KINDS = {"f": 1, "i": 2, "s": 3, "t": 4, "floats": 6, "ints": 7}
 _ITEM_BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8}
 """Element type of ONNX -> bytes: float32, (u)int8, (u)int16, int32, int64, bool, float16, float64, uint32, uint64."""
 
-_INTEGERS = {6: "<i4", 7: "<i8", 9: "?"}
+_INT64 = 7
+"""The one element type whose numbers are worked out: smaller ones wrap otherwise, and no size is made of them."""
+
+_TYPED = {"float_data": {1}, "int32_data": {2, 3, 4, 5, 6, 9, 10}, "int64_data": {_INT64}, "double_data": {11}}
+"""Field of a tensor -> the element types whose values ONNX has there."""
 
 
 class _Reader:
@@ -264,21 +271,23 @@ class _Reader:
         shape = _shape(_integers(known["dims"]))
         count, size = math.prod(shape), _ITEM_BYTES[kind]
         values: np.ndarray | None = None
-        typed = [name for name in ("float_data", "int32_data", "int64_data", "double_data") if known[name]]
+        typed = [name for name in _TYPED if known[name]]
         if len(typed) + bool(known["raw_data"]) > 1:
             raise BundleDamaged("a constant has its values twice")
+        if typed and kind not in _TYPED[typed[0]]:
+            raise BundleDamaged(f"a constant of element type {kind} has its values as '{typed[0]}'")
         if typed and typed[0] in {"int32_data", "int64_data"}:
             numbers = _integers(known[typed[0]])
             held = len(numbers)
-            if kind in _INTEGERS and held <= _MOST_KNOWN:
+            if kind == _INT64 and held <= _MOST_KNOWN:
                 values = np.array(numbers, np.int64)
         elif typed:
             held = sum(_fixed(value) for value in known[typed[0]]) // (4 if typed[0] == "float_data" else 8)
         else:
             raw = _bytes(known["raw_data"][0]) if known["raw_data"] else memoryview(b"")
             held = len(raw) // size if len(raw) % size == 0 else -1
-            if kind in _INTEGERS and 0 <= held <= _MOST_KNOWN:
-                values = np.frombuffer(raw, _INTEGERS[kind]).astype(np.int64)
+            if kind == _INT64 and 0 <= held <= _MOST_KNOWN:
+                values = np.frombuffer(raw, "<i8")
         if held != count:
             raise BundleDamaged(f"a constant of shape {list(shape)} has {held} values")
         return _text(known["name"]), _Tensor(shape, count * size, None if values is None else values.reshape(shape))
@@ -347,7 +356,7 @@ def _integers(values: Sequence[_Raw]) -> list[int]:
 
 
 def _shape(sides: Sequence[int]) -> Shape:
-    if len(sides) > _MOST_RANK or any(not 0 <= side < 1 << 40 for side in sides):
+    if len(sides) > _MOST_RANK or any(not 0 <= side < _MOST_SIDE for side in sides):
         raise BundleDamaged(f"shape {list(sides[: _MOST_RANK + 1])} is not possible")
     return tuple(map(int, sides))
 
@@ -394,7 +403,7 @@ def _cost(graph: _Graph, inputs: Sequence[Shape]) -> Cost:
             constant += size
         else:
             live += size
-        peak = max(peak, live)
+        peak = max(peak, live + _scratch(node, state))
         work += _work(node, state, made)
         over = {name for name in (*node.inputs, *node.outputs) if name and last.get(name, at) <= at}
         live -= sum(_size(state.shapes[name]) for name in over - state.fixed)
@@ -419,7 +428,15 @@ def _begin(graph: _Graph, inputs: Sequence[Shape]) -> _State:
 
 
 def _size(shape: Shape) -> int:
-    return 4 * math.prod(shape)
+    """Bytes of a value: of 8 for each element, the largest there is, so that no type has to be followed."""
+    return 8 * math.prod(shape)
+
+
+def _scratch(node: _Node, state: _State) -> int:
+    """Bytes that a node takes while it runs beside its inputs and results: ConvTranspose's columns of one input."""
+    if node.operator != "ConvTranspose":
+        return 0
+    return _size((*state.shape(node, 0)[2:], *state.shape(node, 1)[1:]))
 
 
 def _infer(node: _Node, state: _State) -> list[Shape]:
@@ -441,7 +458,7 @@ def _infer(node: _Node, state: _State) -> list[Shape]:
 
 
 def _numbers(node: _Node, state: _State, shape: Shape) -> np.ndarray | None:
-    """The integers (``shape``) of a result that sizes may be made of; None where they are not known."""
+    """The int64 numbers (``shape``) of a result that sizes may be made of; None where they are not known."""
     if node.operator == "Shape":
         return np.array(_part(state.shape(node, 0), node), np.int64)
     if node.operator == "Constant":
@@ -449,6 +466,8 @@ def _numbers(node: _Node, state: _State, shape: Shape) -> np.ndarray | None:
     known = [state.numbers.get(name) for name in node.inputs if name]
     values = [one for one in known if one is not None]
     compute = _ARITHMETIC.get(node.operator)
+    if node.operator == "Cast" and node.int("to", 0) != _INT64:
+        return None
     if compute is None or not values or len(values) != len(known):
         return None
     with np.errstate(over="ignore", divide="raise"):
@@ -463,6 +482,8 @@ def _part(shape: Shape, node: _Node) -> Shape:
 
 
 def _constant(node: _Node) -> _Tensor:
+    if len(node.attributes) != 1:
+        raise BundleDamaged(f"a Constant has {len(node.attributes)} attributes, expected one")
     value = node.attributes.get("value", node.attributes.get("value_int", node.attributes.get("value_ints")))
     if isinstance(value, _Tensor):
         return value
@@ -485,6 +506,12 @@ def _first(node: _Node, state: _State) -> list[Shape]:
     if node.int("training_mode", 0):
         raise BundleDamaged("batch norm in training mode")
     return [shape]
+
+
+def _cast(node: _Node, state: _State) -> list[Shape]:
+    if (kind := node.int("to", 0)) not in _ITEM_BYTES:
+        raise BundleDamaged(f"Cast to element type {kind}")
+    return [state.shape(node, 0)]
 
 
 def _layer_norm(node: _Node, state: _State) -> list[Shape]:
@@ -537,21 +564,24 @@ def _windows(node: _Node, shape: Shape, kernel: Sequence[int]) -> Shape:
 
 
 def _conv(node: _Node, state: _State) -> list[Shape]:
-    shape, weight = state.shape(node, 0), state.shape(node, 1)
-    if len(shape) != len(weight) or len(shape) < 3 or shape[1] != weight[1] * node.int("group", 1):
-        raise BundleDamaged(f"Conv of {shape} with weights {weight}")
+    shape, weight, group = state.shape(node, 0), state.shape(node, 1), node.int("group", 1)
+    is_possible = len(shape) == len(weight) >= 3 and group >= 1
+    if not is_possible or shape[1] != weight[1] * group or weight[0] % group:
+        raise BundleDamaged(f"Conv of {shape} with weights {weight} in {group} groups")
     return [(shape[0], weight[0], *_windows(node, shape, weight[2:]))]
 
 
 def _conv_transpose(node: _Node, state: _State) -> list[Shape]:
-    shape, weight = state.shape(node, 0), state.shape(node, 1)
+    shape, weight, group = state.shape(node, 0), state.shape(node, 1), node.int("group", 1)
     count = len(shape) - 2
     strides, dilations = node.ints("strides", [1] * count), node.ints("dilations", [1] * count)
     pads, extra = node.ints("pads", [0] * 2 * count), node.ints("output_padding", [0] * count)
     if (
         count < 1
         or not len(weight) - 2 == len(strides) == len(dilations) == len(pads) // 2 == len(extra) == count
+        or group < 1
         or shape[1] != weight[0]
+        or shape[1] % group
         or min(*strides, *dilations) < 1
         or min(*pads, *extra) < 0
         or "output_shape" in node.attributes
@@ -562,7 +592,7 @@ def _conv_transpose(node: _Node, state: _State) -> list[Shape]:
         strides[at] * (side - 1) + extra[at] + dilations[at] * (weight[at + 2] - 1) + 1 - pads[at] - pads[at + count]
         for at, side in enumerate(shape[2:])
     ]
-    return [(shape[0], weight[1] * node.int("group", 1), *sides)]
+    return [(shape[0], weight[1] * group, *sides)]
 
 
 def _pool(node: _Node, state: _State) -> list[Shape]:
@@ -636,8 +666,10 @@ def _slices(node: _Node, state: _State) -> tuple[slice, ...]:
         raise BundleDamaged("Slice with starts, ends, axes and steps that do not fit")
     result = [slice(None)] * len(shape)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        below = step < 0 and end < -shape[_axis(axis, len(shape))]
-        result[_axis(axis, len(shape))] = slice(start, None if below else end, step)
+        at = _axis(axis, len(shape))
+        if step < 0 and not (-shape[at] <= start and end < shape[at]):  # ONNX and Python read these differently
+            raise BundleDamaged(f"Slice backwards from {start} to {end} of {shape[at]}")
+        result[at] = slice(start, None if step < 0 and end < -shape[at] else end, step)
     return tuple(result)
 
 
@@ -726,6 +758,7 @@ _RULES: dict[str, Callable[[_Node, _State], list[Shape]]] = {
     **dict.fromkeys(_BROADCAST.split(), _broadcast),
     **dict.fromkeys(_REDUCTIONS.split(), _reduce),
     "AveragePool": _pool,
+    "Cast": _cast,
     "Concat": _concat,
     "Constant": lambda node, _: [_constant(node).shape],
     "ConstantOfShape": lambda node, state: [_shape(state.given(node, 0) or [])],
@@ -757,16 +790,22 @@ def _quotient(values: Sequence[np.ndarray]) -> np.ndarray:
     return np.asarray(values[0] // values[1])
 
 
+def _part_of(values: np.ndarray, parts: tuple[slice, ...]) -> np.ndarray:
+    if any((part.step or 1) < 0 for part in parts):
+        raise BundleDamaged("sizes are read backwards")
+    return np.asarray(values[parts])
+
+
 _ARITHMETIC: dict[str, Callable[[_Node, _State, Sequence[np.ndarray]], Any]] = {
     "Add": lambda _, __, values: values[0] + values[1],
-    "Cast": lambda _, __, values: values[0],
+    "Cast": lambda _, __, values: values[0],  # of int64 to int64
     "Concat": lambda node, _, values: np.concatenate(values, axis=node.int("axis", 0)),
     "Div": lambda _, __, values: _quotient(values),
     "Gather": lambda node, _, values: np.take(values[0], values[1], axis=node.int("axis", 0)),
     "Identity": lambda _, __, values: values[0],
     "Mul": lambda _, __, values: values[0] * values[1],
     "Reshape": lambda node, state, values: values[0].reshape(_reshape(node, state)[0]),
-    "Slice": lambda node, state, values: values[0][_slices(node, state)],
+    "Slice": lambda node, state, values: _part_of(values[0], _slices(node, state)),
     "Squeeze": lambda node, state, values: values[0].reshape(_squeeze(node, state)[0]),
     "Sub": lambda _, __, values: values[0] - values[1],
     "Unsqueeze": lambda node, state, values: values[0].reshape(_unsqueeze(node, state)[0]),

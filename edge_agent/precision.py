@@ -22,7 +22,7 @@ import numpy as np
 from . import self_test
 from .bundle import Bundle, EncoderPrecision
 from .data import Samples
-from .encoder import Encoder, Progress, arithmetic, features_of, probe_session
+from .encoder import Encoder, Progress, arithmetic, features_of, probe_of, run_probe, try_probe
 from .errors import BundleDamaged, UsageError
 from .own_norm import OwnNorm, changed, own_share, sample, why_not
 from .storage import read_record, write_record
@@ -151,20 +151,9 @@ def estimated(bundle: Bundle, inputs: np.ndarray) -> OwnNorm:
     free, variant = bundle.manifest.free_norm, bundle.variant("fp32")
     if free is None:
         raise BundleDamaged(why_not(bundle.manifest, len(inputs)))
-    probe, kind = (bundle.folder / free.probe).read_bytes(), bundle.manifest.task.input.kind
-
-    def run(encoder: bytes, rows: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
-        feed = {kind: rows, "own_share": np.array(share, np.float32)}
-        session = probe_session(encoder + probe, [rows.shape, ()])
-        try:
-            statistics, features = session.run(["statistics", "own_features"], feed)
-        # ONNX Runtime's exceptions have no common base besides this one.
-        except Exception as error:
-            raise BundleDamaged(f"batch norm cannot be estimated: {str(error)[:300]}") from error
-        return np.asarray(statistics, np.float32), np.asarray(features, np.float32)
-
-    encoder = (bundle.folder / variant.file).read_bytes()
-    statistics, expected = run(encoder, inputs, own_share(len(inputs)))
+    kind = bundle.manifest.task.input.kind
+    try_probe(bundle, len(inputs))
+    statistics, expected = run_probe(probe_of(bundle), kind, inputs, own_share(len(inputs)))
     forms = (2 * sum(layer.channels for layer in free.layers),), (len(inputs), bundle.manifest.feature_dim)
     if (statistics.shape, expected.shape) != forms:
         raise BundleDamaged(f"the probe gives {statistics.shape} and {expected.shape}, expected {forms[0]}, {forms[1]}")
@@ -172,7 +161,7 @@ def estimated(bundle: Bundle, inputs: np.ndarray) -> OwnNorm:
         raise BundleDamaged("batch norm statistics of the local inputs are not finite")
     golden = self_test.prepared(bundle.golden()["raw"], bundle.manifest.task.input)
     few, content = inputs[: len(golden)], changed(bundle, variant.fingerprint, statistics)
-    features = run(content, np.concatenate([golden, few]), 0.0)[1]
+    features = run_probe(probe_of(bundle, content), kind, np.concatenate([golden, few]), 0.0)[1]
     difference = float(np.abs(features[len(golden) :] - expected[: len(few)]).max(initial=0))
     if not difference <= _PROBE_TOLERANCE * max(1.0, float(np.abs(expected).max(initial=0))):
         raise BundleDamaged(f"the encoder with its own batch norm differs from its probe by {difference:.3g}")
@@ -210,7 +199,7 @@ def choose(
     providers = {name: list(encoder.providers) for name, encoder in encoders.items()}
     fingerprints = {name: one.fingerprint for name, one in encoders.items()}
     conditions = {**arithmetic(), "providers": providers, "threads": threads, "fingerprints": fingerprints}
-    path = bundle.folder / "precision.json"
+    path = bundle.made / "precision.json"
     known = read_record(path, conditions)
     if clock is None:  # CPU time of this thread where it does all the work; a GPU's work is no CPU time
         on_cpu = all(encoder.providers == ("CPUExecutionProvider",) for encoder in encoders.values())

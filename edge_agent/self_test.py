@@ -102,7 +102,7 @@ def run(
     Raises:
         BundleDamaged: a result differs by more than its tolerance.
     """
-    path, conditions = bundle.folder / "self_test.json", {"bundle_id": bundle.id, **device}
+    path, conditions = bundle.made / "self_test.json", {"bundle_id": bundle.id, **device}
     name = precision if norm is None else norm.fingerprint
     passed = read_record(path, conditions).get("passed", []) if record else []
     if name in passed:

@@ -7,8 +7,8 @@ device that was off follows from the root that it trusts to the newest one, each
 
 A release is installed until it expires, and serves for as long as the device likes: no clock and no later change of
 keys takes a working encoder away. The device keeps the newest release that it has installed and refuses older ones. An
-operator goes back by signing the older bundle again, with a new version. As in TUF, that floor counts while its own
-signatures do: after keys that were abused have been replaced, a version that they drove up does not.
+operator goes back by signing the older bundle again, with a new version. That floor counts while one of its signers
+still signs releases: as in TUF, once all keys that drove a version up have been replaced, it does not.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Member(Frozen):
     """What a bundle file carries: its release, and all roots from the first on."""
 
     release: Envelope
-    roots: tuple[Envelope, ...] = Field(max_length=256)
+    roots: tuple[Envelope, ...] = Field(min_length=1, max_length=256)
 
 
 Metadata = TypeVar("Metadata", Root, Release)
@@ -262,7 +262,7 @@ def followed(trusted: Sequence[Envelope], offered: Iterable[Envelope]) -> list[E
             raise BundleUntrusted(
                 f"{what} is of federation '{root.federation}', this device trusts '{newest.federation}'", is_public=True
             )
-        if known.get(root.version, envelope) != envelope:
+        if known.get(root.version, envelope).signed != envelope.signed:
             raise BundleUntrusted(f"{what} is another one than that trusted here", is_public=True)
         if root.version <= newest.version:
             continue
@@ -422,13 +422,28 @@ class TrustStore:
         except BundleUntrusted as error:
             raise StateError(f"{error}; {advice}") from error
 
-    def admit(self, raw: bytes | None, files: Files, now: float, agent: str) -> Member | None:
+    def follow(self, offered: Iterable[Envelope]) -> None:
+        """Trust the newer ones of these roots that follow from those that are trusted.
+
+        Raises:
+            BundleUntrusted: one of them does not.
+        """
+        if (known := self.known()) is None:
+            return
+        if len(roots := followed(known.roots, offered)) > len(known.roots):
+            self._write_roots(known.model_copy(update={"roots": tuple(roots)}))
+
+    def admit(
+        self, raw: bytes | None, files: Files, now: float, agent: str, first: Envelope | None = None
+    ) -> Member | None:
         """The metadata of a bundle that may be installed here; None where nothing is trusted. Newer roots are followed.
+
+        ``first``: the root that counts where none is trusted yet; it is not trusted by this.
 
         Raises:
             BundleUntrusted: it may not, and why.
         """
-        known = self.known()
+        known = self.known() or (None if first is None else Roots(roots=(first,)))
         if known is None:
             return None
         if raw is None:
@@ -438,9 +453,8 @@ class TrustStore:
                 is_public=True,
             )
         member = parse(Member, raw, "release")
-        if len(roots := followed(known.roots, member.roots)) > len(known.roots):
-            self._write_roots(known.model_copy(update={"roots": tuple(roots)}))
-        root = read(Root, roots[-1], "root")
+        self.follow(member.roots)
+        root = read(Root, followed(known.roots, member.roots)[-1], "root")
         release = verified(member, files, root)
         check_installable(release, root, now, agent)
         newest = self.newest(root)
@@ -493,7 +507,10 @@ class TrustStore:
         write_private(self._newest, dump(member.release))
 
     def newest(self, root: Root) -> tuple[Release, Envelope] | None:
-        """The newest release that was installed here; None where there is none that ``root``'s keys have signed."""
+        """The newest release that was installed here; None where there is none that one of ``root``'s keys has signed.
+
+        One is enough, whatever the threshold: a change of some of the keys is no reason to take an older release.
+        """
         raw = _read(self._newest)
         if raw is None:
             return None
@@ -501,9 +518,8 @@ class TrustStore:
             envelope = parse(Envelope, raw, str(self._newest))
         except BundleUntrusted as error:
             raise StateError(f"{error}; remove that file to take any release that is signed") from error
-        try:
-            check_signed(envelope, root, "targets", "the newest release")
-        except BundleUntrusted:
+        signing = root.roles.get("targets")
+        if signing is None or not envelope.signers(signing, root.keys):
             return None
         return read(Release, envelope, str(self._newest)), envelope
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from edge_agent.errors import UsageError
-from edge_agent.storage import Access
 from edge_agent.trust import Envelope, Key, Role, parse, public_bytes
 
 from ..config import load_config
@@ -130,10 +129,8 @@ def rotate(
     own = None if release_key or root_key else new_key()
     public = [public_bytes(own)] if own is not None else [read_public(file) for file in release_key or ()]
     root = role([read_public(file) for file in root_key], root_threshold) if root_key else None
-    keys.rotate(utc_now(), signers, root=root, release=role(public, threshold) if public else None)
-    if own is not None:
-        write_key(keys.release_key, own, Access.private_in(keys.folder))
-    elif release_key:
+    keys.rotate(utc_now(), signers, root=root, release=role(public, threshold) if public else None, own=own)
+    if release_key:
         keys.release_key.unlink(missing_ok=True)  # which signs nothing any more
     _present(keys, as_json)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from edge_agent.errors import ExportRejected, HeadwaterError, RunFailed
+from edge_agent.errors import ExportRejected, HeadwaterError, RunFailed, UsageError
 from edge_agent.methods.base import pooled_norm
 from edge_agent.task import Tensors
 from edge_agent.wire.chunks import Outgoing
@@ -95,14 +95,21 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
 def sign(path: Path, state: Path) -> int | None:
     """Sign a bundle with the release key of a state folder; returns the version of its release.
 
-    None, and a warning, where the federation has release keys and people sign; None where it has none.
+    None, and a warning, where the federation has release keys and people sign, or the key here is none of them; None
+    where it has none.
     """
     if not (keys := ReleaseKeys(state)).exist:
         return None
-    if not keys.online_key.exists():
-        log.warning("not_signed bundle=%s: people sign releases here, 'headwater keys sign %s --key FILE'", path, path)
+    try:
+        if not keys.online_key.exists():
+            log.warning(
+                "not_signed bundle=%s: people sign releases here, 'headwater keys sign %s --key FILE'", path, path
+            )
+            return None
+        release, count, needed = keys.sign(path, utc_now())
+    except UsageError as error:  # the run goes on: its bundle can be signed later
+        log.warning("not_signed bundle=%s: %s", path, error)
         return None
-    release, count, needed = keys.sign(path, utc_now())
     if count < needed:
         log.warning("not_signed bundle=%s: %d of %d signatures, 'headwater keys sign' adds them", path, count, needed)
     return release.version

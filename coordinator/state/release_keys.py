@@ -25,6 +25,7 @@ from edge_agent.storage import (
     private_folder,
     read_json,
     sha256_of,
+    sync_folder,
     waited_lock,
     write_atomic,
     write_private,
@@ -198,10 +199,15 @@ class ReleaseKeys:
         self.folder = state / IDENTITY / "release"
         self.root, self._roots = self.folder / "root.json", self.folder / "roots.json"
         self.root_key, self.release_key = self.folder / "root.key", self.folder / "release.key"
+        self._next_key = self.folder / "release.key.next"
 
     @property
     def online_key(self) -> Path:
         """Where the key is with which the coordinator signs, which systemd may give it as a credential."""
+        if self._next_key.exists() and self.exist:  # of a change of keys that was killed before its last step
+            made = Key.of(public_bytes(read_key(self._next_key)))
+            if made.id in self.newest().roles["targets"].keyids:
+                return self._next_key
         return credential(self.release_key)
 
     @property
@@ -282,8 +288,11 @@ class ReleaseKeys:
         *,
         root: tuple[Role, dict[str, Key]] | None = None,
         release: tuple[Role, dict[str, Key]] | None = None,
+        own: Ed25519PrivateKey | None = None,
     ) -> Root:
         """Add root metadata with other keys; a role that is not given keeps those it has. Devices follow by a bundle.
+
+        ``own``: the coordinator's new key, which is written before the root that names it.
 
         Raises:
             UsageError: ``keys`` are not enough of those of the root metadata before, or of the new ones.
@@ -302,10 +311,24 @@ class ReleaseKeys:
             for key in keys:
                 made = made.with_signature(key)
             try:
-                self._write(followed(roots, [made]))
+                after = followed(roots, [made])
             except BundleUntrusted as error:
                 raise UsageError(f"{error}; name the files of these private keys with --key") from error
+            if self.online_key == self._next_key:
+                self._take_next()
+            if own is not None:
+                write_key(self._next_key, own, Access.private_in(self.folder))
+            self._write(after)
+            if own is not None:
+                self._take_next()
         return read(Root, made, "root")
+
+    def _take_next(self) -> None:
+        for suffix in (".pub", ""):  # the key last: until then it is found where it is
+            next_file = Path(f"{self._next_key}{suffix}")
+            if next_file.exists():
+                next_file.replace(f"{self.release_key}{suffix}")
+        sync_folder(self.folder)
 
     @staticmethod
     def _keys_of(root: Root, of: Role) -> dict[str, Key]:

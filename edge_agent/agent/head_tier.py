@@ -6,6 +6,7 @@ has shown on the same held-out samples that it is not worse than the configurati
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import zlib
@@ -77,7 +78,7 @@ def install_bundle(config: AgentConfig, message: Install, path: Path, now: Calla
         BundleError: damaged, or not the one announced; without an old pair also one that fails its trial.
         DataError: local data do not fit the task; the old pair stays.
     """
-    admit(config, path)
+    first = admit(config, path)
     old, task, collection = _old_pair(config), bundles.open_bundle(path).manifest.task, collection_of(config)
     if config.data.watch is not None:  # of a device without any other samples these are its first
         _take_in(collection, config.data.watch, task, config.data.budget, now)
@@ -86,7 +87,7 @@ def install_bundle(config: AgentConfig, message: Install, path: Path, now: Calla
     trial = _Trial(config, message, old, samples)
     runs, why = message.bundle_id, ""
     try:
-        bundles.install(path, config.state / "bundles", check=trial, now=now)
+        bundles.install(path, config.state / "bundles", check=trial, now=now, first=first)
     except BundleError:
         if not trial.rejection or old is None or old[0].id == message.bundle_id:
             raise
@@ -134,28 +135,34 @@ def trust_configured(config: AgentConfig) -> TrustStore:
     return store
 
 
-def admit(config: AgentConfig, path: Path) -> None:
+def admit(config: AgentConfig, path: Path) -> Envelope | None:
     """Return where the bundle at ``path`` may be installed as far as that depends on the configuration.
 
+    A root: to trust with the bundle, where nobody is trusted yet and the configuration allows that.
+
     Raises:
+        ConfigError: as `trust_configured`.
         BundleUntrusted: it is unsigned, or signed by nobody who is trusted, and the configuration does not allow that.
     """
-    store = trust_configured(config)
-    if store.known() is not None:
-        return
-    opened = bundles.open_bundle(path)
-    if config.bundle.first_use and opened.release is not None:
-        first, *others = parse(Member, opened.release, "release").roots
-        newest = followed([first], others)[-1]
+    store, release = TrustStore(config.state / "bundles"), bundles.open_bundle(path).release
+    if release is not None and store.known() is not None:
+        with contextlib.suppress(BundleUntrusted):  # before the configured root, which may be some changes ahead
+            store.follow(parse(Member, release, "release").roots)
+    if trust_configured(config).known() is not None:
+        return None
+    if config.bundle.first_use and release is not None:
+        oldest, *others = parse(Member, release, "release").roots
+        newest = followed([oldest], others)[-1]
         bundles.verify(path, newest)
-        store.anchor(newest)
-        log.warning("trusts_first_use root=%s", newest.signed["version"])
-    elif not config.takes_unsigned:
+        log.warning("trusts_first_use root=%s: once the bundle is installed", newest.signed["version"])
+        return newest
+    if not config.takes_unsigned:
         raise BundleUntrusted(
             "this device trusts no release keys, and its broker is on another machine: enroll it, or set bundle.trust "
             "to the federation's root.json, or bundle.unsigned = true",
             is_public=True,
         )
+    return None
 
 
 def refit_current(config: AgentConfig) -> tuple[str, int]:

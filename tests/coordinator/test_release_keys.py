@@ -8,18 +8,20 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from federation_harness import Killed
+from full_disk import DyingProcess
 from identity_harness import Fleet
 from signing import NOW
 
 from coordinator.config import CoordinatorConfig
 from coordinator.runs import release as runs_release
-from coordinator.state.release_keys import ReleaseKeys
+from coordinator.state.release_keys import ReleaseKeys, new_key, read_key, role, write_key
 from coordinator.state.store import BlobStore
 from edge_agent import bundle as bundles
 from edge_agent.cli import main as edge_agent
 from edge_agent.errors import BundleUntrusted, StateError, UsageError
 from edge_agent.task import ImageInput, Task
-from edge_agent.trust import Envelope, TrustStore, parse
+from edge_agent.trust import Envelope, TrustStore, parse, public_bytes
 
 TASK = Task(
     input=ImageInput(channels=1, height=8, width=8), class_names=("a", "b"), encoder="linear", encoder_params={}
@@ -153,6 +155,42 @@ def test_the_key_that_signs_may_be_a_credential_of_systemd(tmp_path, bundle, mon
     assert runs_release.sign(path, tmp_path / "state") is None
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path / "credentials"))
     assert runs_release.sign(path, tmp_path / "state") is not None
+
+
+def test_a_kill_at_any_step_of_a_change_of_keys_leaves_a_key_that_signs(tmp_path, bundle):
+    state, before, path = tmp_path / "state", tmp_path / "before", bundle("b")
+    keys = ReleaseKeys(state)
+    keys.create("home", NOW)
+    shutil.copytree(state, before)
+
+    def change():
+        own = new_key()
+        keys.rotate(NOW, [read_key(keys.root_key)], release=role([public_bytes(own)], 1), own=own)
+
+    with DyingProcess(state).mounted() as counting:
+        change()
+    versions = set()
+    for at in range(len(counting.writes)):
+        shutil.rmtree(state)
+        shutil.copytree(before, state)
+        with DyingProcess(state, at).mounted() as process, pytest.raises(Killed):
+            change()
+            pytest.fail(f"survived {process.writes[-1]}")
+        versions.add(keys.newest().version)
+        for again in (False, True):
+            if again:
+                change()
+            assert keys.sign(path, NOW)[1:] == (1, 1), process.writes[-1]
+    assert versions == {1, 2}
+
+
+def test_a_key_that_may_not_sign_leaves_the_bundle_unsigned_and_says_so(tmp_path, bundle, caplog):
+    keys, path = ReleaseKeys(tmp_path), bundle("b")
+    keys.create("home", NOW)
+    write_key(keys.release_key, new_key())  # as a credential of systemd is, after a change of keys
+    assert runs_release.sign(path, tmp_path) is None
+    assert "is none of the 1 that sign releases" in caplog.text
+    assert bundles.open_bundle(path).release is None
 
 
 def test_keys_are_made_once_and_damaged_ones_are_told(tmp_path):

@@ -344,3 +344,13 @@ def test_random_bytes_are_refused_by_our_own_errors(tmp_path):
         (tmp_path / "r.hwb").write_bytes(rng.bytes(size))
         with pytest.raises(HeadwaterError):
             bundles.open_bundle(tmp_path / "r.hwb")
+
+
+def test_a_file_that_nothing_refers_to_is_refused(make_bundle):
+    made = make_bundle()
+    opened = bundles.open_bundle(made.path)
+    fields = made.manifest.model_dump(mode="json", exclude={"schema_version", "files"})
+    fields["variants"] = {"fp32": "encoder.onnx"}
+    files = {name: opened.read(name) for name in made.manifest.files}
+    with pytest.raises(BundleDamaged, match=r"'more\.ort' is among the files and not referred to"):
+        bundles.pack(made.path, fields, {**files, "more.ort": b"x"})

@@ -47,7 +47,7 @@ def test_features_are_those_of_a_matrix_product(installed):
 def test_the_second_start_maps_the_file_that_the_first_one_made(installed):
     _, bundle = installed
     first = Encoder.open(bundle, "fp32")
-    made = next(bundle.folder.glob("*.ort"))
+    made = next(bundle.made.glob("*.ort"))
     stamp = made.stat().st_mtime_ns
     second = Encoder.open(bundle, "fp32")
     assert (first.format, second.format) == ("ort", "ort")
@@ -68,10 +68,10 @@ def test_a_file_optimized_on_another_processor_is_not_used(installed, monkeypatc
     """The folder moved with its disk: an .ort file holds the layout of the processor that made it."""
     _, bundle = installed
     Encoder.open(bundle, "fp32")
-    [before] = bundle.folder.glob("*.ort")
+    [before] = bundle.made.glob("*.ort")
     monkeypatch.setattr("edge_agent.encoder.processor", lambda: "x86_64-00000000")
     Encoder.open(bundle, "fp32")
-    [after] = bundle.folder.glob("*.ort")
+    [after] = bundle.made.glob("*.ort")
     assert before.name != after.name
     assert "x86_64-00000000" in after.name
 
@@ -79,15 +79,40 @@ def test_a_file_optimized_on_another_processor_is_not_used(installed, monkeypatc
 def test_a_damaged_cache_is_made_again_and_an_old_one_goes(installed):
     made, bundle = installed
     Encoder.open(bundle, "fp32")
-    cached = next(bundle.folder.glob("encoder.onnx.*.ort"))
+    cached = next(bundle.made.glob("encoder.onnx.*.ort"))
     good = cached.read_bytes()
     cached.write_bytes(good[:-9] + b"corrupted")
-    old = bundle.folder / "encoder.onnx.0123456789abcdef.1.0.0.x.ort"
+    old = bundle.made / "encoder.onnx.0123456789abcdef.1.0.0.x.ort"
     old.write_bytes(b"")
     assert np.allclose(Encoder.open(bundle, "fp32").features(some_inputs(2)), made.features(some_inputs(2)), atol=1e-5)
     # Not compared as a whole: the runtime writes its string table in another order each time.
     assert not cached.read_bytes().endswith(b"corrupted")
     assert not old.exists()
+
+
+def test_a_damaged_note_of_a_cache_makes_it_again(installed):
+    _, bundle = installed
+    Encoder.open(bundle, "fp32")
+    [note] = bundle.made.glob("encoder.onnx.*.json")
+    note.write_bytes(b'{"sha')
+    assert Encoder.open(bundle, "fp32").format == "ort"
+    assert note.read_bytes() != b'{"sha'
+
+
+@pytest.mark.parametrize("name", ["self_test.json", "trial.json", "made"])
+def test_no_file_of_a_bundle_is_taken_for_one_that_the_device_made(make_bundle, tmp_path, name):
+    """Nor overwritten: the encoder has such a name here."""
+    made = make_bundle()
+    opened = bundles.open_bundle(made.path)
+    fields = made.manifest.model_dump(mode="json", exclude={"schema_version", "files"}) | {"variants": {"fp32": name}}
+    files = {"golden.safetensors": opened.read("golden.safetensors"), name: opened.read("encoder.onnx")}
+    bundles.pack(made.path, fields, files)
+    bundle = bundles.install(made.path, tmp_path / "bundles")
+    assert Encoder.open(bundle, "fp32").format == "ort"
+    assert {path.name for path in bundle.folder.iterdir()} == {
+        ".made", "manifest.json", "manifest.sha256", "golden.safetensors", name
+    }  # fmt: skip
+    bundles.open_folder(bundle.folder)
 
 
 def test_without_a_writable_place_the_onnx_file_is_loaded(installed, caplog, monkeypatch):

@@ -149,7 +149,7 @@ def test_memory_and_work_by_hand():
     ]
     cost = graph.check(model(nodes, {"w": WEIGHT}).SerializeToString(), [SIDES])
     maps = 2 * 6 * 6 * 6
-    assert cost.memory_bytes == 4 * (WEIGHT.size + 3 * maps)
+    assert cost.memory_bytes == 4 * WEIGHT.size + 8 * 3 * maps
     assert cost.work == maps * 27 + 3 * maps + 12  # convolution, three operators that look at each value, the mean
 
 
@@ -162,7 +162,7 @@ def test_values_that_do_not_depend_on_the_input_stay():
         node("Add", "image", "mean"),
     ]
     cost = graph.check(model(nodes, {"sides": ints(1000)}).SerializeToString(), [SIDES])
-    assert cost.memory_bytes == 8 + 4 * (1000 + 1000 + 1) + 4 * 2 * 384
+    assert cost.memory_bytes == 8 + 8 * (1000 + 1000 + 1 + 2 * 384)
 
 
 def bomb(size=1 << 30):
@@ -177,8 +177,8 @@ def bomb(size=1 << 30):
 
 def doubling():
     """Each step is twice as long as the one before."""
-    steps = [node("Concat", f"v{at}", f"v{at}", to=f"v{at + 1}", axis=1) for at in range(30)]
-    nodes = [node("Flatten", "image", to="v0"), *steps, node("ReduceMean", "v30", axes=[1])]
+    steps = [node("Concat", f"v{at}", f"v{at}", to=f"v{at + 1}", axis=1) for at in range(22)]
+    nodes = [node("Flatten", "image", to="v0"), *steps, node("ReduceMean", "v22", axes=[1])]
     return model(nodes)
 
 
@@ -253,8 +253,93 @@ def heavy(times=200):
     return model(nodes, {"sides": ints(1024, 1024), "w": np.zeros((1024, 1024), np.float32), "axis": ints(1)})
 
 
+def sized(*nodes, **constants):
+    """An input plus a number of zeros that ``nodes`` work out as ``size``."""
+    rest = [
+        node("ConstantOfShape", "size", to="zeros"),
+        node("ReduceSum", "zeros", to="none", keepdims=0),
+        node("Add", "image", "none"),
+    ]
+    return model([*nodes, *rest], constants)
+
+
+def constant_twice():
+    made = helper.make_node("Constant", [], ["size"], value_ints=[1])
+    made.attribute.append(helper.make_attribute("value", numpy_helper.from_array(ints(1))))
+    return sized(made)
+
+
+def truncated():
+    """2 ** 32 is 0 as int32: the size is 1 by reading, and 2 ** 32 + 1 in ONNX Runtime."""
+    cast, back = (
+        helper.make_node("Cast", [one], [other], to=kind)
+        for one, other, kind in (("a", "b", TensorProto.INT32), ("b", "c", TensorProto.INT64))
+    )
+    return sized(cast, back, node("Sub", "d", "c", to="size"), a=ints(1 << 32), d=ints((1 << 32) + 1))
+
+
+def wrapped():
+    """-2 ** 31 - 1 is 2 ** 31 - 1 as int32."""
+    cast = helper.make_node("Cast", ["c"], ["d"], to=TensorProto.INT64)
+    steps = [node("Sub", "a", "b", to="c"), cast, node("Add", "d", "e", to="size")]
+    narrow = {"a": np.array([-(1 << 31)], np.int32), "b": np.array([1], np.int32)}
+    return sized(*steps, **narrow, e=ints((1 << 31) + 2))
+
+
+def narrow_size():
+    made = sized(size=ints(1))
+    made.graph.initializer[0].CopyFrom(TensorProto(name="size", data_type=TensorProto.INT64, dims=[1], int32_data=[1]))
+    return made
+
+
+def backwards(start, end):
+    """The first element counts where a reader of Python takes none."""
+    part = node("Slice", "numbers", "from", "to", "axes", "steps", to="part")
+    return sized(
+        part,
+        node("Concat", "part", "one", to="size", axis=0),
+        numbers=ints(1 << 32, 5),
+        **{"from": ints(start), "to": ints(end)},
+        axes=ints(0),
+        steps=ints(-1),
+        one=ints(1),
+    )
+
+
+def columns():
+    """A result of 8.7 MB, by way of 16 GB."""
+    nodes = [
+        node("ConstantOfShape", "sides", to="x"),
+        node("ConstantOfShape", "kernel", to="w"),
+        node("ConvTranspose", "x", "w", to="wide"),
+        node("ReduceSum", "wide", to="none", keepdims=0),
+        node("Add", "image", "none"),
+    ]
+    return model(nodes, {"sides": ints(1, 1, 64, 64), "kernel": ints(1, 1, 1000, 1000)})
+
+
+def texts():
+    cast = helper.make_node("Cast", ["image"], ["text"], to=TensorProto.STRING)
+    return model([cast, helper.make_node("Cast", ["text"], ["features"], to=TensorProto.FLOAT)])
+
+
+def no_groups():
+    """A division by zero in ONNX Runtime, which ends the process."""
+    nodes = [node("ConstantOfShape", "sides", to="x"), node("Conv", "x", "w", group=0)]
+    return model(nodes, {"sides": ints(1, 0, 8, 8), "w": WEIGHT[:, :1]})
+
+
 HOSTILE = {
-    "bomb": (bomb, "4096 MiB of memory"),
+    "two constants": (constant_twice, "a Constant has 2 attributes"),
+    "a number cut by a cast": (truncated, "depends on the data"),
+    "a number of 32 bits": (wrapped, "depends on the data"),
+    "a size in the wrong field": (narrow_size, "element type 7 has its values as 'int32_data'"),
+    "backwards from before the first": (lambda: backwards(-100, -200), "Slice backwards"),
+    "backwards over sizes": (lambda: backwards(-1, -2), "sizes are read backwards"),
+    "columns": (columns, "MiB of memory"),
+    "texts": (texts, "Cast to element type 8"),
+    "no groups": (no_groups, "in 0 groups"),
+    "bomb": (bomb, "8192 MiB of memory"),
     "doubling": (doubling, "MiB of memory"),
     "outer sum": (outer, "MiB of memory"),
     "loop": (loop, r"'ai\.onnx\.Loop' is not one"),
@@ -380,13 +465,33 @@ def test_an_encoder_is_tried_in_a_process_of_its_own_once(trials, make_bundle, t
     Encoder.open(bundle)
     assert len(asked) == 1
     assert asked[0][2]["precision"] == "fp32"
+    Encoder.open(bundle, cache=False)  # which believes no record, either
+    assert len(asked) == 2
 
 
 def test_an_encoder_that_computes_something_else_fails_its_trial(trials, make_bundle, tmp_path):
     bundle = bundles.install(make_bundle(golden_error=0.5).path, tmp_path / "bundles")
     with pytest.raises(BundleDamaged, match="trial of the fp32 encoder: self-test"):
         Encoder.open(bundle)
-    assert not (bundle.folder / "trial.json").exists()
+    assert not (bundle.made / "trial.json").exists()
+
+
+def test_a_trial_runs_a_batch_as_large_as_the_agent_does(trials, make_bundle, tmp_path):
+    """Where the reader knows less of this graph than ONNX Runtime does, the trial fails, and not the agent."""
+    made = make_bundle()
+    nodes = [  # a batch of 32 has an element that is not there
+        node("Shape", "image", to="sides", start=0, end=1),
+        node("Div", "sides", "batch", to="at"),
+        node("Gather", "zero", "at", to="none"),
+        node("Flatten", "image", to="flat"),
+        node("Gemm", "flat", "w", to="product", transB=1),
+        node("Relu", "product", to="positive"),
+        node("Add", "positive", "none"),
+    ]
+    content = model(nodes, {"batch": ints(32), "zero": np.zeros(1, np.float32), "w": made.weight}).SerializeToString()
+    bundle = bundles.install(repacked(made, {"encoder.onnx": content}), tmp_path / "bundles")
+    with pytest.raises(BundleDamaged, match="trial of the fp32 encoder: the encoder does not run"):
+        Encoder.open(bundle)
 
 
 def test_an_encoder_that_takes_more_memory_than_it_may_fails_its_trial(trials, make_bundle, tmp_path):

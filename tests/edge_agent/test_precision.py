@@ -173,7 +173,7 @@ def test_it_is_decided_again_where_something_changed(bundle, monkeypatch, what):
     if what == "processor":
         monkeypatch.setattr(encoder_module, "processor", lambda: "other")
     if what == "record":
-        (bundle.folder / "precision.json").write_bytes(b"[")
+        (bundle.made / "precision.json").write_bytes(b"[")
     again = abba(0.01, 0.02)
     choose(bundle, given, 2 if what == "threads" else 1, clock=again)
     assert again.calls == first.calls
@@ -181,7 +181,7 @@ def test_it_is_decided_again_where_something_changed(bundle, monkeypatch, what):
 
 def test_the_record_names_processor_runtime_and_variants(bundle):
     choose(bundle, samples(bundle), clock=abba(0.0123, 0.0119))
-    record = json.loads((bundle.folder / "precision.json").read_text())
+    record = json.loads((bundle.made / "precision.json").read_text())
     assert set(record["on"]) == {"processor", "onnxruntime", "providers", "threads", "fingerprints"}
     assert record["on"]["providers"] == {name: ["CPUExecutionProvider"] for name in ("fp32", "int8")}
     assert record["on"]["fingerprints"] == bundle.fingerprints

@@ -152,7 +152,7 @@ def test_it_runs_once_for_each_variant_of_an_unpacked_bundle(make_bundle, tmp_pa
 def test_it_runs_again_where_something_changed(make_bundle, tmp_path, monkeypatch, what):
     bundle, tests = bundles.install(make_bundle(int8=True).path, tmp_path / "b"), Counted(monkeypatch)
     Encoder.open(bundle)
-    record = bundle.folder / "self_test.json"
+    record = bundle.made / "self_test.json"
     if what == "processor":
         monkeypatch.setattr(encoder_module, "processor", lambda: "other")
     elif what == "runtime":

@@ -129,16 +129,41 @@ def test_own_encoder_computes_what_torch_computes_with_blended_statistics(either
     assert own.fingerprint != shipped.fingerprint == own.variant
 
 
+def test_a_probe_is_run_in_a_process_of_its_own_first(trials, spoilt, tmp_path):
+    """A division of integers by zero, in the probe alone, fails there."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    _, installed, samples = spoilt
+    assert estimated(installed, samples.inputs[:20]).inputs == 20
+    manifest = installed.manifest
+    probe = onnx.ModelProto.FromString((installed.folder / manifest.free_norm.probe).read_bytes())
+    [last] = [one for one in probe.graph.node if "own_features" in one.output]
+    last.output[0] = "whole_features"
+    probe.graph.node.extend([
+        helper.make_node("Cast", ["own_share"], ["none"], to=TensorProto.INT64),
+        helper.make_node("Div", ["none", "none"], ["crash"]),
+        helper.make_node("Cast", ["crash"], ["number"], to=TensorProto.FLOAT),
+        helper.make_node("Add", ["whole_features", "number"], ["own_features"]),
+    ])  # fmt: skip
+    files = {name: (installed.folder / name).read_bytes() for name in manifest.files}
+    files[manifest.free_norm.probe] = probe.SerializeToString()
+    fields = manifest.model_dump(mode="json", exclude={"schema_version", "files"})
+    bundles.pack(tmp_path / "b.hwb", fields | {"variants": {"fp32": "encoder.onnx"}}, files)
+    with pytest.raises(BundleDamaged, match=r"trial of the probe: .* division by zero"):
+        estimated(bundles.install(tmp_path / "b.hwb", tmp_path / "bundles"), samples.inputs[:20])
+
+
 def test_own_encoder_is_made_once_and_two_are_kept(spoilt, monkeypatch):
     monkeypatch.setattr("edge_agent.encoder._LEAST_TO_MAP", 0)
     _, installed, samples = spoilt
     for count in (10, 20, 30):
         own = estimated(installed, samples.inputs[:count])
         assert Encoder.open(installed, norm=own).format == "ort"
-    files = {path: path.stat().st_mtime_ns for path in installed.folder.glob("own-*")}
+    files = {path: path.stat().st_mtime_ns for path in installed.made.glob("own-*")}
     assert len(files) == 4, "two encoders with their checksums"
     Encoder.open(installed, norm=own)
-    assert {path: path.stat().st_mtime_ns for path in installed.folder.glob("own-*")} == files
+    assert {path: path.stat().st_mtime_ns for path in installed.made.glob("own-*")} == files
     assert not list(installed.folder.glob("own-*.onnx")), "its .onnx can be made from the head at any time"
     assert not list(installed.folder.glob(".own-*"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 import time
 from datetime import timedelta
@@ -17,9 +18,9 @@ from edge_agent import bundle as bundles
 from edge_agent.agent.head_tier import install_bundle, trust_configured
 from edge_agent.config import AgentBrokerConfig, AgentConfig, BundleConfig, DataConfig, HeadConfig
 from edge_agent.encoder import Encoder
-from edge_agent.errors import BundleUntrusted, ConfigError, HeadwaterError
+from edge_agent.errors import BundleDamaged, BundleUntrusted, ConfigError, HeadwaterError
 from edge_agent.personalize import load_head
-from edge_agent.trust import TrustStore, dump
+from edge_agent.trust import TrustStore, canonical, dump
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Install
 
@@ -92,6 +93,38 @@ def test_the_first_signed_bundle_is_trusted_where_the_operator_says_so(config, m
     assert TrustStore(mine.state / "bundles").newest_root().version == 2
     with pytest.raises(BundleUntrusted, match="signed by 0"):
         install(mine, Federation(keys=(13,)).sign(make_bundle("o.hwb", seed=1).path, 8))
+
+
+def test_first_use_trusts_nobody_whose_bundle_is_not_installed(config, make_bundle, home):
+    mine, store = allowing(config, first_use=True), TrustStore(config.state / "bundles")
+    expired = home.sign(make_bundle().path, 7, expires=NOW - timedelta(days=1))
+    with pytest.raises(BundleUntrusted, match="expired"):
+        install(mine, expired)
+    failing = home.sign(make_bundle(golden_error=0.5).path, 7)
+    with pytest.raises(BundleDamaged, match="self-test"):
+        install(mine, failing)
+    rootless = home.sign(make_bundle().path, 7)
+    content = json.loads(bundles.open_bundle(rootless).release)
+    bundles.attach(rootless, canonical({**content, "roots": []}) + b"\n")
+    with pytest.raises(BundleUntrusted, match="metadata cannot be read"):
+        install(mine, rootless)
+    assert store.known() is None
+    install(mine, home.sign(make_bundle().path, 8))
+    assert store.described(now())["release"] == 8
+
+
+def test_a_device_that_was_off_for_two_changes_of_keys_follows_to_the_configured_root(
+    config, make_bundle, home, tmp_path
+):
+    root = tmp_path / "root.json"
+    mine = allowing(config, trust=root)
+    TrustStore(config.state / "bundles").anchor(home.roots[0])
+    for key in (12, 13):
+        home.rotate(1, keys=(key,))
+    root.write_bytes(dump(home.roots[-1]))
+    made = make_bundle()
+    assert install(mine, home.sign(made.path, 7)).bundle_id == made.manifest.bundle_id
+    assert TrustStore(config.state / "bundles").newest_root().version == 3
 
 
 def test_bundles_from_before_the_trust_keep_serving(config, make_bundle, home):
