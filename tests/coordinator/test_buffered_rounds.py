@@ -337,7 +337,9 @@ def test_only_methods_whose_server_step_is_a_mean_are_buffered():
 
 def test_releases_during_a_run_are_refused():
     with pytest.raises(ValueError, match=r"set export\.every = 0"):
-        CoordinatorConfig.model_validate({"task": TASK, "round": {"mode": "buffered"}, "export": {"every": 2, "release": "each_run"}})
+        CoordinatorConfig.model_validate(
+            {"task": TASK, "round": {"mode": "buffered"}, "export": {"every": 2, "release": "each_run"}}
+        )
 
 
 def test_a_stale_update_is_the_change_that_it_made_with_less_weight():
