@@ -12,8 +12,8 @@ import typer
 from rich.table import Table
 
 from edge_agent.errors import StateError
+from edge_agent.storage import IDENTITY
 
-from ..identity.ledger import Revoked, identity_folder, is_revoked
 from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, metric_lines, spent
 from ..state.retention import usage
 from ..state.store import RunFolder, StateFolder, read_agents, read_status
@@ -94,18 +94,23 @@ def status(
         if agents and len(chosen) > agents:
             chosen.sort(key=lambda one: (not any(_notes(one)), one["present"], one["id"]))
         shown = chosen[(page - 1) * agents :][:agents] if agents else chosen
-        shut_out = _revoked(path)
-        shown = [
-            {**one, "revoked": one["id"] in shut_out and is_revoked(identity_folder(path), one["id"])} for one in shown
-        ]
+        revoked = _revoked(path, [one["id"] for one in shown])
+        shown = [{**one, "revoked": one["id"] in revoked} for one in shown]
         result |= {"agents": shown, "agents_selected": len(chosen), "page": page, "pages": _pages(len(chosen), agents)}
     present(result, _lines(result), as_json=as_json)
 
 
-def _revoked(state: Path) -> frozenset[str]:
+def _revoked(state: Path, agents: list[str]) -> set[str]:
+    """Those of these agents that are shut out."""
+    folder = state / IDENTITY
+    if not (folder / "revoked.json").exists():
+        return set()
+    from ..identity.ledger import Revoked, is_revoked  # brings pydantic, which takes as long as all the rest
+
     with contextlib.suppress(StateError, OSError):  # a damaged list costs a word, not the status
-        return frozenset(Revoked.read(identity_folder(state)).agents)
-    return frozenset()
+        listed_there = set(Revoked.read(folder).agents)
+        return {agent for agent in agents if agent in listed_there and is_revoked(folder, agent)}
+    return set()
 
 
 def _is(condition: Condition, agent: dict[str, Any]) -> bool:

@@ -125,7 +125,7 @@ def lineage(run: Run) -> dict[str, Any]:
     weights = run.request.weights
     return {
         "method": run.request.method,
-        "params": run.method.params.model_dump(mode="json"),
+        "params": run.method.all_params(),
         "seed": run.request.seed,
         "weights_sha256": None if weights is None else weights.sha256,
         "encoder_sha256": encoder_sha256(run),

@@ -53,7 +53,7 @@ def test_wrong_parameters_of_the_encoder_are_told(params, hint):
 
 
 def test_a_run_that_may_end_early_is_refused_where_the_last_round_matters():
-    early = config(encoder_params={"feature_dim": 8}, export={"every": 2, "patience": 3})
+    early = config(encoder_params={"feature_dim": 8}, export={"every": 2, "patience": 3, "release": "each_run"})
     with pytest.raises(UsageError, match=r"export\.patience = 3 may end a run of method 'spherefed'"):
         checked_method(early, "spherefed", {})
     checked_method(early, "spherefed", {"calibrate": False})

@@ -133,7 +133,7 @@ class WatchedDuties(TaskRunner):
 
     def __init__(self, config, tier):
         super().__init__(config, tier)
-        self.kept = {}
+        self.on_disk = {}
 
     def do(self, job, received):
         done = super().do(job, received)
@@ -146,7 +146,7 @@ class WatchedDuties(TaskRunner):
             place = path.relative_to(self.config.state).parts
             if place[0] in {"runs", "head", "features"} and "encoders" not in place:
                 for name, array in read_tensors(path).items():
-                    self.kept[np.ascontiguousarray(array).tobytes()] = name
+                    self.on_disk[np.ascontiguousarray(array).tobytes()] = name
 
 
 class RealFederation(FederationInRealTime):
@@ -231,7 +231,7 @@ class Overheard:
     def private(self):
         """(device, name, bytes) of what devices kept at any time."""
         for device, tasks in self.tasks.items():
-            for raw, name in tasks.kept.items():
+            for raw, name in tasks.on_disk.items():
                 if len(raw) >= SHORTEST and any(raw):
                     yield device, name, raw
 

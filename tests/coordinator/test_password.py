@@ -455,9 +455,9 @@ def test_doctor_looks_at_state_data_and_head_of_the_configuration(tmp_path, caps
     (tmp_path / "state").write_text("a file")
     code, found = asked(capsys, config)
     assert [(step["step"], step["ok"]) for step in found["agent"]] == [
-        ("tier", True), ("state", False), ("data", False), ("commands", True), ("head", False)
+        ("tier", True), ("state", False), ("data", False), ("privacy", True), ("commands", True), ("head", False)
     ]  # fmt: skip
-    assert "not authenticated" in found["agent"][3]["detail"]
-    assert "did you mean 'lr'" in found["agent"][4]["detail"]
+    assert "not authenticated" in found["agent"][4]["detail"]
+    assert "did you mean 'lr'" in found["agent"][5]["detail"]
     assert code == 2
     assert found["verdict"].startswith("not ready: state:")
