@@ -8,6 +8,7 @@ effect, so a new loop on the same journal resumes in the same round with the upd
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from edge_agent import heads
 from edge_agent.errors import CodecError, RunFailed, TrainingFailed
+from edge_agent.storage import sha256_of
 from edge_agent.task import State, Tensors
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import EXCHANGES, LARGE_TASK_BYTES, Cancel, Fault, Heartbeat, Job, Purpose, new_id
@@ -354,8 +356,8 @@ class RunLoop:
         opened, absent = resumed or OpenRound(number, 0, (), {}), _Absent()
         for attempt in range(1, most + 1):
             waits_since = clock()
-            before = self._journal.entries(run.id, ("sum_revealed",), round=number)
-            only = tuple(before[0].body["agents"]) if before else ()
+            before = [one.body for one in self._journal.entries(None, ("sum_revealed",))]
+            only = next((tuple(body["agents"]) for body in before if body.get("origin") == self._origin), ())
             if only and resumed is not None:
                 self._budget.check_terms(number, resumed.body)
             planned = yield from self._same_again(number, only) if only else self._planned(number)
@@ -374,10 +376,18 @@ class RunLoop:
             f"{done}; {absent}; repair those agents, raise round.deadline_s, or lower cohort.min_agents"
         )
 
-    def _same_again(self, number: int, agents: tuple[str, ...]) -> Generator[Waiting, None, OpenRound]:
-        """The round once more, with exactly the agents whose sum has begun to be revealed.
+    @property
+    def _origin(self) -> str:
+        """Digest of what decides updates, save for what is random: `edge_agent.agent.secure.origin_of`."""
+        run = self.run
+        task, params = run.request.task.model_dump(mode="json"), run.method.all_params()
+        return sha256_of(json.dumps([task, run.method.name, params, run.checkpoint], sort_keys=True).encode())
 
-        They send the same updates again, so that of two sums over different agents the difference would be single ones.
+    def _same_again(self, number: int, agents: tuple[str, ...]) -> Generator[Waiting, None, OpenRound]:
+        """Training from a model once more, with exactly the agents whose sum has begun to be revealed.
+
+        They send the same updates again, also in another run, so that of two sums over different agents the difference
+        would be single ones.
 
         Raises:
             RunFailed: they are not all here within the deadline of a round.
@@ -389,7 +399,7 @@ class RunLoop:
                 raise RunFailed(
                     f"round {number}: the sum of {listed(agents)} has begun to be revealed, and cannot be that of "
                     f"others, because the difference would bare single updates; {listed(missing)} did not come back; "
-                    "start another run"
+                    "start another run with another seed (headwater run --seed)"
                 )
             what = f"round {number} begins again with the {len(agents)} agents whose sum has begun to be revealed"
             yield Waiting(what, missing, until + roster.deaf_s, f"round {number}")
@@ -428,7 +438,8 @@ class RunLoop:
         delivered = tuple(sorted(collection.accepted))
         if len(delivered) < sums.needed:
             return f"{len(delivered)} of {len(sums.keys)} agents have delivered, it takes {sums.needed}"
-        self._journal.append("sum_revealed", run=run.id, round=number, body={"agents": delivered})
+        body = {"agents": delivered, "origin": self._origin}
+        self._journal.append("sum_revealed", run=run.id, round=number, body=body)
         given = sums.for_unmasking(delivered)
         revealed = yield from self._exchange("secure_unmask", opened, delivered, sums, given, _Absent())
         waiting = Waiting(f"round {number}: masks are taken off the sum of {len(delivered)} updates")

@@ -3,7 +3,8 @@
 The protocol is `edge_agent.secure_sum`. An attempt at a round has its own session, and keys that serve no other: where
 too few agents deliver, or the coordinator was restarted, the round begins again with another session. So nobody's masks
 are ever taken off two different sums. As the updates are the same again, two sums over different agents would tell more
-than one: once shares are asked for, the journal has whose sum it is, and only these agents take part in the next try.
+than one: once shares are asked for, the journal has whose sum it is, and only these agents take part in the next try,
+also in another run that trains from the same model.
 """
 
 from __future__ import annotations

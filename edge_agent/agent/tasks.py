@@ -227,7 +227,7 @@ class TaskRunner:
         if self._secure is None:
             from .secure import SecureSums
 
-            self._secure = SecureSums(self.config.id)
+            self._secure = SecureSums(self.config.id, self.config.state)
         return self._secure
 
     def _exchange(self, job: Job, given: Tensors) -> Tensors:
@@ -235,7 +235,7 @@ class TaskRunner:
         if job.purpose == "secure_shares":
             return self._secure_sums().shares(job, given)
         if job.purpose == "secure_unmask":
-            return self._secure_sums().unmask(job, given, self.resources.state_files(job.run).folder)
+            return self._secure_sums().unmask(job, given)
         session = self.session(job)
         check_job(self.config.privacy, job, session.method.least_class_count)
         check_tensors(self.config.privacy, session.shared)
@@ -264,7 +264,9 @@ class TaskRunner:
         if job.session:
             policy, is_uniform = self.config.privacy, session.method.weighting == "uniform"
             weight = 1 if is_uniform else sample_count(policy, outcome.samples)
-            masked = self._secure_sums().masked(job, given, outcome.update, weight)
+            from .secure import origin_of
+
+            masked = self._secure_sums().masked(job, given, outcome.update, weight, origin_of(job, received))
             outcome = replace(outcome, update=masked, samples=1)  # the weight is in the sum
         manifest = self.deliver(job, outcome)
         checkpoint.remove()

@@ -14,9 +14,11 @@ from scipy import stats
 from coordinator.config import CoordinatorConfig, DifferentialPrivacyConfig
 from coordinator.runs.aggregation import refusal
 from coordinator.runs.audit import audit
+from coordinator.runs.round_loop import RunLoop
 from coordinator.runs.secure_rounds import SecureRound
 from coordinator.service.preflight import checked_method
 from edge_agent import methods
+from edge_agent.agent import secure
 from edge_agent.agent.privacy import LEDGER_FILE
 from edge_agent.agent.secure import SUMS_FILE, SecureSums
 from edge_agent.config import PrivacyConfig, parse
@@ -57,10 +59,10 @@ class Spied(TinyDuties):
     def _train(self, job, session, received, kept, given):
         sums = self._secure_sums()
 
-        def spied(job, given, update, weight):
+        def spied(job, given, update, weight, origin):
             copies = {name: np.array(array) for name, array in update.items()}
             self.plain[(self.config.id, job.round, job.session)] = copies, weight
-            return type(sums).masked(sums, job, given, update, weight)
+            return type(sums).masked(sums, job, given, update, weight, origin)
 
         sums.masked = spied
         return super()._train(job, session, received, kept, given)
@@ -304,31 +306,69 @@ def test_a_run_ends_where_the_agents_of_a_sum_that_was_begun_do_not_come_back(tm
         assert fed.coordinator.waiting.whom == ("a3",)
         fed.finish()
         assert fed.record.status == "failed"
-        assert "a3 did not come back; start another run" in fed.record.outcome["reason"]
+        assert "a3 did not come back; start another run with another seed" in fed.record.outcome["reason"]
 
 
-def test_a_device_reveals_shares_for_one_sum_of_a_round_also_after_a_restart(tmp_path):
-    """The coordinator may ask with fresh keys and other agents: the device has the first sum on its disk."""
+def test_a_device_reveals_shares_for_one_sum_of_the_same_training_also_after_a_restart(tmp_path, monkeypatch):
+    """The coordinator may ask with fresh keys and other agents, in any run: the device has the first sum on disk."""
 
-    def asked(delivered, session, number=1):
+    def asked(delivered, session, number=1, origin="1" * 64):
         names = [f"a{index}" for index in range(5)]
-        everyone = {name: SecureSums(name) for name in names}
+        everyone = {name: SecureSums(name, tmp_path) for name in names}
         job = wire.Job(run="run-0001", round=number, rounds=9, seed=0, method="fedavg", task=TASK, blobs=(),
                        deadline_s=9, session=session * 32)  # fmt: skip
         sums = SecureRound("run-0001", number, session * 32, {}, 3)
         sums.take_keys([Update(name, 1.0, one.begin(job)) for name, one in everyone.items()])
         sums.take_shares([Update(name, 1.0, one.shares(job, sums.for_shares())) for name, one in everyone.items()])
-        everyone["a0"].masked(job, sums.for_training("a0"), {}, 1.0)
-        return everyone["a0"].unmask(job, sums.for_unmasking(delivered), tmp_path)
+        with pytest.raises(PrivacyRefused, match="no update was masked here"):
+            everyone["a0"].unmask(job, sums.for_unmasking(delivered))
+        everyone["a0"].masked(job, sums.for_training("a0"), {}, 1.0, origin)
+        return everyone["a0"].unmask(job, sums.for_unmasking(delivered))
 
     asked(["a0", "a1", "a2", "a3"], "1")
     asked(["a3", "a2", "a1", "a0"], "2")
     with pytest.raises(PrivacyRefused, match="the difference of two sums would bare single updates"):
-        asked(["a0", "a1", "a2", "a4"], "3")
-    asked(["a0", "a1", "a2", "a4"], "3", number=2)
+        asked(["a0", "a1", "a2", "a4"], "3", number=2)
+    asked(["a0", "a1", "a2", "a4"], "3", origin="2" * 64)
+    monkeypatch.setattr(secure, "MOST_SUMS", 2)
+    asked(["a0", "a1", "a2", "a4"], "4", origin="3" * 64)
+    assert list(read_json(tmp_path / SUMS_FILE)) == ["2" * 64, "3" * 64]
     (tmp_path / SUMS_FILE).write_bytes(b"{")
     with pytest.raises(StateError):
-        asked(["a0", "a1", "a2", "a3"], "4")
+        asked(["a0", "a1", "a2", "a3"], "5")
+
+
+def test_two_runs_of_the_same_request_take_masks_off_no_two_different_sums(tmp_path):
+    """With one device off in the second, the difference of the sums would be its update and its sample count."""
+    with Fleet(tmp_path, 5, round={"quorum": 1.0, "deadline_s": 60.0}) as fed:
+        fed.ask(rounds=1)
+        fed.finish()
+        assert fed.record.status == "finished"
+        fed.kill("a0")
+        fed.ask(rounds=1)
+        fed.finish()
+        assert fed.record.status == "failed"
+        assert "a0 did not come back; start another run with another seed" in fed.record.outcome["reason"]
+        fed.ask(rounds=1, seed=1)
+        fed.finish()
+        assert fed.record.status == "finished", fed.record.outcome
+        fed.add("a0")
+        fed.ask(rounds=1)
+        fed.finish()
+        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.summed(1)[0] == ["a0", "a1", "a2", "a3", "a4"]
+
+
+def test_a_device_refuses_the_same_training_in_another_run_also_where_the_coordinator_asks(tmp_path, monkeypatch):
+    with Fleet(tmp_path, 5, round={"quorum": 1.0, "deadline_s": 60.0, "max_attempts": 1}) as fed:
+        fed.ask(rounds=1)
+        fed.finish()
+        fed.kill("a0")
+        monkeypatch.setattr(RunLoop, "_origin", "another")
+        fed.ask(rounds=1)
+        fed.finish()
+        assert fed.record.status == "failed"
+        assert "0 of 4 clients have revealed" in fed.record.outcome["reason"]
 
 
 def failing(*_):
