@@ -20,7 +20,15 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ..config import LEAST_NOISE, NAME_PATTERN, mistakes_of, zero_or_from
 from ..errors import MessageError, PrivacyRefused, ProtocolMismatch, UsageError, cause
@@ -554,6 +562,14 @@ class Job(Command):
         except (ValueError, RecursionError) as error:
             why = mistakes_of(error, Task)[0] if isinstance(error, ValidationError) else cause(error)
             raise MessageError(f"the blob of the task is no task: {why}", is_public=True) from error
+
+    @model_validator(mode="after")
+    def _check_session(self) -> Job:
+        if self.session and self.purpose not in {*EXCHANGES, "train"}:
+            raise ValueError(f"a job '{self.purpose}' is part of no secure sum and names a session of one")
+        if self.purpose in EXCHANGES and not self.session:
+            raise ValueError(f"a job '{self.purpose}' is part of a secure sum and names no session")
+        return self
 
     @field_validator("given")
     @classmethod
