@@ -12,6 +12,7 @@ from federation_harness import Federation, Killed
 from scipy import stats
 
 from coordinator.config import CoordinatorConfig, DifferentialPrivacyConfig
+from coordinator.runs import secure_rounds
 from coordinator.runs.aggregation import refusal
 from coordinator.runs.audit import audit
 from coordinator.runs.round_loop import RunLoop
@@ -23,8 +24,9 @@ from edge_agent.agent.privacy import LEDGER_FILE
 from edge_agent.agent.secure import SUMS_FILE, SecureSums
 from edge_agent.config import PrivacyConfig, parse
 from edge_agent.disclosure import SECURE_SUM, unlisted
-from edge_agent.errors import ConfigError, PrivacyRefused, StateError, TrainingFailed, UsageError
+from edge_agent.errors import CodecError, ConfigError, PrivacyRefused, StateError, TrainingFailed, UsageError
 from edge_agent.methods import Update
+from edge_agent.secure_sum import PRIME, SHARE_BYTES, FixedPoint, at_zero
 from edge_agent.secure_tensors import KEYS, MASKED, REVEALED, SHARES
 from edge_agent.storage import read_json
 from edge_agent.wire import messages as wire
@@ -517,6 +519,16 @@ def test_batch_norm_of_single_devices_is_not_asked_for(tmp_path):
         assert not fed.jobs("batch_norm_stats")
 
 
+@pytest.mark.parametrize("weight", [-1.0, 0.0, 3 * 1e9 + 1])
+def test_weights_that_no_updates_have_are_refused(monkeypatch, weight):
+    """An agent can send any integers under its mask; three have up to 10^9 samples each."""
+    total = FixedPoint().encode(np.array([weight]), 1)
+    monkeypatch.setattr(secure_rounds, "unmasked", lambda *_: total)
+    masked = [Update(name, 1.0, {MASKED: total.view(np.int64)}) for name in ("a", "b", "c")]
+    with pytest.raises(CodecError, match=r"expected 1 to 3e\+09"):
+        SecureRound("run-0001", 1, "1" * 32, {}, 3).mean(masked, [])
+
+
 # --- hostile ---------------------------------------------------------------------------------------------------------
 
 
@@ -536,13 +548,22 @@ def zeros(tensors):
 
 
 def twice(tensors):
-    tensors[KEYS][32:] = tensors[KEYS][:32]
+    tensors[KEYS][32:64] = tensors[KEYS][:32]
     return tensors
 
 
 def noise(tensors):
     rng = np.random.default_rng(0)
     return {name: rng.integers(1, 255, array.shape, np.uint8) for name, array in tensors.items()}
+
+
+def one_moved(tensors):
+    """a1's own row, at point 2 of 1 to 4: a0's seed would come out one too large."""
+    shares = tensors[REVEALED]
+    factor = at_zero((1, 2, 3, 4))[1]
+    moved = (int.from_bytes(shares[0].tobytes(), "big") + pow(factor, -1, PRIME)) % PRIME
+    shares[0] = np.frombuffer(moved.to_bytes(SHARE_BYTES, "big"), np.uint8)
+    return tensors
 
 
 def too_long(tensors):
@@ -556,6 +577,7 @@ def too_long(tensors):
     ("secure_shares", too_long),
     ("train", too_long),
     ("secure_unmask", noise),
+    ("secure_unmask", one_moved),
     ("secure_unmask", too_long),
 ])  # fmt: skip
 def test_one_agent_that_sends_nonsense_ends_no_round_of_the_others(tmp_path, purpose, change):
