@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .config import LEAST_CLIENTS
-from .errors import CodecError, PrivacyRefused, TrainingFailed
+from .errors import CodecError, SharesWrong, SumRefused, TrainingFailed
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 PRIME = 2**521 - 1
 SHARE_BYTES = 66
 SECRET_BYTES = 32
+MOST_NAMED = 20
+"""Clients whose shares are wrong, in a message."""
 
 Entropy = Callable[[int], bytes]
 """So many random bytes."""
@@ -140,18 +142,18 @@ class Participant:
         """Phase 1: for each other client the encrypted shares of this one's mask key and seed.
 
         Raises:
-            PrivacyRefused: too few clients, this one's keys were replaced, two clients have the same, or there were
+            SumRefused: too few clients, this one's keys were replaced, two clients have the same, or there were
                 other keys before.
         """
         if len(keys) < LEAST_CLIENTS:
-            raise PrivacyRefused(f"a secure sum of {len(keys)} clients hides nobody; it needs {LEAST_CLIENTS}")
+            raise SumRefused(f"a secure sum of {len(keys)} clients hides nobody; it needs {LEAST_CLIENTS}")
         if keys.get(self.client) != self.keys():
-            raise PrivacyRefused(f"the keys of '{self.client}' in the list are not its own; it takes no part")
+            raise SumRefused(f"the keys of '{self.client}' in the list are not its own; it takes no part")
         if len({one.mask for one in keys.values()} | {one.share for one in keys.values()}) < 2 * len(keys):
-            raise PrivacyRefused("a public key occurs twice in the list; it takes no part")
+            raise SumRefused("a public key occurs twice in the list; it takes no part")
         if self._keys:
             if self._keys != keys:
-                raise PrivacyRefused("shares for other keys were made in this round before; it takes no part")
+                raise SumRefused("shares for other keys were made in this round before; it takes no part")
             return self._sealed
         ordered = dict(sorted(keys.items()))
         least, order = threshold(len(keys)), [*ordered]
@@ -171,29 +173,31 @@ class Participant:
         """Take in what the others have encrypted for this one in phase 1; those who did not have dropped out.
 
         Raises:
-            PrivacyRefused: too few have, one is not of this round, or others had before.
-            CodecError: shares that were not encrypted by that client for this one and round.
+            SumRefused: too few have, one is not of this round, or others had before.
+            SharesWrong: shares of some were not encrypted by them for this one and attempt.
         """
         if unknown := sealed.keys() - (self._keys.keys() - {self.client}):
-            raise PrivacyRefused(f"{min(unknown)!r} is said to have sent shares and is not of this round")
+            raise SumRefused(f"{min(unknown)!r} is said to have sent shares and is not of this round")
         if len(sealed) + 1 < (least := threshold(len(self._keys))):
-            raise PrivacyRefused(f"{len(sealed) + 1} of {len(self._keys)} clients have sent shares, it takes {least}")
+            raise SumRefused(f"{len(sealed) + 1} of {len(self._keys)} clients have sent shares, it takes {least}")
         if self._received and self._received != sealed:
-            raise PrivacyRefused("other shares were received in this round before; it takes no part")
+            raise SumRefused("other shares were received in this round before; it takes no part")
         opened = {other: self._opened(other, box) for other, box in sealed.items()}
-        self._shares.update(opened)
+        if wrong := sorted(other for other, both in opened.items() if both is None):
+            raise SharesWrong(f"{', '.join(wrong[:MOST_NAMED])}: no shares for '{self.client}' in this round")
+        self._shares.update({other: both for other, both in opened.items() if both is not None})
         self._received = dict(sealed)
 
     def masked(self, numbers: np.ndarray) -> np.ndarray:
         """Phase 2: integers (n,) uint64, uniformly random to who lacks the masks, of integers (n,) uint64.
 
         Raises:
-            PrivacyRefused: before `receive`, or a second time: the difference of two vectors would have no mask.
+            SumRefused: before `receive`, or a second time: the difference of two vectors would have no mask.
         """
         if not self._received:
-            raise PrivacyRefused("nobody's shares have come, so no mask could be removed again")
+            raise SumRefused("nobody's shares have come, so no mask could be removed again")
         if self._has_masked:
-            raise PrivacyRefused("an update was masked in this round before; another one would bare the difference")
+            raise SumRefused("an update was masked in this round before; another one would bare the difference")
         self._has_masked = True
         result = np.array(numbers, np.uint64)
         result += stream(self._seed, len(numbers))
@@ -206,33 +210,31 @@ class Participant:
         """Phase 3: for each client that has sent shares one of them, of its seed where it has delivered, else its key.
 
         Raises:
-            PrivacyRefused: it has answered before, or too few have delivered for a sum that hides them.
+            SumRefused: it has answered before, or too few have delivered for a sum that hides them.
         """
         survivors, least = frozenset(delivered), threshold(len(self._keys))
         if self._answered is not None:
             if self._answered[0] == survivors:
                 return self._answered[1]
-            raise PrivacyRefused("the masks of this round were asked for before; a second answer could bare an update")
+            raise SumRefused("the masks of this round were asked for before; a second answer could bare an update")
         if unknown := survivors - self._shares.keys():
-            raise PrivacyRefused(f"{min(unknown)!r} is said to have delivered and has sent no shares")
+            raise SumRefused(f"{min(unknown)!r} is said to have delivered and has sent no shares")
         if len(survivors) < least:
-            raise PrivacyRefused(f"{len(survivors)} of {len(self._keys)} clients have delivered, it takes {least}")
+            raise SumRefused(f"{len(survivors)} of {len(self._keys)} clients have delivered, it takes {least}")
         answer = {}
         for other, (of_key, of_seed) in sorted(self._shares.items()):
             answer[other] = of_seed if other in survivors else of_key
         self._answered = survivors, answer
         return answer
 
-    def _opened(self, other: str, box: bytes) -> tuple[bytes, bytes]:
+    def _opened(self, other: str, box: bytes) -> tuple[bytes, bytes] | None:
         from cryptography.exceptions import InvalidTag
 
         try:
             opener = self._box(other, self.client, self._keys[other].share)
             both = opener.decrypt(bytes(12), box, self._context)
-        except InvalidTag as error:
-            raise CodecError(
-                f"no shares of '{other}' for '{self.client}' in this round; the round has to begin again"
-            ) from error
+        except InvalidTag:
+            return None
         return both[:SHARE_BYTES], both[SHARE_BYTES:]
 
     def _box(self, sender: str, receiver: str, public: bytes) -> ChaCha20Poly1305:

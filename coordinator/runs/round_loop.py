@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -347,13 +347,15 @@ class RunLoop:
 
     def _secure_round(self, number: int, resumed: OpenRound | None) -> Steps:
         """A round of which the sum alone is seen. Where too few deliver, it begins again with fresh keys."""
-        from .secure_rounds import SecureRound, check_forms
+        from edge_agent.secure_tensors import MOST_CLIENTS
+
+        from .secure_rounds import SecureRound, check_forms, disputed
 
         if why := check_forms(self._expected):
             raise RunFailed(f"{why}; set privacy.secure_sum = false, or choose another method")
         run, config = self.run, self.run.context.config
         stats, clock, most = Stats.begin(run.context), run.context.stopwatch, config.round.max_attempts
-        opened, absent = resumed or OpenRound(number, 0, (), {}), _Absent()
+        opened, absent, barred = resumed or OpenRound(number, 0, (), {}), _Absent(), set[str]()
         for attempt in range(1, most + 1):
             waits_since = clock()
             before = [one.body for one in self._journal.entries(None, ("sum_revealed",))]
@@ -364,13 +366,18 @@ class RunLoop:
             stats.waiting_s += clock() - waits_since
             least = len(only) or config.cohort.min_agents
             sums = SecureRound(run.id, number, new_id(), self._expected, least)
-            body = {**planned.body, "session": sums.session, "again": list(planned.cohort)}
-            opened, absent = opened.next_attempt(planned.cohort, body), _Absent()
-            done = yield from self._secure_attempt(opened, sums, absent)
+            cohort = self.selection.draw(planned.cohort, MOST_CLIENTS, number)
+            body = {**planned.body, "session": sums.session, "again": list(cohort)}
+            opened, absent = opened.next_attempt(cohort, body), _Absent()
+            done = yield from self._secure_attempt(opened, sums, absent, () if only else barred)
             if isinstance(done, _Summed):
                 self._close(done.closed, done.collection, stats, absent.unanswered, done.mean)
                 return
-            log.warning("sum_missed run=%s round=%d attempt=%d reason=%s", run.id, number, attempt, done)
+            barred |= disputed({agent: why for agent, (why, _) in absent.failed.items()}, sums.members)
+            log.warning(
+                "sum_missed run=%s round=%d attempt=%d reason=%s left_out=%s",
+                *(run.id, number, attempt, done, listed(sorted(barred))),
+            )
         raise RunFailed(
             f"round {number}: no secure sum in {most} attempts (round.max_attempts), and no update was revealed: "
             f"{done}; {absent}; repair those agents, raise round.deadline_s, or lower cohort.min_agents"
@@ -406,16 +413,17 @@ class RunLoop:
         return OpenRound(number, 1, agents, {"joining": [], "wanted": len(agents), "work": {}, **self._budget.terms()})
 
     def _secure_attempt(
-        self, opened: OpenRound, sums: SecureRound, absent: _Absent
+        self, opened: OpenRound, sums: SecureRound, absent: _Absent, barred: Container[str]
     ) -> Generator[Waiting, None, _Summed | str]:
-        """The sum of one attempt, or why there is none."""
+        """The sum of one attempt without those ``barred``, or why there is none."""
         from .secure_rounds import keys_objection, negative_variance
 
         run, blobs, number = self.run, self.run.context.state.blobs, opened.round
-        keyed = yield from self._exchange("secure_keys", opened, opened.cohort, sums, {}, absent, keys_objection)
+        asked = tuple(without(opened.cohort, barred))
+        keyed = yield from self._exchange("secure_keys", opened, asked, sums, {}, absent, keys_objection)
         sums.take_keys(updates_of(blobs, keyed))
         if len(sums.keys) < sums.least:
-            return f"{len(sums.keys)} of {len(opened.cohort)} agents have sent keys, it takes {sums.least}"
+            return f"{len(sums.keys)} of {len(asked)} agents have sent keys, it takes {sums.least}"
         shared = yield from self._exchange("secure_shares", opened, sums.members, sums, sums.for_shares(), absent)
         sums.take_shares(updates_of(blobs, shared))
         if len(sums.sealed) < sums.needed:

@@ -25,6 +25,8 @@ from edge_agent.task import Tensors
 from edge_agent.wire.messages import MAX_SAMPLES, Purpose
 from edge_agent.wire.tensors import Spec
 
+from ..fleet.transfers import accused
+
 log = logging.getLogger(__name__)
 
 
@@ -110,6 +112,18 @@ class SecureRound:
 
     def _answer(self, rows: np.ndarray) -> dict[str, bytes]:
         return {who: row.tobytes() for who, row in zip(self.members, rows, strict=True) if who in self.sealed}
+
+
+def disputed(reasons: Mapping[str, str], members: Iterable[str]) -> set[str]:
+    """Those in dispute over shares with most others; ``reasons``: agent -> why it has no update.
+
+    Of two members one of whom accuses the other, one lies. Who sends wrong shares to many, or accuses many, is in
+    dispute with many; of two that are so with each other alone, nobody knows who it is.
+    """
+    here = {*members}
+    pairs = {frozenset((one, other)) for one, why in reasons.items() for other in accused(why) & here if other != one}
+    times = Counter(agent for pair in pairs for agent in pair)
+    return {agent for agent, count in times.items() if count == max(times.values())}
 
 
 def keys_objection(tensors: Tensors, _: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from .. import secure_tensors as layout
-from ..errors import PrivacyRefused, UpdateRejected
+from ..errors import SumRefused, UpdateRejected
 from ..secure_sum import SHARE_BYTES, Entropy, Participant
 from ..storage import read_json, sha256_of, write_json
 from ..task import Tensors
@@ -48,7 +48,7 @@ class SecureSums:
 
         Raises:
             UpdateRejected: the agent has begun anew since it sent its keys.
-            PrivacyRefused: as `Participant.shares`.
+            SumRefused: as `Participant.shares`.
             CodecError: what was received is not of that form.
         """
         one, members = self.of(job), layout.members_of(received)
@@ -64,7 +64,7 @@ class SecureSums:
         Raises:
             UpdateRejected: the agent has begun anew since it sent its keys.
             TrainingFailed: a number is too large for the sum.
-            PrivacyRefused: as `Participant.receive` and `Participant.masked`.
+            SumRefused: as `Participant.receive` and `Participant.masked`; SharesWrong where others' shares do not open.
             CodecError: what was received is not of that form.
         """
         one = self.of(job)
@@ -86,7 +86,7 @@ class SecureSums:
 
         Raises:
             UpdateRejected: the agent has begun anew since it sent its keys.
-            PrivacyRefused: as `Participant.unmask`, nothing was masked, or the same training was in a sum of other
+            SumRefused: as `Participant.unmask`, nothing was masked, or the same training was in a sum of other
                 clients before.
             StateError: the note is damaged.
             CodecError: what was received is not of that form.
@@ -95,7 +95,7 @@ class SecureSums:
         delivered = layout.taken(received, layout.DELIVERED, np.bool_, (len(one.clients),))
         terms = [who for who, has in zip(one.clients, delivered, strict=True) if has]
         if not self._origin:
-            raise PrivacyRefused("no update was masked here, so nobody knows of what the sum is", is_public=True)
+            raise SumRefused("no update was masked here, so nobody knows of what the sum is", is_public=True)
         answer = one.unmask(terms)
         _note_sum(self._path, self._origin, terms)
         return {layout.REVEALED: layout.table(answer, one.clients, SHARE_BYTES)}
@@ -127,12 +127,12 @@ def _note_sum(path: Path, origin: str, terms: list[str]) -> None:
     """Note of which clients the sum of updates of that origin is.
 
     Raises:
-        PrivacyRefused: it was of others before.
+        SumRefused: it was of others before.
         StateError: the file is damaged.
     """
     known, digest = dict(read_json(path) or {}), sha256_of("\n".join(terms).encode())
     if known.get(origin, digest) != digest:
-        raise PrivacyRefused(
+        raise SumRefused(
             "the masks of this training were taken off a sum of other devices before, in this run or another; the "
             "difference of two sums would bare single updates; start a run with another seed",
             is_public=True,

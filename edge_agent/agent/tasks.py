@@ -31,6 +31,7 @@ from ..errors import (
     MissingCapability,
     PrivacyRefused,
     StateError,
+    SumRefused,
     TrainingCancelled,
     TransferTooSlow,
     UsageError,
@@ -967,9 +968,12 @@ class TaskQueue:
     def _refuse(self, error: PrivacyRefused, job: wire.Job) -> None:
         """Say that this device does not do the job, which is no fault of its own."""
         log.warning("job_refused run=%s round=%d reason=%s", wire.run_name(job.run), job.round, error)
-        remedy = "[privacy] in the device's configuration decides; change the run, or leave the device out of it"
+        if isinstance(error, SumRefused):
+            remedy = "the next attempt at the sum has fresh keys; where this repeats, look for who is named"
+        else:
+            remedy = "[privacy] in the device's configuration decides; change the run, or leave the device out of it"
         about = job_key(job)._asdict()
-        self._link.send(wire.Fault(error=wire.PRIVACY_REFUSED, message=str(error)[:2000], remedy=remedy, **about))
+        self._link.send(wire.Fault(error=type(error).__name__, message=str(error)[:2000], remedy=remedy, **about))
 
     def _report(self, error: BaseException, about: JobKey | None = None, kind: Kind = "work") -> None:
         """Send a `Fault`, and continue: a job that cannot be done here must not end the agent."""

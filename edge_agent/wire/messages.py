@@ -31,7 +31,7 @@ from pydantic import (
 )
 
 from ..config import LEAST_NOISE, NAME_PATTERN, mistakes_of, zero_or_from
-from ..errors import MessageError, PrivacyRefused, ProtocolMismatch, UsageError, cause
+from ..errors import MessageError, PrivacyRefused, ProtocolMismatch, SharesWrong, SumRefused, UsageError, cause
 from ..task import Frozen, Task, parse_json
 
 
@@ -62,6 +62,12 @@ DISK_ERROR = "DiskError"
 
 PRIVACY_REFUSED = PrivacyRefused.__name__
 """The error of a `Fault` that says that the device's own policy does not allow the job."""
+
+SHARES_WRONG = SharesWrong.__name__
+"""The error of a `Fault` whose message begins with the names of those whose shares do not open, and a colon."""
+
+REFUSALS = frozenset({PRIVACY_REFUSED, SumRefused.__name__, SHARES_WRONG})
+"""The errors of a `Fault` by which a device refuses a job, and is not at fault itself."""
 
 ConditionName = Literal["ok", "fault", "stalled"]
 """State of an agent: able to work, failed at its last task, or unable to write to its disk."""

@@ -16,9 +16,9 @@ from coordinator.runs import secure_rounds
 from coordinator.runs.aggregation import refusal
 from coordinator.runs.audit import audit
 from coordinator.runs.round_loop import RunLoop
-from coordinator.runs.secure_rounds import SecureRound
+from coordinator.runs.secure_rounds import SecureRound, disputed
 from coordinator.service.preflight import checked_method
-from edge_agent import methods
+from edge_agent import methods, secure_tensors
 from edge_agent.agent import secure
 from edge_agent.agent.privacy import LEDGER_FILE
 from edge_agent.agent.secure import SUMS_FILE, SecureSums
@@ -566,6 +566,84 @@ def one_moved(tensors):
     return tensors
 
 
+def garbage(tensors):
+    rng = np.random.default_rng(1)
+    return {name: rng.integers(0, 256, array.shape, np.uint8) for name, array in tensors.items()}
+
+
+def wrong_for_a0(tensors):
+    tensors[SHARES][0] ^= 1
+    return tensors
+
+
+def hostile(purpose, change):
+    return type("Hostile", (Hostile,), {"purpose": purpose, "change": staticmethod(change)})
+
+
+def test_one_agent_that_sends_garbage_shares_is_left_out_of_the_next_attempt(tmp_path):
+    """All others name it; none of them has failed."""
+    with Fleet(tmp_path, 6, duties=hostile("secure_shares", garbage), round={"quorum": 1.0}) as fed:
+        fed.ask(rounds=2)
+        fed.finish()
+        assert fed.record.status == "finished", fed.record.outcome
+        here, session = fed.summed(1)
+        updates = [fed.plain[(name, 1, session)] for name in here]
+        assert here == ["a0", "a2", "a3", "a4", "a5"]
+        assert len({job.session for job in fed.jobs("secure_keys") if job.round == 1}) == 2
+        assert {*fed.state.run(fed.run).summary().get("left_out", {})} <= {"a1"}
+        (closed,) = fed.entries("round_closed", round=1)
+    assert "a1" not in closed.body["unanswered"]
+    assert all(weight for _, weight in updates)
+
+
+def test_a_victim_of_wrong_shares_for_it_alone_has_not_failed(tmp_path):
+    with Fleet(tmp_path, 6, duties=hostile("secure_shares", wrong_for_a0), round={"quorum": 1.0}) as fed:
+        fed.ask(rounds=4)
+        fed.finish()
+        assert fed.record.status == "finished", fed.record.outcome
+        opened = fed.entries("round_opened")
+        faults = fed.entries("update_refused", agent="a0")
+    assert all("a0" in entry.body["cohort"] and "a0" not in entry.body["left_out"] for entry in opened)
+    assert len(faults) == 4
+    assert all(entry.body["reason"].startswith("SharesWrong: a1: no shares for 'a0'") for entry in faults)
+
+
+@pytest.mark.parametrize("reasons, expected", [
+    ({"a": "SharesWrong: d: x", "b": "SharesWrong: d: x", "d": "SharesWrong: c: x"}, "d"),  # the liar accuses one
+    ({"d": "SharesWrong: a, b, c: x"}, "d"),  # the liar accuses everybody
+    ({"a": "SharesWrong: d: x"}, "ad"),  # one of the two
+    ({"a": "SharesWrong: d: x", "d": "SharesWrong: a: x", "b": "TrainingFailed: c: x"}, "ad"),
+    ({"a": "SharesWrong: a, nobody: x", "b": "DataError: d: x"}, ""),
+])  # fmt: skip
+def test_whoever_is_in_dispute_with_most_is_left_out(reasons, expected):
+    assert disputed(reasons, "abcd") == {*expected}
+
+
+def test_a_cohort_is_no_larger_than_devices_accept_in_a_sum(tmp_path, monkeypatch):
+    monkeypatch.setattr(secure_tensors, "MOST_CLIENTS", 4)
+    with Fleet(tmp_path, 6) as fed:
+        fed.ask(rounds=2)
+        fed.finish()
+        assert fed.record.status == "finished", fed.record.outcome
+        assert [len(line["agents"]) for line in fed.metrics()] == [4, 4]
+
+
+def test_a_refusal_by_the_protocol_is_none_of_the_devices_policy(tmp_path):
+    """It is asked again in later rounds, where one whose own [privacy] refuses is not before it is restarted."""
+    with Fleet(tmp_path, 5) as fed:
+        fed.ask(rounds=4)
+        sums = fed.tasks["a2"]._secure_sums()
+        shares = sums.shares
+        sums.shares = lambda job, given: shares(job, given) if job.round > 1 else sums.of(job).shares({})
+        fed.finish()
+        assert fed.record.status == "finished", fed.record.outcome
+        refused = [fault.error for fault in fed.messages(fed.topics.up("a2"), wire.Fault)]
+        assert refused == ["SumRefused"]
+        rounds = [line["agents"] for line in fed.metrics()]
+    assert "a2" not in rounds[0]
+    assert "a2" in rounds[-1]
+
+
 def too_long(tensors):
     return {name: np.zeros((*array.shape, 1), array.dtype) for name, array in tensors.items()}
 
@@ -581,8 +659,7 @@ def too_long(tensors):
     ("secure_unmask", too_long),
 ])  # fmt: skip
 def test_one_agent_that_sends_nonsense_ends_no_round_of_the_others(tmp_path, purpose, change):
-    duties = type("Hostile", (Hostile,), {"purpose": purpose, "change": staticmethod(change)})
-    with Fleet(tmp_path, 5, duties=duties) as fed:
+    with Fleet(tmp_path, 5, duties=hostile(purpose, change)) as fed:
         fed.ask(rounds=1)
         fed.finish()
         assert fed.record.status == "finished", fed.record.outcome

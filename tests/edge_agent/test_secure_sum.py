@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from edge_agent.errors import CodecError, PrivacyRefused, TrainingFailed
+from edge_agent.errors import CodecError, PrivacyRefused, SharesWrong, TrainingFailed
 from edge_agent.secure_sum import (
     PRIME,
     FixedPoint,
@@ -194,7 +194,7 @@ def shared(clients, context=CONTEXT):
 ])  # fmt: skip
 def test_shares_that_were_swapped_or_changed_are_noticed(change):
     first, boxes = shared(4)
-    with pytest.raises(CodecError, match="no shares of 'c01' for 'c00'"):
+    with pytest.raises(SharesWrong, match=r"^c01: no shares for 'c00'"):
         first.receive(change(boxes))
     with pytest.raises(PrivacyRefused, match="is not of this round"):
         first.receive({**boxes, "mallory": boxes["c01"]})
@@ -203,7 +203,7 @@ def test_shares_that_were_swapped_or_changed_are_noticed(change):
 
 def test_shares_of_another_round_do_not_open():
     (first, _), (_, other) = shared(4), shared(4, context=b"federation run-1 round 4")
-    with pytest.raises(CodecError):
+    with pytest.raises(SharesWrong, match=r"^c01, c02, c03: no shares"):
         first.receive(other)
 
 
