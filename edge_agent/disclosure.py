@@ -114,7 +114,7 @@ def _fields(model: type[BaseModel], where: str, path: str = "") -> Iterator[Item
 
 
 SECURE_SUM = (
-    Item("secure_keys", "secure.keys", "two public keys, for one round"),
+    Item("secure_keys", "secure.keys", "two public keys and the SHA-256 of a random mask, for one round"),
     Item("secure_shares", "secure.shares", "shares of their secrets, each encrypted for another device"),
     Item(
         "train", "secure.masked", "the tensors of the method times the sample count, and this count, under random masks"

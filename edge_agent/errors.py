@@ -25,6 +25,8 @@ HeadwaterError                  exit 1   something failed
 ├── TrainingFailed              exit 1   local training stopped (non-finite loss, for example)
 ├── TrainingCancelled           exit 1   local training was stopped on request, because its round is over
 ├── PrivacyRefused              exit 1   a job asks for more than the device's [privacy] lets out
+│   └── SumRefused              exit 1   a secure sum would tell more than the sum, or cannot be told apart from that
+│       └── SharesWrong         exit 1   shares of other devices do not open
 ├── RunFailed                   exit 1   a run cannot go on, or has ended without a result
 ├── MeasuringFailed             exit 1   what a benchmark measures has ended, or does not answer
 ├── ExportRejected              exit 1   an export did not pass its gates; the previous bundle stays
@@ -179,6 +181,14 @@ class TrainingCancelled(HeadwaterError):
 
 class PrivacyRefused(HeadwaterError):
     """A job asks for more than ``[privacy]`` in the device's configuration lets out; the device does not do it."""
+
+
+class SumRefused(PrivacyRefused):
+    """An attempt at a secure sum would tell more than the sum; another attempt may be in order."""
+
+
+class SharesWrong(SumRefused):
+    """Shares of other devices do not open; the message begins with their names."""
 
 
 class RunFailed(HeadwaterError):

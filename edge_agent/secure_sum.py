@@ -2,11 +2,11 @@
 
 Source: Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth, "Practical Secure Aggregation for
 Privacy-Preserving Machine Learning", CCS 2017, protocol of Figure 4 with both masks, for a server that is honest but
-curious. Per round: (0) each client sends two public keys; (1) with everybody's keys it sends encrypted shares of its
-mask key and of its own mask's seed; (2) it sends its vector plus its own mask plus or minus one mask for each other
-client that has sent shares; (3) told who has delivered, it reveals one share for each client: of the own mask of those
-who have, of the mask key of those who have not. So the masks of all can be removed from the sum, and from no single
-vector: the own mask protects a vector that arrives late, after its client's mask key was given up.
+curious. Per round: (0) each client sends two public keys and the hash of its own mask's seed; (1) with everybody's keys
+it sends encrypted shares of its mask key and of that seed; (2) it sends its vector plus its own mask plus or minus one
+mask for each client that has sent shares; (3) told who has delivered, it reveals one share for each client: of the
+own mask of those who have, of the mask key of those who have not. So the masks of all can be removed from the sum, and
+from no single vector: the own mask protects a vector that arrives late, after its client's mask key was given up.
 
 What is protected: a vector, against a server that follows the protocol and up to ``t - 1`` clients that tell it all
 they know, with ``t`` of ``n`` shares needed. A server that names different clients as delivered to different clients
@@ -14,21 +14,25 @@ does not get further, as long as fewer than ``2 t - n`` clients help it: each an
 What is not: a server that makes up clients (nobody but it vouches for public keys), a sum of which all other terms are
 known, wrong vectors, and who takes part. A server that stops after phase 2 learns nothing.
 
-Differs: shares are of 32-byte secrets in the field of 2^521 - 1. Numbers are fixed-point, see `FixedPoint`.
+Differs: the hash of phase 0 is not in the paper; wrong shares of a seed are found by it. Shares are of 32-byte secrets
+in the field of 2^521 - 1. Numbers are fixed-point, see `FixedPoint`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .config import LEAST_CLIENTS
-from .errors import CodecError, PrivacyRefused, TrainingFailed
+from .errors import CodecError, SharesWrong, SumRefused, TrainingFailed
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
 PRIME = 2**521 - 1
 SHARE_BYTES = 66
 SECRET_BYTES = 32
+MOST_NAMED = 20
+"""Clients whose shares are wrong, in a message."""
 
 Entropy = Callable[[int], bytes]
 """So many random bytes."""
@@ -82,10 +88,20 @@ class FixedPoint:
 
 @dataclass(frozen=True)
 class PublicKeys:
-    """Phase 0 of one client: the key that its shares are encrypted for, and the one that its masks come from."""
+    """Phase 0 of one client: the key that its shares are encrypted for, and the one that its masks come from.
+
+    ``seed``: SHA-256 of the seed of its own mask, so that wrong shares of it are found.
+    """
 
     share: bytes
     mask: bytes
+    seed: bytes
+
+    def is_of(self, secret: bytes, *, delivered: bool) -> bool:
+        """Whether this is the client's secret: its seed where it has delivered, else its mask key."""
+        if delivered:
+            return sha256(secret).digest() == self.seed
+        return private_key(secret).public_key().public_bytes_raw() == self.mask
 
 
 class Participant:
@@ -96,7 +112,7 @@ class Participant:
     """
 
     def __init__(self, client: str, context: bytes, entropy: Entropy = secrets.token_bytes) -> None:
-        """``context`` names federation, run and round: nothing of another round decrypts or cancels in this one."""
+        """``context`` names run, round and session: nothing of another attempt decrypts or cancels in this one."""
         self.client, self._context, self._entropy = client, context, entropy
         self._share_key, self._mask_key = private_key(entropy(SECRET_BYTES)), private_key(entropy(SECRET_BYTES))
         self._seed = entropy(SECRET_BYTES)
@@ -117,25 +133,27 @@ class Participant:
     def keys(self) -> PublicKeys:
         """Phase 0."""
         return PublicKeys(
-            self._share_key.public_key().public_bytes_raw(), self._mask_key.public_key().public_bytes_raw()
+            self._share_key.public_key().public_bytes_raw(),
+            self._mask_key.public_key().public_bytes_raw(),
+            sha256(self._seed).digest(),
         )
 
     def shares(self, keys: Mapping[str, PublicKeys]) -> dict[str, bytes]:
         """Phase 1: for each other client the encrypted shares of this one's mask key and seed.
 
         Raises:
-            PrivacyRefused: too few clients, this one's keys were replaced, two clients have the same, or there were
+            SumRefused: too few clients, this one's keys were replaced, two clients have the same, or there were
                 other keys before.
         """
         if len(keys) < LEAST_CLIENTS:
-            raise PrivacyRefused(f"a secure sum of {len(keys)} clients hides nobody; it needs {LEAST_CLIENTS}")
+            raise SumRefused(f"a secure sum of {len(keys)} clients hides nobody; it needs {LEAST_CLIENTS}")
         if keys.get(self.client) != self.keys():
-            raise PrivacyRefused(f"the keys of '{self.client}' in the list are not its own; it takes no part")
+            raise SumRefused(f"the keys of '{self.client}' in the list are not its own; it takes no part")
         if len({one.mask for one in keys.values()} | {one.share for one in keys.values()}) < 2 * len(keys):
-            raise PrivacyRefused("a public key occurs twice in the list; it takes no part")
+            raise SumRefused("a public key occurs twice in the list; it takes no part")
         if self._keys:
             if self._keys != keys:
-                raise PrivacyRefused("shares for other keys were made in this round before; it takes no part")
+                raise SumRefused("shares for other keys were made in this round before; it takes no part")
             return self._sealed
         ordered = dict(sorted(keys.items()))
         least, order = threshold(len(keys)), [*ordered]
@@ -155,29 +173,31 @@ class Participant:
         """Take in what the others have encrypted for this one in phase 1; those who did not have dropped out.
 
         Raises:
-            PrivacyRefused: too few have, one is not of this round, or others had before.
-            CodecError: shares that were not encrypted by that client for this one and round.
+            SumRefused: too few have, one is not of this round, or others had before.
+            SharesWrong: shares of some were not encrypted by them for this one and attempt.
         """
         if unknown := sealed.keys() - (self._keys.keys() - {self.client}):
-            raise PrivacyRefused(f"{min(unknown)!r} is said to have sent shares and is not of this round")
+            raise SumRefused(f"{min(unknown)!r} is said to have sent shares and is not of this round")
         if len(sealed) + 1 < (least := threshold(len(self._keys))):
-            raise PrivacyRefused(f"{len(sealed) + 1} of {len(self._keys)} clients have sent shares, it takes {least}")
+            raise SumRefused(f"{len(sealed) + 1} of {len(self._keys)} clients have sent shares, it takes {least}")
         if self._received and self._received != sealed:
-            raise PrivacyRefused("other shares were received in this round before; it takes no part")
+            raise SumRefused("other shares were received in this round before; it takes no part")
         opened = {other: self._opened(other, box) for other, box in sealed.items()}
-        self._shares.update(opened)
+        if wrong := sorted(other for other, both in opened.items() if both is None):
+            raise SharesWrong(f"{', '.join(wrong[:MOST_NAMED])}: no shares for '{self.client}' in this round")
+        self._shares.update({other: both for other, both in opened.items() if both is not None})
         self._received = dict(sealed)
 
     def masked(self, numbers: np.ndarray) -> np.ndarray:
         """Phase 2: integers (n,) uint64, uniformly random to who lacks the masks, of integers (n,) uint64.
 
         Raises:
-            PrivacyRefused: before `receive`, or a second time: the difference of two vectors would have no mask.
+            SumRefused: before `receive`, or a second time: the difference of two vectors would have no mask.
         """
         if not self._received:
-            raise PrivacyRefused("nobody's shares have come, so no mask could be removed again")
+            raise SumRefused("nobody's shares have come, so no mask could be removed again")
         if self._has_masked:
-            raise PrivacyRefused("an update was masked in this round before; another one would bare the difference")
+            raise SumRefused("an update was masked in this round before; another one would bare the difference")
         self._has_masked = True
         result = np.array(numbers, np.uint64)
         result += stream(self._seed, len(numbers))
@@ -190,33 +210,31 @@ class Participant:
         """Phase 3: for each client that has sent shares one of them, of its seed where it has delivered, else its key.
 
         Raises:
-            PrivacyRefused: it has answered before, or too few have delivered for a sum that hides them.
+            SumRefused: it has answered before, or too few have delivered for a sum that hides them.
         """
         survivors, least = frozenset(delivered), threshold(len(self._keys))
         if self._answered is not None:
             if self._answered[0] == survivors:
                 return self._answered[1]
-            raise PrivacyRefused("the masks of this round were asked for before; a second answer could bare an update")
+            raise SumRefused("the masks of this round were asked for before; a second answer could bare an update")
         if unknown := survivors - self._shares.keys():
-            raise PrivacyRefused(f"{min(unknown)!r} is said to have delivered and has sent no shares")
+            raise SumRefused(f"{min(unknown)!r} is said to have delivered and has sent no shares")
         if len(survivors) < least:
-            raise PrivacyRefused(f"{len(survivors)} of {len(self._keys)} clients have delivered, it takes {least}")
+            raise SumRefused(f"{len(survivors)} of {len(self._keys)} clients have delivered, it takes {least}")
         answer = {}
         for other, (of_key, of_seed) in sorted(self._shares.items()):
             answer[other] = of_seed if other in survivors else of_key
         self._answered = survivors, answer
         return answer
 
-    def _opened(self, other: str, box: bytes) -> tuple[bytes, bytes]:
+    def _opened(self, other: str, box: bytes) -> tuple[bytes, bytes] | None:
         from cryptography.exceptions import InvalidTag
 
         try:
             opener = self._box(other, self.client, self._keys[other].share)
             both = opener.decrypt(bytes(12), box, self._context)
-        except InvalidTag as error:
-            raise CodecError(
-                f"no shares of '{other}' for '{self.client}' in this round; the round has to begin again"
-            ) from error
+        except InvalidTag:
+            return None
         return both[:SHARE_BYTES], both[SHARE_BYTES:]
 
     def _box(self, sender: str, receiver: str, public: bytes) -> ChaCha20Poly1305:
@@ -235,27 +253,22 @@ def unmasked(
     keys: Mapping[str, PublicKeys],
     answers: Mapping[str, Mapping[str, bytes]],
     context: bytes,
+    blame: Callable[[str], None] = lambda _: None,
 ) -> np.ndarray:
     """The server's last step: the sum (n,) uint64 of the integers of all who have delivered.
 
     ``masked``: client -> phase 2. ``keys``: of all clients of phase 0. ``answers``: client -> phase 3, of at least
-    `threshold` clients, about those that have sent shares.
+    `threshold` clients, about those that have sent shares. ``blame`` is called with each whose answer was wrong, where
+    the others are enough: found is a single wrong share of a secret.
 
     Raises:
         TrainingFailed: too few answers.
-        CodecError: shares that give no key of that client.
+        CodecError: shares that do not give the secret of that client, and nobody knows which of them is wrong.
     """
-    order, least = sorted(keys), threshold(len(keys))
-    if len(answers) < least:
-        raise TrainingFailed(f"{len(answers)} of {len(keys)} clients have revealed their shares, it takes {least}")
-    chosen = sorted(answers)[:least]
-    points = [order.index(client) + 1 for client in chosen]
-    secrets_of = {
-        client: joined(points, [answers[one][client] for one in chosen]) for client in sorted(answers[chosen[0]])
-    }
-    for client in secrets_of.keys() - masked.keys():
-        if private_key(secrets_of[client]).public_key().public_bytes_raw() != keys[client].mask:
-            raise CodecError(f"the shares of '{client}' do not give its key; one of {', '.join(chosen)} was wrong")
+    honest = dict(answers)
+    while isinstance(secrets_of := _revealed(masked, keys, honest), str):
+        blame(secrets_of)
+        del honest[secrets_of]
     total = np.zeros_like(next(iter(masked.values())))
     for vector in masked.values():
         total += vector
@@ -267,6 +280,33 @@ def unmasked(
         for other in masked:  # of each pair the one who has delivered has put the mask in; it is taken out
             _add_pair(total, pair_seed(key, keys[other].mask, context), positive=other > client)
     return total
+
+
+def _revealed(
+    delivered: Container[str], keys: Mapping[str, PublicKeys], answers: Mapping[str, Mapping[str, bytes]]
+) -> dict[str, bytes] | str:
+    """The secrets of all clients that have sent shares, or the one whose answer is wrong."""
+    least = threshold(len(keys))
+    if len(answers) < least:
+        raise TrainingFailed(f"{len(answers)} of {len(keys)} clients have revealed their shares, it takes {least}")
+    points = {point: client for point, client in enumerate(sorted(keys), 1) if client in answers}
+    chosen, one_more = list(points)[:least], list(points)[: least + 1]
+    factors, result = at_zero(chosen), {}
+    for client in answers[points[chosen[0]]]:
+        fits = partial(keys[client].is_of, delivered=client in delivered)
+        with contextlib.suppress(CodecError):
+            secret = joined(factors, [answers[points[point]][client] for point in chosen])
+            if fits(secret):
+                result[client] = secret
+                continue
+        wrong = outlier({point: answers[points[point]][client] for point in one_more}, fits)
+        if len(one_more) == least or wrong is None:
+            raise CodecError(
+                f"the shares of '{client}' do not give its secret; it has made wrong ones, or one of "
+                f"{', '.join(points[point] for point in one_more)} has revealed a wrong one"
+            )
+        return points[wrong]
+    return result
 
 
 def private_key(secret: bytes) -> X25519PrivateKey:
@@ -330,21 +370,44 @@ def split(secret: bytes, least: int, count: int, entropy: Entropy) -> list[bytes
     return shares
 
 
-def joined(points: Sequence[int], shares: Sequence[bytes]) -> bytes:
-    """The secret (32 bytes) of shares at these points, by Lagrange's formula at 0.
+def at_zero(points: Sequence[int]) -> list[int]:
+    """Lagrange's factors at 0 of the shares at these points."""
+    factors = []
+    for point in points:
+        others = [other for other in points if other != point]
+        bottom = math.prod(other - point for other in others)
+        factors.append(math.prod(others) * pow(bottom, -1, PRIME) % PRIME)
+    return factors
+
+
+def outlier(shares: Mapping[int, bytes], fits: Callable[[bytes], bool]) -> int | None:
+    """The point without which the others' shares give a secret that fits; None where there is no such point.
+
+    The polynomial through all points but q is sum(f y) - sum(p f y) / q at 0, for shares y at p, with `at_zero`'s f.
+    """
+    terms = {
+        point: factor * int.from_bytes(share, "big")
+        for (point, share), factor in zip(shares.items(), at_zero(list(shares)), strict=True)
+    }
+    total, slope = sum(terms.values()), sum(point * term for point, term in terms.items())
+    for point in shares:
+        with contextlib.suppress(CodecError):
+            if fits(_as_secret(total - slope * pow(point, -1, PRIME))):
+                return point
+    return None
+
+
+def joined(factors: Sequence[int], shares: Sequence[bytes]) -> bytes:
+    """The secret (32 bytes) of shares at points with these factors (`at_zero`).
 
     Raises:
         CodecError: the shares belong to no such secret.
     """
-    total = 0
-    for point, share in zip(points, shares, strict=True):
-        top = bottom = 1
-        for other in points:
-            if other != point:
-                top = top * other % PRIME
-                bottom = bottom * (other - point) % PRIME
-        total = (total + int.from_bytes(share, "big") * top * pow(bottom, -1, PRIME)) % PRIME
+    return _as_secret(sum(factor * int.from_bytes(share, "big") for factor, share in zip(factors, shares, strict=True)))
+
+
+def _as_secret(value: int) -> bytes:
     try:
-        return total.to_bytes(SECRET_BYTES, "big")
+        return (value % PRIME).to_bytes(SECRET_BYTES, "big")
     except OverflowError as error:
         raise CodecError("shares of a secure sum give no key: one of them is wrong") from error

@@ -20,7 +20,7 @@ from .wire.tensors import Spec
 
 PREFIX = "secure."
 KEYS = f"{PREFIX}keys"
-"""An agent's two public keys (64,) uint8; to the agents those of all (n, 64)."""
+"""An agent's two public keys and the hash of its seed (96,) uint8; to the agents those of all (n, 96)."""
 
 MEMBERS = f"{PREFIX}members"
 """The clients of the sum, sorted, a line each, as bytes (uint8)."""
@@ -40,7 +40,7 @@ DELIVERED = f"{PREFIX}delivered"
 REVEALED = f"{PREFIX}revealed"
 """An agent's share of one secret of each client that has sent shares (n, 66) uint8; 0 for the others."""
 
-KEY_BYTES, SEALED_BYTES = 64, 2 * SHARE_BYTES + 16
+KEY_BYTES, SEALED_BYTES = 96, 2 * SHARE_BYTES + 16
 MOST_CLIENTS = 1000
 FIXED_POINT = FixedPoint()
 _COUNTER = ".num_batches_tracked"
@@ -105,13 +105,13 @@ def members_of(received: Tensors) -> tuple[str, ...]:
 
 def keys_as_bytes(keys: PublicKeys) -> np.ndarray:
     """`KEYS` of one client."""
-    return np.frombuffer(keys.share + keys.mask, np.uint8)
+    return np.frombuffer(keys.share + keys.mask + keys.seed, np.uint8)
 
 
 def keys_of(row: np.ndarray) -> PublicKeys:
-    """The public keys in a row (64,) uint8."""
-    both = row.tobytes()
-    return PublicKeys(both[: KEY_BYTES // 2], both[KEY_BYTES // 2 :])
+    """The public keys in a row (96,) uint8."""
+    content = row.tobytes()
+    return PublicKeys(content[:32], content[32:64], content[64:])
 
 
 def table(rows: Mapping[str, bytes], members: Sequence[str], width: int) -> np.ndarray:

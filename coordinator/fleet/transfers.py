@@ -27,6 +27,7 @@ from edge_agent.wire.messages import (
     MAX_CREDITS,
     OUTSIDE_ROUNDS,
     PRIVACY_REFUSED,
+    SHARES_WRONG,
     Ack,
     Command,
     Grant,
@@ -530,6 +531,13 @@ def _noted(message: UpdateManifest) -> str | None:
 def is_by_policy(reason: str) -> bool:
     """Whether an agent has no update because its own ``[privacy]`` does not allow the job: no failure of it."""
     return reason.startswith(f"{PRIVACY_REFUSED}: ")
+
+
+def accused(reason: str) -> frozenset[str]:
+    """Whose shares of a secure sum an agent could not open, where that is why it has no update."""
+    if not reason.startswith(f"{SHARES_WRONG}: "):
+        return frozenset()
+    return frozenset(reason.removeprefix(f"{SHARES_WRONG}: ").partition(":")[0].split(", "))
 
 
 def reason_of(error: BaseException) -> str:

@@ -8,8 +8,9 @@ effect, so a new loop on the same journal resumes in the same round with the upd
 from __future__ import annotations
 
 import functools
+import json
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from edge_agent import heads
 from edge_agent.errors import CodecError, RunFailed, TrainingFailed
+from edge_agent.storage import sha256_of
 from edge_agent.task import State, Tensors
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import EXCHANGES, LARGE_TASK_BYTES, Cancel, Fault, Heartbeat, Job, Purpose, new_id
@@ -387,39 +389,54 @@ class RunLoop:
 
     def _secure_round(self, number: int, resumed: OpenRound | None) -> Steps:
         """A round of which the sum alone is seen. Where too few deliver, it begins again with fresh keys."""
-        from .secure_rounds import SecureRound, check_forms
+        from edge_agent.secure_tensors import MOST_CLIENTS
+
+        from .secure_rounds import SecureRound, check_forms, disputed
 
         if why := check_forms(self._expected):
             raise RunFailed(f"{why}; set privacy.secure_sum = false, or choose another method")
         run, config = self.run, self.run.context.config
         stats, clock, most = Stats.begin(run.context), run.context.stopwatch, config.round.max_attempts
-        opened, absent = resumed or OpenRound(number, 0, (), {}), _Absent()
+        opened, absent, barred = resumed or OpenRound(number, 0, (), {}), _Absent(), set[str]()
         for attempt in range(1, most + 1):
             waits_since = clock()
-            before = self._journal.entries(run.id, ("sum_revealed",), round=number)
-            only = tuple(before[0].body["agents"]) if before else ()
+            before = [one.body for one in self._journal.entries(None, ("sum_revealed",))]
+            only = next((tuple(body["agents"]) for body in before if body.get("origin") == self._origin), ())
             if only and resumed is not None:
                 self._budget.check_terms(number, resumed.body)
             planned = yield from self._same_again(number, only) if only else self._planned(number)
             stats.waiting_s += clock() - waits_since
             least = len(only) or config.cohort.min_agents
             sums = SecureRound(run.id, number, new_id(), self._expected, least)
-            body = {**planned.body, "session": sums.session, "again": list(planned.cohort)}
-            opened, absent = opened.next_attempt(planned.cohort, body), _Absent()
-            done = yield from self._secure_attempt(opened, sums, absent)
+            cohort = self.selection.draw(planned.cohort, MOST_CLIENTS, number)
+            body = {**planned.body, "session": sums.session, "again": list(cohort)}
+            opened, absent = opened.next_attempt(cohort, body), _Absent()
+            done = yield from self._secure_attempt(opened, sums, absent, () if only else barred)
             if isinstance(done, _Summed):
                 yield from self._close(done.closed, done.collection, stats, absent.unanswered, done.mean)
                 return
-            log.warning("sum_missed run=%s round=%d attempt=%d reason=%s", run.id, number, attempt, done)
+            barred |= disputed({agent: why for agent, (why, _) in absent.failed.items()}, sums.members)
+            log.warning(
+                "sum_missed run=%s round=%d attempt=%d reason=%s left_out=%s",
+                *(run.id, number, attempt, done, listed(sorted(barred))),
+            )
         raise RunFailed(
             f"round {number}: no secure sum in {most} attempts (round.max_attempts), and no update was revealed: "
             f"{done}; {absent}; repair those agents, raise round.deadline_s, or lower cohort.min_agents"
         )
 
-    def _same_again(self, number: int, agents: tuple[str, ...]) -> Generator[Waiting, None, OpenRound]:
-        """The round once more, with exactly the agents whose sum has begun to be revealed.
+    @property
+    def _origin(self) -> str:
+        """Digest of what decides updates, save for what is random: `edge_agent.agent.secure.origin_of`."""
+        run = self.run
+        task, params = run.request.task.model_dump(mode="json"), run.method.all_params()
+        return sha256_of(json.dumps([task, run.method.name, params, run.checkpoint], sort_keys=True).encode())
 
-        They send the same updates again, so that of two sums over different agents the difference would be single ones.
+    def _same_again(self, number: int, agents: tuple[str, ...]) -> Generator[Waiting, None, OpenRound]:
+        """Training from a model once more, with exactly the agents whose sum has begun to be revealed.
+
+        They send the same updates again, also in another run, so that of two sums over different agents the difference
+        would be single ones.
 
         Raises:
             RunFailed: they are not all here within the deadline of a round.
@@ -431,23 +448,24 @@ class RunLoop:
                 raise RunFailed(
                     f"round {number}: the sum of {listed(agents)} has begun to be revealed, and cannot be that of "
                     f"others, because the difference would bare single updates; {listed(missing)} did not come back; "
-                    "start another run"
+                    "start another run with another seed (headwater run --seed)"
                 )
             what = f"round {number} begins again with the {len(agents)} agents whose sum has begun to be revealed"
             yield Waiting(what, missing, until + roster.deaf_s, f"round {number}")
         return OpenRound(number, 1, agents, {"joining": [], "wanted": len(agents), "work": {}, **self._budget.terms()})
 
     def _secure_attempt(
-        self, opened: OpenRound, sums: SecureRound, absent: _Absent
+        self, opened: OpenRound, sums: SecureRound, absent: _Absent, barred: Container[str]
     ) -> Generator[Waiting, None, _Summed | str]:
-        """The sum of one attempt, or why there is none."""
+        """The sum of one attempt without those ``barred``, or why there is none."""
         from .secure_rounds import keys_objection, negative_variance
 
         run, blobs, number = self.run, self.run.context.state.blobs, opened.round
-        keyed = yield from self._exchange("secure_keys", opened, opened.cohort, sums, {}, absent, keys_objection)
+        asked = tuple(without(opened.cohort, barred))
+        keyed = yield from self._exchange("secure_keys", opened, asked, sums, {}, absent, keys_objection)
         sums.take_keys(updates_of(blobs, keyed))
         if len(sums.keys) < sums.least:
-            return f"{len(sums.keys)} of {len(opened.cohort)} agents have sent keys, it takes {sums.least}"
+            return f"{len(sums.keys)} of {len(asked)} agents have sent keys, it takes {sums.least}"
         shared = yield from self._exchange("secure_shares", opened, sums.members, sums, sums.for_shares(), absent)
         sums.take_shares(updates_of(blobs, shared))
         if len(sums.sealed) < sums.needed:
@@ -472,7 +490,8 @@ class RunLoop:
         delivered = tuple(sorted(collection.accepted))
         if len(delivered) < sums.needed:
             return f"{len(delivered)} of {len(sums.keys)} agents have delivered, it takes {sums.needed}"
-        self._journal.append("sum_revealed", run=run.id, round=number, body={"agents": delivered})
+        body = {"agents": delivered, "origin": self._origin}
+        self._journal.append("sum_revealed", run=run.id, round=number, body=body)
         given = sums.for_unmasking(delivered)
         revealed = yield from self._exchange("secure_unmask", opened, delivered, sums, given, _Absent())
         waiting = Waiting(f"round {number}: masks are taken off the sum of {len(delivered)} updates")

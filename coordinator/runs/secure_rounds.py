@@ -3,12 +3,12 @@
 The protocol is `edge_agent.secure_sum`. An attempt at a round has its own session, and keys that serve no other: where
 too few agents deliver, or the coordinator was restarted, the round begins again with another session. So nobody's masks
 are ever taken off two different sums. As the updates are the same again, two sums over different agents would tell more
-than one: once shares are asked for, the journal has whose sum it is, and only these agents take part in the next try.
+than one: once shares are asked for, the journal has whose sum it is, and only these agents take part in the next try,
+also in another run that trains from the same model.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edge_agent import secure_tensors as layout
-from edge_agent.errors import CodecError, TensorsError, TrainingFailed
+from edge_agent.errors import CodecError, TensorsError
 from edge_agent.methods import Update
 from edge_agent.secure_sum import SECRET_BYTES, PublicKeys, agreed, private_key, threshold, unmasked
 from edge_agent.task import Tensors
-from edge_agent.wire.messages import Purpose
+from edge_agent.wire.messages import MAX_SAMPLES, Purpose
 from edge_agent.wire.tensors import Spec
+
+from ..fleet.transfers import accused
 
 log = logging.getLogger(__name__)
 
@@ -98,27 +100,29 @@ class SecureRound:
         """
         vectors = {update.client: update.tensors[layout.MASKED].view(np.uint64) for update in masked}
         answers = {update.client: self._answer(update.tensors[layout.REVEALED]) for update in revealed}
-        total = self._unmasked(vectors, answers)
-        if not (weight := float(layout.FIXED_POINT.decode(total[-1:])[0])) > 0:
-            raise CodecError(f"the weights add up to {weight:g}, expected more than 0; an agent has sent no update")
+        context = layout.context_of(self.run, self.round, self.session)
+        total, most = unmasked(vectors, self.keys, answers, context, self._blame), len(vectors) * MAX_SAMPLES
+        if not 0 < (weight := float(layout.FIXED_POINT.decode(total[-1:])[0])) <= most:
+            raise CodecError(f"the weights add up to {weight:g}, expected 1 to {most:g}; an agent has sent no update")
         return layout.mean_of(total, self.forms)
 
-    def _unmasked(self, vectors: Mapping[str, np.ndarray], answers: Mapping[str, Mapping[str, bytes]]) -> np.ndarray:
-        """The sum, also where a single agent has revealed wrong shares and the others are enough."""
-        context = layout.context_of(self.run, self.round, self.session)
-        try:
-            return unmasked(vectors, self.keys, answers, context)
-        except CodecError:
-            for liar in sorted(answers):
-                others = {agent: answer for agent, answer in answers.items() if agent != liar}
-                with contextlib.suppress(CodecError, TrainingFailed):
-                    total = unmasked(vectors, self.keys, others, context)
-                    log.warning("shares_wrong run=%s round=%d agent=%s", self.run, self.round, liar)
-                    return total
-            raise
+    def _blame(self, agent: str) -> None:
+        log.warning("shares_wrong run=%s round=%d agent=%s", self.run, self.round, agent)
 
     def _answer(self, rows: np.ndarray) -> dict[str, bytes]:
         return {who: row.tobytes() for who, row in zip(self.members, rows, strict=True) if who in self.sealed}
+
+
+def disputed(reasons: Mapping[str, str], members: Iterable[str]) -> set[str]:
+    """Those in dispute over shares with most others; ``reasons``: agent -> why it has no update.
+
+    Of two members one of whom accuses the other, one lies. Who sends wrong shares to many, or accuses many, is in
+    dispute with many; of two that are so with each other alone, nobody knows who it is.
+    """
+    here = {*members}
+    pairs = {frozenset((one, other)) for one, why in reasons.items() for other in accused(why) & here if other != one}
+    times = Counter(agent for pair in pairs for agent in pair)
+    return {agent for agent, count in times.items() if count == max(times.values())}
 
 
 def keys_objection(tensors: Tensors) -> str:

@@ -20,7 +20,7 @@ from edge_agent.errors import RunFailed
 
 from ..config import CohortConfig, CoordinatorConfig
 from ..fleet.registry import RETURN_S
-from ..fleet.transfers import Collection, is_by_policy
+from ..fleet.transfers import Collection, accused, is_by_policy
 from ..state.journal import Journal, OpenRound, RunRecord, step
 from ..text import counted, listed
 from .buffered import BufferedCollection
@@ -68,7 +68,8 @@ class Exclusions:
     A suspect update (`aggregation.Decisions`) counts in its round. From the third in a row on each is a failure, until
     one is not suspect; a restart changes nothing then.
 
-    An agent whose own privacy policy refuses the job has not failed: it is not asked again before it is restarted.
+    An agent whose own privacy policy refuses the job has not failed: it is not asked again before it is restarted. One
+    that could not open shares of others has not failed either.
     """
 
     delivered: set[str] = field(default_factory=set)
@@ -140,7 +141,8 @@ class Exclusions:
                 self._rounds[agent] = ({*rounds, done.round}, reason)
                 excluded[agent] = f"until it is restarted: {reason}"
                 continue
-            if agent in excused and agent not in done.rejected and agent not in unanswered:
+            is_excused = agent in excused and agent not in done.rejected and agent not in unanswered
+            if is_excused or accused(reason):  # it says that others have failed
                 continue
             known = self._failures.setdefault(agent, _Failures())
             known.misses = 0 if agent in done.rejected else known.misses + 1
@@ -310,7 +312,7 @@ class Selection:
         """Idle agents that a buffered round asks beside the ``at_work`` ones of earlier rounds; never waits."""
         chosen = self.chosen(number)
         idle = without(chosen, busy)
-        return self._draw(idle, len(chosen) - at_work, number)
+        return self.draw(idle, len(chosen) - at_work, number)
 
     def awaited(self, collection: Collection) -> tuple[str, ...]:
         """Cohort members that may still deliver. The others are given up: the quorum does not count them.
@@ -365,7 +367,7 @@ class Selection:
         quorum = max(self.fewest, quorum_of(self.context.config.round.quorum, wanted))
         if lacking > 0 and collection.delivered < quorum:
             others = without(self.willing(), set(collection.cohort))
-            if chosen := self._draw(without(others, self.left_out(collection.round)), lacking, collection.round):
+            if chosen := self.draw(without(others, self.left_out(collection.round)), lacking, collection.round):
                 return chosen
         self._unreplaced = state
         return ()
@@ -594,10 +596,10 @@ class Selection:
             able = len(awaited) + len(again) + len(new)
             if able and collection.delivered + able >= least:
                 lacking = max(least, len(collection.training)) - collection.delivered - len(awaited) - len(again)
-                return Addition(self._draw(new, lacking, collection.round), again)
+                return Addition(self.draw(new, lacking, collection.round), again)
         return None
 
-    def _draw(self, agents: Sequence[str], size: int, number: int) -> tuple[str, ...]:
+    def draw(self, agents: Sequence[str], size: int, number: int) -> tuple[str, ...]:
         """At most ``size`` of the agents, sorted; the same ones for the same seed, round and agents."""
         rng = np.random.default_rng([self.seed, number, len(agents)])
         size = min(len(agents), max(0, size))

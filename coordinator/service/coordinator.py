@@ -432,7 +432,7 @@ class Coordinator:
             self.releases.offer_again(agent, message.digest)
 
     def _on_fault(self, agent: str, message: wire.Fault) -> None:
-        if message.error == wire.PRIVACY_REFUSED:
+        if message.error in wire.REFUSALS:
             log.info("job_refused agent=%s reason=%s", agent, message.message)
         else:
             self.roster.failed(agent, message)

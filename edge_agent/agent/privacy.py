@@ -16,7 +16,7 @@ from ..config import AgentConfig, PrivacyConfig
 from ..errors import PrivacyRefused, StateError, UnknownName
 from ..storage import read_json, write_json
 from ..task import RUNNING_STATISTICS
-from ..wire.messages import OUTSIDE_ROUNDS, Job, Report
+from ..wire.messages import EXCHANGES, OUTSIDE_ROUNDS, Job, Report
 
 CLASS_COUNT = "min_class_count"
 """The parameter of methods whose updates carry statistics of classes: of how many samples such a class is at least."""
@@ -40,7 +40,8 @@ def check_job(policy: PrivacyConfig, job: Job, least: int | None) -> None:
     reasons = objections(policy, job.method, least)
     if job.purpose in OUTSIDE_ROUNDS and not getattr(policy, job.purpose):
         reasons.append(f"privacy.{job.purpose} is false: they stay here")
-    if policy.secure_sum == "required" and not job.session and job.purpose != "personalize":
+    is_masked = bool(job.session) and job.purpose in {*EXCHANGES, "train"}
+    if policy.secure_sum == "required" and not is_masked and job.purpose != "personalize":
         reasons.append(
             "privacy.secure_sum is 'required', and the run would see the single update; it can set "
             "privacy.secure_sum = true"

@@ -5,35 +5,42 @@ The secrets of an attempt are in memory alone: an agent that is restarted has dr
 
 from __future__ import annotations
 
+import json
 import secrets
 from pathlib import Path
 
 import numpy as np
 
 from .. import secure_tensors as layout
-from ..errors import PrivacyRefused, UpdateRejected
+from ..errors import SumRefused, UpdateRejected
 from ..secure_sum import SHARE_BYTES, Entropy, Participant
 from ..storage import read_json, sha256_of, write_json
 from ..task import Tensors
 from ..wire.messages import Job, run_name
-from ..wire.tensors import specs_of
+from ..wire.tensors import pieces, specs_of
 
 SUMS_FILE = "sums.json"
-"""In the folder of a run: SHA-256 of the names of the clients in each round's sum."""
+"""In the state folder: SHA-256 of what an update was trained from -> that of the names of the clients in its sum."""
+
+MOST_SUMS = 5000
+"""Sums that the file holds, the newest: some 700 kB."""
 
 
 class SecureSums:
     """The sum that this device takes part in now; a new attempt replaces the one before."""
 
-    def __init__(self, agent: str, entropy: Entropy = secrets.token_bytes) -> None:
-        self._agent, self._entropy = agent, entropy
+    def __init__(self, agent: str, folder: Path, entropy: Entropy = secrets.token_bytes) -> None:
+        """``folder``: the state folder, which has the sums of all runs."""
+        self._agent, self._path, self._entropy = agent, folder / SUMS_FILE, entropy
         self._attempt: tuple[bytes, Participant] | None = None
+        self._origin = ""
+        """Digest of what the masked update was trained from; empty: none was masked in this attempt."""
 
     def begin(self, job: Job) -> Tensors:
         """The public keys for the attempt of ``job``."""
         context = _context(job)
         if self._attempt is None or self._attempt[0] != context:
-            self._attempt = context, Participant(self._agent, context, self._entropy)
+            self._attempt, self._origin = (context, Participant(self._agent, context, self._entropy)), ""
         return {layout.KEYS: layout.keys_as_bytes(self._attempt[1].keys())}
 
     def shares(self, job: Job, received: Tensors) -> Tensors:
@@ -41,7 +48,7 @@ class SecureSums:
 
         Raises:
             UpdateRejected: the agent has begun anew since it sent its keys.
-            PrivacyRefused: as `Participant.shares`.
+            SumRefused: as `Participant.shares`.
             CodecError: what was received is not of that form.
         """
         one, members = self.of(job), layout.members_of(received)
@@ -49,13 +56,15 @@ class SecureSums:
         sealed = one.shares({member: layout.keys_of(row) for member, row in zip(members, rows, strict=True)})
         return {layout.SHARES: layout.table(sealed, members, layout.SEALED_BYTES)}
 
-    def masked(self, job: Job, received: Tensors, update: Tensors, weight: float) -> Tensors:
+    def masked(self, job: Job, received: Tensors, update: Tensors, weight: float, origin: str) -> Tensors:
         """The update under masks; only those can be removed whose clients' shares were received.
+
+        ``origin``: digest of what the update was trained from, see `origin_of`.
 
         Raises:
             UpdateRejected: the agent has begun anew since it sent its keys.
             TrainingFailed: a number is too large for the sum.
-            PrivacyRefused: as `Participant.receive` and `Participant.masked`.
+            SumRefused: as `Participant.receive` and `Participant.masked`; SharesWrong where others' shares do not open.
             CodecError: what was received is not of that form.
         """
         one = self.of(job)
@@ -65,25 +74,30 @@ class SecureSums:
         of_members = zip(one.clients, sharers, rows, strict=True)
         one.receive({who: row.tobytes() for who, has, row in of_members if has and who != self._agent})
         integers = layout.as_integers(update, specs_of(update), weight, count)
-        return {layout.MASKED: one.masked(integers).view(np.int64)}
+        masked = one.masked(integers).view(np.int64)
+        self._origin = origin
+        return {layout.MASKED: masked}
 
-    def unmask(self, job: Job, received: Tensors, folder: Path) -> Tensors:
+    def unmask(self, job: Job, received: Tensors) -> Tensors:
         """For each client a share of its own mask where its update was delivered, else of its key.
 
-        A round that begins again has the same updates: of two sums over different clients the difference would be
-        single updates. So whose sum it is, is noted in ``folder``, that of the run, before anything is revealed.
+        Training that begins again, in this run or another, has the same updates: of two sums over different clients
+        the difference would be single updates. So whose sum it is, is noted on disk before anything is revealed.
 
         Raises:
             UpdateRejected: the agent has begun anew since it sent its keys.
-            PrivacyRefused: as `Participant.unmask`, or the round's sum was one of other clients before.
+            SumRefused: as `Participant.unmask`, nothing was masked, or the same training was in a sum of other
+                clients before.
             StateError: the note is damaged.
             CodecError: what was received is not of that form.
         """
         one = self.of(job)
         delivered = layout.taken(received, layout.DELIVERED, np.bool_, (len(one.clients),))
         terms = [who for who, has in zip(one.clients, delivered, strict=True) if has]
+        if not self._origin:
+            raise SumRefused("no update was masked here, so nobody knows of what the sum is", is_public=True)
         answer = one.unmask(terms)
-        _note_sum(folder / SUMS_FILE, job.round, terms)
+        _note_sum(self._path, self._origin, terms)
         return {layout.REVEALED: layout.table(answer, one.clients, SHARE_BYTES)}
 
     def of(self, job: Job) -> Participant:
@@ -100,23 +114,32 @@ class SecureSums:
         return self._attempt[1]
 
 
-def _note_sum(path: Path, number: int, terms: list[str]) -> None:
-    """Note of which clients a round's sum is.
+def origin_of(job: Job, received: Tensors) -> str:
+    """Digest of what decides an update, save for what is random: model, task, method and its parameters.
+
+    Run, round and seed are no part of it: where all samples are one batch, they change nothing but the last bits.
+    """
+    training = json.dumps([job.task.model_dump(mode="json"), job.method, job.params], sort_keys=True)
+    return sha256_of(training.encode(), *pieces(received))
+
+
+def _note_sum(path: Path, origin: str, terms: list[str]) -> None:
+    """Note of which clients the sum of updates of that origin is.
 
     Raises:
-        PrivacyRefused: it was of others before.
+        SumRefused: it was of others before.
         StateError: the file is damaged.
     """
     known, digest = dict(read_json(path) or {}), sha256_of("\n".join(terms).encode())
-    if known.get(str(number), digest) != digest:
-        raise PrivacyRefused(
-            f"the masks of round {number} were taken off a sum of other devices before; the difference of two sums "
-            "would bare single updates",
+    if known.get(origin, digest) != digest:
+        raise SumRefused(
+            "the masks of this training were taken off a sum of other devices before, in this run or another; the "
+            "difference of two sums would bare single updates; start a run with another seed",
             is_public=True,
         )
-    if str(number) not in known:
+    if origin not in known:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {**known, str(number): digest})
+        write_json(path, dict([*known.items(), (origin, digest)][-MOST_SUMS:]))
 
 
 def _context(job: Job) -> bytes:

@@ -31,6 +31,7 @@ from ..errors import (
     MissingCapability,
     PrivacyRefused,
     StateError,
+    SumRefused,
     TrainingCancelled,
     TransferTooSlow,
     UsageError,
@@ -227,7 +228,7 @@ class TaskRunner:
         if self._secure is None:
             from .secure import SecureSums
 
-            self._secure = SecureSums(self.config.id)
+            self._secure = SecureSums(self.config.id, self.config.state)
         return self._secure
 
     def _exchange(self, job: Job, given: Tensors) -> Tensors:
@@ -235,7 +236,7 @@ class TaskRunner:
         if job.purpose == "secure_shares":
             return self._secure_sums().shares(job, given)
         if job.purpose == "secure_unmask":
-            return self._secure_sums().unmask(job, given, self.resources.state_files(job.run).folder)
+            return self._secure_sums().unmask(job, given)
         session = self.session(job)
         check_job(self.config.privacy, job, session.method.least_class_count)
         check_tensors(self.config.privacy, session.shared)
@@ -264,7 +265,9 @@ class TaskRunner:
         if job.session:
             policy, is_uniform = self.config.privacy, session.method.weighting == "uniform"
             weight = 1 if is_uniform else sample_count(policy, outcome.samples)
-            masked = self._secure_sums().masked(job, given, outcome.update, weight)
+            from .secure import origin_of
+
+            masked = self._secure_sums().masked(job, given, outcome.update, weight, origin_of(job, received))
             outcome = replace(outcome, update=masked, samples=1)  # the weight is in the sum
         manifest = self.deliver(job, outcome)
         checkpoint.remove()
@@ -965,9 +968,12 @@ class TaskQueue:
     def _refuse(self, error: PrivacyRefused, job: wire.Job) -> None:
         """Say that this device does not do the job, which is no fault of its own."""
         log.warning("job_refused run=%s round=%d reason=%s", wire.run_name(job.run), job.round, error)
-        remedy = "[privacy] in the device's configuration decides; change the run, or leave the device out of it"
+        if isinstance(error, SumRefused):
+            remedy = "the next attempt at the sum has fresh keys; where this repeats, look for who is named"
+        else:
+            remedy = "[privacy] in the device's configuration decides; change the run, or leave the device out of it"
         about = job_key(job)._asdict()
-        self._link.send(wire.Fault(error=wire.PRIVACY_REFUSED, message=str(error)[:2000], remedy=remedy, **about))
+        self._link.send(wire.Fault(error=type(error).__name__, message=str(error)[:2000], remedy=remedy, **about))
 
     def _report(self, error: BaseException, about: JobKey | None = None, kind: Kind = "work") -> None:
         """Send a `Fault`, and continue: a job that cannot be done here must not end the agent."""

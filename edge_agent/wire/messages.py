@@ -20,10 +20,18 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ..config import LEAST_NOISE, NAME_PATTERN, mistakes_of, zero_or_from
-from ..errors import MessageError, PrivacyRefused, ProtocolMismatch, UsageError, cause
+from ..errors import MessageError, PrivacyRefused, ProtocolMismatch, SharesWrong, SumRefused, UsageError, cause
 from ..task import Frozen, Task, parse_json
 
 
@@ -54,6 +62,12 @@ DISK_ERROR = "DiskError"
 
 PRIVACY_REFUSED = PrivacyRefused.__name__
 """The error of a `Fault` that says that the device's own policy does not allow the job."""
+
+SHARES_WRONG = SharesWrong.__name__
+"""The error of a `Fault` whose message begins with the names of those whose shares do not open, and a colon."""
+
+REFUSALS = frozenset({PRIVACY_REFUSED, SumRefused.__name__, SHARES_WRONG})
+"""The errors of a `Fault` by which a device refuses a job, and is not at fault itself."""
 
 ConditionName = Literal["ok", "fault", "stalled"]
 """State of an agent: able to work, failed at its last task, or unable to write to its disk."""
@@ -554,6 +568,14 @@ class Job(Command):
         except (ValueError, RecursionError) as error:
             why = mistakes_of(error, Task)[0] if isinstance(error, ValidationError) else cause(error)
             raise MessageError(f"the blob of the task is no task: {why}", is_public=True) from error
+
+    @model_validator(mode="after")
+    def _check_session(self) -> Job:
+        if self.session and self.purpose not in {*EXCHANGES, "train"}:
+            raise ValueError(f"a job '{self.purpose}' is part of no secure sum and names a session of one")
+        if self.purpose in EXCHANGES and not self.session:
+            raise ValueError(f"a job '{self.purpose}' is part of a secure sum and names no session")
+        return self
 
     @field_validator("given")
     @classmethod

@@ -12,17 +12,21 @@ from federation_harness import Federation, Killed
 from scipy import stats
 
 from coordinator.config import CoordinatorConfig, DifferentialPrivacyConfig
+from coordinator.runs import secure_rounds
 from coordinator.runs.aggregation import refusal
 from coordinator.runs.audit import audit
-from coordinator.runs.secure_rounds import SecureRound
+from coordinator.runs.round_loop import RunLoop
+from coordinator.runs.secure_rounds import SecureRound, disputed
 from coordinator.service.preflight import checked_method
-from edge_agent import methods
+from edge_agent import methods, secure_tensors
+from edge_agent.agent import secure
 from edge_agent.agent.privacy import LEDGER_FILE
 from edge_agent.agent.secure import SUMS_FILE, SecureSums
 from edge_agent.config import PrivacyConfig, parse
 from edge_agent.disclosure import SECURE_SUM, unlisted
-from edge_agent.errors import ConfigError, PrivacyRefused, StateError, TrainingFailed, UsageError
+from edge_agent.errors import CodecError, ConfigError, PrivacyRefused, StateError, TrainingFailed, UsageError
 from edge_agent.methods import Update
+from edge_agent.secure_sum import PRIME, SHARE_BYTES, FixedPoint, at_zero
 from edge_agent.secure_tensors import KEYS, MASKED, REVEALED, SHARES
 from edge_agent.storage import read_json
 from edge_agent.wire import messages as wire
@@ -57,10 +61,10 @@ class Spied(TinyDuties):
     def _train(self, job, session, received, kept, given):
         sums = self._secure_sums()
 
-        def spied(job, given, update, weight):
+        def spied(job, given, update, weight, origin):
             copies = {name: np.array(array) for name, array in update.items()}
             self.plain[(self.config.id, job.round, job.session)] = copies, weight
-            return type(sums).masked(sums, job, given, update, weight)
+            return type(sums).masked(sums, job, given, update, weight, origin)
 
         sums.masked = spied
         return super()._train(job, session, received, kept, given)
@@ -304,31 +308,69 @@ def test_a_run_ends_where_the_agents_of_a_sum_that_was_begun_do_not_come_back(tm
         assert fed.coordinator.waiting.whom == ("a3",)
         fed.finish()
         assert fed.record.status == "failed"
-        assert "a3 did not come back; start another run" in fed.record.outcome["reason"]
+        assert "a3 did not come back; start another run with another seed" in fed.record.outcome["reason"]
 
 
-def test_a_device_reveals_shares_for_one_sum_of_a_round_also_after_a_restart(tmp_path):
-    """The coordinator may ask with fresh keys and other agents: the device has the first sum on its disk."""
+def test_a_device_reveals_shares_for_one_sum_of_the_same_training_also_after_a_restart(tmp_path, monkeypatch):
+    """The coordinator may ask with fresh keys and other agents, in any run: the device has the first sum on disk."""
 
-    def asked(delivered, session, number=1):
+    def asked(delivered, session, number=1, origin="1" * 64):
         names = [f"a{index}" for index in range(5)]
-        everyone = {name: SecureSums(name) for name in names}
+        everyone = {name: SecureSums(name, tmp_path) for name in names}
         job = wire.Job(run="run-0001", round=number, rounds=9, seed=0, method="fedavg", task=TASK, blobs=(),
                        deadline_s=9, session=session * 32)  # fmt: skip
         sums = SecureRound("run-0001", number, session * 32, {}, 3)
         sums.take_keys([Update(name, 1.0, one.begin(job)) for name, one in everyone.items()])
         sums.take_shares([Update(name, 1.0, one.shares(job, sums.for_shares())) for name, one in everyone.items()])
-        everyone["a0"].masked(job, sums.for_training("a0"), {}, 1.0)
-        return everyone["a0"].unmask(job, sums.for_unmasking(delivered), tmp_path)
+        with pytest.raises(PrivacyRefused, match="no update was masked here"):
+            everyone["a0"].unmask(job, sums.for_unmasking(delivered))
+        everyone["a0"].masked(job, sums.for_training("a0"), {}, 1.0, origin)
+        return everyone["a0"].unmask(job, sums.for_unmasking(delivered))
 
     asked(["a0", "a1", "a2", "a3"], "1")
     asked(["a3", "a2", "a1", "a0"], "2")
     with pytest.raises(PrivacyRefused, match="the difference of two sums would bare single updates"):
-        asked(["a0", "a1", "a2", "a4"], "3")
-    asked(["a0", "a1", "a2", "a4"], "3", number=2)
+        asked(["a0", "a1", "a2", "a4"], "3", number=2)
+    asked(["a0", "a1", "a2", "a4"], "3", origin="2" * 64)
+    monkeypatch.setattr(secure, "MOST_SUMS", 2)
+    asked(["a0", "a1", "a2", "a4"], "4", origin="3" * 64)
+    assert list(read_json(tmp_path / SUMS_FILE)) == ["2" * 64, "3" * 64]
     (tmp_path / SUMS_FILE).write_bytes(b"{")
     with pytest.raises(StateError):
-        asked(["a0", "a1", "a2", "a3"], "4")
+        asked(["a0", "a1", "a2", "a3"], "5")
+
+
+def test_two_runs_of_the_same_request_take_masks_off_no_two_different_sums(tmp_path):
+    """With one device off in the second, the difference of the sums would be its update and its sample count."""
+    with Fleet(tmp_path, 5, round={"quorum": 1.0, "deadline_s": 60.0}) as fed:
+        fed.ask(rounds=1)
+        fed.finish()
+        assert fed.record.status == "finished"
+        fed.kill("a0")
+        fed.ask(rounds=1)
+        fed.finish()
+        assert fed.record.status == "failed"
+        assert "a0 did not come back; start another run with another seed" in fed.record.outcome["reason"]
+        fed.ask(rounds=1, seed=1)
+        fed.finish()
+        assert fed.record.status == "finished", fed.record.outcome
+        fed.add("a0")
+        fed.ask(rounds=1)
+        fed.finish()
+        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.summed(1)[0] == ["a0", "a1", "a2", "a3", "a4"]
+
+
+def test_a_device_refuses_the_same_training_in_another_run_also_where_the_coordinator_asks(tmp_path, monkeypatch):
+    with Fleet(tmp_path, 5, round={"quorum": 1.0, "deadline_s": 60.0, "max_attempts": 1}) as fed:
+        fed.ask(rounds=1)
+        fed.finish()
+        fed.kill("a0")
+        monkeypatch.setattr(RunLoop, "_origin", "another")
+        fed.ask(rounds=1)
+        fed.finish()
+        assert fed.record.status == "failed"
+        assert "0 of 4 clients have revealed" in fed.record.outcome["reason"]
 
 
 def failing(*_):
@@ -477,6 +519,16 @@ def test_batch_norm_of_single_devices_is_not_asked_for(tmp_path):
         assert not fed.jobs("batch_norm_stats")
 
 
+@pytest.mark.parametrize("weight", [-1.0, 0.0, 3 * 1e9 + 1])
+def test_weights_that_no_updates_have_are_refused(monkeypatch, weight):
+    """An agent can send any integers under its mask; three have up to 10^9 samples each."""
+    total = FixedPoint().encode(np.array([weight]), 1)
+    monkeypatch.setattr(secure_rounds, "unmasked", lambda *_: total)
+    masked = [Update(name, 1.0, {MASKED: total.view(np.int64)}) for name in ("a", "b", "c")]
+    with pytest.raises(CodecError, match=r"expected 1 to 3e\+09"):
+        SecureRound("run-0001", 1, "1" * 32, {}, 3).mean(masked, [])
+
+
 # --- hostile ---------------------------------------------------------------------------------------------------------
 
 
@@ -496,13 +548,100 @@ def zeros(tensors):
 
 
 def twice(tensors):
-    tensors[KEYS][32:] = tensors[KEYS][:32]
+    tensors[KEYS][32:64] = tensors[KEYS][:32]
     return tensors
 
 
 def noise(tensors):
     rng = np.random.default_rng(0)
     return {name: rng.integers(1, 255, array.shape, np.uint8) for name, array in tensors.items()}
+
+
+def one_moved(tensors):
+    """a1's own row, at point 2 of 1 to 4: a0's seed would come out one too large."""
+    shares = tensors[REVEALED]
+    factor = at_zero((1, 2, 3, 4))[1]
+    moved = (int.from_bytes(shares[0].tobytes(), "big") + pow(factor, -1, PRIME)) % PRIME
+    shares[0] = np.frombuffer(moved.to_bytes(SHARE_BYTES, "big"), np.uint8)
+    return tensors
+
+
+def garbage(tensors):
+    rng = np.random.default_rng(1)
+    return {name: rng.integers(0, 256, array.shape, np.uint8) for name, array in tensors.items()}
+
+
+def wrong_for_a0(tensors):
+    tensors[SHARES][0] ^= 1
+    return tensors
+
+
+def hostile(purpose, change):
+    return type("Hostile", (Hostile,), {"purpose": purpose, "change": staticmethod(change)})
+
+
+def test_one_agent_that_sends_garbage_shares_is_left_out_of_the_next_attempt(tmp_path):
+    """All others name it; none of them has failed."""
+    with Fleet(tmp_path, 6, duties=hostile("secure_shares", garbage), round={"quorum": 1.0}) as fed:
+        fed.ask(rounds=2)
+        fed.finish()
+        assert fed.record.status == "finished", fed.record.outcome
+        here, session = fed.summed(1)
+        updates = [fed.plain[(name, 1, session)] for name in here]
+        assert here == ["a0", "a2", "a3", "a4", "a5"]
+        assert len({job.session for job in fed.jobs("secure_keys") if job.round == 1}) == 2
+        assert {*fed.state.run(fed.run).summary().get("left_out", {})} <= {"a1"}
+        (closed,) = fed.entries("round_closed", round=1)
+    assert "a1" not in closed.body["unanswered"]
+    assert all(weight for _, weight in updates)
+
+
+def test_a_victim_of_wrong_shares_for_it_alone_has_not_failed(tmp_path):
+    with Fleet(tmp_path, 6, duties=hostile("secure_shares", wrong_for_a0), round={"quorum": 1.0}) as fed:
+        fed.ask(rounds=4)
+        fed.finish()
+        assert fed.record.status == "finished", fed.record.outcome
+        opened = fed.entries("round_opened")
+        faults = fed.entries("update_refused", agent="a0")
+    assert all("a0" in entry.body["cohort"] and "a0" not in entry.body["left_out"] for entry in opened)
+    assert len(faults) == 4
+    assert all(entry.body["reason"].startswith("SharesWrong: a1: no shares for 'a0'") for entry in faults)
+
+
+@pytest.mark.parametrize("reasons, expected", [
+    ({"a": "SharesWrong: d: x", "b": "SharesWrong: d: x", "d": "SharesWrong: c: x"}, "d"),  # the liar accuses one
+    ({"d": "SharesWrong: a, b, c: x"}, "d"),  # the liar accuses everybody
+    ({"a": "SharesWrong: d: x"}, "ad"),  # one of the two
+    ({"a": "SharesWrong: d: x", "d": "SharesWrong: a: x", "b": "TrainingFailed: c: x"}, "ad"),
+    ({"a": "SharesWrong: a, nobody: x", "b": "DataError: d: x"}, ""),
+])  # fmt: skip
+def test_whoever_is_in_dispute_with_most_is_left_out(reasons, expected):
+    assert disputed(reasons, "abcd") == {*expected}
+
+
+def test_a_cohort_is_no_larger_than_devices_accept_in_a_sum(tmp_path, monkeypatch):
+    monkeypatch.setattr(secure_tensors, "MOST_CLIENTS", 4)
+    with Fleet(tmp_path, 6) as fed:
+        fed.ask(rounds=2)
+        fed.finish()
+        assert fed.record.status == "finished", fed.record.outcome
+        assert [len(line["agents"]) for line in fed.metrics()] == [4, 4]
+
+
+def test_a_refusal_by_the_protocol_is_none_of_the_devices_policy(tmp_path):
+    """It is asked again in later rounds, where one whose own [privacy] refuses is not before it is restarted."""
+    with Fleet(tmp_path, 5) as fed:
+        fed.ask(rounds=4)
+        sums = fed.tasks["a2"]._secure_sums()
+        shares = sums.shares
+        sums.shares = lambda job, given: shares(job, given) if job.round > 1 else sums.of(job).shares({})
+        fed.finish()
+        assert fed.record.status == "finished", fed.record.outcome
+        refused = [fault.error for fault in fed.messages(fed.topics.up("a2"), wire.Fault)]
+        assert refused == ["SumRefused"]
+        rounds = [line["agents"] for line in fed.metrics()]
+    assert "a2" not in rounds[0]
+    assert "a2" in rounds[-1]
 
 
 def too_long(tensors):
@@ -516,11 +655,11 @@ def too_long(tensors):
     ("secure_shares", too_long),
     ("train", too_long),
     ("secure_unmask", noise),
+    ("secure_unmask", one_moved),
     ("secure_unmask", too_long),
 ])  # fmt: skip
 def test_one_agent_that_sends_nonsense_ends_no_round_of_the_others(tmp_path, purpose, change):
-    duties = type("Hostile", (Hostile,), {"purpose": purpose, "change": staticmethod(change)})
-    with Fleet(tmp_path, 5, duties=duties) as fed:
+    with Fleet(tmp_path, 5, duties=hostile(purpose, change)) as fed:
         fed.ask(rounds=1)
         fed.finish()
         assert fed.record.status == "finished", fed.record.outcome

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from edge_agent.errors import CodecError, PrivacyRefused, TrainingFailed
+from edge_agent.errors import CodecError, PrivacyRefused, SharesWrong, TrainingFailed
 from edge_agent.secure_sum import (
     PRIME,
     FixedPoint,
     Participant,
     PublicKeys,
+    at_zero,
     derived,
     joined,
+    outlier,
     pair_seed,
     split,
     stream,
@@ -192,7 +194,7 @@ def shared(clients, context=CONTEXT):
 ])  # fmt: skip
 def test_shares_that_were_swapped_or_changed_are_noticed(change):
     first, boxes = shared(4)
-    with pytest.raises(CodecError, match="no shares of 'c01' for 'c00'"):
+    with pytest.raises(SharesWrong, match=r"^c01: no shares for 'c00'"):
         first.receive(change(boxes))
     with pytest.raises(PrivacyRefused, match="is not of this round"):
         first.receive({**boxes, "mallory": boxes["c01"]})
@@ -201,7 +203,7 @@ def test_shares_that_were_swapped_or_changed_are_noticed(change):
 
 def test_shares_of_another_round_do_not_open():
     (first, _), (_, other) = shared(4), shared(4, context=b"federation run-1 round 4")
-    with pytest.raises(CodecError):
+    with pytest.raises(SharesWrong, match=r"^c01, c02, c03: no shares"):
         first.receive(other)
 
 
@@ -217,20 +219,68 @@ def test_a_wrong_share_of_a_mask_key_is_found_before_a_sum_comes_out():
         unmasked(masked, one.keys, {"c00": answers["c00"]}, CONTEXT)
 
 
+def moved(share):
+    """By one, in the field: what comes out at 0 is another number, of 32 bytes in the case of a factor of 1."""
+    return ((int.from_bytes(share, "big") + 1) % PRIME).to_bytes(66, "big")
+
+
+@pytest.mark.parametrize("liar", ["c00", "c03", "c06"])
+@pytest.mark.parametrize("about", ["c00", "c04", "c05"])
+def test_one_wrong_share_of_a_seed_or_key_is_found_and_the_sum_comes_out(liar, about):
+    one = Round(7)
+    numbers = integers(one.names)
+    masked = {name: one.clients[name].masked(numbers[name]) for name in one.names if name != "c05"}
+    answers = {name: one.clients[name].unmask(masked) for name in masked}
+    expected, blamed = unmasked(masked, one.keys, answers, CONTEXT), []
+    answers[liar] = {**answers[liar], about: moved(answers[liar][about])}
+    assert (unmasked(masked, one.keys, answers, CONTEXT, blamed.append) == expected).all()
+    assert blamed == ([] if liar == "c06" else [liar])  # 5 of 7 are needed, and those of the first are taken
+
+
+def test_a_share_moved_so_that_a_seed_is_off_by_one_is_found():
+    """What comes out are 32 bytes as well, and without the hash the sum was noise that nobody noticed."""
+    one = Round(4)
+    masked = {name: one.clients[name].masked(integers(one.names)[name]) for name in one.names}
+    answers = {name: one.clients[name].unmask(masked) for name in masked}
+    expected, blamed = unmasked(masked, one.keys, answers, CONTEXT), []
+    step = pow(at_zero((1, 2, 3))[0], -1, PRIME)
+    share = (int.from_bytes(answers["c00"]["c01"], "big") + step) % PRIME
+    answers["c00"] = {**answers["c00"], "c01": share.to_bytes(66, "big")}
+    assert (unmasked(masked, one.keys, answers, CONTEXT, blamed.append) == expected).all()
+    assert blamed == ["c00"]
+    del answers["c03"]
+    with pytest.raises(CodecError, match="one of c00, c01, c02 has revealed a wrong one"):
+        unmasked(masked, one.keys, answers, CONTEXT)
+
+
+def test_outlier_is_the_point_that_brute_force_finds():
+    """Each point is left out in turn, and Lagrange's formula is worked out anew."""
+    secret = bytes(range(32))
+    shares = dict(enumerate(split(secret, 4, 9, seeded(4)), 1))
+    points = (2, 3, 5, 7, 9)
+    for wrong in points:
+        given = {point: moved(shares[point]) if point == wrong else shares[point] for point in points}
+        rest = [point for point in points if point != wrong]
+        assert joined(at_zero(rest), [given[point] for point in rest]) == secret
+        assert outlier(given, lambda found: found == secret) == wrong
+    two = {point: moved(shares[point]) if point < 5 else shares[point] for point in points}
+    assert outlier(two, lambda found: found == secret) is None
+
+
 def test_any_shares_of_the_least_number_give_the_secret_and_fewer_give_another():
     secret = bytes(range(32))
     shares = split(secret, 3, 5, seeded(4))
     for points in itertools.combinations(range(1, 6), 3):
-        assert joined(points, [shares[point - 1] for point in points]) == secret
+        assert joined(at_zero(points), [shares[point - 1] for point in points]) == secret
     with pytest.raises(CodecError):  # a random number of 521 bits is hardly ever one of 256
-        joined((1, 2), shares[:2])
+        joined(at_zero((1, 2)), shares[:2])
 
 
 def test_shares_are_values_of_a_polynomial_worked_out_by_hand():
     """Secret 5, coefficient 7: 12, 19, 26; with the entropy of the one coefficient fixed."""
     shares = split(b"\x05", 2, 3, lambda size: (7).to_bytes(size, "big"))
     assert [int.from_bytes(share, "big") for share in shares] == [12, 19, 26]
-    assert int.from_bytes(joined((1, 3), [shares[0], shares[2]]), "big") == 5
+    assert int.from_bytes(joined(at_zero((1, 3)), [shares[0], shares[2]]), "big") == 5
     assert pow(3, PRIME - 1, PRIME) == 1
 
 
@@ -285,4 +335,4 @@ def test_public_keys_that_are_none_are_refused(key):
     one = Round(3)
     fresh = Participant("c00", CONTEXT, seeded([0, 0]))
     with pytest.raises(CodecError, match="public key"):
-        fresh.shares({**one.keys, "c01": PublicKeys(key, one.keys["c01"].mask)})
+        fresh.shares({**one.keys, "c01": PublicKeys(key, one.keys["c01"].mask, bytes(32))})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
-from edge_agent.agent.privacy import public_report, sample_count
+from edge_agent.agent.privacy import check_job, public_report, sample_count
 from edge_agent.config import PrivacyConfig
-from edge_agent.wire.messages import Report
+from edge_agent.errors import PrivacyRefused
+from edge_agent.wire.messages import BlobRef, Job, Report
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,34 @@ def test_report_keeps_the_scores_that_patterns_name():
     assert (report.acc_personal, report.acc_global, report.acc_local) == (0.7, None, None)
     assert report.metrics == {"seconds": 2.0}
     assert not report.better_alone
+
+
+JOB = Job(run="run-1", round=1, rounds=2, seed=0, method="fedavg", blobs=(), deadline_s=9,
+          task=BlobRef(digest="0" * 64, size_bytes=1, chunk_bytes=64))  # fmt: skip
+
+
+@pytest.mark.parametrize("session", ["", "1" * 32])
+@pytest.mark.parametrize("purpose", ["contribute", "batch_norm_stats", "activation_ranges"])
+def test_device_that_insists_on_a_secure_sum_refuses_what_no_mask_is_put_on_whatever_session_it_names(purpose, session):
+    with pytest.raises(PrivacyRefused, match="'required', and the run would see the single update"):
+        check_job(
+            PrivacyConfig(secure_sum="required"), JOB.model_copy(update={"purpose": purpose, "session": session}), None
+        )
+
+
+@pytest.mark.parametrize("purpose, session", [
+    ("train", "1" * 32), ("secure_keys", "1" * 32), ("secure_shares", "1" * 32), ("secure_unmask", "1" * 32),
+    ("personalize", ""),
+])  # fmt: skip
+def test_device_that_insists_on_a_secure_sum_takes_part_in_one_and_personalizes(purpose, session):
+    policy = PrivacyConfig(secure_sum="required")
+    check_job(policy, Job(**{**JOB.model_dump(by_alias=True), "purpose": purpose, "session": session}), None)
+
+
+@pytest.mark.parametrize("purpose, session", [
+    ("contribute", "1" * 32), ("batch_norm_stats", "1" * 32), ("activation_ranges", "1" * 32),
+    ("personalize", "1" * 32), ("secure_keys", ""), ("secure_shares", ""), ("secure_unmask", ""),
+])  # fmt: skip
+def test_job_with_a_session_where_no_secure_sum_is_or_without_one_where_it_is_is_no_message(purpose, session):
+    with pytest.raises(ValidationError, match="session"):
+        Job(**{**JOB.model_dump(by_alias=True), "purpose": purpose, "session": session})

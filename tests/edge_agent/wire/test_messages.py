@@ -154,6 +154,11 @@ def a_message(kind: type[wire.Control]) -> st.SearchStrategy[wire.Control]:
     fields = {field.alias or name: FIELDS[name] for name, field in known.items()}
     if kind is wire.Install:
         fields["bundle_id"] = FIELDS["digest"]
+    if kind is wire.Job:  # exchanges of a secure sum have a session, what is none of its jobs has none
+        masked = {"purpose": st.sampled_from(("train", *wire.EXCHANGES)), "session": FIELDS["federation"].filter(bool)}
+        others = [purpose for purpose in get_args(wire.Purpose) if purpose not in wire.EXCHANGES]
+        fields = fields | {"purpose": st.sampled_from(others), "session": st.just("")}
+        return st.builds(kind, **fields) | st.builds(kind, **fields | masked)
     return st.builds(kind, **fields)
 
 
