@@ -42,7 +42,7 @@ def begin(request: Request) -> dict[str, Any]:
     from edge_agent.training.parts import norm_names, to_arrays
 
     method, task = _method(request), Task.model_validate(request["task"])
-    torch.manual_seed(request["seed"])
+    torch.default_generator.manual_seed(request["seed"])
     model = method.build(task)
     if request["is_new"] and request["weights"] is not None:
         Weights.model_validate(request["weights"]).load_into(model)

@@ -54,7 +54,7 @@ def make_copy(client: Client, tune: Callable[[Client], object], parts: Sequence[
     generator.manual_seed(seed)
     devices = [client.device] if client.device.type == "cuda" else []
     with put_back(model), torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)  # which dropout draws from
+        (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)  # which dropout draws from
         tune(replace(client, rng=np.random.default_rng(seed), generator=generator, memory={}, log={}))
         arrays = to_arrays(model, names)
     model.zero_grad(set_to_none=True)
