@@ -90,7 +90,7 @@ class TrainingWorker(TimedWorker):
     def collect(self) -> None:
         for item in list(self._jobs):
             _, job, done = item
-            if self.tasks.cancelled == wire.job_key(job.args[0]):
+            if getattr(self.tasks, "cancelled", None) == wire.job_key(job.args[0]):
                 self._jobs.remove(item)
                 done(None, TrainingCancelled("its round is over"))
         super().collect()
