@@ -182,6 +182,17 @@ class _Summed:
     mean: str
 
 
+def _collected(opened: OpenRound, collection: Collection) -> OpenRound:
+    """The round with what its agents have sent so far."""
+    return replace(
+        opened,
+        updates=collection.accepted,
+        rejected=collection.rejected,
+        failed_boots=collection.failed_boots,
+        body={**opened.body, "left_out": collection.left_out},
+    )
+
+
 @dataclass
 class RunLoop:
     """Executes one run. After a restart a new one resumes from the journal."""
@@ -479,13 +490,7 @@ class RunLoop:
         self.selection.asked(collection.outstanding)
         late_s = yield from self.selection.collect(collection, until, work=work)
         absent.note(collection, self.selection.unanswered(collection, late_s))
-        closed = replace(
-            opened,
-            updates=collection.accepted,
-            rejected=collection.rejected,
-            failed_boots=collection.failed_boots,
-            body={**opened.body, "left_out": collection.left_out},
-        )
+        closed = _collected(opened, collection)
         self._call_off(collection)
         delivered = tuple(sorted(collection.accepted))
         if len(delivered) < sums.needed:
@@ -552,13 +557,7 @@ class RunLoop:
         wanted = int(opened.body.get("wanted", 0))
         while True:
             late_s = yield from self.selection.collect(collection, until, wanted, opened.body.get("work"))
-            opened = replace(
-                opened,
-                updates=collection.accepted,
-                rejected=collection.rejected,
-                failed_boots=collection.failed_boots,
-                body={**opened.body, "left_out": collection.left_out},
-            )
+            opened = _collected(opened, collection)
             if new := self.selection.replacements(collection, wanted):
                 opened = self._enlarged(opened, new, {"again": []})
                 log.info("members_replaced run=%s round=%d by=%s", self.run.id, number, listed(new))
