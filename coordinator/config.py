@@ -348,7 +348,7 @@ class DifferentialPrivacyConfig(Frozen):
     Where the server's step is made from the mean of the updates, each device adds a part, so that their sum has noise
     of ``noise * clip`` or more; a round closes with no fewer updates than ``cohort.min_agents`` then, and a run whose
     round is open fails when these settings change. Rounds without noise are counted, and not part of ``epsilon``. That
-    protects all data of a device against whoever sees the models and trusts the
+    protects all data of a device against everybody who sees the models, and trusts the
     coordinator and the other devices. With other methods each device adds all of it. What protects a device from the
     coordinator its own ``[privacy]`` says.
     """

@@ -247,7 +247,7 @@ def _raise_file_limit() -> None:
 class Mosquitto(SupervisedBroker):
     """Mosquitto from the operating system; subclasses give the configuration."""
 
-    # Topics that all agents read are patterns, too; whoever looks whether the port is open says nothing and goes.
+    # Topics that all agents read are patterns, too; a program that looks whether the port is open says nothing.
     usual_output = ("does not contain '%c' or '%u'", "unexpected eof while reading")
 
     def start(self) -> None:

@@ -91,7 +91,7 @@ class Collection:
     """Why tensors of the right form are still not plausible; empty when they are."""
 
     judge: Judge | None = None
-    """Asked beside ``objection``, where the method objects by a function of its own in another process."""
+    """Asked beside ``objection``, where the method has its own function for that, in another process."""
 
     joining: tuple[str, ...] = ()
     """Agents of the cohort that do not train the encoder; they send ``extras`` alone."""

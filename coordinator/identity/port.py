@@ -1,6 +1,6 @@
 """The enrolment port: TLS, one line of JSON each way, nothing else; for devices that have no valid certificate.
 
-A device that the broker does not let in asks here whether its certificate counts, and is told why it does not.
+A device that the broker does not let in asks here whether its certificate counts, and learns why it does not.
 
 An own port and no topic of the broker: MQTT clients without a certificate could take over the sessions of others by
 their ids, and leave retained messages and sessions without end. Here a stranger gets a few seconds and 16 KiB.
