@@ -329,7 +329,8 @@ def export_run(
     from export import bundle, domains_of, synthetic_inputs
 
     from .runs.calibration import own_domains
-    from .runs.release import NORM_NOTES, sign
+    from .runs.lineage import lineage_of
+    from .runs.release import NORM_NOTES, sha256_of_encoder, sign
     from .simulation.results import training_samples
     from .simulation.setup import planned
 
@@ -341,6 +342,9 @@ def export_run(
     elif settings.int8:
         plan = planned(folder)
         domains = own_domains(task, settings, hosted) or ({} if plan is None else training_samples(plan, folder))
+    with StateFolder(folder).look() as state:
+        sha256 = sha256_of_encoder({**trained.state, **trained.pooled})
+        lineage = lineage_of(state, trained.record.run, trained.request, sha256)
     report = bundle(
         trained.model,
         method,
@@ -350,9 +354,10 @@ def export_run(
         name=trained.record.run,
         global_head=method.global_head(trained.state),
         exporter=settings.exporter,
-        norm_note=NORM_NOTES[method.norm] if trained.is_pooled else "",
+        norm_note=NORM_NOTES[method.norm] if trained.pooled else "",
         int8=settings.int8,
         client_ranges=trained.client_ranges,
+        lineage=lineage,
     )
     sign(out, folder)
     return report, trained.record
@@ -367,7 +372,7 @@ class TrainedModel:
     method: Method
     model: Any
     state: dict[str, Any]
-    is_pooled: bool
+    pooled: dict[str, Any]
     client_ranges: dict[str, Any]
 
     @classmethod
@@ -406,4 +411,4 @@ class TrainedModel:
         method = methods.create(request.method, request.params)
         pooled = pooled or pooled_batch_norm(folder, record.run, record.round, method, request.task)
         model = model_from_state(method, request.task, {**weights, **pooled})
-        return cls(record, request, method, model, weights, bool(pooled), client_ranges)
+        return cls(record, request, method, model, weights, pooled, client_ranges)

@@ -6,10 +6,10 @@ of them have been checked. A reader that knows the manifest knows every tar head
 the whole file. It compares instead of parsing: links, paths that climb, extra members, holes and surplus bytes have no
 place to hide. Only ``release.json`` may follow, the signatures; see `trust`.
 
-The **bundle id** is the SHA-256 of the manifest without its name, its time and the figures of int8, so of all that a
-device computes with: the manifest names every file with its hash. It is the id that coordinator, agents, logs and
-reports show, and exporting one encoder again gives it again. The **fingerprint** belongs to one variant of the encoder
-(fp32 or int8): features, heads and figures of one variant are of no use with another.
+The **bundle id** is the SHA-256 of the manifest without its name, its time, the figures of int8 and its lineage, so of
+all that a device computes with: the manifest names every file with its hash. It is the id that coordinator, agents,
+logs and reports show, and exporting one encoder again gives it again. The **fingerprint** belongs to one variant of the
+encoder (fp32 or int8): features, heads and figures of one variant are of no use with another.
 
 On a device each bundle is unpacked into its own folder. ``root/current.json`` lists folder names, the one in use
 first, its predecessors after it. A crash during an install leaves the old pointer and perhaps a folder that the next
@@ -56,6 +56,7 @@ from .trust import (
     Member,
     Release,
     Root,
+    Scores,
     Target,
     TrustStore,
     canonical,
@@ -199,6 +200,25 @@ class HeadCard(Frozen):
     params: dict[str, Any] = Field(default_factory=dict, description="defaults that this method gives the head")
 
 
+class Lineage(Frozen):
+    """Where the encoder of a bundle comes from, as counts and hashes: no client is named, for every device reads it."""
+
+    run: str = Field(max_length=64, description="id of the run in its federation")
+    round: int = Field(ge=0, description="the last round that the encoder was trained in")
+    seed: int
+    clients: int = Field(ge=0, description="clients whose updates were accepted")
+    partition_sha256: Sha256 = Field(
+        description="hash of the sorted pairs of client and sample count as JSON, which the coordinator's journal has"
+    )
+    encoder_sha256: Sha256 = Field(description="hash of the encoder's tensors")
+    weights_sha256: Sha256 | None = Field(None, description="file of weights that the run began with")
+    warm_start_sha256: Sha256 | None = Field(None, description="state after the coordinator's warm start")
+    parent: Sha256 | None = Field(None, description="id of the bundle that was released to everybody before")
+    scores: Scores | None = Field(
+        None, description="of clients at the end of the run, else in its last round; None: none measured"
+    )
+
+
 class Manifest(Frozen):
     """What a bundle is and promises."""
 
@@ -231,12 +251,15 @@ class Manifest(Frozen):
         None, description="batch norm that a device may estimate again; None: the encoder or its method has none"
     )
     requires: dict[str, str] = Field(default_factory=dict, description="package -> lowest version")
+    lineage: Lineage | None = Field(
+        None, description="where the encoder comes from; None: from no run, or in bundles of earlier versions"
+    )
     files: dict[FileName, FileEntry] = Field(max_length=64)
 
     @property
     def bundle_id(self) -> str:
-        """SHA-256 (hex) of the manifest without ``name``, ``created`` and ``quantization``: the id of the bundle."""
-        unnamed = self.model_copy(update={"name": "", "created": "", "quantization": None})
+        """SHA-256 (hex) of the manifest without name, time, figures of int8 and lineage: the id of the bundle."""
+        unnamed = self.model_copy(update={"name": "", "created": "", "quantization": None, "lineage": None})
         return hashlib.sha256(dump_manifest(unnamed)).hexdigest()
 
 
@@ -273,6 +296,27 @@ def variant_figures(manifest: Manifest) -> dict[str, Any]:
     return {"variants": variants, "domains": domains, "ranges": made.ranges, "note": made.note}
 
 
+def origin(manifest: Manifest, release: Release | None = None) -> dict[str, Any] | None:
+    """Where a bundle comes from and what it scored where, as JSON; None where it does not say.
+
+    ``release``: its verified signed metadata, of which the reports of devices are taken.
+    """
+    lineage, figures = manifest.lineage, variant_figures(manifest)
+    reported = None if release is None else release.reported
+    if lineage is None and reported is None:
+        return None
+    accuracies = {name: one["accuracy"] for name, one in figures["variants"].items() if one["accuracy"] is not None}
+    scored = {
+        "run": None if lineage is None or lineage.scores is None else lineage.scores.model_dump(),
+        "devices": None if reported is None else reported.model_dump(),
+        "held_out": accuracies,
+        "parity_max_abs": manifest.parity.max_abs,
+        "int8_cosine": manifest.parity.int8_cosine,
+    }
+    made = {} if lineage is None else lineage.model_dump(mode="json", exclude={"scores"})
+    return {"method": manifest.method, **made, "scored": scored}
+
+
 def fingerprint(encoder_sha256: str, spec: InputSpec) -> str:
     """SHA-256 (hex) of one variant's file together with its preprocessing: what a head must share with its encoder."""
     content = {"encoder": encoder_sha256, "input": TypeAdapter(InputSpec).dump_python(spec, mode="json")}
@@ -286,6 +330,8 @@ _SINCE_3 = ("free_norm", "quantization")
 def dump_manifest(manifest: Manifest) -> bytes:
     """The manifest as JSON; equal manifests give equal bytes."""
     content = manifest.model_dump(mode="json")
+    if manifest.lineage is None:  # as in bundles that were made before it was written
+        del content["lineage"]
     if manifest.schema_version < 3:
         content = {name: value for name, value in content.items() if value is not None or name not in _SINCE_3}
     return json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
@@ -750,6 +796,19 @@ def current_manifest(root: Path) -> Manifest | None:
     """
     name = next(iter(_history(root)), None)
     return None if name is None else _manifest_in(root / name)
+
+
+def current_origin(root: Path) -> dict[str, Any] | None:
+    """`origin` of the bundle in use under ``root``, whose signatures were verified when it was installed.
+
+    Raises:
+        BundleError: its manifest, or its signatures, cannot be read.
+    """
+    if (name := next(iter(_history(root)), None)) is None:
+        return None
+    raw = _release_in(root / name)
+    release = None if raw is None else read(Release, parse(Member, raw, "release").release, "release")
+    return origin(_manifest_in(root / name), release)
 
 
 def manifests(root: Path) -> list[Manifest]:

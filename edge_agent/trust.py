@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -110,6 +111,33 @@ class Target(_Open):
         return cls(length=length, hashes=_Hashes(sha256=sha256))
 
 
+class Scores(_Open):
+    """acc.personal (0..1) of clients, each on its own held-out samples; no client is named."""
+
+    clients: int = Field(ge=1, description="clients that measured it")
+    support: int = Field(ge=0, description="their held-out samples; 0: not counted")
+    mean: float = Field(ge=0, le=1, description="over clients")
+    worst_tenth: float = Field(ge=0, le=1, description="mean of the lowest tenth of clients, at least one")
+
+    @classmethod
+    def of(cls, measured: Sequence[tuple[float, int]]) -> Scores | None:
+        """Those of clients with this accuracy on so many samples each; None where there is no client."""
+        if not measured:
+            return None
+        ranked = sorted(share for share, _ in measured)
+        worst = ranked[: math.ceil(len(ranked) / 10)]
+        return cls(
+            clients=len(ranked),
+            support=sum(support for _, support in measured),
+            mean=round(math.fsum(ranked) / len(ranked), 6),
+            worst_tenth=round(math.fsum(worst) / len(worst), 6),
+        )
+
+    def __str__(self) -> str:
+        of = f", {self.support} held-out samples" if self.support else ""
+        return f"mean {self.mean:.3f}, worst tenth {self.worst_tenth:.3f} ({self.clients} client(s){of})"
+
+
 class Release(_Open):
     """What may be installed."""
 
@@ -121,6 +149,9 @@ class Release(_Open):
     bundle_id: Hex
     task: Hex
     min_agent: str = Field(pattern=r"^\d{1,4}(\.\d{1,4}){0,3}$", description="oldest version of the agent")
+    reported: Scores | None = Field(
+        None, description="what devices that had installed the bundle before reported; None: none had"
+    )
 
 
 class Signature(Frozen):

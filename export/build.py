@@ -18,7 +18,7 @@ from torch import nn
 
 import edge_agent
 from edge_agent import self_test
-from edge_agent.bundle import DomainAnswers, EncoderPrecision, HeadCard, Manifest, Quantization, pack
+from edge_agent.bundle import DomainAnswers, EncoderPrecision, HeadCard, Lineage, Manifest, Quantization, pack
 from edge_agent.data import Samples
 from edge_agent.encoder import Encoder
 from edge_agent.errors import ExportRejected
@@ -66,6 +66,7 @@ def bundle(
     norm_note: str = "",
     own_norm: bool = True,
     client_ranges: Mapping[str, np.ndarray] | None = None,
+    lineage: Lineage | None = None,
 ) -> Report:
     """The bundle of ``model``'s encoder, written to ``out``.
 
@@ -77,7 +78,7 @@ def bundle(
     needs to estimate them on its own inputs: then batch norm is not folded and exporter ``auto`` is ``legacy``.
     ``client_ranges``: client -> (steps, 2), what `training.ranges` gives for this encoder on samples that are not here:
     they count as domains do, and more than inputs without labels; those of fewer than three clients are left out, and
-    ``quantization.ranges`` says so. ``created``: ISO 8601 UTC; default: now.
+    ``quantization.ranges`` says so. ``created``: ISO 8601 UTC; default: now. ``lineage``: where the model comes from.
 
     Raises:
         ExportRejected: a gate failed; all of them are listed and a bundle already at ``out`` stays as it is.
@@ -143,6 +144,7 @@ def bundle(
             "heads": {kind: _card(method, kind) for kind in method.heads},
             "free_norm": None if free is None else free.free_norm.model_dump(mode="json"),
             "requires": {"onnxruntime": "1.18"},
+            "lineage": lineage,
         }
         manifest = pack(out, fields, files)
     return Report(manifest, out, seconds, tuple(gates), int8_note)

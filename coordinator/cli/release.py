@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ from edge_agent.errors import UsageError
 from edge_agent.moments import moment_of
 
 from ..state.journal import Kind, utc_now
-from ..state.releases import Book, Plan, Release, plan_body, rollback_of
+from ..state.releases import Book, Plan, Release, book_of, plan_body, rollback_of
 from ..state.store import StateFolder
 from ..text import counted, listed
 from .options import Config, Json, State, state_path
@@ -87,7 +87,7 @@ def create(
                 f"{of} has a bundle that can be released; a run exports one at its end where export.after_run is true, "
                 "'headwater report' says why it did not"
             )
-        chosen, book = at_hand[-1], _book(folder)
+        chosen, book = at_hand[-1], book_of(folder.journal)
         older = book.for_everybody(channel)
         body = {name: value for name, value in chosen.body.items() if name not in {"rolls_back", "plan"}}
         body |= {"plan": plan_body(plan), "by": _author(), "parent": older.bundle_id if older is not None else None}
@@ -102,7 +102,7 @@ def promote(number: Number = None, config: Config = None, state: State = None, a
     Example: headwater release promote 3
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        release = _chosen(_book(folder), number)
+        release = _chosen(book_of(folder.journal), number)
         if release.stage not in {"canary", "paused"}:
             raise UsageError(_is_already(release, "only one at its canary can be promoted"))
         _append(folder, "release_stage", release, stage="everybody")
@@ -118,7 +118,7 @@ def hold(
     Example: headwater release hold 3 --reason "complaints from the porch"
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        release = _chosen(_book(folder), number)
+        release = _chosen(book_of(folder.journal), number)
         if not release.is_open:
             raise UsageError(_is_already(release, "only one that devices still get can be held"))
         _append(folder, "release_held", release, reason=reason or f"held by {_author()}")
@@ -132,7 +132,7 @@ def resume(number: Number = None, config: Config = None, state: State = None, as
     Example: headwater release resume 3
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        release = _chosen(_book(folder), number)
+        release = _chosen(book_of(folder.journal), number)
         if release.stage != "held":
             raise UsageError(_is_already(release, "only one that is held can be resumed"))
         _append(folder, "release_resumed", release)
@@ -148,7 +148,7 @@ def rollback(
     Example: headwater release rollback 3 --reason "wrong calibration"
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        book = _book(folder)
+        book = book_of(folder.journal)
         release = _chosen(book, number)
         if release.rolled_back_by:
             raise UsageError(_is_already(release, f"by release {release.rolled_back_by}"))
@@ -176,7 +176,7 @@ def pin(
     if until and moment_of(until) <= utc_now():
         raise UsageError(f"--until {until} is over; give a date to come")
     with StateFolder(state_path(config, state)).look() as folder:
-        book = _book(folder)
+        book = book_of(folder.journal)
         known = book.devices.get(device)
         if known is None:
             raise UsageError(f"no device '{device[:80]}' was heard; known: {listed(sorted(book.devices)) or 'none'}")
@@ -203,7 +203,7 @@ def unpin(device: DeviceName, config: Config = None, state: State = None, as_jso
     Example: headwater release unpin porch
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        if device not in (pins := _book(folder).pins):
+        if device not in (pins := book_of(folder.journal).pins):
             raise UsageError(f"'{device[:80]}' is not pinned; pinned: {listed(sorted(pins)) or 'none'}")
         folder.journal.append("device_unpinned", agent=device, body={"by": _author()})
         present({"device": device}, [f"{device} follows its channel again"], as_json=as_json)
@@ -223,7 +223,7 @@ def status(
     Example: headwater release status
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        book, now = _book(folder), utc_now()
+        book, now = book_of(folder.journal), utc_now()
     result = {"releases": [described(book, one, now) for one in book.releases], "devices": device_rows(book, now)}
     shown = result["devices"][:devices] if devices else result["devices"]
     present(result, _lines(result["releases"], shown, len(result["devices"])), as_json=as_json)
@@ -231,7 +231,15 @@ def status(
 
 def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
     """A release as JSON: its plan, where it stands, where it comes from, and what it scored where."""
-    lineage = {"run": release.run, "round": release.round, **release.body.get("lineage", {})}
+    body, on_devices = release.body, book.scores(release.bundle_id)
+    lineage = {"run": release.run, "round": release.round, **body.get("lineage", {})}
+    scored = {
+        "run": lineage.pop("scores", None),
+        "devices": None if on_devices is None else on_devices.model_dump(),
+        "held_out": body.get("held_out", {}),
+        "parity_max_abs": body.get("parity_max_abs"),
+        "int8_cosine": body.get("int8_cosine"),
+    }
     return {
         "release": release.number,
         "bundle_id": release.bundle_id,
@@ -239,12 +247,13 @@ def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
         "waits_for": waits_for(book, release, now),
         "rolls_back": release.rolls_back or None,
         "rolled_back_by": release.rolled_back_by or None,
-        "by": release.body.get("by"),
+        "by": body.get("by"),
         "at": release.at,
         "plan": asdict(release.plan),
         "canary": list(release.canary),
         "outcomes": {name: count for name, count in sorted(release.count.items()) if count},
-        "lineage": {**lineage, "parent": release.body.get("parent")},
+        "lineage": {**lineage, "parent": body.get("parent")},
+        "scored": scored,
         "results": {agent: asdict(result) for agent, result in sorted(release.results.items())},
     }
 
@@ -298,7 +307,7 @@ def device_rows(book: Book, now: datetime) -> list[dict[str, Any]]:
 
 def open_releases(folder: StateFolder) -> list[dict[str, Any]]:
     """The releases that devices may get now, or that are held, in short: what each waits for."""
-    book, now = _book(folder), utc_now()
+    book, now = book_of(folder.journal), utc_now()
     current = [*book.current(), *(one for one in book.releases if one.held and not one.rolled_back_by)]
     return [
         {
@@ -320,7 +329,7 @@ def standing_of(release: dict[str, Any]) -> str:
 
 def releases_of_run(folder: StateFolder, run: str) -> list[dict[str, Any]]:
     """The releases of a run as JSON, see `described`."""
-    book, now = _book(folder), utc_now()
+    book, now = book_of(folder.journal), utc_now()
     return [described(book, one, now) for one in book.releases if one.run == run]
 
 
@@ -342,6 +351,7 @@ def _lines(releases: list[dict[str, Any]], devices: list[dict[str, Any]], count:
         for one in releases
     ]
     yield table("releases", columns, rows, left=5)
+    yield from _origins(releases)
     yield from (f"release {one['release']}: {one['waits_for']}" for one in releases if one["waits_for"])
     yield ""
     rows = [
@@ -352,17 +362,29 @@ def _lines(releases: list[dict[str, Any]], devices: list[dict[str, Any]], count:
     yield table(f"{count} devices{shown}", ("device", "channel", "bundle", "runs", "wanted", "outcome", "note"), rows)
 
 
+def _origins(releases: list[dict[str, Any]]) -> Iterator[Table | str]:
+    """Where each release comes from, and acc.personal in its run and on the devices that installed it."""
+    columns = ("release", "run", "round", "method", "seed", "clients", "partition", "parent", "in the run", "devices")
+    rows = []
+    for one in releases:
+        of, scored = one["lineage"], one["scored"]
+        seed, clients = (of.get(name, "") for name in ("seed", "clients"))
+        hashes = ((of.get(name) or "")[:12] for name in ("partition_sha256", "parent"))
+        run = (one["release"], of["run"], of["round"], of.get("method", ""), seed, clients)
+        rows.append((*run, *hashes, _scores(scored["run"]), _scores(scored["devices"])))
+    yield ""
+    yield table("where they come from; acc.personal: mean, worst tenth of clients", columns, rows, left=2)
+
+
+def _scores(scores: Mapping[str, Any] | None) -> str:
+    return "" if scores is None else f"{scores['mean']:.3f}, {scores['worst_tenth']:.3f} of {scores['clients']}"
+
+
 def _why(device: dict[str, Any]) -> str:
     if pin := device["pinned"]:
         until = f" until {pin['until']}" if pin["until"] else ""
         return f"pinned{until}: {pin['reason']}"
     return str(device["kept"] or device["reason"])
-
-
-def _book(folder: StateFolder) -> Book:
-    book = Book()
-    book.read(folder.journal)
-    return book
 
 
 def _chosen(book: Book, number: int | None) -> Release:
@@ -416,7 +438,7 @@ def _author() -> str:
 
 
 def _show(folder: StateFolder, number: int, *, as_json: bool) -> None:
-    book, now = _book(folder), utc_now()
+    book, now = book_of(folder.journal), utc_now()
     if (release := book.get(number)) is None:
         raise UsageError(f"release {number} was not made; 'headwater release status' shows all")
     waits = waits_for(book, release, now)

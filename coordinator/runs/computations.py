@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from edge_agent import methods
+from edge_agent.bundle import Lineage, variant_figures
 from edge_agent.methods import Method
 from edge_agent.storage import mapped, write_tensors
 from edge_agent.task import State, Task, Tensors
@@ -116,12 +117,14 @@ def export_bundle(request: Request) -> dict[str, Any]:
         int8=config.int8 and is_release,
         own_norm=is_release,
         client_ranges=_tensors(request, "client_ranges") if is_release else {},
+        lineage=None if request["lineage"] is None else Lineage.model_validate(request["lineage"]),
     )
-    parity = report.manifest.parity
+    parity, variants = report.manifest.parity, variant_figures(report.manifest)["variants"]
     return {
         "bundle_id": report.manifest.bundle_id,
         "parity_max_abs": float(parity.max_abs),
         "int8_cosine": parity.int8_cosine,
+        "held_out": {name: one["accuracy"] for name, one in variants.items() if one["accuracy"] is not None},
     }
 
 

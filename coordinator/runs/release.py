@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from ..state.journal import utc_now
 from ..state.release_keys import ReleaseKeys
 from ..state.store import StateFolder, prune_blobs
 from .context import Run, Steps, Waiting
+from .lineage import lineage_of
 
 log = logging.getLogger(__name__)
 
@@ -69,12 +69,14 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
     folder, config = run.context.state.run(run.id).folder, run.context.config
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.hwb"
+    lineage = _lineage(run) if purpose == "release" else None  # that of one round is removed after it
     asked = {
         **run.model_for_compute(),
         "export": config.export.model_dump(mode="json"),
         "hosted": [client.model_dump(mode="json") for client in config.hosted],
         "path": str(path),
         "purpose": purpose,
+        "lineage": lineage,
     }
     what = "the encoder is being exported and checked"
     try:
@@ -88,7 +90,9 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
     if purpose == "release":
         sign(path, run.context.state.path)
     digest = run.context.state.blobs.put(path.read_bytes())
-    body = {"path": str(path), "bytes": path.stat().st_size, **exported, "lineage": lineage(run)}
+    body = {"path": str(path), "bytes": path.stat().st_size, **exported}
+    if lineage is not None:
+        body["lineage"] = {"method": run.request.method, "params": run.method.all_params(), **lineage}
     return Released(path, exported["bundle_id"], digest, body)
 
 
@@ -115,23 +119,13 @@ def sign(path: Path, state: Path) -> int | None:
     return release.version
 
 
-def lineage(run: Run) -> dict[str, Any]:
-    """Where the run's encoder comes from, as JSON.
-
-    ``partition_sha256`` is the hash of the sorted pairs of agent and sample count of all updates in the journal.
-    """
-    updates = run.context.state.journal.entries(run.id, ("update_accepted",))
-    samples = {entry.agent: entry.body.get("samples") for entry in updates if entry.agent is not None}
-    weights = run.request.weights
-    return {
-        "method": run.request.method,
-        "params": run.method.all_params(),
-        "seed": run.request.seed,
-        "weights_sha256": None if weights is None else weights.sha256,
-        "encoder_sha256": encoder_sha256(run),
-        "agents": len(samples),
-        "partition_sha256": hashlib.sha256(json.dumps(sorted(samples.items())).encode()).hexdigest(),
+def _lineage(run: Run) -> dict[str, Any]:
+    said = {
+        agent: (report.acc_personal, report.support)
+        for agent, report in run.reports.reports.items()
+        if not report.about and report.samples and report.acc_personal is not None
     }
+    return lineage_of(run.context.state, run.id, run.request, encoder_sha256(run), said).model_dump(mode="json")
 
 
 def freeze(run: Run) -> Generator[Waiting, None, Outgoing]:

@@ -39,6 +39,7 @@ from edge_agent.trust import (
     Role,
     Root,
     Roots,
+    Scores,
     dump,
     followed,
     moment,
@@ -48,6 +49,7 @@ from edge_agent.trust import (
     unsigned,
 )
 
+from .releases import book_of
 from .store import StateFolder
 
 ROOT_LIFE = timedelta(days=3653)
@@ -144,11 +146,12 @@ def sign_bundle(
     expires: datetime,
     min_agent: str = OLDEST_AGENT,
     again: bool = False,
+    reported: Scores | None = None,
 ) -> tuple[Release, int, int]:
     """Sign the bundle at ``path``; returns its release, by how many keys it is signed now, and how many are needed.
 
     Where it has a release, the signatures are added to that, so that several people can sign one after another;
-    ``again`` makes a new release of it, with ``version``, instead.
+    ``again`` makes a new release of it, with ``version``, instead. ``reported``: what devices said of the bundle.
 
     Raises:
         BundleDamaged: there is no bundle.
@@ -178,6 +181,7 @@ def sign_bundle(
                     "bundle_id": files.bundle_id,
                     "task": files.task,
                     "min_agent": min_agent,
+                    "reported": reported,
                 }
             )
         )
@@ -255,7 +259,7 @@ class ReleaseKeys:
         """The newest root metadata."""
         return read(Root, self.roots()[-1], str(self._roots))
 
-    def sign(self, path: Path, now: datetime, life: timedelta = RELEASE_LIFE) -> tuple[Release, int, int]:
+    def sign(self, path: Path, now: datetime, reported: Scores | None = None) -> tuple[Release, int, int]:
         """Sign a bundle with the release key here, as `sign_bundle`.
 
         Raises:
@@ -267,7 +271,8 @@ class ReleaseKeys:
                 "FILE' signs it with the key of a person"
             )
         keys, version = [read_key(self.online_key)], self.next_version(now)
-        return sign_bundle(path, self.roots(), keys, version=version, expires=now + life, again=True)
+        expires = now + RELEASE_LIFE
+        return sign_bundle(path, self.roots(), keys, version=version, expires=expires, again=True, reported=reported)
 
     def next_version(self, now: datetime) -> int:
         """The version of a new release: seconds since 1970, so that people can sign elsewhere; always a larger one."""
@@ -355,7 +360,7 @@ def file_to_release(state: StateFolder, run: str, bundle_id: str, digest: str, n
         with tempfile.TemporaryDirectory(dir=state.path, prefix=".release-") as folder:
             copy = Path(folder) / f"{run}.hwb"
             copy.write_bytes(state.blobs.read(digest))
-            _, count, needed = keys.sign(copy, now)
+            _, count, needed = keys.sign(copy, now, book_of(state.journal).scores(bundle_id))
             if count >= needed:
                 return copy.read_bytes()
     path = state.run(run).folder / f"{run}.hwb"

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from edge_agent.errors import UsageError
 from edge_agent.moments import moment_of
+from edge_agent.trust import Scores
 
 from .journal import Entry, Journal, Kind
 
@@ -405,6 +406,14 @@ class Book:
         device = self.devices.get(agent)
         return device is not None and device.channel == release.plan.channel and device.runs != release.bundle_id
 
+    def scores(self, bundle_id: str) -> Scores | None:
+        """acc.personal of the devices that reported a bundle, each by its newest report; None where none did."""
+        results = dict[str, Result]()
+        for release in self.releases:
+            if release.bundle_id == bundle_id:
+                results |= release.results
+        return Scores.of([(one.acc, one.support) for one in results.values() if one.acc is not None])
+
     def next_change(self, now: datetime) -> datetime | None:
         """When `wanted` changes by the clock alone: the first end of a pin."""
         ends = [moment_of(pin.until) for pin in self.pins.values() if pin.until]
@@ -419,12 +428,29 @@ def drawn(agent: str, release: int) -> str:
     return hashlib.sha256(f"{release} {agent}".encode()).hexdigest()
 
 
+def book_of(journal: Journal) -> Book:
+    """The book of a journal as it is now."""
+    book = Book()
+    book.read(journal)
+    return book
+
+
 def releases_in_use(journal: Journal) -> list[Release]:
-    """`Book.in_use` of a journal, whose reports of devices, by far the most entries, are not read for it."""
+    """`Book.in_use` of a journal."""
+    return _without_devices(journal).in_use()
+
+
+def released_to_all(journal: Journal, channel: str) -> Release | None:
+    """`Book.for_everybody` of a journal."""
+    return _without_devices(journal).for_everybody(channel)
+
+
+def _without_devices(journal: Journal) -> Book:
+    """What commands and runs have asked for; reports of devices, by far the most entries, are not read."""
     book = Book()
     for entry in journal.entries(kinds=[kind for kind in RELEASE_KINDS if kind != "device_reported"]):
         book.add(entry)
-    return book.in_use()
+    return book
 
 
 def rollback_of(book: Book, release: Release, reason: str, by: str) -> tuple[Release, dict[str, Any]]:

@@ -127,6 +127,7 @@ def status(arguments: argparse.Namespace) -> int:
         "refused": [],
         "encoder": None,
         "figures": None,
+        "lineage": None,
         "head": None,
         "metrics": None,
         "collected": None,
@@ -169,7 +170,7 @@ def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[
     if not (state / "bundles").is_dir():
         return {"head": head.get("head"), "metrics": head.get("metrics")}
     from ..agent.local_state import ReleaseRecord
-    from ..bundle import current_manifest, variant_figures
+    from ..bundle import current_manifest, current_origin, variant_figures
 
     record = ReleaseRecord(state)
     pin = record.pinned()
@@ -181,7 +182,7 @@ def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[
     if manifest is not None:
         result["bundle_id"] = manifest.bundle_id
         result["encoder"] = {"name": manifest.task.encoder, "features": manifest.feature_dim, "method": manifest.method}
-        result["figures"] = variant_figures(manifest)
+        result["figures"], result["lineage"] = variant_figures(manifest), current_origin(state / "bundles")
         fingerprints = {variant.fingerprint for variant in manifest.variants.values()}
         if (head.get("variant") or head.get("fingerprint")) not in fingerprints:  # it was fitted for another bundle
             head = {}
@@ -257,8 +258,9 @@ def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
             yield from (("refused", f"bundle {one['bundle_id'][:12]} at {one['at']}: {one['reason']}") for one in value)
         elif value is not None and name in _TEXTS:
             yield name, _TEXTS[name](value)
-        elif name == "figures":
-            yield from output.variants(value) if value else ()
+        elif name in {"figures", "lineage"}:
+            shown = output.variants if name == "figures" else output.lineage
+            yield from shown(value) if value else ()
         elif name == "metrics" and isinstance(value, dict):
             yield name, ", ".join(f"{key} {output.value_text(inner)}" for key, inner in value.items())
             if value.get("n_skipped"):

@@ -776,12 +776,13 @@ def verify(arguments: argparse.Namespace) -> int:
     Example:
       edge-agent verify b.hwb --root root.json
     """
+    from ..bundle import open_bundle, origin
     from ..bundle import verify as verified
     from ..trust import seconds
 
     _check_exists(arguments.bundle, "a bundle file (*.hwb)")
     release, root = verified(arguments.bundle, _root(arguments.root))
-    content = {
+    content: dict[str, Any] = {
         "bundle_id": release.bundle_id,
         "federation": release.federation,
         "release": release.version,
@@ -789,8 +790,10 @@ def verify(arguments: argparse.Namespace) -> int:
         "expired": time.time() >= seconds(release.expires),
         "min_agent": release.min_agent,
         "root": root.version,
+        "lineage": origin(open_bundle(arguments.bundle).manifest, release),
     }
-    return output.result(arguments, content, lambda: output.pairs(content.items()))
+    rows = [(name, value) for name, value in content.items() if name != "lineage"]
+    return output.result(arguments, content, lambda: output.pairs([*rows, *output.lineage(content["lineage"])]))
 
 
 def add_rollback_arguments(parser: argparse.ArgumentParser) -> None:

@@ -75,6 +75,31 @@ def variants(figures: Mapping[str, Any]) -> list[tuple[str, object]]:
     return [*rows, ("int8 note", figures["note"])] if figures["note"] else rows
 
 
+def lineage(origin: Mapping[str, Any] | None) -> list[tuple[str, object]]:
+    """Rows about where a bundle comes from and what it scored where, of what `bundle.origin` gives."""
+    if origin is None:
+        return [("lineage", "not in the bundle: it was made from no run, or by an earlier version")]
+    rows: list[tuple[str, object]] = []
+    if "run" in origin:
+        of = f"{origin['run']}, round {origin['round']}, method {origin['method']}, seed {origin['seed']}"
+        rows = [
+            ("run", of),
+            ("trained by", f"{origin['clients']} clients, partition {origin['partition_sha256'][:12]}"),
+        ]
+        begins = {"weights": "weights_sha256", "warm start": "warm_start_sha256", "parent bundle": "parent"}
+        rows += [(name, origin[key][:12]) for name, key in begins.items() if origin[key]]
+    scored = origin["scored"]
+    for name, key in (("scored in the run", "run"), ("scored on devices", "devices")):
+        if (one := scored[key]) is not None:
+            of = f", {one['support']} held-out samples" if one["support"] else ""
+            figures = f"acc.personal {percent(one['mean'])}, worst tenth {percent(one['worst_tenth'])}"
+            rows.append((name, f"{figures} ({one['clients']} clients{of})"))
+    accuracies = (f"{precision} {percent(share)}" for precision, share in scored["held_out"].items())
+    rows += [("scored where exported", ", ".join(accuracies))] if scored["held_out"] else []
+    cosine = "" if scored["int8_cosine"] is None else f"; cosine of int8 {scored['int8_cosine']:.4f}"
+    return [*rows, ("parity", f"fp32 differs from the trained encoder by {scored['parity_max_abs']:.2g}{cosine}")]
+
+
 ONE_CLASS = "note: all samples are of one class, so accuracies on them say nothing"
 BETTER_ALONE = "note: this device is better off alone: acc.local is above acc.personal by more than noise"
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from federation_disturbances import lose
@@ -14,6 +16,8 @@ from federation_harness import Federation, Killed
 from coordinator.cli.run import agents_table, footnotes
 from coordinator.runs import computations
 from coordinator.runs.context import Waiting, computed
+from coordinator.runs.lineage import lineage_of
+from coordinator.state.store import StateFolder
 from edge_agent.errors import BundleDamaged, ExportRejected
 from edge_agent.wire import messages as wire
 from edge_agent.wire.tensors import encode
@@ -34,6 +38,19 @@ def exports(monkeypatch):
         return {"bundle_id": bundle_id(run), "parity_max_abs": 1e-6, "int8_cosine": 0.999}
 
     monkeypatch.setattr(computations, "export_bundle", fake)
+    return made
+
+
+@pytest.fixture
+def asked(exports, monkeypatch):
+    """What the worker was asked to export."""
+    made, inner = [], computations.export_bundle
+
+    def noting(request):
+        made.append(request)
+        return inner(request)
+
+    monkeypatch.setattr(computations, "export_bundle", noting)
     return made
 
 
@@ -62,7 +79,7 @@ def test_head_tier_devices_get_the_bundle_and_report(tmp_path, exports):
         assert entry.digest == hashlib.sha256(bundle.read_bytes()).hexdigest()
 
 
-def test_a_bundle_names_where_it_comes_from(tmp_path, exports):
+def test_a_bundle_names_where_it_comes_from(tmp_path, exports, asked):
     with Federation(tmp_path, agents=2, **EXPORT) as fed:
         for seed in (3, 4):
             fed.request(rounds=2, seed=seed)
@@ -73,6 +90,31 @@ def test_a_bundle_names_where_it_comes_from(tmp_path, exports):
         assert origin["encoder_sha256"] == fed.encoder_sha256
         assert origin["partition_sha256"] == hashlib.sha256(b'[["a0", 10], ["a1", 10]]').hexdigest()
         assert (first.body["parent"], second.body["parent"]) == (None, first.body["bundle_id"])
+        assert (first.body["lineage"]["parent"], origin["parent"]) == (None, first.body["bundle_id"])
+        assert (origin["clients"], origin["scores"]) == (
+            2,
+            {"clients": 2, "support": 0, "mean": 0.5, "worst_tenth": 0.5},  # both report 0.5
+        )
+        assert "a0" not in json.dumps(asked[-1]["lineage"]), "other devices read it"
+        assert {**asked[-1]["lineage"], "method": "fedavg", "params": origin["params"]} == origin
+
+
+def test_a_lineage_names_the_weights_and_the_warm_start_that_a_run_began_with(tmp_path):
+    with StateFolder(tmp_path / "state").open("a test") as state:
+        journal = state.journal
+        journal.append("run_requested", run="run-0001", body={})
+        journal.append("warm_started", run="run-0001", digest="c" * 64, body={"encoder_sha256": "d" * 64})
+        for number, shares in ((1, (0.1, 0.2)), (2, (0.25, 0.75))):
+            journal.append("round_opened", run="run-0001", round=number, body={"agents": ["a", "b"]})
+            for agent, share in zip("ab", shares, strict=True):
+                body = {"samples": 5, "metrics": {"acc.personal": share}}
+                journal.append("update_accepted", run="run-0001", round=number, agent=agent, body=body)
+            journal.append("round_closed", run="run-0001", round=number, digest="e" * 64, body={})
+        request = SimpleNamespace(seed=3, weights=SimpleNamespace(sha256="b" * 64))
+        made = lineage_of(state, "run-0001", request, "f" * 64)
+    assert (made.weights_sha256, made.warm_start_sha256, made.parent) == ("b" * 64, "d" * 64, None)
+    assert (made.round, made.clients, made.encoder_sha256) == (2, 2, "f" * 64)
+    assert (made.scores.mean, made.scores.worst_tenth, made.scores.clients) == (0.5, 0.25, 2)
 
 
 def test_runs_release_nothing_by_themselves_unless_the_configuration_says_so(tmp_path, exports):

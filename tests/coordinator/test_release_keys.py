@@ -221,8 +221,9 @@ def test_the_bundle_of_a_run_is_signed_and_that_of_a_round_is_not(tmp_path, bund
         state=SimpleNamespace(path=state, blobs=blobs, run=lambda _: SimpleNamespace(folder=tmp_path)),
         ask=ask,
     )
-    monkeypatch.setattr(runs_release, "lineage", lambda _: {})
-    run = SimpleNamespace(id="run-0001", context=context, model_for_compute=dict)
+    monkeypatch.setattr(runs_release, "_lineage", lambda _: {})
+    request, method = SimpleNamespace(method="fedavg"), SimpleNamespace(all_params=dict)
+    run = SimpleNamespace(id="run-0001", context=context, model_for_compute=dict, request=request, method=method)
     for purpose in ("release", "round"):
         list(runs_release.export_bundle(run, purpose, purpose))
         assert (bundles.open_bundle(tmp_path / f"{purpose}.hwb").release is not None) == (purpose == "release")

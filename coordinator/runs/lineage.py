@@ -1,0 +1,55 @@
+"""Where a run's encoder comes from, for its bundle: counts, hashes and averages, for every device reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from edge_agent.bundle import Lineage
+from edge_agent.trust import Scores
+
+from ..state.releases import released_to_all
+from ..state.store import StateFolder
+from .request import Request
+
+
+def lineage_of(
+    state: StateFolder,
+    run: str,
+    request: Request,
+    encoder_sha256: str,
+    reports: Mapping[str, tuple[float, int]] | None = None,
+) -> Lineage:
+    """The lineage of a run's encoder after its last closed round.
+
+    ``partition_sha256`` is the hash of the sorted pairs of agent and sample count of all updates in the journal.
+    ``reports``: agent -> acc.personal with this encoder, and held-out samples behind it; default: those in the journal.
+    They count for agents whose updates were accepted; without any, what these measured in the last round does.
+    """
+    entries = state.journal.entries(run, ("update_accepted", "warm_started", "release_reported"))
+    updates = [entry for entry in entries if entry.kind == "update_accepted" and entry.agent is not None]
+    samples = {entry.agent: entry.body.get("samples") for entry in updates}
+    number = state.journal.replay(run).round
+    warm = next((entry for entry in reversed(entries) if entry.kind == "warm_started"), None)
+    if reports is None:
+        said = {entry.agent: entry.body for entry in entries if entry.kind == "release_reported" and entry.agent}
+        reports = {agent: (body["acc"]["personal"], body["support"]) for agent, body in said.items()}
+    at_end = [one for agent, one in reports.items() if agent in samples and one[0] is not None]
+    last = {
+        entry.agent: entry.body.get("metrics", {}).get("acc.personal") for entry in updates if entry.round == number
+    }
+    in_round = [(share, 0) for share in last.values() if share is not None]
+    older = released_to_all(state.journal, "stable")
+    return Lineage(
+        run=run,
+        round=number,
+        seed=request.seed,
+        clients=len(samples),
+        partition_sha256=hashlib.sha256(json.dumps(sorted(samples.items())).encode()).hexdigest(),
+        encoder_sha256=encoder_sha256,
+        weights_sha256=None if request.weights is None else request.weights.sha256,
+        warm_start_sha256=None if warm is None else warm.body["encoder_sha256"],
+        parent=None if older is None else older.bundle_id,
+        scores=Scores.of(at_end or in_round),
+    )
