@@ -47,6 +47,7 @@ Moment = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
 Version = Annotated[int, Field(ge=1, le=1 << 53)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,98}$")]
+KeyName = Annotated[str, Field(pattern=r"^[\w.@+-]([\w .@+-]{0,62}[\w.@+-])?$", description="of a key, for people")]
 
 
 class _Open(BaseModel):
@@ -93,6 +94,12 @@ class Root(_Open):
     keys: dict[Hex, Key] = Field(max_length=2 * MOST_KEYS)
     roles: dict[RoleName, Role]
     federation: Name
+    names: dict[Hex, KeyName] = Field(default_factory=dict, max_length=2 * MOST_KEYS)
+
+    def named(self, keyid: str) -> str:
+        """A key as people are shown it: its name, and the beginning of its id."""
+        name = self.names.get(keyid)
+        return f"{keyid[:16]}…" if name is None else f"{name} ({keyid[:8]}…)"
 
 
 class _Hashes(_Open):
@@ -304,6 +311,25 @@ def followed(trusted: Sequence[Envelope], offered: Iterable[Envelope]) -> list[E
         result.append(envelope)
         newest = root
     return result
+
+
+def signed_by(member: Member) -> dict[str, Any]:
+    """Who has signed a bundle's release, as JSON, by the newest root that the bundle carries.
+
+    Raises:
+        BundleUntrusted: the metadata cannot be read.
+    """
+    release, root = read(Release, member.release, "release"), read(Root, member.roots[-1], "root")
+    expected = root.roles["targets"]
+    signers = sorted(member.release.signers(expected, root.keys))
+    return {
+        "version": release.version,
+        "expires": release.expires,
+        "root": root.version,
+        "threshold": expected.threshold,
+        "keys": len(expected.keyids),
+        "signers": [{"id": keyid, "name": root.names.get(keyid)} for keyid in signers],
+    }
 
 
 @dataclass(frozen=True)

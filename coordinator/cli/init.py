@@ -23,7 +23,7 @@ from ..identity.ledger import identity_folder
 from ..identity.serving import BrokerFiles
 from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now
-from ..state.release_keys import ReleaseKeys, read_public, role
+from ..state.release_keys import Public, ReleaseKeys, read_public, role
 from .keys import described
 from .options import Json
 from .output import present
@@ -129,7 +129,7 @@ def init(
         path.parent.mkdir(parents=True, exist_ok=True)
         text = NEW.format(federation=json.dumps(federation)) + section
     public = [read_public(file) for file in release_key or ()]
-    role(public or [bytes(32)], threshold)
+    role(public or [Public(bytes(32))], threshold)
     before = path.read_bytes() if path.exists() else None
     write_atomic(path, text.encode())
     try:
@@ -163,7 +163,9 @@ def init(
     present(result, lines, as_json=as_json)
 
 
-def _make(state: Path, federation: str, identity: IdentityConfig, public: Sequence[bytes], threshold: int) -> Authority:
+def _make(
+    state: Path, federation: str, identity: IdentityConfig, public: Sequence[Public], threshold: int
+) -> Authority:
     folder, now = identity_folder(state), utc_now()
     keys = ReleaseKeys(state)
     if keys.exist and (other := keys.newest().federation) != federation:

@@ -10,19 +10,25 @@ from typing import Annotated, Any
 import typer
 
 from edge_agent.errors import UsageError
-from edge_agent.trust import Envelope, Key, Role, parse, public_bytes
+from edge_agent.storage import write_atomic
+from edge_agent.trust import Envelope, Key, RoleName, Roots, dump, parse, public_bytes, read
+from edge_agent.trust import Root as RootMetadata
 
 from ..config import load_config
 from ..state.journal import utc_now
 from ..state.release_keys import (
+    COORDINATOR,
     OLDEST_AGENT,
     RELEASE_LIFE,
+    Public,
     ReleaseKeys,
+    missing,
     new_key,
     read_key,
     read_public,
     role,
     sign_bundle,
+    sign_change,
     write_key,
 )
 from .options import Config, Json, State, state_path
@@ -33,15 +39,22 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+_ROLES: dict[RoleName, str] = {"root": "changes of keys", "targets": "releases"}
+
 KeyFile = Annotated[
     Path, typer.Argument(metavar="FILE", help="File for the private key; FILE.pub gets the public one.")
 ]
-BundleFile = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Bundle file (*.hwb), which gets the signatures.")]
+BundleFile = Annotated[
+    Path, typer.Argument(metavar="FILE", help="Bundle file (*.hwb) or change of keys, which gets the signatures.")
+]
+ChangeFile = Annotated[Path, typer.Argument(metavar="FILE", help="File that 'headwater keys rotate --out' wrote.")]
 Private = Annotated[
     list[Path] | None,
     typer.Option("--key", help="File of a private key that signs, besides those of the state folder."),
 ]
-Public = Annotated[list[Path] | None, typer.Option("--release-key", help="Public key that signs releases; repeatable.")]
+PublicFiles = Annotated[
+    list[Path] | None, typer.Option("--release-key", help="Public key that signs releases; repeatable.")
+]
 RootPublic = Annotated[
     list[Path] | None, typer.Option("--root-key", help="Public key that signs changes of keys; repeatable.")
 ]
@@ -61,23 +74,28 @@ Root = Annotated[
 
 
 @app.command("new")
-def new(file: KeyFile, as_json: Json = False) -> None:
+def new(
+    file: KeyFile,
+    name: Annotated[str, typer.Option("--name", help="Whose it is. Every device that gets a bundle can read it.")] = "",
+    as_json: Json = False,
+) -> None:
     """Make a key pair for a person who signs releases; the public half goes to the coordinator.
 
-    Example: headwater keys new alice.key
+    Example: headwater keys new alice.key --name Alice
     """
     ready_for(file)
     if file.exists():
         raise UsageError(f"{file} exists; name another file, or remove it")
     key = new_key()
-    write_key(file, key)
-    name = Key.of(public_bytes(key)).id
-    present({"key": str(file), "public": f"{file}.pub", "id": name}, [f"key {name[:16]}… in {file}"], as_json=as_json)
+    write_key(file, key, name=name)
+    keyid = Key.of(public_bytes(key)).id
+    result = {"key": str(file), "public": f"{file}.pub", "id": keyid, "name": name or None}
+    present(result, [f"key {name or keyid[:16] + '…'} in {file}"], as_json=as_json)
 
 
 @app.command("init")
 def init_keys(
-    release_key: Public = None,
+    release_key: PublicFiles = None,
     threshold: Threshold = 1,
     config: Config = None,
     state: State = None,
@@ -106,11 +124,15 @@ def show(config: Config = None, state: State = None, as_json: Json = False) -> N
 
 @app.command("rotate")
 def rotate(
-    release_key: Public = None,
+    release_key: PublicFiles = None,
     threshold: Threshold = 1,
     root_key: RootPublic = None,
     root_threshold: RootThreshold = 1,
     key: Private = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Write the change into this file for others to sign; nothing changes yet."),
+    ] = None,
     config: Config = None,
     state: State = None,
     as_json: Json = False,
@@ -118,20 +140,47 @@ def rotate(
     """Change the keys: without --release-key, the coordinator's own is replaced by a new one.
 
     With --root-key, those that sign changes are replaced, too. Enough of the old and of the new root keys have to sign:
-    root.key of the state folder, where it is there, and each --key. Devices follow by the next bundle that is signed.
+    root.key of the state folder, where it is there, and each --key. Where others are on other machines, --out writes
+    the change into a file, they sign that by 'headwater keys sign', and 'headwater keys accept' makes it count.
+    Devices follow by the next bundle that is signed.
 
     Example: headwater keys rotate --key root.key
     """
     keys = ReleaseKeys(state_path(config, state))
     if not release_key and not root_key and not keys.online_key.exists():
         raise UsageError("people sign the releases of this federation: name all release keys with --release-key")
-    signers = [read_key(path) for path in (*([keys.root_key] if keys.root_key.exists() else ()), *(key or ()))]
-    own = None if release_key or root_key else new_key()
-    public = [public_bytes(own)] if own is not None else [read_public(file) for file in release_key or ()]
-    root = role([read_public(file) for file in root_key], root_threshold) if root_key else None
-    keys.rotate(utc_now(), signers, root=root, release=role(public, threshold) if public else None, own=own)
-    if release_key:
-        keys.release_key.unlink(missing_ok=True)  # which signs nothing any more
+    signers = [read_key(path) for path in key or ()]
+    if keys.root_key.exists():
+        here = read_key(keys.root_key)
+        if Key.of(public_bytes(here)).id in keys.newest().roles["root"].keyids:
+            signers.append(here)
+    own = None if release_key or root_key else keys.next_key()
+    public = [Public(public_bytes(own), COORDINATOR)] if own is not None else [*map(read_public, release_key or ())]
+    root = role([*map(read_public, root_key)], root_threshold) if root_key else None
+    if out is not None:
+        ready_for(out)
+    changed = keys.change(utc_now(), signers, root=root, release=role(public, threshold) if public else None, own=own)
+    if out is not None:
+        write_atomic(out, dump(Roots(roots=tuple(changed))))
+        _present_change(out, changed, as_json)
+        return
+    if lacks := missing(changed):
+        raise UsageError(
+            f"{'; '.join(lacks)}; name the files of these private keys with --key, or write the change with --out FILE "
+            "for those who have them"
+        )
+    keys.accept(changed)
+    _present(keys, as_json)
+
+
+@app.command("accept")
+def accept(file: ChangeFile, config: Config = None, state: State = None, as_json: Json = False) -> None:
+    """Make a change of keys count that 'headwater keys rotate --out' wrote and people have signed since.
+
+    Example: headwater keys accept change.json
+    """
+    keys = ReleaseKeys(state_path(config, state))
+    keys.accept(_roots(file))
     _present(keys, as_json)
 
 
@@ -149,10 +198,14 @@ def sign(
 ) -> None:
     """Sign a bundle file with the coordinator's key, or with --key; several people sign one file one after another.
 
-    With --again, an older bundle becomes the newest release: that is how a federation goes back.
+    With --again, an older bundle becomes the newest release: that is how a federation goes back. The file may also be a
+    change of keys that 'headwater keys rotate --out' wrote: it is shown what changes, and --key alone is needed.
 
     Example: headwater keys sign encoder.hwb --key alice.key --root roots.json
     """
+    if _is_change(bundle):
+        _sign_change(bundle, key or [], as_json)
+        return
     if not re.fullmatch(r"\d{1,4}(\.\d{1,4}){0,3}", min_agent):
         raise UsageError(f"--min-agent {min_agent[:40]}: expected a version such as {OLDEST_AGENT}")
     keys = ReleaseKeys(state_path(config, state) if root is None else root.parent)
@@ -193,13 +246,52 @@ def described(keys: ReleaseKeys) -> str:
 
 
 def _roots(path: Path) -> list[Envelope]:
-    from edge_agent.trust import Roots
-
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; expected the federation's roots.json") from error
     return [*parse(Roots, raw, str(path)).roots]
+
+
+def _is_change(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(1) == b"{"
+    except OSError:  # said where it is read
+        return False
+
+
+def _sign_change(path: Path, files: list[Path], as_json: bool) -> None:
+    if not files:
+        raise UsageError(f"{path} is a change of keys; name the file of your private key with --key")
+    roots = _roots(path)
+    if len(roots) < 2:
+        raise UsageError(f"{path} has one root and so no change; expected the file of 'headwater keys rotate --out'")
+    changed = sign_change(roots, [*map(read_key, files)])
+    write_atomic(path, dump(Roots(roots=tuple(changed))))
+    _present_change(path, changed, as_json)
+
+
+def _present_change(path: Path, changed: list[Envelope], as_json: bool) -> None:
+    """What a change of keys changes, and what it lacks until it counts."""
+    old, new = (read(RootMetadata, envelope, "root") for envelope in changed[-2:])
+    lines, lacks = (
+        [f"{path}: root {new.version} of federation '{new.federation}', after root {old.version}"],
+        missing(changed),
+    )
+    for name, what in _ROLES.items():
+        before, after = old.roles[name], new.roles[name]
+        if before == after:
+            lines.append(f"{what}: as before")
+            continue
+        lines.append(
+            f"{what}: {after.threshold} of {len(after.keyids)} keys, {before.threshold} of {len(before.keyids)} before"
+        )
+        lines += [f"  new: {new.named(keyid)} {keyid}" for keyid in after.keyids if keyid not in before.keyids]
+        lines += [f"  no more: {old.named(keyid)} {keyid}" for keyid in before.keyids if keyid not in after.keyids]
+    lines += [f"missing: {one}" for one in lacks] or [f"complete: 'headwater keys accept {path}' makes it count"]
+    result = {"file": str(path), "root": new.version, "missing": lacks}
+    present(result, lines, as_json=as_json)
 
 
 def _present(keys: ReleaseKeys, as_json: bool) -> None:
@@ -209,17 +301,21 @@ def _present(keys: ReleaseKeys, as_json: bool) -> None:
         "root": root.version,
         "expires": root.expires,
         "file": str(keys.root),
-        "root_keys": _shown(root.roles["root"]),
-        "release_keys": _shown(root.roles["targets"]),
+        "root_keys": _shown(root, "root"),
+        "release_keys": _shown(root, "targets"),
         "signs_here": keys.online_key.exists(),
     }
     lines = [f"federation '{root.federation}': {described(keys)}", f"devices trust {keys.root}"]
-    for name in ("root", "targets"):
-        of = root.roles["root" if name == "root" else "targets"]
-        what = "changes of keys" if name == "root" else "releases"
-        lines += [f"{what}: {of.threshold} of", *(f"  {keyid}" for keyid in of.keyids)]
+    for name, what in _ROLES.items():
+        of = root.roles[name]
+        lines += [
+            f"{what}: {of.threshold} of",
+            *(f"  {keyid} {root.names.get(keyid, '')}".rstrip() for keyid in of.keyids),
+        ]
     present(result, lines, as_json=as_json)
 
 
-def _shown(of: Role) -> dict[str, Any]:
-    return {"threshold": of.threshold, "keys": list(of.keyids)}
+def _shown(root: RootMetadata, name: RoleName) -> dict[str, Any]:
+    of = root.roles[name]
+    names = {keyid: root.names[keyid] for keyid in of.keyids if keyid in root.names}
+    return {"threshold": of.threshold, "keys": list(of.keyids), "names": names}

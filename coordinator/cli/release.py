@@ -190,7 +190,7 @@ def pin(
         with contextlib.ExitStack() as stack:
             blob = None
             if release.bundle_id != known.runs:  # perhaps an older one
-                blob = stack.enter_context(_file(folder, release.run, release.bundle_id, release.digest))
+                blob, _ = stack.enter_context(_file(folder, release.run, release.bundle_id, release.digest))
             folder.journal.append("device_pinned", agent=device, digest=blob, body=body)
         line = f"{device} stays with release {release.number}{f' until {until}' if until else ''}: {reason}"
         present({"device": device, **body}, [line], as_json=as_json)
@@ -248,6 +248,7 @@ def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
         "rolls_back": release.rolls_back or None,
         "rolled_back_by": release.rolled_back_by or None,
         "by": body.get("by"),
+        "signed": body.get("signed"),
         "at": release.at,
         "plan": asdict(release.plan),
         "canary": list(release.canary),
@@ -364,16 +365,36 @@ def _lines(releases: list[dict[str, Any]], devices: list[dict[str, Any]], count:
 
 def _origins(releases: list[dict[str, Any]]) -> Iterator[Table | str]:
     """Where each release comes from, and acc.personal in its run and on the devices that installed it."""
-    columns = ("release", "run", "round", "method", "seed", "clients", "partition", "parent", "in the run", "devices")
+    columns = (
+        "release",
+        "run",
+        "round",
+        "method",
+        "seed",
+        "clients",
+        "partition",
+        "parent",
+        "signed by",
+        "in the run",
+        "devices",
+    )
     rows = []
     for one in releases:
         of, scored = one["lineage"], one["scored"]
         seed, clients = (of.get(name, "") for name in ("seed", "clients"))
         hashes = ((of.get(name) or "")[:12] for name in ("partition_sha256", "parent"))
         run = (one["release"], of["run"], of["round"], of.get("method", ""), seed, clients)
-        rows.append((*run, *hashes, _scores(scored["run"]), _scores(scored["devices"])))
+        rows.append((*run, *hashes, _signers(one["signed"]), *(_scores(scored[name]) for name in ("run", "devices"))))
     yield ""
     yield table("where they come from; acc.personal: mean, worst tenth of clients", columns, rows, left=2)
+
+
+def _signers(signed: Mapping[str, Any] | None) -> str:
+    """Who has signed a release, and how many of how many keys have to."""
+    if signed is None:
+        return "nobody"
+    names = ", ".join(one["name"] or f"{one['id'][:8]}…" for one in signed["signers"])
+    return f"{names or 'nobody'}; {signed['threshold']} of {signed['keys']} needed"
 
 
 def _scores(scores: Mapping[str, Any] | None) -> str:
@@ -410,18 +431,20 @@ def _is_already(release: Release, why: str) -> str:
 def _release(
     folder: StateFolder, run: str | None, number: int | None, digest: str | None, body: dict[str, Any]
 ) -> None:
-    with _file(folder, run, body["bundle_id"], digest) as blob:
-        folder.journal.append("release_made", run=run, round=number, digest=blob, body=body)
+    with _file(folder, run, body["bundle_id"], digest) as (blob, signed):
+        folder.journal.append("release_made", run=run, round=number, digest=blob, body={**body, "signed": signed})
 
 
 @contextlib.contextmanager
-def _file(folder: StateFolder, run: str | None, bundle_id: str, digest: str | None) -> Iterator[str]:
-    """The digest of a bundle's file, signed for now, as a blob that the journal is to name inside."""
+def _file(
+    folder: StateFolder, run: str | None, bundle_id: str, digest: str | None
+) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """The digest of a bundle's file, signed for now, and who has signed; the journal is to name that blob inside."""
     from ..state.release_keys import file_to_release  # loads cryptography
 
-    content = file_to_release(folder, run or "", bundle_id, digest or "", utc_now())
+    content, signed = file_to_release(folder, run or "", bundle_id, digest or "", utc_now())
     blob = folder.blobs.put(content)
-    yield blob
+    yield blob, signed
     if blob not in folder.blobs:  # a coordinator at work removes what no entry names
         folder.blobs.put(content)
 

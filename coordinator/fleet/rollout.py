@@ -280,8 +280,8 @@ class Rollout:
 
         try:
             older, body = rollback_of(self.book, release, reason, "failures")
-            content = file_to_release(self._state, older.run, older.bundle_id, older.digest, self._now())
-            digest = self._state.blobs.put(content)
+            content, signed = file_to_release(self._state, older.run, older.bundle_id, older.digest, self._now())
+            body, digest = {**body, "signed": signed}, self._state.blobs.put(content)
         except UsageError as error:  # there is no older one, or people have to sign it
             held = f"{reason}. Not rolled back: {error}"
             journal.append("release_held", body={"release": release.number, "reason": held})

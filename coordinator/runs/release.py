@@ -24,7 +24,7 @@ from edge_agent.wire.tensors import Spec, decode, encode, pieces
 
 from ..fleet.transfers import Collection, reason_of, updates_of
 from ..state.journal import utc_now
-from ..state.release_keys import ReleaseKeys
+from ..state.release_keys import ReleaseKeys, signature_of
 from ..state.store import StateFolder, prune_blobs
 from .context import Run, Steps, Waiting
 from .lineage import lineage_of
@@ -87,10 +87,11 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
         raise
     except Exception as error:
         raise ExportRejected(f"export failed: {error!r}") from error
-    if purpose == "release":
-        sign(path, run.context.state.path)
+    is_signed = purpose == "release" and sign(path, run.context.state.path) is not None
     digest = run.context.state.blobs.put(path.read_bytes())
     body = {"path": str(path), "bytes": path.stat().st_size, **exported}
+    if is_signed:
+        body["signed"] = signature_of(path)
     if lineage is not None:
         body["lineage"] = {"method": run.request.method, "params": run.method.all_params(), **lineage}
     return Released(path, exported["bundle_id"], digest, body)

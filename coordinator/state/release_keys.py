@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
@@ -15,6 +16,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
+from pydantic import TypeAdapter, ValidationError
 
 from edge_agent import bundle as bundles
 from edge_agent.config import credential
@@ -34,9 +36,11 @@ from edge_agent.trust import (
     ROLES,
     Envelope,
     Key,
+    KeyName,
     Member,
     Release,
     Role,
+    RoleName,
     Root,
     Roots,
     Scores,
@@ -46,6 +50,7 @@ from edge_agent.trust import (
     parse,
     public_bytes,
     read,
+    signed_by,
     unsigned,
 )
 
@@ -54,6 +59,11 @@ from .store import StateFolder
 
 ROOT_LIFE = timedelta(days=3653)
 RELEASE_LIFE = timedelta(days=365)
+COORDINATOR = "coordinator"
+"""Name of the key with which the coordinator signs by itself."""
+
+_NAME = TypeAdapter(KeyName)
+
 OLDEST_AGENT = "0.1"
 """Version of the agent from which on one verifies signatures."""
 
@@ -63,11 +73,49 @@ def new_key() -> Ed25519PrivateKey:
     return Ed25519PrivateKey.generate()
 
 
-def write_key(path: Path, key: Ed25519PrivateKey, access: Access | None = None) -> None:
-    """Write a private key for its owner alone, and the public one beside it in ``<path>.pub``."""
+class Public(NamedTuple):
+    """A public key (32 bytes) and the name of whose it is, for people; empty: none was given."""
+
+    public: bytes
+    name: str = ""
+
+    @property
+    def id(self) -> str:
+        """As metadata name the key."""
+        return Key.of(self.public).id
+
+
+class Signers(NamedTuple):
+    """A role with its keys, and the names of those that have one."""
+
+    role: Role
+    keys: Mapping[str, Key]
+    names: Mapping[str, str]
+
+    @classmethod
+    def of(cls, root: Root, name: RoleName) -> Signers:
+        """A role as a root has it."""
+        found = root.roles[name]
+        keys = {keyid: root.keys[keyid] for keyid in found.keyids}
+        return cls(found, keys, {keyid: root.names[keyid] for keyid in keys if keyid in root.names})
+
+
+def write_key(path: Path, key: Ed25519PrivateKey, access: Access | None = None, name: str = "") -> None:
+    """Write a private key for its owner alone, and the public one, with its name, beside it in ``<path>.pub``.
+
+    Raises:
+        UsageError: it cannot be called so.
+    """
+    try:
+        _NAME.validate_python(name or "-")
+    except ValidationError as error:
+        raise UsageError(
+            f"'{name[:80]}' is no name of a key; expected up to 64 letters, digits, spaces and . @ + - _"
+        ) from error
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     write_atomic(path, pem, access=access or Access.private())
-    write_atomic(path.with_name(f"{path.name}.pub"), public_bytes(key).hex().encode() + b"\n", access=access)
+    public = f"{public_bytes(key).hex()} {name}".rstrip()
+    write_atomic(path.with_name(f"{path.name}.pub"), public.encode() + b"\n", access=access)
 
 
 def read_key(path: Path) -> Ed25519PrivateKey:
@@ -87,51 +135,47 @@ def read_key(path: Path) -> Ed25519PrivateKey:
     return key
 
 
-def read_public(path: Path) -> bytes:
-    """The public key (32 bytes) in a file that `write_key` made.
+def read_public(path: Path) -> Public:
+    """The public key in a file that `write_key` made.
 
     Raises:
         UsageError: there is none.
     """
     try:
-        public = bytes.fromhex(path.read_text(encoding="ascii").strip())
+        digits, _, name = path.read_text(encoding="utf-8").strip().partition(" ")
+        public, name = bytes.fromhex(digits), _NAME.validate_python(name) if name else ""
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: no public key: {cause(error)}; expected the file FILE.pub of a key") from error
     if len(public) != 32:
         raise UsageError(f"{path}: a public key of {len(public)} bytes, expected 32 in hexadecimal")
-    return public
+    return Public(public, name)
 
 
-def role(keys: Sequence[bytes], threshold: int) -> tuple[Role, dict[str, Key]]:
-    """A role of these public keys, ``threshold`` of which have to sign.
+def role(keys: Sequence[Public], threshold: int) -> Signers:
+    """A role of these keys, ``threshold`` of which have to sign.
 
     Raises:
         UsageError: more than there are.
     """
-    known = {key.id: key for key in map(Key.of, keys)}
+    known = {one.id: Key.of(one.public) for one in keys}
     if not 1 <= threshold <= len(known):
         raise UsageError(f"threshold {threshold} of {len(known)} different keys; expected 1..{len(known)}")
-    return Role(keyids=tuple(sorted(known)), threshold=threshold), known
+    names = {one.id: one.name for one in keys if one.name}
+    return Signers(Role(keyids=tuple(sorted(known)), threshold=threshold), known, names)
 
 
-def root_of(
-    federation: str,
-    version: int,
-    expires: datetime,
-    root: tuple[Role, dict[str, Key]],
-    release: tuple[Role, dict[str, Key]],
-) -> Envelope:
+def root_of(federation: str, version: int, expires: datetime, root: Signers, release: Signers) -> Envelope:
     """Root metadata that nobody has signed yet."""
-    roles = {name: root[0] if name == "root" else release[0] for name in ROLES}
     return unsigned(
         Root.model_validate(
             {
                 "_type": "root",
                 "version": version,
                 "expires": moment(expires.timestamp()),
-                "keys": {**root[1], **release[1]},
-                "roles": roles,
+                "keys": {**root.keys, **release.keys},
+                "roles": {name: root.role if name == "root" else release.role for name in ROLES},
                 "federation": federation,
+                "names": {**root.names, **release.names},
             }
         )
     )
@@ -191,6 +235,43 @@ def sign_bundle(
     return read(Release, envelope, str(path)), len(envelope.signers(allowed, newest.keys)), allowed.threshold
 
 
+def sign_change(roots: Sequence[Envelope], keys: Sequence[Ed25519PrivateKey]) -> list[Envelope]:
+    """These roots, the last one signed by these keys as well.
+
+    Raises:
+        UsageError: a key has no say in that change.
+        BundleUntrusted: the roots before do not follow from each other.
+    """
+    before, made = followed(roots[:1], roots[1:-1]), roots[-1]
+    old, new = read(Root, before[-1], "root"), read(Root, made, "root")
+    for key in keys:
+        keyid = Key.of(public_bytes(key)).id
+        if keyid not in {*old.roles["root"].keyids, *new.roles["root"].keyids}:
+            raise UsageError(
+                f"key {new.named(keyid)} signs changes of keys neither in root {old.version} nor in root {new.version} "
+                f"of federation '{new.federation}'; those that do: "
+                f"{', '.join(map(old.named, old.roles['root'].keyids))}"
+            )
+        made = made.with_signature(key)
+    return [*before, made]
+
+
+def missing(roots: Sequence[Envelope]) -> list[str]:
+    """Which signatures the last of these roots lacks until it counts, of its predecessor's keys and of its own."""
+    old, new = (read(Root, envelope, "root") for envelope in roots[-2:])
+    lacks = []
+    for by in (old, new):
+        expected = by.roles["root"]
+        signers = roots[-1].signers(expected, by.keys)
+        if (count := expected.threshold - len(signers)) > 0:
+            others = ", ".join(by.named(keyid) for keyid in expected.keyids if keyid not in signers)
+            lacks.append(
+                f"root {new.version} is signed by {len(signers)} of the keys of root {by.version}, "
+                f"{expected.threshold} are needed: {count} more of {others}"
+            )
+    return lacks
+
+
 class ReleaseKeys:
     """The release keys in a coordinator's state folder, below ``identity/release``.
 
@@ -219,7 +300,7 @@ class ReleaseKeys:
         """Whether the federation signs its releases."""
         return self._roots.exists()
 
-    def create(self, federation: str, now: datetime, public: Sequence[bytes] = (), threshold: int = 1) -> Root:
+    def create(self, federation: str, now: datetime, public: Sequence[Public] = (), threshold: int = 1) -> Root:
         """Make the first root metadata, for the given public keys, or else for a release key that is made here.
 
         Raises:
@@ -232,8 +313,8 @@ class ReleaseKeys:
         root_key = new_key()
         private_folder(self.folder)
         release_key = None if public else new_key()
-        keys = [*public] if release_key is None else [public_bytes(release_key)]
-        by_root = role([public_bytes(root_key)], 1)
+        keys = [*public] if release_key is None else [Public(public_bytes(release_key), COORDINATOR)]
+        by_root = role([Public(public_bytes(root_key), "root.key")], 1)
         made = root_of(federation, 1, now + ROOT_LIFE, by_root, role(keys, threshold)).with_signature(root_key)
         write_key(self.root_key, root_key, Access.private_in(self.folder))
         if release_key is not None:
@@ -286,47 +367,66 @@ class ReleaseKeys:
             write_private(path, json.dumps({"version": version}).encode())
         return version
 
-    def rotate(
+    def change(
         self,
         now: datetime,
         keys: Sequence[Ed25519PrivateKey],
         *,
-        root: tuple[Role, dict[str, Key]] | None = None,
-        release: tuple[Role, dict[str, Key]] | None = None,
+        root: Signers | None = None,
+        release: Signers | None = None,
         own: Ed25519PrivateKey | None = None,
-    ) -> Root:
-        """Add root metadata with other keys; a role that is not given keeps those it has. Devices follow by a bundle.
+    ) -> list[Envelope]:
+        """All root metadata and one more with other keys, signed by ``keys``; a role that is not given keeps its own.
 
-        ``own``: the coordinator's new key, which is written before the root that names it.
-
-        Raises:
-            UsageError: ``keys`` are not enough of those of the root metadata before, or of the new ones.
+        ``own``: the coordinator's new key, which is written before the root that names it. Nothing else is changed:
+        `accept` makes the change count, once `missing` finds nothing.
         """
         with waited_lock(self.folder):
             roots = self.roots()
             before = read(Root, roots[-1], str(self._roots))
-            kept = {name: (before.roles[name], self._keys_of(before, before.roles[name])) for name in ROLES[:2]}
             made = root_of(
                 before.federation,
                 before.version + 1,
                 now + ROOT_LIFE,
-                root or kept["root"],
-                release or kept["targets"],
+                root or Signers.of(before, "root"),
+                release or Signers.of(before, "targets"),
             )
-            for key in keys:
-                made = made.with_signature(key)
-            try:
-                after = followed(roots, [made])
-            except BundleUntrusted as error:
-                raise UsageError(f"{error}; name the files of these private keys with --key") from error
             if self.online_key == self._next_key:
                 self._take_next()
             if own is not None:
-                write_key(self._next_key, own, Access.private_in(self.folder))
+                write_key(self._next_key, own, Access.private_in(self.folder), COORDINATOR)
+        return sign_change([*roots, made], keys)
+
+    def next_key(self) -> Ed25519PrivateKey:
+        """The coordinator's key of a change that others are still to sign; a new one where there is none."""
+        is_pending = self._next_key.exists() and self.online_key != self._next_key
+        return read_key(self._next_key) if is_pending else new_key()
+
+    def accept(self, changed: Sequence[Envelope]) -> Root:
+        """Make the last of these roots count here; returns it. Devices follow by the next bundle that is signed.
+
+        Raises:
+            UsageError: it does not follow the newest one here, or signatures are missing: whose is said.
+        """
+        with waited_lock(self.folder):
+            roots = self.roots()
+            try:
+                if changed[:-1] == roots and (lacks := missing(changed)):
+                    raise UsageError(f"root {changed[-1].signed['version']}: {'; '.join(lacks)}")
+                after = followed(roots, changed)
+            except BundleUntrusted as error:
+                raise UsageError(f"{error}; the change was made from other keys than those here") from error
             self._write(after)
-            if own is not None:
+            root = read(Root, after[-1], "root")
+            signing = root.roles["targets"].keyids
+            if self.online_key == self._next_key:
                 self._take_next()
-        return read(Root, made, "root")
+                return root
+            for suffix in (".pub", ""):  # of a change that can count no more
+                Path(f"{self._next_key}{suffix}").unlink(missing_ok=True)
+            if self.release_key.exists() and Key.of(public_bytes(read_key(self.release_key))).id not in signing:
+                self.release_key.unlink()  # which signs nothing any more
+        return root
 
     def _take_next(self) -> None:
         for suffix in (".pub", ""):  # the key last: until then it is found where it is
@@ -335,34 +435,39 @@ class ReleaseKeys:
                 next_file.replace(f"{self.release_key}{suffix}")
         sync_folder(self.folder)
 
-    @staticmethod
-    def _keys_of(root: Root, of: Role) -> dict[str, Key]:
-        return {name: root.keys[name] for name in of.keyids}
-
     def _write(self, roots: Sequence[Envelope]) -> None:
         write_private(self._roots, dump(Roots(roots=tuple(roots))))
         write_private(self.root, dump(roots[-1]))
 
 
-def file_to_release(state: StateFolder, run: str, bundle_id: str, digest: str, now: datetime) -> bytes:
+def signature_of(path: Path) -> dict[str, Any] | None:
+    """Who has signed the bundle at ``path``, as `trust.signed_by`; None where nobody has."""
+    raw = bundles.open_bundle(path).release
+    return None if raw is None else signed_by(parse(Member, raw, str(path)))
+
+
+def file_to_release(
+    state: StateFolder, run: str, bundle_id: str, digest: str, now: datetime
+) -> tuple[bytes, dict[str, Any] | None]:
     """The file of a run's bundle as devices are to get it now: the blob ``digest``, or signed with a version of now.
 
     Devices refuse a version that is older than one they have installed, so each release is signed when it is made:
-    here, where the release key is, or before by people, who sign the file in the run's folder.
+    here, where the release key is, or before by people, who sign the file in the run's folder. Also returns who has
+    signed, as `signature_of`; None where the federation has no keys.
 
     Raises:
         UsageError: people have to sign it first; the message has the command.
     """
     keys = ReleaseKeys(state.path)
     if not keys.exist:
-        return state.blobs.read(digest)
+        return state.blobs.read(digest), None
     if keys.online_key.exists():
         with tempfile.TemporaryDirectory(dir=state.path, prefix=".release-") as folder:
             copy = Path(folder) / f"{run}.hwb"
             copy.write_bytes(state.blobs.read(digest))
             _, count, needed = keys.sign(copy, now, book_of(state.journal).scores(bundle_id))
             if count >= needed:
-                return copy.read_bytes()
+                return copy.read_bytes(), signature_of(copy)
     path = state.run(run).folder / f"{run}.hwb"
     is_released = any(entry.digest == digest for entry in state.journal.entries(kinds=("release_made",)))
     again = " --again" if is_released else ""
@@ -378,4 +483,4 @@ def file_to_release(state: StateFolder, run: str, bundle_id: str, digest: str, n
             f"devices that have installed newer releases refuse the version of {path}; 'headwater keys sign {path} "
             "--key FILE --again' gives it a new one, then repeat this command"
         )
-    return signed
+    return signed, signature_of(path)

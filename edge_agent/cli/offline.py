@@ -778,10 +778,13 @@ def verify(arguments: argparse.Namespace) -> int:
     """
     from ..bundle import open_bundle, origin
     from ..bundle import verify as verified
-    from ..trust import seconds
+    from ..trust import Member, parse, seconds
 
     _check_exists(arguments.bundle, "a bundle file (*.hwb)")
     release, root = verified(arguments.bundle, _root(arguments.root))
+    opened = open_bundle(arguments.bundle)
+    member = parse(Member, opened.release or b"", str(arguments.bundle))
+    signers = sorted(member.release.signers(root.roles["targets"], root.keys))
     content: dict[str, Any] = {
         "bundle_id": release.bundle_id,
         "federation": release.federation,
@@ -790,9 +793,12 @@ def verify(arguments: argparse.Namespace) -> int:
         "expired": time.time() >= seconds(release.expires),
         "min_agent": release.min_agent,
         "root": root.version,
-        "lineage": origin(open_bundle(arguments.bundle).manifest, release),
+        "threshold": root.roles["targets"].threshold,
+        "signers": [{"id": keyid, "name": root.names.get(keyid)} for keyid in signers],
+        "lineage": origin(opened.manifest, release),
     }
-    rows = [(name, value) for name, value in content.items() if name != "lineage"]
+    rows = [(name, value) for name, value in content.items() if name not in {"lineage", "signers"}]
+    rows.append(("signed by", ", ".join(map(root.named, signers))))
     return output.result(arguments, content, lambda: output.pairs([*rows, *output.lineage(content["lineage"])]))
 
 

@@ -15,8 +15,17 @@ from signing import NOW
 
 from coordinator.config import CoordinatorConfig
 from coordinator.runs import release as runs_release
-from coordinator.state.release_keys import ReleaseKeys, new_key, read_key, role, write_key
-from coordinator.state.store import BlobStore
+from coordinator.state.release_keys import (
+    Public,
+    ReleaseKeys,
+    file_to_release,
+    new_key,
+    read_key,
+    role,
+    signature_of,
+    write_key,
+)
+from coordinator.state.store import BlobStore, StateFolder
 from edge_agent import bundle as bundles
 from edge_agent.cli import main as edge_agent
 from edge_agent.errors import BundleUntrusted, StateError, UsageError
@@ -86,7 +95,8 @@ def test_init_makes_keys_and_an_enrolled_device_trusts_them_and_follows_while_of
 def test_two_of_three_people_sign_and_the_coordinator_does_not(fleet, bundle, caplog, capsys):
     people = ["alice", "bob", "carol"]
     for name in people:
-        assert fleet.call("keys", "new", fleet.folder / f"{name}.key")[0] == 0
+        named = () if name == "bob" else ("--name", name.title())
+        assert fleet.call("keys", "new", fleet.folder / f"{name}.key", *named)[0] == 0
     given = [word for name in people for word in ("--release-key", fleet.folder / f"{name}.key.pub")]
     words = ("--host", "localhost", "--port", fleet.port, "--enroll-port", fleet.enroll_port)
     code, out, err = fleet.call("init", fleet.folder / "new", *words, *given, "--threshold", 2)
@@ -113,7 +123,11 @@ def test_two_of_three_people_sign_and_the_coordinator_does_not(fleet, bundle, ca
     assert sign("carol")[0] == 0
     assert bundles.verify(path, root)[0].federation == "home"
     code, out, _ = fleet.device("verify", path, "--root", away / "root.json", "--json")
-    assert (code, json.loads(out)["root"]) == (0, 1)
+    told = json.loads(out)
+    assert (code, told["root"], told["threshold"]) == (0, 1, 2)
+    assert {one["name"] for one in told["signers"]} == {"Alice", "Carol"}
+    code, _, err = fleet.call("keys", "new", fleet.folder / "eve.key", "--name", "E\tve")
+    assert (code, "is no name of a key" in err) == (2, True)
     assert fleet.call("keys", "new", fleet.folder / "mallory.key")[0] == 0
     code, _, err = sign("mallory")
     assert (code, "none of the 3 that sign releases" in err) == (2, True)
@@ -137,6 +151,111 @@ def test_a_change_of_root_keys_needs_the_old_ones_and_the_new_ones(fleet, tmp_pa
     assert keys_of(fleet).newest().roles["root"].threshold == 2
     code, _, err = fleet.call("keys", "rotate", "--state", tmp_path / "state")
     assert (code, "root 3 is signed by 0 of the keys of root 2" in err) == (2, True)
+
+
+def test_a_change_of_keys_is_signed_on_other_machines_and_brought_back(fleet, tmp_path, bundle):
+    """Root keys of three people, two of which have to sign, none at the coordinator; then carol is replaced by dave."""
+    fleet.init()
+    state, change = tmp_path / "state", tmp_path / "change.json"
+    for name in ("alice", "bob", "carol", "dave"):
+        assert fleet.call("keys", "new", tmp_path / f"{name}.key", "--name", name.title())[0] == 0
+
+    def roots(*names):
+        return [word for name in names for word in ("--root-key", tmp_path / f"{name}.key.pub")]
+
+    def sign(name):
+        away = tmp_path / f"{name}-machine"
+        away.mkdir(exist_ok=True)
+        shutil.copy(change, away)  # that file and the key are all that is there
+        code, out, err = fleet.call("keys", "sign", away / change.name, "--key", tmp_path / f"{name}.key")
+        assert code == 0, err
+        shutil.copy(away / change.name, change)
+        return out
+
+    first = ("--root-threshold", 2, "--out", change, "--state", state)
+    code, out, err = fleet.call("keys", "rotate", *roots("alice", "bob", "carol"), *first)
+    assert code == 0, err
+    assert "root 2 is signed by 0 of the keys of root 2, 2 are needed: 2 more of" in out
+    assert all(f"new: {name}" in out for name in ("Alice", "Bob", "Carol"))
+    assert "no more: root.key" in out
+    assert keys_of(fleet).newest().version == 1
+    code, _, err = fleet.call("keys", "accept", change, "--state", state)
+    assert (code, "2 more of" in err) == (2, True)
+    assert "1 more of" in sign("alice")
+    assert "complete: 'headwater keys accept" in sign("bob")
+    code, out, err = fleet.call("keys", "accept", change, "--state", state)
+    assert code == 0, err
+    assert "Carol" in out
+    keys_of(fleet).root_key.unlink()  # it signs nothing any more
+    assert fleet.call("keys", "rotate", *roots("alice", "bob", "dave"), *first)[0] == 0
+    assert "root 3 is signed by 1 of the keys of root 3, 2 are needed: 1 more of" in sign("dave")
+    code, _, err = fleet.call("keys", "accept", change, "--state", state)
+    assert (code, "root 3 is signed by 0 of the keys of root 2" in err) == (2, True)
+    sign("carol")  # the old threshold still lacks one
+    code, _, err = fleet.call("keys", "accept", change, "--state", state)
+    assert (code, "root 3 is signed by 1 of the keys of root 2, 2 are needed: 1 more of" in err) == (2, True)
+    assert ("Alice" in err, "Carol" in err) == (True, False)
+    sign("alice")
+    assert fleet.call("keys", "accept", change, "--state", state)[0] == 0
+    assert keys_of(fleet).newest().version == 3
+    code, _, err = fleet.call("keys", "sign", change, "--key", tmp_path / "bob.key", "--state", state)
+    assert code == 0, err
+    assert fleet.call("keys", "new", tmp_path / "mallory.key")[0] == 0
+    code, _, err = fleet.call("keys", "sign", change, "--key", tmp_path / "mallory.key")
+    assert (code, "neither in root 2 nor in root 3" in err) == (2, True)
+    path = bundle("b")
+    assert runs_release.sign(path, state) is not None  # the coordinator's release key has stayed
+
+
+def test_the_coordinator_gets_its_new_key_when_the_change_that_others_sign_counts(fleet, tmp_path, bundle):
+    fleet.init()
+    keys, change = keys_of(fleet), tmp_path / "change.json"
+    keys.root_key.rename(tmp_path / "root.key")
+    before = keys.newest().roles["targets"].keyids
+    words = ("keys", "rotate", "--out", change, "--state", tmp_path / "state")
+    for _ in range(2):  # asked for twice: the key of the first file still counts
+        assert fleet.call(*words)[0] == 0
+    path = bundle("b")
+    assert runs_release.sign(path, tmp_path / "state") is not None
+    assert signature_of(path)["signers"] == [{"id": before[0], "name": "coordinator"}]
+    assert fleet.call("keys", "sign", change, "--key", tmp_path / "root.key")[0] == 0
+    assert fleet.call("keys", "accept", change, "--state", tmp_path / "state")[0] == 0
+    assert runs_release.sign(path, tmp_path / "state") is not None
+    (after,) = signature_of(path)["signers"]
+    assert (after["id"], after["name"]) == (keys.newest().roles["targets"].keyids[0], "coordinator")
+    assert after["id"] != before[0]
+
+
+def test_status_names_who_signed_a_release_and_where_it_comes_from(fleet, bundle):
+    fleet.init()
+    path, state = bundle("b"), fleet.folder / "state"
+    origin = {"method": "fedavg", "seed": 7, "clients": 3, "partition_sha256": "ab" * 32}
+    scores = {"clients": 3, "support": 30, "mean": 0.5, "worst_tenth": 0.25}
+    body = {"bundle_id": bundles.open_bundle(path).manifest.bundle_id, "lineage": {**origin, "scores": scores}}
+    with StateFolder(state).look(create=True) as folder:
+        digest = folder.blobs.put(path.read_bytes())
+        folder.journal.append("bundle_exported", run="run-0001", round=9, digest=digest, body=body)
+    code, out, err = fleet.call("release", "create", "--canary", "all", "--state", state, "--json")
+    assert code == 0, err
+    signed = json.loads(out)["signed"]
+    assert [one["name"] for one in signed["signers"]] == ["coordinator"]
+    assert (signed["threshold"], signed["keys"]) == (1, 1)
+    with StateFolder(state).look() as folder:
+        (made,) = folder.journal.entries(kinds=("release_made",))
+        result = {"outcome": "ok", "acc": 0.75, "support": 20}
+        said = {"runs": body["bundle_id"], "release": 1, "result": result}
+        folder.journal.append("device_reported", agent="porch", body=said)
+        assert bundles.verify(folder.blobs.path(made.digest), keys_of(fleet).roots()[0])[0].version == signed["version"]
+        content, _ = file_to_release(folder, "run-0001", body["bundle_id"], made.digest, NOW)
+        (fleet.folder / "again.hwb").write_bytes(content)
+    again, _ = bundles.verify(fleet.folder / "again.hwb", keys_of(fleet).roots()[0])
+    assert again.reported.model_dump() == {"clients": 1, "support": 20, "mean": 0.75, "worst_tenth": 0.75}
+    code, out, _ = fleet.call("release", "status", "--state", state, "--json")
+    (release,) = json.loads(out)["releases"]
+    assert (release["scored"]["run"], release["scored"]["devices"]["mean"]) == (scores, 0.75)
+    text = fleet.call("release", "status", "--state", state)[1]
+    assert "coordinator; 1 of 1 needed" in text
+    assert "0.500, 0.250 of 3" in text
 
 
 def test_versions_of_releases_grow_also_when_the_clock_goes_back(tmp_path):
@@ -164,8 +283,9 @@ def test_a_kill_at_any_step_of_a_change_of_keys_leaves_a_key_that_signs(tmp_path
     shutil.copytree(state, before)
 
     def change():
-        own = new_key()
-        keys.rotate(NOW, [read_key(keys.root_key)], release=role([public_bytes(own)], 1), own=own)
+        own = keys.next_key()
+        release = role([Public(public_bytes(own))], 1)
+        keys.accept(keys.change(NOW, [read_key(keys.root_key)], release=release, own=own))
 
     with DyingProcess(state).mounted() as counting:
         change()

@@ -264,7 +264,7 @@ def test_one_key_does_not_count_twice():
     root = read(Root, home.roots[0], "root")
     twice = envelope.model_copy(update={"signatures": envelope.signatures * 2})
     renamed = envelope.signatures[0].model_copy(update={"keyid": "ab" * 32})
-    keys = {**root.keys, "ab" * 32: Key.of(publics(11)[0])}
+    keys = {**root.keys, "ab" * 32: Key.of(publics(11)[0].public)}
     both = root.roles["targets"].model_copy(update={"keyids": (*root.roles["targets"].keyids, "ab" * 32)})
     forged = root.model_copy(update={"keys": keys, "roles": {**root.roles, "targets": both}})
     for candidate, by in (
@@ -401,7 +401,7 @@ def test_metadata_are_those_of_tuf_in_its_canonical_form():
         assert parsed.signed.to_dict() == envelope.signed
         assert set(parsed.signatures) == {one.keyid for one in envelope.signatures}
     made = of_tuf(home.roots[0]).signed
-    assert set(made.keys) == {Key.of(public).id for public in publics(1, 11, 12)}
+    assert set(made.keys) == {public.id for public in publics(1, 11, 12)}
 
 
 @pytest.mark.parametrize("threshold", [1, 2, 3])

@@ -10,7 +10,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.state.release_keys import role, root_of, sign_bundle
+from coordinator.state.release_keys import Public, role, root_of, sign_bundle
 from edge_agent.trust import Envelope, public_bytes
 
 NOW = datetime(2026, 6, 1, tzinfo=timezone.utc)
@@ -21,8 +21,8 @@ def key(number: int) -> Ed25519PrivateKey:
     return Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big"))
 
 
-def publics(*numbers: int) -> list[bytes]:
-    return [public_bytes(key(number)) for number in numbers]
+def publics(*numbers: int) -> list[Public]:
+    return [Public(public_bytes(key(number)), f"person {number}") for number in numbers]
 
 
 def now() -> float:
