@@ -422,6 +422,31 @@ class Roots(Frozen):
     )
 
 
+def roots_in(path: Path) -> tuple[Envelope, ...]:
+    """The roots in a file root.json or roots.json of a federation, or in all such files of a folder, by version.
+
+    Raises:
+        BundleUntrusted: there are none, or two of one version differ.
+        OSError: they cannot be read.
+    """
+    if path.is_dir():
+        found = [root for file in sorted(path.glob("*.json")) for root in roots_in(file)]
+    else:
+        raw = path.read_bytes()
+        try:
+            found = [parse(Envelope, raw, str(path))]
+        except BundleUntrusted as error:
+            try:
+                found = [*parse(Roots, raw, str(path)).roots]
+            except BundleUntrusted:
+                raise error from None
+    versions = {read(Root, one, str(path)).version: one for one in found}
+    if not found or any(versions[read(Root, one, "root").version].signed != one.signed for one in found):
+        what = "two roots of one version" if found else "no root"
+        raise BundleUntrusted(f"{path}: {what}; expected root.json or roots.json of one federation")
+    return tuple(versions[number] for number in sorted(versions))
+
+
 class TrustStore:
     """What a folder of bundles trusts: ``roots.json``, and ``newest.json``, the newest release installed there.
 
@@ -451,12 +476,15 @@ class TrustStore:
         known = self.known()
         return None if known is None else read(Root, known.roots[-1], str(self._roots))
 
-    def anchor(self, root: Envelope) -> None:
+    def anchor(self, root: Envelope, between: Iterable[Envelope] = ()) -> None:
         """Trust this root, of whose origin the caller is sure. Bundles that are here already may go on serving.
+
+        Where another one is trusted here already, that has to lead to it, through roots of ``between`` where there were
+        several changes; these may come from anywhere, for each is signed by the keys of its predecessor.
 
         Raises:
             BundleUntrusted: it is not signed by its own keys.
-            StateError: another one is trusted here already, which it does not follow.
+            StateError: another one is trusted here already, which it does not follow, or some between are missing.
         """
         known = self.known()
         if known is not None and any(one.signed == root.signed for one in known.roots):
@@ -474,8 +502,18 @@ class TrustStore:
                 f"this device trusts root {newest.version} of federation '{newest.federation}', which does not come "
                 f"from root {made.version} of '{made.federation}'; {advice}"
             )
+        steps = {envelope.signed.get("version"): envelope for envelope in between}
+        missed = range(newest.version + 1, made.version)
+        if made.federation == newest.federation and (lacking := [str(one) for one in missed if one not in steps]):
+            raise StateError(
+                f"this device trusts root {newest.version} of federation '{newest.federation}', root {made.version} "
+                f"is {len(missed) + 1} changes of keys later: root {', '.join(lacking)} is missing; bring roots.json, "
+                "which has them all, from the coordinator's state folder (identity/release/roots.json), or a bundle "
+                "that was signed since"
+            )
         try:
-            self._write_roots(known.model_copy(update={"roots": tuple(followed(known.roots, [root]))}))
+            chain = [*(steps[one] for one in missed if one in steps), root]
+            self._write_roots(known.model_copy(update={"roots": tuple(followed(known.roots, chain))}))
         except BundleUntrusted as error:
             raise StateError(f"{error}; {advice}") from error
 

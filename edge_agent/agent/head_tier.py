@@ -52,7 +52,7 @@ from ..personalize import (
 )
 from ..precision import open_encoder
 from ..task import Task, Tensors
-from ..trust import Envelope, Member, TrustStore, followed, parse
+from ..trust import Envelope, Member, TrustStore, followed, parse, roots_in
 from ..wire.messages import Install, Job, Report
 from .health import public_text
 from .local_state import file_mark, is_settled, samples_folder
@@ -129,7 +129,8 @@ def trust_configured(config: AgentConfig) -> TrustStore:
     store = TrustStore(config.state / "bundles")
     if (path := config.bundle.trust) is not None:
         try:
-            store.anchor(parse(Envelope, path.read_bytes(), str(path)))
+            *others, root = roots_in(path)
+            store.anchor(root, others)
         except (OSError, BundleUntrusted, StateError) as error:
             raise ConfigError("bundle.trust", [f"{path}: {cause(error)}"]) from error
     return store

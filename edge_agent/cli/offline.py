@@ -702,7 +702,13 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, metavar="FILE", help="bundle file (*.hwb)")
     parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="the agent's state folder")
     parser.add_argument("--no-self-test", action="store_true", help="install without running the encoder")
-    parser.add_argument("--root", type=Path, metavar="FILE", help="from now on, trust the keys of this root.json alone")
+    parser.add_argument(
+        "--root",
+        type=Path,
+        metavar="FILE",
+        help="from now on, trust the keys of this root.json alone; after several changes of keys: roots.json, or a folder "
+        "of root files",
+    )
 
 
 def import_bundle(arguments: argparse.Namespace) -> int:
@@ -718,8 +724,8 @@ def import_bundle(arguments: argparse.Namespace) -> int:
       edge-agent import b.hwb --state /var/lib/headwater
     """
     from ..agent.local_state import ReleaseRecord
-    from ..bundle import current_id, install, variant_figures
-    from ..trust import TrustStore
+    from ..bundle import current_id, install, open_bundle, variant_figures
+    from ..trust import Member, TrustStore, parse
 
     _check_exists(arguments.bundle, "a bundle file (*.hwb)")
     check_writable(arguments.state)
@@ -731,7 +737,9 @@ def import_bundle(arguments: argparse.Namespace) -> int:
         _check_unpinned(record)
         before, trust = current_id(root), TrustStore(root)
         if arguments.root is not None:
-            trust.anchor(_root(arguments.root))
+            (*others, newest), raw = _roots(arguments.root), open_bundle(arguments.bundle).release
+            carried = () if raw is None else parse(Member, raw, str(arguments.bundle)).roots
+            trust.anchor(newest, (*carried, *others))
         bundle = install(arguments.bundle, root, check=check)
         declined = record.put_by_hand(bundle.id, before)
     figures = variant_figures(bundle.manifest)
@@ -752,11 +760,11 @@ def import_bundle(arguments: argparse.Namespace) -> int:
     return output.result(arguments, {**content, "figures": figures}, lambda: output.pairs(shown))
 
 
-def _root(path: Path) -> Envelope:
-    from ..trust import Envelope, parse
+def _roots(path: Path) -> tuple[Envelope, ...]:
+    from ..trust import roots_in
 
     try:
-        return parse(Envelope, path.read_bytes(), str(path))
+        return roots_in(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {cause(error)}; expected the root.json of a federation") from error
 
@@ -764,7 +772,9 @@ def _root(path: Path) -> Envelope:
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``edge-agent verify``."""
     parser.add_argument("bundle", type=Path, metavar="FILE", help="bundle file (*.hwb)")
-    parser.add_argument("--root", type=Path, required=True, metavar="FILE", help="root.json of the federation")
+    parser.add_argument(
+        "--root", type=Path, required=True, metavar="FILE", help="root.json or roots.json of the federation"
+    )
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -781,7 +791,7 @@ def verify(arguments: argparse.Namespace) -> int:
     from ..trust import Member, parse, seconds
 
     _check_exists(arguments.bundle, "a bundle file (*.hwb)")
-    release, root = verified(arguments.bundle, _root(arguments.root))
+    release, root = verified(arguments.bundle, _roots(arguments.root)[-1])
     opened = open_bundle(arguments.bundle)
     member = parse(Member, opened.release or b"", str(arguments.bundle))
     signers = sorted(member.release.signers(root.roles["targets"], root.keys))

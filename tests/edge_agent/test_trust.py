@@ -489,6 +489,42 @@ def test_import_trusts_a_root_from_a_file_and_nobody_else_from_then_on(make_bund
     assert "is not signed" in capsys.readouterr().err
 
 
+def test_import_with_a_root_two_changes_ahead_finds_those_between_in_the_bundle_or_says_what_to_bring(
+    make_bundle, home, tmp_path, capsys
+):
+    state, folder, newest = tmp_path / "state", tmp_path / "roots", tmp_path / "root.json"
+    for number in (12, 13):
+        home.rotate(1, keys=(number,))
+    folder.mkdir()
+    for number, root in enumerate(home.roots):
+        (folder / f"{number}.json").write_bytes(dump(root))
+    newest.write_bytes(dump(home.roots[-1]))
+    unsigned, signed = make_bundle().path, home.sign(make_bundle().path, 8, expires=NOW + 50 * YEAR)
+
+    def imported(bundle, root):
+        """Into a device that trusts root 1: exit code, what was said, and which root it trusts now."""
+        shutil.rmtree(state, ignore_errors=True)
+        TrustStore(state / "bundles").anchor(home.roots[0])
+        words = ["import", str(bundle), "--state", str(state), "--no-self-test", "--root", str(root)]
+        return cli.main(words), capsys.readouterr().err, TrustStore(state / "bundles").newest_root().version
+
+    code, err, version = imported(unsigned, newest)
+    assert (code, version) == (1, 1)
+    assert "root 3 is 2 changes of keys later: root 2 is missing; bring roots.json" in err
+    for root in (newest, folder):  # the bundle has root 2, too
+        assert imported(signed, root)[::2] == (0, 3)
+    code, err, version = imported(unsigned, folder)  # the roots count; the bundle is still not signed
+    assert (code, "is not signed" in err, version) == (4, True, 3)
+    forged = Federation(root_keys=(2,), keys=(19,))
+    forged.rotate(2)
+    (folder / "1.json").write_bytes(dump(forged.roots[1]))
+    code, err, version = imported(unsigned, folder)
+    assert (code, "root 2 is signed by 0 of the keys of root 1" in err, version) == (1, True, 1)
+    (folder / "3.json").write_bytes(dump(home.roots[1]))
+    code, err, version = imported(unsigned, folder)
+    assert (code, "two roots of one version" in err, version) == (4, True, 1)
+
+
 def test_a_threshold_beyond_the_keys_is_a_mistake():
     with pytest.raises(Exception, match=r"threshold 3 of 2 different keys; expected 1\.\.2"):
         role(publics(1, 2, 2), 3)
