@@ -54,6 +54,7 @@ from .trust import (
     Envelope,
     Files,
     Member,
+    Purpose,
     Release,
     Root,
     Scores,
@@ -734,12 +735,14 @@ def install(
     check: Callable[[Bundle], object] | None = None,
     now: Callable[[], float] = time.time,
     first: Envelope | None = None,
+    round_of: TrustStore | None = None,
 ) -> Bundle:
     """Verify the bundle file at ``path``, unpack it under ``root`` and make it the current one; ``keep`` are kept.
 
     Where ``root`` trusts keys, the bundle has to be signed by them, not expired at ``now()``, and not older than the
     newest that was installed there. Where it trusts none, ``first`` is a root that the bundle has to be signed by, and
-    that is trusted once the bundle has passed ``check``.
+    that is trusted once the bundle has passed ``check``. ``round_of``: what counts instead of the trust of ``root``,
+    where the bundle is the encoder of one round: it has to be signed as such, and its version says nothing of others.
 
     The folder is named after the bundle id: a bundle of the same content, whatever its name, takes no second one.
     ``check`` sees the unpacked bundle before it becomes current, and may refuse it by raising.
@@ -748,9 +751,10 @@ def install(
         BundleDamaged: as `open_bundle`; what was current stays current.
         BundleUntrusted: it may not be installed there.
     """
-    opened, store = open_bundle(path), TrustStore(root)
+    opened, store = open_bundle(path), TrustStore(root) if round_of is None else round_of
     name = opened.manifest.bundle_id[:24]
-    member = store.admit(opened.release, files_of(opened.manifest), now(), __version__, first)
+    purpose: Purpose = "release" if round_of is None else "round"
+    member = store.admit(opened.release, files_of(opened.manifest), now(), __version__, first, purpose)
     if member is not None and opened.release is not None and (root / name / MANIFEST).exists():
         raw = dump_manifest(opened.manifest)
         if (root / name / MANIFEST).read_bytes() == raw:
@@ -768,7 +772,7 @@ def install(
         check(bundle)
     if first is not None:
         store.anchor(first)
-    if member is not None:
+    if member is not None and round_of is None:
         store.record(member)
     names = [name, *(other for other in _history(root) if other != name)][: max(keep, 1)]
     write_json(root / _POINTER, {"bundles": names})

@@ -38,6 +38,7 @@ MOST_KEYS = 16
 SPEC_VERSION = "1.0.31"
 """Of TUF, whose form this is."""
 
+Purpose: TypeAlias = Literal["release", "round"]
 RoleName: TypeAlias = Literal["root", "targets", "timestamp", "snapshot"]
 ROLES: tuple[RoleName, ...] = ("root", "targets", "timestamp", "snapshot")
 """Roles of TUF. The last two have the keys of releases: there is no server whose lists they would sign."""
@@ -156,6 +157,9 @@ class Release(_Open):
     bundle_id: Hex
     task: Hex
     min_agent: str = Field(pattern=r"^\d{1,4}(\.\d{1,4}){0,3}$", description="oldest version of the agent")
+    purpose: Purpose = Field(
+        "release", description="release: for use on devices; round: for one round of training, and never installed"
+    )
     reported: Scores | None = Field(
         None, description="what devices that had installed the bundle before reported; None: none had"
     )
@@ -529,7 +533,13 @@ class TrustStore:
             self._write_roots(known.model_copy(update={"roots": tuple(roots)}))
 
     def admit(
-        self, raw: bytes | None, files: Files, now: float, agent: str, first: Envelope | None = None
+        self,
+        raw: bytes | None,
+        files: Files,
+        now: float,
+        agent: str,
+        first: Envelope | None = None,
+        purpose: Purpose = "release",
     ) -> Member | None:
         """The metadata of a bundle that may be installed here; None where nothing is trusted. Newer roots are followed.
 
@@ -552,6 +562,13 @@ class TrustStore:
         root = read(Root, followed(known.roots, member.roots)[-1], "root")
         release = verified(member, files, root)
         check_installable(release, root, now, agent)
+        if release.purpose != purpose:
+            raise BundleUntrusted(
+                f"bundle {files.bundle_id[:16]}… is signed for purpose '{release.purpose}', it came for '{purpose}'",
+                is_public=True,
+            )
+        if purpose == "round":  # those of several runs may come in any order
+            return member
         newest = self.newest(root)
         if newest is not None and (
             release.version < newest[0].version

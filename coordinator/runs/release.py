@@ -11,13 +11,14 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from edge_agent.errors import ExportRejected, HeadwaterError, RunFailed, UsageError
 from edge_agent.methods.base import pooled_norm
 from edge_agent.task import Tensors
+from edge_agent.trust import Purpose
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Report
 from edge_agent.wire.tensors import Spec, decode, encode, pieces
@@ -42,9 +43,6 @@ NORM_NOTES = {
 }
 """How batch norm that stays on devices was combined for one common encoder, for the bundle's manifest."""
 
-Purpose = Literal["release", "round"]
-"""``release``: with all variants, for long use on devices. ``round``: fp32 alone, for one round."""
-
 
 @dataclass(frozen=True)
 class Released:
@@ -61,6 +59,7 @@ class Released:
 def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generator[Waiting, None, Released]:
     """Export the run's encoder as ``<name>.hwb`` in the run's folder; returns it (as the generator's value).
 
+    With ``purpose`` "release" it has all variants, for long use on devices; with "round" fp32 alone, for one round.
     The worker does that, so that messages of agents are handled meanwhile.
 
     Raises:
@@ -87,7 +86,7 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
         raise
     except Exception as error:
         raise ExportRejected(f"export failed: {error!r}") from error
-    is_signed = purpose == "release" and sign(path, run.context.state.path) is not None
+    is_signed = sign(path, run.context.state.path, purpose) is not None
     digest = run.context.state.blobs.put(path.read_bytes())
     body = {"path": str(path), "bytes": path.stat().st_size, **exported}
     if is_signed:
@@ -97,7 +96,7 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
     return Released(path, exported["bundle_id"], digest, body)
 
 
-def sign(path: Path, state: Path) -> int | None:
+def sign(path: Path, state: Path, purpose: Purpose = "release") -> int | None:
     """Sign a bundle with the release key of a state folder; returns the version of its release.
 
     None, and a warning, where the federation has release keys and people sign, or the key here is none of them; None
@@ -111,7 +110,7 @@ def sign(path: Path, state: Path) -> int | None:
                 "not_signed bundle=%s: people sign releases here, 'headwater keys sign %s --key FILE'", path, path
             )
             return None
-        release, count, needed = keys.sign(path, utc_now())
+        release, count, needed = keys.sign(path, utc_now(), purpose=purpose)
     except UsageError as error:  # the run goes on: its bundle can be signed later
         log.warning("not_signed bundle=%s: %s", path, error)
         return None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from edge_agent import data, methods, models
+from edge_agent import data, heads, methods, models
 from edge_agent.accountant import cost, epsilon_of
 from edge_agent.agent.noise import objection
 from edge_agent.config import DataConfig, check_tls
@@ -19,6 +19,7 @@ from edge_agent.task import Task
 
 from ..config import CoordinatorConfig, DifferentialPrivacyConfig, OwnDataConfig
 from ..runs import aggregation
+from ..state.release_keys import ReleaseKeys
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ def checked_method(
         method, weights, patience = created[0], config.run.weights, config.export.patience
         shares_encoder = "encoder" in method.shared
         check(lambda: _check_method(method, config))
+        check(lambda: _check_signing(method, config))
         if config.warm_start is not None and not shares_encoder:
             mistakes.append(
                 UsageError(
@@ -104,6 +106,26 @@ def _check_method(method: Method, config: CoordinatorConfig) -> None:
     method.check(config.task)
     if why := aggregation.refusal(method, config) or _noise_objection(method, config.privacy):
         raise UsageError(why)
+
+
+def _check_signing(method: Method, config: CoordinatorConfig) -> None:
+    """Bundles that a run sends by itself wait for nobody, and devices that trust keys refuse unsigned ones."""
+    keys, export = ReleaseKeys(config.state), config.export
+    if keys.sign_alone:
+        return
+    signing = keys.newest().roles["targets"]
+    people = f"{signing.threshold} of {len(signing.keyids)} keys of people sign the releases of this federation"
+    if export.release == "each_run" and (export.after_run or export.every):
+        raise UsageError(
+            f"export.release = 'each_run' releases a bundle before anybody can sign it, and {people}; set "
+            "export.release = 'manual', or give the coordinator a key that signs alone ('headwater keys rotate "
+            "--release-key')"
+        )
+    if config.cohort.tier == "any" and heads.contribution(method.name) is not None:
+        raise UsageError(
+            "cohort.tier = 'any' sends devices without torch the encoder of each round before anybody can sign it, and "
+            f"{people}; set cohort.tier = 'train'"
+        )
 
 
 def _noise_objection(method: Method, privacy: DifferentialPrivacyConfig) -> str:

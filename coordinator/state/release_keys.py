@@ -38,6 +38,7 @@ from edge_agent.trust import (
     Key,
     KeyName,
     Member,
+    Purpose,
     Release,
     Role,
     RoleName,
@@ -59,6 +60,9 @@ from .store import StateFolder
 
 ROOT_LIFE = timedelta(days=3653)
 RELEASE_LIFE = timedelta(days=365)
+ROUND_LIFE = timedelta(days=30)
+"""Of the signature of one round's encoder: a device whose clock is some days off still takes part."""
+
 COORDINATOR = "coordinator"
 """Name of the key with which the coordinator signs by itself."""
 
@@ -191,6 +195,7 @@ def sign_bundle(
     min_agent: str = OLDEST_AGENT,
     again: bool = False,
     reported: Scores | None = None,
+    purpose: Purpose = "release",
 ) -> tuple[Release, int, int]:
     """Sign the bundle at ``path``; returns its release, by how many keys it is signed now, and how many are needed.
 
@@ -226,6 +231,7 @@ def sign_bundle(
                     "task": files.task,
                     "min_agent": min_agent,
                     "reported": reported,
+                    "purpose": purpose,
                 }
             )
         )
@@ -296,6 +302,14 @@ class ReleaseKeys:
         return credential(self.release_key)
 
     @property
+    def sign_alone(self) -> bool:
+        """Whether bundles that are exported here count without a signature of people."""
+        if not self.exist or not self.online_key.exists():
+            return not self.exist
+        signing = self.newest().roles["targets"]
+        return signing.threshold == 1 and Key.of(public_bytes(read_key(self.online_key))).id in signing.keyids
+
+    @property
     def exist(self) -> bool:
         """Whether the federation signs its releases."""
         return self._roots.exists()
@@ -340,7 +354,9 @@ class ReleaseKeys:
         """The newest root metadata."""
         return read(Root, self.roots()[-1], str(self._roots))
 
-    def sign(self, path: Path, now: datetime, reported: Scores | None = None) -> tuple[Release, int, int]:
+    def sign(
+        self, path: Path, now: datetime, reported: Scores | None = None, purpose: Purpose = "release"
+    ) -> tuple[Release, int, int]:
         """Sign a bundle with the release key here, as `sign_bundle`.
 
         Raises:
@@ -352,8 +368,16 @@ class ReleaseKeys:
                 "FILE' signs it with the key of a person"
             )
         keys, version = [read_key(self.online_key)], self.next_version(now)
-        expires = now + RELEASE_LIFE
-        return sign_bundle(path, self.roots(), keys, version=version, expires=expires, again=True, reported=reported)
+        return sign_bundle(
+            path,
+            self.roots(),
+            keys,
+            version=version,
+            expires=now + (RELEASE_LIFE if purpose == "release" else ROUND_LIFE),
+            again=True,
+            reported=reported,
+            purpose=purpose,
+        )
 
     def next_version(self, now: datetime) -> int:
         """The version of a new release: seconds since 1970, so that people can sign elsewhere; always a larger one."""

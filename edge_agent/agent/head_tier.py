@@ -367,14 +367,21 @@ def _score(config: AgentConfig, old: Pair, samples: Split) -> float | None:
 
 
 def contribute_round(
-    config: AgentConfig, job: Job, received: Tensors, encoder: Path, samples: tuple[Samples, Samples]
+    config: AgentConfig,
+    job: Job,
+    received: Tensors,
+    encoder: Path,
+    samples: tuple[Samples, Samples],
+    now: Callable[[], float] = time.time,
 ) -> tuple[Tensors, dict[str, float]]:
     """Update of this device in a round of ``job.method``, and its metrics; ``encoder`` is the round's bundle.
 
-    ``samples``: training samples and held-out samples. Everything random is drawn from run, device and round.
+    ``samples``: training samples and held-out samples. Everything random is drawn from run, device and round. ``now``:
+    as for `collect`.
 
     Raises:
         MissingCapability: the method has nothing for a device that trains no encoder.
+        BundleUntrusted: the bundle is not signed as this device demands.
         BundleError: the bundle is damaged.
         TrainingFailed: training on this device diverged.
     """
@@ -385,7 +392,12 @@ def contribute_round(
             "the coordinator's cohort.tier should be 'train'",
             is_public=True,
         )
-    bundle = bundles.install(encoder, config.state / "runs" / job.run / "encoders", keep=1)
+    first, folder, trust = (
+        admit(config, encoder),
+        config.state / "runs" / job.run / "encoders",
+        config.state / "bundles",
+    )
+    bundle = bundles.install(encoder, folder, keep=1, now=now, first=first, round_of=TrustStore(trust))
     session = Encoder.open(bundle, "fp32", config.training.threads)
     train, test = samples
     result = FitData(

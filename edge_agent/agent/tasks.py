@@ -343,7 +343,7 @@ class TaskRunner:
         check_job(self.config.privacy, job, int(job.params.get(CLASS_COUNT, 1)))
         self._remove_ended(job.run)
         samples = self._samples(job.task)
-        sent, metrics = contribute_round(self.config, job, received, encoder, samples)
+        sent, metrics = contribute_round(self.config, job, received, encoder, samples, self._now)
         return self._offer(job, sent, len(samples[0]), metrics)
 
     def install(self, message: Install, path: Path) -> Report:

@@ -706,8 +706,8 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
         "--root",
         type=Path,
         metavar="FILE",
-        help="from now on, trust the keys of this root.json alone; after several changes of keys: roots.json, or a folder "
-        "of root files",
+        help="from now on, trust the keys of this root.json alone; after several changes of keys: roots.json, or a "
+        "folder of root files",
     )
 
 

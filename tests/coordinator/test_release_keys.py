@@ -15,6 +15,7 @@ from signing import NOW
 
 from coordinator.config import CoordinatorConfig
 from coordinator.runs import release as runs_release
+from coordinator.service.preflight import checked_method
 from coordinator.state.release_keys import (
     Public,
     ReleaseKeys,
@@ -325,7 +326,7 @@ def test_keys_are_made_once_and_damaged_ones_are_told(tmp_path):
         keys.roots()
 
 
-def test_the_bundle_of_a_run_is_signed_and_that_of_a_round_is_not(tmp_path, bundle, monkeypatch):
+def test_the_bundles_of_a_run_and_of_a_round_are_signed_for_their_purpose(tmp_path, bundle, monkeypatch):
     made = bundle("made")
     state = tmp_path / "state"
     ReleaseKeys(state).create("home", NOW)
@@ -346,4 +347,29 @@ def test_the_bundle_of_a_run_is_signed_and_that_of_a_round_is_not(tmp_path, bund
     run = SimpleNamespace(id="run-0001", context=context, model_for_compute=dict, request=request, method=method)
     for purpose in ("release", "round"):
         list(runs_release.export_bundle(run, purpose, purpose))
-        assert (bundles.open_bundle(tmp_path / f"{purpose}.hwb").release is not None) == (purpose == "release")
+        release, _ = bundles.verify(tmp_path / f"{purpose}.hwb", ReleaseKeys(state).roots()[0])
+        assert release.purpose == purpose
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"export": {"release": "each_run"}}, "'each_run' releases a bundle before anybody can sign it, and 1 of 1"),
+        ({"export": {"release": "each_run", "every": 2}}, "set export.release = 'manual'"),
+        ({"cohort": {"tier": "any"}}, "cohort.tier = 'any' sends devices without torch"),
+        ({}, None),
+        ({"export": {"release": "each_run", "after_run": False}}, None),
+    ],
+)
+def test_what_runs_would_send_unsigned_is_refused_beforehand_where_people_sign(tmp_path, settings, message):
+    config = CoordinatorConfig(task=TASK, state=tmp_path, **settings)
+    checked_method(config, "fedpac", {})  # there are no keys
+    keys = ReleaseKeys(tmp_path)
+    keys.create("home", NOW)
+    checked_method(config, "fedpac", {})  # the coordinator signs
+    keys.release_key.unlink()
+    if message is None:
+        checked_method(config, "fedpac", {})
+    else:
+        with pytest.raises(UsageError, match=message):
+            checked_method(config, "fedpac", {})

@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from full_disk import DyingProcess
 from signing import NOW, Federation, now
 
 from edge_agent import bundle as bundles
-from edge_agent.agent.head_tier import install_bundle, trust_configured
+from edge_agent import heads
+from edge_agent.agent.head_tier import contribute_round, install_bundle, trust_configured
 from edge_agent.config import AgentBrokerConfig, AgentConfig, BundleConfig, DataConfig, HeadConfig
+from edge_agent.data import Samples
 from edge_agent.encoder import Encoder
 from edge_agent.errors import BundleDamaged, BundleUntrusted, ConfigError, HeadwaterError
 from edge_agent.personalize import load_head
@@ -256,3 +259,32 @@ def test_signed_bundles_are_refused_soon_and_without_memory(config, make_bundle,
             install(config, path)
         assert time.process_time() - begin < 1, name
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 64
+
+
+def test_the_encoder_of_a_round_counts_where_it_is_signed_for_that_and_is_never_installed(
+    config, make_bundle, home, monkeypatch
+):
+    monkeypatch.setattr(heads, "contribution", lambda _: lambda data, received, rng: {"rows": data.features})
+    made = make_bundle()
+    task = made.manifest.task
+    job = SimpleNamespace(run="run-0001", round=1, seed=0, method="m", task=task, params={}, evaluate=False)
+    inputs = np.zeros((2, *task.input_shape), np.float32)
+    samples = Samples(inputs, np.array([0, 1]), task.class_names, task.input)
+
+    def contributes(path):
+        return contribute_round(config, job, {}, path, (samples, samples), now)[0]["rows"].shape
+
+    with pytest.raises(BundleUntrusted, match="trusts no release keys"):
+        contributes(made.path)
+    store = TrustStore(config.state / "bundles")
+    store.anchor(home.roots[0])
+    with pytest.raises(BundleUntrusted, match="is not signed"):
+        contributes(made.path)
+    with pytest.raises(BundleUntrusted, match="for purpose 'release', it came for 'round'"):
+        contributes(home.sign(made.path, 8))
+    one = home.sign(made.path, 9, purpose="round")
+    assert contributes(one) == (2, 24)
+    assert contributes(home.sign(made.path, 7, purpose="round")) == (2, 24)
+    assert store.described(now())["release"] is None, "a round is no release that others are older than"
+    with pytest.raises(BundleUntrusted, match="for purpose 'round', it came for 'release'"):
+        install(config, one)
