@@ -433,11 +433,21 @@ class NewSamples:
 PROVEN_S = 300.0
 """An agent that has been up for so long lives with the bundle in use."""
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 MOST_STARTS = 3
 """Starts that may end earlier; after that the agent uses the bundle before again."""
 
 MOST_REFUSED = 8
 """Bundles that were refused, of which the reason is known."""
+
+
+def machine_start() -> str:
+    """What the kernel calls this start of the machine: another text after each; empty where it does not say."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()[:64]
+    except (OSError, ValueError):
+        return ""
 
 
 class _Taken(Frozen):
@@ -485,6 +495,9 @@ class OnTrial(Frozen):
     starts: int = Field(0, ge=0)
     """Starts of the agent that ended within `PROVEN_S`, the present one included."""
 
+    machine: str = Field("", max_length=64)
+    """Start of the machine, see `machine_start`, in which the agent started last; empty: unknown."""
+
 
 class Pin(Frozen):
     """The owner keeps a bundle, whatever is released, until a moment (ISO 8601; empty: until it is unpinned)."""
@@ -518,22 +531,29 @@ class ReleaseRecord:
     def __init__(self, state: Path) -> None:
         self._path, self._pin_path = state / "releases.json", state / "pin.json"
 
-    def took(self, message: Install) -> None:
-        """The bundle of this release is in use now, on trial."""
+    def took(self, message: Install, machine: str = "") -> None:
+        """The bundle of this release is in use now, on trial, since this start of the ``machine``."""
         about = {"bundle_id": message.bundle_id, "release": message.release, "federation": message.federation}
         refused = tuple(one for one in self._read().refused if one.bundle_id != message.bundle_id)
-        self._write(_Record(taken=_Taken(**about), refused=refused, on_trial=OnTrial(**about)))
+        self._write(_Record(taken=_Taken(**about), refused=refused, on_trial=OnTrial(**about, machine=machine)))
 
     def refuse(self, message: Install, reason: str, at: float) -> None:
         """The bundle of this release was tried, and is not used."""
         self._refuse(message.bundle_id, message.release, message.federation, reason, at)
 
-    def started(self) -> OnTrial | None:
-        """Count a start of the agent; returns the bundle on trial, None where there is none."""
+    def started(self, machine: str = "") -> OnTrial | None:
+        """Count a start of the agent; returns the bundle on trial, None where there is none.
+
+        ``machine``: as `machine_start`. The start before does not count where the machine has started since: power was
+        cut, or somebody restarted it, which says nothing against the bundle. Where this is unknown, it counts.
+        """
         before = self._read()
         if before.on_trial is None:
             return None
-        trial = before.on_trial.model_copy(update={"starts": before.on_trial.starts + 1})
+        trial = before.on_trial
+        was_cut = machine and trial.machine and machine != trial.machine
+        starts = max(trial.starts, 1) if was_cut else trial.starts + 1
+        trial = trial.model_copy(update={"starts": starts, "machine": machine})
         self._write(before.model_copy(update={"on_trial": trial}))
         return trial
 

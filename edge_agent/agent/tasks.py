@@ -48,6 +48,7 @@ from .local_state import (
     OnTrial,
     ReleaseRecord,
     TrainingCheckpointFile,
+    machine_start,
     make_room,
     note_receipt,
     remove_ended_runs,
@@ -159,12 +160,14 @@ class TaskRunner:
         resources: Resources | None = None,
         now: Callable[[], float] = time.time,
         entropy: Callable[[], int] = lambda: secrets.randbits(256),
+        machine: Callable[[], str] = machine_start,
     ) -> None:
         """``now``: as `time.time`, which the times of files in the watch folder are compared with.
 
-        ``entropy``: where the noise of differential privacy comes from, 256 bits for each update.
+        ``entropy``: where the noise of differential privacy comes from, 256 bits for each update. ``machine``: which
+        start of the machine this is.
         """
-        self.config, self.tier, self._now, self._entropy = config, tier, now, entropy
+        self.config, self.tier, self._now, self._entropy, self._machine = config, tier, now, entropy, machine
         self.resources = Resources(config) if resources is None else resources
         self.outbox = self.resources.outbox
         self.samples = 0
@@ -363,7 +366,7 @@ class TaskRunner:
         self.bundle_id, self.rolled_back = report.bundle_id, report.rolled_back
         self.samples = report.samples
         if report.bundle_id == message.bundle_id:
-            self.releases.took(message)
+            self.releases.took(message, self._machine())
             self.on_trial = True
         else:
             self.releases.refuse(message, report.rolled_back, self._now())
@@ -375,7 +378,7 @@ class TaskRunner:
         if self.tier != "head" or not (self.config.state / "bundles").is_dir():
             return
         try:
-            trial = self.releases.started()
+            trial = self.releases.started(self._machine())
             if trial is not None and trial.starts > MOST_STARTS:
                 self._fall_back(trial)
                 trial = None

@@ -14,6 +14,7 @@ from coordinator.cli import main as headwater
 from coordinator.state.journal import utc_now
 from coordinator.state.release_keys import ReleaseKeys, read_key, sign_bundle
 from edge_agent import bundle as bundles
+from edge_agent.agent import local_state
 from edge_agent.cli import main
 from edge_agent.config import BundleConfig
 from edge_agent.personalize import load_head
@@ -243,6 +244,29 @@ def test_a_device_that_does_not_live_with_a_new_bundle_returns_to_the_one_before
     assert "the agent ended 3 times within 300 s" in status["releases"][1]["results"]["porch"]["reason"]
     again = released(site, made[1])
     site.until(lambda: site.running()["porch"] == again["release"], limit_s=60)
+
+
+def test_power_cuts_are_no_crashes(site, made, monkeypatch, tmp_path):
+    boot_id = tmp_path / "boot_id"
+    monkeypatch.setattr(local_state, "_BOOT_ID", boot_id)
+    boot_id.write_text("boot-0\n")
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    released(site, made[1], "--canary", "all")
+    site.until(lambda: site.running() == {"porch": 2}, limit_s=30)
+
+    def ends_and_starts(boot):
+        site.kill("porch")
+        boot_id.write_text(f"boot-{boot}\n")
+        site.device("porch")
+        site.wait(100)
+        return site.running()["porch"]
+
+    assert [ends_and_starts(number) for number in range(1, 8)] == [2] * 7
+    assert [ends_and_starts(7) for _ in range(2)] == [2, 2], "two crashes"
+    assert ends_and_starts(8) == 2
+    assert ends_and_starts(8) != 2, "the third"
 
 
 def test_a_device_that_lives_with_a_new_bundle_keeps_it_whatever_happens_later(site, made):
