@@ -395,6 +395,13 @@ class RetentionConfig(Frozen):
         10,
         description="ended runs whose checkpoints and bundles stay, the newest; metrics, summaries and journal of all",
     )
+    devices_days: int = Field(
+        90,
+        ge=14,
+        le=36_500,
+        description="devices that were not heard for so long do not count in shares and thresholds of releases, until "
+        "they are heard again",
+    )
 
 
 class CoordinatorConfig(Frozen):

@@ -11,6 +11,8 @@ from edge_agent.errors import UsageError
 from edge_agent.identity import shown
 
 from ..identity.ledger import AgentRecord
+from ..state.releases import book_of
+from ..state.store import StateFolder
 from ..text import counted
 from .enroll import Expires, Name, duration, enrolment, print_token
 from .options import Config, Json, State
@@ -51,6 +53,9 @@ def revoke(name: Name, config: Config = None, state: State = None, as_json: Json
     """
     issuer = enrolment(config, state)
     before, record = issuer.ledger.get(name), issuer.revoke(name)
+    with StateFolder(issuer.folder.parent).look(create=True) as folder:
+        if name in book_of(folder.journal).devices:
+            folder.journal.append("device_retired", agent=name, body={"reason": "revoked"})
     if before is not None and before.current() is not None:
         line = f"{name} is revoked: a coordinator that serves ends its session within seconds"
     elif before is not None and before.token is not None and before.token.used_at is None:

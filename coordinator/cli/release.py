@@ -243,7 +243,7 @@ def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
     return {
         "release": release.number,
         "bundle_id": release.bundle_id,
-        "stage": release.stage,
+        "stage": book.stage(release, now),
         "waits_for": waits_for(book, release, now),
         "rolls_back": release.rolls_back or None,
         "rolled_back_by": release.rolled_back_by or None,
@@ -261,7 +261,7 @@ def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
 
 def waits_for(book: Book, release: Release, now: datetime) -> str:
     """What a release waits for, for whom and until when; empty where it is done."""
-    number, pending = release.number, book.pending(release)
+    number, pending = release.number, book.pending(release, now)
     whom = f": {listed(pending)}" if pending else ""
     if release.rolled_back_by:
         return ""
@@ -314,7 +314,7 @@ def open_releases(folder: StateFolder) -> list[dict[str, Any]]:
         {
             "release": one.number,
             "channel": one.plan.channel,
-            "stage": one.stage,
+            "stage": book.stage(one, now),
             "bundle_id": one.bundle_id,
             "waits_for": waits_for(book, one, now),
         }
@@ -465,6 +465,6 @@ def _show(folder: StateFolder, number: int, *, as_json: bool) -> None:
     if (release := book.get(number)) is None:
         raise UsageError(f"release {number} was not made; 'headwater release status' shows all")
     waits = waits_for(book, release, now)
-    what = f"undoes release {release.rolls_back}" if release.rolls_back else release.stage
+    what = f"undoes release {release.rolls_back}" if release.rolls_back else book.stage(release, now)
     line = f"release {number} of {release.run}, bundle {release.bundle_id[:12]}: {what}"
     present(described(book, release, now), [line, *([waits] if waits else [])], as_json=as_json)

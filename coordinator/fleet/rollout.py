@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from edge_agent.errors import StateError, UsageError
@@ -17,12 +17,15 @@ from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import MAX_WAIT_S, Cancel, Command, Fault, Hello, Install, Report, Who
 
 from ..state.journal import utc_now
-from ..state.releases import Book, Device, Outcome, Plan, Release, Result, plan_body, rollback_of
+from ..state.releases import HEARD_AGAIN, Book, Device, Outcome, Plan, Release, Result, plan_body, rollback_of
 from ..state.store import StateFolder
 from .registry import Roster
 from .transfers import Distributor
 
 log = logging.getLogger(__name__)
+
+COUNT_S = 3600.0
+"""Pause between two looks at which devices are still heard."""
 
 LOOK_S = 0.2
 """Pause between two looks at what commands have written into the journal."""
@@ -55,15 +58,17 @@ class Rollout:
         send: Callable[[str, Command], None],
         clock: Callable[[], float],
         now: Callable[[], datetime] = utc_now,
+        gone_after: timedelta = timedelta(days=90),
     ) -> None:
-        """``now``: the wall clock, for ends of pins and maintenance windows."""
+        """``now``: the wall clock, for ends of pins and maintenance windows; devices retire after ``gone_after``."""
         self._state, self._roster, self._distributor, self._send = state, roster, distributor, send
-        self._clock, self._now = clock, now
+        self._clock, self._now, self._gone_after = clock, now, gone_after
         self.book = Book()
         self._offers: dict[str, _Offer] = {}
         self._changes: dict[str, int] = {}
         self._blobs: dict[str, Outgoing] = {}
         self._looked_at, self._version = float("-inf"), (-1, -1)
+        self._counted_at = clock()  # after a start, devices have time to come back
         self._change_at: datetime | None = None
 
     # --- events ------------------------------------------------------------------------------------------------------
@@ -81,6 +86,9 @@ class Rollout:
         if version != self._version or is_due:
             self._follow(is_due=is_due)
             self._version = version
+        if self._clock() - self._counted_at >= COUNT_S:
+            self._counted_at = self._clock()
+            self._retire()
 
     def make(
         self, run: str, number: int, digest: str, body: Mapping[str, Any], plan: Plan | None = None
@@ -204,7 +212,8 @@ class Rollout:
         """Journal what is new about a device."""
         known = None if release is None else release.results.get(device.id)
         is_new = result is not None and (known is None or asdict(known) | {"at": ""} != asdict(result))
-        if device == self.book.devices.get(device.id) and not is_new:
+        is_known = device == self.book.devices.get(device.id)
+        if is_known and not is_new and not self.book.is_stale(device.id, self._now() - HEARD_AGAIN):
             return
         if self._changes.get(device.id, 0) >= MOST_CHANGES:
             return
@@ -248,6 +257,21 @@ class Rollout:
         del self._offers[agent]
         if release is not None:
             self._send(agent, Cancel(run=release.run, round=0, reason=f"release {release.number}: {release.stage}"))
+
+    def _retire(self) -> None:
+        """Journal which devices are there, seldom, and which were not heard for so long that they count no more."""
+        now, present = self._now(), set(self._roster.present("head"))
+        for agent in self.book.gone(now - HEARD_AGAIN):
+            if agent in present:
+                device = self.book.devices[agent]
+                body = {"runs": device.runs, "channel": device.channel, "kept": device.kept}
+                self._state.journal.append("device_reported", agent=agent, body=body)
+        for agent in self.book.gone(now - self._gone_after):
+            if agent not in present:
+                reason = f"not heard for {self._gone_after.days} days"
+                self._state.journal.append("device_retired", agent=agent, body={"reason": reason})
+                log.info("device_retired agent=%s reason=%s", agent, reason)
+        self._follow()
 
     def _read(self) -> bool:
         """Count new entries; whether one of them may change what devices are to run."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from edge_agent import __version__
@@ -114,7 +114,8 @@ class Coordinator:
         self.collector = Collector(state.blobs, state.journal, self.receipts.send, clock, self.storage.is_stalled)
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of, config.retention.runs)
         self.rejected = Rejections(clock)
-        self.releases = Rollout(state, self.roster, self.distributor, self.send, clock, now)
+        gone_after = timedelta(days=config.retention.devices_days)
+        self.releases = Rollout(state, self.roster, self.distributor, self.send, clock, now, gone_after)
         self._handlers: dict[type[wire.Control], Callable[[str, Any], None]] = {
             wire.UpdateManifest: self._on_manifest,
             wire.Have: lambda agent, message: self.distributor.have(agent, message.digest),

@@ -57,6 +57,7 @@ Kind = Literal[
     "device_reported",
     "device_pinned",
     "device_unpinned",
+    "device_retired",
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
 

@@ -32,7 +32,11 @@ RELEASE_KINDS: tuple[Kind, ...] = (
     "device_reported",
     "device_pinned",
     "device_unpinned",
+    "device_retired",
 )
+
+HEARD_AGAIN = timedelta(days=7)
+"""A device that is heard gets an entry at least so often, so that the journal knows which ones are gone."""
 
 Outcome = Literal["ok", "failed", "declined"]
 """``declined``: the device keeps its bundle by its owner's choice, which says nothing of the release."""
@@ -157,19 +161,19 @@ class Release:
     """Number of the release that this one undoes; 0: none."""
 
     rolled_back_by: int = 0
-    forgiven: int = 0
-    """Failures that an operator knew of who resumed the release; they do not stop it again."""
+    forgiven: frozenset[str] = frozenset()
+    """Devices whose failure an operator knew of who resumed the release; they do not stop it again."""
 
     canary: dict[str, None] = field(default_factory=dict)
     """The devices that get it first, in the order in which they were drawn."""
 
     results: dict[str, Result] = field(default_factory=dict)
     count: Counter[str] = field(default_factory=Counter)
-    """Outcome -> devices."""
+    """Outcome -> devices that are not retired."""
 
     @property
     def stage(self) -> str:
-        """Where the release stands, as a word."""
+        """Where the release stands, as a word; `Book.stage` also says that it is done."""
         if self.rolled_back_by:
             return "rolled back"
         if self.held:
@@ -224,6 +228,9 @@ class Book:
     releases: list[Release] = field(default_factory=list)
     devices: dict[str, Device] = field(default_factory=dict)
     pins: dict[str, Pin] = field(default_factory=dict)
+    heard: dict[str, str] = field(default_factory=dict)
+    """Device -> time (ISO 8601) of its newest entry; one that is there gets another each `HEARD_AGAIN`."""
+
     sizes: Counter[str] = field(default_factory=Counter)
     """Channel -> devices."""
 
@@ -244,11 +251,10 @@ class Book:
             self._made(entry)
         elif entry.kind == "device_reported" and entry.agent is not None:
             self._reported(entry.agent, entry)
-        elif entry.kind == "device_pinned" and entry.agent is not None:
-            texts = (body.get("reason", ""), body.get("until", ""), entry.at, entry.digest or "")
-            self.pins[entry.agent] = Pin(body["release"], *texts)
-        elif entry.kind == "device_unpinned" and entry.agent is not None:
-            self.pins.pop(entry.agent, None)
+        elif entry.kind in {"device_pinned", "device_unpinned"} and entry.agent is not None:
+            self._pinned(entry.agent, entry)
+        elif entry.kind == "device_retired" and entry.agent is not None:
+            self._retired(entry.agent)
         elif (release := self.get(body.get("release", 0))) is None or release.rolled_back_by:
             return
         elif entry.kind == "release_canary":
@@ -258,7 +264,8 @@ class Book:
         elif entry.kind == "release_held":
             release.held = body.get("reason") or "by 'headwater release hold'"
         elif entry.kind == "release_resumed":
-            release.held, release.forgiven = "", release.count["failed"]
+            release.held = ""
+            release.forgiven = frozenset(agent for agent, one in release.results.items() if one.outcome == "failed")
 
     def get(self, number: int) -> Release | None:
         """The release of that number."""
@@ -287,10 +294,31 @@ class Book:
         if before is not None:
             self.sizes[before.channel] -= 1
         device = Device(agent, body["runs"], body.get("channel", "stable"), body.get("kept", ""))
-        self.devices[agent] = device
+        self.devices[agent], self.heard[agent] = device, entry.at
+        if before is None:  # it may come back, and what it said counts again
+            self._count(agent, 1)
         self.sizes[device.channel] += 1
         if (release := self.get(body.get("release", 0))) is not None and (result := body.get("result")):
             release.note(agent, Result(**result, at=entry.at))
+
+    def _pinned(self, agent: str, entry: Entry) -> None:
+        self.pins.pop(agent, None)
+        if entry.kind == "device_pinned":
+            body = entry.body
+            texts = (body.get("reason", ""), body.get("until", ""), entry.at, entry.digest or "")
+            self.pins[agent] = Pin(body["release"], *texts)
+
+    def _retired(self, agent: str) -> None:
+        """A device is revoked, or was not heard for long: it counts no more until it is heard again."""
+        if (device := self.devices.pop(agent, None)) is not None:
+            self.sizes[device.channel] -= 1
+            self.heard.pop(agent)
+            self._count(agent, -1)
+
+    def _count(self, agent: str, change: int) -> None:
+        for release in self.releases:
+            if (result := release.results.get(agent)) is not None:
+                release.count[result.outcome] += change
 
     # --- what follows from it ------------------------------------------------------------------------------------
 
@@ -378,8 +406,10 @@ class Book:
         return sorted(free, key=lambda agent: drawn(agent, release.number))[:missing]
 
     def _is_out(self, agent: str, release: Release, now: datetime) -> bool:
-        result = release.results.get(agent)
-        is_kept = result.outcome == "declined" if result is not None else bool(self.devices[agent].kept)
+        result, device = release.results.get(agent), self.devices.get(agent)
+        if device is None:  # retired
+            return True
+        is_kept = result.outcome == "declined" if result is not None else bool(device.kept)
         return is_kept or self.pin(agent, now) is not None
 
     def verdict(self, release: Release) -> tuple[Literal["", "stop", "succeeded"], str]:
@@ -387,24 +417,44 @@ class Book:
         if not release.is_open:
             return "", ""
         asked = self.sizes[release.plan.channel] if release.promoted else self.canary_size(release)
-        allowed, failed = amount(release.plan.max_failed, asked, up=False), release.count["failed"] - release.forgiven
-        if failed > allowed:
-            some = sorted(a for a, one in release.results.items() if one.outcome == "failed")
-            reason = release.results[some[0]].reason
-            return "stop", f"{failed} of {asked} devices failed, {allowed} are allowed; {some[0]}: {reason}"
+        allowed = amount(release.plan.max_failed, asked, up=False)
+        if release.count["failed"] > allowed and len(failed := self._failed(release)) > allowed:
+            reason = release.results[failed[0]].reason
+            return "stop", f"{len(failed)} of {asked} devices failed, {allowed} are allowed; {failed[0]}: {reason}"
         needed = release.plan.success or self.canary_size(release) if release.plan.canary else 0
         if release.stage == "canary" and (succeeded := release.count["ok"]) >= needed:
             return "succeeded", f"{succeeded} of the canary's devices reported success"
         return "", ""
 
-    def pending(self, release: Release) -> list[str]:
+    def _failed(self, release: Release) -> list[str]:
+        """The devices whose failure counts against a release, sorted."""
+        failed = {agent for agent, one in release.results.items() if one.outcome == "failed"}
+        return sorted((failed & self.devices.keys()) - release.forgiven)
+
+    def pending(self, release: Release, now: datetime) -> list[str]:
         """The devices that are to run the release by now and have not answered."""
         agents = sorted(self.devices if release.promoted else release.canary)
-        return [agent for agent in agents if agent not in release.results and self._is_meant(agent, release)]
+        return [agent for agent in agents if agent not in release.results and self._is_meant(agent, release, now)]
 
-    def _is_meant(self, agent: str, release: Release) -> bool:
+    def _is_meant(self, agent: str, release: Release, now: datetime) -> bool:
         device = self.devices.get(agent)
-        return device is not None and device.channel == release.plan.channel and device.runs != release.bundle_id
+        is_meant = device is not None and device.channel == release.plan.channel and device.runs != release.bundle_id
+        return is_meant and self.pin(agent, now) is None
+
+    def stage(self, release: Release, now: datetime) -> str:
+        """`Release.stage`; ``done`` where a channel's newest for everybody has the answers of all its devices."""
+        is_newest = self.for_everybody(release.plan.channel) is release
+        if release.stage == "everybody" and is_newest and self.sizes[release.plan.channel]:
+            return release.stage if self.pending(release, now) else "done"
+        return release.stage
+
+    def gone(self, before: datetime) -> list[str]:
+        """The devices whose newest entry is older than that."""
+        return sorted(agent for agent in self.heard if self.is_stale(agent, before))
+
+    def is_stale(self, agent: str, before: datetime) -> bool:
+        """Whether the newest entry of a device is older than that."""
+        return moment_of(self.heard[agent]) < before
 
     def scores(self, bundle_id: str) -> Scores | None:
         """acc.personal of the devices that reported a bundle, each by its newest report; None where none did."""
@@ -461,9 +511,16 @@ def rollback_of(book: Book, release: Release, reason: str, by: str) -> tuple[Rel
     """
     older = book.before(release)
     if older is None:
+        same = [
+            str(one.number)
+            for one in book.releases[: release.number - 1]
+            if one.plan.channel == release.plan.channel and one.bundle_id == release.bundle_id
+        ]
+        why = f"release {release.number} is the first of channel '{release.plan.channel}' that was for everybody"
+        if same:
+            why = f"release {', '.join(same)} before it has the same bundle {release.bundle_id[:12]}, no other is left"
         raise UsageError(
-            f"release {release.number} is the first of channel '{release.plan.channel}', so there is nothing to return "
-            "to; 'headwater release hold' ends it, a new release replaces it"
+            f"{why}, so there is nothing to return to; 'headwater release hold' ends it, a new release replaces it"
         )
     plan = {"channel": release.plan.channel, "note": reason}
     body = {**older.body, "rolls_back": release.number, "by": by, "plan": plan}

@@ -14,6 +14,8 @@ from coordinator.config import IdentityConfig, load_config
 from coordinator.identity.enrolment import Enrolment
 from coordinator.identity.serving import BrokerFiles, server_names
 from coordinator.state.journal import utc_now
+from coordinator.state.releases import book_of
+from coordinator.state.store import StateFolder
 from edge_agent.identity import IdentityFolder
 
 
@@ -145,3 +147,17 @@ def test_request_that_is_not_there_is_a_mistake_of_the_command(fleet):
     fleet.init()
     code, _, err = fleet.call("sign", fleet.folder / "nothere.json", "--config", fleet.config)
     assert (code, "no such file" in err) == (2, True)
+
+
+def test_a_revoked_device_counts_in_no_release_any_more(fleet):
+    fleet.init()
+    state = load_config(fleet.config).state
+    for name in ("porch", "attic"):
+        fleet.token(name)
+    with StateFolder(state).look(create=True) as folder:
+        folder.journal.append("device_reported", agent="porch", body={"runs": ""})
+    for name in ("porch", "attic"):
+        assert fleet.call("agents", "revoke", name, "--config", fleet.config)[0] == 0
+    with StateFolder(state).look() as folder:
+        assert book_of(folder.journal).devices == {}
+        assert [entry.agent for entry in folder.journal.entries(kinds=("device_retired",))] == ["porch"]

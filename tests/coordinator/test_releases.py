@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
 
 import pytest
 
-from coordinator.state.journal import Journal
+from coordinator.fleet.rollout import COUNT_S, Rollout
+from coordinator.state.journal import Journal, utc_now
 from coordinator.state.releases import Book, Plan, amount, releases_in_use, rollback_of
 from edge_agent.errors import UsageError
 from edge_agent.moments import moment_of
@@ -230,6 +232,88 @@ def test_a_rollback_skips_what_was_rolled_back_and_what_never_reached_everybody(
     other = scene.make("e", channel="beta")
     with pytest.raises(UsageError, match="first of channel 'beta'"):
         rollback_of(scene.book, other, "", "")
+
+
+def test_a_rollback_to_the_same_bundle_says_that_there_is_no_other(scene):
+    scene.make("a")
+    second = scene.make("a")
+    with pytest.raises(UsageError, match=r"release 1 before it has the same bundle aaaaaaaaaaaa, no other is left"):
+        rollback_of(scene.book, second, "", "")
+
+
+def test_a_release_is_done_when_every_device_of_its_channel_has_answered(scene):
+    empty, release = scene.make("e", channel="empty"), scene.make("a")
+    scene.write("device_pinned", agent="d00", release=1)
+    for name in DEVICES[1:]:
+        assert (scene.book.stage(release, NOW), release.stage) == ("everybody", "everybody")
+        scene.device(name, "a", 2, "ok")
+    assert scene.book.stage(release, NOW) == "done"
+    assert scene.book.stage(empty, NOW) == "everybody", "no device has answered"
+    scene.device("new")
+    assert scene.book.stage(release, NOW) == "everybody"
+    scene.device("new", "", 2, "declined", kept="by hand")
+    assert scene.book.stage(release, NOW) == "done"
+    scene.make("b")
+    assert scene.book.stage(release, NOW) == "everybody", "another took its place"
+
+
+def test_retired_devices_count_in_no_share_and_count_again_when_they_are_heard(scene):
+    release = scene.make("b", max_failed="20%")
+    for name in DEVICES[:2]:
+        scene.device(name, "a", 1, "failed", "bad")
+    assert scene.book.verdict(release)[0] == "", "2 of 10"
+    for name in DEVICES[5:]:
+        scene.write("device_retired", agent=name)
+    assert scene.book.sizes["stable"] == 5
+    assert scene.book.verdict(release)[1].startswith("2 of 5 devices failed, 1 are allowed; d00")
+    scene.write("device_retired", agent="d00")
+    assert (release.count["failed"], scene.book.verdict(release)[0]) == (1, "stop"), "1 of 4, none is allowed"
+    scene.device("d00", "a")
+    scene.device("d05")
+    assert (release.count["failed"], scene.book.sizes["stable"]) == (2, 6)
+    scene.write("device_retired", agent="nobody")
+    assert scene.book.sizes["stable"] == 6
+
+
+def test_a_retired_device_is_replaced_in_the_canary_and_is_not_waited_for(scene):
+    release = scene.make("b", canary="1")
+    (first,) = scene.book.canary_to_add(release, DEVICES, NOW)
+    scene.write("release_canary", release=1, agents=[first])
+    scene.write("device_retired", agent=first)
+    assert scene.book.pending(release, NOW) == []
+    (second,) = scene.book.canary_to_add(release, DEVICES, NOW)
+    assert second != first
+
+
+def test_devices_that_are_not_heard_for_long_retire_and_those_that_are_there_do_not(journal):
+    clock, wall, present = [0.0], [utc_now()], ["here"]
+    roster = SimpleNamespace(present=lambda _tier: tuple(present))
+    state = SimpleNamespace(journal=journal)
+    rollout = Rollout(state, roster, None, None, lambda: clock[0], lambda: wall[0], gone_after=timedelta(days=30))
+    for name in ("here", "gone"):
+        journal.append("device_reported", agent=name, body={"runs": ""})
+    rollout.tick()
+    wall[0] += timedelta(days=31)
+    clock[0] += COUNT_S - 1
+    rollout.tick()
+    assert set(rollout.book.devices) == {"here", "gone"}, "after a start, devices have time to come back"
+    clock[0] += 1
+    rollout.tick()
+    assert set(rollout.book.devices) == {"here"}
+    assert [entry.agent for entry in journal.entries(kinds=("device_retired",))] == ["gone"]
+    again = Book()
+    again.read(journal)
+    assert again.sizes["stable"] == 1
+
+
+def test_failures_that_were_known_are_those_of_their_devices(scene):
+    release = scene.make("b", max_failed="0")
+    scene.device("d00", "a", 1, "failed", "bad")
+    scene.write("release_held", release=1, reason="why")
+    scene.write("release_resumed", release=1)
+    scene.write("device_retired", agent="d00")
+    scene.device("d01", "a", 1, "failed", "bad")
+    assert scene.book.verdict(release)[0] == "stop"
 
 
 def test_channels_are_apart(scene):
