@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from ..config import AgentConfig
-from ..errors import CodecError, StateError, UsageError, cause
+from ..errors import CodecError, HeadwaterError, StateError, UsageError, cause
 from ..moments import moment_of
 from ..storage import oldest_first, read_json, read_tensors, size_of, write_json, write_tensors
 from ..task import Frozen, Tensors
@@ -352,6 +352,27 @@ def samples_folder(config: AgentConfig) -> Path:
     """Where samples are that were labelled on this device: the data source ``collected:DIR``, or beside another one."""
     kind, _, path = config.data.source.partition(":")
     return config.data.folder / Path(path).expanduser() if kind == "collected" else config.state / "samples"
+
+
+def candidate_folder(config: AgentConfig) -> Path:
+    """Where the head of a bundle that is not in use yet is put."""
+    return config.state / "candidate"
+
+
+def clean(config: AgentConfig) -> None:
+    """Remove what is left of a bundle that did not come into use, and take its head back: a kill may have left it."""
+    from .. import bundle as bundles
+    from ..heads import saved
+
+    root = config.state / "bundles"
+    shutil.rmtree(candidate_folder(config), ignore_errors=True)
+    try:
+        if (manifest := bundles.current_manifest(root)) is not None:
+            fingerprints = {name: variant.fingerprint for name, variant in manifest.variants.items()}
+            saved.settle(config.state / "head", fingerprints)
+        bundles.remove_unused(root)
+    except (HeadwaterError, OSError) as error:  # a damaged pair: nothing is known of what is to stay; or a full disk
+        log.warning("not_cleaned reason=%s", error)
 
 
 def file_mark(path: Path) -> tuple[int, int] | None:

@@ -48,6 +48,7 @@ from .local_state import (
     OnTrial,
     ReleaseRecord,
     TrainingCheckpointFile,
+    clean,
     make_room,
     note_receipt,
     remove_ended_runs,
@@ -159,12 +160,15 @@ class TaskRunner:
         resources: Resources | None = None,
         now: Callable[[], float] = time.time,
         entropy: Callable[[], int] = lambda: secrets.randbits(256),
+        beside: bool = False,
     ) -> None:
         """``now``: as `time.time`, which the times of files in the watch folder are compared with.
 
-        ``entropy``: where the noise of differential privacy comes from, 256 bits for each update.
+        ``beside``: whether new bundles are prepared in a child process. ``entropy``: where the noise of differential
+        privacy comes from, 256 bits for each update.
         """
         self.config, self.tier, self._now, self._entropy = config, tier, now, entropy
+        self._beside = beside
         self.resources = Resources(config) if resources is None else resources
         self.outbox = self.resources.outbox
         self.samples = 0
@@ -353,10 +357,12 @@ class TaskRunner:
             BundleError: the bundle is damaged, or its encoder does not do what it did where it was made.
             DataError: local data do not fit its task.
         """
-        from .head_tier import install_bundle
+        from .candidate import prepare_beside
+        from .head_tier import install_bundle, prepare_here
 
+        prepare = prepare_beside if self._beside else prepare_here
         try:
-            report = install_bundle(self.config, message, path, self._now)
+            report = install_bundle(self.config, message, path, self._now, prepare=prepare)
         except BundleError as error:
             self.releases.refuse(message, str(error), self._now())
             raise
@@ -374,6 +380,7 @@ class TaskRunner:
         """The agent starts: where it did not live with the bundle in use, it uses the one before again."""
         if self.tier != "head" or not (self.config.state / "bundles").is_dir():
             return
+        clean(self.config)
         try:
             trial = self.releases.started()
             if trial is not None and trial.starts > MOST_STARTS:
