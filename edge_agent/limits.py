@@ -79,7 +79,7 @@ def available_bytes() -> int | None:
     """
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-        found = [int(fields["MemAvailable"].split()[0]) * 1024]
+        limits = [int(fields["MemAvailable"].split()[0]) * 1024]
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError, KeyError):
         return None
@@ -88,8 +88,8 @@ def available_bytes() -> int | None:
         with contextlib.suppress(OSError, ValueError):  # no such group, or "max": it has no limit
             most, used = (int((group / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
             stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-            found.append(most - used + sum(int(stat.get(kind, 0)) for kind in ("active_file", "inactive_file")))
-    return max(0, min(found))
+            limits.append(most - used + sum(int(stat.get(kind, 0)) for kind in ("active_file", "inactive_file")))
+    return max(0, min(limits))
 
 
 def stand_back(parent: int) -> None:

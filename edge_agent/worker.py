@@ -156,7 +156,7 @@ def _object(line: bytes) -> dict[str, Any]:
     except ValueError:
         said = None
     if not isinstance(said, dict):
-        raise ChildFailed("it wrote something that is no JSON object")
+        raise ChildFailed("it wrote a line that holds no JSON object")
     return said
 
 

@@ -378,7 +378,11 @@ def test_available_memory_is_the_least_of_system_and_groups(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     "lines, words",
-    [(("{}", "nothing"), "no JSON object"), (("[1]",), "no JSON object"), (('{"step": 1}',), "it ended with code 0")],
+    [
+        (("{}", "nothing"), "holds no JSON object"),
+        (("[1]",), "holds no JSON object"),
+        (('{"step": 1}',), "it ended with code 0"),
+    ],
 )
 def test_a_child_that_answers_otherwise_has_failed(tmp_path, monkeypatch, lines, words):
     (tmp_path / "child_module.py").write_text(f"def main():\n    import sys\n    for line in {lines!r}: print(line)\n")
