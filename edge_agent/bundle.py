@@ -18,6 +18,7 @@ install removes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -739,47 +740,95 @@ def install(
 ) -> Bundle:
     """Verify the bundle file at ``path``, unpack it under ``root`` and make it the current one; ``keep`` are kept.
 
-    Where ``root`` trusts keys, the bundle has to be signed by them, not expired at ``now()``, and not older than the
-    newest that was installed there. Where it trusts none, ``first`` is a root that the bundle has to be signed by, and
-    that is trusted once the bundle has passed ``check``. ``round_of``: what counts instead of the trust of ``root``,
-    where the bundle is the encoder of one round: it has to be signed as such, and its version says nothing of others.
-
-    The folder is named after the bundle id: a bundle of the same content, whatever its name, takes no second one.
-    ``check`` sees the unpacked bundle before it becomes current, and may refuse it by raising.
+    ``round_of``: what counts instead of the trust of ``root``, where the bundle is the encoder of one round: it has to
+    be signed as such, and its version says nothing of others. ``check`` sees the unpacked bundle before it becomes
+    current, and may refuse it by raising. These are `admitted`, `staged` and `switch` in one process.
 
     Raises:
         BundleDamaged: as `open_bundle`; what was current stays current.
         BundleUntrusted: it may not be installed there.
     """
-    opened, store = open_bundle(path), TrustStore(root) if round_of is None else round_of
-    name = opened.manifest.bundle_id[:24]
-    purpose: Purpose = "release" if round_of is None else "round"
-    member = store.admit(opened.release, files_of(opened.manifest), now(), __version__, first, purpose)
-    if member is not None and opened.release is not None and (root / name / MANIFEST).exists():
-        raw = dump_manifest(opened.manifest)
-        if (root / name / MANIFEST).read_bytes() == raw:
-            write_atomic(root / name / RELEASE, opened.release)  # both that one and the one before are of this bundle
-        else:  # exported again: the manifest has another time, and the signatures are about that
-            name = f"{name}-{sha256_of(raw)[:8]}"
-    folder = root / name
-    try:
-        bundle = open_folder(folder)
-    except BundleError:
-        shutil.rmtree(folder, ignore_errors=True)
-        unpack(path, folder)
-        bundle = open_folder(folder)
+    opened = open_bundle(path)
+    member = admitted(opened, root, now(), first, round_of)
+    bundle = staged(opened, root)
     if check is not None:
         check(bundle)
+    if round_of is None:
+        switch(bundle, root, member, first, keep)
+    else:
+        if first is not None:
+            round_of.anchor(first)
+        switch(bundle, root, keep=keep)
+    return bundle
+
+
+def admitted(
+    opened: BundleFile, root: Path, now: float, first: Envelope | None = None, round_of: TrustStore | None = None
+) -> Member | None:
+    """The signatures of a bundle that may be installed under ``root``; None where nothing is trusted there.
+
+    Where ``root`` trusts keys, the bundle has to be signed by them, not expired at ``now``, and not older than the
+    newest that was installed there. Where it trusts none, ``first`` is a root that the bundle has to be signed by.
+    ``round_of``: as in `install`.
+
+    Raises:
+        BundleUntrusted: it may not be installed there.
+    """
+    purpose: Purpose = "release" if round_of is None else "round"
+    store = TrustStore(root) if round_of is None else round_of
+    return store.admit(opened.release, files_of(opened.manifest), now, __version__, first, purpose)
+
+
+def staged(opened: BundleFile, root: Path) -> Bundle:
+    """The bundle, unpacked under ``root`` beside the current one; where it is there and whole, nothing is written.
+
+    The folder is named after the bundle id: a bundle of the same content, whatever its name, takes no second one.
+
+    Raises:
+        BundleDamaged: as `open_bundle`.
+    """
+    name, raw = opened.manifest.bundle_id[:24], dump_manifest(opened.manifest)
+    if opened.release is not None and (root / name / MANIFEST).exists():
+        if (root / name / MANIFEST).read_bytes() != raw:  # exported again: the signatures are about its new time
+            name = f"{name}-{sha256_of(raw)[:8]}"
+        elif _release_in(root / name) != opened.release:  # both that one and the one before are of this bundle
+            write_atomic(root / name / RELEASE, opened.release)
+    folder = root / name
+    with contextlib.suppress(BundleError):
+        if (bundle := open_folder(folder)).id == opened.manifest.bundle_id:
+            return bundle
+    shutil.rmtree(folder, ignore_errors=True)
+    unpack(opened.path, folder)
+    return open_folder(folder)
+
+
+def switch(
+    bundle: Bundle, root: Path, member: Member | None = None, first: Envelope | None = None, keep: int = 2
+) -> None:
+    """Make a `staged` bundle the current one, and count its release; of those before, ``keep`` - 1 stay.
+
+    ``first``: the root that it was `admitted` by where nothing was trusted; it is trusted from now on.
+    """
+    store, name = TrustStore(root), bundle.folder.name
     if first is not None:
         store.anchor(first)
-    if member is not None and round_of is None:
+    if member is not None:
         store.record(member)
     names = [name, *(other for other in _history(root) if other != name)][: max(keep, 1)]
     write_json(root / _POINTER, {"bundles": names})
-    for other in root.iterdir():  # bundles before these, and what a crash left behind
+    remove_unused(root)
+
+
+def remove_unused(root: Path) -> None:
+    """Remove what is unpacked under ``root`` and neither current nor kept: refused bundles, and what a crash left.
+
+    Raises:
+        StateError: it is not known which are kept.
+    """
+    names = _history(root)
+    for other in root.iterdir() if root.is_dir() else ():
         if other.is_dir() and other.name not in names:
             shutil.rmtree(other, ignore_errors=True)
-    return bundle
 
 
 def current(root: Path) -> Bundle | None:

@@ -32,7 +32,7 @@ from .bundle import Bundle, EncoderPrecision, open_folder
 from .capabilities import processor
 from .data import Samples
 from .errors import BundleDamaged, DataError, HeadwaterError, MissingCapability, StateError
-from .limits import give_freed_memory_back, limit_resources
+from .limits import end_with, give_freed_memory_back, limit_resources
 from .own_norm import OwnNorm, changed, own_share
 from .storage import (
     mapped,
@@ -67,9 +67,6 @@ _ALL_FEATURE_FILES = 64
 
 TRIAL_S, TRIAL_CPU_S = 300.0, 120
 """A trial may take so long, and so much time of a processor: two batches, and the start of ONNX Runtime."""
-
-_TRIAL_BYTES = 96 << 20
-"""Memory of a trial beside what the graph takes: eight inputs with their preprocessing, and ONNX Runtime's own."""
 
 Progress = Callable[[int, int], None]
 """Called with (inputs done, inputs in all)."""
@@ -226,7 +223,7 @@ def _try_once(bundle: Bundle, precision: EncoderPrecision, *, record: bool) -> N
 
 
 def _trial_memory(bundle: Bundle, precision: EncoderPrecision, cost: graph.Cost) -> int:
-    return cost.memory_bytes + 4 * bundle.manifest.files[bundle.variant(precision).file].size_bytes + _TRIAL_BYTES
+    return cost.memory_bytes + 4 * bundle.manifest.files[bundle.variant(precision).file].size_bytes + graph.REST_BYTES
 
 
 def try_out(folder: Path, precision: EncoderPrecision, memory_bytes: int, probed: int = 0) -> None:
@@ -237,7 +234,8 @@ def try_out(folder: Path, precision: EncoderPrecision, memory_bytes: int, probed
         StateError: no child can be started.
     """
     question = {
-        "folder": str(folder.resolve()), "precision": precision, "memory_bytes": memory_bytes, "probed": probed
+        "folder": str(folder.resolve()), "precision": precision, "memory_bytes": memory_bytes, "probed": probed,
+        "parent": os.getpid(),
     }  # fmt: skip
     where = "trial of the probe" if probed else f"trial of the {precision} encoder"
     try:
@@ -257,6 +255,7 @@ def try_out(folder: Path, precision: EncoderPrecision, memory_bytes: int, probed
 def trial() -> None:
     """The child of `try_out`: its question comes as JSON on stdin, what is wrong goes to stdout."""
     question = json.load(sys.stdin)
+    end_with(question["parent"])
     runtime, precision = onnxruntime(), question["precision"]
     limit_resources(question["memory_bytes"], TRIAL_CPU_S)
     result: dict[str, Any] = {}

@@ -29,6 +29,7 @@ HeadwaterError                  exit 1   something failed
 │       └── SharesWrong         exit 1   shares of other devices do not open
 ├── RunFailed                   exit 1   a run cannot go on, or has ended without a result
 ├── MeasuringFailed             exit 1   what a benchmark measures has ended, or does not answer
+├── ChildFailed              exit 1   a process that was started for some work has ended without its result
 ├── ExportRejected              exit 1   an export did not pass its gates; the previous bundle stays
 ├── StateError                  exit 1   files kept on disk are damaged or belong to another user or program
 └── BrokerAway                  exit 75  the broker cannot be reached now; trying again later may help
@@ -197,6 +198,14 @@ class RunFailed(HeadwaterError):
 
 class MeasuringFailed(HeadwaterError):
     """Something that was being measured ended or did not answer; the message holds its stderr tail."""
+
+
+class ChildFailed(HeadwaterError):
+    """A process that was started for some work has ended, or was ended, without a result; ``tail``: of its stderr."""
+
+    def __init__(self, message: str, tail: str = "") -> None:
+        super().__init__(message)
+        self.tail = tail
 
 
 class ExportRejected(HeadwaterError):

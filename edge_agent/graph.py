@@ -8,6 +8,7 @@ could understand otherwise are refused.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +18,16 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from .errors import BundleDamaged
+from .limits import limit_bytes
 
 MOST_BYTES = 512 << 20
 """Of memory for constants and intermediate results of one batch; on a small device half of its memory, if that is less.
 
 ResNet18 takes 6 MB for an image of 224 pixels, and 45 MB of weights, which count as constants.
 """
+
+REST_BYTES = 96 << 20
+"""What a process takes that runs a graph, beside it: ONNX Runtime, and eight inputs with their preprocessing."""
 
 MOST_WORK = 100_000_000_000
 """Multiplications for one input; ResNet18 takes 1.8e9 for an image of 224 pixels, ViT-B 1.7e10."""
@@ -126,11 +131,11 @@ def check(content: bytes | memoryview, inputs: Sequence[Shape], *, where: str = 
 
 
 def budget_bytes() -> int:
-    """Memory that a graph may take on this machine."""
-    try:
-        return min(MOST_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
-    except (AttributeError, ValueError, OSError):  # no such system call, as on Windows
-        return MOST_BYTES
+    """Memory that a graph may take here: half of the machine's, and what this process may take beside `REST_BYTES`."""
+    most, limit = MOST_BYTES, limit_bytes()
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # no such system call, as on Windows
+        most = min(most, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
+    return most if limit is None else min(most, max(0, limit - REST_BYTES))
 
 
 # --- protobuf --------------------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,11 @@ def limit_threads(threads: int | None = None, *, spare_torch: bool = False) -> N
         os.environ.update(dict.fromkeys(names, str(threads)))
 
 
-def limit_resources(memory_bytes: int, cpu_s: int) -> None:
+def limit_resources(memory_bytes: int | None, cpu_s: int) -> None:
     """Let this process allocate so much more memory and compute for so long from now on, where the system can do that.
 
-    An allocation beyond that fails; a process that computes longer is killed by SIGXCPU.
+    None: as much memory as there is. An allocation beyond that fails; a process that computes for longer is killed by
+    SIGXCPU.
     """
     try:
         import resource
@@ -43,16 +46,76 @@ def limit_resources(memory_bytes: int, cpu_s: int) -> None:
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     limits = {resource.RLIMIT_CPU: math.ceil(used) + cpu_s, resource.RLIMIT_CORE: 0}
     statm = Path("/proc/self/statm")
-    if statm.exists():  # data and stack, in pages, is what Linux counts there; mapped files are not
+    if (
+        memory_bytes is not None and statm.exists()
+    ):  # data and stack, in pages, is what Linux counts there; mapped files are not
         limits[resource.RLIMIT_DATA] = int(statm.read_text().split()[5]) * resource.getpagesize() + memory_bytes
     for which, most in limits.items():
-        hard = resource.getrlimit(which)[1]
-        resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        before = resource.getrlimit(which)  # what started this process may have been limited itself
+        least = min([most, *(limit for limit in before if limit != resource.RLIM_INFINITY)])
+        resource.setrlimit(which, (least, before[1]))
+
+
+def limit_bytes() -> int | None:
+    """Memory that this process may allocate in all; None: it has no limit."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 LARGEST_BYTES, KEPT_BYTES = 32 << 20, 128 << 20
 """Largest block that is kept (glibc takes no larger number here), and most bytes of free blocks."""
+
+
+def available_bytes() -> int | None:
+    """Memory that processes can still take here without another one being killed; None where nothing says that.
+
+    It is what the system has, or the control groups of this process have, whichever is less. Caches of files count as
+    available.
+    """
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+        limits = [int(fields["MemAvailable"].split()[0]) * 1024]
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError, KeyError):
+        return None
+    own = Path("/sys/fs/cgroup") / next((line[3:] for line in groups if line.startswith("0::")), "").lstrip("/")
+    for group in (own, *own.parents):
+        with contextlib.suppress(OSError, ValueError):  # no such group, or "max": it has no limit
+            most, used = (int((group / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
+            stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+            limits.append(most - used + sum(int(stat.get(kind, 0)) for kind in ("active_file", "inactive_file")))
+    return max(0, min(limits))
+
+
+def stand_back(parent: int) -> None:
+    """Let the process ``parent``, which has started this one, go first, and end this one when that one ends.
+
+    This one gets a processor where nobody else needs it, and is the first that is killed where memory is short.
+    """
+    if hasattr(os, "nice"):
+        os.nice(5)
+    with contextlib.suppress(OSError):  # where each session has an equal share, whatever the niceness of its processes
+        Path("/proc/self/autogroup").write_text("5", encoding="ascii")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    end_with(parent)
+
+
+def end_with(parent: int) -> None:
+    """End this process by a signal when ``parent``, which has started it, ends, where the system (Linux) does that."""
+    prctl = getattr(_c_library(), "prctl", None)
+    if prctl is not None and sys.platform == "linux":
+        prctl(_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+        if os.getppid() != parent:  # it has ended before
+            os._exit(1)
+
+
+_PDEATHSIG = 1
 
 
 @functools.cache

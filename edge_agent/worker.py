@@ -11,10 +11,14 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
+
+from .errors import ChildFailed
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +74,106 @@ def answer_of_child(module: str, name: str, question: Any, limit_s: float) -> di
     )
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+LOOK_S = 0.25
+"""Between two looks at a watched child while it is silent."""
+
+_MOST_LINE = 1 << 22
+
+
+def answer_of_watched(
+    module: str,
+    name: str,
+    question: Any,
+    heard: Callable[[dict[str, Any]], object],
+    *,
+    silent_s: float,
+    limit_s: float,
+    look: Callable[[int], object] = lambda _process: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[str, Any]:
+    """As `answer_of_child`, of a child that says what it does meanwhile: a JSON object a line, each given to ``heard``.
+
+    The answer is the line with the one key ``answer``. A child that says nothing for ``silent_s`` seconds hangs: it is
+    killed, with its own children. ``look`` gets its process id some times a second.
+
+    Raises:
+        OSError: no process can be started.
+        ChildFailed: it ended without an answer, said nothing for too long, or took longer than ``limit_s``.
+    """
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-c", _BEGIN.format(module=module, name=name), _ROOT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+            threading.Thread(target=_read_lines, args=(child, lines), name="child", daemon=True).start()
+            if child.stdin is not None:
+                with contextlib.suppress(BrokenPipeError), child.stdin:
+                    child.stdin.write(json.dumps(question).encode())
+            begin = spoken_at = clock()
+            while True:
+                look(child.pid)
+                try:
+                    line = lines.get(timeout=LOOK_S)
+                except queue.Empty:
+                    line = b"\n"
+                now = clock()
+                if line.strip():
+                    spoken_at, said = now, _object(line)
+                    if said.keys() == {"answer"}:
+                        answer: dict[str, Any] = said["answer"]
+                        return answer
+                    heard(said)
+                elif not line:
+                    code, tail = child.wait(), _tail_of(errors)
+                    raise ChildFailed(f"it ended by signal {-code}" if code < 0 else f"it ended with code {code}", tail)
+                if now - begin > limit_s:
+                    raise ChildFailed(f"it took longer than {limit_s:g} s")
+                if now - spoken_at > silent_s:
+                    raise ChildFailed(f"it made no progress for {silent_s:g} s")
+        finally:
+            _end(child)
+
+
+def _read_lines(child: subprocess.Popen[bytes], lines: queue.SimpleQueue[bytes]) -> None:
+    """Until the end, which is an empty line without its newline."""
+    if child.stdout is not None:
+        with contextlib.suppress(OSError, ValueError), child.stdout:
+            while line := child.stdout.readline(_MOST_LINE):
+                lines.put(line)
+    lines.put(b"")
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(line)
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        raise ChildFailed("it wrote a line that holds no JSON object")
+    return said
+
+
+def _tail_of(file: Any) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 4000))
+    return str(file.read().decode(errors="replace").strip())
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child with its own children, which are in its session; it may have ended."""
+    with contextlib.suppress(OSError):
+        if hasattr(os, "killpg"):
+            os.killpg(child.pid, signal.SIGKILL)
+        else:
+            child.kill()
+    child.wait()
 
 
 class Worker(Protocol):

@@ -283,10 +283,12 @@ def waits_for(book: Book, release: Release, now: datetime) -> str:
 
 def device_rows(book: Book, now: datetime) -> list[dict[str, Any]]:
     """What each device runs and is to run, sorted by id; releases by number, None where no release fits."""
-    rows = list[dict[str, Any]]()
+    rows, numbers = list[dict[str, Any]](), dict[str, list[int]]()
+    for release in book.releases:
+        numbers.setdefault(release.bundle_id, []).append(release.number)
     for agent, device in sorted(book.devices.items()):
         wanted, pin = book.wanted(device, now), book.pin(agent, now)
-        runs = [one.number for one in book.releases if one.bundle_id == device.runs] if device.runs else []
+        runs = numbers.get(device.runs, []) if device.runs else []
         result = wanted.results.get(agent) if wanted is not None else None
         is_there = wanted is not None and wanted.number in runs
         rows.append(

@@ -64,7 +64,7 @@ def _run(config: AgentConfig, tier: str) -> None:
         agent = Agent(
             config,
             transport,
-            TaskRunner(config, tier),
+            TaskRunner(config, tier, beside=True),
             worker=ThreadWorker(transport.wake),
             boot=boot,
             renewal=renewal if renewal.is_enrolled else None,

@@ -126,6 +126,7 @@ class Agent:
         self.transport.subscribe(*self.topics.for_agent(self.config.id))
         self.transport.start()
         self.disk.safely(self.tasks.started)
+        self.disk.safely(self.jobs.restore)
         self.jobs.refit(self._hello, self._new_samples.tried)
 
     def serve(self, stop: threading.Event) -> None:

@@ -11,7 +11,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import bundle as bundles
 from .. import heads
-from ..bundle import Bundle
+from ..bundle import Bundle, BundleFile
 from ..config import AgentConfig
 from ..data import Samples, from_files
 from ..data.collected import Collection, labelled
@@ -55,7 +55,7 @@ from ..task import Task, Tensors
 from ..trust import Envelope, Member, TrustStore, followed, parse, roots_in
 from ..wire.messages import Install, Job, Report
 from .health import public_text
-from .local_state import file_mark, is_settled, samples_folder
+from .local_state import candidate_folder, clean, file_mark, is_settled, samples_folder
 
 log = logging.getLogger(__name__)
 
@@ -68,36 +68,114 @@ _AT_ONCE = 256
 """Files of the watch folder that are in memory at once."""
 
 
-def install_bundle(config: AgentConfig, message: Install, path: Path, now: Callable[[], float] = time.time) -> Report:
+@dataclass(frozen=True)
+class Candidate:
+    """What came out of the trial of a new bundle.
+
+    ``report``: of the bundle, and which one is to be used. ``version``: of the collected samples that the head was
+    fitted on. ``rejection``: why the old pair stays; empty: the new one waits, the bundle beside the one in use and
+    its head in `candidate_folder`.
+    """
+
+    report: Report
+    version: int
+    rejection: str = ""
+
+
+Progress = Callable[[str], None]
+"""Called with what is done now."""
+
+Prepare = Callable[[AgentConfig, Install, Path, float], Candidate]
+"""As `prepare`."""
+
+
+def install_bundle(
+    config: AgentConfig,
+    message: Install,
+    path: Path,
+    now: Callable[[], float] = time.time,
+    *,
+    prepare: Prepare | None = None,
+) -> Report:
     """Install the bundle at ``path`` and refit; returns the figures of the new encoder, and which one is in use now.
 
-    ``now``: as for `collect`.
+    Whether it may be installed is checked here; ``prepare`` (default: `prepare`, in this process) does the rest, and
+    here encoder and head are switched. ``now``: as for `collect`.
 
     Raises:
         BundleUntrusted: not signed by keys that this device trusts, expired, or older than one that was installed.
         BundleError: damaged, or not the one announced; without an old pair also one that fails its trial.
         DataError: local data do not fit the task; the old pair stays.
     """
-    first = admit(config, path)
-    old, task, collection = _old_pair(config), bundles.open_bundle(path).manifest.task, collection_of(config)
+    opened, root = bundles.open_bundle(path), config.state / "bundles"
+    if opened.manifest.bundle_id != message.bundle_id:
+        raise BundleDamaged(
+            f"bundle {opened.manifest.bundle_id[:16]}, announced was {message.bundle_id[:16]}; rejected", is_public=True
+        )
+    first = admit(config, opened)
+    member = bundles.admitted(opened, root, now(), first)
+    clean(config)
+    try:
+        candidate = (prepare or prepare_here)(config, message, path, now())
+        if not candidate.rejection:
+            bundle = bundles.staged(opened, root)
+            saved.adopt(candidate_folder(config), config.state / "head", bundle.fingerprints)
+            bundles.switch(bundle, root, member, first)
+            collection_of(config).fitted(candidate.version)
+            log.info("installed bundle=%s acc.personal=%s", bundle.id[:12], candidate.report.acc_personal)
+    finally:
+        clean(config)
+    _remove_features(config)
+    return candidate.report
+
+
+def prepare_here(
+    config: AgentConfig, message: Install, path: Path, now: float, progress: Progress = lambda _step: None
+) -> Candidate:
+    """Unpack a bundle that may be installed, test its encoder, fit a head and compare; nothing in use is changed.
+
+    The old pair is scored on the same held-out samples. ``now``: as `time.time`.
+
+    Raises:
+        BundleError: damaged; without an old pair also one that fails its test.
+        DataError: local data do not fit the task.
+    """
+    progress("unpack")
+    opened = bundles.open_bundle(path)
+    bundle = bundles.staged(opened, config.state / "bundles")
+    if config.head.precision != "int8":  # before the samples take memory beside that of the trial
+        progress("trial")
+        try:
+            Encoder.open(bundle, "fp32", config.training.threads)
+        except BundleError as error:
+            return rejected(config, message, error)
+    progress("samples")
+    old, task, collection = _old_pair(config), bundle.manifest.task, collection_of(config)
     if config.data.watch is not None:  # of a device without any other samples these are its first
-        _take_in(collection, config.data.watch, task, config.data.budget, now)
+        _take_in(collection, config.data.watch, task, config.data.budget, lambda: now)
     version = collection.index().version
     samples = _samples(config, task)
-    trial = _Trial(config, message, old, samples)
-    runs, why = message.bundle_id, ""
+    result, before, rejection = None, None, ""
+    runs, why = bundle.id, ""
     try:
-        bundles.install(path, config.state / "bundles", check=trial, now=now, first=first)
-    except BundleError:
-        if not trial.rejection or old is None or old[0].id == message.bundle_id:
+        result = _refit(config, bundle, samples, progress)
+        progress("compare")
+        before = None if old is None else _score(config, old, samples)
+        least, personal = config.head.min_gain, result.used_accuracy
+        if message.compare and before is not None and (personal or 0.0) < before + least:
+            shown = "none" if personal is None else f"{personal:.3f}"
+            raise BundleError(
+                f"acc.personal is {shown} with the new encoder, {before:.3f} with the old one ({least:+g} allowed)",
+                is_public=True,
+            )
+    except BundleError as error:
+        if old is None or old[0].id == bundle.id:
             raise
-        runs = old[0].id
-        why = f"keeps bundle {runs[:12]} because {trial.public}"[:1000]
-        log.warning("rolled_back tried=%s keeps=%s reason=%s", message.bundle_id[:12], runs[:12], trial.rejection)
-    _remove_features(config)
+        runs, rejection, why = old[0].id, str(error), keeps(old[0].id, error)
+        log.warning("rolled_back tried=%s keeps=%s reason=%s", bundle.id[:12], runs[:12], rejection)
     figures: dict[str, Any] = {"samples": sum(map(len, samples))}
     metrics = {"rolled_back": float(bool(why))}
-    if (result := trial.result) is not None:
+    if result is not None:
         log_if_better_alone(result.scores)
         figures = {
             "samples": result.n_train,
@@ -107,17 +185,50 @@ def install_bundle(config: AgentConfig, message: Install, path: Path, now: Calla
             "fingerprint": result.fingerprint,
             **result.scores.reported(),
         }
-        metrics |= {} if trial.before is None else {"acc.before": trial.before}
+        metrics |= {} if before is None else {"acc.before": before}
         metrics |= {"seconds": round(result.seconds, 3), "norm.own": 0.0 if result.norm is None else result.norm.share}
         if result.choice is not None:
             metrics |= {name: v for name, v in result.choice.metrics().items() if isinstance(v, float)}
-        if not why:
-            collection.fitted(version)
-            log.info("installed bundle=%s acc.personal=%s", runs[:12], result.scores.personal)
-    about, one_class = message.bundle_id, of_one_class(*samples)
-    return Report(
-        run=message.run, about=about, bundle_id=runs, rolled_back=why, one_class=one_class, metrics=metrics, **figures
+        if not rejection:
+            progress("save")
+            result.save(candidate_folder(config))
+    report = Report(
+        run=message.run,
+        about=bundle.id,
+        bundle_id=runs,
+        rolled_back=why,
+        one_class=of_one_class(*samples),
+        metrics=metrics,
+        **figures,
     )
+    return Candidate(report, version, rejection)
+
+
+def rejected(config: AgentConfig, message: Install, error: BundleError) -> Candidate:
+    """The answer about a bundle whose trial was not ended, with no figures of it: the old pair stays.
+
+    Raises:
+        BundleError: ``error``, where there is no old pair.
+    """
+    old = _old_pair(config)
+    if old is None or old[0].id == message.bundle_id:
+        raise error
+    log.warning("rolled_back tried=%s keeps=%s reason=%s", message.bundle_id[:12], old[0].id[:12], error)
+    samples = 0 if (known := old[1].metrics.get("n_train")) is None else int(known)
+    report = Report(
+        run=message.run,
+        about=message.bundle_id,
+        bundle_id=old[0].id,
+        rolled_back=keeps(old[0].id, error),
+        samples=samples,
+        metrics={"rolled_back": 1.0},
+    )
+    return Candidate(report, 0, str(error))
+
+
+def keeps(bundle_id: str, error: BundleError) -> str:
+    """Why a device keeps the bundle with this id, for the coordinator."""
+    return f"keeps bundle {bundle_id[:12]} because {public_text(error)}"[:1000]
 
 
 def trust_configured(config: AgentConfig) -> TrustStore:
@@ -136,8 +247,8 @@ def trust_configured(config: AgentConfig) -> TrustStore:
     return store
 
 
-def admit(config: AgentConfig, path: Path) -> Envelope | None:
-    """Return where the bundle at ``path`` may be installed as far as that depends on the configuration.
+def admit(config: AgentConfig, opened: BundleFile) -> Envelope | None:
+    """Return where this bundle may be installed as far as that depends on the configuration.
 
     A root: to trust with the bundle, where nobody is trusted yet and the configuration allows that.
 
@@ -145,7 +256,7 @@ def admit(config: AgentConfig, path: Path) -> Envelope | None:
         ConfigError: as `trust_configured`.
         BundleUntrusted: it is unsigned, or signed by nobody who is trusted, and the configuration does not allow that.
     """
-    store, release = TrustStore(config.state / "bundles"), bundles.open_bundle(path).release
+    store, release = TrustStore(config.state / "bundles"), opened.release
     if release is not None and store.known() is not None:
         with contextlib.suppress(BundleUntrusted):  # before the configured root, which may be some changes ahead
             store.follow(parse(Member, release, "release").roots)
@@ -154,7 +265,7 @@ def admit(config: AgentConfig, path: Path) -> Envelope | None:
     if config.bundle.first_use and release is not None:
         oldest, *others = parse(Member, release, "release").roots
         newest = followed([oldest], others)[-1]
-        bundles.verify(path, newest)
+        bundles.verify(opened.path, newest)
         log.warning("trusts_first_use root=%s: once the bundle is installed", newest.signed["version"])
         return newest
     if not config.takes_unsigned:
@@ -186,43 +297,6 @@ def refit_current(config: AgentConfig) -> tuple[str, int]:
     log.info("refitted bundle=%s acc.personal=%s", bundle.id[:12], result.scores.personal)
     log_if_better_alone(result.scores)
     return bundle.id, result.n_train
-
-
-class _Trial:
-    """The new pair on trial, while the old one is still current. Called by `bundles.install`; rejects by raising.
-
-    The head is written last, before the bundle becomes current: a process that is killed in between leaves two halves
-    that do not fit, which the next start detects; then the bundle is offered again.
-    """
-
-    def __init__(self, config: AgentConfig, message: Install, old: Pair | None, samples: Split) -> None:
-        self._config, self._message, self._old, self._samples = config, message, old, samples
-        self.result: Result | None = None
-        self.before: float | None = None
-        """acc.personal of the old pair on the same held-out samples."""
-
-        self.rejection = self.public = ""
-
-    def __call__(self, bundle: Bundle) -> None:
-        if bundle.id != self._message.bundle_id:
-            raise BundleDamaged(
-                f"bundle {bundle.id[:16]}, announced was {self._message.bundle_id[:16]}; rejected", is_public=True
-            )
-        try:
-            self.result = result = _refit(self._config, bundle, self._samples)
-            self.before = before = None if self._old is None else _score(self._config, self._old, self._samples)
-            least, personal = self._config.head.min_gain, result.used_accuracy
-            if self._message.compare and before is not None and (personal or 0.0) < before + least:
-                now = "none" if personal is None else f"{personal:.3f}"
-                raise BundleError(
-                    f"acc.personal is {now} with the new encoder, {before:.3f} with the old one ({least:+g} allowed)",
-                    is_public=True,
-                )
-        except BundleError as error:
-            self.rejection = str(error)
-            self.public = public_text(error)
-            raise
-        result.save(self._config.state / "head")
 
 
 def collection_of(config: AgentConfig) -> Collection:
@@ -293,7 +367,7 @@ def _samples(config: AgentConfig, task: Task) -> Split:
     return collection.combined(own, task.input, task.class_names, saved.class_names(config.state / "head"))
 
 
-def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
+def _refit(config: AgentConfig, bundle: Bundle, samples: Split, progress: Progress = lambda _step: None) -> Result:
     """Fit a head on the features of the bundle's encoder, after the encoder's self-test.
 
     The encoder is fp32 where int8 was configured and this device fails the test of int8 alone.
@@ -302,9 +376,21 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
         BundleDamaged: this device computes something else than the exporter did, in fp32, too.
     """
     wanted, threads, features = config.head.precision, config.training.threads, config.state / "features"
+
+    def of_step(step: str) -> Callable[[int, int], None]:
+        return lambda done, total: progress(f"{step} {done}/{total}")
+
+    progress("encoder")
     try:
         encoder = open_encoder(
-            bundle, wanted, samples[0], threads, norm=config.head.norm, seed=config.data.seed, features=features
+            bundle,
+            wanted,
+            samples[0],
+            threads,
+            norm=config.head.norm,
+            seed=config.data.seed,
+            features=features,
+            progress=of_step("encoder"),
         )
     except BundleDamaged as error:
         if wanted != "int8":
@@ -320,6 +406,7 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split) -> Result:
         config.data.seed,
         features,
         head.unknown,
+        of_step,
         local=head.local or head.allow_local,
         allow_local=head.allow_local,
     )
@@ -393,7 +480,7 @@ def contribute_round(
             is_public=True,
         )
     first, folder, trust = (
-        admit(config, encoder),
+        admit(config, bundles.open_bundle(encoder)),
         config.state / "runs" / job.run / "encoders",
         config.state / "bundles",
     )

@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from ..config import AgentConfig
-from ..errors import CodecError, StateError, UsageError, cause
+from ..errors import CodecError, HeadwaterError, StateError, UsageError, cause
 from ..moments import moment_of
 from ..storage import oldest_first, read_json, read_tensors, size_of, write_json, write_tensors
 from ..task import Frozen, Tensors
@@ -352,6 +352,27 @@ def samples_folder(config: AgentConfig) -> Path:
     """Where samples are that were labelled on this device: the data source ``collected:DIR``, or beside another one."""
     kind, _, path = config.data.source.partition(":")
     return config.data.folder / Path(path).expanduser() if kind == "collected" else config.state / "samples"
+
+
+def candidate_folder(config: AgentConfig) -> Path:
+    """Where the head of a bundle that is not in use yet is put."""
+    return config.state / "candidate"
+
+
+def clean(config: AgentConfig) -> None:
+    """Remove what is left of a bundle that did not come into use, and take its head back: a kill may have left it."""
+    from .. import bundle as bundles
+    from ..heads import saved
+
+    root = config.state / "bundles"
+    shutil.rmtree(candidate_folder(config), ignore_errors=True)
+    try:
+        if (manifest := bundles.current_manifest(root)) is not None:
+            fingerprints = {name: variant.fingerprint for name, variant in manifest.variants.items()}
+            saved.settle(config.state / "head", fingerprints)
+        bundles.remove_unused(root)
+    except (HeadwaterError, OSError) as error:  # a damaged pair: nothing is known of what is to stay; or a full disk
+        log.warning("not_cleaned reason=%s", error)
 
 
 def file_mark(path: Path) -> tuple[int, int] | None:
@@ -686,3 +707,74 @@ class ReleaseRecord:
 
     def _write(self, record: _Record) -> None:
         write_json(self._path, record.model_dump(mode="json"))
+
+
+START_GRACE_S = 60.0
+"""After its start an agent leaves its coordinator so long to say that a bundle is not to be used any more."""
+
+CLOCK_OFF_S = 30 * 86_400.0
+"""A clock that is so long after the time to switch is taken to be wrong: devices are seldom off for longer."""
+
+
+def utc_text(at: float) -> str:
+    """A time (as `time.time`) in ISO 8601, UTC."""
+    return datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="seconds")
+
+
+class Waiting(Frozen):
+    """A bundle that waits for the time to switch to it; times as `time.time`, because a restart ends other clocks."""
+
+    install: Install
+    at: float
+    """When the device was asked."""
+
+    opens: float
+    closes: float | None = None
+
+    @classmethod
+    def of(cls, install: Install, now: float) -> Waiting:
+        """What an offer that has just come means."""
+        opens, within_s = now + install.activate_in_s, install.activate_within_s
+        return cls(install=install, at=now, opens=opens, closes=None if within_s is None else opens + within_s)
+
+    def is_open(self, now: float) -> bool:
+        """Whether the device may switch at that time by its clock."""
+        return self.opens <= now <= (self.opens + CLOCK_OFF_S if self.closes is None else self.closes)
+
+    def why_not(self, now: float) -> str:
+        """Why the device cannot know by its clock when to switch, and waits for its coordinator; empty: it can."""
+        clock = f"its clock says {utc_text(now)}" if abs(now) < 1e11 else "its clock is out of range"
+        about = f"bundle {self.install.bundle_id[:12]} waits for the coordinator: {clock}"
+        if now < self.at:
+            return f"{about}, before {utc_text(self.at)}, when the bundle was offered; set the clock"
+        if now > self.opens + CLOCK_OFF_S:
+            return f"{about}, long after {utc_text(self.opens)}, when the device was to switch; set the clock"
+        return ""
+
+
+class WaitFile:
+    """What a device waits for, in its state folder."""
+
+    def __init__(self, state: Path) -> None:
+        self._path = state / "waits.json"
+
+    def write(self, waiting: Waiting) -> None:
+        """Save it. On a disk that cannot be written, a restart forgets it, and the coordinator offers it again."""
+        try:
+            write_json(self._path, waiting.model_dump(mode="json"))
+        except OSError as error:
+            log.warning("wait_not_written path=%s reason=%s", self._path, cause(error))
+
+    def read(self) -> Waiting | None:
+        """What was saved; None where nothing was, or it is damaged."""
+        try:
+            raw = read_json(self._path)
+            return None if raw is None else Waiting.model_validate(raw)
+        except (StateError, ValidationError) as error:
+            log.warning("wait_unreadable path=%s reason=%s", self._path, cause(error))
+            return None
+
+    def remove(self) -> None:
+        """The device waits for nothing."""
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)

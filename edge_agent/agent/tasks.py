@@ -44,14 +44,19 @@ from ..worker import Done, Worker, answer_of_child
 from .health import Condition, Kind, disk_error, try_disk, whole_message
 from .local_state import (
     MOST_STARTS,
+    START_GRACE_S,
     ClientStateFiles,
     OnTrial,
     ReleaseRecord,
     TrainingCheckpointFile,
+    WaitFile,
+    Waiting,
+    clean,
     machine_start,
     make_room,
     note_receipt,
     remove_ended_runs,
+    utc_text,
 )
 from .privacy import (
     CLASS_COUNT,
@@ -161,13 +166,15 @@ class TaskRunner:
         now: Callable[[], float] = time.time,
         entropy: Callable[[], int] = lambda: secrets.randbits(256),
         machine: Callable[[], str] = machine_start,
+        beside: bool = False,
     ) -> None:
         """``now``: as `time.time`, which the times of files in the watch folder are compared with.
 
-        ``entropy``: where the noise of differential privacy comes from, 256 bits for each update. ``machine``: which
-        start of the machine this is.
+        ``beside``: whether new bundles are prepared in a child process. ``entropy``: where the noise of differential
+        privacy comes from, 256 bits for each update. ``machine``: which start of the machine this is.
         """
-        self.config, self.tier, self._now, self._entropy, self._machine = config, tier, now, entropy, machine
+        self.config, self.tier, self.now, self._entropy, self._machine = config, tier, now, entropy, machine
+        self._beside = beside
         self.resources = Resources(config) if resources is None else resources
         self.outbox = self.resources.outbox
         self.samples = 0
@@ -346,7 +353,7 @@ class TaskRunner:
         check_job(self.config.privacy, job, int(job.params.get(CLASS_COUNT, 1)))
         self._remove_ended(job.run)
         samples = self._samples(job.task)
-        sent, metrics = contribute_round(self.config, job, received, encoder, samples, self._now)
+        sent, metrics = contribute_round(self.config, job, received, encoder, samples, self.now)
         return self._offer(job, sent, len(samples[0]), metrics)
 
     def install(self, message: Install, path: Path) -> Report:
@@ -356,12 +363,14 @@ class TaskRunner:
             BundleError: the bundle is damaged, or its encoder does not do what it did where it was made.
             DataError: local data do not fit its task.
         """
-        from .head_tier import install_bundle
+        from .candidate import prepare_beside
+        from .head_tier import install_bundle, prepare_here
 
+        prepare = prepare_beside if self._beside else prepare_here
         try:
-            report = install_bundle(self.config, message, path, self._now)
+            report = install_bundle(self.config, message, path, self.now, prepare=prepare)
         except BundleError as error:
-            self.releases.refuse(message, str(error), self._now())
+            self.releases.refuse(message, str(error), self.now())
             raise
         self.bundle_id, self.rolled_back = report.bundle_id, report.rolled_back
         self.samples = report.samples
@@ -369,7 +378,7 @@ class TaskRunner:
             self.releases.took(message, self._machine())
             self.on_trial = True
         else:
-            self.releases.refuse(message, report.rolled_back, self._now())
+            self.releases.refuse(message, report.rolled_back, self.now())
         memory = {"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules}
         return public_report(self.config.privacy, report.model_copy(update=memory))
 
@@ -377,6 +386,7 @@ class TaskRunner:
         """The agent starts: where it did not live with the bundle in use, it uses the one before again."""
         if self.tier != "head" or not (self.config.state / "bundles").is_dir():
             return
+        clean(self.config)
         try:
             trial = self.releases.started(self._machine())
             if trial is not None and trial.starts > MOST_STARTS:
@@ -412,7 +422,7 @@ class TaskRunner:
             with contextlib.suppress(HeadwaterError):
                 saved.restore(self.config.state / "head", bundle.fingerprints)
         self.bundle_id = self._running_bundle()
-        self.releases.fell_back(trial, bundles.current_id(folder), self._now())
+        self.releases.fell_back(trial, bundles.current_id(folder), self.now())
         self.rolled_back = self.releases.refused()[-1].reason
         log.error("fell_back bundle=%s reason=%s", trial.bundle_id[:12], self.rolled_back)
 
@@ -424,7 +434,7 @@ class TaskRunner:
 
     def declined(self, message: Install) -> Report | None:
         """The report about a release that this device does not try: its owner, or the agent's end with it, says so."""
-        why = self.releases.why_declined(message, self._now())
+        why = self.releases.why_declined(message, self.now())
         if not why:
             return None
         self.rolled_back = why
@@ -442,7 +452,7 @@ class TaskRunner:
     def kept(self) -> str:
         """Why this device keeps its bundle by its owner's choice; empty where it takes what is released."""
         try:
-            return self.releases.kept(self._now())[:1000]
+            return self.releases.kept(self.now())[:1000]
         except StateError:  # reported when a release comes
             return ""
 
@@ -477,7 +487,7 @@ class TaskRunner:
         """
         from .head_tier import collect
 
-        result = collect(self.config, self._now, lacks_head=self.lacks_head)
+        result = collect(self.config, self.now, lacks_head=self.lacks_head)
         if result is not None:
             self.bundle_id, self.samples = result
         return result is not None
@@ -668,6 +678,10 @@ class TaskQueue:
         """Blob and number of the release that was tried last, and what came out."""
 
         self._switches_at = float("-inf")
+        self._waits = WaitFile(tasks.config.state)
+        self._waiting: Waiting | None = None
+        """What was read from the disk at the start about the bundle that is to be tried."""
+
         self.room_bytes = 0
         """Bytes on the disk that the last requested job or bundle takes."""
 
@@ -721,8 +735,11 @@ class TaskQueue:
         if (error := self._cannot_hold((message.blob,))) is not None:
             self._report(error, about, "bundle")
             return
+        self._drop_install()
         self._install = message
         self._switches_at = self._downloads.clock() + message.activate_in_s
+        if message.activate_in_s:
+            self._waits.write(Waiting.of(message, self._tasks.now()))
         self._fetch()
         self.go_on()
 
@@ -786,22 +803,54 @@ class TaskQueue:
     def forget_candidate(self) -> None:
         """Drop a bundle that is not tried yet: a coordinator offers it again after its welcome."""
         if self._install is not None and self._working_on != self._install.blob.digest:
-            self._install = None
+            self._drop_install()
             self._fetch()
+
+    def restore(self) -> None:
+        """The agent starts: a bundle that is here and had to wait for its time is switched to then, coordinator or not.
+
+        An agent that reaches its coordinator drops it, and is offered it again.
+        """
+        waiting = self._waits.read()
+        if waiting is None:
+            return
+        message = waiting.install
+        try:
+            is_wanted = self._cache.has(message.blob.digest) and self._tasks.declined(message) is None
+        except StateError:  # reported when the release is offered
+            is_wanted = False
+        if not is_wanted:
+            self._drop_install()
+            return
+        self._install, self._waiting = message, waiting
+        self._switches_at = self._downloads.clock() + START_GRACE_S
+        if why := waiting.why_not(self._tasks.now()):
+            self._report(StateError(why, is_public=True), JobKey(message.run, purpose=None), "bundle")
+        else:
+            log.info("waits bundle=%s until=%s", message.bundle_id[:12], utc_text(waiting.opens))
+
+    def _drop_install(self) -> None:
+        """There is no bundle to be tried any more, here and on the disk."""
+        self._install = self._waiting = None
+        self._waits.remove()
 
     def switch_when_due(self) -> None:
         """Switch to a bundle that is here and had to wait for its time; the coordinator offers a late one again."""
         if self._install is None or not self._install.activate_in_s:
             return
+        if self._waiting is not None:
+            self.go_on()
+            return
         within_s, late_s = self._install.activate_within_s, self._downloads.clock() - self._switches_at
         if within_s is not None and late_s > within_s and self._working_on != self._install.blob.digest:
             log.info("not_switched bundle=%s: its time is over", self._install.bundle_id[:12])
-            self._install = None
+            self._drop_install()
             return
         self.go_on()
 
     def _may_switch(self) -> bool:
-        return self._downloads.clock() >= self._switches_at
+        is_open = self._waiting is None or self._waiting.is_open(self._tasks.now())
+        return is_open and self._downloads.clock() >= self._switches_at
 
     def candidate(self) -> dict[str, Any] | None:
         """The bundle that is being downloaded, waits for its time, or is tried now, for the status."""
@@ -812,6 +861,9 @@ class TaskQueue:
             state = "is tried"
         elif not self._downloads.has_all((install.blob,)):
             state = "is downloaded"
+        elif self._waiting is not None:
+            why = self._waiting.why_not(self._tasks.now())
+            state = why or f"switches at {utc_text(self._waiting.opens)}"
         else:
             state = f"switches in {max(0.0, self._switches_at - self._downloads.clock()):.0f} s"
         return {"bundle_id": install.bundle_id, "release": install.release, "state": state}
@@ -851,7 +903,7 @@ class TaskQueue:
         if self.job is not None and self._working_on != job_key(self.job):
             self.job = None
         if self._install is not None and self._working_on != self._install.blob.digest:
-            self._install = None
+            self._drop_install()
         if not self.is_working:
             self._downloads.keep_only(())
             self._cache.make_room(self._cache.limit_bytes)  # what was downloaded before can be downloaded again
@@ -862,7 +914,8 @@ class TaskQueue:
         Returns what was dropped, for the log; empty when there was nothing. What the worker still does is not sent.
         """
         had_job = self.job is not None
-        self.job = self._install = self._installed = None
+        self.job = self._installed = None
+        self._drop_install()
         self._heard.clear()
         self._fetch()
         update, runs = self._uploads.drop_all(), self._tasks.forget_runs()
@@ -960,7 +1013,7 @@ class TaskQueue:
 
     def _after_install(self, install: wire.Install, result: Any, error: BaseException | None) -> None:
         if self._install is not None and self._install.blob == install.blob:
-            self._install = None  # a newer one that has arrived meanwhile is still to be done
+            self._drop_install()  # a newer one that has arrived meanwhile is still to be done
         if error is None:
             self.condition.clear("bundle", "data")
             self._installed = ((install.blob.digest, install.release), result)

@@ -181,6 +181,31 @@ def _replace(folder: Path, card: bytes) -> None:
                 path.unlink()
 
 
+def adopt(source: Path, folder: Path, fingerprints: Mapping[EncoderPrecision, str]) -> None:
+    """Make the head in the folder ``source``, which was fitted on one of these variants, the one in use in ``folder``.
+
+    The one in use stays there for `restore`, and for `load` until its successor's bundle is in use.
+
+    Raises:
+        HeadwaterError: as `load`, of the head in ``source``; the one in use stays.
+    """
+    load(source, fingerprints)
+    raw = _read(source / CARD, MAX_CARD_BYTES)
+    name = SavedCard.model_validate_json(raw).arrays_file
+    write_atomic(folder / name, _read(source / name, MAX_ARRAYS_BYTES))
+    _replace(folder, raw)
+
+
+def settle(folder: Path, fingerprints: Mapping[EncoderPrecision, str]) -> None:
+    """Make the head before the last one the one in use where it alone belongs to an encoder with these fingerprints.
+
+    So it is after a kill between a new head and its bundle; a next new head would take the place of the old one.
+    """
+    with contextlib.suppress(FileNotFoundError, HeadwaterError):
+        if load(folder, fingerprints).fingerprint != _read_card(folder / CARD).fingerprint:
+            write_atomic(folder / CARD, _read(folder / BEFORE, MAX_CARD_BYTES))
+
+
 def restore(folder: Path, fingerprints: Mapping[EncoderPrecision, str]) -> SavedHead:
     """Make the head before the last one the one in use, if it belongs to an encoder with these ``fingerprints``.
 

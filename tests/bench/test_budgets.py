@@ -6,6 +6,7 @@ Slow, and a busy machine misses budgets through no fault of the code, so what fa
 from __future__ import annotations
 
 import pytest
+import yardstick_install
 import yardstick_memory
 import yardstick_precision
 import yardstick_scikit_learn
@@ -113,3 +114,12 @@ def test_a_device_without_torch(tmp_path):
     show("device", found)
     names = {row.name for row in found}
     assert {name for name in BUDGETS if name.startswith(("idle", "CPU", "ResNet18 ", "LR", "SVM", "DualFed"))} <= names
+
+
+def test_predictions_during_an_install(tmp_path):
+    found = yardstick_install.report(tmp_path, tmp_path / "cache")
+    for where, figures in found.items():
+        rows = [Row(f"install {where}: {name}", value, "") for name, value in figures.items()]
+        show(f"install {where}", rows, **{"install beside, 300 MB available: peak_mb": 400.0})
+        assert figures["answers"] > 10
+    assert found["beside"]["after_mb"] < found["here"]["after_mb"]

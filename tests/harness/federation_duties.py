@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,7 @@ class FakeDuties:
         self.cancelled: wire.JobKey | None = None
 
     lacks_head = on_trial = False
+    now = staticmethod(time.time)
 
     def started(self) -> None:
         pass

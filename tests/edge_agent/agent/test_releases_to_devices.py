@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -165,6 +165,123 @@ def test_a_bundle_that_was_held_while_the_coordinator_was_off_is_not_used_in_its
     site.wait(60)
     assert site.now().strftime("%H") == "02"
     assert site.running() == {"porch": 1}
+
+
+def waiting(site, made, window="02:00-03:00"):
+    """A device that runs release 1 and has release 2, whose window is in 14 hours, on its disk; both sides are off."""
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    released(site, made[1], "--canary", "all", *(["--window", window] if window else ["--activate-at", AT_TWO]))
+    site.wait(30)
+    assert site.running() == {"porch": 1}
+    site.kill_coordinator()
+    site.kill("porch")
+
+
+AT_TWO = "2030-01-02T02:00"
+
+
+def uses(site, bundle):
+    """Whether the device has this bundle in use; also while there is no coordinator."""
+    return bundles.current_id(site.folder / "porch" / "bundles") == bundle.manifest.bundle_id
+
+
+def candidate(site):
+    site.agents["porch"].write_status()
+    return json.loads((site.folder / "porch" / "status.json").read_text())["candidate"]
+
+
+@pytest.mark.parametrize("window", ["02:00-03:00", ""], ids=["window", "from a moment on"])
+def test_a_device_that_restarts_without_its_coordinator_switches_at_its_time(site, made, window):
+    waiting(site, made, window)
+    begin = site.now()
+    site.clock.now += 13 * 3600
+    site.device("porch")
+    site.wait(120)
+    assert uses(site, made[0])
+    opens = datetime.fromisoformat(candidate(site)["state"].removeprefix("switches at "))
+    assert (opens.hour, opens.minute) == (2, 0)
+    assert 0 < (opens - begin).total_seconds() < 24 * 3600
+    site.clock.now += (opens - site.now()).total_seconds() - 30
+    site.wait(20)
+    assert uses(site, made[0])
+    site.until(lambda: uses(site, made[1]), limit_s=60)
+    assert candidate(site) is None
+    assert not (site.folder / "porch" / "waits.json").exists()
+    site.start_coordinator()
+    site.until(lambda: site.table() == {"porch": (2, 2)}, limit_s=60)
+
+
+def test_a_device_that_starts_in_its_window_first_hears_of_a_hold(site, made):
+    waiting(site, made)
+    site.release("hold", 2)
+    site.clock.now += 14 * 3600 + 600
+    site.start_coordinator()
+    site.device("porch")
+    site.wait(600)
+    assert uses(site, made[0])
+    assert not (site.folder / "porch" / "waits.json").exists()
+
+
+def test_a_device_whose_window_has_passed_while_it_was_off_waits_for_its_coordinator(site, made):
+    waiting(site, made)
+    site.clock.now += 16 * 3600
+    site.device("porch")
+    site.wait(600)
+    assert uses(site, made[0])
+    site.start_coordinator()
+    site.clock.now += 22 * 3600
+    site.until(lambda: uses(site, made[1]), limit_s=600)
+
+
+@pytest.mark.parametrize("days, words", [(-400, "before"), (400, "long after")])
+@pytest.mark.parametrize("window", ["02:00-03:00", ""], ids=["window", "from a moment on"])
+def test_a_clock_a_year_off_postpones_the_switch_and_is_named(site, made, days, words, window):
+    waiting(site, made, window)
+    off = timedelta(days=days)
+    site.clock.now += 14 * 3600 + 600
+    site.add("porch", tier="head", now=lambda: (site.now() + off).timestamp())
+    site.wait(300)
+    assert uses(site, made[0])
+    assert words in candidate(site)["state"]
+    assert candidate(site)["state"].endswith("set the clock")
+    site.start_coordinator()
+    site.until(lambda: site.messages(site.topics.up("porch"), wire.Fault), limit_s=60)
+    fault = site.messages(site.topics.up("porch"), wire.Fault)[-1]
+    assert (fault.code, words in fault.message) == ("state", True)
+    assert "failed" not in [result.outcome for result in site.coordinator.releases.book.releases[1].results.values()]
+    site.until(lambda: uses(site, made[1]), limit_s=900)
+
+
+def test_a_clock_that_is_set_right_lets_the_device_switch_in_its_window(site, made):
+    waiting(site, made)
+    off = [timedelta(days=-400)]
+    site.clock.now += 14 * 3600 + 600
+    site.add("porch", tier="head", now=lambda: (site.now() + off[0]).timestamp())
+    site.wait(120)
+    assert uses(site, made[0])
+    off[0] = timedelta()
+    site.until(lambda: uses(site, made[1]), limit_s=60)
+
+
+@pytest.mark.parametrize("spoil", ["damaged", "declined", "no blob"])
+def test_what_is_not_to_be_used_any_more_is_forgotten_at_the_start(site, made, spoil):
+    waiting(site, made)
+    state = site.folder / "porch"
+    if spoil == "damaged":
+        (state / "waits.json").write_text("{}")
+    elif spoil == "declined":
+        site.on_device("pin", "--state", state, "--reason", "a demo")
+    else:
+        for path in (state / "cache").rglob("*"):
+            if path.is_file():
+                path.unlink()
+    site.clock.now += 14 * 3600 + 600
+    site.device("porch")
+    site.wait(300)
+    assert uses(site, made[0])
+    assert candidate(site) is None
 
 
 def test_a_device_has_no_say_in_a_release_that_it_was_not_to_get(site, made):
