@@ -31,6 +31,14 @@ def limit_threads(threads: int | None = None, *, spare_torch: bool = False) -> N
         os.environ.update(dict.fromkeys(names, str(threads)))
 
 
+def resident_bytes() -> int | None:
+    """Memory that this process has in RAM, in bytes; None where the system has no ``/proc``."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
 def limit_resources(memory_bytes: int, cpu_s: int) -> None:
     """Let this process allocate so much more memory and compute for so long from now on, where the system can do that.
 

@@ -121,6 +121,9 @@ _KNOWN = (
 )
 """The first that fits counts."""
 
+CODES = frozenset({"disk", _OTHER.code, *(known.code for known in _KNOWN)})
+"""All codes that faults have."""
+
 _NAMED = tuple(vars(errors).values())
 
 

@@ -90,6 +90,7 @@ def test_extra_all_is_everything_but_development_and_what_only_clusters_need(pro
 
 
 IMPORTED_AS = {"opencv-python-headless": "cv2", "paho-mqtt": "paho", "pillow": "PIL", "scikit-learn": "sklearn"}
+IMPORTED_AS["prometheus-client"] = "prometheus_client"
 """Distributions whose package has another name."""
 
 NOT_BY_STATEMENT = ("onnxscript", "torchvision")
