@@ -32,11 +32,16 @@ def limit_threads(threads: int | None = None, *, spare_torch: bool = False) -> N
 
 
 def resident_bytes() -> int | None:
-    """Memory that this process has in RAM, in bytes; None where the system has no ``/proc``."""
+    """Memory of this process in RAM, in bytes; its peak where there is no ``/proc``, or None."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        import resource
+    except ImportError:
         return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def limit_resources(memory_bytes: int, cpu_s: int) -> None:
