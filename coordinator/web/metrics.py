@@ -156,6 +156,9 @@ class Snapshot:
     outcomes: Mapping[str, int] = field(default_factory=dict)
     """Outcome -> devices, of the releases that devices may get now."""
 
+    held_channels: int = 0
+    """Channels whose newest release is held."""
+
     rollbacks: int = 0
     pinned: int = 0
     accuracies: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -196,6 +199,9 @@ class Reader:
                 "counts": self._counts,
                 "releases": Counter(release.stage for release in self._book.releases),
                 "outcomes": sum((Counter(release.count) for release in self._book.current()), Counter[str]()),
+                "held_channels": sum(
+                    1 for release in {one.plan.channel: one for one in self._book.releases}.values() if release.held
+                ),
                 "rollbacks": sum(1 for release in self._book.releases if release.rolls_back),
                 "pinned": sum(1 for agent in self._book.pins if self._book.pin(agent, now) is not None),
                 "accuracies": self._accuracies(journal),
@@ -395,6 +401,7 @@ def _releases(snapshot: Snapshot) -> Iterator[Metric]:
     yield _gauges("releases", "Releases by stage.", ("stage",), stages)
     outcomes = {outcome: snapshot.outcomes.get(outcome, 0) for outcome in ("ok", "failed", "declined")}
     yield _gauges("release_devices", "Devices by what they said of the releases on offer.", ("outcome",), outcomes)
+    yield _gauge("channels_held", "Channels whose newest release is held.", snapshot.held_channels)
     yield _counter("release_rollbacks", "Releases that took an earlier one back.", snapshot.rollbacks)
     yield _gauge("pinned_devices", "Devices that stay with one release.", snapshot.pinned)
 
