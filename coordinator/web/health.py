@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,3 +63,21 @@ def routes(state: Path, now: Callable[[], datetime] = utc_now) -> list[Route]:
         return JSONResponse({"ready": not reason, "reason": reason or None}, status_code=503 if reason else 200)
 
     return [Route("/live", live), Route("/ready", ready)]
+
+
+def main(argv: Sequence[str] | None = None, now: Callable[[], datetime] = utc_now) -> int:
+    """0 while the coordinator of a state folder is heard, else 1 with the reason: the health check of containers."""
+    parser = argparse.ArgumentParser(prog="python -m coordinator.web.health")
+    parser.add_argument("--state", type=Path, required=True, help="state folder of the coordinator")
+    parser.add_argument("--ready", action="store_true", help="also whether agents can be served, as /ready says")
+    arguments = parser.parse_args(argv)
+    status = read_status(arguments.state)
+    reason = objection(status, now())
+    if reason and (arguments.ready or not is_fresh(status, now())):
+        sys.stderr.write(f"{reason}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -191,6 +191,9 @@ def test_live_and_ready(tmp_path, written, code, words):
     reason = json.loads(answer.content)["reason"]
     assert answer.status == code
     assert reason is None if words is None else words in reason
+    assert health.main(["--state", str(tmp_path), "--ready"], lambda: NOW) == (code != 200)
+    is_silent = words is not None and ("not written" in words or "nothing heard" in words)
+    assert health.main(["--state", str(tmp_path)], lambda: NOW) == is_silent, "a restart brings no broker back"
     scraped = asgi_client.get(app, "/metrics")
     assert scraped.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert parsed(scraped.content)["headwater_coordinator_ready",] == (code == 200)
