@@ -353,6 +353,21 @@ def default_agent_id() -> str:
     return kept.strip("-_")[:63] or "agent"
 
 
+class MetricsConfig(Frozen):
+    """Figures of this device for Prometheus."""
+
+    textfile: Path | None = Field(
+        None, description="file that ends in .prom, for node_exporter's textfile collector; written every heartbeat_s"
+    )
+
+    @field_validator("textfile")
+    @classmethod
+    def _is_collected(cls, path: Path | None) -> Path | None:
+        if path is not None and path.suffix != ".prom":
+            raise ValueError("node_exporter reads files that end in .prom alone; name the file so")
+        return path
+
+
 class AgentConfig(Frozen):
     """One device's agent."""
 
@@ -391,6 +406,7 @@ class AgentConfig(Frozen):
     privacy: PrivacyConfig = Field(default_factory=PrivacyConfig)
     head: HeadConfig = Field(default_factory=HeadConfig)
     bundle: BundleConfig = Field(default_factory=BundleConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
 
     @property
     def takes_unsigned(self) -> bool:

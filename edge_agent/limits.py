@@ -33,6 +33,19 @@ def limit_threads(threads: int | None = None, *, spare_torch: bool = False) -> N
         os.environ.update(dict.fromkeys(names, str(threads)))
 
 
+def resident_bytes() -> int | None:
+    """Memory of this process in RAM, in bytes; its peak where there is no ``/proc``, or None."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        import resource
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def limit_resources(memory_bytes: int | None, cpu_s: int) -> None:
     """Let this process allocate so much more memory and compute for so long from now on, where the system can do that.
 

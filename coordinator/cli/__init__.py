@@ -40,6 +40,7 @@ COMMANDS: dict[str, str] = {
     "report": "Write a run's page with tables and plots.",
     "analyze": "Measure a run's features and models as the papers do.",
     "audit": "Check a run's journal, receipts and checkpoints.",
+    "traces": "Send runs as traces to OpenTelemetry.",
     "backup": "Copy the state folder, also while serving.",
     "prune": "Remove checkpoints and bundles of old runs.",
     "methods": "List all methods, or show one of them.",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from edge_agent import __version__
 from edge_agent.errors import DuplicateCoordinator, HeadwaterError, MessageError, ProtocolMismatch, StateError
+from edge_agent.limits import resident_bytes
 from edge_agent.task import Task
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import decode_frame
@@ -563,6 +564,7 @@ class Coordinator:
                 "bytes_published": self.transport.traffic.bytes_up,
                 "dropped": self.transport.traffic.dropped,
             },
+            "process": {"resident_bytes": resident_bytes()},
             "storage": self.storage.trouble or None,
             "broker_away": self._broker_wait is not None,
             "rejected_messages": self.rejected.total,

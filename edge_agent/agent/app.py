@@ -22,6 +22,7 @@ from ..worker import ThreadWorker, in_child, stop_on_signals
 from .event_loop import Agent, will_of
 from .health import problem_of
 from .tasks import TaskRunner, check
+from .textfile import TextFile
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ def _leave_status(config: AgentConfig, error: HeadwaterError) -> None:
 def _serve(agent: Agent, stop: threading.Event) -> None:
     """The agent's loop; it also notifies the watchdog, so that a stuck loop is noticed."""
     noted_at, was_welcomed = float("-inf"), False
+    textfile = TextFile(agent.config, agent.clock)
     while not stop.is_set():
         agent.step(agent.idle_s())
         agent.raise_if_rejected()
@@ -137,6 +139,7 @@ def _serve(agent: Agent, stop: threading.Event) -> None:
                 agent.write_status()
             except OSError as error:
                 agent.disk.failed(error, "status_not_written")
+        textfile.tick(agent.figures)
 
 
 def _notify(message: str) -> None:

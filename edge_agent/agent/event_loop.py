@@ -6,10 +6,12 @@ confirmed it by its own message. Everything is sent again after a reconnect, so 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import random
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +20,18 @@ from typing import Any
 
 from .. import __version__
 from ..config import AgentConfig
-from ..errors import ChunkError, DuplicateId, EnrolmentRefused, HeadwaterError, MessageError, ProtocolMismatch
+from ..errors import (
+    ChunkError,
+    DuplicateId,
+    EnrolmentRefused,
+    HeadwaterError,
+    MessageError,
+    ProtocolMismatch,
+    StateError,
+)
 from ..identity import Renewal, Step, renew_beside
-from ..storage import write_atomic
+from ..limits import resident_bytes
+from ..storage import read_json, write_atomic
 from ..task import Task
 from ..wire import messages as wire
 from ..wire.authentic import Guard, read_key
@@ -30,8 +41,9 @@ from ..wire.transport import Connected, Disconnected, Message, Subscribed, Trans
 from ..worker import InlineWorker, Worker
 from .health import FINAL_S, HELLO_AGAIN_S, Mismatch, Silence, disk_error
 from .local_state import PROVEN_S, Membership, NewSamples
-from .privacy import sample_count
+from .privacy import sample_count, without_withheld
 from .tasks import Disk, TaskQueue, TaskRunner
+from .textfile import Figures
 from .transfers import Downloads, Link, Uploads
 
 log = logging.getLogger(__name__)
@@ -494,3 +506,34 @@ class Agent:
             "fault": None if problem is None else problem.as_json(),
         }
         write_atomic(self.config.state / "status.json", json.dumps(status).encode(), durable=False)
+
+    def figures(self) -> Figures:
+        """What this agent says of itself to Prometheus; ``[privacy]`` withholds what it withholds from the coordinator.
+
+        Before the first report since the start the accuracies are those that were saved with the head.
+
+        Raises:
+            OSError: the state folder is not there.
+        """
+        report, saved = self.jobs.last_report, dict[str, Any]()
+        if report is None:
+            with contextlib.suppress(StateError):  # a damaged head is reported elsewhere
+                saved = (read_json(self.config.state / "head" / "head.json") or {}).get("metrics") or {}
+            saved = without_withheld(self.config.privacy, saved)
+        return Figures(
+            tier=self.tasks.tier,
+            bundle_id=self.tasks.bundle_id,
+            condition=self.condition.name,
+            is_connected=self.welcomed,
+            is_working=self.jobs.is_working,
+            samples=sample_count(self.config.privacy, self.tasks.samples),
+            resident_bytes=resident_bytes(),
+            disk_free_bytes=shutil.disk_usage(self.config.state).free,
+            accuracies={
+                scope: saved.get(f"acc.{scope}") if report is None else getattr(report, f"acc_{scope}")
+                for scope in ("personal", "global", "local")
+            },
+            updates=self.jobs.answered,
+            faults=self.condition.noted,
+            better_alone=bool(saved.get("better_alone")) if report is None else report.better_alone,
+        )

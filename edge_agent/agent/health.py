@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -121,6 +122,9 @@ _KNOWN = (
 )
 """The first that fits counts."""
 
+CODES = frozenset({"disk", _OTHER.code, *(known.code for known in _KNOWN)})
+"""All codes that faults have."""
+
 _NAMED = tuple(vars(errors).values())
 
 
@@ -164,6 +168,8 @@ class Condition:
 
     def __init__(self) -> None:
         self._problems: dict[Kind, Problem] = {}
+        self.noted = Counter[str]()
+        """Code -> faults since the start."""
 
     @property
     def name(self) -> ConditionName:
@@ -183,6 +189,7 @@ class Condition:
     def note(self, kind: Kind, error: BaseException) -> Problem:
         """Note an error; returns its problem. Errors of the disk count as such, whatever failed because of them."""
         problem = problem_of(kind, error)
+        self.noted[problem.code] += 1
         self._problems.pop(problem.kind, None)
         self._problems[problem.kind] = problem
         return problem

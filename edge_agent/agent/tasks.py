@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,7 @@ from ..errors import (
     TransferTooSlow,
     UsageError,
 )
+from ..limits import resident_bytes
 from ..storage import read_json, write_json
 from ..task import Task, Tensors
 from ..wire import messages as wire
@@ -593,14 +594,8 @@ def kept_before(job: Job) -> int:
 
 
 def resident_mb() -> float:
-    """Memory of this process in RAM, in MB (10^6 bytes); its peak where the system reports nothing else."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    except (OSError, ValueError, IndexError):
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+    """Memory of this process in RAM, in MB (10^6 bytes); 0 where the system does not report it."""
+    return (resident_bytes() or 0) / 1e6
 
 
 LIMIT_S = 600.0
@@ -676,6 +671,12 @@ class TaskQueue:
         self._heard: deque[tuple[str, int]] = deque(maxlen=REMEMBERED)
         self._installed: tuple[tuple[str, int], wire.Report] | None = None
         """Blob and number of the release that was tried last, and what came out."""
+
+        self.last_report: wire.Report | None = None
+        """The newest report that was sent since the start."""
+
+        self.answered = Counter[str]()
+        """Updates that the coordinator has ``accepted`` or ``rejected`` since the start."""
 
         self._switches_at = float("-inf")
         self._waits = WaitFile(tasks.config.state)
@@ -780,6 +781,7 @@ class TaskQueue:
         def note(done: wire.UpdateManifest) -> None:
             if done.purpose in wire.EXCHANGES:  # no journal has them
                 return
+            self.answered["accepted" if message.accepted else "rejected"] += 1
             note_receipt(config.state / "runs" / done.run, config.id, done, accepted=message.accepted)
 
         # A kill between the two costs a second line, which means the same.
@@ -993,6 +995,7 @@ class TaskQueue:
         if error is None:
             self.condition.clear("work", "data")
             if isinstance(result, wire.Report):
+                self.last_report = result
                 self._link.send(result)
             elif wanted:
                 self._uploads.offer(result)
@@ -1017,6 +1020,7 @@ class TaskQueue:
         if error is None:
             self.condition.clear("bundle", "data")
             self._installed = ((install.blob.digest, install.release), result)
+            self.last_report = result
             self._link.send(result)
         else:
             self._report(error, JobKey(install.run, purpose=None), "bundle")

@@ -86,10 +86,12 @@ def test_extra_all_is_everything_but_development_and_what_only_clusters_need(pro
     extras = project["project"]["optional-dependencies"]
     inside = set(re.search(r"\[(.*)\]", extras["all"][0])[1].split(","))
     reached = inside | {"export", "heads"}
-    assert reached == set(extras) - {"all", "camera", "dev", "ray"}
+    assert reached == set(extras) - {"all", "camera", "dev", "otel", "ray"}
 
 
 IMPORTED_AS = {"opencv-python-headless": "cv2", "paho-mqtt": "paho", "pillow": "PIL", "scikit-learn": "sklearn"}
+IMPORTED_AS["prometheus-client"] = "prometheus_client"
+IMPORTED_AS |= dict.fromkeys(("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "opentelemetry")
 """Distributions whose package has another name."""
 
 NOT_BY_STATEMENT = ("onnxscript", "torchvision")

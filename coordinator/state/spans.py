@@ -1,0 +1,127 @@
+"""A run as spans of a trace, worked out from its journal entries: the run, its rounds, and the phases of each.
+
+Ids are hashes of the run's id, so a coordinator that is restarted continues its trace, and a second look agrees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from .journal import FINAL, Entry
+
+Attribute = str | int | float
+
+
+@dataclass(frozen=True)
+class Span:
+    """A span that has ended. ``trace``: 32 hexadecimal digits; ``id`` and ``parent``: 16; ``parent``: "" for none."""
+
+    trace: str
+    id: str
+    parent: str
+    name: str
+    begin: datetime
+    end: datetime
+    attributes: dict[str, Attribute] = field(default_factory=dict)
+    error: str = ""
+    """Why it failed; empty: it did not."""
+
+
+def spans_of(entries: Sequence[Entry]) -> Iterator[Span]:
+    """The spans that have ended, of the entries of one run in order; the run's own comes last."""
+    if entries:
+        run = _Run(entries[0])
+        for entry in entries:
+            yield from run.after(entry)
+
+
+@dataclass
+class _Round:
+    number: int
+    opened: datetime
+    cohort: int
+    attempts: int = 1
+    rejected: int = 0
+    last_update: datetime | None = None
+
+
+class _Run:
+    """A run as far as its entries were read."""
+
+    def __init__(self, request: Entry) -> None:
+        self._id, body = str(request.body.get("id", request.run)), request.body
+        self._known: dict[str, Attribute] = {"headwater.run": str(request.run)}
+        self._known |= {f"headwater.{name}": body[name] for name in ("method", "rounds") if name in body}
+        self._requested = self._at = moment(request)
+        self._round: _Round | None = None
+
+    def after(self, entry: Entry) -> Iterator[Span]:
+        """The spans that end with this entry."""
+        at, is_open = moment(entry), self._round
+        if entry.kind == "round_opened":
+            if is_open is None:
+                self._round = _Round(entry.round or 0, at, len(entry.body.get("cohort", ())))
+            else:
+                is_open.attempts += 1
+        elif is_open is not None and entry.kind in {"update_accepted", "update_refused"}:
+            is_open.last_update = at
+            is_open.rejected += entry.kind == "update_refused"
+        elif is_open is not None and entry.kind == "round_closed":
+            yield from self._closed(is_open, entry)
+            self._round, self._at = None, at
+        elif entry.kind in {"run_started", "bundle_exported"}:
+            name = "queue" if entry.kind == "run_started" else "export"
+            yield self._made(name, self._digits("run"), self._at, at, str(entry.round or ""))
+            self._at = at
+        elif entry.kind in FINAL:
+            error = "" if entry.kind == "run_finished" else str(entry.body.get("reason") or FINAL[entry.kind])
+            yield self._made("run", "", self._requested, at, error=error, status=FINAL[entry.kind])
+
+    def _closed(self, one: _Round, entry: Entry) -> Iterator[Span]:
+        body, end, about = entry.body, moment(entry), str(one.number)
+        own, clients = self._digits("round", about), int(body.get("clients") or 0)
+        begin = one.opened - timedelta(seconds=float(body.get("waiting_s") or 0))
+        collected = one.last_update or one.opened
+        yield self._made("members", own, begin, one.opened, about, round=one.number)
+        yield self._made("updates", own, one.opened, collected, about, round=one.number, cohort=one.cohort)
+        yield self._made("aggregate", own, collected, end, about, round=one.number, clients=clients)
+        yield self._made(
+            "round",
+            self._digits("run"),
+            begin,
+            end,
+            about,
+            round=one.number,
+            attempts=one.attempts,
+            cohort=one.cohort,
+            clients=clients,
+            rejected=one.rejected,
+            late=len(body.get("late") or ()),
+            received_bytes=int(body.get("bytes_up") or 0),
+            sent_bytes=int(body.get("bytes_down") or 0),
+        )
+
+    def _made(
+        self,
+        name: str,
+        parent: str,
+        begin: datetime,
+        end: datetime,
+        about: str = "",
+        error: str = "",
+        **more: Attribute,
+    ) -> Span:
+        attributes = self._known | {f"headwater.{key}": value for key, value in more.items()}
+        trace, own = self._digits("trace", count=32), self._digits(name, about)
+        return Span(trace, own, parent, name, min(begin, end), end, attributes, error)
+
+    def _digits(self, name: str, about: str = "", count: int = 16) -> str:
+        return hashlib.sha256(f"{self._id} {name} {about}".encode()).hexdigest()[:count]
+
+
+def moment(entry: Entry) -> datetime:
+    """When the entry was written, by the wall clock."""
+    return datetime.fromisoformat(entry.at)

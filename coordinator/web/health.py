@@ -1,0 +1,83 @@
+"""Whether a coordinator works, for load balancers, containers and people: ``/live`` and ``/ready``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..state.journal import utc_now
+from ..state.store import read_status
+
+if TYPE_CHECKING:
+    from starlette.routing import Route
+
+FRESH_S = 30.0
+"""A coordinator writes its status each second, in large fleets every 10 s, and less often during an aggregation."""
+
+
+def age_s(status: Mapping[str, Any], now: datetime) -> float | None:
+    """Seconds since a status was written; None where it does not say so."""
+    try:
+        return (now - datetime.fromisoformat(str(status.get("at")))).total_seconds()
+    except (TypeError, ValueError):
+        return None
+
+
+def is_fresh(status: Mapping[str, Any], now: datetime) -> bool:
+    """Whether the coordinator that wrote this status is heard."""
+    age = age_s(status, now)
+    return age is not None and age <= FRESH_S
+
+
+def objection(status: Mapping[str, Any], now: datetime) -> str:
+    """Why agents cannot be served now; empty where they can."""
+    age = age_s(status, now)
+    if age is None:
+        return "the coordinator has not written a status yet"
+    if age > FRESH_S:
+        return f"nothing heard from the coordinator for {age:.0f} s"
+    if status.get("broker_away"):
+        return f"the broker at {status.get('broker')} does not answer"
+    if status.get("other_coordinator"):
+        return f"another coordinator serves: {status['other_coordinator']}"
+    if stalled := (status.get("run") or {}).get("stalled"):
+        return f"{status['run'].get('id')} is stalled: {stalled.get('reason')}"
+    return ""
+
+
+def routes(state: Path, now: Callable[[], datetime] = utc_now) -> list[Route]:
+    """``/live``: 200 while this process answers. ``/ready``: of the coordinator, 200, or 503 with the reason."""
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+
+    async def live(_: Request) -> Response:
+        return JSONResponse({"live": True})
+
+    def ready(_: Request) -> Response:
+        reason = objection(read_status(state), now())
+        return JSONResponse({"ready": not reason, "reason": reason or None}, status_code=503 if reason else 200)
+
+    return [Route("/live", live), Route("/ready", ready)]
+
+
+def main(argv: Sequence[str] | None = None, now: Callable[[], datetime] = utc_now) -> int:
+    """0 while the coordinator of a state folder is heard, else 1 with the reason: the health check of containers."""
+    parser = argparse.ArgumentParser(prog="python -m coordinator.web.health")
+    parser.add_argument("--state", type=Path, required=True, help="state folder of the coordinator")
+    parser.add_argument("--ready", action="store_true", help="also whether agents can be served, as /ready says")
+    arguments = parser.parse_args(argv)
+    status = read_status(arguments.state)
+    reason = objection(status, now())
+    if reason and (arguments.ready or not is_fresh(status, now())):
+        sys.stderr.write(f"{reason}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

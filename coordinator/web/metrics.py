@@ -1,0 +1,444 @@
+"""Figures of a federation for Prometheus, read from the state folder: the coordinator's loop has no part in it.
+
+Names follow the conventions of Prometheus: base units, ``_total`` for counters. No label holds the id of an agent, a
+run or a release, so the number of series does not grow with fleet and time. Rounds and updates are counted from the
+journal, so that their counters go on after a restart where they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edge_agent import __version__, errors
+from edge_agent.agent.health import CODES
+from edge_agent.errors import StateError
+from edge_agent.wire.messages import DISK_ERROR
+
+from ..state.journal import FINAL, Entry, Journal, Kind, utc_now
+from ..state.releases import Book
+from ..state.store import StateFolder, read_agents, read_status
+from .health import is_fresh, objection
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+    from starlette.routing import Route
+
+log = logging.getLogger(__name__)
+
+SECONDS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0)
+"""Upper bounds of the buckets of durations."""
+
+TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
+LEAST_PAUSE_S = 1.0
+"""Two questions within this time get the same answer: a flood of them reads the folder once a second."""
+
+REASONS = frozenset({DISK_ERROR, *(name for name, one in vars(errors).items() if isinstance(one, type))})
+"""Names of errors that a rejection can begin with; everything else, which peers could choose, counts as ``other``."""
+
+COUNTED: tuple[Kind, ...] = (
+    "coordinator_started",
+    "run_requested",
+    "run_started",
+    "run_finished",
+    "run_failed",
+    "run_cancelled",
+    "round_opened",
+    "update_refused",
+    "round_closed",
+)
+STATES = ("online", "fault", "stalled", "offline")
+STAGES = ("canary", "paused", "everybody", "held", "rolled back")
+
+
+@dataclass
+class Histogram:
+    """Observations in buckets."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
+    sum: float = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one more."""
+        self.counts[bisect_left(SECONDS, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bound and observations up to it, as Prometheus has them."""
+        bounds, total, result = [*map(str, SECONDS), "+Inf"], 0, list[tuple[str, float]]()
+        for bound, count in zip(bounds, self.counts, strict=True):
+            total += count
+            result.append((bound, total))
+        return result
+
+
+@dataclass
+class Counts:
+    """What the journal says so far; `add` counts one more of its entries."""
+
+    seen: int = 0
+    starts: int = 0
+    runs: dict[str, str] = field(default_factory=dict)
+    """Run -> status."""
+
+    rounds: Histogram = field(default_factory=Histogram)
+    waits: Histogram = field(default_factory=Histogram)
+    accepted: int = 0
+    late: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    is_open: tuple[str | None, int | None] | None = None
+    opened_at: str = ""
+    closed: tuple[str, int] | None = None
+
+    def add(self, entry: Entry) -> None:
+        """Count one more entry."""
+        self.seen, run, body = entry.id, entry.run or "", entry.body
+        if entry.kind == "coordinator_started":
+            self.starts += 1
+        elif entry.kind in {"run_requested", "run_started"}:
+            self.runs[run] = "requested" if entry.kind == "run_requested" else "running"
+        elif entry.kind in FINAL:
+            self.runs[run] = FINAL[entry.kind]
+            if self.is_open is not None and self.is_open[0] == entry.run:
+                self.is_open = None
+        elif entry.kind == "round_opened":
+            if self.is_open != (entry.run, entry.round):  # another attempt at a round does not begin it again
+                self.is_open, self.opened_at = (entry.run, entry.round), entry.at
+            self.runs[run] = "running"
+        elif entry.kind == "update_refused":
+            if self.is_open == (entry.run, entry.round):
+                self.rejected[reason_label(str(body.get("reason", "")))] += 1
+        elif entry.kind == "round_closed":
+            self._closed(entry)
+
+    def _closed(self, entry: Entry) -> None:
+        body, self.is_open = entry.body, None
+        self.closed = (entry.run or "", entry.round or 0)
+        self.rounds.observe(float(body.get("seconds") or 0.0))
+        self.waits.observe(float(body.get("waiting_s") or 0.0))
+        self.accepted += int(body.get("clients") or 0)
+        self.late += len(body.get("late") or ())
+        self.received_bytes += int(body.get("bytes_up") or 0)
+        self.sent_bytes += int(body.get("bytes_down") or 0)
+
+
+def reason_label(reason: str) -> str:
+    """The class of error that a rejection names, or ``other``."""
+    name = reason.partition(":")[0]
+    return name if name in REASONS else "other"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A federation at one moment."""
+
+    now: datetime
+    status: Mapping[str, Any]
+    agents: Sequence[Mapping[str, Any]] = ()
+    counts: Counts | None = None
+    """None: the journal cannot be read."""
+
+    releases: Mapping[str, int] = field(default_factory=dict)
+    """Stage -> releases."""
+
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    """Outcome -> devices, of the releases that devices may get now."""
+
+    held_channels: int = 0
+    """Channels whose newest release is held."""
+
+    rollbacks: int = 0
+    pinned: int = 0
+    accuracies: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Scope -> accuracies that agents have reported in the last closed round."""
+
+    disk_free_bytes: int | None = None
+    disk_size_bytes: int | None = None
+    state_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Part of the state folder -> its size."""
+
+
+class Reader:
+    """Makes snapshots of a state folder; the journal is read on from where it was read before."""
+
+    def __init__(self, state: Path, now: Callable[[], datetime] = utc_now) -> None:
+        self._state, self._now = StateFolder(state), now
+        self._counts, self._book = Counts(), Book()
+        self._is_open = False
+
+    def close(self) -> None:
+        """Close the journal."""
+        if self._is_open:
+            self._state.journal.close()
+        self._is_open = False
+
+    def snapshot(self) -> Snapshot:
+        """The federation as its folder has it now; what cannot be read is left out."""
+        folder, now = self._state.path, self._now()
+        status, agents = read_status(folder), read_agents(folder)
+        disk = shutil.disk_usage(folder) if folder.is_dir() else None
+        known: dict[str, Any] = {}
+        try:
+            journal = self._journal()
+            for entry in journal.entries(kinds=COUNTED, after=self._counts.seen):
+                self._counts.add(entry)
+            self._book.read(journal)
+            known = {
+                "counts": self._counts,
+                "releases": Counter(release.stage for release in self._book.releases),
+                "outcomes": sum((Counter(release.count) for release in self._book.current()), Counter[str]()),
+                "held_channels": sum(
+                    1 for release in {one.plan.channel: one for one in self._book.releases}.values() if release.held
+                ),
+                "rollbacks": sum(1 for release in self._book.releases if release.rolls_back),
+                "pinned": sum(1 for agent in self._book.pins if self._book.pin(agent, now) is not None),
+                "accuracies": self._accuracies(journal),
+            }
+        except StateError as error:
+            self.close()
+            log.warning("metrics_without_journal reason=%s", error)
+        return Snapshot(
+            now,
+            status,
+            agents,
+            disk_free_bytes=None if disk is None else disk.free,
+            disk_size_bytes=None if disk is None else disk.total,
+            state_bytes=self._sizes(),
+            **known,
+        )
+
+    def _journal(self) -> Journal:
+        """The journal, opened; from its beginning where another file has taken its place."""
+        journal = self._state.journal
+        if self._is_open and not journal.is_in_place:
+            self.close()
+        if not self._is_open:
+            journal.open(create=False)
+            self._is_open, self._counts, self._book = True, Counts(), Book()
+        return journal
+
+    def _accuracies(self, journal: Journal) -> dict[str, list[float]]:
+        result = dict[str, list[float]]()
+        if self._counts.closed is None:
+            return result
+        run, number = self._counts.closed
+        for entry in journal.entries(run, ("update_accepted",), round=number):
+            for name, value in entry.body.get("metrics", {}).items():
+                if name in {"acc.global", "acc.personal", "acc.local"} and isinstance(value, int | float):
+                    result.setdefault(name.removeprefix("acc."), []).append(float(value))
+        return result
+
+    def _sizes(self) -> dict[str, int]:
+        sizes = {"blobs": 0, "journal": 0}
+        for part, paths in (("blobs", self._state.blobs.folder.glob("*")), ("journal", self._journal_files())):
+            for path in paths:
+                with suppress(OSError):  # a coordinator at work may remove one at any moment
+                    sizes[part] += path.stat().st_size
+        return sizes
+
+    def _journal_files(self) -> Iterable[Path]:
+        return self._state.path.glob("journal.db*")
+
+
+def families(snapshot: Snapshot) -> Iterator[Metric]:
+    """The figures of a snapshot."""
+    yield from _coordinator(snapshot)
+    yield from _fleet(snapshot)
+    yield from _run(snapshot)
+    if snapshot.counts is not None:
+        yield from _journaled(snapshot, snapshot.counts)
+        yield from _releases(snapshot)
+    yield from _accuracy(snapshot)
+    yield from _storage(snapshot)
+
+
+def exposition(snapshot: Snapshot) -> bytes:
+    """The figures in Prometheus' text format."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    class Once:
+        def collect(self) -> Iterator[Metric]:
+            return families(snapshot)
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Once())
+    return generate_latest(registry)
+
+
+def _gauge(name: str, about: str, value: float) -> Metric:
+    from prometheus_client.core import GaugeMetricFamily
+
+    return GaugeMetricFamily(f"headwater_{name}", about, value=value)
+
+
+def _gauges(name: str, about: str, labels: Sequence[str], values: Mapping[Any, float]) -> Metric:
+    from prometheus_client.core import GaugeMetricFamily
+
+    family = GaugeMetricFamily(f"headwater_{name}", about, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key if isinstance(key, tuple) else (key,), value)
+    return family
+
+
+def _counter(name: str, about: str, value: float) -> Metric:
+    from prometheus_client.core import CounterMetricFamily
+
+    return CounterMetricFamily(f"headwater_{name}", about, value=value)
+
+
+def _coordinator(snapshot: Snapshot) -> Iterator[Metric]:
+    from prometheus_client.core import InfoMetricFamily
+
+    status, now = snapshot.status, snapshot.now
+    known = {"version": __version__, "federation": str(status.get("federation", ""))}
+    yield InfoMetricFamily("headwater", "Version of this program, and the name of the federation.", value=known)
+    is_up = is_fresh(status, now)
+    yield _gauge("coordinator_up", "1 while the coordinator is heard.", is_up)
+    yield _gauge("coordinator_ready", "1 while agents can be served, as /ready says.", not objection(status, now))
+    yield _gauge("journal_up", "1 while the journal can be read.", snapshot.counts is not None)
+    with suppress(TypeError, ValueError):
+        at = datetime.fromisoformat(str(status.get("at"))).timestamp()
+        yield _gauge("coordinator_status_timestamp_seconds", "When the coordinator wrote its status.", at)
+    if not is_up:
+        return  # what it said last is not what is
+    yield _gauge("broker_up", "1 while the coordinator is connected to the broker.", not status.get("broker_away"))
+    yield _gauge("run_stalled", "1 while a run waits for its disk or files.", "stalled" in (status.get("run") or {}))
+    if resident := (status.get("process") or {}).get("resident_bytes"):
+        yield _gauge("coordinator_resident_memory_bytes", "Memory of the coordinator's process.", resident)
+    traffic = status.get("traffic") or {}
+    for name, key, about in (
+        ("messages_received", "messages_received", "Messages from the broker since the coordinator's start."),
+        ("messages_dropped", "dropped", "Messages that were dropped because too many came, since its start."),
+        ("received_bytes", "bytes_received", "Bytes from the broker since its start."),
+        ("published_bytes", "bytes_published", "Bytes to the broker since its start."),
+    ):
+        yield _counter(name, about, traffic.get(key) or 0)
+    rejected = status.get("rejected_messages") or 0
+    yield _counter("messages_rejected", "Messages that were rejected since the coordinator's start.", rejected)
+
+
+def _fleet(snapshot: Snapshot) -> Iterator[Metric]:
+    fresh = is_fresh(snapshot.status, snapshot.now)
+    standing, faults = Counter[tuple[str, str]](), Counter[str]()
+    for tier in ("train", "head"):
+        standing.update(dict.fromkeys(((tier, state) for state in STATES), 0))
+    for agent in snapshot.agents if fresh else ():
+        tier = str(agent.get("tier")) if agent.get("tier") in {"train", "head"} else "unknown"
+        condition = str(agent.get("condition"))
+        state = "offline" if not agent.get("present") else condition if condition in STATES else "online"
+        standing[tier, state] += 1
+        if agent.get("present") and (fault := agent.get("fault")):
+            faults[fault.get("code") if fault.get("code") in CODES else "other"] += 1
+    if fresh:
+        yield _gauges("agents", "Agents that the coordinator knows.", ("tier", "state"), standing)
+        about = "Agents whose last task failed, by the code of the fault."
+        yield _gauges("agents_with_fault", about, ("code",), {code: faults[code] for code in (*sorted(CODES), "other")})
+
+
+def _run(snapshot: Snapshot) -> Iterator[Metric]:
+    status = snapshot.status
+    if not is_fresh(status, snapshot.now):
+        return
+    run, waiting = status.get("run") or {}, status.get("waiting") or {}
+    yield _gauge("run_active", "1 while a run is under way.", bool(run))
+    if "rounds" in run:
+        yield _gauge("run_round", "The round that the run is in.", run.get("round") or 0)
+        yield _gauge("run_rounds", "The rounds of the run under way.", run["rounds"] or 0)
+    yield _gauge("waiting_agents", "Agents that are waited for now.", waiting.get("count") or 0)
+    if (left := waiting.get("seconds_left")) is not None:
+        yield _gauge("waiting_left_seconds", "Time until the wait ends at the latest.", left)
+    if privacy := run.get("privacy"):
+        if (epsilon := privacy.get("epsilon")) is not None:
+            yield _gauge("privacy_epsilon", "Epsilon that all rounds with noise have spent.", epsilon)
+        if (left := privacy.get("epsilon_left")) is not None:
+            yield _gauge("privacy_epsilon_left", "Epsilon that may still be spent.", left)
+        yield _gauge("privacy_delta", "Delta of that epsilon.", privacy.get("delta") or 0)
+        without = privacy.get("rounds_without_noise") or 0
+        yield _gauge("privacy_uncovered_rounds", "Closed rounds without noise, which epsilon does not cover.", without)
+
+
+def _journaled(snapshot: Snapshot, counts: Counts) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+    yield _counter("coordinator_starts", "Starts of a coordinator on this state folder.", counts.starts)
+    statuses = Counter[str](dict.fromkeys(("requested", "running", *FINAL.values()), 0))
+    statuses.update(counts.runs.values())
+    yield _gauges("runs", "Runs by status.", ("status",), statuses)
+    for name, about, histogram in (
+        ("round_duration_seconds", "Time of a closed round from the tasks to the new model.", counts.rounds),
+        ("round_waiting_seconds", "Time that a closed round waited for agents before that.", counts.waits),
+    ):
+        yield HistogramMetricFamily(f"headwater_{name}", about, buckets=histogram.buckets(), sum_value=histogram.sum)
+    if counts.is_open is not None and is_fresh(snapshot.status, snapshot.now):
+        opened = datetime.fromisoformat(counts.opened_at).timestamp()
+        yield _gauge("round_opened_timestamp_seconds", "When the round that is open was opened.", opened)
+    yield _counter("updates_accepted", "Updates in closed rounds.", counts.accepted)
+    yield _counter("updates_late", "Updates that came after their round was closed.", counts.late)
+    rejected = CounterMetricFamily(
+        "headwater_updates_rejected", "Updates or agents that open rounds did without.", labels=("reason",)
+    )
+    for reason, number in sorted({"UpdateRejected": 0, "other": 0, **counts.rejected}.items()):
+        rejected.add_metric((reason,), number)
+    yield rejected
+    yield _counter("round_received_bytes", "Bytes of updates in closed rounds.", counts.received_bytes)
+    yield _counter("round_sent_bytes", "Bytes of models to agents in closed rounds.", counts.sent_bytes)
+
+
+def _releases(snapshot: Snapshot) -> Iterator[Metric]:
+    stages = {stage.replace(" ", "_"): snapshot.releases.get(stage, 0) for stage in STAGES}
+    yield _gauges("releases", "Releases by stage.", ("stage",), stages)
+    outcomes = {outcome: snapshot.outcomes.get(outcome, 0) for outcome in ("ok", "failed", "declined")}
+    yield _gauges("release_devices", "Devices by what they said of the releases on offer.", ("outcome",), outcomes)
+    yield _gauge("channels_held", "Channels whose newest release is held.", snapshot.held_channels)
+    yield _counter("release_rollbacks", "Releases that took an earlier one back.", snapshot.rollbacks)
+    yield _gauge("pinned_devices", "Devices that stay with one release.", snapshot.pinned)
+
+
+def _accuracy(snapshot: Snapshot) -> Iterator[Metric]:
+    values = dict[tuple[str, str], float]()
+    for scope, accuracies in sorted(snapshot.accuracies.items()):
+        ordered = sorted(accuracies)
+        worst = ordered[: max(1, len(ordered) // 10)]
+        values[scope, "mean"] = sum(ordered) / len(ordered)
+        values[scope, "worst_tenth"] = sum(worst) / len(worst)
+    if values:
+        about = "Accuracy that agents reported in the last closed round: mean, and mean of the worst tenth."
+        yield _gauges("accuracy_ratio", about, ("scope", "statistic"), values)
+
+
+def _storage(snapshot: Snapshot) -> Iterator[Metric]:
+    if snapshot.disk_free_bytes is not None and snapshot.disk_size_bytes is not None:
+        yield _gauge("disk_free_bytes", "Free space on the disk of the state folder.", snapshot.disk_free_bytes)
+        yield _gauge("disk_size_bytes", "Size of that disk.", snapshot.disk_size_bytes)
+    yield _gauges("state_bytes", "Size of parts of the state folder.", ("part",), snapshot.state_bytes)
+
+
+def routes(state: Path, now: Callable[[], datetime] = utc_now) -> list[Route]:
+    """``/metrics`` of the federation in this state folder."""
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    reader, lock = Reader(state, now), threading.Lock()
+    made_at, text = float("-inf"), b""
+
+    def metrics(_: Request) -> Response:
+        nonlocal made_at, text
+        with lock:
+            if time.monotonic() - made_at >= LEAST_PAUSE_S:
+                made_at, text = time.monotonic(), exposition(reader.snapshot())
+            return Response(text, media_type=TEXT_FORMAT)
+
+    return [Route("/metrics", metrics)]

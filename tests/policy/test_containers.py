@@ -1,0 +1,172 @@
+"""Container files and manifests, held against the programs, against each other, and by linters that are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from coordinator.config import CoordinatorConfig
+from edge_agent.config import AgentConfig, load, parse
+from edge_agent.storage import read_toml
+
+PROGRAMS = ("coordinator", "agent")
+hadolint = pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+validator = pytest.mark.skipif(
+    importlib.util.find_spec("kubernetes_validate") is None, reason="kubernetes-validate is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(root):
+    return root / "configs/containers"
+
+
+@pytest.fixture(scope="module")
+def compose(folder):
+    return yaml.safe_load((folder / "compose.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def manifests(root):
+    return list(yaml.safe_load_all((root / "configs/kubernetes/headwater.yaml").read_text(encoding="utf-8")))
+
+
+def instructions(path):
+    """(instruction, rest) of a Dockerfile, continued lines joined."""
+    text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    return [tuple(line.strip().split(maxsplit=1)) for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_image_has_two_stages_no_root_and_a_health_check(root, folder, program):
+    steps = instructions(folder / f"{program}.Dockerfile")
+    stages = [number for number, (name, _) in enumerate(steps) if name == "FROM"]
+    assert len(stages) == 2
+    final = dict(steps[stages[1] :])
+    assert final["USER"] == "10001:10001"
+    assert final["VOLUME"] == "/var/lib/headwater"
+    assert "RUN" not in dict(steps[steps.index(("USER", "10001:10001")) :]), "nothing is made by another user"
+    assert final["COPY"] == "--from=build /opt/headwater /opt/headwater", "no compiler and no sources in the image"
+    assert "HEALTHCHECK" in final
+    ignored = (folder / f"{program}.Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+    for name, rest in steps[: stages[1]]:
+        if name == "COPY":
+            for source in rest.split()[:-1]:
+                assert (root / source).exists()
+                assert f"!{source}" in ignored, "left out of what is sent to the builder"
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_commands_of_an_image_are_commands_of_the_program(folder, program):
+    steps = dict(instructions(folder / f"{program}.Dockerfile")[-8:])
+    (entry,), words = yaml.safe_load(steps["ENTRYPOINT"]), yaml.safe_load(steps["CMD"])
+    module = {"headwater": "coordinator", "edge-agent": "edge_agent"}[entry]
+    done = subprocess.run(
+        [sys.executable, "-m", module, words[0], "--help"], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert all(word in done.stdout for word in words if word.startswith("--"))
+    check = shlex.split(steps["HEALTHCHECK"].partition("CMD ")[2].strip("[]").replace(",", ""))
+    if check[0] == "python":
+        done = subprocess.run([sys.executable, *check[1:3], "--help"], check=True, capture_output=True, timeout=60)
+        assert b"--state" in done.stdout
+
+
+def test_every_service_is_hardened_and_watched(compose, folder):
+    services = compose["services"]
+    assert services.keys() == {"mosquitto", "coordinator", "agent-1", "agent-2", "prometheus", "grafana"}
+    for name, service in services.items():
+        assert service["read_only"], name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        is_ours = "build" in service
+        if is_ours:
+            dockerfile = (folder.parents[1] / service["build"]["dockerfile"]).read_text(encoding="utf-8")
+        assert "HEALTHCHECK" in dockerfile if is_ours else "test" in service["healthcheck"], name
+        assert is_ours or re.fullmatch(r"[a-z/-]+:[\w.-]+", service["image"]), (
+            "a plain name with a version, of no registry"
+        )
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), name
+        for volume in service["volumes"]:
+            source, target, *mode = volume.split(":")
+            if source.startswith("."):
+                assert (folder / source).is_file(), source
+                assert mode == ["ro"]
+            else:
+                assert source in compose["volumes"]
+                assert target.startswith("/")
+        assert {*service["networks"]} <= compose["networks"].keys()
+        assert {*service.get("depends_on", ())} <= services.keys()
+    assert compose["networks"]["federation"]["internal"], "the broker without TLS is reached by nobody else"
+    reached = [name for name, one in services.items() if "federation" in one["networks"]]
+    assert reached == ["mosquitto", "coordinator", "agent-1", "agent-2"]
+
+
+def test_the_settings_in_containers_are_understood_and_fit_each_other(folder, compose):
+    raw = read_toml(folder / "coordinator.toml")
+    web = raw["web"] if "web" in CoordinatorConfig.model_fields else raw.pop("web")
+    coordinator = parse(CoordinatorConfig, raw, where="coordinator.toml")
+    assert (web["listen"], "coordinator" in web["hosts"]) == ("0.0.0.0:8470", True)
+    agents = [load(AgentConfig, folder / f"agent-{number}.toml") for number in (1, 2)]
+    assert {agent.federation for agent in agents} == {coordinator.federation}
+    assert {agent.broker.url for agent in agents} == {coordinator.broker.url} == {"mqtt://mosquitto:1883"}
+    assert [(agent.id, agent.tier) for agent in agents] == [("agent-1", "train"), ("agent-2", "head")]
+    for one in (coordinator, *agents):
+        assert str(one.state).startswith("/var/lib/headwater/"), "the one folder that can be written"
+    scraped = yaml.safe_load((folder / "prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"][0]
+    assert scraped["job_name"] == "headwater", "which the alerts name"
+    assert scraped["static_configs"] == [{"targets": ["coordinator:8470"]}]
+    limits = re.findall(r"^max_\w+ .*", (folder / "mosquitto.conf").read_text(encoding="utf-8"), re.MULTILINE)
+    documented = (folder.parent / "mosquitto.conf").read_text(encoding="utf-8").splitlines()
+    assert set(limits) <= {*documented}
+    assert len(limits) == 4
+
+
+def test_manifests_fit_the_images_and_each_other(manifests):
+    by_kind = {(one["kind"], one["metadata"]["name"]): one for one in manifests}
+    assert by_kind.keys() == {
+        ("StatefulSet", "coordinator"),
+        ("Service", "coordinator"),
+        ("Deployment", "mosquitto"),
+        ("Service", "mosquitto"),
+        ("NetworkPolicy", "mosquitto"),
+    }
+    for kind, name in (("StatefulSet", "coordinator"), ("Deployment", "mosquitto")):
+        spec = by_kind[kind, name]["spec"]
+        labels = spec["template"]["metadata"]["labels"]
+        assert spec["selector"]["matchLabels"] == labels == by_kind["Service", name]["spec"]["selector"]
+        assert spec["template"]["spec"]["securityContext"]["runAsNonRoot"]
+        (container,) = spec["template"]["spec"]["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+        for port in by_kind["Service", name]["spec"]["ports"]:
+            assert ports[port["targetPort"]] == port["port"]
+        volumes = {one["name"] for one in spec["template"]["spec"]["volumes"]}
+        volumes |= {one["metadata"]["name"] for one in spec.get("volumeClaimTemplates", ())}
+        assert {one["name"] for one in container["volumeMounts"]} == volumes
+    assert by_kind["StatefulSet", "coordinator"]["spec"]["replicas"] == 1
+
+
+@validator
+def test_manifests_are_valid_by_the_schema_of_kubernetes(manifests):
+    import kubernetes_validate
+
+    for manifest in manifests:
+        kubernetes_validate.validate(manifest, "1.31", strict=True)
+    broken = {**manifests[0], "spec": {**manifests[0]["spec"], "replicas": "one"}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, "1.31", strict=True)
+
+
+@hadolint
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_hadolint_has_nothing_to_say(folder, program):
+    command = ["hadolint", "--no-color", f"{program}.Dockerfile"]
+    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
