@@ -139,9 +139,9 @@ def read_key(path: Path) -> Ed25519PrivateKey:
         raise UsageError(f"{path}: no private key: {cause(error)}; 'headwater keys new FILE' makes one") from error
     except (ValueError, TypeError) as error:
         is_public = _PUBLIC.match(raw) is not None
-        found = "the public half of a key" if is_public else "no private key, or one with a password"
+        kind = "the public half of a key" if is_public else "no private key, or one with a password"
         raise UsageError(
-            f"{path}: {found}; expected the file FILE without .pub that 'headwater keys new FILE' made"
+            f"{path}: {kind}; expected the file FILE without .pub that 'headwater keys new FILE' made"
         ) from error
     if not isinstance(key, Ed25519PrivateKey):
         raise UsageError(f"{path}: a key of another kind; expected Ed25519, as 'headwater keys new FILE' makes it")
@@ -163,8 +163,8 @@ def read_public(path: Path) -> Public:
     except OSError as error:
         raise UsageError(f"{path}: no public key: {cause(error)}; expected the file FILE.pub of a key") from error
     except ValueError as error:
-        found = "a private key" if b"PRIVATE KEY" in raw else "no public key"
-        raise UsageError(f"{path}: {found}; expected the file FILE.pub that 'headwater keys new FILE' made") from error
+        kind = "a private key" if b"PRIVATE KEY" in raw else "no public key"
+        raise UsageError(f"{path}: {kind}; expected the file FILE.pub that 'headwater keys new FILE' made") from error
 
 
 def role(keys: Sequence[Public], threshold: int) -> Signers:
