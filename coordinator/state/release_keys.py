@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
@@ -33,6 +34,8 @@ from edge_agent.storage import (
     write_private,
 )
 from edge_agent.trust import (
+    MAX_BYTES,
+    MOST_ROOTS,
     ROLES,
     Envelope,
     Key,
@@ -67,6 +70,7 @@ COORDINATOR = "coordinator"
 """Name of the key with which the coordinator signs by itself."""
 
 _NAME = TypeAdapter(KeyName)
+_PUBLIC = re.compile(rb"[0-9a-fA-F]{64}(\s|$)")
 
 OLDEST_AGENT = "0.1"
 """Version of the agent from which on one verifies signatures."""
@@ -129,10 +133,15 @@ def read_key(path: Path) -> Ed25519PrivateKey:
         UsageError: there is none.
     """
     try:
-        key = load_pem_private_key(path.read_bytes(), None)
-    except (OSError, ValueError, TypeError) as error:
+        raw = path.read_bytes()
+        key = load_pem_private_key(raw, None)
+    except OSError as error:
+        raise UsageError(f"{path}: no private key: {cause(error)}; 'headwater keys new FILE' makes one") from error
+    except (ValueError, TypeError) as error:
+        is_public = _PUBLIC.match(raw) is not None
+        kind = "the public half of a key" if is_public else "no private key, or one with a password"
         raise UsageError(
-            f"{path}: no private key that can be read: {cause(error)}; 'headwater keys new FILE' makes one"
+            f"{path}: {kind}; expected the file FILE without .pub that 'headwater keys new FILE' made"
         ) from error
     if not isinstance(key, Ed25519PrivateKey):
         raise UsageError(f"{path}: a key of another kind; expected Ed25519, as 'headwater keys new FILE' makes it")
@@ -146,13 +155,16 @@ def read_public(path: Path) -> Public:
         UsageError: there is none.
     """
     try:
-        digits, _, name = path.read_text(encoding="utf-8").strip().partition(" ")
-        public, name = bytes.fromhex(digits), _NAME.validate_python(name) if name else ""
-    except (OSError, ValueError) as error:
+        raw = path.read_bytes()
+        digits, _, name = raw.decode().strip().partition(" ")
+        if _PUBLIC.match(raw) is None:
+            raise ValueError("no 64 hexadecimal digits")
+        return Public(bytes.fromhex(digits), _NAME.validate_python(name) if name else "")
+    except OSError as error:
         raise UsageError(f"{path}: no public key: {cause(error)}; expected the file FILE.pub of a key") from error
-    if len(public) != 32:
-        raise UsageError(f"{path}: a public key of {len(public)} bytes, expected 32 in hexadecimal")
-    return Public(public, name)
+    except ValueError as error:
+        kind = "a private key" if b"PRIVATE KEY" in raw else "no public key"
+        raise UsageError(f"{path}: {kind}; expected the file FILE.pub that 'headwater keys new FILE' made") from error
 
 
 def role(keys: Sequence[Public], threshold: int) -> Signers:
@@ -237,8 +249,16 @@ def sign_bundle(
         )
     for key in keys:
         envelope = envelope.with_signature(key)
-    bundles.attach(path, dump(Member(release=envelope, roots=tuple(roots))))
+    bundles.attach(path, _member(envelope, roots))
     return read(Release, envelope, str(path)), len(envelope.signers(allowed, newest.keys)), allowed.threshold
+
+
+def _member(release: Envelope, roots: Sequence[Envelope]) -> bytes:
+    """What a bundle carries: the newest roots that have room; who trusts an older one needs roots.json to follow."""
+    for first in range(max(0, len(roots) - MOST_ROOTS), len(roots)):
+        if len(raw := dump(Member(release=release, roots=tuple(roots[first:])))) <= MAX_BYTES:
+            return raw
+    raise UsageError(f"a release and one root take {len(raw)} bytes, at most {MAX_BYTES} are possible; use fewer keys")
 
 
 def sign_change(roots: Sequence[Envelope], keys: Sequence[Ed25519PrivateKey]) -> list[Envelope]:
@@ -470,6 +490,12 @@ def signature_of(path: Path) -> dict[str, Any] | None:
     return None if raw is None else signed_by(parse(Member, raw, str(path)))
 
 
+def _version(path: Path) -> int | None:
+    """The version of the release of the bundle at ``path``; None where nobody has signed one."""
+    raw = bundles.open_bundle(path).release
+    return None if raw is None else read(Release, parse(Member, raw, str(path)).release, str(path)).version
+
+
 def file_to_release(
     state: StateFolder, run: str, bundle_id: str, digest: str, now: datetime
 ) -> tuple[bytes, dict[str, Any] | None]:
@@ -494,7 +520,7 @@ def file_to_release(
                 return copy.read_bytes(), signature_of(copy)
     path = state.run(run).folder / f"{run}.hwb"
     is_released = any(entry.digest == digest for entry in state.journal.entries(kinds=("release_made",)))
-    again = " --again" if is_released else ""
+    again = " --again" if is_released and _version(path) == _version(state.blobs.path(digest)) else ""
     try:
         if bundles.open_bundle(path).manifest.bundle_id != bundle_id:
             raise BundleUntrusted(f"{path} is another bundle than {bundle_id[:16]}")
