@@ -150,6 +150,7 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
             most = (result.get("rejected_most") or {}).get(what, {})
             causes = "; ".join(f"{cause} ({times} ×)" for cause, times in most.items())
             yield f"rejected: {counted(number, what[:-1])}{f', most of all {causes}' if causes else ''}"
+    yield from map(refusal_line, result.get("refused_agents", ())[:SHOWN_AGENTS] if serving else ())
     yield from map(standing_of, result["releases"])
     disk = result["disk"]
     yield (
@@ -210,6 +211,14 @@ def _table_of_agents(agents: list[dict[str, Any]]) -> Table:
         for agent in agents
     ]
     return table("agents", ("agent", "tier", "by", "is", "bundle", "silent"), rows, left=5)
+
+
+def refusal_line(refused: dict[str, Any]) -> str:
+    """A device that is kept out, why, and what to do."""
+    who = f"agent '{refused['id']}'" if refused["id"] else "a device"
+    by = {"broker": "the broker", "enrolment": "the enrolment port", "coordinator": "the coordinator"}[refused["by"]]
+    seen = f"{refused['times']} ×, last at {refused['at']}"
+    return f"refused: {who} by {by} ({seen}): {refused['message']}; {refused['remedy']}"
 
 
 def _notes(agent: dict[str, Any]) -> Iterator[str]:

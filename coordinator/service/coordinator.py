@@ -18,7 +18,14 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from edge_agent import __version__
-from edge_agent.errors import DuplicateCoordinator, HeadwaterError, MessageError, ProtocolMismatch, StateError
+from edge_agent.errors import (
+    DuplicateCoordinator,
+    EnrolmentRefused,
+    HeadwaterError,
+    MessageError,
+    ProtocolMismatch,
+    StateError,
+)
 from edge_agent.task import Task
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import decode_frame
@@ -28,7 +35,18 @@ from edge_agent.worker import InlineWorker, Worker
 
 from ..config import CoordinatorConfig
 from ..fleet.rate_limits import RateLimits
-from ..fleet.registry import CommandSender, DuplicateIds, Member, ReceiptMemory, Rejections, Roster, RunIds, begin
+from ..fleet.refusals import Refusals
+from ..fleet.registry import (
+    CommandSender,
+    DuplicateIds,
+    Figures,
+    Member,
+    ReceiptMemory,
+    Rejections,
+    Roster,
+    RunIds,
+    begin,
+)
 from ..fleet.rollout import Rollout
 from ..fleet.transfers import Collector, Distributor, reason_of
 from ..hosted.transport import CombinedTransport
@@ -87,12 +105,14 @@ class Coordinator:
         identity: IdentityService | None = None,
         keys: CommandKeys | None = None,
         now: Callable[[], datetime] = utc_now,
+        refusals: Refusals | None = None,
     ) -> None:
         """``probe_s``: how long another coordinator of the federation may take to answer before this one serves.
 
         ``run_ids``: ids of runs in messages; by default unique among all state folders. ``limits``: those that the
         transport applies to what it receives. ``identity``: who has a certificate, where agents need one. ``keys``:
         those that agents know its commands by. ``now``: the wall clock, for windows of releases and ends of pins.
+        ``refusals``: devices that broker or enrolment port do not let in.
         """
         self.config, self.state, self.transport, self.clock = config, state, transport, clock
         self.stopwatch = stopwatch or clock
@@ -114,6 +134,7 @@ class Coordinator:
         self.collector = Collector(state.blobs, state.journal, self.receipts.send, clock, self.storage.is_stalled)
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of, config.retention.runs)
         self.rejected = Rejections(clock)
+        self.refusals = refusals or Refusals(clock, now)
         self.releases = Rollout(state, self.roster, self.distributor, self.send, clock, now)
         self._handlers: dict[type[wire.Control], Callable[[str, Any], None]] = {
             wire.UpdateManifest: self._on_manifest,
@@ -150,6 +171,9 @@ class Coordinator:
             is_held=self.state.is_held,
         )
         self.peers.start(self.federation_id, self.commands.epoch)
+        self.roster.remember(
+            {agent: Figures.of_record(body) for agent, body in self.state.journal.newest_of("release_reported").items()}
+        )
         self.hooks.start(self.state)
         self.roster.disconnected()
         self.transport.subscribe(*self.topics.for_coordinator())
@@ -341,7 +365,9 @@ class Coordinator:
             if event.retained:  # agents publish no retained messages
                 raise MessageError(f"retained message on {event.topic}; clear it at the broker")
             if self.identity is not None and not self.identity.admits(agent):
-                raise MessageError(f"agent '{agent}' is revoked; 'headwater enroll {agent}' lets it in again")
+                remedy = f"'headwater enroll {agent}' lets it in again"
+                self.refusals.note(agent, "coordinator", EnrolmentRefused.__name__, "it is revoked", remedy)
+                raise MessageError(f"agent '{agent}' is revoked; {remedy}")
         except MessageError as error:
             self._ignore("topic", error)
             return
@@ -349,6 +375,8 @@ class Coordinator:
             self.handle(agent, kind, event.payload)
         except ProtocolMismatch as error:
             self._ignore(agent, error)
+            side = "the device" if str(error).endswith("upgrade the peer") else "this coordinator"
+            self.refusals.note(agent, "coordinator", type(error).__name__, str(error), f"upgrade {side}")
             message = f"coordinator {__version__} {SPOKEN}: {error}"  # the agent shows what this side speaks
             whom = wire.start_of(event.payload)  # an agent with a key asks for that before its first welcome
             self.send(agent, wire.Refused(error=type(error).__name__, message=message, whom=whom))
@@ -421,6 +449,7 @@ class Coordinator:
         self._handlers[type(message)](agent, self.commands.with_run_name(agent, message))
 
     def _on_manifest(self, agent: str, message: wire.UpdateManifest) -> None:
+        self.roster.trained(agent, message.metrics)
         collection = self.collector.open_round
         if collection is not None and collection.takes(agent, message):
             self.collector.manifest(agent, message)
@@ -477,6 +506,7 @@ class Coordinator:
         self.commands.speaks(agent, message.v)
         self.collector.greet(agent)
         self.roster.hello(agent, message)
+        self.refusals.accepted(agent)
         is_back = before is None or before.boot != message.boot or not before.is_present
         if before is None or is_back or before.connection != message.connection:
             self.distributor.forget(agent)
@@ -556,6 +586,7 @@ class Coordinator:
             },
             "fleet": self._counts(),
             "agents": [*self._described(self._listed(), run), *self._away()],
+            "refused_agents": self.refusals.body(),
             "traffic": {
                 "messages_received": self.transport.traffic.messages_down,
                 "bytes_received": self.transport.traffic.bytes_down,
@@ -615,6 +646,10 @@ class Coordinator:
                     notes=[*member.notes.values(), *others],
                     condition=member.condition,
                     fault=member.fault,
+                    acc=dict(member.figures.acc),
+                    head=member.figures.head,
+                    better_alone=member.figures.better_alone,
+                    rss_mb=member.figures.rss_mb,
                     silent_s=round(self.clock() - member.heard_at, 1),
                     bytes_up=self.collector.bytes_from.get(member.id, 0),
                     bytes_down=self.distributor.bytes_to.get(member.id, 0),

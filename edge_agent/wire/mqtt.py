@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import random
+import re
 import secrets
 import socket
 import ssl
@@ -286,6 +287,11 @@ def longest_pause_s(failures: int) -> float:
 def session_of(client_id: str) -> str:
     """The id of one more session. Brokers give a session to whoever connects with its id, so nobody can guess it."""
     return f"{client_id}-{secrets.token_hex(8)}"
+
+
+def agent_of(session: str) -> str:
+    """The client id of a session: `session_of`."""
+    return re.sub(r"-[0-9a-f]{16}\Z", "", session)
 
 
 def user_of(config: BrokerConfig, client_id: str) -> str | None:
