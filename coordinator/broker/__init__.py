@@ -159,7 +159,7 @@ class SupervisedBroker(ABC):
             log.debug("broker output: %s", line)
             return
         is_usual = any(usual in line for usual in self.usual_output)
-        log.log(logging.DEBUG if is_usual else logging.INFO, "broker output: %s", line)
+        log.log(logging.DEBUG if is_usual else logging.INFO, "broker_output line=%s", line)
 
     def _on_exit(self, reason: str, pause_s: float) -> None:
         self._exit_reason = reason

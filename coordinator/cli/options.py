@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_a
 import typer
 
 from edge_agent.errors import UsageError
+from edge_agent.logs import LogFormat
 from edge_agent.storage import read_toml
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ Config = Annotated[
 State = Annotated[Path | None, typer.Option("--state", help="State folder; default: the one in the configuration.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; logs go to stderr.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Verbose logging on stderr.")]
+Logs = Annotated[LogFormat, typer.Option("--log-format", help="json: one JSON object a line on stderr.")]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, and of a command that was stopped before it was done."""

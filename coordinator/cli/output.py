@@ -17,6 +17,7 @@ from rich.table import Table
 
 from edge_agent.cli.output import value_text
 from edge_agent.errors import UsageError
+from edge_agent.logs import TEXT, LogFormat, log_json
 from edge_agent.storage import check_writable
 
 console = Console(stderr=True, highlight=False, markup=False, emoji=False)
@@ -49,11 +50,14 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def set_up_logging(*, verbose: bool = False, quiet: bool = False) -> None:
+def set_up_logging(*, verbose: bool = False, quiet: bool = False, log_format: LogFormat = "text") -> None:
     """Log lines to stderr: warnings always, the coordinator's own events unless ``quiet``."""
-    handler = _Stderr()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    if log_format == "json":
+        log_json()
+    else:
+        handler = _Stderr()
+        handler.setFormatter(logging.Formatter(TEXT))
+        logging.basicConfig(handlers=[handler], level=logging.WARNING)
     level = logging.DEBUG if verbose else (logging.WARNING if quiet else logging.INFO)
     for package in ("coordinator", "edge_agent", "export"):
         logging.getLogger(package).setLevel(level)

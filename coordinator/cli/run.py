@@ -23,7 +23,7 @@ from ..state.journal import RunRecord
 from ..state.store import StateFolder, read_status
 from ..text import counted, listed
 from .follow import Invocation, ahead_of, behind, follow, is_serving, result_of, standing
-from .options import INTERRUPTED, Config, Given, Json, State, Verbose, flag, from_model
+from .options import INTERRUPTED, Config, Given, Json, Logs, State, Verbose, flag, from_model
 from .output import console, present, set_up_logging, table
 
 Paper = Annotated[
@@ -65,6 +65,7 @@ def run(
     no_wait: NoWait = False,
     as_json: Json = False,
     verbose: Verbose = False,
+    log_format: Logs = "text",
 ) -> None:
     """Start a run and follow it to its end.
 
@@ -82,7 +83,7 @@ def run(
         raise UsageError(f"--weights {weights} and --no-weights contradict each other; leave one out")
     if no_weights or weights is not None:
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"weights": weights})})
-    set_up_logging(verbose=verbose, quiet=True)
+    set_up_logging(verbose=verbose, quiet=True, log_format=log_format)
     invocation = Invocation(config, state)
     target: Request | str
     if resume is None:

@@ -15,7 +15,7 @@ from ..service.app import coordinator, take_over
 from ..service.preflight import check_defaults, check_private, without_lost_weights
 from ..service.standby import TAKEOVER_S
 from .follow import Invocation, standing
-from .options import INTERRUPTED, Config, State, Verbose
+from .options import INTERRUPTED, Config, Logs, State, Verbose
 from .output import console, set_up_logging
 
 TakesOver = Annotated[
@@ -38,6 +38,7 @@ def serve(
     standby: TakesOver = False,
     takeover_s: TakeoverAfter = TAKEOVER_S,
     verbose: Verbose = False,
+    log_format: Logs = "text",
 ) -> None:
     """Serve a federation until stopped: agents may come and go, runs are started with 'headwater run'.
 
@@ -55,7 +56,7 @@ def serve(
 
     Example: headwater serve --standby --takeover-s 60 --config configs/coordinator.toml
     """
-    set_up_logging(verbose=verbose)
+    set_up_logging(verbose=verbose, log_format=log_format)
     settings = load_config(config, state)
     if not insecure:
         check_private(settings)

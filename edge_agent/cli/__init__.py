@@ -20,6 +20,7 @@ from typing import NoReturn
 from .. import __version__
 from ..errors import HeadwaterError, UsageError, cause, remedy, without_home
 from ..limits import limit_threads
+from ..logs import TEXT
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("agent", "run", "run the agent: join a federation until stopped"),
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.INFO if arguments.verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        format=TEXT,
     )
     if arguments.command != "run":  # an agent's number of threads is in its configuration
         limit_threads(getattr(arguments, "threads", None))

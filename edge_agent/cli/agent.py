@@ -7,12 +7,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ..agent.health import look_at_disk, problem_of
 from ..config import AgentConfig, check_tls, load
 from ..errors import BrokerAway, ConfigError, HeadwaterError, StateError
 from ..limits import limit_threads
+from ..logs import LogFormat, log_json
 from ..storage import folder_lock, read_json, read_toml
 from ..trust import TrustStore
 from ..wire.authentic import key_file
@@ -57,6 +58,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="allow a broker without TLS on another machine, and unsigned bundles from it",
     )
+    parser.add_argument(
+        "--log-format", choices=get_args(LogFormat), default="text", help="json: one JSON object a line on stderr"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,11 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
     Data and configuration are checked first: a mistake in them ends the agent with exit code 2 before it needs a
     broker. While the broker is away the agent keeps trying until it is stopped, after random pauses of at most 30 s;
     --no-wait, or wait = false under [broker], makes it give up with exit code 75 when the first try fails. While no
-    coordinator of its federation answers it keeps asking, and says so after 10 s. Log lines go to stderr.
+    coordinator of its federation answers it keeps asking, and says so after 10 s. Log lines go to stderr; with
+    --log-format json all that goes there is one JSON object a line.
 
     Example:
       edge-agent run --config agent.toml
     """
+    if arguments.log_format == "json":
+        log_json()
     logging.getLogger("edge_agent").setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
     overrides = {"broker": {"wait": False}} if arguments.no_wait else {}
     config = load(AgentConfig, arguments.config, overrides)

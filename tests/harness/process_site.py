@@ -36,8 +36,9 @@ LARGE = Task(
 class Site:
     """A broker, one coordinator and agents as processes, all in one folder, all gone at the end."""
 
-    def __init__(self, folder, task, *, rules=EVERYBODY, of_agents=""):
+    def __init__(self, folder, task, *, rules=EVERYBODY, of_agents="", log_format="text"):
         self.folder, self.task, self.rules, self.of_agents = folder, task, rules, of_agents
+        self.log_format = ("--log-format", log_format)
         self.state = StateFolder(folder / "state")
         self.processes = {}
         self.broker = MosquittoBroker() if find_mosquitto() else EmbeddedBroker()
@@ -88,10 +89,10 @@ class Site:
             )
 
     def serve(self):
-        self.start("serve", "coordinator", "serve", "--config", "coordinator.toml")
+        self.start("serve", "coordinator", "serve", "--config", "coordinator.toml", *self.log_format)
 
     def agent(self, name):
-        self.start(name, "edge_agent", "run", "--config", f"{name}.toml")
+        self.start(name, "edge_agent", "run", "--config", f"{name}.toml", *self.log_format)
 
     def kill(self, name):
         os.kill(self.processes[name].pid, signal.SIGKILL)
