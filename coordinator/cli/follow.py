@@ -18,7 +18,7 @@ from edge_agent.storage import folder_lock
 from ..state.journal import Journal, RunRecord, utc_now
 from ..state.store import StateFolder, read_status
 from ..text import counted, listed
-from .output import console
+from .output import console, is_live
 
 LOOK_EVERY_S = 0.2
 SILENT_S = 15.0
@@ -112,7 +112,7 @@ class _Lines:
 @contextlib.contextmanager
 def _progress(run: str) -> Iterator[Callable[[RunRecord, str], None]]:
     """What to call with the state of a run and with what it waits for: lines, or one that changes on a terminal."""
-    if not console.is_terminal:
+    if not is_live(console):
         yield _Lines(run)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn

@@ -32,6 +32,7 @@ from ..processes.compute import Compute, ComputeProcess
 from ..state.backup import MARKER
 from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now
+from ..state.log_file import logging_to
 from ..state.store import StateFolder
 from .coordinator import Coordinator
 from .peers import PROBE_S
@@ -101,6 +102,7 @@ def coordinator(
     with contextlib.ExitStack() as stack:
         folder = StateFolder(config.state)
         state = _when_there_is_room(config.state, stop, lambda: stack.enter_context(folder.open("headwater serve")))
+        stack.enter_context(logging_to(config.state))
         broker, embedded, identity = config.broker, config.embedded, None
         keys, refusals = CommandKeys.of(config.state, config.federation), Refusals(time.monotonic)
 
