@@ -58,6 +58,7 @@ from ..runs.round_loop import RunLoop
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.backup import MARKER
 from ..state.command_keys import CommandKeys
+from ..state.fault_log import FaultLog
 from ..state.journal import utc_now
 from ..state.store import MOST_LISTED, StateFolder
 from .peers import PROBE_S, Peers
@@ -149,6 +150,7 @@ class Coordinator:
         }
         self._marker = state.path / MARKER
         self._status_writer = StatusWriter(state.path / "status.json", self.stopwatch)
+        self._faults = FaultLog(state.path)
         self._unsent: list[tuple[str, wire.Command]] = []
         """Receipts of updates that are not on disk yet, with their agents."""
 
@@ -465,7 +467,9 @@ class Coordinator:
         if message.error in wire.REFUSALS:
             log.info("job_refused agent=%s reason=%s", agent, message.message)
         else:
-            self.roster.failed(agent, message)
+            fault = self.roster.failed(agent, message)
+            if fault is not None:
+                self._faults.note(agent, fault)
         if (loop := self.loop) is not None and loop.run.id == message.run:
             loop.on_fault(agent, message)
         self.releases.fault(agent, message)
@@ -519,8 +523,9 @@ class Coordinator:
         self._welcome(agent, heartbeat_s)
         if (loop := self.loop) is not None:
             loop.invite(agent)
-        if message.tier == "head":
+        if message.tier == "head" or loop is None:  # in a run, one that trains gets the task with its first job
             self._send_task(agent, self.config.task if loop is None else loop.run.request.task)
+        if message.tier == "head":
             self.releases.hello(agent, message)
 
     def _welcome(self, agent: str, heartbeat_s: float) -> None:
@@ -533,7 +538,7 @@ class Coordinator:
         self.send(agent, welcome)
 
     def _send_task(self, agent: str, task: Task) -> None:
-        """Send the task to an agent that otherwise gets it with a bundle, so that it checks its data and head now."""
+        """Send the task to an agent that otherwise gets it with a bundle or a job, so that it checks its data now."""
         with contextlib.suppress(MessageError):  # too long for a message, with thousands of classes
             self.send(agent, wire.TaskNotice(task=task))
 

@@ -1,10 +1,10 @@
-"""What an agent did before: its accuracies, bundles and faults, from the journal and the coordinator's log."""
+"""What an agent did before: its accuracies, bundles and faults, from the journal and the log of faults."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .log_file import LogReader
+from .fault_log import FaultLog
 from .store import StateFolder
 
 MOST_ENTRIES = 50
@@ -37,9 +37,9 @@ def history_of(state: StateFolder, agent: str, most: int = MOST_ENTRIES) -> dict
             if any(value is not None for value in acc.values()):
                 accuracy.append({**about, "acc": {scope: acc.get(scope) for scope in SCOPES}})
     faults = [
-        {"at": line["time"], **{name: line.get(name) for name in ("error", "message", "remedy")}}
-        for line in LogReader(state.path).new()
-        if line.get("event") == "agent_fault" and line.get("agent") == agent
+        {name: fault.get(name) for name in ("at", "error", "message", "remedy")}
+        for fault in FaultLog(state.path).read()
+        if fault["agent"] == agent
     ]
     lists = {"accuracy": accuracy, "bundles": bundles, "faults": faults, "rejected": rejected}
     return {name: entries[-most:] for name, entries in lists.items()}
