@@ -6,15 +6,18 @@ import json
 import logging
 import re
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 from federation_harness import Federation
-from terminals import COLOUR, Terminal
+from terminals import COLOUR, ESCAPE, Terminal
 from typer.testing import CliRunner
 
 from coordinator.cli import command_tree
 from coordinator.cli import main as headwater
+from coordinator.cli.follow import agents_now
 from coordinator.cli.output import fitted, table
 from coordinator.cli.status import _Changes, _gathered
 from coordinator.runs.timeline import Timeline
@@ -329,3 +332,50 @@ def test_two_watch_a_run_while_it_goes_on(fed):
     fed.finish()
     thread.join(60)
     assert done.is_set()
+
+
+# --- following a run -------------------------------------------------------------------------------------------------
+
+
+def test_agents_of_a_run_are_shown_with_what_they_do_and_their_accuracies():
+    def agent(name, **fields):
+        return {"id": name, "present": True, "condition": "ok", "bundle_id": "", "acc": {}, "fault": None, **fields}
+
+    agents = [
+        agent("a0", acc={"global": 0.25, "personal": 0.5}),
+        agent("a1"),
+        agent("a2"),
+        agent("a3", condition="fault", fault={"error": "DataError"}),
+        agent("a4", present=False),
+        agent("a5", bundle_id="0123456789"),
+        agent("a6"),
+    ]
+    run = {"id": "run-0001", "round": 3, "cohort": ["a0", "a1", "a2"], "accepted": ["a0"], "rejected": {"a2": "why"}}
+    cells = agents_now({"run": run, "agents": agents}).cells
+    expected = ["sent, 3", "at work, 3", "rejected, 3", "DataError", "offline", "bundle 01234567", "ready"]
+    assert [row[1] for row in cells] == expected
+    assert cells[0][2:] == ["–", "0.250", "0.500"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [40, 100])
+def test_demo_is_a_live_table_on_a_terminal(tmp_path, columns):
+    words = ("coordinator", "demo", "--rounds", "5", "--dir", tmp_path / "demo")
+    with Terminal(*words, columns=columns, rows=40) as terminal:
+        terminal.read(until="at work, ", limit_s=120)
+        terminal.read(until="sent, ", limit_s=120)
+        assert terminal.end() == 0
+        drawn = terminal.text[: terminal.text.rindex("\x1b[?25h")]
+        assert "train-photo" in drawn
+        cut = [line for line in ESCAPE.sub("", drawn).replace("\r", "\n").split("\n") if len(line.rstrip()) > columns]
+        assert cut == [], "what is drawn again fits"
+        assert re.search(r"acc\. personal: 0\.\d{3}|0\.\d{3} +0\.\d{3}", ESCAPE.sub("", terminal.text))
+        assert "Next, on this machine" in terminal.text
+
+
+@pytest.mark.slow
+def test_demo_in_a_pipe_is_plain_lines(tmp_path):
+    words = [sys.executable, "-m", "coordinator", "demo", "--rounds", "2", "--dir", str(tmp_path / "demo")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "run-0001: round 2 of 2 is closed" in done.stderr
