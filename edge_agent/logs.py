@@ -126,14 +126,13 @@ class LoggedStream(io.TextIOBase):
             self._handler.handle(record)
 
 
-def log_json(stream: TextIO | None = None) -> logging.Handler:
+def log_json(stream: TextIO | None = None) -> None:
     """From now on everything that this process logs, or writes to ``sys.stderr``, is JSON lines on ``stream``.
 
-    Default: what ``sys.stderr`` is now. Returns the handler of the lines.
+    Default: what ``sys.stderr`` is now.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     sys.stderr = stream_of_lines = LoggedStream(handler)
     atexit.register(stream_of_lines.finish)
-    return handler

@@ -156,7 +156,7 @@ class SupervisedBroker(ABC):
     def _log_output(self, line: str) -> None:
         if (refusal := self.refusal_in(line)) is not None:
             self.on_refused(*refusal)
-            log.debug("broker output: %s", line)
+            log.debug("broker_output line=%s", line)
             return
         is_usual = any(usual in line for usual in self.usual_output)
         log.log(logging.DEBUG if is_usual else logging.INFO, "broker_output line=%s", line)

@@ -40,8 +40,9 @@ class _ShowByDefault(TyperGroup):
 app = typer.Typer(
     cls=_ShowByDefault,
     help="All agents, or one of them: state, version, bundle, accuracies, memory, last fault with its remedy.\n\n"
-    "Without a sub-command: as 'agents show'. The others are about certificates.\n\n"
-    "Example: headwater agents --sort acc.personal --limit 10",
+    "Without a sub-command it is 'agents show', whose --help has the options to sort and select; the others are about "
+    "certificates.\n\n"
+    "Example: headwater agents porch",
 )
 
 One = Annotated[str | None, typer.Argument(metavar="[NAME]", help="All of this agent, with its history.")]
@@ -70,7 +71,7 @@ def show_agents(
 ) -> None:
     """All agents, or one of them with its history.
 
-    Example: headwater agents show --faults
+    Example: headwater agents show --sort acc.personal --limit 10
     """
     path = state_path(config, state)
     with StateFolder(path).look() as folder:

@@ -55,7 +55,8 @@ def set_up_logging(*, verbose: bool = False, quiet: bool = False, log_format: Lo
     """Log lines to stderr: warnings always, the coordinator's own events unless ``quiet``."""
     handler: logging.Handler = _Stderr()
     if log_format == "json":
-        handler = log_json()
+        log_json()
+        handler = logging.getLogger().handlers[0]
     else:
         handler.setFormatter(logging.Formatter(TEXT))
         logging.basicConfig(handlers=[handler], level=logging.WARNING)

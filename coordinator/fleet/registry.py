@@ -163,6 +163,12 @@ class Roster:
         self.is_as(agent, message.condition)
         return member
 
+    def trained(self, agent: str, metrics: Mapping[str, float | None]) -> None:
+        """Note the accuracies that an agent sent with an update."""
+        member = self._members.get(agent)
+        if member is not None:
+            member.figures = member.figures.of_update(metrics)
+
     def reported(self, agent: str, message: wire.Report) -> bool:
         """Note samples and encoder of an agent, and why if it is not the new one; False for an agent not listed."""
         member = self._members.get(agent)
@@ -177,12 +183,6 @@ class Roster:
             member.notes["rolled_back"] = f"rolled back the encoder of {message.run}: {message.rolled_back}"
             log.warning("rolled_back agent=%s run=%s why=%s", agent, message.run, message.rolled_back)
         return True
-
-    def trained(self, agent: str, metrics: Mapping[str, float | None]) -> None:
-        """Note the accuracies that an agent sent with an update."""
-        member = self._members.get(agent)
-        if member is not None:
-            member.figures = member.figures.of_update(metrics)
 
     def failed(self, agent: str, message: wire.Fault) -> dict[str, str] | None:
         """Note an agent's fault; it stands until the agent reports the condition "ok".
