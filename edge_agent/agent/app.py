@@ -143,12 +143,14 @@ def _leave_status(config: AgentConfig, error: HeadwaterError) -> None:
 
 def _serve(agent: Agent, stop: threading.Event) -> None:
     """The agent's loop; it also notifies the watchdog, so that a stuck loop is noticed."""
-    noted_at, was_welcomed = float("-inf"), False
+    noted_at = float("-inf")
+    noted: tuple[bool, str | None] = False, None
     while not stop.is_set():
         agent.step(agent.idle_s())
         agent.raise_if_rejected()
-        if agent.clock() - noted_at >= STATUS_EVERY_S or agent.welcomed != was_welcomed:
-            noted_at, was_welcomed = agent.clock(), agent.welcomed
+        now = (agent.welcomed, None if agent.problem is None else agent.problem.message)
+        if agent.clock() - noted_at >= STATUS_EVERY_S or now != noted:
+            noted_at, noted = agent.clock(), now
             _notify("WATCHDOG=1")
             try:
                 agent.write_status()

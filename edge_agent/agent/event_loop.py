@@ -28,7 +28,7 @@ from ..wire.chunks import BlobCache, decode_frame
 from ..wire.messages import SPOKEN, Topics, run_name
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
 from ..worker import InlineWorker, Worker, is_stopped
-from .health import FINAL_S, HELLO_AGAIN_S, Mismatch, Silence, disk_error
+from .health import FINAL_S, HELLO_AGAIN_S, Mismatch, Problem, Silence, disk_error
 from .local_state import PROVEN_S, Membership, NewSamples
 from .privacy import sample_count
 from .tasks import Disk, TaskQueue, TaskRunner
@@ -491,10 +491,15 @@ class Agent:
             self.rejected = ProtocolMismatch(f"{spoken}: {reason}; for more than {FINAL_S / 60:.0f} minutes")
             log.error("protocol_mismatch_final reason=%s", self.rejected)
 
+    @property
+    def problem(self) -> Problem | None:
+        """What keeps this agent from its work now, or from its coordinator."""
+        return self.condition.problem or (None if self.welcomed else self._silence.problem())
+
     def write_status(self) -> None:
         """Write status.json for ``edge-agent status`` (a cache: not synced)."""
         job, membership = self.jobs.job, self.membership
-        problem = self.condition.problem or (None if self.welcomed else self._silence.problem())
+        problem = self.problem
         status = {
             "id": self.config.id,
             "tier": self.tasks.tier,
