@@ -588,6 +588,32 @@ def shown(unix_s: float) -> str:
         return "a time that no calendar has"
 
 
+def check_name(config: AgentConfig) -> None:
+    """Return quietly unless the agent logs in with a certificate that is for another agent or federation.
+
+    The broker would let it in and drop all that it says without a word.
+
+    Raises:
+        EnrolmentRefused: it is.
+        StateError: it cannot be read.
+    """
+    folder = IdentityFolder(config.state)
+    if config.broker.tls is not None and config.broker.tls.cert == folder.file and (identity := folder.read()):
+        _check_name(config, identity)
+
+
+def _check_name(config: AgentConfig, identity: Identity) -> None:
+    if (identity.name, identity.federation) != (config.id, config.federation):
+        raise EnrolmentRefused(
+            f"certificate: it is for '{identity.name}' in federation '{identity.federation}', and the configuration "
+            f"for '{config.id}' in '{config.federation}'; change id and federation there, or: {_again(config)}"
+        )
+
+
+def _again(config: AgentConfig) -> str:
+    return f"'headwater enroll {config.id}' on the coordinator makes a token, 'edge-agent enroll TOKEN' takes it here"
+
+
 def check_identity(config: AgentConfig, now: float) -> str:
     """What the certificate of an agent says.
 
@@ -596,14 +622,10 @@ def check_identity(config: AgentConfig, now: float) -> str:
         StateError: it cannot be read.
     """
     identity = IdentityFolder(config.state).read()
-    again = f"'headwater enroll {config.id}' on the coordinator makes a token, 'edge-agent enroll TOKEN' takes it here"
+    again = _again(config)
     if identity is None:
         raise StateError(f"certificate: there is none in {config.state}; {again}")
-    if (identity.name, identity.federation) != (config.id, config.federation):
-        raise EnrolmentRefused(
-            f"certificate: it is for '{identity.name}' in federation '{identity.federation}', and the configuration "
-            f"for '{config.id}' in '{config.federation}'; change id and federation there, or: {again}"
-        )
+    _check_name(config, identity)
     if now < identity.not_before:
         raise EnrolmentRefused(
             f"certificate: it holds from {shown(identity.not_before)} on, and this device's clock says {shown(now)}; "

@@ -76,6 +76,12 @@ def answer_of_child(module: str, name: str, question: Any, limit_s: float) -> di
     return result
 
 
+def is_stopped(error: BaseException) -> bool:
+    """Whether ``error`` comes from a child that was asked to stop, as systemd asks all processes of a unit at once."""
+    cause = error.__cause__
+    return isinstance(cause, subprocess.CalledProcessError) and -cause.returncode in {signal.SIGTERM, signal.SIGINT}
+
+
 LOOK_S = 0.25
 """Between two looks at a watched child while it is silent."""
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import getpass
 import importlib.util
+import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -19,10 +21,10 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from edge_agent.config import BrokerConfig, is_loopback
+from edge_agent.config import NAME_PATTERN, BrokerConfig, is_loopback
 from edge_agent.errors import BrokerAway, MissingCapability, UsageError
 from edge_agent.storage import Access, write_atomic
 
@@ -36,6 +38,17 @@ START_TIMEOUT_S = 30.0
 
 LONGEST_PAUSE_S = 5.0
 """Before a restart: the whole fleet waits for its broker."""
+
+
+OnRefused = Callable[[str, str, str], None]
+"""Called with the name of an agent that the broker does not let in (empty: it gave none), why, and what to do."""
+
+REFUSED_LINE = "login_refused "
+"""Begins a line of the embedded broker about a refused login; JSON follows."""
+
+
+def _not_noted(_agent: str, _message: str, _remedy: str) -> None:
+    """For a broker whose refusals are not followed."""
 
 
 class SupervisedBroker(ABC):
@@ -53,6 +66,9 @@ class SupervisedBroker(ABC):
         self.bind, self.port = bind, port
         self.federation, self.password_file = federation, password_file
         self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)  # noqa: S104 - compared, not bound
+        self.on_refused: OnRefused = _not_noted
+        """Set it before `start`; it is called in a thread that reads the broker's output."""
+
         self._exit_reason = "no output"
         self._supervisor = Supervisor(
             "broker",
@@ -133,7 +149,15 @@ class SupervisedBroker(ABC):
                 raise BrokerAway(f"{where} did not accept connections within {START_TIMEOUT_S:g} s")
             self._supervisor.wait(0.02)
 
+    def refusal_in(self, line: str) -> tuple[str, str, str] | None:  # noqa: ARG002 - subclasses know their lines
+        """Agent, reason and remedy where a line of output says that a client was not let in."""
+        return None
+
     def _log_output(self, line: str) -> None:
+        if (refusal := self.refusal_in(line)) is not None:
+            self.on_refused(*refusal)
+            log.debug("broker_output line=%s", line)
+            return
         is_usual = any(usual in line for usual in self.usual_output)
         log.log(logging.DEBUG if is_usual else logging.INFO, "broker_output line=%s", line)
 
@@ -208,6 +232,29 @@ class EmbeddedBroker(SupervisedBroker):
         users = [] if self.password_file is None else [str(self.password_file.resolve())]
         return worker_command("coordinator.broker.serve:serve", self.bind, str(self.port), self.federation, *users)
 
+    def refusal_in(self, line: str) -> tuple[str, str, str] | None:
+        """Agent, reason and remedy where a line of output says that a client was not let in."""
+        if not line.startswith(REFUSED_LINE):
+            return None
+        try:
+            said = json.loads(line.removeprefix(REFUSED_LINE))
+            user, agent, why = (str(said[key]) for key in ("user", "id", "why"))
+        except (ValueError, KeyError, TypeError):
+            return None
+        name = user if re.fullmatch(NAME_PATTERN, user) else "NAME"
+        password = f"'headwater password {name} --out FILE' makes a new password for the device"
+        texts = {
+            "user": (f"a login without a user; agent id '{agent}'", "set broker.password_file on the device"),
+            "unknown": (f"no user '{user}' is in the password file", password),
+            "password": (f"user '{user}' has another password", password),
+            "topics": (
+                f"user '{user}' may not speak for id '{agent}'",
+                "give id and broker.user of the device the same name",
+            ),
+            "busy": ("too many logins at once", "nothing: it tries again"),
+        }
+        return None if why not in texts else (agent, *texts[why])
+
 
 def _own_password(password_file: Path) -> Path:
     """The file of the coordinator's own password."""
@@ -272,6 +319,12 @@ class Mosquitto(SupervisedBroker):
         return [*guard, str(find_mosquitto()), "-c", str(settings)]
 
 
+_UNKNOWN_CERTIFICATE = re.compile(
+    r"\A(?:\d+: )?(?:Client connection from (?P<address>\S+) failed|OpenSSL Error\[0\]): error:[^:]*:.*:"
+    r"(?P<why>[a-z ]*certificate[a-z ]*)\.?\Z"
+)
+
+
 class ManagedMosquitto(Mosquitto):
     """Mosquitto with TLS and a configuration file that the coordinator keeps."""
 
@@ -287,6 +340,14 @@ class ManagedMosquitto(Mosquitto):
     def command(self) -> list[str]:
         """The command line."""
         return self.started_with(self._settings)
+
+    def refusal_in(self, line: str) -> tuple[str, str, str] | None:
+        """Agent, reason and remedy where a line of output says that a client was not let in."""
+        if (said := _UNKNOWN_CERTIFICATE.match(line)) is None:
+            return None
+        where = f" at {said['address']}" if said["address"] else ""
+        remedy = "'edge-agent status' on the device says why; 'headwater enroll NAME' lets it in again"
+        return "", f"a client{where} has no certificate that counts here ({said['why']})", remedy
 
     def reload(self) -> None:
         """Have it read its list of revoked certificates and its own certificate again; sessions stay."""

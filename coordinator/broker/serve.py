@@ -7,8 +7,11 @@ import contextlib
 import gc
 import hashlib
 import hmac
+import json
 import logging
 import secrets
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,16 +23,21 @@ from amqtt.broker import Broker
 from amqtt.contexts import Action
 from amqtt.plugins.base import BaseAuthPlugin, BaseTopicPlugin
 
+from edge_agent.wire.mqtt import agent_of
 from edge_agent.wire.transport import DEFAULT_MAX_PAYLOAD_BYTES
 
 from ..processes.pipe import Pipe
 from ..processes.worker_main import listen
+from . import REFUSED_LINE
 from .access import Rules, is_password, read_passwords
 
 log = logging.getLogger(__name__)
 
 LARGEST_READ_BYTES = 128 * 1024 + DEFAULT_MAX_PAYLOAD_BYTES
 """A longer packet is not read: its sender is disconnected as soon as it has announced the length."""
+
+REFUSALS_PER_S = 10
+"""Refused logins that are reported; further ones in the same second are those of a flood."""
 
 PENDING_CHECKS = 200
 """Logins whose passwords wait to be checked; further ones are refused at once, and clients try again."""
@@ -53,6 +61,9 @@ class AccessPlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
         # A password takes milliseconds to check, on purpose: in another thread it delays no message, and one that
         # was right is known again at once, so that agents come back while somebody tries passwords.
         self._checking, self._pending = ThreadPoolExecutor(1, "passwords"), 0
+        self._reported = (0, 0)
+        """The second, and how many refused logins it has had."""
+
         self._secret, self._right = secrets.token_bytes(32), dict[str, tuple[str, bytes]]()
 
     async def authenticate(self, *, session: Any) -> bool:
@@ -62,17 +73,33 @@ class AccessPlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
             if changed != self._read_at:
                 self._users, self._read_at = read_passwords(self._path), changed
         user, will = session.username, session.will_topic
-        if not user or not await self._is_right(user, session.password or ""):
-            return False
-        return not will or self._rules.may_publish(user, will)
+        if not user:
+            return self._refuse(session, "user")
+        if user not in self._users:
+            return self._refuse(session, "unknown")
+        is_right = await self._is_right(user, session.password or "")
+        if not is_right:
+            return self._refuse(session, "busy" if is_right is None else "password")
+        return not will or self._rules.may_publish(user, will) or self._refuse(session, "topics")
 
-    async def _is_right(self, user: str, password: str) -> bool:
+    def _refuse(self, session: Any, why: str) -> bool:
+        """Report a refused login on stdout, for `EmbeddedBroker.refusal_in`; False."""
+        now = int(time.monotonic())
+        self._reported = (now, self._reported[1] + 1) if self._reported[0] == now else (now, 1)
+        if self._reported[1] <= REFUSALS_PER_S:
+            named = {"user": str(session.username or "")[:80], "id": agent_of(str(session.client_id or ""))[:80]}
+            sys.stdout.write(f"{REFUSED_LINE}{json.dumps({**named, 'why': why})}\n")
+            sys.stdout.flush()
+        return False
+
+    async def _is_right(self, user: str, password: str) -> bool | None:
+        """Whether the password is the user's; None: too many wait to be checked."""
         hashed = self._users.get(user, "")
         mark = hashed, hmac.digest(self._secret, password.encode(), hashlib.sha256)
         if hmac.compare_digest(self._right.get(user, ("", b""))[1], mark[1]) and self._right[user][0] == hashed:
             return True
         if self._pending >= PENDING_CHECKS:
-            return False
+            return None
         self._pending += 1
         try:
             loop = asyncio.get_running_loop()

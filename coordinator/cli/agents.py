@@ -1,29 +1,159 @@
-"""``headwater agents``: list, revoke and rename those who have certificates."""
+"""``headwater agents``: all agents or one of them; list, revoke and rename those that have certificates."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
+from typer.core import TyperGroup
 
-from edge_agent.errors import UsageError
-from edge_agent.identity import shown
+from edge_agent.cli.output import pairs
+from edge_agent.errors import UsageError, nearest
+from edge_agent.identity import shown as shown_time
 
 from ..identity.ledger import AgentRecord
+from ..state.history import SCOPES, history_of
 from ..state.releases import book_of
 from ..state.store import StateFolder
-from ..text import counted
+from ..text import counted, listed
 from .enroll import Expires, Name, duration, enrolment, print_token
-from .options import Config, Json, State
+from .fleet import NO_AGENTS, Row, SortKey, ago, has_problem, notes_of, rows_of, sort_key, table_of
+from .options import Config, Json, State, state_path
 from .output import present, table
 
+SHOWN = 50
+
+
+class _ShowByDefault(TyperGroup):
+    """Without a sub-command, agents are shown: ``agents``, ``agents NAME``, ``agents --faults``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the sub-command in where there is none."""
+        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
-    help="List, revoke or rename enrolled agents.\n\nExample: headwater agents list",
-    no_args_is_help=True,
+    cls=_ShowByDefault,
+    help="All agents, or one of them: state, version, bundle, accuracies, memory, last fault with its remedy.\n\n"
+    "Without a sub-command it is 'agents show', whose --help has the options to sort and select; the others are about "
+    "certificates.\n\n"
+    "Example: headwater agents porch",
 )
 
+One = Annotated[str | None, typer.Argument(metavar="[NAME]", help="All of this agent, with its history.")]
+Sort = Annotated[
+    SortKey | None, typer.Option("--sort", help="Default: faults first. Accuracies: the worst first; memory: the most.")
+]
+Reverse = Annotated[bool, typer.Option("--reverse", help="The other way round.")]
+Faults = Annotated[bool, typer.Option("--faults", help="Only agents with a fault or a note.")]
+Limit = Annotated[int, typer.Option("--limit", min=0, help="At most so many; 0: all.")]
+Find = Annotated[str, typer.Option("--find", help="Only agents with this text in their id.")]
+
 NewName = Annotated[str, typer.Argument(help="Its new id.")]
+
+
+@app.command("show")
+def show_agents(
+    name: One = None,
+    sort: Sort = None,
+    reverse: Reverse = False,
+    faults: Faults = False,
+    limit: Limit = SHOWN,
+    find: Find = "",
+    config: Config = None,
+    state: State = None,
+    as_json: Json = False,
+) -> None:
+    """All agents, or one of them with its history.
+
+    Example: headwater agents show --sort acc.personal --limit 10
+    """
+    path = state_path(config, state)
+    with StateFolder(path).look() as folder:
+        rows = rows_of(folder)
+        if name is not None:
+            if (row := next((one for one in rows if one["id"] == name), None)) is None:
+                close = nearest(name, [one["id"] for one in rows])
+                hint = f"did you mean '{close}'? " if close else ""
+                raise UsageError(f"unknown agent '{name}': {hint}'headwater agents' shows those that are known")
+            result = {**row, "history": history_of(folder, name)}
+            present(result, _one(result), as_json=as_json)
+            return
+    chosen = [row for row in rows if find in row["id"] and (has_problem(row) or not faults)]
+    chosen.sort(key=sort_key(sort), reverse=reverse)
+    shown = chosen[:limit] if limit else chosen
+    counts = dict(sorted(Counter(row["state"] for row in rows).items()))
+    result = {"agents": shown, "selected": len(chosen), "known": len(rows), "states": counts}
+    present(result, _all(result), as_json=as_json)
+
+
+def _all(result: dict[str, Any]) -> Iterator[Table | str]:
+    shown: list[Row] = result["agents"]
+    if not result["known"]:
+        yield NO_AGENTS
+        return
+    states = ", ".join(f"{count} {state}" for state, count in result["states"].items())
+    yield f"{counted(result['known'], 'agent')}: {states}"
+    if not shown:
+        yield "none of them is selected (--faults, --find)"
+        return
+    part = f"{len(shown)} of {result['selected']} selected" if len(shown) < result["selected"] else "agents"
+    yield table_of(shown, part)
+    yield from (f"{row['id']} *: {note}" for row in shown for note in notes_of(row))
+    if any(row["better_alone"] for row in shown):
+        alone = [row["id"] for row in shown if row["better_alone"]]
+        yield f"better off alone, acc.local above acc.personal by more than noise: {listed(alone)}"
+
+
+def _one(agent: dict[str, Any]) -> Iterator[Table | str]:
+    seen, history = ago(agent["last_seen_s"]), agent["history"]
+    alone = {True: "yes: acc.local is above acc.personal by more than noise", False: "no"}
+    known = any(value is not None for value in agent["acc"].values())
+    facts = {
+        "agent": agent["id"],
+        "state": agent["state"],
+        "tier": agent["tier"],
+        "last seen": f"{seen} ago" if seen else None,
+        "version": agent["software"],
+        "bundle": agent["bundle_id"],
+        "head": agent["head"],
+        "samples": agent["samples"],
+        **{f"acc.{scope}": value for scope, value in agent["acc"].items()},
+        "better off alone": alone[agent["better_alone"]] if known else None,
+        "memory": None if agent["rss_mb"] is None else f"{agent['rss_mb']:.1f} MB",
+    }
+    yield from pairs(facts.items())
+    if fault := agent["fault"]:
+        yield from pairs([("fault", f"{fault['error']}: {fault['message']}"), ("remedy", fault["remedy"])])
+    yield from (f"note: {note}" for note in agent["notes"])
+    if history["accuracy"]:
+        rows = [
+            (_day(one["at"]), one["run"], one["round"] or "end", *(one["acc"][scope] for scope in SCOPES))
+            for one in history["accuracy"]
+        ]
+        yield ""
+        yield table("accuracy", ("at", "run", "round", *(f"acc.\n{scope}" for scope in SCOPES)), rows, left=2)
+    if history["bundles"]:
+        rows = [
+            (_day(one["at"]), (one["bundle_id"] or "")[:12], one["release"], one["outcome"], one["acc"], one["reason"])
+            for one in history["bundles"]
+        ]
+        yield ""
+        yield table("bundles", ("at", "bundle", "release", "outcome", "acc.personal", "reason"), rows, left=6)
+    for fault in history["faults"]:
+        yield f"{_day(fault['at'])} fault: {fault['error']}: {fault['message']}; {fault['remedy']}"
+    for one in history["rejected"]:
+        yield f"{_day(one['at'])} update of {one['run']}, round {one['round']}, rejected: {one['reason']}"
+
+
+def _day(at: str) -> str:
+    return f"{at[:10]} {at[11:19]}"
 
 
 @app.command("list")
@@ -103,9 +233,9 @@ def _described(record: AgentRecord, now: float) -> dict[str, Any]:
     return {
         "name": record.name,
         "state": state,
-        "until": shown(current.not_after) if current is not None else None,
+        "until": shown_time(current.not_after) if current is not None else None,
         "key": current.key if current is not None else None,
-        "token": shown(token.expires) if token is not None and is_open else None,
+        "token": shown_time(token.expires) if token is not None and is_open else None,
         "renames": (token.replaces or None) if token is not None and is_open else None,
         "owner": record.owner or None,
         "max_samples": record.max_samples,

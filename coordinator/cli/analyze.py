@@ -19,7 +19,7 @@ from ..research import analyze as analysis
 from ..research.analyze import Settings
 from ..research.analyze.page import write
 from .options import Config, Given, Json, Verbose, from_model, state_path
-from .output import console, present, set_up_logging, table, text
+from .output import console, is_live, present, set_up_logging, table, text
 
 What = Annotated[
     str, typer.Argument(metavar="RUN|BUNDLE", help="Simulation or state folder, a run's name, or a bundle file.")
@@ -60,7 +60,7 @@ def analyze(
         check_writable(out)
     heads.get(settings.head)  # an unknown name is reported before anything is loaded
     location = _location(what, data or [], config, state)
-    busy = console.status("opening") if console.is_terminal else contextlib.nullcontext()
+    busy = console.status("opening") if is_live(console) else contextlib.nullcontext()
     with busy as status:
         target = analysis.find(location, settings)
         result = analysis.analyze(target, settings, *([] if status is None else [status.update]))

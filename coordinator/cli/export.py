@@ -17,7 +17,7 @@ from ..api import TrainedModel, export_run
 from ..config import DEFAULT_CONFIG, ExportConfig, HostedConfig, load_config
 from ..state.journal import RunRecord
 from .options import Config, Json, State
-from .output import console, present, ready_for, set_up_logging, table, text
+from .output import console, is_live, present, ready_for, set_up_logging, table, text
 
 if TYPE_CHECKING:
     from export import Report
@@ -62,7 +62,7 @@ def export(
     if out.suffix == ".safetensors":
         title, result = "weights", _write_weights(TrainedModel.of(folder, run), out)
     else:
-        busy = console.status("exporting and checking") if console.is_terminal else contextlib.nullcontext()
+        busy = console.status("exporting and checking") if is_live(console) else contextlib.nullcontext()
         with busy:
             made = export_run(folder, out, settings, run=run, calibration=calibration or (), hosted=hosted)
             title, result = "exported", _exported(*made)

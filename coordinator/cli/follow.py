@@ -12,13 +12,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from edge_agent.errors import RunFailed, StateError
 from edge_agent.storage import folder_lock
 
+from ..state.history import SCOPES
 from ..state.journal import Journal, RunRecord, utc_now
 from ..state.store import StateFolder, read_status
 from ..text import counted, listed
-from .output import console
+from .output import console, fitted, is_live, table
 
 LOOK_EVERY_S = 0.2
 SILENT_S = 15.0
@@ -50,10 +53,11 @@ def follow(
             if stop is not None and stop.is_set():
                 return state.journal.replay(run)
             newest = state.journal.last_id()
-            waiting = _waiting(read_status(state.path), run)
+            status = read_status(state.path)
+            waiting = _waiting(status, run)
             if newest != last_id:
                 record, last_id = state.journal.replay(run), newest
-            show_progress(record, waiting)
+            show_progress(record, waiting, status)
     if record.status != "finished":
         raise RunFailed(f"{run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
     return record
@@ -109,23 +113,68 @@ class _Lines:
         console.print(f"{self._run}: {line}", soft_wrap=True)
 
 
+MOST_ROWS = 20
+"""Of a larger fleet the table of agents is left out."""
+
+
 @contextlib.contextmanager
-def _progress(run: str) -> Iterator[Callable[[RunRecord, str], None]]:
-    """What to call with the state of a run and with what it waits for: lines, or one that changes on a terminal."""
-    if not console.is_terminal:
-        yield _Lines(run)
+def _progress(run: str) -> Iterator[Callable[[RunRecord, str, dict[str, Any]], None]]:
+    """What to call with the state of a run, what it waits for, and the status: on a terminal it is drawn again."""
+    if not is_live(console):
+        lines = _Lines(run)
+        yield lambda record, waiting, _status: lines(record, waiting)
         return
+    from rich.console import Group, RenderableType
+    from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+    from rich.text import Text
 
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "rounds", TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task(run, total=None)
+    progress = Progress(*columns, console=console, auto_refresh=False)
+    bar = progress.add_task(run, total=None)
+    newest: tuple[str, dict[str, Any]] = "", {}
 
-        def update(record: RunRecord, waiting: str) -> None:
-            total = int(record.request.get("rounds", 0))
-            progress.update(bar, total=total, completed=record.round, description=f"{run}  {waiting}")
+    def drawn() -> RenderableType:
+        waiting, status = newest
+        parts: list[RenderableType] = [progress, *([Text(f"waits: {waiting}")] if waiting else [])]
+        agents = status.get("agents", ())
+        if (status.get("run") or {}).get("id") == run and 0 < len(agents) <= MOST_ROWS:
+            parts.append(fitted(agents_now(status), console.width))
+        return Group(*parts)
+
+    # Drawn a few times a second, whatever happens in between: one round of a fleet is a thousand messages.
+    with Live(get_renderable=drawn, console=console, refresh_per_second=4, transient=True, vertical_overflow="crop"):
+
+        def update(record: RunRecord, waiting: str, status: dict[str, Any]) -> None:
+            nonlocal newest
+            newest = waiting, status
+            progress.update(bar, total=int(record.request.get("rounds", 0)), completed=record.round)
 
         yield update
+
+
+def agents_now(status: dict[str, Any]) -> Table:
+    """What each agent does in the run under way, and its newest accuracies."""
+    rows = [
+        (agent["id"], _does(agent, status["run"]), *((agent.get("acc") or {}).get(scope) for scope in SCOPES))
+        for agent in status["agents"]
+    ]
+    return table("", ("agent", "is", *(f"acc.\n{scope}" for scope in SCOPES)), rows, left=2)
+
+
+def _does(agent: dict[str, Any], run: dict[str, Any]) -> str:
+    name = agent["id"]
+    if not agent["present"]:
+        return "offline"
+    if agent.get("condition", "ok") != "ok":
+        return str((agent.get("fault") or {}).get("error") or agent["condition"])
+    if name in run.get("rejected", {}):
+        return f"rejected, {run['round']}"
+    if name in run.get("accepted", ()):
+        return f"sent, {run['round']}"
+    if name in run.get("cohort", ()):
+        return f"at work, {run['round']}"
+    return f"bundle {agent['bundle_id'][:8]}" if agent["bundle_id"] else "ready"
 
 
 def _waiting(status: dict[str, Any], run: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from edge_agent.cli.output import value_text
 from edge_agent.errors import UsageError
@@ -52,15 +53,17 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 def set_up_logging(*, verbose: bool = False, quiet: bool = False, log_format: LogFormat = "text") -> None:
     """Log lines to stderr: warnings always, the coordinator's own events unless ``quiet``."""
+    handler: logging.Handler = _Stderr()
     if log_format == "json":
         log_json()
+        handler = logging.getLogger().handlers[0]
     else:
-        handler = _Stderr()
         handler.setFormatter(logging.Formatter(TEXT))
         logging.basicConfig(handlers=[handler], level=logging.WARNING)
-    level = logging.DEBUG if verbose else (logging.WARNING if quiet else logging.INFO)
+    if quiet and not verbose:
+        handler.setLevel(logging.WARNING)  # and not the loggers: the state folder's own log has all
     for package in ("coordinator", "edge_agent", "export"):
-        logging.getLogger(package).setLevel(level)
+        logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
 def ready_for(path: Path) -> None:
@@ -90,21 +93,76 @@ def print_json(content: Mapping[str, Any]) -> None:
     print(json.dumps(content, indent=1, allow_nan=False))
 
 
+def print_line(content: Mapping[str, Any] | str) -> None:
+    """One line on stdout at once: text, or an object as JSON."""
+    line = content if isinstance(content, str) else json.dumps(content, allow_nan=False)
+    print(line, flush=True)
+
+
+def stdout_console(*, soft_wrap: bool = True) -> Console:
+    """For results on stdout, whatever it is now; lines of what is drawn again are wrapped at words."""
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap, width=width)
+
+
 def show(*parts: Table | str) -> None:
     """Results for people, on stdout: tables, and lines that are never wrapped or cut."""
-    out = Console(
-        highlight=False, markup=False, emoji=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_WIDTH
-    )
+    out = stdout_console()
     for part in parts:
         if isinstance(part, Table):
-            out.print(part, soft_wrap=False)
+            out.print(fitted(part, out.width), soft_wrap=False)
         else:
             out.print(part)
 
 
+def is_live(out: Console) -> bool:
+    """Whether what was written there can be drawn again: not in a pipe, and not on a terminal without a cursor."""
+    return out.is_terminal and not out.is_dumb_terminal
+
+
+class _Cells(Table):
+    """A table that knows its cells as text."""
+
+    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.heads, self.cells, self.left = [" ".join(column.split()) for column in columns], rows, left
+        self.least_width = 0
+        """In which no number is cut or wrapped, and no word of `WORD_CHARS`."""
+
+        for position, column in enumerate(columns):
+            is_text = position < left
+            longest = max(len(line) for cell in (column, *(row[position] for row in rows)) for line in cell.split("\n"))
+            self.least_width += GAP + (min(longest, WORD_CHARS) if is_text else longest)
+            self.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+        for row in rows:
+            self.add_row(*row)
+
+
+GAP = 2
+"""Columns between two columns."""
+
+WORD_CHARS = 12
+"""Columns of text become no narrower."""
+
+
+def fitted(part: Table, width: int) -> Table | Text:
+    """``part`` where it fits; in less columns one line for each cell."""
+    if not isinstance(part, _Cells) or part.least_width <= width:
+        return part
+    lines = [str(part.title or "")]
+    for first, *others in part.cells:
+        lines.append(first)
+        named = zip(part.heads[1:], others, strict=True)
+        lines += [f"  {head}: {cell}" for head, cell in named if cell not in {"", "–"}]
+    return Text("\n".join(lines), overflow="fold")
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> Table:
     """A table; the first ``left`` columns are text, the others numbers. It wraps where a terminal is narrow."""
-    made = Table(
+    return _Cells(
+        columns,
+        [[text(value) for value in row] for row in rows],
+        left,
         title=title,
         title_justify="left",
         title_style="bold",
@@ -114,11 +172,6 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
-    for position, column in enumerate(columns):
-        made.add_column(column, justify="left" if position < left else "right", overflow="fold")
-    for row in rows:
-        made.add_row(*(text(value) for value in row))
-    return made
 
 
 def text(value: object) -> str:

@@ -21,7 +21,7 @@ from ..simulation.plan import HOW_NOT_WHAT, Plan
 from ..state.store import StateFolder
 from ..text import counted, encoder_named
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
-from .output import console, present, set_up_logging, sigterm_as_ctrl_c, table
+from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -172,7 +172,7 @@ def run_plan(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
     from ..simulation.run import open_simulation
     from ..simulation.setup import PARTITION, Prepared
 
-    busy = console.status("reading the data") if console.is_terminal else contextlib.nullcontext()
+    busy = console.status("reading the data") if is_live(console) else contextlib.nullcontext()
     with busy:
         prepared = Prepared.of(plan, folder / PARTITION if resume else None).shared()
     with open_simulation(prepared, folder) as simulation, shown(simulation) as watch:
@@ -247,7 +247,7 @@ def shown(simulation: Simulation) -> Iterator[Callable[[Job], None]]:
             line = f"round {figures['round']} of {run_progress.rounds}: {scores}{seconds}"
             console.print(f"{line}about {run_progress.left_s():.0f} s left", soft_wrap=True)
 
-    if not console.is_terminal:
+    if not is_live(console):
         yield print_line
         return
     from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn

@@ -10,9 +10,10 @@ import heapq
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from edge_agent import __version__
 from edge_agent.errors import DuplicateId, MessageError, RunFailed
@@ -38,6 +39,44 @@ RETURN_S = 10.0
 """The same for agents not heard since the coordinator's start: they may be between two tries to connect."""
 
 
+@dataclass(frozen=True)
+class Figures:
+    """What an agent last said of its models and its memory; None and empty: nothing yet."""
+
+    acc: Mapping[str, float] = field(default_factory=dict)
+    """Scope (local, global, personal) -> accuracy, 0..1."""
+
+    head: str = ""
+    better_alone: bool = False
+    rss_mb: float | None = None
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Figures:
+        """Those of an agent at the end of a run: `coordinator.runs.results`."""
+        acc = {scope: float(value) for scope, value in (record.get("acc") or {}).items() if value is not None}
+        alone = bool(record.get("better_alone"))
+        return cls(acc, str(record.get("head") or ""), alone, record.get("rss_mb") or None)
+
+    def of_update(self, metrics: Mapping[str, float | None]) -> Figures:
+        """With the accuracies that came with an update."""
+        named = {scope: metrics.get(f"acc.{scope}") for scope in ("local", "global", "personal")}
+        acc = {scope: value for scope, value in named.items() if value is not None and 0 <= value <= 1}
+        return replace(self, acc={**self.acc, **acc}) if acc else self
+
+    def of_report(self, message: wire.Report) -> Figures:
+        """With what a report says; accuracies on no samples are none."""
+        acc = {"local": message.acc_local, "global": message.acc_global, "personal": message.acc_personal}
+        known = {scope: value for scope, value in acc.items() if value is not None} if message.samples else {}
+        rss_mb = message.rss_mb or self.rss_mb
+        return Figures({**self.acc, **known}, message.head or self.head, message.better_alone, rss_mb)
+
+    def of_facts(self, facts: Mapping[str, object]) -> Figures:
+        """With the memory that a hello says."""
+        rss_mb = facts.get("rss_mb")
+        is_size = isinstance(rss_mb, float | int) and not isinstance(rss_mb, bool) and 0 < rss_mb < 1e9
+        return replace(self, rss_mb=float(rss_mb)) if is_size and isinstance(rss_mb, float | int) else self
+
+
 @dataclass
 class Member:
     """One agent as it described itself, and when it was last heard."""
@@ -55,6 +94,8 @@ class Member:
 
     fault: dict[str, str] | None = None
     """Its last fault, if that still stands: error, message, remedy, and when it was reported."""
+
+    figures: Figures = field(default_factory=Figures)
 
     condition: wire.ConditionName = "ok"
     stalled_at: float = 0.0
@@ -97,12 +138,19 @@ class Roster:
         self._connected_at: float | None = clock()
         self._deaf_since, self._deaf_s = 0.0, 0.0
         self._faults = Rejections(clock)
+        self._before = dict[str, Figures]()
+
+    def remember(self, figures: Mapping[str, Figures]) -> None:
+        """What agents said before this start, by their ids."""
+        self._before = dict(figures)
 
     def hello(self, agent: str, message: wire.Hello) -> Member:
         """An agent introduces itself (again)."""
         member = Member(agent, message.tier, message.boot, message.software, message.samples, message.bundle_id)
         member.connection = message.connection
         before = self._members.get(agent)
+        figures = self._before.pop(agent, Figures()) if before is None else before.figures
+        member.figures = figures.of_facts(message.facts)
         if before is not None:
             member.samples = member.samples or before.samples
             if before.boot == member.boot:
@@ -115,12 +163,19 @@ class Roster:
         self.is_as(agent, message.condition)
         return member
 
+    def trained(self, agent: str, metrics: Mapping[str, float | None]) -> None:
+        """Note the accuracies that an agent sent with an update."""
+        member = self._members.get(agent)
+        if member is not None:
+            member.figures = member.figures.of_update(metrics)
+
     def reported(self, agent: str, message: wire.Report) -> bool:
         """Note samples and encoder of an agent, and why if it is not the new one; False for an agent not listed."""
         member = self._members.get(agent)
         if member is None:
             return False
         member.samples = message.samples or member.samples
+        member.figures = member.figures.of_report(message)
         if message.bundle_id:
             member.bundle_id = message.bundle_id
             member.notes.pop("rolled_back", None)
@@ -129,8 +184,11 @@ class Roster:
             log.warning("rolled_back agent=%s run=%s why=%s", agent, message.run, message.rolled_back)
         return True
 
-    def failed(self, agent: str, message: wire.Fault) -> None:
-        """Note an agent's fault; it stands until the agent reports the condition "ok"."""
+    def failed(self, agent: str, message: wire.Fault) -> dict[str, str] | None:
+        """Note an agent's fault; it stands until the agent reports the condition "ok".
+
+        Returns it where it is worth a line in the log, and not one of many of the same.
+        """
         times = self._faults.note(f"{agent}: {message.error}: {message.message}")
         level = logging.DEBUG if times is None else logging.WARNING
         fault = {
@@ -145,6 +203,7 @@ class Roster:
         if member is not None:
             self.is_as(agent, "stalled" if message.error == wire.DISK_ERROR else "fault")
             member.fault = {**fault, "at": utc_now().isoformat(timespec="seconds")}
+        return None if times is None else fault
 
     def is_as(self, agent: str, condition: wire.ConditionName) -> bool:
         """Note the condition of an agent; False where it has a fault that has not been received here."""

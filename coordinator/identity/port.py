@@ -28,7 +28,7 @@ from edge_agent.identity import TIMEOUT_S, CertificateRequest, read_line, shown
 from edge_agent.task import parse_json
 from edge_agent.wire.messages import printable
 
-from ..broker import held_port
+from ..broker import OnRefused, held_port
 from .enrolment import Enrolment
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,9 @@ class EnrolmentPort:
         self.enrolment, self._certificate = enrolment, certificate
         self._free, self._is_over = threading.Semaphore(AT_ONCE), threading.Event()
         self._served, self._lock = Counter[str](), threading.Lock()
+        self.on_refused: OnRefused = lambda *_: None
+        """Called with agent, reason and remedy when a certificate does not count; in a thread of the connection."""
+
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
 
@@ -157,6 +160,7 @@ class EnrolmentPort:
             log.warning("enrolment_refused from=%s reason=%d bytes that are no request", address, len(line))
             return {"refused": "request: it is malformed; coordinator and device run different versions"}
         except UsageError as error:
+            self.on_refused(asked.name, str(error), f"'headwater enroll {asked.name}' makes a token for it")
             log.warning("enrolment_refused from=%s reason=%s", address, printable(str(error)))
             return {"refused": str(error)}
         except (HeadwaterError, OSError) as error:

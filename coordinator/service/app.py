@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from edge_agent.agent.health import LOGIN_REFUSED
 from edge_agent.errors import BrokerAway, DuplicateCoordinator, StateError, UsageError
 from edge_agent.storage import lock_holder
 from edge_agent.wire.messages import Topics
@@ -21,15 +22,17 @@ from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.transport import Transport
 from edge_agent.worker import ThreadWorker
 
-from ..broker import EmbeddedBroker
+from ..broker import EmbeddedBroker, OnRefused
 from ..config import CoordinatorConfig
 from ..fleet.rate_limits import RateLimits
+from ..fleet.refusals import By, Refusals
 from ..hosted.run_hooks import OwnDataHooks
 from ..hosted.transport import CombinedTransport, HostedTransport
 from ..processes.compute import Compute, ComputeProcess
 from ..state.backup import MARKER
 from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now
+from ..state.log_file import logging_to
 from ..state.store import StateFolder
 from .coordinator import Coordinator
 from .peers import PROBE_S
@@ -99,13 +102,19 @@ def coordinator(
     with contextlib.ExitStack() as stack:
         folder = StateFolder(config.state)
         state = _when_there_is_room(config.state, stop, lambda: stack.enter_context(folder.open("headwater serve")))
+        stack.enter_context(logging_to(config.state))
         broker, embedded, identity = config.broker, config.embedded, None
-        keys = CommandKeys.of(config.state, config.federation)
+        keys, refusals = CommandKeys.of(config.state, config.federation), Refusals(time.monotonic)
+
+        def refused_by(by: By) -> OnRefused:
+            return lambda agent, message, remedy: refusals.note(agent, by, LOGIN_REFUSED, message, remedy)
+
         if config.identity is not None:
             from ..identity.enrolment import Enrolment
             from ..identity.serving import IdentityService
 
             identity = IdentityService(Enrolment(config.state, config.federation, config.identity))
+            identity.broker.on_refused, identity.port.on_refused = refused_by("broker"), refused_by("enrolment")
             stack.callback(identity.stop)
             identity.start(utc_now())
             broker, keys = identity.client(), CommandKeys.of(config.state, config.federation, identity.generation)
@@ -113,6 +122,7 @@ def coordinator(
             served = EmbeddedBroker(
                 embedded.bind, embedded.port, federation=config.federation, password_file=embedded.password_file
             )
+            served.on_refused = refused_by("broker")
             stack.enter_context(served)
             broker = served.config()
             log.info("broker_started url=%s", broker.url)
@@ -146,6 +156,7 @@ def coordinator(
             limits=limits,
             identity=identity,
             keys=keys,
+            refusals=refusals,
         )
         for overlap in overlaps(config):
             log.warning("samples_serve_twice %s", overlap)

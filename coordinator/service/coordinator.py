@@ -15,10 +15,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from edge_agent import __version__
-from edge_agent.errors import DuplicateCoordinator, HeadwaterError, MessageError, ProtocolMismatch, StateError
+from edge_agent.errors import (
+    DuplicateCoordinator,
+    EnrolmentRefused,
+    HeadwaterError,
+    MessageError,
+    ProtocolMismatch,
+    StateError,
+)
 from edge_agent.limits import resident_bytes
 from edge_agent.task import Task
 from edge_agent.wire import messages as wire
@@ -29,7 +37,18 @@ from edge_agent.worker import InlineWorker, Worker
 
 from ..config import CoordinatorConfig
 from ..fleet.rate_limits import RateLimits
-from ..fleet.registry import CommandSender, DuplicateIds, Member, ReceiptMemory, Rejections, Roster, RunIds, begin
+from ..fleet.refusals import Refusals
+from ..fleet.registry import (
+    CommandSender,
+    DuplicateIds,
+    Figures,
+    Member,
+    ReceiptMemory,
+    Rejections,
+    Roster,
+    RunIds,
+    begin,
+)
 from ..fleet.rollout import Rollout
 from ..fleet.transfers import Collector, Distributor, reason_of
 from ..hosted.transport import CombinedTransport
@@ -40,6 +59,7 @@ from ..runs.round_loop import RunLoop
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.backup import MARKER
 from ..state.command_keys import CommandKeys
+from ..state.fault_log import FaultLog
 from ..state.journal import utc_now
 from ..state.store import MOST_LISTED, StateFolder
 from .peers import PROBE_S, Peers
@@ -88,12 +108,14 @@ class Coordinator:
         identity: IdentityService | None = None,
         keys: CommandKeys | None = None,
         now: Callable[[], datetime] = utc_now,
+        refusals: Refusals | None = None,
     ) -> None:
         """``probe_s``: how long another coordinator of the federation may take to answer before this one serves.
 
         ``run_ids``: ids of runs in messages; by default unique among all state folders. ``limits``: those that the
         transport applies to what it receives. ``identity``: who has a certificate, where agents need one. ``keys``:
         those that agents know its commands by. ``now``: the wall clock, for windows of releases and ends of pins.
+        ``refusals``: devices that broker or enrolment port do not let in.
         """
         self.config, self.state, self.transport, self.clock = config, state, transport, clock
         self.stopwatch = stopwatch or clock
@@ -115,6 +137,7 @@ class Coordinator:
         self.collector = Collector(state.blobs, state.journal, self.receipts.send, clock, self.storage.is_stalled)
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of, config.retention.runs)
         self.rejected = Rejections(clock)
+        self.refusals = refusals or Refusals(clock, now)
         gone_after = timedelta(days=config.retention.devices_days)
         self.releases = Rollout(state, self.roster, self.distributor, self.send, clock, now, gone_after)
         self._handlers: dict[type[wire.Control], Callable[[str, Any], None]] = {
@@ -129,6 +152,7 @@ class Coordinator:
         }
         self._marker = state.path / MARKER
         self._status_writer = StatusWriter(state.path / "status.json", self.stopwatch)
+        self._faults = FaultLog(state.path)
         self._unsent: list[tuple[str, wire.Command]] = []
         """Receipts of updates that are not on disk yet, with their agents."""
 
@@ -152,6 +176,9 @@ class Coordinator:
             is_held=self.state.is_held,
         )
         self.peers.start(self.federation_id, self.commands.epoch)
+        self.roster.remember(
+            {agent: Figures.of_record(body) for agent, body in self.state.journal.newest_of("release_reported").items()}
+        )
         self.hooks.start(self.state)
         self.roster.disconnected()
         self.transport.subscribe(*self.topics.for_coordinator())
@@ -343,7 +370,9 @@ class Coordinator:
             if event.retained:  # agents publish no retained messages
                 raise MessageError(f"retained message on {event.topic}; clear it at the broker")
             if self.identity is not None and not self.identity.admits(agent):
-                raise MessageError(f"agent '{agent}' is revoked; 'headwater enroll {agent}' lets it in again")
+                remedy = f"'headwater enroll {agent}' lets it in again"
+                self.refusals.note(agent, "coordinator", EnrolmentRefused.__name__, "it is revoked", remedy)
+                raise MessageError(f"agent '{agent}' is revoked; {remedy}")
         except MessageError as error:
             self._ignore("topic", error)
             return
@@ -351,6 +380,8 @@ class Coordinator:
             self.handle(agent, kind, event.payload)
         except ProtocolMismatch as error:
             self._ignore(agent, error)
+            side = "the device" if str(error).endswith("upgrade the peer") else "this coordinator"
+            self.refusals.note(agent, "coordinator", type(error).__name__, str(error), f"upgrade {side}")
             message = f"coordinator {__version__} {SPOKEN}: {error}"  # the agent shows what this side speaks
             whom = wire.start_of(event.payload)  # an agent with a key asks for that before its first welcome
             self.send(agent, wire.Refused(error=type(error).__name__, message=message, whom=whom))
@@ -423,6 +454,7 @@ class Coordinator:
         self._handlers[type(message)](agent, self.commands.with_run_name(agent, message))
 
     def _on_manifest(self, agent: str, message: wire.UpdateManifest) -> None:
+        self.roster.trained(agent, message.metrics)
         collection = self.collector.open_round
         if collection is not None and collection.takes(agent, message):
             self.collector.manifest(agent, message)
@@ -437,7 +469,9 @@ class Coordinator:
         if message.error in wire.REFUSALS:
             log.info("job_refused agent=%s reason=%s", agent, message.message)
         else:
-            self.roster.failed(agent, message)
+            fault = self.roster.failed(agent, message)
+            if fault is not None:
+                self._faults.note(agent, fault)
         if (loop := self.loop) is not None and loop.run.id == message.run:
             loop.on_fault(agent, message)
         self.releases.fault(agent, message)
@@ -479,6 +513,7 @@ class Coordinator:
         self.commands.speaks(agent, message.v)
         self.collector.greet(agent)
         self.roster.hello(agent, message)
+        self.refusals.accepted(agent)
         is_back = before is None or before.boot != message.boot or not before.is_present
         if before is None or is_back or before.connection != message.connection:
             self.distributor.forget(agent)
@@ -490,8 +525,9 @@ class Coordinator:
         self._welcome(agent, heartbeat_s)
         if (loop := self.loop) is not None:
             loop.invite(agent)
-        if message.tier == "head":
+        if message.tier == "head" or loop is None:  # in a run, one that trains gets the task with its first job
             self._send_task(agent, self.config.task if loop is None else loop.run.request.task)
+        if message.tier == "head":
             self.releases.hello(agent, message)
 
     def _welcome(self, agent: str, heartbeat_s: float) -> None:
@@ -504,7 +540,7 @@ class Coordinator:
         self.send(agent, welcome)
 
     def _send_task(self, agent: str, task: Task) -> None:
-        """Send the task to an agent that otherwise gets it with a bundle, so that it checks its data and head now."""
+        """Send the task to an agent that otherwise gets it with a bundle or a job, so that it checks its data now."""
         with contextlib.suppress(MessageError):  # too long for a message, with thousands of classes
             self.send(agent, wire.TaskNotice(task=task))
 
@@ -557,7 +593,9 @@ class Coordinator:
                 "seconds_left": None if waiting.until is None else round(max(0.0, waiting.until - self.clock()), 1),
             },
             "fleet": self._counts(),
+            "acc": self._accuracies(),
             "agents": [*self._described(self._listed(), run), *self._away()],
+            "refused_agents": self.refusals.body(),
             "traffic": {
                 "messages_received": self.transport.traffic.messages_down,
                 "bytes_received": self.transport.traffic.bytes_down,
@@ -586,6 +624,17 @@ class Coordinator:
             "fault": conditions["fault"],
             "stalled": conditions["stalled"],
         }
+
+    def _accuracies(self) -> dict[str, dict[str, float]]:
+        """Scope -> mean and worst tenth of the newest accuracies, and of how many agents."""
+        result = dict[str, dict[str, float]]()
+        members = self.roster.members()
+        for scope in ("local", "global", "personal"):
+            values = sorted(acc for member in members if (acc := member.figures.acc.get(scope)) is not None)
+            if values:
+                worst = values[: max(1, len(values) // 10)]
+                result[scope] = {"mean": fmean(values), "worst_tenth": fmean(worst), "agents": len(values)}
+        return result
 
     def _listed(self) -> list[Member]:
         """At most `MOST_LISTED` agents, sorted by id: where there are more, those with a fault, a note, or offline."""
@@ -618,6 +667,10 @@ class Coordinator:
                     notes=[*member.notes.values(), *others],
                     condition=member.condition,
                     fault=member.fault,
+                    acc=dict(member.figures.acc),
+                    head=member.figures.head,
+                    better_alone=member.figures.better_alone,
+                    rss_mb=member.figures.rss_mb,
                     silent_s=round(self.clock() - member.heard_at, 1),
                     bytes_up=self.collector.bytes_from.get(member.id, 0),
                     bytes_down=self.distributor.bytes_to.get(member.id, 0),

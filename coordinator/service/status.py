@@ -45,6 +45,12 @@ class AgentStatus:
     notes: list[str] = field(default_factory=list)
     condition: str = "ok"
     fault: dict[str, str] | None = None
+    acc: dict[str, float] = field(default_factory=dict)
+    """Scope (local, global, personal) -> the newest accuracy, 0..1."""
+
+    head: str = ""
+    better_alone: bool = False
+    rss_mb: float | None = None
     silent_s: float | None = None
     bytes_up: int = 0
     bytes_down: int = 0

@@ -15,11 +15,11 @@ from typing import Any
 from .. import capabilities
 from ..config import AgentConfig
 from ..errors import BrokerAway, CodecError, HeadwaterError, MissingCapability, StateError
-from ..identity import Renewal, renew_beside
+from ..identity import Renewal, check_name, renew_beside
 from ..storage import folder_lock, read_json, sweep, write_atomic
-from ..wire.mqtt import MqttTransport
-from ..worker import ThreadWorker, in_child, stop_on_signals
-from .event_loop import Agent, will_of
+from ..wire.mqtt import MqttTransport, refused_topics
+from ..worker import ThreadWorker, in_child, is_stopped, stop_on_signals
+from .event_loop import Agent, RefusedTopics, will_of
 from .health import problem_of
 from .tasks import TaskRunner, check
 from .textfile import TextFile
@@ -34,6 +34,7 @@ def run(config: AgentConfig) -> None:
 
     Raises:
         MissingCapability: the configured tier needs packages that are not installed.
+        EnrolmentRefused: its certificate is for another id or federation.
         DataError: the data source's file or folder is missing; raised before the broker is tried.
         UnknownName: no such head.
         StateError: another agent uses the state folder.
@@ -44,6 +45,7 @@ def run(config: AgentConfig) -> None:
     """
     try:
         tier = choose_tier(config)
+        check_name(config)
         in_child(lambda: check(config))  # it would leave 16 MB in an idle agent
         _run(config, tier)
     except StateError:
@@ -69,6 +71,7 @@ def _run(config: AgentConfig, tier: str) -> None:
             worker=ThreadWorker(transport.wake),
             boot=boot,
             renewal=renewal if renewal.is_enrolled else None,
+            refused_topics=refused_topics_of(config),
         )
         try:
             agent.start()
@@ -79,6 +82,19 @@ def _run(config: AgentConfig, tier: str) -> None:
             agent.close()
         if stop.signal == signal.SIGINT:
             raise KeyboardInterrupt
+
+
+ASK_RULES_LIMIT_S = 4.0
+
+
+def refused_topics_of(config: AgentConfig) -> RefusedTopics | None:
+    """Asks the agent's broker what it refuses; None where it takes the id from the certificate.
+
+    Such a broker would end the agent's own connection, and `check_name` has compared the ids.
+    """
+    if config.broker.tls is not None and config.broker.tls.cert is not None:
+        return None
+    return lambda messages: refused_topics(config.broker, config.id, messages, ASK_RULES_LIMIT_S)
 
 
 def _renew_expired(renewal: Renewal) -> None:
@@ -94,7 +110,8 @@ def _renew_expired(renewal: Renewal) -> None:
         result = renew_beside(renewal.state, "by_port")
         log.info("certificate_renewed until=%s", result["until"])
     except (BrokerAway, StateError, CodecError) as error:
-        log.warning("certificate_not_renewed reason=%s; tried again while the agent runs", error)
+        level = logging.INFO if is_stopped(error) else logging.WARNING
+        log.log(level, "certificate_not_renewed reason=%s; tried again while the agent runs", error)
 
 
 def choose_tier(config: AgentConfig) -> str:
@@ -127,13 +144,15 @@ def _leave_status(config: AgentConfig, error: HeadwaterError) -> None:
 
 def _serve(agent: Agent, stop: threading.Event) -> None:
     """The agent's loop; it also notifies the watchdog, so that a stuck loop is noticed."""
-    noted_at, was_welcomed = float("-inf"), False
+    noted_at = float("-inf")
+    noted: tuple[bool, str | None] = False, None
     textfile = TextFile(agent.config, agent.clock)
     while not stop.is_set():
         agent.step(agent.idle_s())
         agent.raise_if_rejected()
-        if agent.clock() - noted_at >= STATUS_EVERY_S or agent.welcomed != was_welcomed:
-            noted_at, was_welcomed = agent.clock(), agent.welcomed
+        now = (agent.welcomed, None if agent.problem is None else agent.problem.message)
+        if agent.clock() - noted_at >= STATUS_EVERY_S or now != noted:
+            noted_at, noted = agent.clock(), now
             _notify("WATCHDOG=1")
             try:
                 agent.write_status()

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -38,8 +38,8 @@ from ..wire.authentic import Guard, read_key
 from ..wire.chunks import BlobCache, decode_frame
 from ..wire.messages import SPOKEN, Topics, run_name
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
-from ..worker import InlineWorker, Worker
-from .health import FINAL_S, HELLO_AGAIN_S, Mismatch, Silence, disk_error
+from ..worker import InlineWorker, Worker, is_stopped
+from .health import FINAL_S, HELLO_AGAIN_S, Mismatch, Problem, Silence, disk_error
 from .local_state import PROVEN_S, Membership, NewSamples
 from .privacy import sample_count, without_withheld
 from .tasks import Disk, TaskQueue, TaskRunner
@@ -54,6 +54,10 @@ MAX_TICK_S = 0.5
 ASK_AFTER, ASK_AGAIN_S = 3, 300.0
 """Failed connections in a row after which an enrolled agent asks whether its certificate counts; pause until it asks
 again."""
+
+
+RefusedTopics = Callable[[Mapping[str, bytes]], "dict[str, str] | None"]
+"""See `edge_agent.wire.mqtt.refused_topics`."""
 
 
 def will_of(config: AgentConfig, boot: str) -> WillOf:
@@ -76,10 +80,12 @@ class Agent:
         boot: str | None = None,
         rng: random.Random | None = None,
         renewal: Renewal | None = None,
+        refused_topics: RefusedTopics | None = None,
     ) -> None:
         """``rng`` spreads the hellos of a fleet whose coordinator speaks another protocol.
 
-        ``renewal``: of this agent's certificate, where it has one.
+        ``renewal``: of this agent's certificate, where it has one. ``refused_topics``: asks the broker which of these
+        messages it does not let this agent publish, for when no coordinator answers.
 
         Raises:
             ConfigError: the file of the key of its commands cannot be used.
@@ -99,6 +105,7 @@ class Agent:
         self.condition = self.jobs.condition
         self.disk = Disk(config.state, self.jobs, self.link, self._hello)
         self.renewal, self._is_renewing = renewal, False
+        self._refused_topics = refused_topics
         self._failed_connects, self._ask_at = 0, float("-inf")
         self.welcomed = False
         self.rejected: HeadwaterError | None = None
@@ -190,7 +197,7 @@ class Agent:
         elif isinstance(event, Disconnected):
             self.welcomed = False
             self._failed_connects += 1
-            self._silence.broker_away(event.reason)
+            self._silence.broker_away(event.reason, event.remedy, self.config)
             self.membership.answered()
         self.worker.collect()
         self._tick()
@@ -224,6 +231,8 @@ class Agent:
             if not self._mismatch.reason and now - self._hello_at >= HELLO_AGAIN_S:
                 self._hello()
             self._silence.tell(self.config)
+            if self._refused_topics is not None and self._silence.asks_rules():
+                self._ask_rules(self._refused_topics)
         elif self._beat_is_due(now):
             self._beat()
 
@@ -263,6 +272,8 @@ class Agent:
             if what == "standing":
                 if isinstance(error, EnrolmentRefused):
                     log.error("certificate_refused agent=%s reason=%s", self.config.id, error)
+            elif error is not None and is_stopped(error):  # as this agent is about to be
+                log.info("certificate_renewal_stopped agent=%s: the next start asks again", self.config.id)
             elif error is not None:
                 self._not_renewed(str(error))
             elif what == "message":
@@ -281,6 +292,19 @@ class Agent:
 
     def _not_renewed(self, reason: str) -> None:
         log.error("certificate_not_renewed agent=%s reason=%s", self.config.id, reason)
+
+    def _ask_rules(self, refused_topics: RefusedTopics) -> None:
+        """Find out whether the broker lets this agent speak: what it refuses to MQTT 3.1.1 it drops without a word."""
+        beat = wire.encode(wire.Heartbeat(boot=secrets.token_hex(8)))  # of no start that said hello: it changes nothing
+        spoken = {topic(self.config.id): beat for topic in (self.topics.up, self.topics.heartbeat)}
+
+        def done(refused: dict[str, str] | None, error: BaseException | None) -> None:
+            if error is not None:
+                log.warning("topics_not_asked reason=%s", error)
+            elif not self.welcomed:
+                self._silence.rules_refuse(refused or {}, self.config)
+
+        self.worker.submit("topics", lambda: refused_topics(spoken), done)
 
     def _beat_is_due(self, now: float) -> bool:
         """Whether to send a heartbeat: without a job less often, where the coordinator of a large fleet asks for it."""
@@ -480,9 +504,15 @@ class Agent:
             self.rejected = ProtocolMismatch(f"{spoken}: {reason}; for more than {FINAL_S / 60:.0f} minutes")
             log.error("protocol_mismatch_final reason=%s", self.rejected)
 
+    @property
+    def problem(self) -> Problem | None:
+        """What keeps this agent from its work now, or from its coordinator."""
+        return self.condition.problem or (None if self.welcomed else self._silence.problem())
+
     def write_status(self) -> None:
         """Write status.json for ``edge-agent status`` (a cache: not synced)."""
-        job, problem, membership = self.jobs.job, self.condition.problem, self.membership
+        job, membership = self.jobs.job, self.membership
+        problem = self.problem
         status = {
             "id": self.config.id,
             "tier": self.tasks.tier,
@@ -502,7 +532,7 @@ class Agent:
             "candidate": self.jobs.candidate(),
             "rolled_back": self.tasks.rolled_back or None,
             "refit": self._new_samples.failure(),
-            "condition": self.condition.name,
+            "condition": "fault" if problem is not None and not self.condition.is_stalled else self.condition.name,
             "fault": None if problem is None else problem.as_json(),
         }
         write_atomic(self.config.state / "status.json", json.dumps(status).encode(), durable=False)

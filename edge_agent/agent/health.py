@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,15 +16,18 @@ from typing import Any, Literal, NamedTuple
 
 from .. import errors
 from ..config import AgentConfig
-from ..errors import HeadwaterError, cause
+from ..errors import HeadwaterError, ProtocolMismatch, cause
 from ..storage import write_atomic
 from ..wire.messages import DISK_ERROR, ConditionName, Fault, JobKey, printable
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["disk", "data", "work", "bundle", "start", "identity"]
-"""What failed: writing to the disk, the check of local data, a job of a run, a bundle, the start of the agent, or the
-certificate, which counts no more."""
+Kind = Literal["disk", "data", "work", "bundle", "start", "identity", "connection"]
+"""What failed: writing to the disk, the check of local data, a job of a run, a bundle, the start of the agent, the
+certificate, which counts no more, or the way to the coordinator, which therefore cannot be informed."""
+
+LOGIN_REFUSED, TOPICS_REFUSED = "LoginRefused", "TopicsRefused"
+"""Errors of the broker's answers to this agent, in the device's own status."""
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EROFS, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)})
 LEAST_FREE_BYTES = 1 << 20
@@ -272,26 +275,79 @@ def look_at_disk(folder: Path) -> dict[str, Any] | None:
 
 
 HELLO_AGAIN_S = 2.0
+ASK_RULES_S = 5.0
+"""Time without an answer to hello after which the agent asks the broker whether it may speak on its topics."""
+
 ALONE_S, ALONE_AGAIN_S = 10.0, 60.0
 """Time without an answer to hello after which the agent logs it, and after which it logs it again."""
 
 
 class Silence:
-    """How long an agent has had no answer, from the moment that it could have had one."""
+    """How long an agent has had no answer, from the moment that it could have had one, and why as far as is known."""
 
     def __init__(self, mismatch: Mismatch, clock: Callable[[], float]) -> None:
         self._mismatch, self._clock = mismatch, clock
         self._since: float | None = None
         self._logged_at = 0.0
         self._away = ""
+        self._problem: Problem | None = None
+        self._has_asked = False
 
     def begin(self) -> None:
         """From now on a coordinator could answer."""
         self._since = self._logged_at = self._clock()
+        self._problem, self._has_asked = None, False
 
-    def broker_away(self, reason: str) -> None:
-        """No answer can arrive until the broker is online again."""
+    def broker_away(self, reason: str, remedy: str, config: AgentConfig) -> None:
+        """No answer can arrive until the broker is online again; ``remedy``: it refuses the login."""
         self._since, self._away = None, reason
+        if not remedy:
+            self._problem = None
+            return
+        message = reason.removesuffix(f"; {remedy}")
+        if config.broker.user not in {None, config.id}:
+            remedy = (
+                f"{remedy}; or the broker does not let this user speak for id '{config.id}': give id and broker.user "
+                "the same name"
+            )
+        self._note(LOGIN_REFUSED, message, remedy)
+
+    def asks_rules(self) -> bool:
+        """Whether to ask now, once in a silence, whether the broker lets this agent speak."""
+        since = self._since
+        if since is None or self._has_asked or self._mismatch.reason or self._clock() - since < ASK_RULES_S:
+            return False
+        self._has_asked = True
+        return True
+
+    def rules_refuse(self, topics: Mapping[str, str], config: AgentConfig) -> None:
+        """The broker refuses these topics to this agent, with what it says."""
+        if self._since is None or not topics:
+            return
+        user = config.broker.user
+        who = "this login" if user is None else f"its MQTT user '{user}'"
+        said = next(iter(topics.values()))
+        message = f"the broker does not let {who} speak for id '{config.id}' in '{config.federation}' ({said})"
+        remedy = (
+            "give id and broker.user the same name, and see that the broker's rules are those of this federation: "
+            f"'headwater password {config.id} --acl FILE' writes them"
+        )
+        self._note(TOPICS_REFUSED, message, remedy)
+        log.error("topics_refused agent=%s topics=%s reason=%s; %s", config.id, ",".join(topics), message, remedy)
+
+    def problem(self) -> Problem | None:
+        """Why no coordinator answers, where that is known and somebody has to act."""
+        if self._mismatch.reason and self._since is not None:
+            problem = problem_of("connection", ProtocolMismatch(self._mismatch.reason))
+            if self._problem is None or self._problem.message != problem.message:
+                self._problem = problem
+        return self._problem
+
+    def _note(self, error: str, message: str, remedy: str) -> None:
+        known = self._problem
+        if known is None or (known.error, known.message) != (error, message):
+            at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            self._problem = Problem("connection", error, "connection", message[:2000], "", remedy, at)
 
     def tell(self, config: AgentConfig) -> None:
         """Log that there is no answer: after a while, and then from time to time."""
@@ -314,6 +370,8 @@ class Silence:
                 f"the coordinator at {config.broker.url} speaks another protocol ({self._mismatch.reason}); says hello "
                 f"again in {self._mismatch.next_s():.0f} s, and ends when that goes on for {FINAL_S / 60:.0f} minutes"
             )
+        if self._problem is not None:
+            return f"{self._problem.message}; {self._problem.remedy}"
         if config.broker.user not in {None, config.id}:
             return (
                 f"no coordinator answers: this agent's id is '{config.id}', its MQTT user '{config.broker.user}', and "

@@ -11,10 +11,10 @@ from typing import Any, get_args
 
 from ..agent.health import look_at_disk, problem_of
 from ..config import AgentConfig, check_tls, load
-from ..errors import BrokerAway, HeadwaterError, StateError
+from ..errors import BrokerAway, ConfigError, HeadwaterError, StateError
 from ..limits import limit_threads
 from ..logs import LogFormat, log_json
-from ..storage import folder_lock, read_json
+from ..storage import folder_lock, read_json, read_toml
 from ..trust import TrustStore
 from ..wire.authentic import key_file
 from . import output
@@ -114,7 +114,9 @@ def status(arguments: argparse.Namespace) -> int:
     Example:
       edge-agent status --config agent.toml --json
     """
-    config = load(AgentConfig, arguments.config)
+    data = read_toml(arguments.config).get("data", {})
+    lacks_data = isinstance(data, dict) and "source" not in data  # as 'edge-agent enroll' leaves it without --data
+    config = load(AgentConfig, arguments.config, {"data": {"source": "none"}} if lacks_data else {})
     reported = read_json(config.state / "status.json") or {}
     running = False
     if config.state.is_dir():
@@ -165,6 +167,10 @@ def status(arguments: argparse.Namespace) -> int:
 
         result["disk"] = disk_usage(config)
         result["privacy"] = spent(config)
+    if lacks_data:
+        missing = problem_of("data", ConfigError(str(arguments.config), ["data.source: is missing"]))
+        remedy = f"name this device's data in {arguments.config}, [data] source, and start the agent"
+        result.update(condition="fault", fault={**missing.as_json(), "message": "no data are named", "remedy": remedy})
     if config.state.is_dir() and (problem := look_at_disk(config.state)) is not None:
         result.update(condition="stalled", fault=problem)  # which the agent itself could not write down
     output.result(arguments, result, lambda: output.pairs(_rows(result)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -129,8 +130,8 @@ def value_text(value: object) -> str:
 
 
 def progress(what: str) -> Callable[[int, int], None] | None:
-    """A function that redraws one line on a terminal; None where stderr is none."""
-    if not sys.stderr.isatty():
+    """A function that redraws one line on a terminal; None where stderr is none, or one without a cursor."""
+    if not sys.stderr.isatty() or os.environ.get("TERM", "").lower() in {"dumb", "unknown"}:
         return None
 
     def draw(done: int, total: int) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import random
+import re
 import secrets
 import socket
 import ssl
@@ -73,8 +74,7 @@ class MqttTransport:
         self._client: paho.Client | None = None
         self._last_sent: paho.MQTTMessageInfo | None = None
         self._up, self._tried, self._stopping = threading.Event(), threading.Event(), threading.Event()
-        self._first_failure = self._rejection = ""
-        self._is_shut_out = False
+        self._first_failure = self._rejection = self._remedy = ""
         self._thread: threading.Thread | None = None
         self._connection = 0
 
@@ -94,7 +94,7 @@ class MqttTransport:
             failure = self._first_failure if answered else f"no answer within {CONNECT_TIMEOUT_S:.0f} s"
             if failure:
                 self.close()
-                if self._is_shut_out:
+                if self._remedy:
                     raise UsageError(f"broker {self.config.url}: {failure}")
                 raise BrokerAway(f"broker {self.config.url}: {failure}; is it running, and are we let in?")
 
@@ -179,7 +179,7 @@ class MqttTransport:
                 return
             pause_s = self._rng.uniform(0.05, longest_pause_s(failures))
             log.warning("broker_away url=%s reason=%s retry_in_s=%.1f", self.config.url, reason, pause_s)
-            self._events.put(Disconnected(reason, pause_s))
+            self._events.put(Disconnected(reason, pause_s, self._remedy))
             self._stopping.wait(pause_s)
 
     def _session(self) -> tuple[str, bool]:
@@ -207,7 +207,7 @@ class MqttTransport:
 
     def _new_client(self) -> paho.Client:
         self._connection += 1
-        self._rejection = ""
+        self._rejection = self._remedy = ""
         self._pending_filters.clear()
         client = _client(self.config, self.client_id, session_of(self.client_id), paho.MQTTv311)
         client.max_inflight_messages_set(INFLIGHT)
@@ -224,8 +224,8 @@ class MqttTransport:
 
     def _on_connect(self, client: paho.Client, _data: object, _flags: object, code: ReasonCode, _props: object) -> None:
         if code.is_failure:
-            self._is_shut_out = str(code) in _SHUT_OUT
-            self._rejection = _refused_login(self.config, self.client_id, code)
+            why, self._remedy = _refused_login(self.config, self.client_id, code)
+            self._rejection = f"{why}; {self._remedy}" if self._remedy else why
             return
         sock = client.socket()
         if isinstance(sock, socket.socket):
@@ -289,6 +289,11 @@ def session_of(client_id: str) -> str:
     return f"{client_id}-{secrets.token_hex(8)}"
 
 
+def agent_of(session: str) -> str:
+    """The client id of a session: `session_of`."""
+    return re.sub(r"-[0-9a-f]{16}\Z", "", session)
+
+
 def user_of(config: BrokerConfig, client_id: str) -> str | None:
     """The MQTT user that logs in: the one configured, else the client's own id where there is a password; or None."""
     return config.user or (client_id if config.password_file else None)
@@ -346,15 +351,13 @@ def _client(config: BrokerConfig, client_id: str, session: str, protocol: MQTTPr
     return client
 
 
-def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode) -> str:
-    """What the broker said to a login, and what to do about it."""
+def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode) -> tuple[str, str]:
+    """What the broker said to a login, and what to do about it; empty where waiting may help."""
     user = user_of(config, client_id)
     if str(code) not in _SHUT_OUT:
-        return f"broker refuses: {code}"
+        return f"broker refuses: {code}", ""
     if user is None:
-        return f"broker refuses a login without a user ({code}); set broker.user and broker.password_file"
-    return (
-        f"broker refuses user '{user}' ({code}): it does not know the user, or has another password than "
-        f"{config.password_file or 'the empty one'}; 'headwater password {user}' makes a new one, which a running "
-        "Mosquitto has to reload"
-    )
+        return f"broker refuses a login without a user ({code})", "set broker.user and broker.password_file"
+    why = "it does not know the user, or has another password than"
+    remedy = f"'headwater password {user}' makes a new one, which a running Mosquitto has to reload"
+    return f"broker refuses user '{user}' ({code}): {why} {config.password_file or 'the empty one'}", remedy

@@ -39,6 +39,8 @@ class Disconnected:
 
     reason: str
     retry_in_s: float
+    remedy: str = ""
+    """What to do about a login that the broker refuses; empty: it refused none."""
 
 
 @dataclass(frozen=True)

@@ -87,3 +87,15 @@ def test_token_of_a_renaming_says_whom_it_renames(device):
     _, out, _ = device.fleet.call("agents", "rename", "porch", "garden", "--config", device.fleet.config)
     assert device.enroll(out.strip())[0] == 0
     assert device.name == "garden"
+
+
+def test_agent_with_the_certificate_of_another_id_ends_and_its_status_says_why(device):
+    """The broker lets it in and drops what it says; it waited for ever for a coordinator that did not hear it."""
+    assert device.enroll(device.token("porch"), "--data", DIGITS)[0] == 0
+    device.config.write_text(device.config.read_text().replace('id = "porch"', 'id = "kitchen"'))
+    code, _, err = device.fleet.device("run", "--config", device.config)
+    assert (code, "it is for 'porch' in federation 'home', and the configuration for 'kitchen'" in err) == (2, True)
+    code, out, _ = device.fleet.device("status", "--config", device.config, "--json")
+    fault = json.loads(out)["fault"]
+    assert (code, fault["error"], fault["code"]) == (1, "EnrolmentRefused", "identity")
+    assert "change id and federation there" in fault["message"]

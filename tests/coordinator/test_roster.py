@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from federation_harness import Federation
 
-from coordinator.fleet.registry import PATIENCE_S, RETURN_S, Roster
+from coordinator.fleet.registry import PATIENCE_S, RETURN_S, Figures, Roster
+from edge_agent.wire import messages as wire
 from edge_agent.wire.messages import Hello
 
 
@@ -82,3 +84,49 @@ def test_those_never_heard_have_time_to_return_counted_from_the_last_connection(
     assert roster.patience("a") == RETURN_S
     roster.hello("a", hello())
     assert roster.patience("a") is None
+
+
+# --- figures of agents ----------------------------------------------------------------------------------------------
+
+
+def report(**fields):
+    return wire.Report(run="run-0001", samples=40, **fields)
+
+
+def test_figures_of_an_agent_are_those_of_its_newest_words(roster):
+    roster.hello("a", wire.Hello(software="x", tier="head", samples=1, boot="b1", facts={"rss_mb": 41.5}))
+    member = roster.get("a")
+    assert member.figures == Figures(rss_mb=41.5)
+    roster.trained("a", {"acc.global": 0.5, "acc.personal": None, "loss": 2.0})
+    assert member.figures.acc == {"global": 0.5}
+    roster.reported("a", report(acc_personal=0.75, acc_local=0.25, head="lr", better_alone=True))
+    assert member.figures == Figures({"global": 0.5, "personal": 0.75, "local": 0.25}, "lr", True, 41.5)
+    roster.hello("a", wire.Hello(software="x", tier="head", samples=1, boot="b2"))
+    assert roster.get("a").figures.acc["personal"] == 0.75, "a restart changes no model"
+
+
+@pytest.mark.parametrize("said", ["much", True, -1, float("inf"), 0, None])
+def test_memory_that_is_none_is_not_shown(roster, said):
+    roster.hello(
+        "a", wire.Hello.model_construct(tier="head", boot="b", software="x", samples=0, facts={"rss_mb": said})
+    )
+    assert roster.get("a").figures.rss_mb is None
+
+
+def test_accuracy_that_is_none_is_not_shown(roster):
+    roster.hello("a", wire.Hello(software="x", tier="train", samples=1, boot="b1"))
+    roster.trained("a", {"acc.global": 1.5, "acc.personal": -0.1})
+    roster.reported("a", wire.Report(run="run-0001", samples=0, acc_personal=0.9))
+    assert roster.get("a").figures.acc == {}
+
+
+def test_figures_outlive_the_coordinator(tmp_path):
+    with Federation(tmp_path, agents=1) as fed:
+        fed.request(rounds=1)
+        fed.finish()
+        before = fed.coordinator.roster.get("a0").figures
+        assert before.acc["personal"] > 0
+        fed.kill_coordinator()
+        fed.start_coordinator()
+        fed.wait(5)
+        assert fed.coordinator.roster.get("a0").figures.acc == before.acc

@@ -309,7 +309,7 @@ def test_a_fault_stands_in_the_status_until_the_agent_says_that_it_is_well(fed):
 def test_a_coordinator_that_starts_anew_hears_of_a_fault_that_stands(fed):
     agent = fed.add("a0")
     fed.settle()
-    agent.condition.note("data", DataError("no"))
+    agent.condition.note("work", DataError("no"))
     fed.kill_coordinator()
     fed.start_coordinator()
     fed.wait(1)
@@ -344,7 +344,7 @@ def test_agent_that_the_broker_refuses_asks_why_and_shows_it_until_it_is_let_in(
 def test_both_status_commands_show_fault_and_remedy(fed, tmp_path, capsys):
     agent = fed.add("a0")
     fed.settle()
-    agent.condition.note("data", DataError("images:pictures: has classes 'katze'"))
+    agent.condition.note("work", DataError("images:pictures: has classes 'katze'"))
     fed.wait(1)
     agent.write_status()
     fed.wait(2)
@@ -394,8 +394,9 @@ def test_data_and_head_are_looked_at_in_a_process_of_its_own(tmp_path, classes, 
         check_beside(config, task)
 
 
-def test_a_head_device_with_wrong_classes_is_seen_before_there_is_any_bundle(fed, tmp_path):
-    """The task is known when the device is welcomed; it was silent until the end of the first run."""
+@pytest.mark.parametrize("tier", ["head", "train"])
+def test_a_device_with_wrong_classes_is_seen_before_any_run(fed, tmp_path, tier):
+    """The task is known when the device is welcomed; it was silent until the first run began, or its end."""
     source = pictures(tmp_path / "pictures", "Hund", "katze")
 
     class OwnData(TaskRunner):
@@ -403,7 +404,7 @@ def test_a_head_device_with_wrong_classes_is_seen_before_there_is_any_bundle(fed
             super().__init__(config.model_copy(update={"data": DataConfig(source=source)}), tier)
 
     fed.make_tasks = OwnData
-    agent = fed.add("kitchen", tier="head")
+    agent = fed.add("kitchen", tier=tier)
     fed.wait(1)
     found = member(fed, "kitchen")
     assert (found["condition"], found["fault"]["error"]) == ("fault", "DataError")
@@ -411,19 +412,23 @@ def test_a_head_device_with_wrong_classes_is_seen_before_there_is_any_bundle(fed
     assert "'Hund', 'katze'" in local(agent)["fault"]["message"]
     for name, right in (("Hund", "a"), ("katze", "b")):
         (tmp_path / "pictures" / name).rename(tmp_path / "pictures" / right)
-    fed.request(rounds=1)
+    if tier == "head":
+        fed.request(rounds=1)
+    else:
+        agent._hello()
     fed.wait(2)
-    assert member(fed, "kitchen")["condition"] == "ok", "looked at again when the next run begins"
+    assert member(fed, "kitchen")["condition"] == "ok", "looked at again when the next run begins, or at a hello"
 
 
 def test_a_task_that_is_known_to_fit_is_not_looked_at_again(fed):
     fed.add("kitchen", tier="head")
     fed.wait(1)
     fed.add("a0")
+    fed.wait(1)
     fed.request(rounds=1)
     fed.finish()
     assert fed.tasks["kitchen"].checked == [fed.task]
-    assert fed.tasks["a0"].checked == []
+    assert fed.tasks["a0"].checked == [fed.task], "before the run"
 
 
 @pytest.mark.parametrize("command", ["run", "doctor"])
