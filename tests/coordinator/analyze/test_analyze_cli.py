@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 import xml.etree.ElementTree as ET
 
@@ -30,7 +31,9 @@ def test_pictures_page_and_numbers(call, runs, tmp_path):
     page = (tmp_path / "found" / "index.html").read_text()
     pictures = {path.name for path in (tmp_path / "found").glob("*.svg")}
     wanted = {"separation-rounds", "separation-clients", "cka-rounds", "cka-projector", "overlap", "tsne-c0", "probe"}
-    assert {f"{name}.svg" for name in wanted | {"traffic", "classes-c0"}} <= pictures
+    assert {f"{name}.svg" for name in wanted | {"classes-c0"}} <= pictures
+    assert "traffic.svg" not in pictures, "all rounds moved the same, which a sentence says"
+    assert re.search(r"Each of \d+ rounds moved the same: ", page)
     for name in pictures:
         assert ET.parse(tmp_path / "found" / name).getroot().tag.endswith("svg")
         assert f'href="{name}"' in page
@@ -50,7 +53,9 @@ def test_names_from_data_cannot_break_the_page(call, folder, tmp_path):
     path, _ = simulated(source, folder / "hostile", rounds=1, clients=2)
     code, _, err = call(path, "--out", "o", "--json", "--tsne", 1)
     assert code == 0, err
-    assert "<script" not in (tmp_path / "o" / "index.html").read_text()
+    page = (tmp_path / "o" / "index.html").read_text()
+    assert "<script>alert" not in page
+    assert "\\u003cscript\\u003ealert(1)" in page, "as data of a chart"
     for picture in (tmp_path / "o").glob("*.svg"):
         ET.parse(picture)
 
