@@ -19,9 +19,6 @@ Scope = Literal["local", "global", "personal"]
 Curve = Literal["global", "personal", "after"]
 """Scopes that rounds change; ``after``: ``personal`` once more, after the round's local training."""
 
-WORST_SHARE = 0.1
-"""The worst tenth of the agents, at least one of them."""
-
 _LARGEST = 1e300
 """Leaves room for sums and axes; NaN and infinity do not lie within."""
 

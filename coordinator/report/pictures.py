@@ -110,11 +110,18 @@ def _size(chart: Chart) -> tuple[float, float]:
 
 def _described(content: bytes, text: str) -> bytes:
     """The SVG with its summary for readers who cannot see it."""
-    at = content.index(b"<svg ")
-    end = content.index(b">", at) + 1
-    said = escape(text).encode()
-    opening = content[at : end - 1] + b' role="img" aria-label="' + said + b'"><title>' + said + b"</title>"
-    return content[:at] + opening + content[end:]
+    drawing = content[content.index(b"<svg ") :]  # without the address of a document type
+    end = drawing.index(b">")
+    summary = escape(text).encode()
+    return (
+        drawing[:end]
+        + b' role="img" aria-label="'
+        + summary
+        + b'"><title>'
+        + summary
+        + b"</title>"
+        + drawing[end + 1 :]
+    )
 
 
 def _draw(panel: Axes, chart: Chart) -> None:

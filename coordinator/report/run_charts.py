@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from ..text import counted
+from ..text import WORST_SHARE, counted
 from .charts import MARKERS, Axis, Bars, Key, Lines, Mark, Matrix, Row, Rows, Series, ends
-from .figures import CURVES, SCOPES, WORST_SHARE, AgentFigures, Curve, RoundFigures, RunFigures
+from .figures import CURVES, SCOPES, AgentFigures, Curve, RoundFigures, RunFigures
 
 MOST_DEVICES = 60
 """Rows of the chart of devices; of more, those that gain least and most are shown."""

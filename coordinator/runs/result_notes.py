@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from ..report.figures import WORST_SHARE
 from ..state.journal import Journal
-from ..text import counted, listed
+from ..text import WORST_SHARE, counted, listed
 from .good_state import reason_of_restoration
 
 STANDARD_ERRORS = 2.0

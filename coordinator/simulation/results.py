@@ -23,11 +23,11 @@ from export.domains import spread_over
 
 from ..report import write_report
 from ..report.charts import Axis, Lines, Series, ends
-from ..report.figures import WORST_SHARE
 from ..report.pictures import Format, picture
 from ..report.run_charts import accuracy_floor
 from ..runs.result_notes import local_models
 from ..state.store import StateFolder
+from ..text import WORST_SHARE
 from .client_tasks import kept_in
 from .datasets import class_counts, prepare
 from .plan import HOW_NOT_WHAT, Plan

@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from analysis_harness import simulated
+from browser import VIEWS, browser, seen
 from simulation_harness import write_images
 
 from coordinator.state.store import StateFolder
@@ -65,6 +66,21 @@ def test_other_files_in_the_folder_stay(call, runs, tmp_path):
     code, _, err = call(runs("fedavg")[0], "--out", ".", "--json", "--tsne", 0)
     assert code == 0, err
     assert (tmp_path / "mine.svg").read_text() == "mine"
+
+
+@pytest.mark.browser
+def test_page_is_shown_without_errors_requests_or_barriers(call, runs, tmp_path):
+    code, _, err = call(runs("dualfed")[0], "--out", "o", "--json", "--tsne", 1)
+    assert code == 0, err
+    address = (tmp_path / "o" / "index.html").as_uri()
+    with browser() as chromium:
+        for scheme, width in VIEWS:
+            with seen(chromium, address, scheme, width) as view:
+                assert view.requests == [address]
+                assert view.violations() == []
+                assert view.troubles == []
+                assert view.page.locator(".matrix td").count() > 9
+                assert view.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 @pytest.mark.parametrize(
