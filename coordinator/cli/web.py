@@ -1,0 +1,68 @@
+"""``headwater web``."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edge_agent.errors import UsageError
+from edge_agent.worker import stop_on_signals
+
+from ..config import CoordinatorConfig, WebConfig, load_config
+from .options import INTERRUPTED, Config, State, Verbose, state_path
+from .output import console, set_up_logging
+
+Listen = Annotated[
+    str | None, typer.Option("--listen", help="Address and port, as 127.0.0.1:8470; port 0 = any free one.")
+]
+
+
+def web(config: Config = None, state: State = None, listen: Listen = None, verbose: Verbose = False) -> None:
+    """Show fleet, runs, releases and bundles of a state folder in a browser, with or without a coordinator at work.
+
+    Looking needs no token. Promote, hold, roll back, pin, cancel and the like do: the first start prints an address
+    that signs in, later ones name the file with the token. [web] in the configuration has 'headwater serve' start this.
+
+    Example: headwater web --state headwater-demo/coordinator
+    """
+    from ..web.access import Access
+    from ..web.server import Settings, listening, login_text, serve
+
+    set_up_logging(verbose=verbose, quiet=True)
+    settings = _settings(config, state, listen)
+    if not settings.state.is_dir():
+        raise UsageError(f"{settings.state}: no such folder; name the state folder of a coordinator with --state")
+    _, is_new = Access.of(settings.state)
+
+    def ready(url: str) -> None:
+        console.print(f"web view of {settings.state} at {url}; Ctrl-C stops", soft_wrap=True)
+        console.print(login_text(settings.state, url, is_new=is_new and console.is_terminal), soft_wrap=True)
+
+    with listening(settings.web) as at, stop_on_signals() as stop:
+        serve(settings, at, ready, stop)
+    console.print("stopped")
+    if stop.signal == signal.SIGINT:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _settings(config: Path | None, state: Path | None, listen: str | None) -> Settings:
+    """What to serve: all of a configuration where one is given, of a folder alone what needs none."""
+    from ..web.server import Settings
+
+    known: CoordinatorConfig | None = None
+    if config is not None or state is None:
+        known = load_config(config, state)
+    given = (known.web if known is not None and known.web is not None else WebConfig()).model_dump()
+    chosen = WebConfig.model_validate(given | ({"listen": listen} if listen else {}))
+    if known is None:
+        if not chosen.is_local:
+            raise UsageError(
+                f"--listen {listen} is reached from other machines; that needs TLS, which [web] in the coordinator's "
+                "configuration names: give it with --config"
+            )
+        return Settings(state_path(config, state), chosen)
+    checked = CoordinatorConfig.model_validate({**known.model_dump(exclude_unset=True), "web": chosen.model_dump()})
+    return Settings.of(checked, chosen, config or Path("coordinator.toml"))
