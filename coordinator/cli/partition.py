@@ -58,7 +58,7 @@ def partition(
 
     Example: headwater partition dirichlet --alpha 0.3 --clients 10 --data digits:optdigits --plot who-has-what.svg
     """
-    from ..report.charts import mixture, picture_kind
+    from ..report.svg import mixture, picture_kind
     from ..simulation.datasets import prepare
 
     set_up_logging(verbose=verbose, quiet=True)

@@ -1,388 +1,518 @@
-"""Charts as SVG: no library, no scripts, colours from the page's style sheet, and a text for screen readers."""
+"""Charts as plain values, and the HTML figure of each: one layer for reports, analyses and the live view.
+
+A chart is a value: `Lines`, `Bars`, `Scatter`, `Rows` (marks of several scopes for each name, as local and personal
+accuracy of devices, or horizontal bars), `Matrix` or `Timeline`. Each has a ``title``, a ``summary`` of one sentence
+(which screen readers say), and an optional ``caption``. Colours are named by ``role``, one of `ROLES`; the style sheet
+and the pictures of `coordinator.report.pictures` take them from `THEMES`.
+
+A page shows a chart with ``figure_html(chart, figure_id)``: the figure holds the chart as JSON, and its numbers as a
+table. `assets` are the files that draw it: a page that is served names them by ``<script src>`` and
+``<link rel="stylesheet">`` in the order ``charts.css``, ``uplot.js``, ``charts.js``; a page that stands alone has them
+inline (`inline_assets`), allowed by their hashes. They request nothing, evaluate nothing, and need no inline style.
+
+A live page replaces a chart with ``headwaterCharts.update(figureId, chart)``; the argument is what `chart_json` gives.
+A reader's choices (hidden series, logarithmic axis, smoothing, zoom) stay. ``headwaterCharts.draw(element)`` draws the
+figures in an element that was added later. ``data-theme="light"`` or ``"dark"`` on the root element overrides what the
+system prefers.
+
+Means and other aggregates are the caller's, over all its data. Only drawing is down-sampled (`MOST_POINTS`), so is the
+table (`MOST_TABLE_ROWS`), and the caption says so. Names may come from peers: `clean` bounds their length and replaces
+characters that change the direction of text; everything is escaped.
+"""
 
 from __future__ import annotations
 
-import io
+import base64
+import functools
+import hashlib
+import json
 import math
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
-from edge_agent.errors import UsageError
+MOST_POINTS = 600
+"""Points of a series that are drawn; more are down-sampled, keeping the extremes of each stretch."""
 
-WIDTH, HEIGHT = 480, 280
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 44
-ROW_HEIGHT = 26
+MOST_TABLE_ROWS = 100
+MOST_NAME = 80
+"""Characters of a name that are shown."""
+
+THEMES: Mapping[str, Mapping[str, str]] = {
+    "light": {
+        "page": "#fbfaf7",
+        "sheet": "#ffffff",
+        "ink": "#1d2430",
+        "soft": "#566070",
+        "rule": "#e3e1da",
+        "local": "#6741d9",
+        "global": "#b8500a",
+        "personal": "#0b7285",
+        "plain": "#4a6fa5",
+        "up": "#4a6fa5",
+        "down": "#8aa3c8",
+        "good": "#22703a",
+        "bad": "#c02626",
+        "c0": "#4269a5",
+        "c1": "#c46a12",
+        "c2": "#c8434b",
+        "c3": "#2f8f8a",
+        "c4": "#3f8a3a",
+        "c5": "#a07c08",
+        "c6": "#8e4f8c",
+        "c7": "#d0507a",
+        "c8": "#84593f",
+        "c9": "#6b6f76",
+        "depth": "62%",
+    },
+    "dark": {
+        "page": "#14181f",
+        "sheet": "#1c222c",
+        "ink": "#e7eaf0",
+        "soft": "#a3adbc",
+        "rule": "#303846",
+        "local": "#b197fc",
+        "global": "#ffa94d",
+        "personal": "#4dd0e1",
+        "plain": "#7ea6e0",
+        "up": "#7ea6e0",
+        "down": "#4f6c99",
+        "good": "#69db7c",
+        "bad": "#ff8787",
+        "c0": "#82aaf0",
+        "c1": "#f2a154",
+        "c2": "#f2777e",
+        "c3": "#6fcdc6",
+        "c4": "#7ccb72",
+        "c5": "#dcbb4a",
+        "c6": "#c99bd0",
+        "c7": "#ff9ab8",
+        "c8": "#c49a7f",
+        "c9": "#b0b6bf",
+        "depth": "40%",
+    },
+}
+"""Colours of both themes, which style sheet and pictures share; ``depth`` is the share of colour in a full cell."""
+
+ROLES = ("local", "global", "personal", "plain", "up", "down", "good", "bad", *(f"c{number}" for number in range(10)))
+CLASSES = 10
+"""Roles ``c0`` to ``c9`` are for things without a meaning in colour: classes, methods, agents."""
+
 MARKERS = {"local": "square", "global": "diamond", "personal": "dot"}
 """Shapes beside colours: readers who cannot tell the colours apart read the same chart."""
 
-_MATRIX_MARGIN = 70
-_MOST_NAMED, _MOST_NUMBERED = 40, 13
-_SHAPES = ("dot", "square", "diamond")
-_COLOURS = ("4e79a7", "f28e2b", "e15759", "76b7b2", "59a14f", "d4a72c", "b07aa1", "ff7f9e", "9c755f", "8c8c8c")
-
-Keys = Sequence[tuple[str, str, str]]
-"""Entries of a legend: (name, style, shape); shape is ``line``, ``dashed``, ``bar`` or one of MARKERS."""
-
-
-@dataclass(frozen=True)
-class Series:
-    """One line of a chart; ``style`` is a class of the style sheet."""
-
-    name: str
-    points: tuple[tuple[float, float], ...]
-    style: str
-    is_dashed: bool = False
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Its entry in a legend."""
-        return self.name, self.style, "dashed" if self.is_dashed else "line"
+Points = tuple[tuple[float, float | None], ...]
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+"""Names of columns, and rows."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Maps values from ``low..high`` to pixels from ``begin`` to ``end``."""
+    """``unit`` follows the label in brackets; ``low`` and ``high`` bound the axis, None: as the data need.
 
-    low: float
-    high: float
-    begin: float
-    end: float
+    ``log``: begins logarithmic. ``can_log``: readers may change that; values of 0 and less are not drawn then.
+    """
 
-    def at(self, value: float) -> float:
-        """Position of a value in pixels."""
-        span = (self.high - self.low) or 1.0
-        return self.begin + (value - self.low) / span * (self.end - self.begin)
+    label: str
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    can_log: bool = False
 
-    def ticks(self, wanted: int = 5) -> list[float]:
-        """Round values between low and high, about ``wanted`` of them."""
-        step = nice_step((self.high - self.low) / max(wanted, 1))
-        first = math.ceil(self.low / step - 1e-9)
-        last = math.floor(self.high / step + 1e-9)
-        return [number * step for number in range(first, last + 1)]
+    @property
+    def text(self) -> str:
+        """The label with its unit."""
+        return f"{self.label} ({self.unit})" if self.unit else self.label
 
 
 @dataclass(frozen=True)
-class Chart:
-    """An SVG element of WIDTH x ``height``; ``text`` is for screen readers."""
+class Series:
+    """Points (x, y), x ascending except in a scatter chart; y None: a gap.
 
-    text: str
-    height: float
-    body: str
-
-    def __str__(self) -> str:
-        return self.at()
-
-    def at(self, y: float | None = None) -> str:
-        """The element for a page, or at height ``y`` inside another SVG."""
-        position = "" if y is None else f'x="0" y="{y:.0f}" width="{WIDTH}" height="{self.height:.0f}" '
-        return (
-            f'<svg {position}viewBox="0 0 {WIDTH} {self.height:.0f}" role="img" aria-label="{escape(self.text)}">'
-            f"<title>{escape(self.text)}</title>{self.body}</svg>"
-        )
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A chart with its file name, title, caption and legend."""
+    ``band``: (low, high) around each point, for example the spread over agents; empty: none.
+    """
 
     name: str
+    points: Points
+    role: str
+    dashed: bool = False
+    band: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines over a common x."""
+
     title: str
-    caption: str
-    chart: Chart
-    keys: Keys = ()
-
-    def as_file(self) -> bytes:
-        """The content of an SVG file."""
-        return standalone(self.title, self.chart, self.keys).encode()
+    summary: str
+    x: Axis
+    y: Axis
+    series: tuple[Series, ...]
+    caption: str = ""
 
 
-def line_chart(text: str, series: Sequence[Series], *, x_label: str, y_label: str, low: float, high: float) -> Chart:
-    """Lines over rounds."""
-    xs = [x for line in series for x, _ in line.points]
-    across = Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT)
-    up = Axis(low, high, HEIGHT - BOTTOM, TOP)
-    parts = [*_frame(across, up, x_label, y_label)]
-    for line in series:
-        positions = [(across.at(x), up.at(y)) for x, y in line.points]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
-        parts.append(f'<polyline class="line {line.style}{" dashed" * line.is_dashed}" points="{path}"/>')
-        if len(positions) <= 40:
-            parts += [_mark("dot", line.style, x, y, 2.6) for x, y in positions]
-    return Chart(text, HEIGHT, "".join(parts))
+@dataclass(frozen=True)
+class Bars:
+    """Vertical bars over a common x of whole numbers, as bytes by round; ``stacked``: on top of each other."""
+
+    title: str
+    summary: str
+    x: Axis
+    y: Axis
+    series: tuple[Series, ...]
+    caption: str = ""
+    stacked: bool = False
 
 
-def bar_chart(
-    text: str, groups: Sequence[tuple[int, tuple[float, ...]]], styles: Sequence[str], *, x_label: str, y_label: str
-) -> Chart:
-    """Bars over rounds, one for each style."""
-    numbers = [number for number, _ in groups]
-    highest = max((value for _, values in groups for value in values), default=0.0) or 1.0
-    across = Axis(min(numbers) - 0.5, max(numbers) + 0.5, LEFT, WIDTH - RIGHT)
-    up = Axis(0.0, nice_ceiling(highest), HEIGHT - BOTTOM, TOP)
-    room = 0.8 * (across.at(1) - across.at(0))
-    parts = [*_frame(across, up, x_label, y_label)]
-    for number, values in groups:
-        parts += _bars(across.at(number), room, list(zip(styles, values, strict=True)), up)
-    return Chart(text, HEIGHT, "".join(parts))
+@dataclass(frozen=True)
+class Scatter:
+    """Clouds of points. ``bare``: the axes mean nothing in themselves (as of t-SNE) and have no numbers."""
+
+    title: str
+    summary: str
+    x: Axis
+    y: Axis
+    series: tuple[Series, ...]
+    caption: str = ""
+    bare: bool = False
 
 
-def named_bars(text: str, bars: Sequence[tuple[str, str, Mapping[str, float | None]]], *, y_label: str) -> Chart:
-    """Bars 0..1 for (name, note below it, style -> value); None is drawn as a dash on the base line."""
-    up = Axis(0.0, 1.0, HEIGHT - BOTTOM - 14, TOP)
-    step = (WIDTH - LEFT - RIGHT) / max(len(bars), 1)
-    parts = [*_horizontal_grid(up), _turned(y_label, 11, (TOP + up.begin) / 2, "middle", "label")]
-    for index, (name, note, values) in enumerate(bars):
-        middle = LEFT + step * (index + 0.5)
-        parts += _bars(middle, 0.8 * step, list(values.items()), up)
-        parts.append(_word(_short(name, max(2, int(step / 6))), middle, up.begin + 16, "middle", "tick"))
-        parts.append(_word(note, middle, up.begin + 30, "middle", "small tick"))
-    return Chart(text, HEIGHT, "".join(parts))
+@dataclass(frozen=True)
+class Mark:
+    """A value, and the interval that it lies in."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
 
 
-def dot_chart(
-    text: str, rows: Sequence[tuple[str, dict[str, float]]], *, x_label: str, low: float, high: float
-) -> Chart:
-    """One row for each name with a mark for each scope."""
-    left = 130
-    across = Axis(low, high, left, WIDTH - RIGHT)
-    bottom = TOP + ROW_HEIGHT * len(rows)
-    parts = []
-    for tick in across.ticks():
-        x = across.at(tick)
-        parts.append(f'<line class="grid" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{bottom}"/>')
-        parts.append(_word(f"{tick:g}", x, bottom + 17, "middle", "tick"))
-    for position, (name, values) in enumerate(rows):
-        y = TOP + ROW_HEIGHT * (position + 0.5)
-        parts.append(_word(_short(name), left - 10, y + 4, "end", "label"))
-        spread = [across.at(value) for value in values.values()]
-        if spread:
-            parts.append(f'<line class="grid" x1="{min(spread):.1f}" y1="{y}" x2="{max(spread):.1f}" y2="{y}"/>')
-        parts += [_mark(MARKERS.get(scope, "dot"), scope, across.at(value), y) for scope, value in values.items()]
-    parts.append(_word(x_label, (left + WIDTH - RIGHT) / 2, bottom + BOTTOM - 7, "middle", "label"))
-    return Chart(text, bottom + BOTTOM, "".join(parts))
+@dataclass(frozen=True)
+class Row:
+    """One name with a mark for each scope (a `Key`'s name); ``tone``: role of the note."""
+
+    name: str
+    marks: Mapping[str, Mark]
+    note: str = ""
+    tone: str = ""
 
 
-def matrix_chart(
-    text: str, names: Sequence[str], matrix: Sequence[Sequence[float | None]], *, low: float, high: float
-) -> Chart:
-    """A square matrix; cells from pale (``low`` and less) to full (``high``), with numbers where there is room."""
-    count, span = len(names), (high - low) or 1.0
-    size = (WIDTH - _MATRIX_MARGIN - RIGHT) / count
-    bottom = TOP + count * size
-    parts = []
-    for row, line in enumerate(matrix):
-        for column, value in enumerate(line):
-            x, y = _MATRIX_MARGIN + column * size, TOP + row * size
-            share = 0.0 if value is None else min(1.0, max(0.0, (value - low) / span))
-            square = f'x="{x:.1f}" y="{y:.1f}" width="{size:.1f}" height="{size:.1f}"'
-            parts.append(f'<rect class="cell" fill-opacity="{0.04 + 0.76 * share:.2f}" {square}/>')
-            if count <= _MOST_NUMBERED:
-                shown = "–" if value is None else f"{value:.2f}"
-                parts.append(_word(shown, x + size / 2, y + size / 2 + 4, "middle", "small label"))
-    for index, name in enumerate(names if count <= _MOST_NAMED else ()):
-        middle, short = size * (index + 0.5), _short(name, 11)
-        parts.append(_word(short, _MATRIX_MARGIN - 6, TOP + middle + 4, "end", "small label"))
-        parts.append(_turned(short, _MATRIX_MARGIN + middle + 3, bottom + 8, "end", "small label"))
-    return Chart(text, bottom + _MATRIX_MARGIN, "".join(parts))
+@dataclass(frozen=True)
+class Key:
+    """What marks of one colour and shape (a value of MARKERS, or ``bar``) are."""
+
+    name: str
+    role: str
+    shape: str = "dot"
 
 
-def point_chart(text: str, panels: Sequence[tuple[str, Sequence[Sequence[float]], Sequence[int]]]) -> Chart:
-    """Panels (name, points, labels), two in a row; colour and shape show the label.
+@dataclass(frozen=True)
+class Rows:
+    """Rows of marks on one axis, joined by a line where a row has two or more; ``style`` ``bars``: bars from the left.
 
-    Each panel is a square that the farthest point of its cloud touches.
+    A legend shows the keys; a key's interval is drawn as a line through its mark.
     """
-    is_alone = len(panels) == 1
-    side = 320.0 if is_alone else 226.0
-    parts = []
-    for number, (name, points, labels) in enumerate(panels):
-        left = (WIDTH - side) / 2 if is_alone else 8 + (side + 12) * (number % 2)
-        top = 24 + (side + 32) * (number // 2)
-        parts.append(f'<rect class="grid" x="{left}" y="{top}" width="{side}" height="{side}" fill="none"/>')
-        parts.append(_word(name, left + side / 2, top - 6, "middle", "label"))
-        reach = max((abs(value) for point in points for value in point), default=0.0) or 1.0
-        across = Axis(-reach, reach, left + 8, left + side - 8)
-        up = Axis(-reach, reach, top + side - 8, top + 8)
-        for (x, y), label in zip(points, labels, strict=True):
-            style, shape = class_style(label)
-            parts.append(_mark(shape, style, across.at(x), up.at(y), 2.8))
-    return Chart(text, 24 + -(-len(panels) // 2) * (side + 32) - 16, "".join(parts))
+
+    title: str
+    summary: str
+    value: Axis
+    keys: tuple[Key, ...]
+    rows: tuple[Row, ...]
+    caption: str = ""
+    style: Literal["marks", "bars"] = "marks"
 
 
-def class_style(label: int) -> tuple[str, str]:
-    """Style and shape of a class: thirty classes differ in colour or in shape."""
-    return f"k{label % len(_COLOURS)}", _SHAPES[label % len(_SHAPES)]
+@dataclass(frozen=True)
+class Matrix:
+    """Cells from pale (``low`` and less) to full (``high``), with numbers of ``digits`` decimals; None: not defined."""
+
+    title: str
+    summary: str
+    row_label: str
+    column_label: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    values: tuple[tuple[float | None, ...], ...]
+    low: float
+    high: float
+    digits: int = 2
+    caption: str = ""
 
 
-def style_sheet() -> str:
-    """The style sheet of pages with charts."""
-    colours = (f".fill.k{index} {{ fill: #{colour}; }}" for index, colour in enumerate(_COLOURS))
-    return "\n".join([files(__package__).joinpath("templates/report.css").read_text(encoding="utf-8"), *colours])
+@dataclass(frozen=True)
+class Span:
+    """A stretch of a timeline, in the axis' unit; ``end`` None: still going on."""
+
+    begin: float
+    end: float | None
+    role: str
+    text: str
 
 
-def standalone(title: str, chart: Chart, keys: Keys = ()) -> str:
-    """A chart with its title and legend as an SVG file, in light or dark colours as its reader prefers."""
-    entries, x, y = [], 14.0, 40
-    for name, style, shape in keys:
-        width = 34 + 6.6 * len(name)
-        if x > 14 and x + width > WIDTH - 10:
-            x, y = 14.0, y + 20
-        entries.append(
-            f'<svg x="{x:.0f}" y="{y}" width="22" height="14" viewBox="0 0 22 14">{key_mark(style, shape)}</svg>'
-        )
-        entries.append(_word(name, x + 28, y + 11, "start", "tick"))
-        x += width + 8
-    top = y + 20 if keys else y
-    sheet = style_sheet()
-    wanted = ("text {", ".tick", ".label", ".small", ".grid", ".fill", ".line", ".dashed", ".cell")
-    marks = [line for line in sheet.splitlines() if line.startswith(wanted)]
-    style_ = " ".join(
-        [*sheet[sheet.index(":root") : sheet.index("* {")].split(), *marks, ".sheet { fill: var(--sheet); }"]
-    )
-    height = top + chart.height
+@dataclass(frozen=True)
+class Timeline:
+    """Spans of each name on one axis; ``x.high`` is now where a span has not ended."""
+
+    title: str
+    summary: str
+    x: Axis
+    rows: tuple[tuple[str, tuple[Span, ...]], ...]
+    caption: str = ""
+
+
+Chart = Lines | Bars | Scatter | Rows | Matrix | Timeline
+
+
+def clean(text: object, most: int = MOST_NAME) -> str:
+    """Text that is safe to show: at most ``most`` characters, one line, in its own direction only.
+
+    Control characters, and those that change the direction of what follows, become ``�``.
+    """
+    shown = str(text).encode(errors="replace").decode()
+    shown = shown if len(shown) <= most else shown[: most - 1] + "…"
+    return "".join("�" if unicodedata.category(one) in {"Cc", "Cf", "Zl", "Zp"} else one for one in shown)
+
+
+def chart_json(chart: Chart) -> dict[str, Any]:
+    """The chart as JSON, with its table: what ``headwaterCharts.update`` takes."""
+    columns, rows = _table(chart)
+    return {**_drawn(chart), "table": {"columns": columns, "rows": rows}}
+
+
+def figure_html(chart: Chart, figure_id: str, *, level: int = 2) -> str:
+    """The HTML of a chart: a figure with title, plot, caption, data, and its numbers as a table.
+
+    ``figure_id`` is the element's id, unique on its page; ``level`` the rank of its heading.
+    """
+    drawn = _drawn(chart)
+    columns, rows = _table(chart)
+    title, data = escape(drawn["title"]), json.dumps(drawn, separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":  # nothing in a value may end the script element, or begin another
+        data = data.replace(character, f"\\u{ord(character):04x}")
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{1.5 * WIDTH:g}" '
-        f'role="img"><style>{style_}</style><rect class="sheet" width="{WIDTH}" height="{height:.0f}" rx="8"/>'
-        f'<text class="label" x="14" y="26" font-weight="600">{escape(title)}</text>{"".join(entries)}{chart.at(top)}'
-        "</svg>\n"
+        f'<figure class="chart" id="{escape(figure_id)}" role="figure" aria-label="{escape(drawn["summary"])}">'
+        f'<h{level}>{title}</h{level}><div class="plot"></div><figcaption>{escape(drawn["caption"])}</figcaption>'
+        f'<script type="application/json">{data}</script>'
+        f'<details class="data"><summary>Data<span class="unseen"> of {title}</span></summary>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Data of {title}">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></details></figure>"
     )
 
 
-def nice_step(raw: float) -> float:
-    """1, 2 or 5 times a power of ten, at least ``raw``."""
-    if not raw > 0:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(raw))
-    return float(next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9)))
+@functools.cache
+def assets() -> Mapping[str, bytes]:
+    """Name -> content of the files that draw figures, in the order in which a page has to name them."""
+    folder = files(__package__).joinpath("assets")
+    light, dark = (" ".join(f"--{role}: {colour};" for role, colour in THEMES[name].items()) for name in THEMES)
+    style = "\n".join(
+        (
+            f":root {{ color-scheme: light dark; {light} }}",
+            f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{ {dark} }} }}',
+            f':root[data-theme="dark"] {{ color-scheme: dark; {dark} }}',
+            ':root[data-theme="light"] { color-scheme: light; }',
+            *(f".is-{role} {{ --own: var(--{role}); }}" for role in ROLES),
+            folder.joinpath("uPlot.min.css").read_text(encoding="utf-8"),
+            folder.joinpath("charts.css").read_text(encoding="utf-8"),
+        )
+    )
+    return {
+        "charts.css": style.encode(),
+        "uplot.js": folder.joinpath("uPlot.iife.min.js").read_bytes(),
+        "charts.js": folder.joinpath("charts.js").read_bytes(),
+    }
 
 
-def nice_ceiling(value: float) -> float:
-    """The tick at or above ``value``."""
-    step = nice_step(value / 5)
-    return step * math.ceil(value / step - 1e-9)
+@dataclass(frozen=True)
+class InlineAssets:
+    """Style sheet and scripts of a page that stands alone, and the policy that allows these and nothing else."""
+
+    style: str
+    scripts: tuple[str, ...]
+    policy: str = field(default="", compare=False)
 
 
-def accuracy_floor(values: Iterable[float]) -> float:
-    """Where an axis of accuracies begins: 0 (or the lowest value below it), 0.5 where all lie in the upper half."""
-    lowest = min(values, default=0.0)
-    return 0.5 if lowest >= 0.5 else min(0.0, lowest)
+@functools.cache
+def inline_assets(style: str = "") -> InlineAssets:
+    """The assets as text for ``<style>`` and ``<script>`` elements; ``style`` is added to the style sheet."""
+    texts = {name: content.decode() for name, content in assets().items()}
+    sheet = f"{texts.pop('charts.css')}\n{style}"
+    scripts = tuple(texts.values())
+    allowed = " ".join(map(_source, scripts))
+    policy = (
+        f"default-src 'none'; script-src {allowed}; style-src {_source(sheet)}; base-uri 'none'; form-action 'none'"
+    )
+    return InlineAssets(sheet, scripts, policy)
 
 
-def _frame(across: Axis, up: Axis, x_label: str, y_label: str) -> Iterator[str]:
-    yield from _horizontal_grid(up)
-    for tick in across.ticks(6):
-        if tick == int(tick):
-            yield _word(f"{tick:g}", across.at(tick), up.begin + 17, "middle", "tick")
-    yield _turned(y_label, 11, (TOP + HEIGHT - BOTTOM) / 2, "middle", "label")
-    yield _word(x_label, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 7, "middle", "label")
+def _source(text: str) -> str:
+    """An inline element's hash, as a content security policy names it."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _horizontal_grid(up: Axis) -> Iterator[str]:
-    for tick in up.ticks():
-        y = up.at(tick)
-        yield f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>'
-        yield _word(f"{tick:g}", LEFT - 7, y + 4, "end", "tick")
+def thinned(series: Series, most: int = MOST_POINTS) -> Series:
+    """The series with at most ``most`` points: of each stretch the lowest and the highest, and both ends."""
+    count = len(series.points)
+    if count <= most:
+        return series
+    kept = {0, count - 1}
+    stretches = (most - 2) // 2
+    for number in range(stretches):
+        begin, end = 1 + number * (count - 2) // stretches, 1 + (number + 1) * (count - 2) // stretches
+        known = [index for index in range(begin, end) if series.points[index][1] is not None]
+        if known:
+            kept |= {pick(known, key=lambda index: series.points[index][1] or 0.0) for pick in (min, max)}
+    order = sorted(kept)
+    band = tuple(series.band[index] for index in order) if series.band else ()
+    return Series(series.name, tuple(series.points[index] for index in order), series.role, series.dashed, band)
 
 
-def _bars(middle: float, room: float, values: Sequence[tuple[str, float | None]], up: Axis) -> Iterator[str]:
-    width = room / max(len(values), 1)
-    for index, (style, value) in enumerate(values):
-        left = middle + (index - len(values) / 2) * width
-        if value is None:
-            yield _word("–", left + width / 2, up.begin - 3, "middle", "tick")
-            continue
-        top = min(up.at(value), up.begin - 0.5)
-        size = f'width="{max(width - 1, 0.5):.1f}" height="{up.begin - top:.1f}"'
-        yield f'<rect class="fill {style}" x="{left:.1f}" y="{top:.1f}" {size}/>'
+def number(value: float | None, digits: int = 4) -> str:
+    """A number with ``digits`` significant digits, whole numbers up to a million in full; a dash for None."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return f"{value:.0f}" if value == int(value) and abs(value) < 1e6 else f"{value:.{digits}g}"
 
 
-def _word(text: str, x: float, y: float, anchor: str, style: str) -> str:
-    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+def ends(series: Iterable[Series], what: str = "round") -> str:
+    """A summary of lines: where each begins and ends, in one sentence."""
+    parts = []
+    for one in series:
+        known = [(x, y) for x, y in one.points if y is not None]
+        if known:
+            (first, begin), (last, end) = known[0], known[-1]
+            where = f"{begin:.3f} at {what} {first:g}"
+            parts.append(f"{one.name}: {where}" + (f", {end:.3f} at {what} {last:g}" if last != first else ""))
+    return "; ".join(parts) + "."
 
 
-def _turned(text: str, x: float, y: float, anchor: str, style: str) -> str:
-    turn = f'transform="translate({x:.1f} {y:.1f}) rotate(-90)" text-anchor="{anchor}"'
-    return f'<text class="{style}" {turn}>{escape(text)}</text>'
+def _drawn(chart: Chart) -> dict[str, Any]:
+    """What is drawn, as JSON values: names cleaned, numbers rounded to six digits, points thinned."""
+    notes = [chart.caption] if chart.caption else []
+    result: dict[str, Any] = {"kind": type(chart).__name__.lower(), "title": clean(chart.title, 200)}
+    if isinstance(chart, Lines | Bars | Scatter):
+        longest = max((len(one.points) for one in chart.series), default=0)
+        if longest > MOST_POINTS:
+            notes.append(f"Drawn from {MOST_POINTS} of {longest} points of a line, the extremes among them.")
+        result |= {"x": _axis(chart.x), "y": _axis(chart.y), "series": [_series(one) for one in chart.series]}
+        result |= {"stacked": True} if isinstance(chart, Bars) and chart.stacked else {}
+        result |= {"bare": True} if isinstance(chart, Scatter) and chart.bare else {}
+    elif isinstance(chart, Rows):
+        keys = {key.name: clean(key.name) for key in chart.keys}
+        result |= {"value": _axis(chart.value), "style": chart.style}
+        result["keys"] = [{"name": keys[key.name], "role": key.role, "shape": key.shape} for key in chart.keys]
+        result["rows"] = [
+            {
+                "name": clean(row.name),
+                "marks": {keys[name]: _mark(mark) for name, mark in row.marks.items() if name in keys},
+                **({"note": clean(row.note, 200), "tone": row.tone} if row.note else {}),
+            }
+            for row in chart.rows
+        ]
+    elif isinstance(chart, Matrix):
+        result |= {"row_label": clean(chart.row_label), "column_label": clean(chart.column_label)}
+        result |= {"rows": [clean(name) for name in chart.rows], "columns": [clean(name) for name in chart.columns]}
+        result |= {"values": [[_short(value) for value in line] for line in chart.values]}
+        result |= {"low": chart.low, "high": chart.high, "digits": chart.digits}
+    else:
+        result |= {"x": _axis(chart.x), "rows": [_spans(name, spans) for name, spans in chart.rows]}
+    return result | {"summary": clean(chart.summary, 2000), "caption": clean(" ".join(notes), 2000)}
 
 
-def _mark(shape: str, style: str, x: float, y: float, size: float = 5.0) -> str:
-    if shape == "dot":
-        return f'<circle class="fill {style}" cx="{x:.1f}" cy="{y:.1f}" r="{size}"/>'
-    turn = f' transform="rotate(45 {x:.1f} {y:.1f})"' if shape == "diamond" else ""
-    half = 0.85 * size
-    corner = f'x="{x - half:.1f}" y="{y - half:.1f}" width="{2 * half:.1f}" height="{2 * half:.1f}"'
-    return f'<rect class="fill {style}" {corner}{turn}/>'
+def _axis(axis: Axis) -> dict[str, Any]:
+    wanted = {"low": _short(axis.low), "high": _short(axis.high), "log": axis.log, "can_log": axis.can_log}
+    given = {name: value for name, value in wanted.items() if value is not None and value is not False}
+    return {"label": clean(axis.label), "unit": clean(axis.unit), **given}
 
 
-def key_mark(style: str, shape: str) -> str:
-    """The mark of a legend's entry, in a box of 22 x 14."""
-    if shape in {"line", "dashed"}:
-        return f'<line class="line {style}{" dashed" * (shape == "dashed")}" x1="0" y1="7" x2="22" y2="7"/>'
-    if shape == "bar":
-        return f'<rect class="fill {style}" x="5" y="1" width="12" height="12"/>'
-    return _mark(shape, style, 11, 7)
+def _series(series: Series) -> dict[str, Any]:
+    shown = thinned(series)
+    result: dict[str, Any] = {"name": clean(series.name), "role": series.role}
+    result |= {"x": [_short(x) for x, _ in shown.points], "y": [_short(y) for _, y in shown.points]}
+    if shown.band:
+        result |= {"low": [_short(low) for low, _ in shown.band], "high": [_short(high) for _, high in shown.band]}
+    return result | ({"dashed": True} if series.dashed else {})
 
 
-def _short(name: str, limit: int = 16) -> str:
-    return name if len(name) <= limit else name[: limit - 1] + "…"
+def _mark(mark: Mark) -> list[float | None]:
+    return [_short(mark.value), _short(mark.low), _short(mark.high)]
 
 
-FORMATS = ("svg", "png", "pdf")
-MOST_BUBBLES = 60
-"""Clients up to which each count is a bubble; more are drawn as a heat map."""
+def _spans(name: str, spans: Sequence[Span]) -> dict[str, Any]:
+    shown = [
+        {"begin": _short(one.begin), "end": _short(one.end), "role": one.role, "text": clean(one.text)} for one in spans
+    ]
+    return {"name": clean(name), "spans": shown}
 
 
-def picture_kind(suffix: str) -> str:
-    """The format of a picture file with this suffix.
-
-    Raises:
-        UsageError: no such format.
-    """
-    kind = suffix.lstrip(".").lower()
-    if kind not in FORMATS:
-        result = f"'{suffix}'" if suffix else "a name without a suffix"
-        raise UsageError(f"--plot: {result}; expected one of {', '.join('.' + one for one in FORMATS)}")
-    return kind
+def _short(value: float | None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    rounded = float(f"{value:.6g}")
+    return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded
 
 
-def mixture(partition: Mapping[str, Any], kind: str) -> bytes:
-    """The bytes of a picture file of format ``kind``, one of `FORMATS`.
-
-    ``partition``: ``rule``, ``classes`` (names), and ``clients`` with ``id`` and ``train`` (counts by class).
-    """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    clients, classes = partition["clients"], partition["classes"]
-    counts = [one["train"] for one in clients]
-    with mpl.rc_context({"svg.hashsalt": "headwater", "font.size": 9}):
-        size = (min(14.0, 2.2 + 0.24 * len(clients)), min(9.0, 1.6 + 0.26 * len(classes)))
-        figure = Figure(figsize=(max(4.0, size[0]), max(2.6, size[1])), layout="constrained")
-        panel = figure.subplots()
-        if len(clients) <= MOST_BUBBLES:
-            _bubbles(panel, counts)
-            panel.set_xticks(range(len(clients)), [one["id"] for one in clients], rotation=90)
-        else:
-            columns = [list(column) for column in zip(*counts, strict=True)]
-            shown = panel.imshow(columns, aspect="auto", cmap="Blues", interpolation="nearest")
-            figure.colorbar(shown, ax=panel, label="samples")
-        panel.set_yticks(range(len(classes)), classes)
-        panel.set(xlabel="client", ylabel="class")
-        figure.suptitle(f"partition {partition['rule']}: training samples of each class", fontsize=10)
-        out = io.BytesIO()
-        figure.savefig(out, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    return out.getvalue()
+def _table(chart: Chart) -> Table:
+    """The chart's numbers; of more than MOST_TABLE_ROWS rows, evenly spread ones."""
+    columns, rows = _names_of_columns(chart), list(_all_rows(chart))
+    if len(rows) > MOST_TABLE_ROWS:
+        last = MOST_TABLE_ROWS - 1
+        rows = [rows[index * (len(rows) - 1) // last] for index in range(MOST_TABLE_ROWS)]
+    return columns, rows
 
 
-def _bubbles(panel: Any, counts: list[list[int]]) -> None:
-    highest = max(map(max, counts)) or 1
-    points = [(x, y, count) for x, row in enumerate(counts) for y, count in enumerate(row) if count]
-    xs, ys, sizes = zip(*points, strict=True)
-    panel.scatter(xs, ys, s=[140.0 * size / highest for size in sizes], color="#2166ac", alpha=0.85, linewidths=0)
-    panel.set(xlim=(-0.7, len(counts) - 0.3), ylim=(len(counts[0]) - 0.4, -0.6))
-    panel.scatter([], [], s=140.0, color="#2166ac", label=f"{highest} samples")
-    panel.scatter([], [], s=14.0, color="#2166ac", label=f"{max(1, highest // 10)}")
-    panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    panel.grid(alpha=0.15)
+def _names_of_columns(chart: Chart) -> tuple[str, ...]:
+    if isinstance(chart, Scatter):
+        return "series", clean(chart.x.text), clean(chart.y.text)
+    if isinstance(chart, Lines | Bars):
+        return clean(chart.x.text), *(clean(one.name) for one in chart.series)
+    if isinstance(chart, Rows):
+        return (
+            "name",
+            *(clean(key.name) for key in chart.keys),
+            *(["note"] if any(row.note for row in chart.rows) else []),
+        )
+    if isinstance(chart, Matrix):
+        return f"{clean(chart.row_label)} \\ {clean(chart.column_label)}", *map(clean, chart.columns)
+    return "name", "what", f"begin ({clean(chart.x.unit)})", f"end ({clean(chart.x.unit)})"
+
+
+def _all_rows(chart: Chart) -> Iterator[tuple[str, ...]]:
+    if isinstance(chart, Scatter):
+        yield from ((clean(one.name), number(x), number(y)) for one in chart.series for x, y in one.points)
+    elif isinstance(chart, Lines | Bars):
+        values = [dict(one.points) for one in chart.series]
+        bands = [dict(zip(dict(one.points), one.band, strict=bool(one.band))) for one in chart.series]
+        for x in sorted({x for by_x in values for x in by_x}):
+            cells = (_with_band(by_x.get(x), band.get(x)) for by_x, band in zip(values, bands, strict=True))
+            yield number(x), *cells
+    elif isinstance(chart, Rows):
+        noted = any(row.note for row in chart.rows)
+        for row in chart.rows:
+            cells = (_with_interval(row.marks.get(key.name)) for key in chart.keys)
+            yield clean(row.name), *cells, *([clean(row.note, 200)] if noted else [])
+    elif isinstance(chart, Matrix):
+        for name, line in zip(chart.rows, chart.values, strict=True):
+            yield clean(name), *map(number, line)
+    else:
+        yield from _timed(chart)
+
+
+def _timed(chart: Timeline) -> Iterator[tuple[str, ...]]:
+    for name, spans in chart.rows:
+        for one in spans:
+            yield clean(name), clean(one.text), number(one.begin), "going on" if one.end is None else number(one.end)
+
+
+def _with_band(value: float | None, band: tuple[float, float] | None) -> str:
+    return number(value) if band is None else f"{number(value)} ({number(band[0])} to {number(band[1])})"
+
+
+def _with_interval(mark: Mark | None) -> str:
+    if mark is None or mark.low is None or mark.high is None:
+        return number(None if mark is None else mark.value)
+    return f"{number(mark.value)} ({number(mark.low)} to {number(mark.high)})"

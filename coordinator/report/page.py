@@ -11,7 +11,8 @@ from edge_agent.errors import StateError
 
 from ..state.store import RunFolder
 from ..text import counted
-from .charts import (
+from .figures import SCOPES, AgentFigures, RoundFigures, RunFigures, as_number, read_run
+from .svg import (
     MARKERS,
     Picture,
     Series,
@@ -23,7 +24,6 @@ from .charts import (
     standalone,
     style_sheet,
 )
-from .figures import SCOPES, AgentFigures, RoundFigures, RunFigures, as_number, read_run
 
 if TYPE_CHECKING:
     import jinja2

@@ -21,7 +21,7 @@ from edge_agent.task import Task, Tensors
 from edge_agent.training.parts import norm_names
 from export.domains import spread_over
 
-from ..report.charts import Series, accuracy_floor, line_chart, standalone
+from ..report.svg import Series, accuracy_floor, line_chart, standalone
 from ..runs.result_notes import local_models
 from ..state.store import StateFolder
 from .client_tasks import kept_in

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from coordinator.report.charts import mixture
+from coordinator.report.svg import mixture
 from coordinator.simulation.plan import Plan
 from coordinator.simulation.setup import Prepared
 from edge_agent.data.partition import Division

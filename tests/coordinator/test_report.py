@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.report import write_report
-from coordinator.report.charts import Axis, nice_ceiling, nice_step
 from coordinator.report.figures import as_number, read_run
 from coordinator.report.page import duration, megabytes, percent, render
+from coordinator.report.svg import Axis, nice_ceiling, nice_step
 from coordinator.state.store import RunFolder
 from edge_agent.errors import StateError
 

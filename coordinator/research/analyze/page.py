@@ -11,7 +11,8 @@ from typing import Any
 
 from edge_agent.storage import write_atomic, write_json
 
-from ...report.charts import (
+from ...report.page import megabytes, percent, render_page
+from ...report.svg import (
     MARKERS,
     Picture,
     Series,
@@ -23,7 +24,6 @@ from ...report.charts import (
     nice_ceiling,
     point_chart,
 )
-from ...report.page import megabytes, percent, render_page
 
 PAGE, NUMBERS = "index.html", "analysis.json"
 
