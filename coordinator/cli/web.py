@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,9 @@ from edge_agent.worker import stop_on_signals
 from ..config import CoordinatorConfig, WebConfig, load_config
 from .options import INTERRUPTED, Config, State, Verbose, state_path
 from .output import console, set_up_logging
+
+if TYPE_CHECKING:
+    from ..web.server import Settings
 
 Listen = Annotated[
     str | None, typer.Option("--listen", help="Address and port, as 127.0.0.1:8470; port 0 = any free one.")
@@ -29,7 +32,7 @@ def web(config: Config = None, state: State = None, listen: Listen = None, verbo
     Example: headwater web --state headwater-demo/coordinator
     """
     from ..web.access import Access
-    from ..web.server import Settings, listening, login_text, serve
+    from ..web.server import listening, login_text, serve
 
     set_up_logging(verbose=verbose, quiet=True)
     settings = _settings(config, state, listen)

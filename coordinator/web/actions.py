@@ -89,8 +89,8 @@ ACTIONS: dict[str, Action] = {
     "unpin": Action("End the pin of {agent}", "It follows its channel again.", back=_of_agent),
     "cancel": Action(
         "Cancel {run}",
-        "It ends for good: nothing more is asked of agents for it, and the next run begins. Its closed rounds stay, and "
-        "can be exported. 'headwater cancel {run}' does the same.",
+        "It ends for good: nothing more is asked of agents for it, and the next run begins. Its closed rounds stay, "
+        "and can be exported. 'headwater cancel {run}' does the same.",
         is_harmful=True,
         back=lambda form: f"/run?{urlencode({'id': form.get('run', '')})}",
     ),
@@ -153,12 +153,12 @@ async def logout(request: Request) -> Response:
 async def act(request: Request) -> Response:
     """What an action will do, and the action itself."""
     if request.method == "GET":
-        site, form = site_of(request), {name: request.query_params.get(name, "")[:200] for name in IN_ADDRESS}
-        action = _action(form)
+        site, asked = site_of(request), {name: request.query_params.get(name, "")[:200] for name in IN_ADDRESS}
+        action = _action(asked)
         if site.access is None or not site.access.is_session(request.cookies.get(site.cookie, "")):
             return RedirectResponse(f"/login?{urlencode({'next': f'/act?{request.url.query}'})}", 303)
-        return await run_in_threadpool(_asked, request, action, form)
-    form = await _signed(request)
+        return await run_in_threadpool(_asked, request, action, asked)
+    form: Form = await _signed(request)
     action = _action(form)
     if missing := [name for name in action.required if not form.get(name, "").strip()]:
         raise UsageError(f"{' and '.join(missing)} must be given; go back and fill it in")

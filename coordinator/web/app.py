@@ -23,8 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from edge_agent.errors import HeadwaterError
 
 from . import actions, pages
-from .asset_files import assets
 from .access import Access, WrongTokens, is_known_host
+from .asset_files import assets
 from .events import MOST_STREAMS, EventStream, Watch
 from .folder_view import FolderView
 

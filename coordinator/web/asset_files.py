@@ -28,7 +28,7 @@ class Asset(NamedTuple):
 def assets() -> dict[str, Asset]:
     """Name -> asset, those of the charts included."""
     contents = dict(charts.assets())
-    contents |= {name: files(__package__).joinpath("assets", name).read_bytes() for name in OWN}
+    contents |= {name: (files(__package__) / "assets" / name).read_bytes() for name in OWN}
     return {
         name: Asset(
             content,

@@ -81,7 +81,7 @@ class Watch:
                 async with self._news:
                     try:
                         await asyncio.wait_for(self._news.wait(), PING_EVERY_S)
-                    except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
+                    except asyncio.TimeoutError:
                         ping = True
                     else:
                         ping = False

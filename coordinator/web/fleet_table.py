@@ -19,6 +19,9 @@ from .folder_view import AgentRow
 
 PAGE_ROWS = 50
 
+STATES: dict[str, int] = {"fault": 0, "stalled": 1, "revoked": 2, "offline": 3, "unknown": 4, "online": 5}
+"""State -> its order: those first that somebody should look at."""
+
 SORTS: dict[str, Callable[[AgentRow], Any]] = {
     "id": lambda row: row.id,
     "state": lambda row: STATES.get(row.state, len(STATES)),
@@ -33,9 +36,6 @@ SORTS: dict[str, Callable[[AgentRow], Any]] = {
     "memory": lambda row: row.rss_mb,
 }
 """Column -> what it is sorted by; None comes last in either direction."""
-
-STATES = {"fault": 0, "stalled": 1, "revoked": 2, "offline": 3, "unknown": 4, "online": 5}
-"""State -> its order: those first that somebody should look at."""
 
 SHOWN: dict[str, tuple[str, Callable[[AgentRow], bool]]] = {
     "all": ("all", lambda _: True),
@@ -167,22 +167,17 @@ def _key(row: AgentRow, query: Query) -> str:
 
 def _position(rows: Sequence[AgentRow], known: int, query: Query) -> int:
     """The index of the first row after the key, or of the key's own row (or its successor) for the page before it."""
+    value = SORTS[query.sort]
+
+    def is_before(row: AgentRow) -> bool:
+        mine = value(row)
+        if mine == wanted:
+            return row.id < agent or (not query.back and row.id == agent)
+        return bool(mine > wanted if query.descending else mine < wanted)
+
     try:
         wanted, agent = json.loads(query.after)
         agent = str(agent)
-        if wanted is None:
-            low, high = known, len(rows)
-            before = [row.id < agent or (not query.back and row.id == agent) for row in rows[low:high]]
-            return low + sum(before)
-        value = SORTS[query.sort]
-        count = 0
-        for row in rows[:known]:
-            mine = value(row)
-            if mine == wanted:
-                is_before = row.id < agent or (not query.back and row.id == agent)
-            else:
-                is_before = mine > wanted if query.descending else mine < wanted
-            count += is_before
-        return count
+        return sum(map(is_before, rows[:known])) if wanted is not None else known + sum(map(is_before, rows[known:]))
     except (ValueError, TypeError, RecursionError) as error:
         raise UsageError("this address names no page of this table; begin at its first page") from error

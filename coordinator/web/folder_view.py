@@ -159,7 +159,7 @@ class FolderView:
         self._everyone: list[dict[str, Any]] = []
         self._looked_at, self._is_held = float("-inf"), False
         self._fleet_mark, self._run_mark = 0, 0
-        self._sorted: tuple[tuple[Any, ...], list[AgentRow]] = (), []
+        self._rows: tuple[Any, list[AgentRow]] = None, []
         self._revoked: frozenset[str] = frozenset()
         self._fault_version: tuple[int, ...] = ()
         self._faults_of: dict[str, list[dict[str, Any]]] = {}
@@ -401,11 +401,11 @@ class FolderView:
         """All agents that were ever heard, sorted by id."""
         with self.lock:
             now_s = self.now().timestamp()
-            key = (self._stamps.get("status.json"), self._stamps.get(EVERYONE), self._after, self._revoked)
-            key = (*key, self._fault_version, self.is_serving, self._live_version(), int(now_s // 60))
-            if self._sorted[0] != key:
-                self._sorted = key, self._made_rows()
-            return self._sorted[1]
+            files = self._stamps.get("status.json"), self._stamps.get(EVERYONE), self._after, self._revoked
+            key = files, self.is_serving, self._live_version(), int(now_s // 60)
+            if self._rows[0] != key:
+                self._rows = key, self._made_rows()
+            return self._rows[1]
 
     def agent(self, name: str) -> AgentRow | None:
         """One agent."""

@@ -80,7 +80,9 @@ def agent(request: Request) -> Response:
     view, name = site_of(request).view, request.query_params.get("id", "")
     row = view.agent(name)
     if row is None:
-        raise HTTPException(404, f"No agent '{name[:80]}' was heard in this federation. The fleet lists those that were.")
+        raise HTTPException(
+            404, f"No agent '{name[:80]}' was heard in this federation. The fleet lists those that were."
+        )
     ids, before = view.history_ids(name), _whole(request, "before")
     older = [one for one in ids if before is None or one < before]
     chosen = older[-PAGE_ROWS:]
@@ -118,9 +120,7 @@ def runs(request: Request) -> Response:
     chosen = older[-PAGE_ROWS:][::-1]
     rows = [{"run": run, **_standing(view, run)} for _, run in chosen]
     more = chosen[-1][0] if len(older) > len(chosen) else None
-    return page(
-        request, "runs.html", topic="runs", rows=rows, more=more, total=len(numbered), most=MOST_COMPARED
-    )
+    return page(request, "runs.html", topic="runs", rows=rows, more=more, total=len(numbered), most=MOST_COMPARED)
 
 
 @shown
@@ -170,7 +170,7 @@ def compare(request: Request) -> Response:
     view, names = site_of(request).view, list(dict.fromkeys(request.query_params.getlist("run")))
     if len(names) > MOST_COMPARED:
         raise UsageError(f"{len(names)} runs are chosen, at most {MOST_COMPARED} can be compared; choose fewer")
-    chosen = [_run_named(view, name) for name in names] or [one for one in list(view.runs.values())[-10:]]
+    chosen = [_run_named(view, name) for name in names] or list(view.runs.values())[-10:]
     curves = [(one.id, view.curves(one.id)) for one in chosen]
     flat = [_settings(one.request) for one in chosen]
     keys = sorted({key for one in flat for key in one})
@@ -375,10 +375,11 @@ def _read_summary(path: str, _stamp: int) -> dict[str, Any]:
     content = read_json(Path(path)) or {}
     agents = [one for one in content.pop("agents", None) or () if isinstance(one, dict)]
     scored = [one["acc"] for one in agents if isinstance(one.get("acc"), dict)]
-    means = {
-        scope: fmean(known) if (known := [v for acc in scored if (v := as_number(acc.get(scope))) is not None]) else None
+    known = {
+        scope: [value for acc in scored if (value := as_number(acc.get(scope))) is not None]
         for scope in ("local", "global", "personal")
     }
+    means = {scope: fmean(values) if values else None for scope, values in known.items()}
     return {**content, "agent_count": len(agents), "means": means}
 
 
@@ -441,23 +442,36 @@ def _result_of(entry: Entry) -> dict[str, Any] | None:
 
 def _history_line(entry: Entry, book: Book) -> dict[str, Any]:
     """One line of an agent's history."""
-    body, acc = entry.body, _result_of(entry) or {}
-    what, note, bundle = "", "", text(body.get("runs") or "")
-    if entry.kind == "release_reported":
-        what = f"finished {entry.run}"
-        note = "better off alone" if body.get("better_alone") is True else text(body.get("rolled_back") or "")
-    elif entry.kind == "device_reported":
-        result = body.get("result") if isinstance(body.get("result"), dict) else {}
-        release = body.get("release")
-        what = f"release {release}: {text((result or {}).get('outcome'))}" if release and result else "says what it runs"
-        note = text((result or {}).get("reason") or body.get("kept") or "")
-    elif entry.kind == "device_pinned":
-        until = f" until {text(body['until'])}" if body.get("until") else ""
-        what, note = f"pinned to release {text(body.get('release'))}{until}", text(body.get("reason") or "")
-    elif entry.kind == "device_unpinned":
-        what = "unpinned"
+    body, bundle = entry.body, text(entry.body.get("runs") or "")
+    what, note = _HISTORY[entry.kind](entry)
     number = next((one.number for one in reversed(book.releases) if bundle and one.bundle_id == bundle), None)
-    return {"at": entry.at, "what": what, "note": note, "bundle": bundle, "release": number, "acc": acc, "by": text(body.get("by") or "")}
+    line = {"at": entry.at, "what": what, "note": note, "bundle": bundle, "release": number}
+    return {**line, "acc": _result_of(entry) or {}, "by": text(body.get("by") or "")}
+
+
+def _finished(entry: Entry) -> tuple[str, str]:
+    is_alone = entry.body.get("better_alone") is True
+    return f"finished {entry.run}", "better off alone" if is_alone else text(entry.body.get("rolled_back") or "")
+
+
+def _installed(entry: Entry) -> tuple[str, str]:
+    body = entry.body
+    result = body["result"] if isinstance(body.get("result"), dict) else {}
+    what = f"release {text(body.get('release'))}: {text(result.get('outcome'))}" if result else "says what it runs"
+    return what, text(result.get("reason") or body.get("kept") or "")
+
+
+def _pinned(entry: Entry) -> tuple[str, str]:
+    until = f" until {text(entry.body['until'])}" if entry.body.get("until") else ""
+    return f"pinned to release {text(entry.body.get('release'))}{until}", text(entry.body.get("reason") or "")
+
+
+_HISTORY: dict[str, Callable[[Entry], tuple[str, str]]] = {
+    "release_reported": _finished,
+    "device_reported": _installed,
+    "device_pinned": _pinned,
+    "device_unpinned": lambda _: ("unpinned", ""),
+}
 
 
 def _possible(release: Release) -> Iterator[str]:
@@ -476,9 +490,9 @@ def _devices(book: Book, release: Release, request: Request) -> dict[str, Any]:
     """One page of the devices that a release is about: those that failed first, then those that are awaited."""
     order = {"failed": 0, "pending": 1, "declined": 2, "ok": 3}
     pending = set(book.pending(release))
-    rows = [
-        (order[result.outcome], name, result.outcome, result) for name, result in release.results.items()
-    ] + [(order["pending"], name, "pending", None) for name in pending]
+    rows = [(order[result.outcome], name, result.outcome, result) for name, result in release.results.items()] + [
+        (order["pending"], name, "pending", None) for name in pending
+    ]
     rows.sort(key=lambda row: row[:2])
     after = request.query_params.get("after", "")
     position = next((at + 1 for at, row in enumerate(rows) if row[1] == after), 0) if after else 0
@@ -527,5 +541,3 @@ def _methods() -> dict[str, dict[str, Any]]:
     """Our own methods as 'headwater methods' lists them."""
     content: dict[str, dict[str, Any]] = json.loads(files("coordinator.cli").joinpath("methods.json").read_bytes())
     return content
-
-

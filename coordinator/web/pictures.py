@@ -20,7 +20,9 @@ def of_run(points: Sequence[RoundPoint]) -> dict[str, Chart]:
     result: dict[str, Chart] = {}
     lines = tuple(line for scope in ("global", "personal") for line in _accuracy(points, scope))
     if lines:
-        caption = "Mean over the agents of a round, with the tenth to ninetieth percentile; dashed: mean of the worst tenth."
+        caption = (
+            "Mean over the agents of a round, with the tenth to ninetieth percentile; dashed: mean of the worst tenth."
+        )
         result["accuracy"] = Lines("Accuracy by round", ends(lines), ROUND, ACCURACY, lines, caption)
     losses = tuple((float(one.round), one.loss) for one in points if one.loss is not None)
     if losses:
@@ -52,7 +54,9 @@ def _phases(points: Sequence[RoundPoint]) -> dict[str, Chart]:
     )
     series = (
         Series("training and transfer", tuple((float(one.round), one.seconds) for one in timed), "plain"),
-        Series("waiting for agents before it", tuple((float(one.round), one.waiting_s or 0.0) for one in timed), "down"),
+        Series(
+            "waiting for agents before it", tuple((float(one.round), one.waiting_s or 0.0) for one in timed), "down"
+        ),
     )
     axis = Axis("time of a round", "s", low=0.0)
     return {"phases": Bars("Time by phase", summary, ROUND, axis, series, stacked=True)}
@@ -112,6 +116,8 @@ def of_compared(runs: Sequence[tuple[str, RunCurves]]) -> dict[str, Chart]:
         if lines:
             best = max(lines, key=lambda line: line.points[-1][1] or 0.0)
             text = f"{len(lines)} runs; the highest at its end is {best.name} with {best.points[-1][1]:.3f}."
-            note = f"Mean over agents.{f' Of each run at most {most} rounds are drawn, its last one among them.' if is_thinned else ''}"
-            result[scope] = Lines(f"acc.{scope} by round", text, ROUND, ACCURACY, tuple(lines), note)
+            note = f"Mean over agents; of each run at most {most} rounds, its last among them." if is_thinned else ""
+            result[scope] = Lines(
+                f"acc.{scope} by round", text, ROUND, ACCURACY, tuple(lines), note or "Mean over agents."
+            )
     return result

@@ -34,16 +34,20 @@ def page(request: Request, template: str, *, topic: str = "", status: int = 200,
     site = site_of(request)
     view, cookie = site.view, request.cookies.get(site.cookie, "")
     is_signed_in = site.access is not None and site.access.is_session(cookie)
-    text = _templates().get_template(template).render(
-        path=request.url.path,
-        topic=topic,
-        seen=view.version(topic) if topic else "",
-        view=view,
-        can_act=site.access is not None,
-        is_signed_in=is_signed_in,
-        form_token=site.access.form_token(cookie) if site.access is not None and is_signed_in else "",
-        now=view.now().timestamp(),
-        **content,
+    text = (
+        _templates()
+        .get_template(template)
+        .render(
+            path=request.url.path,
+            topic=topic,
+            seen=view.version(topic) if topic else "",
+            view=view,
+            can_act=site.access is not None,
+            is_signed_in=is_signed_in,
+            form_token=site.access.form_token(cookie) if site.access is not None and is_signed_in else "",
+            now=view.now().timestamp(),
+            **content,
+        )
     )
     return HTMLResponse(text, status, {"cache-control": "no-store"})
 

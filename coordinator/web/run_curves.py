@@ -34,7 +34,7 @@ class Spread(NamedTuple):
     low: float
     high: float
     worst: float
-    count: int
+    agents: int
 
     @classmethod
     def of(cls, values: np.ndarray[Any, np.dtype[np.float64]]) -> Spread:
@@ -158,8 +158,11 @@ class RunCurves:
         loss = _numbers(record.get("loss"))
         rejected, missing = _reasons(record.get("rejected")), _texts(record.get("missing"))
         self.points[number] = RoundPoint(
-            number,
-            *(as_number(record.get(name)) for name in ("seconds", "waiting_s", "bytes_up", "bytes_down")),
+            round=number,
+            seconds=as_number(record.get("seconds")),
+            waiting_s=as_number(record.get("waiting_s")),
+            bytes_up=as_number(record.get("bytes_up")),
+            bytes_down=as_number(record.get("bytes_down")),
             agents=len(_texts(record.get("agents"))),
             missing=len(missing),
             rejected=len(rejected),
