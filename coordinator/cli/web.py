@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,24 +32,34 @@ def web(config: Config = None, state: State = None, listen: Listen = None, verbo
 
     Example: headwater web --state headwater-demo/coordinator
     """
-    from ..web.access import Access
-    from ..web.server import listening, login_text, serve
+    from ..web.server import listening, serve
 
     set_up_logging(verbose=verbose, quiet=True)
     settings = _settings(config, state, listen)
     if not settings.state.is_dir():
         raise UsageError(f"{settings.state}: no such folder; name the state folder of a coordinator with --state")
-    _, is_new = Access.of(settings.state)
-
-    def ready(url: str) -> None:
-        console.print(f"web view of {settings.state} at {url}; Ctrl-C stops", soft_wrap=True)
-        console.print(login_text(settings.state, url, is_new=is_new and console.is_terminal), soft_wrap=True)
-
     with listening(settings.web) as at, stop_on_signals() as stop:
-        serve(settings, at, ready, stop)
+        serve(settings, at, announcement(settings.state), stop)
     console.print("stopped")
     if stop.signal == signal.SIGINT:
         raise typer.Exit(INTERRUPTED)
+
+
+def announcement(state: Path) -> Callable[[str], None]:
+    """What prints the address when it is known, and how to sign in; the token is made here where there is none.
+
+    It is printed once, and to a terminal only: elsewhere a log would keep it.
+    """
+    from ..web.access import Access
+    from ..web.server import login_text
+
+    _, is_new = Access.of(state)
+
+    def ready(url: str) -> None:
+        console.print(f"web view of {state} at {url}", soft_wrap=True)
+        console.print(login_text(state, url, is_new=is_new and console.is_terminal), soft_wrap=True)
+
+    return ready
 
 
 def _settings(config: Path | None, state: Path | None, listen: str | None) -> Settings:

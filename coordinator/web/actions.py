@@ -124,11 +124,11 @@ async def login(request: Request) -> Response:
     following = _safe(form.get("next", "/"))
     if site.wrong.are_too_many(address):
         message = "Too many wrong tokens; try again in half a minute."
-        return page(request, "login.html", status=429, next=following, message=message)
+        return page(request, "login.html", code=429, next=following, message=message)
     if not site.access.is_token(form.get("token", "").strip()):
         site.wrong.note(address)
         message = "This is not the token; it is in the file web/token of the coordinator's state folder."
-        return page(request, "login.html", status=403, next=following, message=message)
+        return page(request, "login.html", code=403, next=following, message=message)
     answer = RedirectResponse(following, 303, {"cache-control": "no-store"})
     answer.set_cookie(
         site.cookie,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
@@ -29,8 +28,6 @@ from .fleet_table import PAGE_ROWS, SHOWN, SORTS, Query, page_of, totals
 from .folder_view import FolderView, RunInfo
 from .render import figures, page, site_of
 from .run_curves import text
-
-log = logging.getLogger(__name__)
 
 MOST_COMPARED = 100
 BUNDLES_ON_PAGE = 20
@@ -58,12 +55,14 @@ def fleet(request: Request) -> Response:
     """All agents: search, filter, sort and pages."""
     view, query = site_of(request).view, Query.of(request.query_params)
     agents = view.agents()
+    table = page_of(agents, query)
     return page(
         request,
         "fleet.html",
         topic="fleet",
         query=query,
-        table=page_of(agents, query),
+        table=table,
+        figures=figures(pictures.of_fleet(table.rows)),
         totals=totals(agents),
         filters={name: title for name, (title, _) in SHOWN.items()},
         sorts=SORTS,
@@ -135,7 +134,7 @@ def run(request: Request) -> Response:
     now = view.run_now()
     live = now if now.get("id") == info.id else {}
     summary = _summary(view, info) if info.is_over else {}
-    before = _whole(request, "before")
+    charts, before = pictures.of_run(points), _whole(request, "before")
     older = [one for one in points if before is None or one.round < before]
     return page(
         request,
@@ -150,7 +149,7 @@ def run(request: Request) -> Response:
         warnings=_warnings(summary),
         privacy=_privacy(live.get("privacy") or summary.get("privacy")),
         best=_best(points),
-        figures=figures(pictures.of_run(points)),
+        figures=figures(charts),
         rounds=older[-PAGE_ROWS:][::-1],
         more=older[-PAGE_ROWS].round if len(older) > PAGE_ROWS else None,
         incidents=curves.incidents[-PAGE_ROWS:][::-1],
@@ -158,6 +157,7 @@ def run(request: Request) -> Response:
         damaged=curves.damaged,
         settings=_settings(info.request),
         files=_files(view, info.id),
+        equal_traffic="bytes" not in charts and bool(points),
         up=sum(one.bytes_up or 0.0 for one in points),
         down=sum(one.bytes_down or 0.0 for one in points),
         releases=[one for one in view.book.releases if one.run == info.id],
@@ -282,9 +282,8 @@ def failed(request: Request, error: Exception) -> Response:
     elif isinstance(error, HeadwaterError):
         status, message = 503, str(error)
     else:
-        log.error("page_failed path=%s error=%r", request.url.path, error)
         status, message = 500, "This page could not be made; the log of the web view has the reason."
-    return page(request, "error.html", topic="", status=status, message=message, code=status)
+    return page(request, "error.html", code=status, message=message)
 
 
 # --- inside ----------------------------------------------------------------------------------------------------------

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..report.charts import Axis, Bars, Chart, Lines, Series, ends
+from ..report.charts import MARKERS, Axis, Bars, Chart, Key, Lines, Mark, Row, Rows, Series, ends
+from .folder_view import AgentRow
 from .run_curves import RoundPoint, RunCurves, Spread
 
 MOST_COMPARED_POINTS = 2400
 """Of all runs of a comparison; the pages of a hundred runs stay small."""
+
+EQUAL = 0.02
+"""Rounds whose traffic differs by less need no chart: the mean says it."""
 
 ACCURACY = Axis("accuracy on held-out samples", low=0.0, high=1.0)
 ROUND = Axis("round")
@@ -64,7 +68,8 @@ def _phases(points: Sequence[RoundPoint]) -> dict[str, Chart]:
 
 def _bytes(points: Sequence[RoundPoint]) -> dict[str, Chart]:
     known = [one for one in points if one.bytes_up is not None or one.bytes_down is not None]
-    if not known:
+    sums = [(one.bytes_up or 0.0) + (one.bytes_down or 0.0) for one in known]
+    if not sums or max(sums) - min(sums) <= EQUAL * max(sums):
         return {}
     up, down = (sum(getattr(one, name) or 0.0 for one in known) / 1e6 for name in ("bytes_up", "bytes_down"))
     series = (
@@ -73,6 +78,35 @@ def _bytes(points: Sequence[RoundPoint]) -> dict[str, Chart]:
     )
     summary = f"{up:.2f} MB from agents and {down:.2f} MB to agents in all."
     return {"bytes": Bars("Traffic by round", summary, ROUND, Axis("payload", "MB", low=0.0), series, stacked=True)}
+
+
+def of_fleet(rows: Sequence[AgentRow]) -> dict[str, Chart]:
+    """What each of these agents gains: its accuracies on one line."""
+    known = [row for row in rows if row.personal is not None and (row.local is not None or row.shared is not None)]
+    if not known:
+        return {}
+    known.sort(key=lambda row: (-(row.gain if row.gain is not None else -1.0), row.id))
+    scopes = ("local", "global", "personal")
+    made = [
+        Row(
+            row.id,
+            {
+                f"acc.{scope}": Mark(value)
+                for scope, value in zip(scopes, (row.local, row.shared, row.personal), strict=True)
+                if value is not None
+            },
+            "better off alone" if row.better_alone else "",
+            "bad",
+        )
+        for row in known
+    ]
+    gains = [row.gain for row in known if row.gain is not None]
+    above = sum(gain > 0 for gain in gains)
+    summary = (
+        f"{above} of {len(gains)} of these agents are above acc.local." if gains else "acc.local is not known yet."
+    )
+    keys = tuple(Key(f"acc.{scope}", scope, MARKERS[scope]) for scope in scopes)
+    return {"gains": Rows("What these agents gain", summary, ACCURACY, keys, tuple(made), summary)}
 
 
 def of_agent(by_round: Sequence[tuple[int, float | None, float | None]], run: str) -> dict[str, Chart]:
@@ -116,8 +150,7 @@ def of_compared(runs: Sequence[tuple[str, RunCurves]]) -> dict[str, Chart]:
         if lines:
             best = max(lines, key=lambda line: line.points[-1][1] or 0.0)
             text = f"{len(lines)} runs; the highest at its end is {best.name} with {best.points[-1][1]:.3f}."
-            note = f"Mean over agents; of each run at most {most} rounds, its last among them." if is_thinned else ""
-            result[scope] = Lines(
-                f"acc.{scope} by round", text, ROUND, ACCURACY, tuple(lines), note or "Mean over agents."
-            )
+            some = f"; of each run at most {most} rounds, its last one among them" if is_thinned else ""
+            note = f"Mean over agents{some}."
+            result[scope] = Lines(f"acc.{scope} by round", text, ROUND, ACCURACY, tuple(lines), note)
     return result

@@ -29,7 +29,7 @@ def site_of(request: Request) -> Site:
     return site
 
 
-def page(request: Request, template: str, *, topic: str = "", status: int = 200, **content: Any) -> HTMLResponse:
+def page(request: Request, template: str, *, topic: str = "", code: int = 200, **content: Any) -> HTMLResponse:
     """A page; ``topic``: what it has to be fetched again for, see `FolderView.version`. Hold the view's lock."""
     site = site_of(request)
     view, cookie = site.view, request.cookies.get(site.cookie, "")
@@ -40,6 +40,7 @@ def page(request: Request, template: str, *, topic: str = "", status: int = 200,
         .render(
             path=request.url.path,
             topic=topic,
+            code=code,
             seen=view.version(topic) if topic else "",
             view=view,
             can_act=site.access is not None,
@@ -49,7 +50,7 @@ def page(request: Request, template: str, *, topic: str = "", status: int = 200,
             **content,
         )
     )
-    return HTMLResponse(text, status, {"cache-control": "no-store"})
+    return HTMLResponse(text, code, {"cache-control": "no-store"})
 
 
 def figures(charts: dict[str, Chart]) -> list[Markup]:

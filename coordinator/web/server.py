@@ -199,9 +199,10 @@ def _enrolment(settings: Settings) -> Callable[[], Any] | None:
 class WebProcess:
     """The web view as a child process, which is restarted when it exits and ends with its owner."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, ready: Callable[[str], None]) -> None:
+        """``ready`` gets the address when it serves, for the first time; in another thread."""
         self.url = ""
-        self._settings, self._ready, self._reason = settings, threading.Event(), ""
+        self._settings, self._ready, self._reason = settings, ready, ""
         self._supervisor = Supervisor("web", self._spawn, self._serve, self._on_exit)
 
     @property
@@ -219,10 +220,6 @@ class WebProcess:
         listening(self._settings.web).close()
         self._supervisor.start()
 
-    def wait(self, seconds: float) -> str:
-        """The address of its first page; empty where it has not begun to serve by then."""
-        return self.url if self._ready.wait(seconds) else ""
-
     def stop(self) -> None:
         """End it."""
         self._supervisor.stop()
@@ -236,13 +233,14 @@ class WebProcess:
             while True:
                 frame = child.pipe.receive()
                 if frame.topic == READY:
-                    self.url = frame.payload.decode()
+                    is_first, self.url = not self.url, frame.payload.decode()
                     if (port := urlsplit(self.url).port) is not None:  # one that was free stays, for open pages
                         host = self._settings.web.listen.rpartition(":")[0]
                         web = self._settings.web.model_copy(update={"listen": f"{host}:{port}"})
                         self._settings = replace(self._settings, web=web)
-                    self._ready.set()
                     log.info("web_ready url=%s", self.url)
+                    if is_first:
+                        self._ready(self.url)
 
     def _on_exit(self, reason: str, pause_s: float) -> None:
         if reason != self._reason:
