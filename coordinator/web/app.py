@@ -27,6 +27,7 @@ from .access import Access, WrongTokens, is_known_host
 from .asset_files import assets
 from .events import MOST_STREAMS, EventStream, Watch
 from .folder_view import FolderView
+from .render import warm
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +150,7 @@ def make_app(site: Site, routes: list[Route] | None = None) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         looking = asyncio.create_task(site.watch.run())
+        await asyncio.to_thread(warm)
         try:
             yield
         finally:

@@ -6,12 +6,11 @@ So nothing is queued for a slow client: it misses numbers, never news. A client 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
-from starlette.responses import StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from .folder_view import FolderView
 
@@ -65,7 +64,7 @@ class Watch:
         async with self._news:
             self._news.notify_all()
 
-    async def events(self, topic: str, seen: str) -> AsyncIterator[bytes]:
+    async def events(self, topic: str, seen: str) -> AsyncGenerator[bytes]:
         """The stream of one page, whose content is of version ``seen``."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LONGEST_S
@@ -98,20 +97,36 @@ class Watch:
             return False
 
 
-class EventStream(StreamingResponse):
-    """A stream whose client has to take what is sent within `SEND_TIMEOUT_S`."""
+class EventStream(Response):
+    """A stream that ends when its client leaves, or does not take what is sent within `SEND_TIMEOUT_S`."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, content: AsyncIterator[bytes]) -> None:
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        super().__init__(content, headers=headers)
+    def __init__(self, content: AsyncGenerator[bytes]) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._content = content
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, until it ends or the client takes no more."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
+        """Send it to its end."""
+        tasks = {asyncio.create_task(self._sent(send)), asyncio.create_task(_left(receive))}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._content.aclose()
 
-        async def bounded(message: Message) -> None:
+    async def _sent(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for piece in self._content:
+            message = {"type": "http.response.body", "body": piece, "more_body": True}
             await asyncio.wait_for(send(message), SEND_TIMEOUT_S)
+        await send({"type": "http.response.body", "body": b""})
 
-        with contextlib.suppress(asyncio.TimeoutError):
-            await super().__call__(scope, receive, bounded)
+
+async def _left(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -191,7 +191,8 @@ class FolderView:
             self._read_faults()
             has_more |= self._read_curves()
             self.is_loaded |= not has_more
-            self.agents()  # here, and not while somebody waits for a page
+            if not has_more:
+                self.agents()  # here, and not while somebody waits for a page
             return has_more
         finally:
             self._reading.release()

@@ -53,6 +53,12 @@ def page(request: Request, template: str, *, topic: str = "", code: int = 200, *
     return HTMLResponse(text, code, {"cache-control": "no-store"})
 
 
+def warm() -> None:
+    """Compile all templates, so that the first visitor does not wait for it."""
+    for name in _templates().list_templates():
+        _templates().get_template(name)
+
+
 def figures(charts: dict[str, Chart]) -> list[Markup]:
     """The HTML of charts by their ids."""
     return [Markup(figure_html(chart, name)) for name, chart in charts.items()]  # noqa: S704 - it escapes all values

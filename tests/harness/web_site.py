@@ -7,7 +7,6 @@ import json
 import random
 import re
 import warnings
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +136,9 @@ def act(client: Any, do: str, **given: Any) -> Any:
     """What an operator does in two steps: look at the page of an action, and send its form."""
     shown = client.get("/act", params={"do": do, **given})
     assert shown.status_code == 200, shown.text
-    return client.post("/act", data=fields(shown.text) | {k: str(v) for k, v in given.items()}, headers={"origin": BASE})
+    return client.post(
+        "/act", data=fields(shown.text) | {k: str(v) for k, v in given.items()}, headers={"origin": BASE}
+    )
 
 
 def round_line(number: int, cohort: tuple[str, ...], draw: random.Random) -> dict[str, Any]:
@@ -157,5 +158,3 @@ def round_line(number: int, cohort: tuple[str, ...], draw: random.Random) -> dic
         "acc": {s: {a: round(min(1.0, base + draw.random() / 10), 4) for a in cohort} for s in ("global", "personal")},
         "loss": {a: round(1 / number, 4) for a in cohort},
     }
-
-
