@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from edge_agent.config import parse
 from edge_agent.errors import UsageError
 from edge_agent.worker import stop_on_signals
 
@@ -70,7 +71,7 @@ def _settings(config: Path | None, state: Path | None, listen: str | None) -> Se
     if config is not None or state is None:
         known = load_config(config, state)
     given = (known.web if known is not None and known.web is not None else WebConfig()).model_dump()
-    chosen = WebConfig.model_validate(given | ({"listen": listen} if listen else {}))
+    chosen = parse(WebConfig, given | ({"listen": listen} if listen else {}), where="--listen")
     if known is None:
         if not chosen.is_local:
             raise UsageError(
@@ -78,5 +79,6 @@ def _settings(config: Path | None, state: Path | None, listen: str | None) -> Se
                 "configuration names: give it with --config"
             )
         return Settings(state_path(config, state), chosen)
-    checked = CoordinatorConfig.model_validate({**known.model_dump(exclude_unset=True), "web": chosen.model_dump()})
+    raw = {**known.model_dump(exclude_unset=True), "web": chosen.model_dump()}
+    checked = parse(CoordinatorConfig, raw, where="options")
     return Settings.of(checked, chosen, config or Path("coordinator.toml"))
