@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
@@ -23,11 +22,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from edge_agent.errors import HeadwaterError
 
 from . import actions, pages
-from .access import Access, WrongTokens, is_known_host
+from .access import is_known_host
 from .asset_files import assets
 from .events import MOST_STREAMS, EventStream, Watch
-from .folder_view import FolderView
 from .render import warm
+from .served import Site
 
 log = logging.getLogger(__name__)
 
@@ -47,28 +46,6 @@ HEADERS = (
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"permissions-policy", b"camera=(), microphone=(), geolocation=()"),
 )
-
-
-@dataclass
-class Site:
-    """What the pages share."""
-
-    view: FolderView
-    watch: Watch
-    access: Access | None
-    """None: nobody may act, because the token could not be written."""
-
-    names: frozenset[str] = frozenset()
-    """Hosts by which the server is reached, beside loopback ones."""
-
-    is_secure: bool = False
-    """Whether it has TLS."""
-
-    enrolment: Callable[[], Any] | None = None
-    """Opens the federation's enrolment, where its agents have certificates and the configuration is known."""
-
-    wrong: WrongTokens = field(default_factory=WrongTokens)
-    cookie: str = "headwater"
 
 
 class Guard:

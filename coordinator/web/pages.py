@@ -79,9 +79,7 @@ def agent(request: Request) -> Response:
     view, name = site_of(request).view, request.query_params.get("id", "")
     row = view.agent(name)
     if row is None:
-        raise HTTPException(
-            404, f"No agent '{name[:80]}' was heard in this federation. The fleet lists those that were."
-        )
+        raise _absent(view, f"No agent '{name[:80]}' was heard in this federation. The fleet lists those that were.")
     ids, before = view.history_ids(name), _whole(request, "before")
     older = [one for one in ids if before is None or one < before]
     chosen = older[-PAGE_ROWS:]
@@ -205,7 +203,7 @@ def releases(request: Request) -> Response:
     older = [one for one in book.releases if before is None or one.number < before]
     chosen = older[-PAGE_ROWS:][::-1] if number is None else [one for one in [book.get(number)] if one is not None]
     if number is not None and not chosen:
-        raise HTTPException(404, f"There is no release {number}. The page of releases lists those that there are.")
+        raise _absent(view, f"There is no release {number}. The page of releases lists those that there are.")
     rows = [
         {
             "release": one,
@@ -303,9 +301,16 @@ def _whole(request: Request, name: str) -> int | None:
     return int(given)
 
 
+def _absent(view: FolderView, message: str) -> HTTPException:
+    """The error of something that is not there, or not yet known."""
+    if view.is_loaded:
+        return HTTPException(404, message)
+    return HTTPException(503, "The state folder is still being read; load this page again in a few seconds.")
+
+
 def _run_named(view: FolderView, name: str) -> RunInfo:
     if (info := view.runs.get(name)) is None:
-        raise HTTPException(404, f"There is no run '{name[:80]}' in this state folder. The page of runs lists all.")
+        raise _absent(view, f"There is no run '{name[:80]}' in this state folder. The page of runs lists all.")
     return info
 
 

@@ -13,11 +13,11 @@ from starlette.responses import HTMLResponse
 from ..report.charts import Chart, clean, figure_html
 from ..report.page import duration, megabytes, percent
 from .asset_files import address
+from .served import Site
 
 if TYPE_CHECKING:
     import jinja2
 
-    from .app import Site
 
 MOST_TEXT = 2000
 """Characters of one value that a page shows; a fault's message is the longest."""

@@ -98,9 +98,10 @@ def serve(settings: Settings, at: socket.socket, ready: Callable[[str], None], s
     """Serve until ``stop`` is set; ``ready`` gets the address when pages can be loaded."""
     import uvicorn
 
-    from .app import Site, make_app
+    from .app import make_app
     from .events import Watch
     from .folder_view import FolderView
+    from .served import Site
 
     host, port = at.getsockname()[:2]
     url = address(settings, port)

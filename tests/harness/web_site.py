@@ -13,9 +13,10 @@ from typing import Any
 from coordinator.state.journal import utc_now
 from coordinator.state.store import EVERYONE, MOST_LISTED, StateFolder
 from coordinator.web.access import Access
-from coordinator.web.app import Site, make_app
+from coordinator.web.app import make_app
 from coordinator.web.events import Watch
 from coordinator.web.folder_view import FolderView
+from coordinator.web.served import Site
 from edge_agent.storage import without_syncs
 
 with warnings.catch_warnings():
@@ -23,6 +24,16 @@ with warnings.catch_warnings():
     from starlette.testclient import TestClient
 
 BASE = "http://127.0.0.1:8470"
+LARGE_PAGES = (
+    "/",
+    "/?sort=personal&order=desc",
+    "/?find=99&only=fault",
+    "/runs",
+    "/run?id=run-0001",
+    "/agent?id=agent-00050",
+    "/compare?" + "&".join(f"run=run-{number:04d}" for number in range(1, 101)),
+)
+"""Pages of `FolderSite.large`."""
 
 
 def agent_status(name: str, **changes: Any) -> dict[str, Any]:
@@ -105,6 +116,19 @@ class FolderSite:
         (self.path / "status.json").write_text(json.dumps(content), encoding="utf-8")
         if len(known) > MOST_LISTED:
             (self.path / EVERYONE).write_text(json.dumps(known), encoding="utf-8")
+
+    def large(self, agents: int = 10_000, rounds: int = 500, runs: int = 100) -> None:
+        """So many agents and runs, the first one of so many rounds."""
+        names = [f"agent-{number:05d}" for number in range(agents)]
+        with without_syncs(), self.journal.deferring():
+            run = self.run(rounds, tuple(names[:100]), end="run_finished")
+            for number, name in enumerate(names):
+                self.report(run, name, 0.5 + number % 40 / 100, 0.6, 0.7 + number % 20 / 100)
+            for number in range(runs - 1):
+                self.run(50, tuple(names[:10]), end="run_finished", params={"lr": 0.01 * number})
+        self.journal.flush()
+        fault = {"error": "DataError", "message": "no class folders", "remedy": "make them", "at": ""}
+        self.status([agent_status(name, fault=None if number % 100 else fault) for number, name in enumerate(names)])
 
     @contextlib.contextmanager
     def client(self, **changes: Any) -> Any:
