@@ -269,6 +269,35 @@ def test_command_shows_a_folder_and_ends_with_ctrl_c(site):
         process.stderr.close()
 
 
+def test_serve_starts_the_view_beside_it_and_ends_it(tmp_path):
+    config = tmp_path / "coordinator.toml"
+    config.write_text(
+        'state = "state"\n[embedded]\nport = 0\n[web]\nlisten = "127.0.0.1:0"\n'
+        '[task]\nclass_names = ["a", "b"]\nencoder = "small_cnn"\n'
+        'input = { kind = "image", channels = 1, height = 32, width = 32 }\n'
+    )
+    words = command("coordinator", "serve", "--config", str(config))
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    try:
+        line = next(one for one in process.stderr if " at http://" in one)
+        port = int(line.split("http://127.0.0.1:")[1].split("/")[0])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+        with contextlib.closing(connection):
+            connection.request("GET", "/")
+            page = connection.getresponse().read().decode()
+        assert "No agent was heard yet" in page
+        assert "No coordinator is at work" not in page
+        process.terminate()
+        process.stderr.read()
+        assert process.wait(LIMIT_S) == 0
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", port), LIMIT_S)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
