@@ -84,21 +84,20 @@ class SimulationResult:
         return None if scope is None else float(last[scope]["clients_mean"])
 
     def plot(self, path: str | Path | None = None) -> Plot:
-        """Accuracy by round; with ``path`` also written there, as SVG.
+        """Accuracy by round; with ``path`` also written there, as SVG, PNG or PDF by its suffix.
 
         Raises:
-            UsageError: ``path`` does not end in .svg, or cannot be written.
+            UsageError: ``path`` has another suffix, or cannot be written.
         """
+        from .report.pictures import format_of
         from .simulation.results import curves
 
-        plot = Plot(curves(self.summary))
         if path is not None:
             target = Path(path)
-            if target.suffix != ".svg":
-                raise UsageError(f"{target}: expected a file name that ends in .svg")
+            content = curves(self.summary, format_of(target.suffix))
             check_writable(target.parent)
-            write_atomic(target, plot.svg.encode())
-        return plot
+            write_atomic(target, content)
+        return Plot(curves(self.summary).decode())
 
     def export(self, path: str | Path) -> Path:
         """The encoder as a bundle file for devices, checked and quantized as 'headwater export' does.
@@ -247,7 +246,7 @@ def finish(simulation: Simulation, folder: Path, watch: Callable[[Job], None]) -
 
     result = simulation.finish(watch)
     picture, run = folder / "curves.svg", simulation.state.run(simulation.run)
-    write_atomic(picture, curves(result).encode())
+    write_atomic(picture, curves(result))
     result |= {"folder": str(folder), "report": str(run.report_path), "curves": str(picture)}
     write_json(folder / "result.json", result)
     return result

@@ -8,6 +8,10 @@ SHOWN = 10
 """Names in one message; of a hundred agents the rest is a number."""
 
 
+WORST_SHARE = 0.1
+"""The share of agents that messages and pages call the worst tenth; at least one agent."""
+
+
 def counted(number: int, what: str) -> str:
     """``1 round``, ``2 rounds``."""
     return f"{number} {what}{'' if number == 1 else 's'}"

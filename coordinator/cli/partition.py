@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 from rich.table import Table
 
@@ -21,8 +20,6 @@ from .simulate import sources
 
 if TYPE_CHECKING:
     from edge_agent.data.partition import Division
-
-    from ..simulation.datasets import Pools
 
 Rule = Annotated[
     str,
@@ -58,24 +55,26 @@ def partition(
 
     Example: headwater partition dirichlet --alpha 0.3 --clients 10 --data digits:optdigits --plot who-has-what.svg
     """
-    from ..report.svg import mixture, picture_kind
-    from ..simulation.datasets import prepare
+    from ..report.pictures import format_of, picture
+    from ..report.run_charts import MOST_PLOTTED
+    from ..report.run_charts import partition as chart_of
+    from ..simulation.datasets import class_counts, prepare
 
     set_up_logging(verbose=verbose, quiet=True)
     raw = {**given, "partition": rule, "data": sources(given.get("data")), "folder": str(Path.cwd())}
     plan = parse(Plan, raw, where="the partition")
     file = out or (Path("partition.json") if plan.saved_partition is None else None)
-    kind = "" if plot is None else picture_kind(plot.suffix)
+    kind = "svg" if plot is None else format_of(plot.suffix)
     for path in filter(None, (file, plot)):
         ready_for(path)
     pools, division, task = prepare(plan)
-    shown = _as_json(division, pools, task.class_names)
+    shown = class_counts(division, pools, task.class_names)
     shown |= {"file": None if file is None else str(file), "plot": None if plot is None else str(plot)}
     if file is not None:
         _check_replaceable(file, division)
         division.write(file)
     if plot is not None:
-        write_atomic(plot, mixture(shown, kind))
+        write_atomic(plot, picture([chart_of(shown, MOST_PLOTTED)], kind))
     present(shown, _parts(shown), as_json=as_json)
 
 
@@ -94,27 +93,6 @@ def _check_replaceable(path: Path, division: Division) -> None:
             f"{path} holds another partition (hash {saved[:16]}, this one has {division.sha256[:16]}), and runs or "
             "devices may rely on it; choose another --out, or remove it first"
         )
-
-
-def _as_json(division: Division, pools: Pools, class_names: tuple[str, ...]) -> dict[str, Any]:
-    tested = pools.train if pools.test is None else pools.test
-
-    def counts(labels: np.ndarray, rows: tuple[int, ...]) -> list[int]:
-        return np.bincount(labels[np.asarray(rows, np.int64)], minlength=len(class_names)).tolist()  # type: ignore[no-any-return]
-
-    clients = [
-        {"id": name, "train": counts(pools.train.labels, share.train), "test": counts(tested.labels, share.test)}
-        for name, share in division.clients.items()
-    ]
-    used = {row for share in division.clients.values() for row in share.train}
-    return {
-        "rule": division.rule,
-        "settings": division.settings,
-        "hash": division.sha256,
-        "classes": list(class_names),
-        "clients": clients,
-        "samples": {"train": len(pools.train), "used": len(used)},
-    }
 
 
 def _parts(shown: dict[str, Any]) -> Iterator[Table | str]:

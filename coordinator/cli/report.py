@@ -46,7 +46,7 @@ def report(config: Config = None, state: State = None, run: Run = None, svg: Svg
         console.print(f"{record.run} has not finished ({record.status}): it {standing(record)}", soft_wrap=True)
     if svg is not None:
         ready_for(svg)
-        write_atomic(svg, accuracy_svg(chosen).encode())
+        write_atomic(svg, accuracy_svg(chosen))
     status = {"status": record.status, "round": record.round}
     result = {"run_id": chosen.run, **status, "report": str(path), "summary": chosen.summary()}
     present(result, [str(path)], as_json=as_json)

@@ -114,6 +114,7 @@ class Axis:
     """``unit`` follows the label in brackets; ``low`` and ``high`` bound the axis, None: as the data need.
 
     ``log``: begins logarithmic. ``can_log``: readers may change that; values of 0 and less are not drawn then.
+    ``digits``: decimals of a value that is read off; None: as many as it needs.
     """
 
     label: str
@@ -122,6 +123,7 @@ class Axis:
     high: float | None = None
     log: bool = False
     can_log: bool = False
+    digits: int | None = None
 
     @property
     def text(self) -> str:
@@ -202,11 +204,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Key:
-    """What marks of one colour and shape (a value of MARKERS, or ``bar``) are."""
+    """What marks of one colour and shape (a value of MARKERS, or ``bar``) are; ``is_said``: as a number beside them."""
 
     name: str
     role: str
     shape: str = "dot"
+    is_said: bool = True
 
 
 @dataclass(frozen=True)
@@ -378,15 +381,15 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.0f}" if value == int(value) and abs(value) < 1e6 else f"{value:.{digits}g}"
 
 
-def ends(series: Iterable[Series], what: str = "round") -> str:
+def ends(series: Iterable[Series], where: str = "in round") -> str:
     """A summary of lines: where each begins and ends, in one sentence."""
     parts = []
     for one in series:
         known = [(x, y) for x, y in one.points if y is not None]
         if known:
             (first, begin), (last, end) = known[0], known[-1]
-            where = f"{begin:.3f} at {what} {first:g}"
-            parts.append(f"{one.name}: {where}" + (f", {end:.3f} at {what} {last:g}" if last != first else ""))
+            further = f", {end:.3f} {where} {last:g}" if last != first else ""
+            parts.append(f"{one.name}: {begin:.3f} {where} {first:g}{further}")
     return "; ".join(parts) + "."
 
 
@@ -404,7 +407,10 @@ def _drawn(chart: Chart) -> dict[str, Any]:
     elif isinstance(chart, Rows):
         keys = {key.name: clean(key.name) for key in chart.keys}
         result |= {"value": _axis(chart.value), "style": chart.style}
-        result["keys"] = [{"name": keys[key.name], "role": key.role, "shape": key.shape} for key in chart.keys]
+        result["keys"] = [
+            {"name": keys[key.name], "role": key.role, "shape": key.shape, **({} if key.is_said else {"quiet": True})}
+            for key in chart.keys
+        ]
         result["rows"] = [
             {
                 "name": clean(row.name),
@@ -424,7 +430,8 @@ def _drawn(chart: Chart) -> dict[str, Any]:
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
-    wanted = {"low": _short(axis.low), "high": _short(axis.high), "log": axis.log, "can_log": axis.can_log}
+    wanted: dict[str, Any] = {"low": _short(axis.low), "high": _short(axis.high)}
+    wanted |= {"log": axis.log, "can_log": axis.can_log, "digits": axis.digits}
     given = {name: value for name, value in wanted.items() if value is not None and value is not False}
     return {"label": clean(axis.label), "unit": clean(axis.unit), **given}
 

@@ -16,10 +16,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 Scope = Literal["local", "global", "personal"]
+Curve = Literal["global", "personal", "after"]
+"""Scopes that rounds change; ``after``: ``personal`` once more, after the round's local training."""
+
 _LARGEST = 1e300
 """Leaves room for sums and axes; NaN and infinity do not lie within."""
 
 SCOPES: tuple[Scope, ...] = ("local", "global", "personal")
+CURVES: tuple[Curve, ...] = ("global", "personal", "after")
+_RECORDED = ("local", "global", "personal", "after")
 
 
 def as_number(value: object) -> float | None:
@@ -43,7 +48,7 @@ def _numbers(value: object) -> dict[str, float]:
 
 
 def _numbers_of_scopes(value: object) -> dict[str, dict[str, float]]:
-    return {scope: _numbers(value.get(scope) if isinstance(value, Mapping) else None) for scope in SCOPES}
+    return {scope: _numbers(value.get(scope) if isinstance(value, Mapping) else None) for scope in _RECORDED}
 
 
 def _reasons(value: object) -> tuple[tuple[str, str], ...]:
@@ -78,6 +83,7 @@ class RoundFigures(Figures):
 
     round: int
     seconds: Number = None
+    waiting_s: Number = None
     agents: Texts = ()
     missing: Texts = ()
     rejected: Reasons = ()
@@ -93,10 +99,6 @@ class RoundFigures(Figures):
         values = self.acc.get(scope, {}).values()
         return fmean(values) if values else None
 
-    def worst(self, scope: Scope) -> float | None:
-        """Lowest value of an agent; None where no agent reported."""
-        return min(self.acc.get(scope, {}).values(), default=None)
-
 
 class AgentFigures(Figures):
     """One agent at the end of the run."""
@@ -107,6 +109,8 @@ class AgentFigures(Figures):
     acc: Numbers = {}
     local_model: Text = ""
     head: Text = ""
+    support: Number = None
+    better_alone: Flag = None
     rss_mb: Number = None
     torch_loaded: Flag = None
     bytes_up: Number = None
@@ -135,12 +139,35 @@ class RunFigures:
     proxy_failed: list[tuple[int, str]] = field(default_factory=list)
     """Why a figure of the proxy could not be computed, and the round when that was first so."""
 
+    @property
+    def simulation(self) -> dict[str, Any]:
+        """Data, partition and plan of a simulation; empty for a federation."""
+        value = self.summary.get("simulation")
+        return value if isinstance(value, dict) else {}
+
+    @property
+    def agent_count(self) -> int:
+        """Agents at the end of the run, or those of its rounds so far."""
+        return len(self.agents) or len({name for line in self.rounds for name in line.agents})
+
     def final_mean(self, scope: Scope) -> float | None:
         """Mean over agents at the end; where none reported it, that of the last round that has it."""
         values = [agent.acc[scope] for agent in self.agents if scope in agent.acc]
         if values:
             return fmean(values)
         return next((mean for line in reversed(self.rounds) if (mean := line.mean(scope)) is not None), None)
+
+    def curve(self, scope: Curve) -> list[tuple[int, dict[str, float]]]:
+        """(Rounds done, accuracy of each agent) of the models of a scope, in order.
+
+        What agents report in round r of ``global`` and ``personal`` is of the model that they received, which has
+        r - 1 rounds behind it; the last entry is the run's end.
+        """
+        if scope == "after":
+            return [(line.round, line.acc[scope]) for line in self.rounds if line.acc.get(scope)]
+        result = [(line.round - 1, line.acc[scope]) for line in self.rounds if line.acc.get(scope)]
+        final = {agent.id: agent.acc[scope] for agent in self.agents if scope in agent.acc}
+        return [*result, (self.rounds[-1].round, final)] if final and self.rounds else result
 
     def total(self, direction: Literal["bytes_up", "bytes_down"]) -> float | None:
         """Bytes over all rounds; where rounds have none, over all agents."""

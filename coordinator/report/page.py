@@ -1,29 +1,24 @@
-"""The page of a run: facts, charts, agents, missing updates. All text that agents contribute is escaped."""
+"""The page of a run: facts, benefit of each device, curves, cost, partition, agents. All text of agents is escaped."""
 
 from __future__ import annotations
 
 import functools
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.resources import files
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from edge_agent.errors import StateError
 
 from ..state.store import RunFolder
 from ..text import counted
+from . import run_charts
+from .charts import Axis, Chart, InlineAssets, clean, figure_html, inline_assets
 from .figures import SCOPES, AgentFigures, RoundFigures, RunFigures, as_number, read_run
-from .svg import (
-    MARKERS,
-    Picture,
-    Series,
-    accuracy_floor,
-    bar_chart,
-    dot_chart,
-    key_mark,
-    line_chart,
-    standalone,
-    style_sheet,
-)
+from .pictures import picture
 
 if TYPE_CHECKING:
     import jinja2
@@ -32,9 +27,9 @@ MOST_INCIDENTS = 200
 """Rows of the table of missing and rejected updates; the journal has all of them."""
 
 _CARDS = {
-    "local": "best model that each agent fits alone",
+    "local": "best model that each fits alone",
     "global": "the shared model",
-    "personal": "shared encoder, personal head",
+    "personal": "shared encoder, personal head or model",
 }
 _DETAILS = {
     "bundle": "Bundle",
@@ -45,7 +40,7 @@ _DETAILS = {
 
 
 def render(run: RunFigures, releases: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The whole page as HTML, with the ``releases`` of the run's bundle. It loads nothing and runs nothing."""
+    """The whole page as HTML, with the ``releases`` of the run's bundle. It loads nothing and runs its own scripts."""
     summary = run.summary
     rounds, closed = as_number(summary.get("rounds")), as_number(summary.get("round"))
     warnings = summary.get("warnings")
@@ -54,28 +49,101 @@ def render(run: RunFigures, releases: Sequence[Mapping[str, Any]] = ()) -> str:
     has_notes = any(agent.notes for agent in run.agents)
     columns += ["received", "note"] if has_notes else ["received"]
     text_columns = {"agent", "tier", "alone", "head", "torch", "note"}
+    simulation = run.simulation
+    cost, cost_charts = run_charts.cost(run.rounds)
     return render_page(
         "run.html",
-        kind="Headwater run",
-        title=f"{run.run} · {_text(summary.get('method'))}",
+        kind="Headwater simulation" if simulation else "Headwater run",
+        title=_title(run),
         run=run,
         summary=summary,
         status=_text(summary["status"]) if "status" in summary else "running",
         of_rounds="" if rounds is None else f" of {rounds:g}",
         closed=f"{len(run.rounds) if closed is None else closed:g}",
-        agent_count=len(run.agents) or len({name for line in run.rounds for name in line.agents}),
+        member="client" if simulation else "agent",
+        agent_count=run.agent_count,
+        data=", ".join(map(_source_name, simulation.get("data", []))),
         warm_start=_warm_start(summary.get("warm_start")),
         warnings=[one for one in warnings if isinstance(one, dict)] if isinstance(warnings, list) else [],
         cards=list(_cards(run)),
-        pictures=[*_accuracy(run), *_spread(run.agents), *_seconds(run.rounds), *_traffic(run.rounds)],
+        benefit_sentence=run_charts.benefit_sentence(run.agents),
+        benefit=_figures([run_charts.benefit(run.agents)], "benefit"),
+        curves=_figures([run_charts.accuracy(run), run_charts.loss(run.rounds)], "curves"),
+        cost=cost,
+        cost_figures=_figures(cost_charts, "cost"),
+        partition=_figures([_partition(run)], "partition"),
         agent_columns=[(name, "" if name in text_columns else "n") for name in columns],
         agent_rows=[_agent_row(agent)[: len(columns)] for agent in run.agents],
         incidents=sorted(_incidents(run.rounds)),
         most=MOST_INCIDENTS,
         releases=[_release_row(one) for one in releases],
         scores=[row for one in releases for row in _score_rows(one)],
+        commands=list(_commands(run)),
         details=[(name, _pretty(summary[key])) for key, name in _DETAILS.items() if summary.get(key)],
     )
+
+
+def _title(run: RunFigures) -> str:
+    """What was done, by which method on what: one run among many is recognised by it."""
+    method, simulation = _text(run.summary.get("method")), run.simulation
+    if simulation:
+        data = ", ".join(map(_source_name, simulation.get("data", [])))
+        rule = simulation.get("partition", {}).get("rule", "")
+        return clean(f"{method} on {data}, {counted(run.agent_count, 'client')}, {rule}", 160)
+    rounds = as_number(run.summary.get("rounds"))
+    parts = [method, *([] if rounds is None else [counted(int(rounds), "round")])]
+    return clean(", ".join([*parts, counted(run.agent_count, "agent")]), 160)
+
+
+def _source_name(source: object) -> str:
+    """A data source without the folders of its path: ``windows:watch.npz``."""
+    kind, colon, path = str(source).partition(":")
+    return f"{kind}{colon}{path.rpartition('/')[2]}"
+
+
+def _figures(charts: Sequence[Chart | None], name: str) -> list[str]:
+    return [figure_html(chart, f"{name}-{number}", level=3) for number, chart in enumerate(charts) if chart is not None]
+
+
+def _partition(run: RunFigures) -> Chart | None:
+    shown = run.simulation.get("partition")
+    if shown and shown.get("clients"):
+        return run_charts.partition(shown)
+    sizes = [(agent.id, agent.samples) for agent in run.agents if agent.samples is not None]
+    return run_charts.sample_counts(sizes) if sizes else None
+
+
+def _commands(run: RunFigures) -> Iterator[tuple[str, str]]:
+    """What to do, and the commands or settings for it."""
+    plan = run.simulation.get("plan")
+    if isinstance(plan, dict):
+        yield "Settings: save them as simulation.toml", _toml(plan)
+        yield (
+            "The same simulation again: same seed, same bits",
+            "headwater simulate --config simulation.toml --out again",
+        )
+        yield "Measures of its features and its partition", "headwater analyze again"
+        return
+    summary = run.summary
+    options = {name: summary.get(name) for name in ("method", "rounds", "seed") if summary.get(name) is not None}
+    arguments = [argument for name, value in options.items() for argument in (f"--{name}", str(value))]
+    params = summary.get("params")
+    if arguments and isinstance(params, dict):
+        given = {name: value for name, value in params.items() if value is not None}
+        arguments += [
+            argument for name, value in given.items() for argument in ("--set", f"{name}={json.dumps(value)}")
+        ]
+        yield "The same run again, at a coordinator with the same agents", shlex.join(["headwater", "run", *arguments])
+    yield "This page again", shlex.join(["headwater", "report", "--run", run.run])
+
+
+def _toml(plan: Mapping[str, Any]) -> str:
+    """Settings as TOML; values are JSON, whose scalars, lists and strings TOML shares."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in plan.items() if not isinstance(value, dict)]
+    for key, value in plan.items():
+        if isinstance(value, dict) and value:
+            lines += [f"\n[{key}]", *(f"{json.dumps(name)} = {json.dumps(item)}" for name, item in value.items())]
+    return "\n".join(lines)
 
 
 def _release_row(release: Mapping[str, Any]) -> tuple[str, ...]:
@@ -100,7 +168,12 @@ def _score_rows(release: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 def render_page(template: str, **content: Any) -> str:
     """A self-contained page from one of the templates; values that are not HTML are escaped."""
-    return _templates().get_template(template).render(style_sheet=style_sheet(), **content)
+    return _templates().get_template(template).render(assets=_assets(), **content)
+
+
+@functools.cache
+def _assets() -> InlineAssets:
+    return inline_assets(files(__package__).joinpath("templates/report.css").read_text(encoding="utf-8"))
 
 
 @functools.cache
@@ -114,27 +187,26 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    templates.globals["key_mark"] = key_mark
     templates.filters.update({"text": _text, "number": as_number, "duration": duration})
     return templates
 
 
-def accuracy_svg(folder: RunFolder) -> str:
+def accuracy_svg(folder: RunFolder) -> bytes:
     """An SVG file with the accuracies of each device.
 
     Raises:
         StateError: no device has reported accuracies yet, or the files are damaged.
     """
     run = read_run(folder.run, folder.summary() or {}, folder.metrics())
-    rows = [(agent.id, {str(s): agent.acc[s] for s in SCOPES if s in agent.acc}) for agent in run.agents if agent.acc]
-    if not rows:
+    chart = run_charts.benefit([agent for agent in run.agents if agent.acc])
+    if chart is None:
         raise StateError(f"{folder.folder}: no device has reported accuracies yet; try again after the run")
-    parts = (f"{name}: " + ", ".join(f"acc.{scope} {value:.3f}" for scope, value in acc.items()) for name, acc in rows)
-    text = "Accuracy of each device. " + "; ".join(parts)
-    chart = dot_chart(text, rows, x_label="accuracy on held-out samples", low=0.0, high=1.0)
-    rounds = as_number(run.summary.get("rounds"))
-    title = f"{run.summary.get('method', run.run)}, {'?' if rounds is None else counted(int(rounds), 'round')}"
-    return standalone(title, chart, [(f"acc.{scope}", scope, MARKERS[scope]) for scope in SCOPES])
+    rows = ((agent.id, agent.acc) for agent in run.agents if agent.acc)
+    parts = (f"{name}: " + ", ".join(f"acc.{s} {acc[s]:.3f}" for s in SCOPES if s in acc) for name, acc in rows)
+    text = f"Accuracy of each device. {'; '.join(parts)}"
+    return picture(
+        [replace(chart, title=_title(run), summary=text, value=Axis(run_charts.ACCURACY, low=0.0, high=1.0))]
+    )
 
 
 def _warm_start(record: object) -> str:
@@ -148,9 +220,17 @@ def _warm_start(record: object) -> str:
 
 def _cards(run: RunFigures) -> Iterator[tuple[str, str, str, str]]:
     """Name, value, note and style of each key figure."""
+    member = "client" if run.simulation else "agent"
     for scope in SCOPES:
         if (mean := run.final_mean(scope)) is not None:
-            yield f"acc.{scope}", percent(mean), f"{_CARDS[scope]}; mean over agents", scope
+            counts = sum(scope in agent.acc for agent in run.agents)
+            over = f"mean over {counted(counts, member)}" if counts else "mean over agents, last round"
+            yield f"acc.{scope}", percent(mean), f"{_CARDS[scope]}; {over}", scope
+    if known := run_charts.gains(run.agents):
+        gain = 100 * fmean(gain for gain, _ in known)
+        better = sum(gain > 0 for gain, _ in known)
+        note = f"percentage points, acc.personal over acc.local; {better} of {counted(len(known), member)} gain"
+        yield "gain", f"{gain:+.1f}", note, "gain"
     if run.proxy:
         last = run.proxy[-1]
         note = f"the shared model after round {last.round}, on {_count(last.samples)} samples of the coordinator"
@@ -158,76 +238,6 @@ def _cards(run: RunFigures) -> Iterator[tuple[str, str, str, str]]:
     for name, total in (("from agents", run.total("bytes_up")), ("to agents", run.total("bytes_down"))):
         if total is not None:
             yield name, megabytes(total), "payload of the whole run", ""
-
-
-def _accuracy(run: RunFigures) -> Iterator[Picture]:
-    series = []
-    for scope in SCOPES:
-        mean, worst = (
-            tuple((float(line.round), value) for line in run.rounds if (value := figure(line, scope)) is not None)
-            for figure in (RoundFigures.mean, RoundFigures.worst)
-        )
-        if mean:
-            series.append(Series(f"acc.{scope}, mean", mean, scope))
-        if worst != mean:
-            series.append(Series(f"acc.{scope}, worst agent", worst, scope, is_dashed=True))
-    if run.proxy:
-        series.append(Series("acc.proxy", tuple((float(one.round), one.acc) for one in run.proxy), "plain"))
-    if not series:
-        return
-    low = accuracy_floor(y for line in series for _, y in line.points)
-    text = "Accuracy by round. " + " ".join(
-        f"{line.name}: {line.points[0][1]:.3f} in round {line.points[0][0]:g}, "
-        f"{line.points[-1][1]:.3f} in round {line.points[-1][0]:g}."
-        for line in series
-    )
-    chart = line_chart(text, series, x_label="round", y_label="accuracy", low=low, high=1.0)
-    keys = [line.key for line in series]
-    yield Picture("accuracy", "Accuracy by round", "Accuracy on held-out samples, 0 to 1.", chart, keys)
-
-
-def _spread(agents: Sequence[AgentFigures]) -> Iterator[Picture]:
-    known = [agent for agent in agents if agent.acc][:60]
-    rows = [
-        (f"{agent.id} *" if agent.notes else agent.id, {str(s): agent.acc[s] for s in SCOPES if s in agent.acc})
-        for agent in known
-    ]
-    shown = [scope for scope in SCOPES if any(scope in values for _, values in rows)]
-    if not shown:
-        return
-    low = accuracy_floor(value for _, values in rows for value in values.values())
-    text = "Accuracy of each agent; the numbers are in the table of agents."
-    chart = dot_chart(text, rows, x_label="accuracy", low=low, high=1.0)
-    keys = [(f"acc.{scope}", scope, MARKERS[scope]) for scope in shown]
-    more = " *: see the note in the table of agents." if any(agent.notes for agent in known) else ""
-    yield Picture("agents", "Accuracy of each agent", f"Accuracy on held-out samples, 0 to 1.{more}", chart, keys)
-
-
-def _seconds(rounds: Sequence[RoundFigures]) -> Iterator[Picture]:
-    groups = [(line.round, (line.seconds,)) for line in rounds if line.seconds is not None]
-    if not groups:
-        return
-    total = sum(values[0] for _, values in groups)
-    longest = max(groups, key=lambda group: group[1])
-    text = f"Seconds of each round; {total:.1f} s in all, the longest is round {longest[0]} with {longest[1][0]:.2f} s."
-    chart = bar_chart(text, groups, ("plain",), x_label="round", y_label="seconds")
-    yield Picture("seconds", "Time of each round", f"Seconds from opening to closing; {total:.1f} s in all.", chart)
-
-
-def _traffic(rounds: Sequence[RoundFigures]) -> Iterator[Picture]:
-    groups = [
-        (line.round, ((line.bytes_up or 0) / 1e6, (line.bytes_down or 0) / 1e6))
-        for line in rounds
-        if line.bytes_up is not None or line.bytes_down is not None
-    ]
-    if not groups:
-        return
-    up, down = (sum(values[side] for _, values in groups) for side in (0, 1))
-    text = f"Megabytes of each round; {up:.2f} MB from agents and {down:.2f} MB to agents in all."
-    chart = bar_chart(text, groups, ("up", "down"), x_label="round", y_label="MB")
-    keys = [("from agents", "up", "bar"), ("to agents", "down", "bar")]
-    caption = "Payload in MB (millions of bytes), as counted by the coordinator."
-    yield Picture("traffic", "Traffic of each round", caption, chart, keys)
 
 
 def _agent_row(agent: AgentFigures) -> tuple[str, ...]:

@@ -9,11 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from ..state.journal import Journal, RunRecord
-from ..text import counted, listed
+from ..text import WORST_SHARE, counted, listed
 from .good_state import reason_of_restoration
-
-WORST_SHARE = 0.1
-"""The worst tenth of the clients, at least one of them."""
 
 STANDARD_ERRORS = 2.0
 """A difference of more than so many standard errors is more than noise."""

@@ -104,7 +104,10 @@ def round_record(closed: OpenRound, figures: Mapping[str, Any]) -> dict[str, Any
         "added": sorted(closed.body.get("added", ())),
         "bounded": notes(figures.get("aggregation", {})),
         "restored": figures.get("restored"),
-        "acc": {scope: metric(f"acc.{scope}") for scope in ("global", "personal")},
+        "acc": {
+            **{scope: metric(f"acc.{scope}") for scope in ("global", "personal")},
+            **({"after": after} if (after := metric("acc.after.personal")) else {}),
+        },
         "loss": metric("loss"),
         "epsilon": metric("epsilon"),
         "noise_multiplier": figures.get("noise_multiplier"),

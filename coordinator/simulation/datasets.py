@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -274,3 +275,25 @@ def _joined(parts: Sequence[Samples]) -> Samples:
 def _natural_order(name: str) -> tuple[int, str]:
     """Numbers as numbers: class 10 after class 9."""
     return (int(name), "") if name.isascii() and name.isdigit() else (1 << 62, name)
+
+
+def class_counts(division: Division, pools: Pools, class_names: tuple[str, ...]) -> dict[str, Any]:
+    """A partition as JSON, with the training and test samples of each class that each client has."""
+    tested = pools.train if pools.test is None else pools.test
+
+    def counts(labels: np.ndarray, rows: tuple[int, ...]) -> list[int]:
+        return np.bincount(labels[np.asarray(rows, np.int64)], minlength=len(class_names)).tolist()  # type: ignore[no-any-return]
+
+    clients = [
+        {"id": name, "train": counts(pools.train.labels, share.train), "test": counts(tested.labels, share.test)}
+        for name, share in division.clients.items()
+    ]
+    used = {row for share in division.clients.values() for row in share.train}
+    return {
+        "rule": division.rule,
+        "settings": division.settings,
+        "hash": division.sha256,
+        "classes": list(class_names),
+        "clients": clients,
+        "samples": {"train": len(pools.train), "used": len(used)},
+    }

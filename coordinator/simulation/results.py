@@ -21,12 +21,16 @@ from edge_agent.task import Task, Tensors
 from edge_agent.training.parts import norm_names
 from export.domains import spread_over
 
-from ..report.svg import Series, accuracy_floor, line_chart, standalone
+from ..report import write_report
+from ..report.charts import Axis, Lines, Series, ends
+from ..report.pictures import Format, picture
+from ..report.run_charts import accuracy_floor
 from ..runs.result_notes import local_models
 from ..state.store import StateFolder
+from ..text import WORST_SHARE
 from .client_tasks import kept_in
-from .datasets import prepare
-from .plan import Plan
+from .datasets import class_counts, prepare
+from .plan import HOW_NOT_WHAT, Plan
 from .setup import CLIENTS, PARTITION, Prepared, planned
 
 log = logging.getLogger(__name__)
@@ -42,8 +46,6 @@ LAST_SCOPES = {
     "new_global": ("new", "global"),
 }
 """Scope after the last round -> whether of clients that trained or of new ones, and the accuracy of each of them."""
-
-WORST_SHARE = 0.1
 
 
 def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any]:
@@ -173,29 +175,43 @@ def rounds_done(scope: str, number: int) -> int:
     return number if scope == "after" else number - 1
 
 
+MOST_COUNTED = 1000
+"""Clients up to which the summary has the class counts of all."""
+
+
+def describe(state: StateFolder, run: str, prepared: Prepared) -> None:
+    """Add what only a simulation knows to the summary of a finished run, and write its page with it."""
+    plan, division, folder = prepared.plan, prepared.division, state.run(run)
+    shown = class_counts(division, prepared.pools, prepared.task.class_names)
+    if len(shown["clients"]) > MOST_COUNTED:
+        shown["clients"] = []
+    settings = plan.model_dump(mode="json", exclude_defaults=True, exclude={"folder", *HOW_NOT_WHAT})
+    described = {"data": list(plan.data), "partition": shown, "plan": settings}
+    folder.write_summary({**(folder.summary() or {}), "simulation": described})
+    write_report(folder)
+
+
 _LINES = {
     "global": ("acc.global", "global"),
     "personal": ("acc.personal", "personal"),
-    "after": ("after training", "local"),
+    "after": ("after training", "plain"),
 }
-"""Scope -> name and style of its lines."""
+"""Scope -> name and role of its lines."""
 
 
-def curves(result: Mapping[str, Any]) -> str:
-    """The SVG; accuracies of the model that existed after so many rounds."""
+def curves(result: Mapping[str, Any], kind: Format = "svg") -> bytes:
+    """A picture file; accuracies of the model that existed after so many rounds."""
     series = [
-        Series(f"{name}, {text}", tuple(points), style, is_dashed=is_dashed)
-        for scope, (name, style) in _LINES.items()
+        Series(f"{name}, {text}", tuple(points), role, is_dashed)
+        for scope, (name, role) in _LINES.items()
         for average, text, is_dashed in (("clients_mean", "mean", False), ("worst10", "worst tenth", True))
         if (points := curve(result, scope, average))
     ]
-    if not series:  # no client has test samples: an empty frame is clearer than a missing file
-        series = [Series("no client has test samples", ((0.0, 0.0), (1.0, 0.0)), "plain")]
-    low = accuracy_floor(y for line in series for _, y in line.points)
-    text = f"Accuracy by rounds done: {', '.join(line.name for line in series)}"
-    chart = line_chart(text, series, x_label="rounds done", y_label="accuracy", low=low, high=1.0)
+    low = accuracy_floor(y for line in series for _, y in line.points if y is not None)
     title = f"{result['method']}, {result['clients']} clients, partition {result['partition']}, seed {result['seed']}"
-    return standalone(title, chart, [line.key for line in series])
+    text = f"Accuracy by rounds done. {ends(series, 'after round')}" if series else "No client has test samples."
+    axes = Axis("rounds done"), Axis("accuracy on held-out samples", low=low, high=1.0)
+    return picture([Lines(title, text, *axes, tuple(series))], kind)
 
 
 def curve(result: Mapping[str, Any], scope: str, average: str) -> list[tuple[float, float]]:

@@ -38,7 +38,7 @@ from .engines.base import Engine, Serial
 from .engines.pool import LocalWorkers, WorkerPool
 from .engines.ray_cluster import RayWorkers
 from .engines.stacked import Stacked
-from .results import pooled_batch_norm, result_of
+from .results import describe, pooled_batch_norm, result_of
 from .setup import CLIENTS, LONGEST_SILENCE_S, Prepared, begin, check_is_free, computing_as_begun, planned, run_in
 
 SHORTEST_PAUSE_S = 0.01
@@ -149,6 +149,8 @@ class Simulation:
         record = self.state.journal.replay(self.run)
         if record.status != "finished":
             raise RunFailed(f"{self.run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
+        with files_kept(self.state.path):
+            describe(self.state, self.run, self.prepared)
         return {**result_of(self.state, self.run, self.prepared), **self.engine.figures}
 
     def _pooled_norm(self, job: Job) -> tuple[Outgoing, ...]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..report.figures import as_number
-from ..runs.result_notes import WORST_SHARE
+from ..text import WORST_SHARE
 
 CHUNK_BYTES = 4 << 20
 """Read at once; a run of thousands of agents has hundreds of megabytes, and pages are served in between."""

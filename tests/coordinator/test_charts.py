@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import re
+import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from importlib.resources import files
 
@@ -35,6 +36,8 @@ from coordinator.report.charts import (
     inline_assets,
     thinned,
 )
+from coordinator.report.pictures import FORMATS, format_of, picture
+from edge_agent.errors import UsageError
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&\u2028\u202ename"
 ASSETS = files("coordinator.report").joinpath("assets")
@@ -147,7 +150,7 @@ def test_long_series_keep_their_ends_and_extremes_and_the_page_says_it():
 
 def test_ends_of_lines_in_a_sentence():
     line = Series("acc.global, mean", ((1.0, 0.5), (2.0, 0.25), (3.0, None)), "global")
-    assert ends([line, Series("b", (), "local")]) == "acc.global, mean: 0.500 at round 1, 0.250 at round 2."
+    assert ends([line, Series("b", (), "local")]) == "acc.global, mean: 0.500 in round 1, 0.250 in round 2."
 
 
 def test_vendored_files_are_those_whose_hash_is_written_down():
@@ -191,3 +194,31 @@ def test_both_themes_name_every_role_and_readable_text():
             assert min(contrast(theme[text], theme[ground]) for ground in ("page", "sheet")) >= 4.5
         for role in set(ROLES) - {"down"}:  # the second of two bars, which its neighbour is compared with
             assert contrast(theme[role], theme["sheet"]) >= 3
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("name", ["kitchen", "$a_1$ %s 日本 <b>&", HOSTILE])
+def test_documents_get_the_same_chart_as_a_picture(number, name):
+    chart = every_kind(name)[number]
+    content = picture([chart, chart])
+    assert content == picture([chart, chart]), "the same bytes each time"
+    root = ET.fromstring(content)
+    assert root.attrib["role"] == "img"
+    assert root.attrib["aria-label"] == f"{clean(name)} {clean(name)}"
+    texts = [one.text for one in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count(clean(name, 200)) >= 2, "text stays text, and no name is a formula"
+    assert THEMES["light"]["ink"] in content.decode()
+
+
+@pytest.mark.parametrize("kind, first", [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<svg ")])
+def test_pictures_are_of_the_format_of_their_file(kind, first):
+    assert picture(every_kind()[:1], kind).startswith(first)
+    assert format_of(f".{kind.upper()}") == kind
+
+
+def test_other_formats_are_an_error_that_names_those_there_are():
+    with pytest.raises(UsageError, match=r"'\.gif': expected one of \.svg, \.png, \.pdf"):
+        format_of(".gif")
+    with pytest.raises(UsageError, match="a name without a suffix"):
+        format_of("")
+    assert FORMATS == ("svg", "png", "pdf")

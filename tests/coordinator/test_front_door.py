@@ -94,6 +94,10 @@ def test_a_class_a_module_and_arrays_of_the_program_are_simulated(tmp_path):
     assert 0 <= result.accuracy <= 1
     assert result.summary["method"] == "still"
     assert result.plot(tmp_path / "a.svg").svg.startswith("<svg")
+    result.plot(tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UsageError, match=r"'\.gif': expected one of \.svg, \.png, \.pdf"):
+        result.plot(tmp_path / "a.gif")
     assert edge_agent.load_bundle(result.export(tmp_path / "b.hwb"), tmp_path).manifest.feature_dim == 4
     with pytest.raises(UsageError, match="worker processes cannot import it"):
         coordinator.simulate(Still, data=clients, engine="pool")

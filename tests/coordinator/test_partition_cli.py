@@ -9,7 +9,8 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from coordinator.report.svg import mixture
+from coordinator.report.pictures import picture
+from coordinator.report.run_charts import MOST_CELLS, partition
 from coordinator.simulation.plan import Plan
 from coordinator.simulation.setup import Prepared
 from edge_agent.data.partition import Division
@@ -61,10 +62,15 @@ def test_a_table_and_a_picture_for_people(call, tmp_path):
 
 
 @pytest.mark.parametrize("clients", [1, 60, 61])
-def test_few_clients_are_bubbles_and_many_a_map(clients):
+def test_a_partition_of_any_size_is_one_picture(clients):
     told = {"rule": "iid", "classes": ["a", "b"], "clients": [{"id": f"c{n}", "train": [n, 3]} for n in range(clients)]}
-    assert mixture(told, "png").startswith(b"\x89PNG")
-    assert mixture(told, "svg") == mixture(told, "svg")
+    chart = partition(told, 1000)
+    assert (chart.rows, len(chart.columns)) == (("a", "b"), clients)
+    assert [line[-1] for line in chart.values] == [clients - 1, 3]
+    assert picture([chart], "png").startswith(b"\x89PNG")
+    assert picture([chart], "svg") == picture([chart], "svg")
+    assert len(partition(told).columns) == min(clients, MOST_CELLS)
+    assert ("Shown: the first 60 of 61 clients." in partition(told).caption) is (clients > 60)
 
 
 @pytest.mark.parametrize(

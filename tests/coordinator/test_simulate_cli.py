@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
 
 from coordinator.cli import simulate
 from coordinator.simulation.client_pool import SimulatedClients
+from edge_agent.data.partition import Division
 
 
 @pytest.fixture
@@ -76,7 +79,22 @@ def test_a_table_and_where_the_rest_is(call, images, tmp_path):
     assert "chosen on the test samples" in out
     assert ET.parse(folder / "curves.svg").getroot().tag.endswith("svg")
     assert "acc.personal, worst tenth" in (folder / "curves.svg").read_text()
-    assert (folder / "runs" / "run-0001" / "report.html").exists()
+    run = folder / "runs" / "run-0001"
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert re.search(r"<h1>fedper on npz:[\w.]+, 3 clients, iid <span", page)
+    described = json.loads((run / "summary.json").read_text())["simulation"]
+    assert described["plan"]["method"] == "fedper"
+    assert described["partition"]["rule"] == "iid"
+    rows = Division.read(folder / "partition.json").clients
+    counts = {one["id"]: (sum(one["train"]), sum(one["test"])) for one in described["partition"]["clients"]}
+    assert counts == {name: (len(share.train), len(share.test)) for name, share in rows.items()}
+    result = json.loads((folder / "result.json").read_text())
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    after = [fmean(one["acc"]["after"].values()) for one in metrics if one["kind"] == "round" and "after" in one["acc"]]
+    assert after
+    assert after == pytest.approx(
+        [one["acc"]["after"]["clients_mean"] for one in result["rounds"] if "after" in one["acc"]], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("method", ["local", "lg_fedavg"])

@@ -23,7 +23,10 @@
     const size = Math.abs(value);
     return size >= 1000 ? digits(Math.round(value)) : String(Number(value.toPrecision(size < 1 ? 3 : 4)));
   };
-  const withUnit = (value, axis) => (axis.unit && known(value) ? `${digits(value)} ${axis.unit}` : digits(value));
+  const withUnit = (value, axis) => {
+    const text = known(value) && known(axis.digits) ? value.toFixed(axis.digits) : digits(value);
+    return axis.unit && known(value) ? `${text} ${axis.unit}` : text;
+  };
 
   /* ---- controls and cursor ---- */
 
@@ -413,7 +416,7 @@
       });
       present.forEach((key, index) => track.append(piece(`mark is-${key.role} ${key.shape}`, places[index])));
     }
-    return present.map((key) => withUnit(row.marks[key.name][0], chart.value)).join(" → ");
+    return present.filter((key) => !key.quiet).map((key) => withUnit(row.marks[key.name][0], chart.value)).join(" → ");
   }
 
   function spans(row, track, at, now, axis) {

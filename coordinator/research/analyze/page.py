@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
 from edge_agent.storage import write_atomic, write_json
 
-from ...report.page import megabytes, percent, render_page
-from ...report.svg import (
+from ...report.charts import (
+    CLASSES,
     MARKERS,
-    Picture,
+    Axis,
+    Chart,
+    Key,
+    Lines,
+    Mark,
+    Matrix,
+    Row,
+    Rows,
+    Scatter,
     Series,
-    class_style,
-    dot_chart,
-    line_chart,
-    matrix_chart,
-    named_bars,
-    nice_ceiling,
-    point_chart,
+    ends,
+    figure_html,
 )
+from ...report.page import megabytes, percent, render_page
+from ...report.pictures import picture
 
 PAGE, NUMBERS = "index.html", "analysis.json"
 
-STYLES = {
+ROLES = {
     "encoder": "global",
     "projector": "personal",
     "specific": "personal",
@@ -40,13 +45,22 @@ MOST_CLIENTS = 60
 MOST_OF_CLASSES = 4
 """Clients whose accuracies by class are drawn."""
 
+ALIKE = 0.005
+"""Pairs of clients whose values all lie so close to each other are told in a sentence."""
+
 _MEASURES = {
     "separation": ("Class separation", "1 - cosine distance within classes / overall; higher is more apart", 1.0),
     "before_after": ("CKA with the encoder's features", "Linear CKA of encoder features and those made of them", 1.0),
     "sparsity": ("Sparsity ratio", "Share of components of L2-normalised features below the threshold", 1.0),
     "fisher": ("Fisher score", "Mean over features of variance between / within classes", None),
 }
-
+_ACCURACY, _FEATURES, _BETWEEN, _DRAWN, _COST = (
+    "Accuracy by class",
+    "Features of each client",
+    "Between clients",
+    "Features, drawn",
+    "Cost",
+)
 
 _TARGET_COLUMNS = (
     *(("scope", ""), ("target", "n"), ("rounds done", "n"), ("accuracy", "n")),
@@ -54,27 +68,44 @@ _TARGET_COLUMNS = (
 )
 
 
+@dataclass(frozen=True)
+class Figure:
+    """Charts of one file, and the section of the page where they stand."""
+
+    name: str
+    section: str
+    charts: tuple[Chart, ...]
+
+
 def write(result: Mapping[str, Any], out: Path) -> Path:
     """Write all files and return the page's path; files of an earlier analysis are replaced, nothing is removed."""
-    made = list(pictures(result))
+    made = list(figures(result))
     out.mkdir(parents=True, exist_ok=True)
-    for picture in made:
-        write_atomic(out / f"{picture.name}.svg", picture.as_file())
+    for one in made:
+        write_atomic(out / f"{one.name}.svg", picture(one.charts))
     write_json(out / NUMBERS, result)
     write_atomic(out / PAGE, render(result, made).encode(errors="replace"))
     return out / PAGE
 
 
-def render(result: Mapping[str, Any], made: Sequence[Picture]) -> str:
-    """The page as HTML. It loads nothing and runs nothing."""
-    sent = result["communication"]
+def render(result: Mapping[str, Any], made: Sequence[Figure]) -> str:
+    """The page as HTML. It loads nothing and runs its own scripts."""
+    sent, said = result["communication"], list(sentences(result))
+    sections = []
+    for section in (_ACCURACY, _FEATURES, _BETWEEN, _DRAWN, _COST):
+        shown = [one for one in made if one.section == section]
+        texts = [text for where, text in said if where == section]
+        html = [figure_html(chart, f"{one.name}-{n}", level=3) for one in shown for n, chart in enumerate(one.charts)]
+        if html or texts:
+            sections.append((section, texts, html))
     return render_page(
         "analysis.html",
         kind="Headwater analysis",
-        title=f"{result['run_id']} · {result['method']} · analysis",
+        title=f"{result['method']}: analysis of {result['kind']} {result['subject']}",
         result=result,
         numbers=NUMBERS,
-        pictures=made,
+        sections=sections,
+        files=[f"{one.name}.svg" for one in made],
         accuracy_rows=_accuracy_rows,
         target_columns=_TARGET_COLUMNS,
         target_rows=[] if sent is None else [_target_row(one) for one in sent["targets"]],
@@ -95,9 +126,33 @@ def _target_row(one: Mapping[str, Any]) -> tuple[str, ...]:
     return (*begin, str(one["rounds_done"]), percent(one["acc"]), *sizes)
 
 
-def pictures(result: Mapping[str, Any]) -> Iterator[Picture]:
-    """Every picture that the numbers allow, in the order of a page."""
+def sentences(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(Section, what a chart would show as one colour or one line)."""
+    last: Mapping[str, Any] = next((one for one in reversed(result["rounds"]) if "separation" in one), {})
+    for kind, pairs in last.get("cka", {}).items():
+        if values := _alike(pairs):
+            yield (
+                _BETWEEN,
+                (
+                    f"Linear CKA between clients, {kind} features: all pairs lie between {min(values):.3f} and "
+                    f"{max(values):.3f} after {last['round']} rounds."
+                ),
+            )
+    sent = result["communication"]
+    if sent is not None and _is_steady(sent):
+        yield (
+            _COST,
+            (
+                f"Each of {sent['rounds']} rounds moved the same: {megabytes(sent['bytes_up'])} from agents and "
+                f"{megabytes(sent['bytes_down'])} to agents in all."
+            ),
+        )
+
+
+def figures(result: Mapping[str, Any]) -> Iterator[Figure]:
+    """Every figure that the numbers allow, in the order of a page."""
     states = [one for one in result["rounds"] if "separation" in one]
+    yield from _classes(result)
     if states:
         for measure in _MEASURES:
             yield from _measure(measure, states)
@@ -105,26 +160,24 @@ def pictures(result: Mapping[str, Any]) -> Iterator[Picture]:
         yield from _selection(states)
         yield from _probe(result)
     yield from _mixing(result["rounds"])
-    yield from _classes(result)
     yield from _drawn(result)
     yield from _traffic(result)
 
 
-def _measure(measure: str, states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
+def _measure(measure: str, states: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
     title, caption, high = _MEASURES[measure]
     last = states[-1].get(measure, {})
     if not last:
         return
     means = [(one["round"], {kind: one[measure][kind]["mean"] for kind in last}) for one in states]
     yield from _over_rounds(f"{measure}-rounds", f"{title} by round", f"{caption}; mean over clients.", means, high)
-    rows = _by_client({kind: result["clients"] for kind, result in last.items()})
-    if rows:
-        text = f"{title} of each client after {states[-1]['round']} rounds"
-        low, top = _range([value for _, values in rows for value in values.values()], high)
-        chart = dot_chart(text, rows[:MOST_CLIENTS], x_label=title.lower().replace("cka", "CKA"), low=low, high=top)
-        keys = [(kind, _style(kind), MARKERS.get(_style(kind), "dot")) for kind in last]
-        more = f" The first {MOST_CLIENTS} of {len(rows)}." if len(rows) > MOST_CLIENTS else ""
-        yield Picture(f"{measure}-clients", text, f"{caption}.{more}", chart, keys)
+    named = f"{title} of each client after {states[-1]['round']} rounds"
+    kinds = {kind: result["clients"] for kind, result in last.items()}
+    yield from _by_client(f"{measure}-clients", named, caption, kinds, _label(title), high)
+
+
+def _label(title: str) -> str:
+    return title.lower().replace("cka", "CKA")
 
 
 def _over_rounds(
@@ -133,43 +186,55 @@ def _over_rounds(
     caption: str,
     values: Sequence[tuple[int, Mapping[str, float | None]]],
     high: float | None,
-) -> Iterator[Picture]:
+    names: Mapping[str, str] | None = None,
+) -> Iterator[Figure]:
     """Lines of the values by kind after each number of rounds; nothing where there is one state only."""
     series = []
     for kind in values[-1][1]:
-        points = ((float(number), by_kind.get(kind)) for number, by_kind in values)
-        known = tuple((number, value) for number, value in points if value is not None)
-        if known:
-            series.append(Series(kind, known, _style(kind)))
+        points = tuple((float(number), by_kind.get(kind)) for number, by_kind in values)
+        if any(value is not None for _, value in points):
+            series.append(Series((names or {}).get(kind, kind), points, _role(kind)))
     if not series or len(values) == 1:
         return
-    text = f"{title}. " + " ".join(
-        f"{line.name}: {line.points[0][1]:.3f} after {line.points[0][0]:g} rounds, "
-        f"{line.points[-1][1]:.3f} after {line.points[-1][0]:g}."
-        for line in series
+    axis = _range(
+        [y for one in series for _, y in one.points if y is not None], high, _label(title.partition(" by ")[0])
     )
-    low, top = _range([value for line in series for _, value in line.points], high)
-    chart = line_chart(
-        text,
-        series,
-        x_label="rounds done",
-        y_label=title.partition(" by ")[0].lower().replace("cka", "CKA"),
-        low=low,
-        high=top,
-    )
-    yield Picture(name, title, caption, chart, [line.key for line in series])
+    summary = f"{title}. {ends(series, 'after round')}"
+    yield Figure(name, _FEATURES, (Lines(title, summary, Axis("rounds done"), axis, tuple(series), caption),))
 
 
-def _by_client(kinds: Mapping[str, Mapping[str, float | None]]) -> list[tuple[str, dict[str, float]]]:
+def _by_client(
+    name: str,
+    title: str,
+    caption: str,
+    kinds: Mapping[str, Mapping[str, float | None]],
+    label: str,
+    high: float | None,
+) -> Iterator[Figure]:
+    """A row for each client, the highest value of the first kind first."""
     clients = dict.fromkeys(client for result in kinds.values() for client in result)
-    rows = [
-        (client, {_style(k): v for k, result in kinds.items() if (v := result.get(client)) is not None})
-        for client in clients
-    ]
-    return [(client, values) for client, values in rows if values]
+    rows = []
+    for client in clients:
+        values = {kind: value for kind, result in kinds.items() if (value := result.get(client)) is not None}
+        if values:
+            rows.append(Row(client, {kind: Mark(value) for kind, value in values.items()}))
+    if not rows:
+        return
+    first = next(iter(kinds))
+    rows.sort(key=lambda row: -row.marks[first].value if first in row.marks else math.inf)
+    keys = tuple(Key(kind, _role(kind), MARKERS.get(_role(kind), "dot")) for kind in kinds)
+    more = f" The first {MOST_CLIENTS} of {len(rows)}." if len(rows) > MOST_CLIENTS else ""
+    axis = _range([mark.value for row in rows for mark in row.marks.values()], high, label)
+    means = (
+        f"{kind} {min(known):.3f} to {max(known):.3f}"
+        for kind in kinds
+        if (known := [row.marks[kind].value for row in rows if kind in row.marks])
+    )
+    chart = Rows(title, f"{title}: {', '.join(means)}.", axis, keys, tuple(rows[:MOST_CLIENTS]), f"{caption}.{more}")
+    yield Figure(name, _FEATURES, (chart,))
 
 
-def _between(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
+def _between(states: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
     last = states[-1]
     if "cka" in last:
         means = [(one["round"], {kind: one["cka"][kind]["mean"] for kind in last["cka"]}) for one in states]
@@ -177,7 +242,8 @@ def _between(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
         yield from _over_rounds("cka-rounds", "CKA between clients by round", caption, means, 1.0)
         for kind, result in last["cka"].items():
             title = f"CKA between clients, {kind} features, after {last['round']} rounds"
-            yield _matrix(f"cka-{kind}", title, "Linear CKA of two clients' features of the same samples.", result)
+            if not _alike(result):
+                yield _matrix(f"cka-{kind}", title, "Linear CKA of two clients' features of the same samples.", result)
     if "overlap" in last:
         by = {"mask": "those that a client's mask picks most often", "fisher": "those of highest Fisher score"}
         caption = f"Shared by two clients / important to either; important are {by[last['overlap']['by']]}."
@@ -185,28 +251,37 @@ def _between(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
         yield _matrix("overlap", title, caption, last["overlap"])
 
 
-def _matrix(name: str, title: str, caption: str, pairs: Mapping[str, Any]) -> Picture:
+def _alike(pairs: Mapping[str, Any]) -> list[float]:
+    """The values of all pairs of clients where they hardly differ: a matrix of one colour. Else empty."""
+    lines = enumerate(pairs["matrix"])
+    cells = ((row, column, value) for row, line in lines for column, value in enumerate(line))
+    values = [value for row, column, value in cells if row != column and value is not None]
+    return values if values and max(values) - min(values) <= ALIKE else []
+
+
+def _matrix(name: str, title: str, caption: str, pairs: Mapping[str, Any]) -> Figure:
     values = [value for line in pairs["matrix"] for value in line if value is not None]
     low = math.floor(10 * min(values, default=0.0) + 1e-9) / 10
     low = 0.9 if low >= 1 else low
     mean = "" if pairs["mean"] is None else f" Mean over pairs: {pairs['mean']:.3f}."
-    chart = matrix_chart(f"{title}.{mean}", pairs["clients"], pairs["matrix"], low=low, high=1.0)
-    return Picture(name, title, f"{caption}{mean} From {low:g} (pale) to 1.", chart)
+    names, cells = tuple(pairs["clients"]), tuple(tuple(line) for line in pairs["matrix"])
+    shown = f"{caption}{mean} From {low:g} (pale) to 1."
+    chart = Matrix(title, f"{title}.{mean}", "client", "client", names, names, cells, low, 1.0, caption=shown)
+    return Figure(name, _BETWEEN, (chart,))
 
 
-def _selection(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
+def _selection(states: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
     if "selection" not in states[-1]:
         return
-    caption = "Share of features that a client's mask picks, over its test samples."
+    caption = "Share of features that a client's mask picks, over its test samples"
     means = [(one["round"], {"relevant": one["selection"]["mean"]}) for one in states]
-    yield from _over_rounds("selection-rounds", "Selection ratio by round", caption, means, 1.0)
-    rows = _by_client({"relevant": states[-1]["selection"]["clients"]})
+    yield from _over_rounds("selection-rounds", "Selection ratio by round", f"{caption}.", means, 1.0)
     text = f"Selection ratio of each client after {states[-1]['round']} rounds"
-    chart = dot_chart(text, rows[:MOST_CLIENTS], x_label="share of features picked", low=0.0, high=1.0)
-    yield Picture("selection-clients", text, caption, chart)
+    kinds = {"relevant": states[-1]["selection"]["clients"]}
+    yield from _by_client("selection-clients", text, caption, kinds, "share of features picked", 1.0)
 
 
-def _probe(result: Mapping[str, Any]) -> Iterator[Picture]:
+def _probe(result: Mapping[str, Any]) -> Iterator[Figure]:
     answer = result["probe"]
     if answer is None:
         return
@@ -214,95 +289,117 @@ def _probe(result: Mapping[str, Any]) -> Iterator[Picture]:
     worst = [min(values) for values in zip(*answer["clients"].values(), strict=True)]
     series = [Series("mean over clients", tuple(zip(percents, answer["mean"], strict=True)), "personal")]
     if len(answer["clients"]) > 1:
-        series.append(Series("worst client", tuple(zip(percents, worst, strict=True)), "personal", is_dashed=True))
-    low, high = _range([y for line in series for _, y in line.points], 1.0)
+        series.append(Series("worst client", tuple(zip(percents, worst, strict=True)), "personal", dashed=True))
     title = "Accuracy on features of highest Fisher score"
     text = f"{title}: {answer['mean'][0]:.3f} on a tenth of the features, {answer['mean'][-1]:.3f} on all."
-    chart = line_chart(text, series, x_label="features kept, %", y_label="accuracy", low=low, high=high)
-    keys = [line.key for line in series]
-    yield Picture(
-        "probe", title, "Nearest neighbours among the client's training samples, on its test samples.", chart, keys
-    )
+    axis = _range([y for line in series for _, y in line.points if y is not None], 1.0, "accuracy")
+    caption = "Nearest neighbours among the client's training samples, on its test samples."
+    chart = Lines(title, text, Axis("features kept", "%"), axis, tuple(series), caption)
+    yield Figure("probe", _FEATURES, (chart,))
 
 
-def _mixing(states: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
+def _mixing(states: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
     mixed = [one for one in states if "mixing" in one]
     if not mixed:
         return
     last = mixed[-1]["mixing"]
     order = sorted(range(len(last["clients"])), key=lambda i: (last.get("groups", [""] * len(last["clients"]))[i], i))
-    names = [last["clients"][index] for index in order]
-    matrix = [[last["weights"][row][column] for column in order] for row in order]
+    names = tuple(last["clients"][index] for index in order)
+    cells = tuple(tuple(last["weights"][row][column] for column in order) for row in order)
     title = f"Weights of combined classifiers after {mixed[-1]['round']} rounds"
-    high = max(max(row) for row in matrix)
+    high = max(max(row) for row in cells)
     grouped = f" Clients by group; {last['same_group']:.1%} of a row is of its group." if "same_group" in last else ""
     caption = f"Row: who receives; column: whose classifier. From 0 (pale) to {high:.2f}.{grouped}"
-    yield Picture("mixing", title, caption, matrix_chart(f"{title}.{grouped}", names, matrix, low=0.0, high=high))
+    chart = Matrix(title, f"{title}.{grouped}", "receives", "whose", names, names, cells, 0.0, high, caption=caption)
+    yield Figure("mixing", _BETWEEN, (chart,))
     kinds = {"same_group": "relevant", "own": "encoder", "if_even": "irrelevant"}
     shares = [(one["round"], {kind: one["mixing"].get(name) for name, kind in kinds.items()}) for one in mixed]
-    labels = {"relevant": "own group", "encoder": "own classifier", "irrelevant": "own group, were all alike"}
-    for made in _over_rounds("mixing-rounds", "Weight by round", "Mean share of a row of weights.", shares, 1.0):
-        yield replace(made, keys=[(labels[name], style, shape) for name, style, shape in made.keys])
+    names_of = {"relevant": "own group", "encoder": "own classifier", "irrelevant": "own group, were all alike"}
+    yield from _over_rounds(
+        "mixing-rounds", "Weight by round", "Mean share of a row of weights.", shares, 1.0, names_of
+    )
 
 
-def _classes(result: Mapping[str, Any]) -> Iterator[Picture]:
+def _classes(result: Mapping[str, Any]) -> Iterator[Figure]:
     """Accuracies of a client's classes from most to fewest training samples."""
-    styles = {scope: "global" if scope == "global" else "personal" for scope in result["accuracy"]}
     for client in result["clients"][:MOST_OF_CLASSES]:
         scopes = {
             s: answer["clients"][client] for s, answer in result["accuracy"].items() if client in answer["clients"]
         }
         if not scopes:
             continue
-        rows = zip(*(one["classes"] for one in scopes.values()), strict=True)
-        bars = [
-            (row[0]["class"], str(row[0]["train"]), {styles[s]: one["acc"] for s, one in zip(scopes, row, strict=True)})
-            for row in rows
-        ]
+        keys = tuple(Key(f"acc.{s}", "global" if s == "global" else "personal", "bar") for s in scopes)
+        rows = tuple(
+            Row(
+                f"{row[0]['class']} ({row[0]['train']})",
+                {key.name: Mark(one["acc"]) for key, one in zip(keys, row, strict=True) if one["acc"] is not None},
+            )
+            for row in zip(*(one["classes"] for one in scopes.values()), strict=True)
+        )
         title = f"Accuracy by class of client {client}"
-        text = "; ".join(f"{scope}: {one['all']:.3f} of all samples" for scope, one in scopes.items())
-        chart = named_bars(f"{title}. {text}.", bars, y_label="accuracy")
-        keys = [(f"acc.{scope}", styles[scope], "bar") for scope in scopes]
-        yield Picture(f"classes-{client}", title, "Below each class its training samples, most to fewest.", chart, keys)
+        text = "; ".join(f"{scope} {one['all']:.3f} of all samples" for scope, one in scopes.items())
+        caption = "In brackets the client's training samples of the class, most to fewest; no bar: none was tested."
+        axis = Axis("accuracy", low=0.0, high=1.0, digits=3)
+        chart = Rows(title, f"{title}: {text}.", axis, keys, rows, caption, "bars")
+        yield Figure(f"classes-{client}", _ACCURACY, (chart,))
 
 
-def _drawn(result: Mapping[str, Any]) -> Iterator[Picture]:
+def _drawn(result: Mapping[str, Any]) -> Iterator[Figure]:
     for client, answer in groupby(result["tsne"], key=lambda one: one["client"]):
-        drawings = list(answer)
-        panels = [(one["features"], one["points"], one["labels"]) for one in drawings]
-        labels = sorted({label for one in drawings for label in one["labels"]})
-        title = f"Features of client {client}, t-SNE"
-        text = f"{title}: {len(drawings[0]['points'])} test samples of {len(labels)} classes"
-        caption = f"{len(drawings[0]['points'])} test samples, perplexity {drawings[0]['perplexity']:.3g}."
-        keys = [(result["classes"][label], *class_style(label)) for label in labels][:30]
-        yield Picture(f"tsne-{client}", title, caption, point_chart(text, panels), keys)
+        charts = tuple(_cloud(client, one, result["classes"]) for one in answer)
+        yield Figure(f"tsne-{client}", _DRAWN, charts)
 
 
-def _traffic(result: Mapping[str, Any]) -> Iterator[Picture]:
+def _cloud(client: str, drawing: Mapping[str, Any], classes: Sequence[str]) -> Scatter:
+    """The points of each class in a colour and shape that thirty classes do not share."""
+    series = [
+        Series(
+            classes[label],
+            tuple((x, y) for (x, y), own in zip(drawing["points"], drawing["labels"], strict=True) if own == label),
+            f"c{label % CLASSES}",
+        )
+        for label in sorted(set(drawing["labels"]))
+    ]
+    count = len(drawing["points"])
+    title = f"{drawing['features'].capitalize()} features of client {client}, t-SNE"
+    text = f"{title}: {count} test samples of {len(series)} classes."
+    caption = f"{count} test samples, perplexity {drawing['perplexity']:.3g}."
+    return Scatter(title, text, Axis("t-SNE 1"), Axis("t-SNE 2"), tuple(series), caption, bare=True)
+
+
+def _is_steady(sent: Mapping[str, Any]) -> bool:
+    """Whether all rounds moved as much, within a twentieth: sums are then straight lines."""
+    for name in ("bytes_up", "bytes_down"):
+        values = [line[name] for line in sent["by_round"]]
+        if max(values) - min(values) > 0.05 * max(values):
+            return False
+    return True
+
+
+def _traffic(result: Mapping[str, Any]) -> Iterator[Figure]:
     sent = result["communication"]
-    if sent is None:
+    if sent is None or _is_steady(sent):
         return
-    series, totals = [], {}
-    for key, name, style in (("bytes_up", "from agents", "personal"), ("bytes_down", "to agents", "global")):
+    series = []
+    for key, name, role in (("bytes_up", "from agents", "personal"), ("bytes_down", "to agents", "global")):
         sums = accumulate(line[key] / 1e6 for line in sent["by_round"])
         points = tuple((float(line["round"]), total) for line, total in zip(sent["by_round"], sums, strict=True))
-        series.append(Series(name, points, style, is_dashed=style == "global"))
-        totals[key] = points[-1][1]
+        series.append(Series(name, points, role, dashed=role == "global"))
     title = "Traffic up to each round"
-    text = f"{title}: {totals['bytes_up']:.2f} MB from agents and {totals['bytes_down']:.2f} MB to agents in all."
-    high = nice_ceiling(max(totals.values()) or 1.0)
-    chart = line_chart(text, series, x_label="rounds done", y_label="MB", low=0.0, high=high)
-    keys = [line.key for line in series]
-    yield Picture("traffic", title, "Payload in MB (millions of bytes), all rounds so far.", chart, keys)
+    up, down = (megabytes(sent[name]) for name in ("bytes_up", "bytes_down"))
+    text = f"{title}: {up} from agents and {down} to agents in all."
+    caption = "Payload in MB (millions of bytes), all rounds so far."
+    chart = Lines(title, text, Axis("rounds done"), Axis("payload", "MB", low=0.0), tuple(series), caption)
+    yield Figure("traffic", _COST, (chart,))
 
 
-def _style(kind: str) -> str:
-    return STYLES.get(kind, "local")
+def _role(kind: str) -> str:
+    return ROLES.get(kind, "local")
 
 
-def _range(values: Sequence[float], high: float | None) -> tuple[float, float]:
-    """An axis for the values: from 0, or from 0.5 where all lie above it; up to ``high``, or a round number."""
+def _range(values: Sequence[float], high: float | None, label: str) -> Axis:
+    """An axis for the values: from 0, or from 0.5 where all lie above it; up to ``high``, or as they need."""
     low = min(values, default=0.0)
     if high is None:
-        return 0.0, nice_ceiling(max(values, default=0.0) or 1.0)
-    return (0.5 if low >= 0.5 else math.floor(10 * min(low, 0.0)) / 10), high
+        return Axis(label, low=0.0, digits=3, can_log=low > 0)
+    return Axis(label, low=0.5 if low >= 0.5 else math.floor(10 * min(low, 0.0)) / 10, high=high, digits=3)

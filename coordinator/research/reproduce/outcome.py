@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from typing import Any
 
 from edge_agent.storage import write_atomic, write_json
 
+from ...report.charts import CLASSES, Axis, Lines, Series, ends
+from ...report.pictures import picture
 from ...simulation.plan import Plan
 from ...simulation.results import best_of, curve, scored_clients
 from ...text import counted, listed
@@ -244,29 +245,19 @@ def sentence(claim: Mapping[str, Any]) -> str:
 
 def _curves(table: Table, cells: Sequence[Cell]) -> bytes:
     """An SVG with a panel for each column: accuracy in percent by rounds done, one line for each row and seed."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context({"svg.hashsalt": "headwater", "font.size": 9}):
-        columns = [column for column in table.columns if any(cell.column.name == column.name for cell in cells)]
-        figure = Figure(figsize=(1.2 + 5.6 * len(columns), 4.4), layout="constrained")
-        panels = figure.subplots(1, len(columns), squeeze=False)[0]
-        for panel, column in zip(panels, columns, strict=True):
-            shown = [cell for cell in cells if cell.column.name == column.name]
-            rows = list(dict.fromkeys(cell.row.name for cell in shown))
-            for cell in shown:
-                result = cell.result
-                if result is None or not (points := curve(result, cell.row.scope, table.average)):
-                    continue
-                number = rows.index(cell.row.name)
-                style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3], "linewidth": 1.3}
-                done, accuracies = zip(*points, strict=True)
-                panel.plot(done, [HUNDRED * value for value in accuracies], label=cell.row.name, **style)
-            panel.set(title=column.name, xlabel="rounds done", ylabel="accuracy, %")
-            panel.grid(alpha=0.3)
-            handles, names = panel.get_legend_handles_labels()
-            if once := dict(zip(names, handles, strict=True)):
-                panel.legend(once.values(), once.keys(), fontsize=8, loc="lower right")
-        out = io.BytesIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue()
+    charts = []
+    for column in table.columns:
+        shown = [cell for cell in cells if cell.column.name == column.name]
+        rows = list(dict.fromkeys(cell.row.name for cell in shown))
+        series = []
+        for cell in shown:
+            result = cell.result
+            if result is None or not (points := curve(result, cell.row.scope, table.average)):
+                continue
+            number = rows.index(cell.row.name)
+            percents = tuple((done, HUNDRED * value) for done, value in points)
+            series.append(Series(cell.row.name, percents, f"c{number % CLASSES}", dashed=number // CLASSES % 2 == 1))
+        if shown:
+            text = f"{column.name}: accuracy by rounds done. {ends(series, 'after round')}"
+            charts.append(Lines(column.name, text, Axis("rounds done"), Axis("accuracy", "%"), tuple(series)))
+    return picture(charts)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 import xml.etree.ElementTree as ET
 
 import pytest
 from analysis_harness import simulated
+from browser import VIEWS, browser, seen
 from simulation_harness import write_images
 
 from coordinator.state.store import StateFolder
@@ -30,7 +32,9 @@ def test_pictures_page_and_numbers(call, runs, tmp_path):
     page = (tmp_path / "found" / "index.html").read_text()
     pictures = {path.name for path in (tmp_path / "found").glob("*.svg")}
     wanted = {"separation-rounds", "separation-clients", "cka-rounds", "cka-projector", "overlap", "tsne-c0", "probe"}
-    assert {f"{name}.svg" for name in wanted | {"traffic", "classes-c0"}} <= pictures
+    assert {f"{name}.svg" for name in wanted | {"classes-c0"}} <= pictures
+    assert "traffic.svg" not in pictures, "all rounds moved the same, which a sentence says"
+    assert re.search(r"Each of \d+ rounds moved the same: ", page)
     for name in pictures:
         assert ET.parse(tmp_path / "found" / name).getroot().tag.endswith("svg")
         assert f'href="{name}"' in page
@@ -50,7 +54,9 @@ def test_names_from_data_cannot_break_the_page(call, folder, tmp_path):
     path, _ = simulated(source, folder / "hostile", rounds=1, clients=2)
     code, _, err = call(path, "--out", "o", "--json", "--tsne", 1)
     assert code == 0, err
-    assert "<script" not in (tmp_path / "o" / "index.html").read_text()
+    page = (tmp_path / "o" / "index.html").read_text()
+    assert "<script>alert" not in page
+    assert "\\u003cscript\\u003ealert(1)" in page, "as data of a chart"
     for picture in (tmp_path / "o").glob("*.svg"):
         ET.parse(picture)
 
@@ -60,6 +66,21 @@ def test_other_files_in_the_folder_stay(call, runs, tmp_path):
     code, _, err = call(runs("fedavg")[0], "--out", ".", "--json", "--tsne", 0)
     assert code == 0, err
     assert (tmp_path / "mine.svg").read_text() == "mine"
+
+
+@pytest.mark.browser
+def test_page_is_shown_without_errors_requests_or_barriers(call, runs, tmp_path):
+    code, _, err = call(runs("dualfed")[0], "--out", "o", "--json", "--tsne", 1)
+    assert code == 0, err
+    address = (tmp_path / "o" / "index.html").as_uri()
+    with browser() as chromium:
+        for scheme, width in VIEWS:
+            with seen(chromium, address, scheme, width) as view:
+                assert view.requests == [address]
+                assert view.violations() == []
+                assert view.troubles == []
+                assert view.page.locator(".matrix td").count() > 9
+                assert view.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 @pytest.mark.parametrize(
