@@ -14,6 +14,7 @@ from rich.text import Text
 from edge_agent.cli.output import value_text
 from edge_agent.errors import StateError
 
+from ..fleet.release_commands import open_releases, standing_of
 from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, metric_lines, spent
 from ..state.journal import utc_now
 from ..state.retention import usage
@@ -23,7 +24,6 @@ from .fleet import NO_AGENTS, notes_of, revoked_among
 from .follow import advice, is_serving
 from .options import Config, Json, State, state_path
 from .output import fitted, is_live, present, print_line, stdout_console, table
-from .release import open_releases, standing_of
 
 SHOWN_AGENTS = 20
 CONDITIONS = ("online", "fault", "stalled")
