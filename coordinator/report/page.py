@@ -23,6 +23,9 @@ from .pictures import picture
 if TYPE_CHECKING:
     import jinja2
 
+MOST_AGENTS = 1000
+"""Rows of the table of agents; ``metrics.jsonl`` has all of them."""
+
 MOST_INCIDENTS = 200
 """Rows of the table of missing and rejected updates; the journal has all of them."""
 
@@ -73,7 +76,8 @@ def render(run: RunFigures, releases: Sequence[Mapping[str, Any]] = ()) -> str:
         cost_figures=_figures(cost_charts, "cost"),
         partition=_figures([_partition(run)], "partition"),
         agent_columns=[(name, "" if name in text_columns else "n") for name in columns],
-        agent_rows=[_agent_row(agent)[: len(columns)] for agent in run.agents],
+        agent_rows=[_agent_row(agent)[: len(columns)] for agent in run.agents[:MOST_AGENTS]],
+        most_agents=MOST_AGENTS,
         incidents=sorted(_incidents(run.rounds)),
         most=MOST_INCIDENTS,
         releases=[_release_row(one) for one in releases],

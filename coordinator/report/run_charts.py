@@ -84,7 +84,8 @@ def benefit_sentence(agents: Sequence[AgentFigures]) -> str:
 def benefit(agents: Sequence[AgentFigures]) -> Rows | None:
     """Each device from its local to its personal accuracy, the largest gain first."""
     known = [one for _, one in gains(agents)]
-    known += [one for one in agents if one.acc and one not in known]
+    ranked = {one.id for one in known}
+    known += [one for one in agents if one.acc and one.id not in ranked]
     if not known:
         return None
     shown, caption = known, ""

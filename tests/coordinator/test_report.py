@@ -353,3 +353,9 @@ def test_durations_in_the_unit_of_a_person(seconds, text):
 def test_sizes_and_shares():
     assert (megabytes(1_500_000), megabytes(999), megabytes(None)) == ("1.5 MB", "1.0 kB", "–")
     assert (percent(0.876), percent(None)) == ("87.6 %", "–")
+
+
+def test_pages_of_large_fleets_show_some_agents_and_count_all():
+    page = page_of(SUMMARY, [agent_record(f"d{number}") for number in range(1001)])
+    assert page.tags.count("tr") < 1300
+    assert "The first 1000 of 1001; metrics.jsonl has all." in page.text

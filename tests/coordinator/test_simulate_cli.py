@@ -70,7 +70,7 @@ def test_what_clients_reach_alone_is_left_out_on_request(call, images, tmp_path)
 
 
 def test_a_table_and_where_the_rest_is(call, images, tmp_path):
-    code, out, err = call(*images, *SHORT, "--method", "fedper")
+    code, out, err = call(*images, *SHORT, "--method", "fedper", "--after")
     assert code == 0, err
     folder = tmp_path / "simulation-fedper-iid-seed0"
     assert "run-0001: fedper, 3 clients, partition iid" in out
