@@ -21,7 +21,7 @@ from edge_agent.storage import read_json
 from ..fleet.release_commands import waits_for
 from ..report.figures import as_number
 from ..runs.result_notes import SHOWN_CLIENTS, spent
-from ..state.journal import Entry
+from ..state.journal import Entry, utc_now
 from ..state.releases import Book, Release
 from . import pictures
 from .fleet_table import PAGE_ROWS, SHOWN, SORTS, Query, page_of, totals
