@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import getpass
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from rich.table import Table
 from edge_agent.errors import UsageError
 from edge_agent.moments import moment_of
 
-from ..state.journal import Kind, utc_now
+from ..state.journal import Entry, Kind, utc_now
 from ..state.releases import Book, Plan, Release, book_of, plan_body, rollback_of
 from ..state.store import StateFolder
 from ..text import counted, listed
@@ -75,10 +74,11 @@ def create(
         activate_at=activate_at,
         note=note,
     )
-    plan.check()
+    plan.check(utc_now())
     with StateFolder(state_path(config, state)).look() as folder:
-        exported = [*folder.journal.entries(run, ("bundle_exported", "release_made"))]
-        at_hand = [entry for entry in exported if entry.digest is not None and entry.digest in folder.blobs]
+        at_hand = _bundles(folder, run, ("bundle_exported",))
+        if not at_hand and run is not None:  # it did not end, or is of this release alone
+            at_hand = [one for one in _bundles(folder, run, ("release_made",)) if not one.body.get("rolls_back")]
         if not at_hand:
             if run is not None:
                 folder.journal.replay(run)  # names the runs that there are
@@ -88,6 +88,7 @@ def create(
                 "'headwater report' says why it did not"
             )
         chosen, book = at_hand[-1], book_of(folder.journal)
+        book.check_fleet(plan)
         older = book.for_everybody(channel)
         body = {name: value for name, value in chosen.body.items() if name not in {"rolls_back", "plan"}}
         body |= {"plan": plan_body(plan), "by": _author(), "parent": older.bundle_id if older is not None else None}
@@ -121,6 +122,11 @@ def hold(
         release = _chosen(book_of(folder.journal), number)
         if not release.is_open:
             raise UsageError(_is_already(release, "only one that devices still get can be held"))
+        if release.rolls_back:
+            raise UsageError(
+                f"release {release.number} is a rollback, which cannot be held: devices would stay with what it "
+                f"undoes; 'headwater release rollback {release.number}' goes further back, a new release replaces it"
+            )
         _append(folder, "release_held", release, reason=reason or f"held by {_author()}")
         _show(folder, release.number, as_json=as_json)
 
@@ -187,11 +193,7 @@ def pin(
             number = running[-1].number
         release = _chosen(book, number)
         body = {"release": release.number, "reason": reason, "until": until, "by": _author()}
-        with contextlib.ExitStack() as stack:
-            blob = None
-            if release.bundle_id != known.runs:  # perhaps an older one
-                blob, _ = stack.enter_context(_file(folder, release.run, release.bundle_id, release.digest))
-            folder.journal.append("device_pinned", agent=device, digest=blob, body=body)
+        folder.journal.append("device_pinned", agent=device, body=body)
         line = f"{device} stays with release {release.number}{f' until {until}' if until else ''}: {reason}"
         present({"device": device, **body}, [line], as_json=as_json)
 
@@ -338,7 +340,7 @@ def _lines(releases: list[dict[str, Any]], devices: list[dict[str, Any]], count:
     if not releases:
         yield "no releases yet; 'headwater release create' makes one of a run's bundle"
         return
-    columns = ("release", "channel", "stage", "bundle", "run", "canary", "ok", "failed", "declined")
+    columns = ("release", "channel", "stage", "bundle", "run", "canary", "ok", "failed", "declined", "unable")
     rows = [
         (
             one["release"],
@@ -347,7 +349,7 @@ def _lines(releases: list[dict[str, Any]], devices: list[dict[str, Any]], count:
             one["bundle_id"][:12],
             one["lineage"]["run"],
             len(one["canary"]) or "",
-            *(one["outcomes"].get(name, 0) for name in ("ok", "failed", "declined")),
+            *(one["outcomes"].get(name, 0) for name in ("ok", "failed", "declined", "unable")),
         )
         for one in releases
     ]
@@ -431,22 +433,19 @@ def _is_already(release: Release, why: str) -> str:
 def _release(
     folder: StateFolder, run: str | None, number: int | None, digest: str | None, body: dict[str, Any]
 ) -> None:
-    with _file(folder, run, body["bundle_id"], digest) as (blob, signed):
-        folder.journal.append("release_made", run=run, round=number, digest=blob, body={**body, "signed": signed})
-
-
-@contextlib.contextmanager
-def _file(
-    folder: StateFolder, run: str | None, bundle_id: str, digest: str | None
-) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """The digest of a bundle's file, signed for now, and who has signed; the journal is to name that blob inside."""
     from ..state.release_keys import file_to_release  # loads cryptography
 
-    content, signed = file_to_release(folder, run or "", bundle_id, digest or "", utc_now())
+    content, signed = file_to_release(folder, run or "", body["bundle_id"], digest or "", utc_now())
     blob = folder.blobs.put(content)
-    yield blob, signed
+    folder.journal.append("release_made", run=run, round=number, digest=blob, body={**body, "signed": signed})
     if blob not in folder.blobs:  # a coordinator at work removes what no entry names
         folder.blobs.put(content)
+
+
+def _bundles(folder: StateFolder, run: str | None, kinds: tuple[Kind, ...]) -> list[Entry]:
+    """Entries about bundles, of a run or all, whose file is here."""
+    entries = folder.journal.entries(run, kinds)
+    return [entry for entry in entries if entry.digest is not None and entry.digest in folder.blobs]
 
 
 def _append(folder: StateFolder, kind: Kind, release: Release, **body: Any) -> None:
