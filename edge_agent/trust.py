@@ -434,19 +434,19 @@ def roots_in(path: Path) -> tuple[Envelope, ...]:
         OSError: they cannot be read.
     """
     if path.is_dir():
-        found = [root for file in sorted(path.glob("*.json")) for root in roots_in(file)]
+        roots = [root for file in sorted(path.glob("*.json")) for root in roots_in(file)]
     else:
         raw = path.read_bytes()
         try:
-            found = [parse(Envelope, raw, str(path))]
+            roots = [parse(Envelope, raw, str(path))]
         except BundleUntrusted as error:
             try:
-                found = [*parse(Roots, raw, str(path)).roots]
+                roots = [*parse(Roots, raw, str(path)).roots]
             except BundleUntrusted:
                 raise error from None
-    versions = {read(Root, one, str(path)).version: one for one in found}
-    if not found or any(versions[read(Root, one, "root").version].signed != one.signed for one in found):
-        what = "two roots of one version" if found else "no root"
+    versions = {read(Root, one, str(path)).version: one for one in roots}
+    if not roots or any(versions[read(Root, one, "root").version].signed != one.signed for one in roots):
+        what = "two roots of one version" if roots else "no root"
         raise BundleUntrusted(f"{path}: {what}; expected root.json or roots.json of one federation")
     return tuple(versions[number] for number in sorted(versions))
 

@@ -99,9 +99,9 @@ class Signers(NamedTuple):
     @classmethod
     def of(cls, root: Root, name: RoleName) -> Signers:
         """A role as a root has it."""
-        found = root.roles[name]
-        keys = {keyid: root.keys[keyid] for keyid in found.keyids}
-        return cls(found, keys, {keyid: root.names[keyid] for keyid in keys if keyid in root.names})
+        wanted = root.roles[name]
+        keys = {keyid: root.keys[keyid] for keyid in wanted.keyids}
+        return cls(wanted, keys, {keyid: root.names[keyid] for keyid in keys if keyid in root.names})
 
 
 def write_key(path: Path, key: Ed25519PrivateKey, access: Access | None = None, name: str = "") -> None:
@@ -263,7 +263,7 @@ def sign_change(roots: Sequence[Envelope], keys: Sequence[Ed25519PrivateKey]) ->
 
 
 def missing(roots: Sequence[Envelope]) -> list[str]:
-    """Which signatures the last of these roots lacks until it counts, of its predecessor's keys and of its own."""
+    """Which signatures the last of these roots lacks until it counts, of the keys of its predecessor and of itself."""
     old, new = (read(Root, envelope, "root") for envelope in roots[-2:])
     lacks = []
     for by in (old, new):

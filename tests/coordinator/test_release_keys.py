@@ -124,9 +124,9 @@ def test_two_of_three_people_sign_and_the_coordinator_does_not(fleet, bundle, ca
     assert sign("carol")[0] == 0
     assert bundles.verify(path, root)[0].federation == "home"
     code, out, _ = fleet.device("verify", path, "--root", away / "root.json", "--json")
-    told = json.loads(out)
-    assert (code, told["root"], told["threshold"]) == (0, 1, 2)
-    assert {one["name"] for one in told["signers"]} == {"Alice", "Carol"}
+    stated = json.loads(out)
+    assert (code, stated["root"], stated["threshold"]) == (0, 1, 2)
+    assert {one["name"] for one in stated["signers"]} == {"Alice", "Carol"}
     code, _, err = fleet.call("keys", "new", fleet.folder / "eve.key", "--name", "E\tve")
     assert (code, "is no name of a key" in err) == (2, True)
     assert fleet.call("keys", "new", fleet.folder / "mallory.key")[0] == 0

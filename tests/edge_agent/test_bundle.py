@@ -221,9 +221,9 @@ def test_lineage_is_in_the_manifest_and_not_in_the_id_and_what_has_none_stays_as
     assert bundles.origin(plain.manifest) is None
     opened = bundles.open_bundle(made.path).manifest
     assert opened.bundle_id == plain.manifest.bundle_id
-    told = bundles.origin(opened)
-    assert (told["run"], told["round"], told["method"], told["parent"]) == ("run-0001", 3, "fedavg", None)
-    assert told["scored"]["run"] == lineage["scores"]
+    stated = bundles.origin(opened)
+    assert (stated["run"], stated["round"], stated["method"], stated["parent"]) == ("run-0001", 3, "fedavg", None)
+    assert stated["scored"]["run"] == lineage["scores"]
 
 
 def test_scores_of_clients_by_hand():
