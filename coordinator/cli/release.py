@@ -54,9 +54,10 @@ def create(
 ) -> None:
     """Release the encoder of a finished run: to a canary first, then it pauses until it is promoted.
 
-    More failures than --max-failed return all devices to the release before. A device fails that refuses the bundle,
-    goes back to its pair because that is more accurate on its held-out samples, or does not start with the new one.
-    Shares count devices that were heard in the channel. Works while the coordinator serves, and before.
+    More failures than --max-failed return all devices to the release before. A device fails on which the bundle does
+    not work, that goes back to its pair because that is more accurate on its held-out samples, or that does not start
+    with the new one. Shares count devices that were heard in the channel. Works while the coordinator serves, and
+    before.
 
     Example: headwater release create run-0003 --canary 2 --window 02:00-05:00
     """
@@ -111,7 +112,9 @@ def resume(number: Number = None, config: Config = None, state: State = None, as
 def rollback(
     number: Number = None, reason: Reason = "", config: Config = None, state: State = None, as_json: Json = False
 ) -> None:
-    """Return all devices that run a release to the one before it. That is a new release, of the older bundle.
+    """Return all devices that run a release to the one before it, by another release of that one's bundle.
+
+    Devices that run, or are to run, a newer release stay there.
 
     Example: headwater release rollback 3 --reason "wrong calibration"
     """
@@ -176,7 +179,7 @@ def _lines(releases: list[dict[str, Any]], devices: list[dict[str, Any]], count:
     if not releases:
         yield "no releases yet; 'headwater release create' makes one of a run's bundle"
         return
-    columns = ("release", "channel", "stage", "bundle", "run", "canary", "ok", "failed", "declined")
+    columns = ("release", "channel", "stage", "bundle", "run", "canary", "ok", "failed", "declined", "unable")
     rows = [
         (
             one["release"],
@@ -185,7 +188,7 @@ def _lines(releases: list[dict[str, Any]], devices: list[dict[str, Any]], count:
             one["bundle_id"][:12],
             one["lineage"]["run"],
             len(one["canary"]) or "",
-            *(one["outcomes"].get(name, 0) for name in ("ok", "failed", "declined")),
+            *(one["outcomes"].get(name, 0) for name in ("ok", "failed", "declined", "unable")),
         )
         for one in releases
     ]

@@ -5,9 +5,7 @@ They write the journal of a state folder, beside a coordinator that serves or be
 
 from __future__ import annotations
 
-import contextlib
 import getpass
-from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 from edge_agent.errors import UsageError
 from edge_agent.moments import moment_of
 
-from ..state.journal import Kind, utc_now
+from ..state.journal import Entry, Kind, utc_now
 from ..state.releases import Book, Plan, Release, book_of, plan_body, rollback_of
 from ..state.store import StateFolder
 from ..text import counted, listed
@@ -28,9 +26,10 @@ def create(folder: StateFolder, plan: Plan, run: str | None, by: str) -> int:
         UnknownName: no such run.
         UsageError: the plan cannot be followed, or there is no bundle at hand.
     """
-    plan.check()
-    exported = [*folder.journal.entries(run, ("bundle_exported", "release_made"))]
-    at_hand = [entry for entry in exported if entry.digest is not None and entry.digest in folder.blobs]
+    plan.check(utc_now())
+    at_hand = _bundles(folder, run, ("bundle_exported",))
+    if not at_hand and run is not None:  # it did not end, or is of this release alone
+        at_hand = [one for one in _bundles(folder, run, ("release_made",)) if not one.body.get("rolls_back")]
     if not at_hand:
         if run is not None:
             folder.journal.replay(run)  # names the runs that there are
@@ -40,6 +39,7 @@ def create(folder: StateFolder, plan: Plan, run: str | None, by: str) -> int:
             "'headwater report' says why it did not"
         )
     chosen, book = at_hand[-1], book_of(folder.journal)
+    book.check_fleet(plan)
     older = book.for_everybody(plan.channel)
     body = {name: value for name, value in chosen.body.items() if name not in {"rolls_back", "plan"}}
     body |= {"plan": plan_body(plan), "by": by, "parent": older.bundle_id if older is not None else None}
@@ -69,6 +69,11 @@ def hold(folder: StateFolder, number: int | None, reason: str, by: str) -> int:
     release = _chosen(book_of(folder.journal), number)
     if not release.is_open:
         raise UsageError(_is_already(release, "only one that devices still get can be held"))
+    if release.rolls_back:
+        raise UsageError(
+            f"release {release.number} is a rollback, which cannot be held: devices would stay with what it undoes; "
+            f"'headwater release rollback {release.number}' goes further back, a new release replaces it"
+        )
     _append(folder, "release_held", release, by, reason=reason or f"held by {by}")
     return release.number
 
@@ -87,7 +92,9 @@ def resume(folder: StateFolder, number: int | None, by: str) -> int:
 
 
 def rollback(folder: StateFolder, number: int | None, reason: str, by: str) -> int:
-    """Return all devices that run a release to the one before it; returns the number of the release that does so.
+    """Return all devices that run a release to the one before it, not those that run, or are to run, a newer one.
+
+    Returns the number of the release that does so.
 
     Raises:
         UsageError: no such release, it was rolled back, or there is none before it.
@@ -120,11 +127,7 @@ def pin(folder: StateFolder, device: str, number: int | None, reason: str, until
         number = running[-1].number
     release = _chosen(book, number)
     body = {"release": release.number, "reason": reason, "until": until, "by": by}
-    with contextlib.ExitStack() as stack:
-        blob = None
-        if release.bundle_id != known.runs:  # perhaps an older one
-            blob, _ = stack.enter_context(_file(folder, release.run, release.bundle_id, release.digest))
-        folder.journal.append("device_pinned", agent=device, digest=blob, body=body)
+    folder.journal.append("device_pinned", agent=device, body=body)
     return body
 
 
@@ -283,22 +286,19 @@ def _is_already(release: Release, why: str) -> str:
 def _release(
     folder: StateFolder, run: str | None, number: int | None, digest: str | None, body: dict[str, Any]
 ) -> None:
-    with _file(folder, run, body["bundle_id"], digest) as (blob, signed):
-        folder.journal.append("release_made", run=run, round=number, digest=blob, body={**body, "signed": signed})
-
-
-@contextlib.contextmanager
-def _file(
-    folder: StateFolder, run: str | None, bundle_id: str, digest: str | None
-) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """The digest of a bundle's file, signed for now, and who has signed; the journal is to name that blob inside."""
     from ..state.release_keys import file_to_release  # loads cryptography
 
-    content, signed = file_to_release(folder, run or "", bundle_id, digest or "", utc_now())
+    content, signed = file_to_release(folder, run or "", body["bundle_id"], digest or "", utc_now())
     blob = folder.blobs.put(content)
-    yield blob, signed
+    folder.journal.append("release_made", run=run, round=number, digest=blob, body={**body, "signed": signed})
     if blob not in folder.blobs:  # a coordinator at work removes what no entry names
         folder.blobs.put(content)
+
+
+def _bundles(folder: StateFolder, run: str | None, kinds: tuple[Kind, ...]) -> list[Entry]:
+    """Entries about bundles, of a run or all, whose file is here."""
+    entries = folder.journal.entries(run, kinds)
+    return [entry for entry in entries if entry.digest is not None and entry.digest in folder.blobs]
 
 
 def _append(folder: StateFolder, kind: Kind, release: Release, by: str, **body: Any) -> None:

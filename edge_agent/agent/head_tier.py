@@ -195,6 +195,7 @@ def prepare_here(
     report = Report(
         run=message.run,
         about=bundle.id,
+        release=message.release,
         bundle_id=runs,
         rolled_back=why,
         one_class=of_one_class(*samples),
@@ -218,6 +219,7 @@ def rejected(config: AgentConfig, message: Install, error: BundleError) -> Candi
     report = Report(
         run=message.run,
         about=message.bundle_id,
+        release=message.release,
         bundle_id=old[0].id,
         rolled_back=keeps(old[0].id, error),
         samples=samples,
