@@ -95,8 +95,7 @@ class Rollout:
         Raises:
             StateError: the journal, or the file of a release, is missing or damaged; devices keep what they run.
         """
-        self._offer_more()
-        if self._clock() - self._looked_at < LOOK_S:
+        if not self._to_offer and self._clock() - self._looked_at < LOOK_S:
             return
         self._looked_at, version = self._clock(), self._state.journal.version()
         is_due = self._change_at is not None and self._now() >= self._change_at
@@ -107,6 +106,7 @@ class Rollout:
             self._counted_at = self._clock()
             self._count_again()
             self._retire()
+        self._offer_more()  # once it is read what an operator has asked for meanwhile
 
     def make(
         self, run: str, number: int, digest: str, body: Mapping[str, Any], plan: Plan | None = None

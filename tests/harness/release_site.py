@@ -10,6 +10,8 @@ import pytest
 from federation_harness import Federation
 
 from coordinator.cli import main
+from coordinator.cli import release as command_line
+from coordinator.fleet import release_commands as commands
 from coordinator.fleet.release_commands import device_rows
 from edge_agent import bundle as bundles
 from edge_agent.agent.tasks import TaskRunner
@@ -50,8 +52,10 @@ class ReleaseSite(Federation):
         return run
 
     def release(self, *words: object) -> dict[str, Any]:
-        """``headwater release``, as an operator types it on the coordinator's machine, in another process."""
-        with pytest.raises(SystemExit) as ended:
+        """``headwater release``, as an operator types it on the coordinator's machine, whose clock it has."""
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+            for module in (commands, command_line):
+                patch.setattr(module, "utc_now", self.now)
             main(["release", *map(str, words), "--state", str(self.config.state), "--json"])
         said = self._capsys.readouterr()
         assert not ended.value.code, said.err

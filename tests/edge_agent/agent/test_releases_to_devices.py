@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -587,7 +586,7 @@ def test_devices_that_return_to_their_channel_get_a_file_that_they_may_install(s
     trusting = BundleConfig(trust=keys.root)
     released(site, make_bundle("a.hwb", dim=16))
     for name in ("porch", "hall", "attic"):
-        site.add(name, tier="head", bundle=trusting)
+        site.device(name, bundle=trusting)
     site.until(lambda: set(site.running().values()) == {1}, limit_s=30)
     released(site, make_bundle("b.hwb", dim=16, seed=1), "--canary", "all", "--max-failed", "0")
     site.until(lambda: set(site.running().values()) == {2}, limit_s=30)
@@ -599,7 +598,7 @@ def test_devices_that_return_to_their_channel_get_a_file_that_they_may_install(s
     released(site, make_bundle("c.hwb", dim=16, seed=2), "--canary", "all", "--channel", "beta")
     for channel, expected in (("beta", 3), ("stable", 2)):
         site.kill("hall")
-        site.add("hall", tier="head", bundle=trusting, channel=channel)
+        site.device("hall", bundle=trusting, channel=channel)
         site.until(lambda expected=expected: site.running()["hall"] == expected, limit_s=60)
     site.wait(60)
     assert site.running() == {"porch": 2, "hall": 2, "attic": 2}
@@ -617,8 +616,8 @@ def test_a_device_whose_clock_or_data_are_wrong_does_not_stop_a_release(site, ma
     released(site, make_bundle("a.hwb", dim=16))
     ahead_s = [0.0]
     for name in ("porch", "hall"):
-        site.add(name, tier="head", bundle=trusting)
-    site.add("attic", tier="head", bundle=trusting, now=lambda: time.time() + ahead_s[0])
+        site.device(name, bundle=trusting)
+    site.add("attic", tier="head", bundle=trusting, now=lambda: site.now().timestamp() + ahead_s[0])
     site.until(lambda: set(site.running().values()) == {1}, limit_s=30)
     ahead_s[0] = 2 * 365 * 86_400.0
     released(site, make_bundle("b.hwb", dim=16, seed=1), "--canary", "all", "--max-failed", "0")
