@@ -15,6 +15,7 @@ from typing import Any
 from edge_agent.errors import RunFailed, StateError
 from edge_agent.storage import folder_lock
 
+from ..runs.result_notes import standing
 from ..state.journal import Journal, RunRecord, utc_now
 from ..state.store import StateFolder, read_status
 from ..text import counted, listed
@@ -191,14 +192,6 @@ def ahead_of(journal: Journal, run: str) -> list[str]:
     """Unfinished runs that were requested before ``run``: they are done first."""
     unfinished = journal.unfinished()
     return unfinished[: unfinished.index(run)] if run in unfinished else []
-
-
-def standing(record: RunRecord) -> str:
-    """How many rounds of a run are closed, as the rest of a sentence."""
-    rounds = int(record.request.get("rounds", 0))
-    if record.status == "requested":
-        return f"has not begun with its {counted(rounds, 'round')}"
-    return f"stands at round {record.round} of {rounds}"
 
 
 def behind(journal: Journal, run: str, invocation: Invocation) -> str:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import getpass
 from collections.abc import Iterator
-from dataclasses import asdict
-from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from edge_agent.errors import UsageError
-from edge_agent.moments import moment_of
 
-from ..state.journal import Kind, utc_now
-from ..state.releases import Book, Plan, Release, plan_body, rollback_of
+from ..fleet import release_commands as commands
+from ..fleet.release_commands import described, device_rows, waits_for
+from ..state.journal import utc_now
+from ..state.releases import Plan
 from ..state.store import StateFolder
-from ..text import counted, listed
 from .options import Config, Json, State, state_path
 from .output import present, table
 
@@ -75,24 +71,8 @@ def create(
         activate_at=activate_at,
         note=note,
     )
-    plan.check()
     with StateFolder(state_path(config, state)).look() as folder:
-        exported = [*folder.journal.entries(run, ("bundle_exported", "release_made"))]
-        at_hand = [entry for entry in exported if entry.digest is not None and entry.digest in folder.blobs]
-        if not at_hand:
-            if run is not None:
-                folder.journal.replay(run)  # names the runs that there are
-            of = "no run" if run is None else run
-            raise UsageError(
-                f"{of} has a bundle that can be released; a run exports one at its end where export.after_run is true, "
-                "'headwater report' says why it did not"
-            )
-        chosen, book = at_hand[-1], _book(folder)
-        older = book.for_everybody(channel)
-        body = {name: value for name, value in chosen.body.items() if name not in {"rolls_back", "plan"}}
-        body |= {"plan": plan_body(plan), "by": _author(), "parent": older.bundle_id if older is not None else None}
-        _release(folder, chosen.run, chosen.round, chosen.digest, body)
-        _show(folder, len(book.releases) + 1, as_json=as_json)
+        _show(folder, commands.create(folder, plan, run, commands.author()), as_json=as_json)
 
 
 @app.command()
@@ -102,11 +82,7 @@ def promote(number: Number = None, config: Config = None, state: State = None, a
     Example: headwater release promote 3
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        release = _chosen(_book(folder), number)
-        if release.stage not in {"canary", "paused"}:
-            raise UsageError(_is_already(release, "only one at its canary can be promoted"))
-        _append(folder, "release_stage", release, stage="everybody")
-        _show(folder, release.number, as_json=as_json)
+        _show(folder, commands.promote(folder, number, commands.author()), as_json=as_json)
 
 
 @app.command()
@@ -118,11 +94,7 @@ def hold(
     Example: headwater release hold 3 --reason "complaints from the porch"
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        release = _chosen(_book(folder), number)
-        if not release.is_open:
-            raise UsageError(_is_already(release, "only one that devices still get can be held"))
-        _append(folder, "release_held", release, reason=reason or f"held by {_author()}")
-        _show(folder, release.number, as_json=as_json)
+        _show(folder, commands.hold(folder, number, reason, commands.author()), as_json=as_json)
 
 
 @app.command()
@@ -132,11 +104,7 @@ def resume(number: Number = None, config: Config = None, state: State = None, as
     Example: headwater release resume 3
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        release = _chosen(_book(folder), number)
-        if release.stage != "held":
-            raise UsageError(_is_already(release, "only one that is held can be resumed"))
-        _append(folder, "release_resumed", release)
-        _show(folder, release.number, as_json=as_json)
+        _show(folder, commands.resume(folder, number, commands.author()), as_json=as_json)
 
 
 @app.command()
@@ -148,13 +116,7 @@ def rollback(
     Example: headwater release rollback 3 --reason "wrong calibration"
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        book = _book(folder)
-        release = _chosen(book, number)
-        if release.rolled_back_by:
-            raise UsageError(_is_already(release, f"by release {release.rolled_back_by}"))
-        older, body = rollback_of(book, release, reason or f"rolled back by {_author()}", _author())
-        _release(folder, older.run, older.round, older.digest, body)
-        _show(folder, len(book.releases) + 1, as_json=as_json)
+        _show(folder, commands.rollback(folder, number, reason, commands.author()), as_json=as_json)
 
 
 @app.command()
@@ -173,26 +135,9 @@ def pin(
 
     Example: headwater release pin porch --reason "measurements for the paper" --until 2030-01-31
     """
-    if until and moment_of(until) <= utc_now():
-        raise UsageError(f"--until {until} is over; give a date to come")
     with StateFolder(state_path(config, state)).look() as folder:
-        book = _book(folder)
-        known = book.devices.get(device)
-        if known is None:
-            raise UsageError(f"no device '{device[:80]}' was heard; known: {listed(sorted(book.devices)) or 'none'}")
-        if number is None:
-            running = [one for one in book.releases if one.bundle_id == known.runs]
-            if not running:
-                raise UsageError(f"{device} runs no release that is known here; name one with --release")
-            number = running[-1].number
-        release = _chosen(book, number)
-        body = {"release": release.number, "reason": reason, "until": until, "by": _author()}
-        with contextlib.ExitStack() as stack:
-            blob = None
-            if release.bundle_id != known.runs:  # perhaps an older one
-                blob = stack.enter_context(_file(folder, release.run, release.bundle_id, release.digest))
-            folder.journal.append("device_pinned", agent=device, digest=blob, body=body)
-        line = f"{device} stays with release {release.number}{f' until {until}' if until else ''}: {reason}"
+        body = commands.pin(folder, device, number, reason, until, commands.author())
+        line = f"{device} stays with release {body['release']}{f' until {until}' if until else ''}: {reason}"
         present({"device": device, **body}, [line], as_json=as_json)
 
 
@@ -203,9 +148,7 @@ def unpin(device: DeviceName, config: Config = None, state: State = None, as_jso
     Example: headwater release unpin porch
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        if device not in (pins := _book(folder).pins):
-            raise UsageError(f"'{device[:80]}' is not pinned; pinned: {listed(sorted(pins)) or 'none'}")
-        folder.journal.append("device_unpinned", agent=device, body={"by": _author()})
+        commands.unpin(folder, device, commands.author())
         present({"device": device}, [f"{device} follows its channel again"], as_json=as_json)
 
 
@@ -223,105 +166,10 @@ def status(
     Example: headwater release status
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        book, now = _book(folder), utc_now()
+        book, now = commands.book_of(folder), utc_now()
     result = {"releases": [described(book, one, now) for one in book.releases], "devices": device_rows(book, now)}
     shown = result["devices"][:devices] if devices else result["devices"]
     present(result, _lines(result["releases"], shown, len(result["devices"])), as_json=as_json)
-
-
-def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
-    """A release as JSON: its plan, where it stands, where it comes from, and what it scored where."""
-    lineage = {"run": release.run, "round": release.round, **release.body.get("lineage", {})}
-    return {
-        "release": release.number,
-        "bundle_id": release.bundle_id,
-        "stage": release.stage,
-        "waits_for": waits_for(book, release, now),
-        "rolls_back": release.rolls_back or None,
-        "rolled_back_by": release.rolled_back_by or None,
-        "by": release.body.get("by"),
-        "at": release.at,
-        "plan": asdict(release.plan),
-        "canary": list(release.canary),
-        "outcomes": {name: count for name, count in sorted(release.count.items()) if count},
-        "lineage": {**lineage, "parent": release.body.get("parent")},
-        "results": {agent: asdict(result) for agent, result in sorted(release.results.items())},
-    }
-
-
-def waits_for(book: Book, release: Release, now: datetime) -> str:
-    """What a release waits for, for whom and until when; empty where it is done."""
-    number, pending = release.number, book.pending(release)
-    whom = f": {listed(pending)}" if pending else ""
-    if release.rolled_back_by:
-        return ""
-    if release.held:
-        return f"{release.held}; continue with 'headwater release resume {number}', or 'rollback {number}'"
-    wait_s, _ = release.plan.activation(now)
-    until = f", which switch from {(now + timedelta(seconds=wait_s)).isoformat(timespec='minutes')} on"
-    when = until if wait_s else ""
-    if release.promoted:
-        return f"waits for reports of {counted(len(pending), 'device')}{whom}{when}" if pending else ""
-    if release.paused:
-        return f"the canary succeeded; continue with 'headwater release promote {number}'"
-    size = book.canary_size(release)
-    if len(release.canary) < size:
-        more = counted(size - len(release.canary), "more device")
-        return f"waits for {more} of the canary to come online{whom}{when}"
-    return f"waits for reports of {counted(len(pending), 'device')} of the canary{whom}{when}"
-
-
-def device_rows(book: Book, now: datetime) -> list[dict[str, Any]]:
-    """What each device runs and is to run, sorted by id; releases by number, None where no release fits."""
-    rows = list[dict[str, Any]]()
-    for agent, device in sorted(book.devices.items()):
-        wanted, pin = book.wanted(device, now), book.pin(agent, now)
-        runs = [one.number for one in book.releases if one.bundle_id == device.runs] if device.runs else []
-        result = wanted.results.get(agent) if wanted is not None else None
-        is_there = wanted is not None and wanted.number in runs
-        rows.append(
-            {
-                "device": agent,
-                "channel": device.channel,
-                "bundle_id": device.runs,
-                "runs": wanted.number if is_there and wanted is not None else runs[-1] if runs else None,
-                "wanted": wanted.number if wanted is not None else None,
-                "outcome": result.outcome if result is not None else None,
-                "reason": result.reason if result is not None else "",
-                "acc.personal": result.acc if result is not None else None,
-                "pinned": None if pin is None else {"release": pin.release, "reason": pin.reason, "until": pin.until},
-                "kept": device.kept,
-            }
-        )
-    return rows
-
-
-def open_releases(folder: StateFolder) -> list[dict[str, Any]]:
-    """The releases that devices may get now, or that are held, in short: what each waits for."""
-    book, now = _book(folder), utc_now()
-    current = [*book.current(), *(one for one in book.releases if one.held and not one.rolled_back_by)]
-    return [
-        {
-            "release": one.number,
-            "channel": one.plan.channel,
-            "stage": one.stage,
-            "bundle_id": one.bundle_id,
-            "waits_for": waits_for(book, one, now),
-        }
-        for one in sorted(current, key=lambda one: one.number)
-    ]
-
-
-def standing_of(release: dict[str, Any]) -> str:
-    """One of `open_releases` as a line of text."""
-    waits = f": {release['waits_for']}" if release["waits_for"] else ""
-    return f"release {release['release']} ({release['channel']}, {release['stage']}){waits}"
-
-
-def releases_of_run(folder: StateFolder, run: str) -> list[dict[str, Any]]:
-    """The releases of a run as JSON, see `described`."""
-    book, now = _book(folder), utc_now()
-    return [described(book, one, now) for one in book.releases if one.run == run]
 
 
 def _lines(releases: list[dict[str, Any]], devices: list[dict[str, Any]], count: int) -> Iterator[Table | str]:
@@ -359,64 +207,8 @@ def _why(device: dict[str, Any]) -> str:
     return str(device["kept"] or device["reason"])
 
 
-def _book(folder: StateFolder) -> Book:
-    book = Book()
-    book.read(folder.journal)
-    return book
-
-
-def _chosen(book: Book, number: int | None) -> Release:
-    """The release of that number; by default the newest that is no rollback and was not rolled back.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if number is not None:
-        release = book.get(number)
-    else:
-        release = next((one for one in reversed(book.releases) if not one.rolls_back and not one.rolled_back_by), None)
-    if release is None:
-        there = f"there are 1 to {len(book.releases)}" if book.releases else "'headwater release create' makes one"
-        raise UsageError(f"no release {number or ''}".rstrip() + f"; {there}")
-    return release
-
-
-def _is_already(release: Release, why: str) -> str:
-    return f"release {release.number} is at stage '{release.stage}'; {why}"
-
-
-def _release(
-    folder: StateFolder, run: str | None, number: int | None, digest: str | None, body: dict[str, Any]
-) -> None:
-    with _file(folder, run, body["bundle_id"], digest) as blob:
-        folder.journal.append("release_made", run=run, round=number, digest=blob, body=body)
-
-
-@contextlib.contextmanager
-def _file(folder: StateFolder, run: str | None, bundle_id: str, digest: str | None) -> Iterator[str]:
-    """The digest of a bundle's file, signed for now, as a blob that the journal is to name inside."""
-    from ..state.release_keys import file_to_release  # loads cryptography
-
-    content = file_to_release(folder, run or "", bundle_id, digest or "", utc_now())
-    blob = folder.blobs.put(content)
-    yield blob
-    if blob not in folder.blobs:  # a coordinator at work removes what no entry names
-        folder.blobs.put(content)
-
-
-def _append(folder: StateFolder, kind: Kind, release: Release, **body: Any) -> None:
-    folder.journal.append(kind, run=release.run or None, body={"release": release.number, "by": _author(), **body})
-
-
-def _author() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name, as in containers
-        return "unknown"
-
-
 def _show(folder: StateFolder, number: int, *, as_json: bool) -> None:
-    book, now = _book(folder), utc_now()
+    book, now = commands.book_of(folder), utc_now()
     if (release := book.get(number)) is None:
         raise UsageError(f"release {number} was not made; 'headwater release status' shows all")
     waits = waits_for(book, release, now)

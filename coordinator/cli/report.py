@@ -10,14 +10,14 @@ import typer
 from edge_agent.errors import UsageError
 from edge_agent.storage import write_atomic
 
+from ..fleet.release_commands import releases_of_run
 from ..report import write_report
 from ..report.page import accuracy_svg
+from ..runs.result_notes import standing
 from ..state.journal import RunRecord
 from ..state.store import StateFolder
-from .follow import standing
 from .options import Config, Json, State, state_path
 from .output import console, present, ready_for
-from .release import releases_of_run
 
 Run = Annotated[str | None, typer.Option("--run", help="Run; default: the latest that has finished.")]
 Svg = Annotated[Path | None, typer.Option("--svg", help="Also write the devices' accuracies as an SVG to this file.")]

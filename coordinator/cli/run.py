@@ -16,13 +16,13 @@ from ..config import CoordinatorConfig, RunConfig, load_config
 from ..processes.compute import InlineCompute
 from ..report.figures import notes_of
 from ..runs.request import Request, Weights
-from ..runs.result_notes import lines, local_models, metric_lines, spent
+from ..runs.result_notes import lines, local_models, metric_lines, spent, standing
 from ..service.app import coordinator
 from ..service.preflight import checked_method, fresh_on_devices, overlaps
 from ..state.journal import RunRecord
 from ..state.store import StateFolder, read_status
 from ..text import counted, listed
-from .follow import Invocation, ahead_of, behind, follow, is_serving, result_of, standing
+from .follow import Invocation, ahead_of, behind, follow, is_serving, result_of
 from .options import INTERRUPTED, Config, Given, Json, State, Verbose, flag, from_model
 from .output import console, present, set_up_logging, table
 

@@ -11,10 +11,11 @@ import typer
 from edge_agent.worker import in_child, stop_on_signals
 
 from ..config import load_config
+from ..runs.result_notes import standing
 from ..service.app import coordinator, take_over
 from ..service.preflight import check_defaults, check_private, without_lost_weights
 from ..service.standby import TAKEOVER_S
-from .follow import Invocation, standing
+from .follow import Invocation
 from .options import INTERRUPTED, Config, State, Verbose
 from .output import console, set_up_logging
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from edge_agent.errors import StateError
 from edge_agent.storage import IDENTITY
 
+from ..fleet.release_commands import open_releases, standing_of
 from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, metric_lines, spent
 from ..state.retention import usage
 from ..state.store import RunFolder, StateFolder, read_agents, read_status
@@ -21,7 +22,6 @@ from ..text import counted, listed
 from .follow import advice, is_serving
 from .options import Config, Json, State, state_path
 from .output import present, table
-from .release import open_releases, standing_of
 
 SHOWN_AGENTS = 20
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from ..state.journal import Journal
+from ..state.journal import Journal, RunRecord
 from ..text import WORST_SHARE, counted, listed
 from .good_state import reason_of_restoration
 
@@ -207,3 +207,11 @@ def metric_lines(metrics: Mapping[str, Any]) -> Iterator[str]:
         yield f"acc.proxy after round {last['round']}: {acc} on {last['samples']} samples, by {last['by']}"
     for failed in metrics.get("proxy_failed") or ():
         yield f"acc.proxy could not be computed, first after round {failed['round']}: {failed['reason']}"
+
+
+def standing(record: RunRecord) -> str:
+    """How many rounds of a run are closed, as the rest of a sentence."""
+    rounds = int(record.request.get("rounds", 0))
+    if record.status == "requested":
+        return f"has not begun with its {counted(rounds, 'round')}"
+    return f"stands at round {record.round} of {rounds}"

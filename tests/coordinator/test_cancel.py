@@ -8,8 +8,8 @@ import pytest
 from federation_disturbances import lose
 from federation_harness import Federation
 
-from coordinator.cli.cancel import cancel_run
 from coordinator.report import write_report
+from coordinator.runs.cancel import cancel_run
 from edge_agent.errors import UnknownName, UsageError
 from edge_agent.wire import messages as wire
 
@@ -29,7 +29,7 @@ def cancel(fed, run, looks=20):
         fed.settle()
         fed.clock.now += 0.3
 
-    return cancel_run(fed.state, run, wait, looks)
+    return cancel_run(fed.state, run, wait, looks, "'headwater cancel'")
 
 
 def test_a_queued_run_is_cancelled_while_the_one_before_it_goes_on(tmp_path):
@@ -88,7 +88,7 @@ def test_a_run_is_cancelled_at_once_where_no_coordinator_is_at_work(tmp_path):
         fed.kill_coordinator()
         waits = []
         with fed.state.look():
-            assert cancel_run(fed.state, run, lambda: waits.append(1), 5).status == "cancelled"
+            assert cancel_run(fed.state, run, lambda: waits.append(1), 5, "by a test").status == "cancelled"
             assert not fed.state.journal.entries(run, ("cancel_requested",))
         assert waits == []
         assert summary_of(fed, run)["status"] == "cancelled"
@@ -113,7 +113,7 @@ def test_a_request_that_nobody_read_before_the_coordinator_died_is_heeded_by_the
 def test_a_cancel_that_has_to_wait_stays_a_request(tmp_path):
     with Federation(tmp_path, agents=0) as fed:
         run = fed.request(rounds=1)
-        assert cancel_run(fed.state, run, lambda: None, 3).status == "requested"
+        assert cancel_run(fed.state, run, lambda: None, 3, "by a test").status == "requested"
         fed.wait(1)
         assert status_of(fed, run) == "cancelled"
 

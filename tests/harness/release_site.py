@@ -10,7 +10,7 @@ import pytest
 from federation_harness import Federation
 
 from coordinator.cli import main
-from coordinator.cli.release import device_rows
+from coordinator.fleet.release_commands import device_rows
 from edge_agent import bundle as bundles
 from edge_agent.agent.tasks import TaskRunner
 from edge_agent.cli import main as edge_agent_main

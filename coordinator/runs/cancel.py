@@ -1,0 +1,50 @@
+"""Ending a run on request, whether or not a coordinator is at work on it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from edge_agent.errors import StateError, UsageError
+from edge_agent.storage import folder_lock
+
+from ..state.journal import RunRecord
+from ..state.store import StateFolder
+from .result_notes import standing
+from .results import end_run
+
+
+def cancel_run(folder: StateFolder, run: str, wait: Callable[[], object], looks: int, reason: str) -> RunRecord:
+    """Where the run stands after at most ``looks`` looks, with a `wait` between two of them.
+
+    Raises:
+        UnknownName: no such run.
+        UsageError: the run is over, or was over before the coordinator read the request.
+    """
+    record = folder.journal.replay(run)
+    if record.is_over:
+        raise UsageError(f"{run} is {record.status} already; only a queued run or one under way can be cancelled")
+    if _ended_here(folder, run, reason):
+        return folder.journal.replay(run)
+    folder.journal.append("cancel_requested", run=run, body={"reason": reason})
+    for _ in range(looks):
+        record = folder.journal.replay(run)
+        if record.is_over or _ended_here(folder, run, reason):
+            break
+        wait()
+    record = folder.journal.replay(run)
+    if record.is_over and record.status != "cancelled":
+        raise UsageError(f"{run} is {record.status}: that came before it could be cancelled; it {standing(record)}")
+    return record
+
+
+def _ended_here(folder: StateFolder, run: str, reason: str) -> bool:
+    """End the run if no coordinator is at work on the folder: only who holds its lock may end a run."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(folder_lock(folder.path, "headwater cancel"))
+        except StateError:
+            return False
+        if not folder.journal.replay(run).is_over:
+            end_run(folder, run, "run_cancelled", reason)
+    return True
