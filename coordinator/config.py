@@ -397,6 +397,49 @@ class RetentionConfig(Frozen):
     )
 
 
+class WebConfig(Frozen):
+    """The web view of fleet, runs and releases, a process beside the coordinator; without this section there is none.
+
+    Everybody who reaches the address may look. Actions need the token in ``web/token`` of the state folder.
+    """
+
+    listen: str = Field(
+        "127.0.0.1:8470",
+        pattern=r"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}$",
+        max_length=260,
+        description="address and TCP port; port 0 = any free one. 127.0.0.1 = this machine alone",
+    )
+    hosts: tuple[Annotated[str, Field(max_length=253)], ...] = Field(
+        (), max_length=32, description="names by which browsers reach it, beside the address; others are refused"
+    )
+    cert: Path | None = Field(
+        None, description="certificate (PEM) for TLS; default: with [identity], the broker's, which 'init' makes"
+    )
+    key: Path | None = Field(None, description="private key (PEM) of that certificate; default: in the same file")
+    insecure: bool = Field(
+        default=False, description="allow an address that other machines reach without TLS: the token passes in clear"
+    )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host, without brackets, and port."""
+        host, _, port = self.listen.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches it."""
+        return is_loopback(self.address[0])
+
+    @model_validator(mode="after")
+    def _is_an_address(self) -> WebConfig:
+        if self.address[1] > 65535:
+            raise ValueError(f"listen = '{self.listen}': ports end at 65535")
+        if self.key is not None and self.cert is None:
+            raise ValueError("key needs cert, the certificate that it belongs to")
+        return self
+
+
 class CoordinatorConfig(Frozen):
     """One coordinator. Without ``[broker]`` it runs its own, see ``[embedded]``."""
 
@@ -422,6 +465,7 @@ class CoordinatorConfig(Frozen):
         description="differential privacy of the released models, and secure sums",
     )
     retention: RetentionConfig = Field(default_factory=RetentionConfig, description="what stays in the state folder")
+    web: WebConfig | None = Field(None, description="the web view of fleet, runs and releases; default: none")
     evaluate_every: Count = Field(1, description="agents evaluate every n-th round; 0 = only after the last")
     hosted: tuple[HostedConfig, ...] = Field(
         (), max_length=10_000, description="clients with data on this machine; they take part like agents"
@@ -442,7 +486,7 @@ class CoordinatorConfig(Frozen):
 
         Neither secrets nor paths can be read from them.
         """
-        sections = self.model_dump(mode="json", exclude={"state", "task", "run", "warm_start"})
+        sections = self.model_dump(mode="json", exclude={"state", "task", "run", "warm_start", "web"})
         texts = {name: json.dumps(section, sort_keys=True) for name, section in sections.items()}
         return {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in texts.items()}
 
@@ -451,6 +495,16 @@ class CoordinatorConfig(Frozen):
         ids = [client.id for client in self.hosted]
         if twice := sorted({name for name in ids if ids.count(name) > 1}):
             raise ValueError(f"hosted clients {', '.join(twice)} occur twice; give each its own id")
+        return self
+
+    @model_validator(mode="after")
+    def _web_has_tls_on_a_network(self) -> CoordinatorConfig:
+        web = self.web
+        if web is not None and not web.is_local and web.cert is None and self.identity is None and not web.insecure:
+            raise ValueError(
+                f"web.listen = '{web.listen}' is reached from other machines and has no TLS; give web.cert, or make "
+                "certificates with 'headwater init', or set web.insecure = true"
+            )
         return self
 
     @model_validator(mode="after")

@@ -35,6 +35,7 @@ COMMANDS: dict[str, str] = {
     "reproduce": "Run the cells of a published table and compare.",
     "cancel": "End a run for good, queued or under way.",
     "status": "Show runs, agents, and what the coordinator waits for.",
+    "web": "Show fleet, runs and releases in a browser.",
     "export": "Export a run's encoder as a bundle file.",
     "release": "Create, promote, hold or roll back releases.",
     "report": "Write a run's page with tables and plots.",

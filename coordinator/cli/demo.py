@@ -20,16 +20,20 @@ import typer
 from edge_agent.config import parse
 from edge_agent.errors import HeadwaterError, UsageError
 from edge_agent.task import ImageInput, Task
+from edge_agent.worker import stop_on_signals
 
-from ..config import CoordinatorConfig, RunConfig
+from ..config import CoordinatorConfig, RunConfig, WebConfig
 from ..processes.compute import InlineCompute
 from ..processes.supervisor import ChildProcess, command
 from ..runs.result_notes import lines
 from ..service.app import coordinator
+from ..state.store import RunFolder
+from ..web.server import Settings, WebProcess, listening
 from .follow import follow
 from .options import Given, Json, Verbose, from_model
-from .output import present, set_up_logging
+from .output import console, present, set_up_logging
 from .run import agents_table, footnotes, request_for
+from .web import announcement
 
 MARKER = ".headwater-demo"
 TRAIN_STYLES = ("optdigits", "inverted", "photo", "rendered")
@@ -56,6 +60,9 @@ Folder = Annotated[
 ]
 
 
+Web = Annotated[bool, typer.Option("--web", help="Show it live in a browser, and stay until Ctrl-C.")]
+
+
 @from_model(
     RunConfig,
     ("method", "rounds", "seed"),
@@ -67,7 +74,11 @@ Folder = Annotated[
     bounds=True,
 )
 def demo(
-    given: Given, folder: Folder = Path("headwater-demo"), as_json: Json = False, verbose: Verbose = False
+    given: Given,
+    folder: Folder = Path("headwater-demo"),
+    web: Web = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
     """The whole way on this machine in under a minute: no network, no GPU, no download.
 
@@ -77,6 +88,8 @@ def demo(
     export.release = "each_run"; elsewhere 'headwater release create' does that.
 
     Example: headwater demo --method fedavg --rounds 10
+
+    Example: headwater demo --web
     """
     set_up_logging(verbose=verbose, quiet=True)
     begin = time.monotonic()
@@ -89,22 +102,52 @@ def demo(
     options = {"method": "fedavg_ft", "rounds": 25, "seed": 0, **given}
     config = _coordinator_config(folder)
     request = request_for(config, **options, params=SETTINGS.get(options["method"], {}))
-    with coordinator(config, compute=InlineCompute()) as service:
-        with _agents(folder, service.broker_url, options["seed"]) as agents:
-            run = service.state.journal.request_run(request.body())
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(coordinator(config, compute=InlineCompute()))
+        if web:
+            view = WebProcess(_web_settings(config), announcement(config.state))
+            stack.callback(view.stop)
+            view.start()
+        agents = stack.enter_context(_agents(folder, service.broker_url, options["seed"]))
+        run = service.state.journal.request_run(request.body())
 
-            def step() -> None:
-                service.step(service.idle_s())
-                for name, agent in agents.items():
-                    if not agent.is_running:
-                        raise HeadwaterError(f"agent {name} ended: {agent.exit_reason()}")
+        def step() -> None:
+            service.step(service.idle_s())
+            for name, agent in agents.items():
+                if not agent.is_running:
+                    raise HeadwaterError(f"agent {name} ended: {agent.exit_reason()}")
 
-            follow(service.state, run, step)
+        follow(service.state, run, step)
         results = service.state.run(run)
-        summary = results.summary()
+        if not web:
+            stack.close()
+        _present(results, folder, time.monotonic() - begin, as_json=as_json)
+        if web:
+            console.print("the web view, the coordinator and the agents stay until Ctrl-C", soft_wrap=True)
+            with stop_on_signals() as stop:
+                while not stop.is_set():
+                    step()
+
+
+def _web_settings(config: CoordinatorConfig) -> Settings:
+    """A web view at the usual port of this machine, or at any free one where that is taken."""
+    web = WebConfig()
+    try:
+        listening(web).close()
+    except UsageError:
+        web = WebConfig(listen="127.0.0.1:0")
+    return Settings.of(config, web, None)
+
+
+def _present(results: RunFolder, folder: Path, seconds: float, *, as_json: bool) -> None:
+    """What the run has brought.
+
+    Raises:
+        HeadwaterError: it left no summary.
+    """
+    summary = results.summary()
     if summary is None:
-        raise HeadwaterError(f"{run} left no summary in {results.folder}; look at {folder / 'logs'}")
-    seconds = time.monotonic() - begin
+        raise HeadwaterError(f"{results.run} left no summary in {results.folder}; look at {folder / 'logs'}")
     kept = ("run_id", "method", "rounds", "seed", "encoder_sha256", "agents", "faults", "warnings", "bundle")
     result = {
         **{key: summary[key] for key in kept},

@@ -10,7 +10,7 @@ import typer
 
 from edge_agent.worker import in_child, stop_on_signals
 
-from ..config import load_config
+from ..config import DEFAULT_CONFIG, load_config
 from ..runs.result_notes import standing
 from ..service.app import coordinator, take_over
 from ..service.preflight import check_defaults, check_private, without_lost_weights
@@ -18,6 +18,7 @@ from ..service.standby import TAKEOVER_S
 from .follow import Invocation
 from .options import INTERRUPTED, Config, State, Verbose
 from .output import console, set_up_logging
+from .web import announcement
 
 TakesOver = Annotated[
     bool, typer.Option("--standby", help="Only watch the coordinator that serves, and take over when it is silent.")
@@ -48,6 +49,8 @@ def serve(
     A run that was under way when the coordinator stopped, or was killed, is resumed in the round it was in. Exit code 0
     after SIGTERM, 130 after Ctrl-C.
 
+    With [web] in the configuration a web view of the state folder is served as well, by a process beside this one.
+
     With --standby a second coordinator waits on the same state folder, or on another machine on a copy that 'headwater
     backup DIR --every 60' keeps up to date, and resumes the runs when the first is offline. One that was only suspended
     ends with exit code 2 when it is back; nothing that it does then counts.
@@ -73,6 +76,13 @@ def serve(
         console.print(
             f"serving federation '{settings.federation}', state in {settings.state}; Ctrl-C stops", soft_wrap=True
         )
+        if settings.web is not None:
+            from ..web.server import Settings, WebProcess
+
+            given = Settings.of(settings, settings.web, config or DEFAULT_CONFIG)
+            view = WebProcess(given, announcement(settings.state))
+            stack.callback(view.stop)
+            view.start()
         for run in service.state.journal.unfinished():
             drops = Invocation(config, state).command(f"cancel {run}")
             progress = standing(service.state.journal.replay(run))

@@ -129,8 +129,11 @@ class Roster:
             log.warning("rolled_back agent=%s run=%s why=%s", agent, message.run, message.rolled_back)
         return True
 
-    def failed(self, agent: str, message: wire.Fault) -> None:
-        """Note an agent's fault; it stands until the agent reports the condition "ok"."""
+    def failed(self, agent: str, message: wire.Fault) -> dict[str, str] | None:
+        """Note an agent's fault; it stands until the agent reports the condition "ok".
+
+        Returns it where it is worth a line in the log, and not one of many of the same.
+        """
         times = self._faults.note(f"{agent}: {message.error}: {message.message}")
         level = logging.DEBUG if times is None else logging.WARNING
         fault = {
@@ -145,6 +148,7 @@ class Roster:
         if member is not None:
             self.is_as(agent, "stalled" if message.error == wire.DISK_ERROR else "fault")
             member.fault = {**fault, "at": utc_now().isoformat(timespec="seconds")}
+        return None if times is None else fault
 
     def is_as(self, agent: str, condition: wire.ConditionName) -> bool:
         """Note the condition of an agent; False where it has a fault that has not been received here."""

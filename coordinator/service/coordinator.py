@@ -39,6 +39,7 @@ from ..runs.round_loop import RunLoop
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.backup import MARKER
 from ..state.command_keys import CommandKeys
+from ..state.fault_log import FaultLog
 from ..state.journal import utc_now
 from ..state.store import MOST_LISTED, StateFolder
 from .peers import PROBE_S, Peers
@@ -127,6 +128,7 @@ class Coordinator:
         }
         self._marker = state.path / MARKER
         self._status_writer = StatusWriter(state.path / "status.json", self.stopwatch)
+        self._faults = FaultLog(state.path)
         self._unsent: list[tuple[str, wire.Command]] = []
         """Receipts of updates that are not on disk yet, with their agents."""
 
@@ -435,7 +437,9 @@ class Coordinator:
         if message.error in wire.REFUSALS:
             log.info("job_refused agent=%s reason=%s", agent, message.message)
         else:
-            self.roster.failed(agent, message)
+            fault = self.roster.failed(agent, message)
+            if fault is not None:
+                self._faults.note(agent, fault)
         if (loop := self.loop) is not None and loop.run.id == message.run:
             loop.on_fault(agent, message)
         self.releases.fault(agent, message)

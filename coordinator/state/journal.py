@@ -322,6 +322,11 @@ class Journal:
         return self
 
     @property
+    def is_open(self) -> bool:
+        """Whether it was opened and not closed since."""
+        return self._connection is not None
+
+    @property
     def is_in_place(self) -> bool:
         """Whether the file that was opened is still at `path`: SQLite keeps writing to one that was removed."""
         if self._opened is None:
@@ -464,8 +469,12 @@ class Journal:
         *,
         round: int | None = None,  # noqa: A002 - the word of the vocabulary
         agent: str | None = None,
+        limit: int = -1,
     ) -> list[Entry]:
-        """Entries with an id above ``after``, in order; only those of a run, round, agent or of some kinds if given."""
+        """Entries with an id above ``after``, in order; only those of a run, round, agent or of some kinds if given.
+
+        At most ``limit``, the oldest; -1: all.
+        """
         conditions, values = ["id > ?"], list[Any]([after])
         for column, wanted in (("run", run), ("round", round), ("agent", agent)):
             if wanted is not None:  # after an entry the newest ones are read, not all of the run
@@ -474,9 +483,16 @@ class Journal:
         if kinds is not None:
             conditions.append(f"kind IN ({', '.join('?' * len(kinds))})")
             values.extend(kinds)
-        query = f"SELECT * FROM entries WHERE {' AND '.join(conditions)} ORDER BY id"  # noqa: S608 - values are bound
+        wanted = f"{' AND '.join(conditions)} ORDER BY id LIMIT {int(limit)}"
+        return self._selected(wanted, values)
+
+    def entries_with(self, ids: Sequence[int]) -> list[Entry]:
+        """The entries with these ids, in order; at most a few hundred."""
+        return self._selected(f"id IN ({', '.join('?' * len(ids))}) ORDER BY id", ids)
+
+    def _selected(self, wanted: str, values: Sequence[Any]) -> list[Entry]:
         with self._transaction() as connection:
-            rows = [dict(row) for row in connection.execute(query, values)]
+            rows = [dict(row) for row in connection.execute(f"SELECT * FROM entries WHERE {wanted}", values)]  # noqa: S608 - values are bound
         entries = []
         for row in rows:
             try:

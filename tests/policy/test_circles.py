@@ -14,7 +14,8 @@ KNOWN_CIRCLES: set[str] = set()
 """A module of each circle that is still to be cut. This set only shrinks."""
 
 ORDER = (
-    {"cli", "web"},
+    {"cli"},
+    {"web"},
     {"api", "research"},
     {"simulation"},
     {"service"},

@@ -1,0 +1,132 @@
+"""One stream of server-sent events a page: it says only that there is news, and the page fetches itself again.
+
+So nothing is queued for a slow client: it misses numbers, never news. A client that takes nothing is disconnected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .folder_view import FolderView
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+"""Pause between two looks at the state folder while somebody watches."""
+
+PING_EVERY_S = 15.0
+"""Proxies end streams that are silent for long."""
+
+SEND_TIMEOUT_S = 20.0
+LONGEST_S = 3600.0
+"""A stream ends after an hour, and the browser begins another one."""
+
+MOST_STREAMS = 64
+
+
+class Watch:
+    """Looks at the state folder while streams are open, and wakes them up."""
+
+    def __init__(self, view: FolderView) -> None:
+        self.view = view
+        self.streams = 0
+        self.stop = asyncio.Event()
+        self._news = asyncio.Condition()
+        self._wanted = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until cancelled; without streams it looks only when a page asks for it."""
+        self._wanted.set()  # what is there now is read before the first page comes
+        while True:
+            has_more = True
+            while has_more:
+                has_more = await asyncio.to_thread(self._refresh)
+            async with self._news:
+                self._news.notify_all()
+            if not self.streams:
+                self._wanted.clear()
+                await self._wanted.wait()
+            else:
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    def wake(self) -> None:
+        """Look again soon."""
+        self._wanted.set()
+
+    async def end(self) -> None:
+        """End all streams at once."""
+        self.stop.set()
+        async with self._news:
+            self._news.notify_all()
+
+    async def events(self, topic: str, seen: str) -> AsyncGenerator[bytes]:
+        """The stream of one page, whose content is of version ``seen``."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LONGEST_S
+        self.streams += 1
+        self.wake()
+        try:
+            yield b"retry: 1000\n\n"
+            while not self.stop.is_set() and loop.time() < until:
+                version = self.view.version(topic)
+                if version != seen:
+                    seen = version
+                    yield f"event: news\nid: {version}\ndata: {version}\n\n".encode()
+                async with self._news:
+                    try:
+                        await asyncio.wait_for(self._news.wait(), PING_EVERY_S)
+                    except asyncio.TimeoutError:
+                        ping = True
+                    else:
+                        ping = False
+                if ping:
+                    yield b": ping\n\n"
+        finally:
+            self.streams -= 1
+
+    def _refresh(self) -> bool:
+        try:
+            return self.view.refresh()
+        except Exception:  # a mistake here ends no stream; the next look may succeed
+            log.exception("state_not_read path=%s", self.view.path)
+            return False
+
+
+class EventStream(Response):
+    """A stream that ends when its client leaves, or does not take what is sent within `SEND_TIMEOUT_S`."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, content: AsyncGenerator[bytes]) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._content = content
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
+        """Send it to its end."""
+        tasks = {asyncio.create_task(self._sent(send)), asyncio.create_task(_left(receive))}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._content.aclose()
+
+    async def _sent(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for piece in self._content:
+            message = {"type": "http.response.body", "body": piece, "more_body": True}
+            await asyncio.wait_for(send(message), SEND_TIMEOUT_S)
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _left(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

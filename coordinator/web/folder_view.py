@@ -1,0 +1,509 @@
+"""What a state folder says, held in memory and read again as its files change; the coordinator is never asked.
+
+`refresh` reads what is new, in one thread; pages read the result under `lock`, in others. Everything comes from files
+that agents have contributed to, so a value of another form counts as absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from edge_agent.errors import HeadwaterError, StateError
+from edge_agent.storage import IDENTITY, lock_holder
+
+from ..report.figures import as_number
+from ..state.fault_log import FaultLog
+from ..state.journal import FINAL, Entry, utc_now
+from ..state.releases import RELEASE_KINDS, Book
+from ..state.store import EVERYONE, StateFolder
+from .run_curves import RunCurves, text
+
+log = logging.getLogger(__name__)
+
+RUN_KINDS = ("run_requested", "run_started", "cancel_requested", "bundle_exported", "run_pruned", *FINAL)
+OF_AGENTS = ("release_reported", "device_reported", "device_pinned", "device_unpinned")
+KINDS = (*dict.fromkeys((*RUN_KINDS, *OF_AGENTS, *RELEASE_KINDS, "coordinator_started")),)
+ENTRIES_AT_ONCE = 2000
+"""Read in one transaction; pages are served in between."""
+
+MOST_HISTORY = 2000
+"""Entries of one agent that its page can reach; the journal has all of them."""
+
+MOST_CURVES = 200
+"""Runs whose curves are held."""
+
+SILENT_S = 15.0
+"""A coordinator updates its status file each second, unless it is busy with long work."""
+
+LOCK_EVERY_S = 5.0
+"""Pause between two looks at who holds the folder, while the status is silent."""
+
+VOLATILE = ("silent_s", "bytes_up", "bytes_down")
+"""Fields of an agent's status that change all the time and are no news."""
+
+Scores = dict[str, float | None]
+
+
+@dataclass(slots=True)
+class AgentRow:
+    """One agent: what the coordinator last wrote about it, and its newest accuracies."""
+
+    id: str
+    tier: str = ""
+    transport: str = ""
+    state: str = "unknown"
+    """online, fault, stalled, offline, revoked, or unknown where no coordinator serves."""
+
+    seen_at: float | None = None
+    """When it was heard last, in seconds since 1970."""
+
+    software: str = ""
+    samples: int | None = None
+    bundle_id: str = ""
+    release: int | None = None
+    """Number of the newest release of that bundle."""
+
+    local: float | None = None
+    shared: float | None = None
+    """acc.global."""
+
+    personal: float | None = None
+    better_alone: bool = False
+    rss_mb: float | None = None
+    pinned: int | None = None
+    """Number of the release that it is kept on."""
+
+    fault: dict[str, str] | None = None
+    notes: tuple[str, ...] = ()
+    bytes_up: float = 0.0
+    bytes_down: float = 0.0
+
+    @property
+    def gain(self) -> float | None:
+        """acc.personal minus acc.local."""
+        return None if self.personal is None or self.local is None else self.personal - self.local
+
+
+@dataclass
+class RunInfo:
+    """One run as its entries in the journal have it."""
+
+    id: str
+    request: dict[str, Any]
+    requested_at: str
+    started_at: str = ""
+    ended_at: str = ""
+    status: str = "queued"
+    reason: str = ""
+    is_pruned: bool = False
+    cancel_requested: bool = False
+    bundle: dict[str, Any] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self.status in FINAL.values()
+
+    @property
+    def rounds(self) -> int:
+        """How many were requested."""
+        return int(as_number(self.request.get("rounds")) or 0)
+
+
+@dataclass
+class Figures:
+    """What an agent last reported at the end of a run, or for a release."""
+
+    acc: Scores = field(default_factory=dict)
+    better_alone: bool = False
+    rss_mb: float | None = None
+    tier: str = ""
+    run: str = ""
+    samples: int | None = None
+
+
+class FolderView:
+    """A state folder. Hold `lock` while reading its attributes."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        now: Callable[[], datetime] = utc_now,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path, self.now, self._clock = path, now, clock
+        self.lock = threading.RLock()
+        self.faults = FaultLog(path)
+        self.folder = StateFolder(path)
+        self.status: dict[str, Any] = {}
+        self.trouble = ""
+        """Why the journal cannot be read; pages show what the other files say."""
+
+        self.is_loaded = False
+        """Whether everything was read that was there at the first look."""
+
+        self._reading = threading.Lock()
+        self._stamps: dict[str, tuple[int, int, int]] = {}
+        self._everyone: list[dict[str, Any]] = []
+        self._looked_at, self._is_held = float("-inf"), False
+        self._fleet_mark, self._run_mark = 0, 0
+        self._rows: tuple[Any, list[AgentRow]] = None, []
+        self._revoked: frozenset[str] = frozenset()
+        self._fault_version: tuple[int, ...] = ()
+        self._faults_of: dict[str, list[dict[str, Any]]] = {}
+        self._forget_journal()
+
+    def _forget_journal(self) -> None:
+        self.book = Book()
+        self.runs: dict[str, RunInfo] = {}
+        self.starts: list[Entry] = []
+        self._curves: dict[str, RunCurves] = {}
+        self._figures: dict[str, Figures] = {}
+        self._history: dict[str, array[int]] = {}
+        self._after = 0
+
+    def close(self) -> None:
+        """Close the journal."""
+        self.folder.journal.close()
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> bool:
+        """Read what is new, but not for long; whether there is more to read now."""
+        if not self._reading.acquire(blocking=False):
+            return False
+        try:
+            has_more = self._read_journal()
+            self._read_status()
+            self._read_identity()
+            self._read_faults()
+            has_more |= self._read_curves()
+            self.is_loaded |= not has_more
+            if not has_more:
+                self.agents()  # here, and not while somebody waits for a page
+            return has_more
+        finally:
+            self._reading.release()
+
+    def _read_journal(self) -> bool:
+        journal = self.folder.journal
+        try:
+            if not journal.is_in_place:
+                journal.close()
+                with self.lock:
+                    self._forget_journal()
+            if not journal.is_open:
+                if not journal.path.exists():
+                    self.trouble = ""
+                    return False
+                journal.open(create=False)
+            entries = journal.entries(kinds=KINDS, after=self._after, limit=ENTRIES_AT_ONCE)
+        except HeadwaterError as error:
+            self.trouble = str(error)
+            journal.close()
+            return False
+        self.trouble = ""
+        with self.lock:
+            for entry in entries:
+                self._add(entry)
+        return len(entries) == ENTRIES_AT_ONCE
+
+    def _add(self, entry: Entry) -> None:
+        self._after = entry.id
+        if entry.kind == "coordinator_started":
+            self.starts = [*self.starts[-49:], entry]
+        elif entry.kind in RUN_KINDS and entry.run is not None:
+            self._add_to_run(entry, entry.run)
+        if entry.kind in RELEASE_KINDS:
+            self.book.add(entry)
+        if entry.kind in OF_AGENTS and entry.agent is not None:
+            ids = self._history.setdefault(entry.agent, array("q"))
+            ids.append(entry.id)
+            if len(ids) > 2 * MOST_HISTORY:
+                del ids[:MOST_HISTORY]
+            self._add_figures(entry, entry.agent)
+
+    def _add_to_run(self, entry: Entry, name: str) -> None:
+        if entry.kind == "run_requested":
+            self.runs[name] = RunInfo(name, entry.body, entry.at)
+            return
+        if (run := self.runs.get(name)) is None:
+            return
+        if entry.kind == "run_started":
+            run.status, run.started_at = "running", run.started_at or entry.at
+        elif entry.kind == "cancel_requested":
+            run.cancel_requested = True
+        elif entry.kind == "bundle_exported":
+            run.bundle = {**entry.body, "digest": entry.digest, "at": entry.at}
+        elif entry.kind == "run_pruned":
+            run.is_pruned = True
+        else:
+            run.status, run.ended_at = FINAL[entry.kind], entry.at
+            run.reason = text(entry.body.get("reason") or "")
+
+    def _add_figures(self, entry: Entry, agent: str) -> None:
+        body, known = entry.body, self._figures.setdefault(agent, Figures())
+        if entry.kind == "release_reported":
+            acc = body.get("acc") if isinstance(body.get("acc"), dict) else {}
+            known.acc = {scope: as_number((acc or {}).get(scope)) for scope in ("local", "global", "personal")}
+            known.better_alone, known.run = body.get("better_alone") is True, entry.run or ""
+            known.rss_mb, known.tier = as_number(body.get("rss_mb")) or None, text(body.get("tier") or "")
+            known.samples = _count(body.get("samples"))
+        elif entry.kind == "device_reported":
+            known.tier = "head"
+            result = body.get("result")
+            if isinstance(result, dict) and (personal := as_number(result.get("acc"))) is not None:
+                known.acc = {**known.acc, "personal": personal}
+
+    def _read_status(self) -> None:
+        status = self._changed_json("status.json")
+        everyone = self._changed_json(EVERYONE)
+        with self.lock:
+            if isinstance(status, dict):
+                self.status = status
+                agents = [{k: v for k, v in one.items() if k not in VOLATILE} for one in _objects(status.get("agents"))]
+                waiting = {k: v for k, v in _mapping(status.get("waiting")).items() if k != "seconds_left"}
+                others = [status.get(name) for name in ("fleet", "storage", "broker_away", "other_coordinator")]
+                self._run_mark = _mark([status.get("run"), waiting])
+                self._fleet_mark = _mark([agents, others])
+            if isinstance(everyone, list):
+                self._everyone = _objects(everyone)
+
+    def _changed_json(self, name: str) -> Any:
+        """The content of a file that has changed since; None: it has not, or it is being written."""
+        path = self.path / name
+        try:
+            status = path.stat()
+            stamp = status.st_mtime_ns, status.st_size, status.st_ino
+            if self._stamps.get(name) == stamp:
+                return None
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):  # on a full disk it is written in place
+            return None
+        self._stamps[name] = stamp
+        return content
+
+    def _read_identity(self) -> None:
+        path = self.path / IDENTITY / "revoked.json"
+        with contextlib.suppress(OSError, StateError):
+            status = path.stat()
+            stamp = status.st_mtime_ns, status.st_size, status.st_ino
+            if self._stamps.get("revoked") != stamp:
+                from ..identity.ledger import Revoked, is_revoked
+
+                revoked = Revoked.read(path.parent)
+                self._revoked = frozenset(name for name in revoked.agents if is_revoked(path.parent, name))
+                self._stamps["revoked"] = stamp
+
+    def _read_faults(self) -> None:
+        version = self.faults.version()
+        if version != self._fault_version:
+            result = dict[str, list[dict[str, Any]]]()
+            for fault in self.faults.read():
+                result.setdefault(text(fault["agent"]), []).append(fault)
+            with self.lock:
+                self._faults_of, self._fault_version = result, version
+
+    def _read_curves(self) -> bool:
+        """Read on in the newest run that is not read to its end."""
+        with self.lock:
+            newest = list(self.runs)[-MOST_CURVES:]
+            for name in [name for name in self._curves if name not in newest[-2 * MOST_CURVES :]]:
+                del self._curves[name]
+            curves = [(self._curve(name), self.runs[name].is_over) for name in reversed(newest)]
+        for one, is_over in curves:
+            if is_over and one.is_read:
+                continue
+            has_more = one.read()
+            one.is_read = not has_more
+            if has_more:
+                return True
+        return False
+
+    def _curve(self, run: str) -> RunCurves:
+        if run not in self._curves:
+            self._curves[run] = RunCurves(self.folder.run(run).metrics_path)
+        return self._curves[run]
+
+    # --- what it says ------------------------------------------------------------------------------------------------
+
+    def curves(self, run: str) -> RunCurves:
+        """The figures of a run that there is; those of an old one may have to be read first."""
+        with self.lock:
+            return self._curve(run)
+
+    def begun_runs(self) -> list[str]:
+        """Runs that have started, in the order of their requests, of which curves are held."""
+        return [name for name, run in self.runs.items() if run.status != "queued" and name in self._curves]
+
+    @property
+    def status_at(self) -> float | None:
+        """When the status was written, in seconds since 1970."""
+        with contextlib.suppress(TypeError, ValueError):
+            return datetime.fromisoformat(str(self.status.get("at"))).timestamp()
+        return None
+
+    @property
+    def silent_s(self) -> float | None:
+        """Seconds since the coordinator's last word; None: there was none."""
+        at = self.status_at
+        return None if at is None else max(0.0, self.now().timestamp() - at)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a coordinator works on the folder: it was heard lately, or it holds the folder's lock."""
+        silent_s = self.silent_s
+        if silent_s is not None and silent_s <= SILENT_S:
+            return True
+        if self._clock() - self._looked_at >= LOCK_EVERY_S:
+            self._looked_at = self._clock()
+            with contextlib.suppress(OSError):
+                self._is_held = lock_holder(self.path) is not None
+        return self._is_held
+
+    def run_now(self) -> dict[str, Any]:
+        """The run under way, as the coordinator last wrote it; empty: none, or no coordinator."""
+        return dict(_mapping(self.status.get("run"))) if self.is_serving else {}
+
+    def waiting(self) -> dict[str, Any]:
+        """What the coordinator waits for, with ``until`` in seconds since 1970 where there is a limit."""
+        waiting = dict(_mapping(self.status.get("waiting"))) if self.is_serving else {}
+        left, at = as_number(waiting.get("seconds_left")), self.status_at
+        waiting["until"] = None if left is None or at is None else at + left
+        return waiting
+
+    def status_of(self, run: RunInfo) -> str:
+        """The status of a run as a word, of one that cannot be resumed for now ``stalled``."""
+        now = self.run_now()
+        if now.get("id") == run.id and isinstance(now.get("stalled"), dict):
+            return "stalled"
+        return "cancelling" if run.cancel_requested and not run.is_over else run.status
+
+    def faults_of(self, agent: str) -> list[dict[str, Any]]:
+        """The faults of an agent that are still known, the newest first."""
+        return self._faults_of.get(agent, [])[::-1]
+
+    def history_ids(self, agent: str) -> array[int]:
+        """Ids of the journal's entries about an agent, oldest first."""
+        return self._history.get(agent, array("q"))
+
+    def agents(self) -> list[AgentRow]:
+        """All agents that were ever heard, sorted by id."""
+        with self.lock:
+            now_s = self.now().timestamp()
+            files = self._stamps.get("status.json"), self._stamps.get(EVERYONE), self._after, self._revoked
+            key = files, self.is_serving, self._live_version(), int(now_s // 60)
+            if self._rows[0] != key:
+                self._rows = key, self._made_rows()
+            return self._rows[1]
+
+    def agent(self, name: str) -> AgentRow | None:
+        """One agent."""
+        return next((row for row in self.agents() if row.id == name), None)
+
+    def version(self, topic: str) -> str:
+        """Another value whenever a page about ``topic`` has news: fleet, runs, releases, ``run:ID`` or ``agent:ID``."""
+        with self.lock:
+            kind, _, name = topic.partition(":")
+            parts: list[Any] = [self._after, self.is_serving, self.trouble, self.is_loaded]
+            slow_s = 10 if kind in {"fleet", "agent"} else 60
+            parts.append(int((self.status_at or 0) // slow_s))
+            if kind in {"fleet", "agent"}:
+                parts += [self._fleet_mark, self._stamps.get(EVERYONE), self._fault_version, self._revoked]
+            if kind in {"fleet", "runs", "run"}:
+                parts += [self._run_mark]
+            if kind == "run" and name in self._curves:
+                parts += [self._curves[name].version]
+            elif kind in {"fleet", "runs", "agent"}:
+                parts += [self._live_version()]
+            return f"{zlib.crc32(repr(parts).encode(errors='replace')):08x}"
+
+    def _live_version(self) -> int:
+        run = self._live_run()
+        return 0 if run is None else self._curves[run].version
+
+    def _live_run(self) -> str | None:
+        """The newest run that has begun; its figures are newer than reports of others before it."""
+        begun = self.begun_runs()
+        return begun[-1] if begun else None
+
+    def _made_rows(self) -> list[AgentRow]:
+        status = {text(one["id"]): one for one in self._everyone if "id" in one}
+        status |= {text(one["id"]): one for one in _objects(self.status.get("agents")) if "id" in one}
+        numbers = {release.bundle_id: release.number for release in self.book.releases if release.bundle_id}
+        pins, moment = self.book.pins, self.now()
+        pinned = {agent: pin.release for agent, pin in pins.items() if pin.holds(moment)}
+        live_run = self._live_run()
+        live = {} if live_run is None else self._curves[live_run].newest()
+        serving, at = self.is_serving, self.status_at
+        rows = []
+        for agent in sorted({*status, *self._figures, *self.book.devices}):
+            row = AgentRow(agent)
+            if (one := status.get(agent)) is not None:
+                _fill(row, one, at, serving=serving)
+            if (device := self.book.devices.get(agent)) is not None:
+                row.tier = row.tier or "head"
+                row.bundle_id = row.bundle_id or device.runs
+                if device.kept:
+                    row.notes = (*row.notes, f"keeps its bundle: {text(device.kept)}")
+            if (figures := self._figures.get(agent)) is not None:
+                row.tier = row.tier or figures.tier
+                row.local, row.shared, row.personal = (figures.acc.get(s) for s in ("local", "global", "personal"))
+                row.better_alone, row.rss_mb = figures.better_alone, figures.rss_mb
+                row.samples = row.samples if row.samples is not None else figures.samples
+            if agent in live and (figures is None or figures.run != live_run):
+                shared, personal = live[agent]
+                row.shared = row.shared if shared is None else shared
+                row.personal = row.personal if personal is None else personal
+            row.release, row.pinned = numbers.get(row.bundle_id), pinned.get(agent)
+            if agent in self._revoked:
+                row.state = "revoked"
+            rows.append(row)
+        return rows
+
+
+def _fill(row: AgentRow, status: Mapping[str, Any], at: float | None, *, serving: bool) -> None:
+    """What ``status.json`` says of an agent."""
+    condition, silent_s = text(status.get("condition") or "ok"), as_number(status.get("silent_s"))
+    is_present = status.get("present") is True
+    row.state = "unknown"
+    if serving:
+        row.state = "offline" if not is_present else condition if condition in {"fault", "stalled"} else "online"
+    row.tier, row.transport = text(status.get("tier") or ""), text(status.get("transport") or "")
+    row.seen_at = None if at is None or silent_s is None else at - silent_s
+    row.software, row.samples = text(status.get("software") or ""), _count(status.get("samples"))
+    row.bundle_id = text(status.get("bundle_id") or "")
+    fault = status.get("fault")
+    row.fault = {text(k): text(v) for k, v in fault.items()} if isinstance(fault, dict) else None
+    notes = status.get("notes")
+    row.notes = tuple(map(text, notes)) if isinstance(notes, list) else ()
+    row.bytes_up, row.bytes_down = (as_number(status.get(name)) or 0.0 for name in ("bytes_up", "bytes_down"))
+
+
+def _count(value: object) -> int | None:
+    number = as_number(value)
+    return None if number is None else int(number)
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _objects(value: object) -> list[dict[str, Any]]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def _mark(content: Iterable[Any]) -> int:
+    return zlib.crc32(json.dumps(content).encode())

@@ -1,0 +1,547 @@
+"""What the pages show. Each is computed under the view's lock, in a thread, from what is in memory."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from statistics import fmean
+from typing import Any
+from urllib.parse import quote
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from edge_agent.errors import HeadwaterError, StateError, UnknownName, UsageError
+from edge_agent.storage import read_json
+
+from ..fleet.release_commands import waits_for
+from ..report.figures import as_number
+from ..runs.result_notes import SHOWN_CLIENTS, spent
+from ..state.journal import Entry
+from ..state.releases import Book, Release
+from . import pictures
+from .fleet_table import PAGE_ROWS, SHOWN, SORTS, Query, page_of, totals
+from .folder_view import FolderView, RunInfo
+from .render import figures, page, site_of
+from .run_curves import text
+
+MOST_COMPARED = 100
+BUNDLES_ON_PAGE = 20
+MOST_SETTINGS = 12
+"""Columns of the table of settings in a comparison; a page with more is read by nobody."""
+
+Handler = Callable[[Request], Response]
+
+
+def shown(make: Handler) -> Handler:
+    """A page whose data are read before it is made, unless that is under way."""
+
+    @functools.wraps(make)
+    def handle(request: Request) -> Response:
+        view = site_of(request).view
+        view.refresh()
+        with view.lock:
+            return make(request)
+
+    return handle
+
+
+@shown
+def fleet(request: Request) -> Response:
+    """All agents: search, filter, sort and pages."""
+    view, query = site_of(request).view, Query.of(request.query_params)
+    agents = view.agents()
+    table = page_of(agents, query)
+    return page(
+        request,
+        "fleet.html",
+        topic="fleet",
+        query=query,
+        table=table,
+        figures=figures(pictures.of_fleet(table.rows)),
+        totals=totals(agents),
+        filters={name: title for name, (title, _) in SHOWN.items()},
+        sorts=SORTS,
+        run=_run_now(view),
+        waiting=view.waiting(),
+        rejected=_rejected(view.status),
+        page_rows=PAGE_ROWS,
+    )
+
+
+@shown
+def agent(request: Request) -> Response:
+    """One agent: state, fault with remedy, accuracies, history."""
+    view, name = site_of(request).view, request.query_params.get("id", "")
+    row = view.agent(name)
+    if row is None:
+        raise _absent(view, f"No agent '{name[:80]}' was heard in this federation. The fleet lists those that were.")
+    ids, before = view.history_ids(name), _whole(request, "before")
+    older = [one for one in ids if before is None or one < before]
+    chosen = older[-PAGE_ROWS:]
+    entries = view.folder.journal.entries_with(chosen) if chosen else []
+    results = [one for one in map(_result_of, entries) if one is not None]
+    runs = [run for run in reversed(list(view.runs)[-20:]) if run in view.begun_runs()]
+    by_round, in_run = list[tuple[int, float | None, float | None]](), ""
+    for run in runs:
+        if by_round := list(view.curves(run).of_agent(name)):
+            in_run = run
+            break
+    releases = [one for one in reversed(view.book.releases) if not one.rolled_back_by][:20]
+    return page(
+        request,
+        "agent.html",
+        topic=f"agent:{name}",
+        row=row,
+        figures=figures(pictures.of_agent(by_round, in_run) | pictures.of_history(results)),
+        history=[_history_line(entry, view.book) for entry in reversed(entries)],
+        more=chosen[0] if len(older) > len(chosen) else None,
+        faults=view.faults_of(name)[:PAGE_ROWS],
+        releases=releases,
+        pin=view.book.pin(name, view.now()),
+        device=view.book.devices.get(name),
+        can_enroll=site_of(request).enrolment is not None,
+    )
+
+
+@shown
+def runs(request: Request) -> Response:
+    """All runs, the newest first."""
+    view, before = site_of(request).view, _whole(request, "before")
+    numbered = list(enumerate(view.runs.values(), 1))
+    older = [(number, run) for number, run in numbered if before is None or number < before]
+    chosen = older[-PAGE_ROWS:][::-1]
+    rows = [{"run": run, **_standing(view, run)} for _, run in chosen]
+    more = chosen[-1][0] if len(older) > len(chosen) else None
+    return page(request, "runs.html", topic="runs", rows=rows, more=more, total=len(numbered), most=MOST_COMPARED)
+
+
+@shown
+def run(request: Request) -> Response:
+    """One run: what it waits for, its curves, and what went wrong."""
+    view = site_of(request).view
+    info = _run_named(view, request.query_params.get("id", ""))
+    curves = view.curves(info.id)
+    if not curves.is_read:
+        curves.read()
+    points = curves.rounds()
+    now = view.run_now()
+    live = now if now.get("id") == info.id else {}
+    summary = _summary(view, info) if info.is_over else {}
+    charts, before = pictures.of_run(points), _whole(request, "before")
+    older = [one for one in points if before is None or one.round < before]
+    return page(
+        request,
+        "run.html",
+        topic=f"run:{info.id}",
+        info=info,
+        **_standing(view, info),
+        live=live,
+        cohort=list(_cohort(live)),
+        waiting=view.waiting() if live else {},
+        summary=summary,
+        warnings=_warnings(summary),
+        privacy=_privacy(live.get("privacy") or summary.get("privacy")),
+        best=_best(points),
+        figures=figures(charts),
+        rounds=older[-PAGE_ROWS:][::-1],
+        more=older[-PAGE_ROWS].round if len(older) > PAGE_ROWS else None,
+        incidents=curves.incidents[-PAGE_ROWS:][::-1],
+        incident_count=len(curves.incidents),
+        damaged=curves.damaged,
+        settings=_settings(info.request),
+        files=_files(view, info.id),
+        equal_traffic="bytes" not in charts and bool(points),
+        up=sum(one.bytes_up or 0.0 for one in points),
+        down=sum(one.bytes_down or 0.0 for one in points),
+        releases=[one for one in view.book.releases if one.run == info.id],
+    )
+
+
+@shown
+def compare(request: Request) -> Response:
+    """Several runs on common axes, with the settings in which they differ."""
+    view, names = site_of(request).view, list(dict.fromkeys(request.query_params.getlist("run")))
+    if len(names) > MOST_COMPARED:
+        raise UsageError(f"{len(names)} runs are chosen, at most {MOST_COMPARED} can be compared; choose fewer")
+    chosen = [_run_named(view, name) for name in names] or list(view.runs.values())[-10:]
+    curves = [(one.id, view.curves(one.id)) for one in chosen]
+    flat = [_settings(one.request) for one in chosen]
+    keys = sorted({key for one in flat for key in one})
+    differing = [key for key in keys if len({str(one.get(key)) for one in flat}) > 1]
+    wants_all = "all" in request.query_params
+    columns = (keys if wants_all else differing)[:MOST_SETTINGS]
+    rows = [
+        {"run": one, **_standing(view, one), "settings": [settings.get(key, "") for key in columns]}
+        for one, settings in zip(chosen, flat, strict=True)
+    ]
+    return page(
+        request,
+        "compare.html",
+        topic="runs",
+        rows=rows,
+        columns=columns,
+        left_out=len(keys if wants_all else differing) - len(columns),
+        wants_all=wants_all,
+        query="&".join(f"run={quote(name)}" for name in names),
+        figures=figures(pictures.of_compared(curves)),
+    )
+
+
+@shown
+def releases(request: Request) -> Response:
+    """All releases, the newest first, and the devices of one of them."""
+    view, before = site_of(request).view, _whole(request, "before")
+    number = _whole(request, "number")
+    book, now = view.book, view.now()
+    current = {one.number for one in book.current()} | {one.number for one in book.releases if one.held}
+    running = Counter(device.runs for device in book.devices.values())
+    older = [one for one in book.releases if before is None or one.number < before]
+    chosen = older[-PAGE_ROWS:][::-1] if number is None else [one for one in [book.get(number)] if one is not None]
+    if number is not None and not chosen:
+        raise _absent(view, f"There is no release {number}. The page of releases lists those that there are.")
+    rows = [
+        {
+            "release": one,
+            "size": book.canary_size(one) if one.plan.canary else 0,
+            "waits": waits_for(book, one, now) if one.number in current else "",
+            "runs": running[one.bundle_id],
+            "actions": list(_possible(one)) if one.number in current else [],
+        }
+        for one in chosen
+    ]
+    return page(
+        request,
+        "releases.html",
+        topic="releases",
+        rows=rows,
+        number=number,
+        more=chosen[-1].number if number is None and len(older) > len(chosen) else None,
+        devices=_devices(book, chosen[0], request) if number is not None else None,
+        pins=sorted((name, one) for name, one in book.pins.items() if one.holds(now))[:PAGE_ROWS],
+        has_bundles=any(one.bundle for one in view.runs.values()),
+    )
+
+
+def bundles(request: Request) -> Response:
+    """All exported bundles: how close they are to what was trained, and who signed them."""
+    view, before = site_of(request).view, _whole(request, "before")
+    view.refresh()
+    by_bundle = dict[str, list[Release]]()
+    with view.lock:
+        numbered = [(number, one) for number, one in enumerate(view.runs.values(), 1) if one.bundle]
+        for one in view.book.releases:
+            by_bundle.setdefault(one.bundle_id, []).append(one)
+    older = [(number, one) for number, one in numbered if before is None or number < before]
+    chosen = older[-BUNDLES_ON_PAGE:][::-1]
+    rows = [  # without the lock: files of some megabytes are read and compared with their hashes, once
+        {"run": one, "bundle": one.bundle, "releases": by_bundle.get(str((one.bundle or {}).get("bundle_id")), [])}
+        | _manifest(view, text((one.bundle or {}).get("digest") or ""))
+        for _, one in chosen
+    ]
+    more = chosen[-1][0] if len(older) > len(chosen) else None
+    with view.lock:
+        return page(request, "bundles.html", topic="releases", rows=rows, more=more)
+
+
+@shown
+def methods(request: Request) -> Response:
+    """What leaves a device and what stays on it, for each method."""
+    view = site_of(request).view
+    used = Counter(text(one.request.get("method") or "") for one in view.runs.values())
+    newest = next((text(one.request.get("method") or "") for one in reversed(list(view.runs.values()))), "")
+    wanted = request.query_params.get("name", newest)
+    known = _methods()
+    return page(
+        request,
+        "methods.html",
+        topic="",
+        known=known,
+        used=used,
+        chosen=known.get(wanted),
+        wanted=wanted,
+        run=next((one for one in reversed(list(view.runs.values())) if one.request.get("method") == wanted), None),
+    )
+
+
+def failed(request: Request, error: Exception) -> Response:
+    """The page of an error: what was found and what to do, and nothing of the inside."""
+    if isinstance(error, HTTPException):
+        status, message = error.status_code, str(error.detail)
+        message = message if status != 404 or message != "Not Found" else "There is no such page."
+    elif isinstance(error, UnknownName):
+        status, message = 404, str(error)
+    elif isinstance(error, UsageError):
+        status, message = 400, str(error)
+    elif isinstance(error, HeadwaterError):
+        status, message = 503, str(error)
+    else:
+        status, message = 500, "This page could not be made; the log of the web view has the reason."
+    return page(request, "error.html", code=status, message=message)
+
+
+# --- inside ----------------------------------------------------------------------------------------------------------
+
+
+def _whole(request: Request, name: str) -> int | None:
+    """A whole number in the address; None where it is not there.
+
+    Raises:
+        UsageError: it is no such number.
+    """
+    given = request.query_params.get(name)
+    if given is None:
+        return None
+    if not given.isascii() or not given.isdigit() or len(given) > 12:
+        raise UsageError(f"{name}={given[:40]} is no whole number")
+    return int(given)
+
+
+def _absent(view: FolderView, message: str) -> HTTPException:
+    """The error of something that is not there, or not yet known."""
+    if view.is_loaded:
+        return HTTPException(404, message)
+    return HTTPException(503, "The state folder is still being read; load this page again in a few seconds.")
+
+
+def _run_named(view: FolderView, name: str) -> RunInfo:
+    if (info := view.runs.get(name)) is None:
+        raise _absent(view, f"There is no run '{name[:80]}' in this state folder. The page of runs lists all.")
+    return info
+
+
+def _run_now(view: FolderView) -> dict[str, Any] | None:
+    now = view.run_now()
+    if (info := view.runs.get(text(now.get("id")))) is None:
+        return None
+    return {"info": info, "live": now, **_standing(view, info)}
+
+
+def _standing(view: FolderView, info: RunInfo) -> dict[str, Any]:
+    """How far a run is, and its newest accuracies over all agents."""
+    points = view.curves(info.id).points
+    last = points[max(points)] if points else None
+    newest = {scope: one for point in sorted(points) for scope, one in points[point].acc.items()}
+    return {
+        "status": view.status_of(info),
+        "closed": last.round if last is not None else 0,
+        "rounds_wanted": info.rounds,
+        "acc": {scope: one.mean for scope, one in newest.items()},
+        "spreads": newest,
+        "seconds": sum((one.seconds or 0.0) + (one.waiting_s or 0.0) for one in points.values()),
+    }
+
+
+def _cohort(live: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Agent, state (done, rejected, working) and reason of each member of the open round, those missing first."""
+    accepted, rejected = set(map(text, live.get("accepted") or ())), live.get("rejected") or {}
+    members = [text(one) for one in live.get("cohort") or ()]
+    for name in members:
+        if name not in accepted and name not in rejected:
+            yield name, "working", ""
+    for name in members:
+        if name in rejected:
+            yield name, "rejected", text(rejected[name])
+    for name in members:
+        if name in accepted:
+            yield name, "done", ""
+
+
+def _rejected(status: Mapping[str, Any]) -> list[tuple[str, int, list[tuple[str, int]]]]:
+    """What the coordinator has rejected since its start, with the most frequent causes."""
+    result = []
+    for what in ("messages", "updates"):
+        number = as_number(status.get(f"rejected_{what}"))
+        most = (status.get("rejected_most") or {}).get(what) or {}
+        if number and isinstance(most, dict):
+            result.append((what, int(number), [(text(why), int(as_number(n) or 0)) for why, n in most.items()]))
+    return result
+
+
+def _summary(view: FolderView, info: RunInfo) -> dict[str, Any]:
+    """The summary of a run without its agents; empty where there is none, or it is damaged."""
+    path = view.folder.run(info.id).summary_path
+    try:
+        stamp = path.stat().st_mtime_ns
+        return _read_summary(str(path), stamp)
+    except (OSError, StateError):
+        return {}
+
+
+@functools.lru_cache(64)
+def _read_summary(path: str, _stamp: int) -> dict[str, Any]:
+    from pathlib import Path
+
+    content = read_json(Path(path)) or {}
+    agents = [one for one in content.pop("agents", None) or () if isinstance(one, dict)]
+    scored = [one["acc"] for one in agents if isinstance(one.get("acc"), dict)]
+    known = {
+        scope: [value for acc in scored if (value := as_number(acc.get(scope))) is not None]
+        for scope in ("local", "global", "personal")
+    }
+    means = {scope: fmean(values) if values else None for scope, values in known.items()}
+    return {**content, "agent_count": len(agents), "means": means}
+
+
+def _warnings(summary: Mapping[str, Any]) -> list[str]:
+    warnings = [one for one in summary.get("warnings") or () if isinstance(one, dict)]
+    texts = [text(one.get("message")) for one in warnings]
+    more = len(texts) - 2 * SHOWN_CLIENTS
+    return texts if more <= 0 else [*texts[: 2 * SHOWN_CLIENTS], f"and {more} more, in summary.json"]
+
+
+def _privacy(figures_of_it: object) -> str:
+    try:
+        return spent(figures_of_it) if isinstance(figures_of_it, dict) else ""
+    except (KeyError, TypeError, ValueError):
+        return ""
+
+
+def _best(points: Sequence[Any]) -> dict[str, tuple[int, float]]:
+    """Scope -> round and mean of its best round."""
+    result = dict[str, tuple[int, float]]()
+    for point in points:
+        for scope, spread in point.acc.items():
+            if scope not in result or spread.mean > result[scope][1]:
+                result[scope] = point.round, spread.mean
+    return result
+
+
+def _settings(request: Mapping[str, Any]) -> dict[str, str]:
+    """What a run was requested with, as text by dotted name."""
+    result = dict[str, str]()
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, dict) and value and len(prefix) < 60:
+            for key, one in value.items():
+                add(f"{prefix}.{text(key)}" if prefix else text(key), one)
+        elif prefix != "id":
+            result[prefix] = value if isinstance(value, str) else json.dumps(value)
+
+    add("", dict(request))
+    return result
+
+
+def _files(view: FolderView, run: str) -> list[tuple[str, int]]:
+    folder = view.folder.run(run).folder
+    try:
+        return sorted((one.name, one.stat().st_size) for one in folder.iterdir() if one.is_file())[:PAGE_ROWS]
+    except OSError:
+        return []
+
+
+def _result_of(entry: Entry) -> dict[str, Any] | None:
+    """The accuracies in an entry about an agent, if it has any."""
+    if entry.kind == "release_reported" and isinstance(entry.body.get("acc"), dict):
+        return {scope: as_number(entry.body["acc"].get(scope)) for scope in ("local", "global", "personal")}
+    result = entry.body.get("result")
+    if entry.kind == "device_reported" and isinstance(result, dict) and as_number(result.get("acc")) is not None:
+        return {"personal": as_number(result.get("acc"))}
+    return None
+
+
+def _history_line(entry: Entry, book: Book) -> dict[str, Any]:
+    """One line of an agent's history."""
+    body, bundle = entry.body, text(entry.body.get("runs") or "")
+    what, note = _HISTORY[entry.kind](entry)
+    number = next((one.number for one in reversed(book.releases) if bundle and one.bundle_id == bundle), None)
+    line = {"at": entry.at, "what": what, "note": note, "bundle": bundle, "release": number}
+    return {**line, "acc": _result_of(entry) or {}, "by": text(body.get("by") or "")}
+
+
+def _finished(entry: Entry) -> tuple[str, str]:
+    is_alone = entry.body.get("better_alone") is True
+    return f"finished {entry.run}", "better off alone" if is_alone else text(entry.body.get("rolled_back") or "")
+
+
+def _installed(entry: Entry) -> tuple[str, str]:
+    body = entry.body
+    result = body["result"] if isinstance(body.get("result"), dict) else {}
+    what = f"release {text(body.get('release'))}: {text(result.get('outcome'))}" if result else "says what it runs"
+    return what, text(result.get("reason") or body.get("kept") or "")
+
+
+def _pinned(entry: Entry) -> tuple[str, str]:
+    until = f" until {text(entry.body['until'])}" if entry.body.get("until") else ""
+    return f"pinned to release {text(entry.body.get('release'))}{until}", text(entry.body.get("reason") or "")
+
+
+_HISTORY: dict[str, Callable[[Entry], tuple[str, str]]] = {
+    "release_reported": _finished,
+    "device_reported": _installed,
+    "device_pinned": _pinned,
+    "device_unpinned": lambda _: ("unpinned", ""),
+}
+
+
+def _possible(release: Release) -> Iterator[str]:
+    """What can be done to a release now."""
+    if release.stage in {"canary", "paused"}:
+        yield "promote"
+    if release.is_open:
+        yield "hold"
+    if release.stage == "held":
+        yield "resume"
+    if not release.rolled_back_by:
+        yield "rollback"
+
+
+def _devices(book: Book, release: Release, request: Request) -> dict[str, Any]:
+    """One page of the devices that a release is about: those that failed first, then those that are awaited."""
+    order = {"failed": 0, "pending": 1, "declined": 2, "ok": 3}
+    pending = set(book.pending(release))
+    rows = [(order[result.outcome], name, result.outcome, result) for name, result in release.results.items()] + [
+        (order["pending"], name, "pending", None) for name in pending
+    ]
+    rows.sort(key=lambda row: row[:2])
+    after = request.query_params.get("after", "")
+    position = next((at + 1 for at, row in enumerate(rows) if row[1] == after), 0) if after else 0
+    chosen = rows[position : position + PAGE_ROWS]
+    more = chosen[-1][1] if position + PAGE_ROWS < len(rows) else ""
+    return {"rows": chosen, "total": len(rows), "more": more, "canary": set(release.canary)}
+
+
+def _manifest(view: FolderView, digest: str) -> dict[str, Any]:
+    """What a bundle's file says of itself; ``gone`` where the file was removed."""
+    try:
+        path = view.folder.blobs.path(digest)
+        return _read_manifest(str(path), path.stat().st_mtime_ns)
+    except (OSError, HeadwaterError) as error:
+        return {"figures": None, "signers": [], "gone": text(error)[:200]}
+
+
+@functools.lru_cache(64)
+def _read_manifest(path: str, _stamp: int) -> dict[str, Any]:
+    from pathlib import Path
+
+    from edge_agent.bundle import open_bundle, variant_figures
+    from edge_agent.trust import Member, Release, parse, read
+
+    opened = open_bundle(Path(path))
+    signers, signed = list[str](), None
+    if opened.release is not None:
+        member = parse(Member, opened.release, path)
+        signers = [one.keyid for one in member.release.signatures]
+        signed = read(Release, member.release, "release")
+    manifest = opened.manifest
+    return {
+        "figures": variant_figures(manifest),
+        "parity": manifest.parity,
+        "feature_dim": manifest.feature_dim,
+        "heads": sorted(manifest.heads),
+        "classes": manifest.task.class_names,
+        "signers": signers,
+        "signed": signed,
+        "gone": "",
+    }
+
+
+@functools.cache
+def _methods() -> dict[str, dict[str, Any]]:
+    """Our own methods as 'headwater methods' lists them."""
+    content: dict[str, dict[str, Any]] = json.loads(files("coordinator.cli").joinpath("methods.json").read_bytes())
+    return content

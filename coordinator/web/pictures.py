@@ -1,0 +1,156 @@
+"""The charts of the pages, as values of `coordinator.report.charts`; aggregates are over all agents and rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..report.charts import MARKERS, Axis, Bars, Chart, Key, Lines, Mark, Row, Rows, Series, ends
+from .folder_view import AgentRow
+from .run_curves import RoundPoint, RunCurves, Spread
+
+MOST_COMPARED_POINTS = 1200
+"""In each chart of a comparison; the page of a hundred runs stays small."""
+
+EQUAL = 0.02
+"""Rounds whose traffic differs by less need no chart: the mean says it."""
+
+ACCURACY = Axis("accuracy on held-out samples", low=0.0, high=1.0)
+ROUND = Axis("round")
+
+
+def of_run(points: Sequence[RoundPoint]) -> dict[str, Chart]:
+    """The charts of one run by their ids; those that there are figures for."""
+    result: dict[str, Chart] = {}
+    lines = tuple(line for scope in ("global", "personal") for line in _accuracy(points, scope))
+    if lines:
+        caption = (
+            "Mean over the agents of a round, with the tenth to ninetieth percentile; dashed: mean of the worst tenth."
+        )
+        result["accuracy"] = Lines("Accuracy by round", ends(lines), ROUND, ACCURACY, lines, caption)
+    losses = tuple((float(one.round), one.loss) for one in points if one.loss is not None)
+    if losses:
+        loss = (Series("training loss", losses, "plain"),)
+        result["loss"] = Lines("Training loss", ends(loss), ROUND, Axis("mean over agents", can_log=True), loss)
+    result |= _phases(points) | _bytes(points)
+    return result
+
+
+def _accuracy(points: Sequence[RoundPoint], scope: str) -> Iterator[Series]:
+    known: list[tuple[float, Spread]] = [(float(one.round), one.acc[scope]) for one in points if scope in one.acc]
+    if not known:
+        return
+    band = tuple((spread.low, spread.high) for _, spread in known)
+    yield Series(f"acc.{scope}, mean", tuple((x, spread.mean) for x, spread in known), scope, band=band)
+    yield Series(f"acc.{scope}, worst tenth", tuple((x, one.worst) for x, one in known), scope, dashed=True)
+
+
+def _phases(points: Sequence[RoundPoint]) -> dict[str, Chart]:
+    """Seconds by phase; the first round, which builds the model, does not squash the others on a logarithmic axis."""
+    timed = [one for one in points if one.seconds is not None]
+    if not timed:
+        return {}
+    work, waits = sum(one.seconds or 0.0 for one in timed), sum(one.waiting_s or 0.0 for one in timed)
+    longest = max(timed, key=lambda one: one.seconds or 0.0)
+    summary = (
+        f"{work:.1f} s in rounds and {waits:.1f} s waiting for agents before them; the longest is round "
+        f"{longest.round} with {longest.seconds:.2f} s."
+    )
+    series = (
+        Series("training and transfer", tuple((float(one.round), one.seconds) for one in timed), "plain"),
+        Series(
+            "waiting for agents before it", tuple((float(one.round), one.waiting_s or 0.0) for one in timed), "down"
+        ),
+    )
+    axis = Axis("time of a round", "s", low=0.0)
+    return {"phases": Bars("Time by phase", summary, ROUND, axis, series, stacked=True)}
+
+
+def _bytes(points: Sequence[RoundPoint]) -> dict[str, Chart]:
+    known = [one for one in points if one.bytes_up is not None or one.bytes_down is not None]
+    sums = [(one.bytes_up or 0.0) + (one.bytes_down or 0.0) for one in known]
+    if not sums or max(sums) - min(sums) <= EQUAL * max(sums):
+        return {}
+    up, down = (sum(getattr(one, name) or 0.0 for one in known) / 1e6 for name in ("bytes_up", "bytes_down"))
+    series = (
+        Series("from agents", tuple((float(one.round), (one.bytes_up or 0.0) / 1e6) for one in known), "up"),
+        Series("to agents", tuple((float(one.round), (one.bytes_down or 0.0) / 1e6) for one in known), "down"),
+    )
+    summary = f"{up:.2f} MB from agents and {down:.2f} MB to agents in all."
+    return {"bytes": Bars("Traffic by round", summary, ROUND, Axis("payload", "MB", low=0.0), series, stacked=True)}
+
+
+def of_fleet(rows: Sequence[AgentRow]) -> dict[str, Chart]:
+    """What each of these agents gains: its accuracies on one line."""
+    known = [row for row in rows if row.personal is not None and (row.local is not None or row.shared is not None)]
+    if not known:
+        return {}
+    known.sort(key=lambda row: (-(row.gain if row.gain is not None else -1.0), row.id))
+    scopes = ("local", "global", "personal")
+    made = [
+        Row(
+            row.id,
+            {
+                f"acc.{scope}": Mark(value)
+                for scope, value in zip(scopes, (row.local, row.shared, row.personal), strict=True)
+                if value is not None
+            },
+            "better off alone" if row.better_alone else "",
+            "bad",
+        )
+        for row in known
+    ]
+    gains = [row.gain for row in known if row.gain is not None]
+    above = sum(gain > 0 for gain in gains)
+    summary = (
+        f"{above} of {len(gains)} of these agents are above acc.local." if gains else "acc.local is not known yet."
+    )
+    keys = tuple(Key(f"acc.{scope}", scope, MARKERS[scope]) for scope in scopes)
+    return {"gains": Rows("What these agents gain", summary, ACCURACY, keys, tuple(made), summary)}
+
+
+def of_agent(by_round: Sequence[tuple[int, float | None, float | None]], run: str) -> dict[str, Chart]:
+    """Accuracies of one agent in the rounds of a run."""
+    series = tuple(
+        Series(f"acc.{scope}", points, scope)
+        for scope, at in (("global", 1), ("personal", 2))
+        if (points := tuple((float(one[0]), one[at]) for one in by_round if one[at] is not None))
+    )
+    if not series:
+        return {}
+    return {"rounds": Lines(f"Accuracy in {run}", ends(series), ROUND, ACCURACY, series)}
+
+
+def of_history(results: Sequence[dict[str, Any]]) -> dict[str, Chart]:
+    """End results of one agent, oldest first: of runs, and of releases that it has installed."""
+    series = tuple(
+        Series(f"acc.{scope}", points, scope)
+        for scope in ("local", "global", "personal")
+        if (points := tuple((float(n), v) for n, one in enumerate(results, 1) if (v := one.get(scope)) is not None))
+    )
+    if not any(len(one.points) > 1 for one in series):
+        return {}
+    text = ends(series, "result")
+    return {"history": Lines("Accuracy by result", text, Axis("result, oldest first"), ACCURACY, series)}
+
+
+def of_compared(runs: Sequence[tuple[str, RunCurves]]) -> dict[str, Chart]:
+    """The means of several runs on common axes, one chart for each accuracy."""
+    result: dict[str, Chart] = {}
+    most = max(8, MOST_COMPARED_POINTS // max(1, len(runs)))
+    for scope in ("personal", "global"):
+        lines, is_thinned = list[Series](), False
+        for number, (name, curves) in enumerate(runs):
+            known = [(float(one.round), one.acc[scope].mean) for one in curves.rounds() if scope in one.acc]
+            step = -(-len(known) // most)
+            is_thinned |= step > 1
+            shown = known if step < 2 else [*known[:-1:step], known[-1]]
+            if known:
+                lines.append(Series(name, tuple(shown), f"c{number % 10}", dashed=number % 20 >= 10))
+        if lines:
+            best = max(lines, key=lambda line: line.points[-1][1] or 0.0)
+            text = f"{len(lines)} runs; the highest at its end is {best.name} with {best.points[-1][1]:.3f}."
+            some = f"; of each run at most {most} rounds, its last one among them" if is_thinned else ""
+            note = f"Mean over agents{some}."
+            result[scope] = Lines(f"acc.{scope} by round", text, ROUND, ACCURACY, tuple(lines), note)
+    return result

@@ -1,0 +1,112 @@
+"""Pages from templates: every value is escaped, cleaned and bounded, whatever agents have written into it."""
+
+from __future__ import annotations
+
+import functools
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+
+from ..report.charts import Chart, clean, figure_html
+from ..report.page import duration, megabytes, percent
+from .asset_files import address
+from .served import Site
+
+if TYPE_CHECKING:
+    import jinja2
+
+
+MOST_TEXT = 2000
+"""Characters of one value that a page shows; a fault's message is the longest."""
+
+
+def site_of(request: Request) -> Site:
+    """What the pages share."""
+    site: Site = request.app.state.site
+    return site
+
+
+def page(request: Request, template: str, *, topic: str = "", code: int = 200, **content: Any) -> HTMLResponse:
+    """A page; ``topic``: what it has to be fetched again for, see `FolderView.version`. Hold the view's lock."""
+    site = site_of(request)
+    view, cookie = site.view, request.cookies.get(site.cookie, "")
+    is_signed_in = site.access is not None and site.access.is_session(cookie)
+    text = (
+        _templates()
+        .get_template(template)
+        .render(
+            path=request.url.path,
+            topic=topic,
+            code=code,
+            seen=view.version(topic) if topic else "",
+            view=view,
+            can_act=site.access is not None,
+            is_signed_in=is_signed_in,
+            form_token=site.access.form_token(cookie) if site.access is not None and is_signed_in else "",
+            now=view.now().timestamp(),
+            **content,
+        )
+    )
+    return HTMLResponse(text, code, {"cache-control": "no-store"})
+
+
+def warm() -> None:
+    """Compile all templates, so that the first visitor does not wait for it."""
+    for name in _templates().list_templates():
+        _templates().get_template(name)
+
+
+def figures(charts: dict[str, Chart]) -> list[Markup]:
+    """The HTML of charts by their ids."""
+    return [Markup(figure_html(chart, name)) for name, chart in charts.items()]  # noqa: S704 - it escapes all values
+
+
+def moment(text: object) -> str:
+    """A time of the journal or the status, in UTC, to the second."""
+    try:
+        return f"{datetime.fromisoformat(str(text)):%Y-%m-%d %H:%M:%S}"
+    except ValueError:
+        return str(text)
+
+
+def epoch(text: object) -> float | None:
+    """The same in seconds since 1970."""
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except ValueError:
+        return None
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    import jinja2
+
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_shown,
+    )
+    templates.filters.update(
+        {
+            "percent": percent,
+            "points": lambda value: "–" if value is None else f"{100 * value:+.1f}",
+            "bytes": megabytes,
+            "duration": duration,
+            "moment": moment,
+            "epoch": epoch,
+            "count": lambda value: "–" if value is None else f"{value:,.0f}".replace(",", " "),
+            "dash": lambda value: "–" if value in {None, ""} else value,
+        }
+    )
+    templates.globals["asset"] = address
+    return templates
+
+
+def _shown(value: Any) -> Any:
+    return value if isinstance(value, Markup | int | float) else clean(value, MOST_TEXT)

@@ -1,0 +1,261 @@
+"""The web view as a server: by 'headwater web', or as a child process of 'headwater serve', which restarts it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from edge_agent.errors import UsageError, cause
+from edge_agent.storage import IDENTITY
+
+from ..config import CoordinatorConfig, WebConfig
+from ..processes.pipe import Pipe
+from ..processes.supervisor import ChildProcess, Supervisor, worker_command
+from .access import Access, token_path
+
+log = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 256
+KEEP_ALIVE_S = 15
+END_S = 2
+"""How long open requests may take at the end; streams end at once."""
+
+NICENESS = 10
+"""Beside a coordinator: pages may be late, rounds not."""
+
+READY = "ready"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a server needs; as JSON it passes to a child process."""
+
+    state: Path
+    web: WebConfig
+    config: Path | None = None
+    """The coordinator's configuration, with whose [identity] agents are revoked and enrolled."""
+
+    names: tuple[str, ...] = ()
+    cert: Path | None = None
+    """Certificate and key for TLS; None: without."""
+
+    key: Path | None = None
+
+    @classmethod
+    def of(cls, config: CoordinatorConfig, web: WebConfig, file: Path | None) -> Settings:
+        """Those of a coordinator: on a network with its certificate, which 'headwater init' has made."""
+        cert, names = web.cert, [*web.hosts]
+        if config.identity is not None:
+            names.append(config.identity.host)
+            if cert is None and not web.is_local and not web.insecure:
+                cert = config.state / IDENTITY / "broker.pem"
+        return cls(config.state, web, file if config.identity is not None else None, tuple(names), cert, web.key)
+
+    def text(self) -> str:
+        """As JSON."""
+        paths = {name: str(path) if (path := getattr(self, name)) else None for name in ("config", "cert", "key")}
+        content = {"state": str(self.state), "web": self.web.model_dump(mode="json"), "names": self.names, **paths}
+        return json.dumps(content)
+
+    @classmethod
+    def parse(cls, text: str) -> Settings:
+        """What `text` has made."""
+        given = json.loads(text)
+        paths = {name: Path(given[name]) if given[name] else None for name in ("config", "cert", "key")}
+        return cls(Path(given["state"]), WebConfig.model_validate(given["web"]), names=tuple(given["names"]), **paths)
+
+
+def listening(web: WebConfig) -> socket.socket:
+    """A socket at the address.
+
+    Raises:
+        UsageError: it is taken, or none of this machine.
+    """
+    host, port = web.address
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise UsageError(
+            f"the web view cannot listen on {web.listen} ({cause(error)}); choose another address with [web] listen, "
+            "or --listen"
+        ) from error
+    return made
+
+
+def serve(settings: Settings, at: socket.socket, ready: Callable[[str], None], stop: threading.Event) -> None:
+    """Serve until ``stop`` is set; ``ready`` gets the address when pages can be loaded."""
+    import uvicorn
+
+    from .app import make_app
+    from .events import Watch
+    from .folder_view import FolderView
+    from .served import Site
+
+    host, port = at.getsockname()[:2]
+    url = address(settings, port)
+    view = FolderView(settings.state)
+    site = Site(
+        view,
+        Watch(view),
+        Access.of(settings.state)[0],
+        names=frozenset(name.lower() for name in (*settings.names, settings.web.address[0], host)),
+        is_secure=settings.cert is not None,
+        enrolment=_enrolment(settings),
+        cookie=f"headwater_{port}",  # ports of one host share their cookies
+    )
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            ready(url)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            await site.watch.end()
+            await super().shutdown(sockets)
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # they belong to the command
+
+    config = uvicorn.Config(
+        make_app(site),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="on",
+        ws="none",
+        loop="asyncio",
+        http="h11",
+        limit_concurrency=MOST_CONNECTIONS,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=END_S,
+        h11_max_incomplete_event_size=32768,
+        ssl_certfile=settings.cert,
+        ssl_keyfile=settings.key,
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"the certificate {settings.cert} cannot be used ({cause(error)}); see [web] cert") from error
+    server = Server(config)
+
+    def end() -> None:
+        stop.wait()
+        server.should_exit = True
+
+    threading.Thread(target=end, name="web-stop", daemon=True).start()
+    asyncio.run(server.serve(sockets=[at]))
+
+
+def address(settings: Settings, port: int) -> str:
+    """The address of the first page, as a browser on this machine reaches it."""
+    host = settings.web.address[0]
+    host = (settings.names[0] if settings.names else "localhost") if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared, not bound
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'http' if settings.cert is None else 'https'}://{shown}:{port}/"
+
+
+def login_text(state: Path, url: str, *, is_new: bool) -> str:
+    """How to sign in: once with an address that holds the token, later by the file that holds it."""
+    if not token_path(state).exists():
+        return "nobody can act: the state folder cannot be written"
+    if is_new:
+        return f"to act, sign in once by {url}login#{token_path(state).read_text('ascii').strip()}"
+    return f"to act, sign in with the token in {token_path(state)}"
+
+
+def _enrolment(settings: Settings) -> Callable[[], Any] | None:
+    if settings.config is None:
+        return None
+
+    def opened() -> Any:
+        from ..config import load_config
+        from ..identity.enrolment import Enrolment
+
+        config = load_config(settings.config, settings.state)
+        if config.identity is None:
+            raise UsageError(f"{settings.config} has no section [identity] any more")
+        hosted = frozenset(client.id for client in config.hosted)
+        return Enrolment(config.state, config.federation, config.identity, taken=hosted)
+
+    return opened
+
+
+# --- beside a coordinator --------------------------------------------------------------------------------------------
+
+
+class WebProcess:
+    """The web view as a child process, which is restarted when it exits and ends with its owner."""
+
+    def __init__(self, settings: Settings, ready: Callable[[str], None]) -> None:
+        """``ready`` gets the address when it serves, for the first time; in another thread."""
+        self.url = ""
+        self._settings, self._ready, self._reason = settings, ready, ""
+        self._supervisor = Supervisor("web", self._spawn, self._serve, self._on_exit)
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id; None while there is none."""
+        child = self._supervisor.child
+        return None if child is None else child.pid
+
+    def start(self) -> None:
+        """Start it; it is not waited for.
+
+        Raises:
+            UsageError: its address is taken.
+        """
+        listening(self._settings.web).close()
+        self._supervisor.start()
+
+    def stop(self) -> None:
+        """End it."""
+        self._supervisor.stop()
+
+    def _spawn(self) -> ChildProcess:
+        path = self._settings.state / "web" / "web.log"
+        return ChildProcess(worker_command(f"{__name__}:run_child", self._settings.text()), path)
+
+    def _serve(self, child: ChildProcess) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                frame = child.pipe.receive()
+                if frame.topic == READY:
+                    is_first, self.url = not self.url, frame.payload.decode()
+                    if (port := urlsplit(self.url).port) is not None:  # one that was free stays, for open pages
+                        host = self._settings.web.listen.rpartition(":")[0]
+                        web = self._settings.web.model_copy(update={"listen": f"{host}:{port}"})
+                        self._settings = replace(self._settings, web=web)
+                    log.info("web_ready url=%s", self.url)
+                    if is_first:
+                        self._ready(self.url)
+
+    def _on_exit(self, reason: str, pause_s: float) -> None:
+        if reason != self._reason:
+            log.warning("web_exited restart_s=%.1f reason=%s", pause_s, reason)
+        self._reason = reason
+
+
+def run_child(pipe: Pipe, settings: str) -> None:
+    """The child process: serve until the owner closes the pipe."""
+    from ..processes.worker_main import listen
+
+    given = Settings.parse(settings)
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(NICENESS)
+    at = listening(given.web)
+    listen(pipe, lambda _: None)
+    serve(given, at, lambda url: pipe.send(READY, url.encode()), threading.Event())

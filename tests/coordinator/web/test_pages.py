@@ -1,0 +1,301 @@
+"""Every page, with data and without, and whatever agents and addresses hold."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from web_site import agent_status
+
+PAGES = ("/", "/runs", "/compare", "/releases", "/bundles", "/methods", "/login")
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "'; DROP TABLE agents; --",
+    "../../../etc/passwd",
+    "{{ 7 * 7 }}",
+    "a\u202eb\u0000c\nd",
+    "\ud800",
+    "x" * 20_000,
+    "</script><script>alert(2)</script>",
+)
+
+
+@pytest.fixture
+def told(site):
+    """A federation with two runs, two releases, and agents of all states."""
+    run = site.run(4, ("a", "b"), end="run_finished")
+    site.report(run, "a", 0.5, 0.6, 0.75)
+    site.report(run, "b", 0.8, 0.6, 0.7, better_alone=True)
+    site.device("c", "a", 1, "ok", reason="", acc=0.66, before=0.6, support=40)
+    site.release("a")
+    site.release("b", canary="1", max_failed="1")
+    site.device("d", "a", 2, "failed", reason="self-test", acc=None, before=None, support=0)
+    site.journal.append(
+        "device_pinned", agent="c", body={"release": 1, "reason": "for the paper", "until": "", "by": "ann"}
+    )
+    live = site.run(2, ("b",))
+    fault = {"error": "DataError", "message": "no class folders", "remedy": "make one folder for each class", "at": ""}
+    agents = [
+        agent_status("a"),
+        agent_status("b", condition="fault", fault=fault),
+        agent_status("c", tier="head", bundle_id="a" * 64, notes=["rolled back the encoder"]),
+        agent_status("d", tier="head", present=False, software="0.0.9"),
+    ]
+    now = {"id": live, "method": "fedavg", "round": 3, "rounds": 9, "cohort": ["a", "b"], "cohort_size": 2}
+    now |= {"accepted": ["a"], "accepted_count": 1, "rejected": {}, "left_out": {"z": {"reason": "failed thrice"}}}
+    waiting = {"for": "round 3: 1 of 2 updates are here", "whom": ["b"], "count": 1, "seconds_left": 42.0}
+    site.status(
+        agents, run=now, waiting=waiting, rejected_messages=3, rejected_most={"messages": {"x: MessageError": 3}}
+    )
+    return site
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_page_of_an_empty_folder_says_what_to_do_next(site, path):
+    with site.client() as client:
+        answer = client.get(path)
+    assert answer.status_code == 200
+    assert "headwater" in answer.text or "token" in answer.text
+
+
+def test_fleet_shows_each_agent_with_state_accuracies_and_what_to_do(told):
+    with told.client() as client:
+        page = client.get("/").text
+    assert re.findall(r'href="/agent\?id=(\w)"', page)[:1] == ["b"], "the faulty one first"
+    for part in ("75.0 %", "no class folders", "make one folder for each class", "rolled back the encoder", "0.0.9"):
+        assert part in page
+    assert "+25.0" in page, "what a gains"
+    assert "better off alone" in page
+    assert "x: MessageError (3 ×)" in page
+    assert 'href="/releases?number=1"' in page
+
+
+def test_fleet_is_searched_filtered_and_sorted_by_the_server(told):
+    with told.client() as client:
+        ids = lambda query: re.findall(
+            r'<tr><th scope="row"><a class="id" href="/agent\?id=(\w)"', client.get("/" + query).text
+        )
+        assert ids("?only=fault") == ["b"]
+        assert ids("?only=pinned") == ["c"]
+        assert ids("?only=offline") == ["d"]
+        assert ids("?tier=head&sort=id&order=desc") == ["d", "c"]
+        assert ids("?find=A") == ["a"]
+        assert "None of 4 agents is chosen" in client.get("/?find=zzz").text
+
+
+def test_agent_page_has_history_fault_and_pin(told):
+    with told.client() as client:
+        page = client.get("/agent", params={"id": "c"}).text
+        assert "pinned to release 1" in page
+        assert "for the paper" in page
+        assert "release 1: ok" in page
+        page = client.get("/agent", params={"id": "b"}).text
+        assert "better off alone" in page
+        assert "make one folder for each class" in page
+        assert "finished run-0001" in page
+
+
+def test_faults_that_are_over_stay_on_the_page_of_the_agent(told):
+    from coordinator.state.fault_log import FaultLog
+
+    FaultLog(told.path).note("a", {"error": "DiskFull", "message": "no space", "remedy": "make room", "code": "disk"})
+    with told.client() as client:
+        assert "make room" in client.get("/agent?id=a").text
+
+
+def test_run_page_says_for_whom_the_round_waits_and_until_when(told):
+    with told.client() as client:
+        page = client.get("/run?id=run-0002").text
+    assert "round 3: 1 of 2 updates are here" in page
+    assert 'data-until="' in page
+    assert re.search(r'<li data-word="working"><a class="id" href="/agent\?id=b">', page)
+    assert re.search(r'<li data-word="done"><a class="id" href="/agent\?id=a">', page)
+    assert "failed thrice" in page
+    assert page.count('<figure class="chart"') == 4
+    assert "/act?do=cancel" in page
+
+
+def test_chart_of_a_run_has_all_rounds_and_its_numbers_as_a_table(told):
+    with told.client() as client:
+        page = client.get("/run?id=run-0001").text
+    data = re.search(
+        r'<figure class="chart" id="accuracy".*?<script type="application/json">(.*?)</script>', page, re.DOTALL
+    )
+    chart = json.loads(data[1])
+    assert [one["name"] for one in chart["series"]][:2] == ["acc.global, mean", "acc.global, worst tenth"]
+    assert len(chart["series"][0]["x"]) == 4
+    assert '<th scope="col">acc.personal, mean</th>' in page
+
+
+def test_releases_show_the_canary_and_what_can_be_done(told):
+    with told.client() as client:
+        page = client.get("/releases").text
+        assert "Canary: 0 of 1 successes needed" in page
+        assert "do=promote&amp;number=2" in page
+        assert "do=rollback&amp;number=1" in page
+        page = client.get("/releases?number=2").text
+        assert "self-test" in page
+
+
+def test_compare_shows_settings_that_differ_and_all_when_asked(site):
+    for lr in (0.1, 0.2):
+        site.run(3, end="run_finished", params={"lr": lr})
+    with site.client() as client:
+        page = client.get("/compare?run=run-0001&run=run-0002").text
+        assert '<th scope="col">params.lr</th>' in page
+        assert '<th scope="col">method</th>' not in page
+        assert '<th scope="col">method</th>' in client.get("/compare?run=run-0001&run=run-0002&all=1").text
+        assert client.get("/compare?" + "&".join(f"run=run-{n}" for n in range(101))).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "path, status",
+    [
+        ("/run?id=run-9999", 404),
+        ("/run", 404),
+        ("/run?id=../../etc/passwd", 404),
+        ("/agent?id=nobody", 404),
+        ("/releases?number=7", 404),
+        ("/releases?number=x", 400),
+        ("/releases?before=99999999999999", 400),
+        ("/?sort=x", 400),
+        ("/?after=x", 400),
+        ("/compare?run=nope", 404),
+        ("/assets/../app.py", 404),
+        ("/assets/%2e%2e%2fapp.py", 404),
+        ("/assets/app.py", 404),
+        ("/nothing", 404),
+        ("/act?do=format", 404),
+    ],
+)
+def test_bad_address_is_a_clear_page_and_no_leak(told, path, status):
+    with told.client() as client:
+        answer = client.get(path)
+    assert answer.status_code == status
+    assert "Traceback" not in answer.text
+    assert str(told.path.parent / "x") not in answer.text
+    assert 'role="alert"' in answer.text or status == 404
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_names_are_escaped_on_every_page(site, name):
+    storable = name.encode(errors="replace").decode()  # SQLite refuses half a surrogate pair, JSON files do not
+    run = site.run(2, (name,), end="run_failed", method=storable, params={storable: storable})
+    site.report(run, storable, 0.5, 0.6, 0.7)
+    site.release("a", note=name)
+    fault = {"error": name, "message": name, "remedy": name, "at": name}
+    site.status([agent_status(name, software=name, bundle_id=name, notes=[name], condition="fault", fault=fault)])
+    with site.client() as client:
+        for path in (*PAGES, f"/run?id={run}", "/releases?number=1"):
+            check(client.get(path))
+        check(client.get("/agent", params={"id": storable[:2000]}))
+        check(client.get("/", params={"find": storable[:2000]}))
+
+
+def check(answer):
+    assert answer.status_code in {200, 404}, answer.text[:500]
+    page = answer.content.decode()
+    assert not re.search(r"<script(?! src=\"/assets/| type=\"application/json\")", page)
+    assert "<img src=x" not in page
+    assert " onerror=alert(1)>" not in re.sub(r'="[^"]*"', "", page).replace("&lt;img src=x onerror=alert(1)&gt;", "")
+    assert "49" not in re.findall(r"<h1>(.*?)</h1>", page)
+    assert not {"\u202e", "\u0000"} & set(page)
+    for data in re.findall(r'<script type="application/json">(.*?)</script>', page, re.DOTALL):
+        json.loads(data)
+
+
+def test_half_written_files_cost_their_content_and_no_page(told):
+    (told.path / "status.json").write_text('{"at": "2026', encoding="utf-8")
+    folder = told.folder.run("run-0001")
+    folder.summary_path.write_text("{", encoding="utf-8")
+    with folder.metrics_path.open("a") as file:
+        file.write('not json\n{"kind":"round","round":5,"acc":{"per')
+    with told.client() as client:
+        page = client.get("/run?id=run-0001")
+        assert page.status_code == 200
+        assert "1 lines of metrics.jsonl are damaged" in page.text
+        for path in PAGES:
+            assert client.get(path).status_code == 200
+
+
+def test_damaged_journal_is_named_and_the_status_still_shown(told, tmp_path):
+    told.journal.close()
+    (told.path / "journal.db").write_bytes(b"not a database" * 100)
+    for end in ("-wal", "-shm"):
+        (told.path / f"journal.db{end}").unlink(missing_ok=True)
+    with told.client() as client:
+        page = client.get("/").text
+    assert "The journal cannot be read" in page
+    assert "no class folders" in page
+
+
+def test_folder_without_a_coordinator_says_so_and_shows_what_was(told):
+    content = json.loads((told.path / "status.json").read_text())
+    told.status(content["agents"], at="2026-01-01T00:00:00.000+00:00")
+    with told.client() as client:
+        page = client.get("/").text
+    assert "No coordinator is at work on this folder" in page
+    assert page.count('data-word="unknown"') == 4
+    assert "75.0 %" in page
+
+
+def test_state_folder_that_is_replaced_is_read_again(told):
+    with told.client() as client:
+        assert client.get("/run?id=run-0002").status_code == 200
+        told.journal.close()
+        for path in told.path.glob("journal.db*"):
+            path.unlink()
+        told.journal.open()
+        told.run(1, end="run_finished")
+        assert client.get("/run?id=run-0002").status_code == 404
+        assert client.get("/run?id=run-0001").status_code == 200
+
+
+def test_pages_of_long_tables_follow_each_other_without_a_gap(site):
+    for _ in range(120):
+        site.journal.request_run({"method": "fedavg", "rounds": 1})
+    seen, path = [], "/runs"
+    with site.client() as client:
+        while path:
+            page = client.get(path).text
+            seen += re.findall(r'<th scope="row"><a class="id" href="/run\?id=(run-\d+)"', page)
+            link = re.search(r'rel="next" href="([^"]+)"', page)
+            path = link[1] if link else ""
+    assert seen == [f"run-{number:04d}" for number in range(120, 0, -1)]
+
+
+def test_every_page_has_the_headers_that_keep_browsers_safe(told):
+    with told.client() as client:
+        for path in (*PAGES, "/nothing", "/assets/web.js", "/run?id=x"):
+            headers = client.get(path).headers
+            policy = headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert headers["x-content-type-options"] == "nosniff"
+            assert headers["referrer-policy"] == "same-origin"
+            if not path.startswith("/assets"):
+                assert headers["cache-control"] == "no-store" or path == "/nothing"
+
+
+def test_no_page_has_inline_script_or_style(told):
+    with told.client() as client:
+        for path in (*PAGES, "/run?id=run-0001", "/agent?id=a"):
+            page = client.get(path).text
+            assert not re.search(r"\sstyle=|\son\w+=", re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL))
+
+
+def test_scripts_and_styles_are_kept_by_their_hash_and_sent_compressed(told):
+    with told.client() as client:
+        page = client.get("/").text
+        addresses = re.findall(r'(?:src|href)="(/assets/[^"]+)"', page)
+        assert len(set(addresses)) == 6
+        packed = 0
+        for address in set(addresses):
+            answer = client.get(address)
+            assert "immutable" in answer.headers["cache-control"]
+            assert answer.headers["content-encoding"] == "gzip"
+            packed += int(answer.headers["content-length"]) * address.partition("?")[0].endswith(".js")
+        assert packed < 60_000
+        assert "immutable" not in client.get("/assets/web.js").headers["cache-control"]
