@@ -399,7 +399,7 @@ def _journaled(snapshot: Snapshot, counts: Counts) -> Iterator[Metric]:
 def _releases(snapshot: Snapshot) -> Iterator[Metric]:
     stages = {stage.replace(" ", "_"): snapshot.releases.get(stage, 0) for stage in STAGES}
     yield _gauges("releases", "Releases by stage.", ("stage",), stages)
-    outcomes = {outcome: snapshot.outcomes.get(outcome, 0) for outcome in ("ok", "failed", "declined")}
+    outcomes = {outcome: snapshot.outcomes.get(outcome, 0) for outcome in ("ok", "failed", "declined", "unable")}
     yield _gauges("release_devices", "Devices by what they said of the releases on offer.", ("outcome",), outcomes)
     yield _gauge("channels_held", "Channels whose newest release is held.", snapshot.held_channels)
     yield _counter("release_rollbacks", "Releases that took an earlier one back.", snapshot.rollbacks)

@@ -482,7 +482,7 @@ def _possible(release: Release) -> Iterator[str]:
     """What can be done to a release now."""
     if release.stage in {"canary", "paused"}:
         yield "promote"
-    if release.is_open:
+    if release.is_open and not release.rolls_back:
         yield "hold"
     if release.stage == "held":
         yield "resume"
@@ -492,7 +492,7 @@ def _possible(release: Release) -> Iterator[str]:
 
 def _devices(book: Book, release: Release, request: Request) -> dict[str, Any]:
     """One page of the devices that a release is about: those that failed first, then those that are awaited."""
-    order = {"failed": 0, "pending": 1, "declined": 2, "ok": 3}
+    order = {"failed": 0, "unable": 1, "pending": 2, "declined": 3, "ok": 4}
     pending = set(book.pending(release, utc_now()))
     rows = [(order[result.outcome], name, result.outcome, result) for name, result in release.results.items()] + [
         (order["pending"], name, "pending", None) for name in pending

@@ -98,7 +98,8 @@ def serve(settings: Settings, at: socket.socket, ready: Callable[[str], None], s
     """Serve until ``stop`` is set; ``ready`` gets the address when pages can be loaded."""
     import uvicorn
 
-    from .app import make_app
+    from . import health, metrics
+    from .app import ROUTES, make_app
     from .events import Watch
     from .folder_view import FolderView
     from .served import Site
@@ -130,7 +131,7 @@ def serve(settings: Settings, at: socket.socket, ready: Callable[[str], None], s
             yield  # they belong to the command
 
     config = uvicorn.Config(
-        make_app(site),
+        make_app(site, [*ROUTES, *health.routes(settings.state), *metrics.routes(settings.state)]),
         log_config=None,
         access_log=False,
         server_header=False,
