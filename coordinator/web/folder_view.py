@@ -327,7 +327,7 @@ class FolderView:
             if is_over and one.is_read:
                 continue
             has_more = one.read()
-            one.is_read = not has_more
+            one.is_read = is_over and not has_more  # what is read of a run under way is not its end
             if has_more:
                 return True
         return False

@@ -117,6 +117,16 @@ def test_run_page_says_for_whom_the_round_waits_and_until_when(told):
     assert "/act?do=cancel" in page
 
 
+def test_rounds_that_close_while_nobody_looks_are_shown_after_the_end(site):
+    run = site.run(0)
+    with site.client() as client:
+        assert "No round is closed yet" in client.get(f"/run?id={run}").text
+        lines = [json.dumps({"kind": "round", "round": number, "agents": ["a"]}) + "\n" for number in (1, 2)]
+        site.folder.run(run).metrics_path.write_text("".join(lines))
+        site.journal.append("run_finished", run=run)
+        assert "2 of 1" in client.get(f"/run?id={run}").text, "rounds closed of those requested"
+
+
 def test_chart_of_a_run_has_all_rounds_and_its_numbers_as_a_table(told):
     with told.client() as client:
         page = client.get("/run?id=run-0001").text
