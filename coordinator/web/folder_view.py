@@ -23,7 +23,9 @@ from edge_agent.errors import HeadwaterError, StateError
 from edge_agent.storage import IDENTITY, lock_holder
 
 from ..report.figures import as_number
+from ..state import history
 from ..state.fault_log import FaultLog
+from ..state.history import SCOPES
 from ..state.journal import FINAL, Entry, utc_now
 from ..state.releases import RELEASE_KINDS, Book
 from ..state.store import EVERYONE, StateFolder
@@ -32,7 +34,7 @@ from .run_curves import RunCurves, text
 log = logging.getLogger(__name__)
 
 RUN_KINDS = ("run_requested", "run_started", "cancel_requested", "bundle_exported", "run_pruned", *FINAL)
-OF_AGENTS = ("release_reported", "device_reported", "device_pinned", "device_unpinned")
+OF_AGENTS = history.KINDS
 KINDS = (*dict.fromkeys((*RUN_KINDS, *OF_AGENTS, *RELEASE_KINDS, "coordinator_started")),)
 ENTRIES_AT_ONCE = 2000
 """Read in one transaction; pages are served in between."""
@@ -257,7 +259,7 @@ class FolderView:
         body, known = entry.body, self._figures.setdefault(agent, Figures())
         if entry.kind == "release_reported":
             acc = body.get("acc") if isinstance(body.get("acc"), dict) else {}
-            known.acc = {scope: as_number((acc or {}).get(scope)) for scope in ("local", "global", "personal")}
+            known.acc = {scope: as_number((acc or {}).get(scope)) for scope in SCOPES}
             known.better_alone, known.run = body.get("better_alone") is True, entry.run or ""
             known.rss_mb, known.tier = as_number(body.get("rss_mb")) or None, text(body.get("tier") or "")
             known.samples = _count(body.get("samples"))
@@ -460,7 +462,7 @@ class FolderView:
                     row.notes = (*row.notes, f"keeps its bundle: {text(device.kept)}")
             if (figures := self._figures.get(agent)) is not None:
                 row.tier = row.tier or figures.tier
-                row.local, row.shared, row.personal = (figures.acc.get(s) for s in ("local", "global", "personal"))
+                row.local, row.shared, row.personal = (figures.acc.get(s) for s in SCOPES)
                 row.better_alone, row.rss_mb = figures.better_alone, figures.rss_mb
                 row.samples = row.samples if row.samples is not None else figures.samples
             if agent in live and (figures is None or figures.run != live_run):

@@ -21,7 +21,8 @@ from edge_agent.storage import read_json
 from ..fleet.release_commands import waits_for
 from ..report.figures import as_number
 from ..runs.result_notes import SHOWN_CLIENTS, spent
-from ..state.journal import Entry, utc_now
+from ..state.history import SCOPES, line_of
+from ..state.journal import utc_now
 from ..state.releases import Book, Release
 from . import pictures
 from .fleet_table import PAGE_ROWS, SHOWN, SORTS, Query, page_of, totals
@@ -84,7 +85,8 @@ def agent(request: Request) -> Response:
     older = [one for one in ids if before is None or one < before]
     chosen = older[-PAGE_ROWS:]
     entries = view.folder.journal.entries_with(chosen) if chosen else []
-    results = [one for one in map(_result_of, entries) if one is not None]
+    lines = [line for line in map(line_of, entries) if line is not None]
+    results = [acc for line in lines if (acc := _acc_of(*line))]
     runs = [run for run in reversed(list(view.runs)[-20:]) if run in view.begun_runs()]
     by_round, in_run = list[tuple[int, float | None, float | None]](), ""
     for run in runs:
@@ -98,7 +100,7 @@ def agent(request: Request) -> Response:
         topic=f"agent:{name}",
         row=row,
         figures=figures(pictures.of_agent(by_round, in_run) | pictures.of_history(results)),
-        history=[_history_line(entry, view.book) for entry in reversed(entries)],
+        history=[_history_line(*line, view.book) for line in reversed(lines)],
         more=chosen[0] if len(older) > len(chosen) else None,
         faults=view.faults_of(name)[:PAGE_ROWS],
         releases=releases,
@@ -381,7 +383,7 @@ def _read_summary(path: str, _stamp: int) -> dict[str, Any]:
     scored = [one["acc"] for one in agents if isinstance(one.get("acc"), dict)]
     known = {
         scope: [value for acc in scored if (value := as_number(acc.get(scope))) is not None]
-        for scope in ("local", "global", "personal")
+        for scope in SCOPES
     }
     means = {scope: fmean(values) if values else None for scope, values in known.items()}
     return {**content, "agent_count": len(agents), "means": means}
@@ -434,47 +436,47 @@ def _files(view: FolderView, run: str) -> list[tuple[str, int]]:
         return []
 
 
-def _result_of(entry: Entry) -> dict[str, Any] | None:
-    """The accuracies in an entry about an agent, if it has any."""
-    if entry.kind == "release_reported" and isinstance(entry.body.get("acc"), dict):
-        return {scope: as_number(entry.body["acc"].get(scope)) for scope in ("local", "global", "personal")}
-    result = entry.body.get("result")
-    if entry.kind == "device_reported" and isinstance(result, dict) and as_number(result.get("acc")) is not None:
-        return {"personal": as_number(result.get("acc"))}
-    return None
+def _acc_of(name: str, line: Mapping[str, Any]) -> dict[str, float | None]:
+    """The accuracies in a line of an agent's history, if it has any."""
+    if name == "accuracy":
+        return {scope: as_number(line["acc"].get(scope)) for scope in SCOPES}
+    if name == "bundles" and (personal := as_number(line["acc"])) is not None:
+        return {"personal": personal}
+    return {}
 
 
-def _history_line(entry: Entry, book: Book) -> dict[str, Any]:
-    """One line of an agent's history."""
-    body, bundle = entry.body, text(entry.body.get("runs") or "")
-    what, note = _HISTORY[entry.kind](entry)
+def _history_line(name: str, line: Mapping[str, Any], book: Book) -> dict[str, Any]:
+    """One line of an agent's history as the page shows it."""
+    bundle = text(line.get("bundle_id") or "")
+    what, note = _HISTORY[name](line)
     number = next((one.number for one in reversed(book.releases) if bundle and one.bundle_id == bundle), None)
-    line = {"at": entry.at, "what": what, "note": note, "bundle": bundle, "release": number}
-    return {**line, "acc": _result_of(entry) or {}, "by": text(body.get("by") or "")}
+    by = text(line.get("by") or "")
+    acc = _acc_of(name, line)
+    return {"at": line["at"], "what": what, "note": note, "bundle": bundle, "release": number, "acc": acc, "by": by}
 
 
-def _finished(entry: Entry) -> tuple[str, str]:
-    is_alone = entry.body.get("better_alone") is True
-    return f"finished {entry.run}", "better off alone" if is_alone else text(entry.body.get("rolled_back") or "")
+def _finished(line: Mapping[str, Any]) -> tuple[str, str]:
+    note = "better off alone" if line["better_alone"] else text(line["rolled_back"] or "")
+    return f"finished {line['run']}", note
 
 
-def _installed(entry: Entry) -> tuple[str, str]:
-    body = entry.body
-    result = body["result"] if isinstance(body.get("result"), dict) else {}
-    what = f"release {text(body.get('release'))}: {text(result.get('outcome'))}" if result else "says what it runs"
-    return what, text(result.get("reason") or body.get("kept") or "")
+def _installed(line: Mapping[str, Any]) -> tuple[str, str]:
+    what = f"release {text(line['release'])}: {text(line['outcome'])}" if line["outcome"] else "says what it runs"
+    return what, text(line["reason"] or line["kept"] or "")
 
 
-def _pinned(entry: Entry) -> tuple[str, str]:
-    until = f" until {text(entry.body['until'])}" if entry.body.get("until") else ""
-    return f"pinned to release {text(entry.body.get('release'))}{until}", text(entry.body.get("reason") or "")
+def _pinned(line: Mapping[str, Any]) -> tuple[str, str]:
+    if line["release"] is None:
+        return "unpinned", ""
+    until = f" until {text(line['until'])}" if line["until"] else ""
+    return f"pinned to release {text(line['release'])}{until}", text(line["reason"] or "")
 
 
-_HISTORY: dict[str, Callable[[Entry], tuple[str, str]]] = {
-    "release_reported": _finished,
-    "device_reported": _installed,
-    "device_pinned": _pinned,
-    "device_unpinned": lambda _: ("unpinned", ""),
+_HISTORY: dict[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
+    "accuracy": _finished,
+    "bundles": _installed,
+    "pins": _pinned,
+    "rejected": lambda line: (f"update rejected, {line['run']}, round {line['round']}", text(line["reason"] or "")),
 }
 
 
