@@ -54,7 +54,17 @@ LOCK_EVERY_S = 5.0
 VOLATILE = ("silent_s", "bytes_up", "bytes_down")
 """Fields of an agent's status that change all the time and are no news."""
 
+PRESENT = ("online", "fault", "stalled")
+_FLEET_NEWS = ("fleet", "storage", "broker_away", "other_coordinator", "refused_agents")
+
 Scores = dict[str, float | None]
+
+
+class _Texts(dict[str, str]):
+    """Texts by name; one that is absent is empty."""
+
+    def __missing__(self, _: str) -> str:
+        return ""
 
 
 @dataclass(slots=True)
@@ -65,7 +75,7 @@ class AgentRow:
     tier: str = ""
     transport: str = ""
     state: str = "unknown"
-    """online, fault, stalled, offline, revoked, or unknown where no coordinator serves."""
+    """online, fault, stalled, offline, refused (it is kept out), revoked, or unknown where no coordinator serves."""
 
     seen_at: float | None = None
     """When it was heard last, in seconds since 1970."""
@@ -83,6 +93,7 @@ class AgentRow:
     personal: float | None = None
     better_alone: bool = False
     rss_mb: float | None = None
+    head: str = ""
     pinned: int | None = None
     """Number of the release that it is kept on."""
 
@@ -277,7 +288,7 @@ class FolderView:
                 self.status = status
                 agents = [{k: v for k, v in one.items() if k not in VOLATILE} for one in _objects(status.get("agents"))]
                 waiting = {k: v for k, v in _mapping(status.get("waiting")).items() if k != "seconds_left"}
-                others = [status.get(name) for name in ("fleet", "storage", "broker_away", "other_coordinator")]
+                others = [status.get(name) for name in _FLEET_NEWS]
                 self._run_mark = _mark([status.get("run"), waiting])
                 self._fleet_mark = _mark([agents, others])
             if isinstance(everyone, list):
@@ -432,6 +443,11 @@ class FolderView:
                 parts += [self._live_version()]
             return f"{zlib.crc32(repr(parts).encode(errors='replace')):08x}"
 
+    def refused(self) -> list[dict[str, str]]:
+        """Devices that were kept out in the last minutes: id, by whom, error, message, remedy, times, at."""
+        known = _objects(self.status.get("refused_agents")) if self.is_serving else []
+        return [_Texts({name: text(value) for name, value in one.items()}) for one in known]
+
     def _live_version(self) -> int:
         run = self._live_run()
         return 0 if run is None else self._curves[run].version
@@ -450,8 +466,9 @@ class FolderView:
         live_run = self._live_run()
         live = {} if live_run is None else self._curves[live_run].newest()
         serving, at = self.is_serving, self.status_at
+        refused = {one["id"]: one for one in self.refused() if one["id"]}
         rows = []
-        for agent in sorted({*status, *self._figures, *self.book.devices}):
+        for agent in sorted({*status, *self._figures, *self.book.devices, *refused}):
             row = AgentRow(agent)
             if (one := status.get(agent)) is not None:
                 _fill(row, one, at, serving=serving)
@@ -469,11 +486,29 @@ class FolderView:
                 shared, personal = live[agent]
                 row.shared = row.shared if shared is None else shared
                 row.personal = row.personal if personal is None else personal
+            if one is not None:
+                _fill_figures(row, one)
+            if agent in refused and row.state not in PRESENT:
+                row.state, row.fault = "refused", refused[agent]
             row.release, row.pinned = numbers.get(row.bundle_id), pinned.get(agent)
             if agent in self._revoked:
                 row.state = "revoked"
             rows.append(row)
         return rows
+
+
+def _fill_figures(row: AgentRow, status: Mapping[str, Any]) -> None:
+    """The newest figures, which ``status.json`` has of agents that were heard."""
+    acc = _mapping(status.get("acc"))
+    if acc:
+        known = {scope: as_number(acc.get(scope)) for scope in SCOPES}
+        row.local, row.shared, row.personal = (
+            old if known[scope] is None else known[scope]
+            for scope, old in zip(SCOPES, (row.local, row.shared, row.personal), strict=True)
+        )
+        row.better_alone = status.get("better_alone") is True
+    row.rss_mb = as_number(status.get("rss_mb")) or row.rss_mb
+    row.head = text(status.get("head") or "")
 
 
 def _fill(row: AgentRow, status: Mapping[str, Any], at: float | None, *, serving: bool) -> None:

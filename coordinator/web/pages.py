@@ -6,6 +6,7 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from importlib.resources import files
 from statistics import fmean
 from typing import Any
@@ -18,15 +19,14 @@ from starlette.responses import Response
 from edge_agent.errors import HeadwaterError, StateError, UnknownName, UsageError
 from edge_agent.storage import read_json
 
-from ..fleet.release_commands import waits_for
+from ..fleet.release_commands import described, waits_for
 from ..report.figures import as_number
 from ..runs.result_notes import SHOWN_CLIENTS, spent
 from ..state.history import SCOPES, line_of
-from ..state.journal import utc_now
 from ..state.releases import Book, Release
 from . import pictures
 from .fleet_table import PAGE_ROWS, SHOWN, SORTS, Query, page_of, totals
-from .folder_view import FolderView, RunInfo
+from .folder_view import AgentRow, FolderView, RunInfo
 from .render import figures, page, site_of
 from .run_curves import text
 
@@ -70,6 +70,7 @@ def fleet(request: Request) -> Response:
         run=_run_now(view),
         waiting=view.waiting(),
         rejected=_rejected(view.status),
+        refused=_kept_out(view, agents),
         page_rows=PAGE_ROWS,
     )
 
@@ -209,6 +210,7 @@ def releases(request: Request) -> Response:
     rows = [
         {
             "release": one,
+            "stage": book.stage(one, now),
             "size": book.canary_size(one) if one.plan.canary else 0,
             "waits": waits_for(book, one, now) if one.number in current else "",
             "runs": running[one.bundle_id],
@@ -223,7 +225,8 @@ def releases(request: Request) -> Response:
         rows=rows,
         number=number,
         more=chosen[-1].number if number is None and len(older) > len(chosen) else None,
-        devices=_devices(book, chosen[0], request) if number is not None else None,
+        devices=_devices(book, chosen[0], request, now) if number is not None else None,
+        origin=described(book, chosen[0], now) if number is not None else None,
         pins=sorted((name, one) for name, one in book.pins.items() if one.holds(now))[:PAGE_ROWS],
         has_bundles=any(one.bundle for one in view.runs.values()),
     )
@@ -233,11 +236,11 @@ def bundles(request: Request) -> Response:
     """All exported bundles: how close they are to what was trained, and who signed them."""
     view, before = site_of(request).view, _whole(request, "before")
     view.refresh()
-    by_bundle = dict[str, list[Release]]()
+    by_bundle = dict[str, list[tuple[int, str]]]()
     with view.lock:
         numbered = [(number, one) for number, one in enumerate(view.runs.values(), 1) if one.bundle]
         for one in view.book.releases:
-            by_bundle.setdefault(one.bundle_id, []).append(one)
+            by_bundle.setdefault(one.bundle_id, []).append((one.number, view.book.stage(one, view.now())))
     older = [(number, one) for number, one in numbered if before is None or number < before]
     chosen = older[-BUNDLES_ON_PAGE:][::-1]
     rows = [  # without the lock: files of some megabytes are read and compared with their hashes, once
@@ -353,6 +356,12 @@ def _cohort(live: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield name, "done", ""
 
 
+def _kept_out(view: FolderView, agents: Sequence[AgentRow]) -> list[dict[str, str]]:
+    """Devices that are refused and are no row of the table as such: without a name, or with that of another one."""
+    shown_as = {row.id for row in agents if row.state == "refused"}
+    return [one for one in view.refused() if one["id"] not in shown_as]
+
+
 def _rejected(status: Mapping[str, Any]) -> list[tuple[str, int, list[tuple[str, int]]]]:
     """What the coordinator has rejected since its start, with the most frequent causes."""
     result = []
@@ -381,10 +390,7 @@ def _read_summary(path: str, _stamp: int) -> dict[str, Any]:
     content = read_json(Path(path)) or {}
     agents = [one for one in content.pop("agents", None) or () if isinstance(one, dict)]
     scored = [one["acc"] for one in agents if isinstance(one.get("acc"), dict)]
-    known = {
-        scope: [value for acc in scored if (value := as_number(acc.get(scope))) is not None]
-        for scope in SCOPES
-    }
+    known = {scope: [value for acc in scored if (value := as_number(acc.get(scope))) is not None] for scope in SCOPES}
     means = {scope: fmean(values) if values else None for scope, values in known.items()}
     return {**content, "agent_count": len(agents), "means": means}
 
@@ -492,10 +498,10 @@ def _possible(release: Release) -> Iterator[str]:
         yield "rollback"
 
 
-def _devices(book: Book, release: Release, request: Request) -> dict[str, Any]:
+def _devices(book: Book, release: Release, request: Request, now: datetime) -> dict[str, Any]:
     """One page of the devices that a release is about: those that failed first, then those that are awaited."""
     order = {"failed": 0, "unable": 1, "pending": 2, "declined": 3, "ok": 4}
-    pending = set(book.pending(release, utc_now()))
+    pending = set(book.pending(release, now)) - set(release.results)  # a device that was unable is asked again
     rows = [(order[result.outcome], name, result.outcome, result) for name, result in release.results.items()] + [
         (order["pending"], name, "pending", None) for name in pending
     ]

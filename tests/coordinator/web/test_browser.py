@@ -214,4 +214,4 @@ def walk(page, base, state):
     assert page.get_by_text("to see what happens").first.is_visible()
     page.get_by_role("link", name="Resume…").click()
     page.get_by_role("button", name="Resume release 1").click()
-    page.locator(".badge", has_text="everybody").wait_for()
+    page.locator(".badge", has_text="done").wait_for()

@@ -72,6 +72,54 @@ def test_fleet_shows_each_agent_with_state_accuracies_and_what_to_do(told):
     assert 'href="/releases?number=1"' in page
 
 
+def refusal(name, message="bad password"):
+    one = {"id": name, "by": "broker", "error": "LoginRefused", "message": message, "remedy": "run headwater password"}
+    return one | {"times": 3, "at": "2026-01-01T00:00:00+00:00"}
+
+
+def test_devices_that_are_kept_out_are_shown_once_with_the_remedy(site):
+    refused = [refusal("porch"), refusal("", "no certificate"), refusal("a", "<i>same name</i>")]
+    site.status([agent_status("a", acc={"local": 0.5, "personal": 0.75}, rss_mb=77.0, better_alone=True)])
+    with site.client() as client:
+        before = client.view.version("fleet")
+        site.status(json.loads((site.path / "status.json").read_text())["agents"], refused_agents=refused)
+        page = client.get("/").text
+        assert client.view.version("fleet") != before, "open pages learn of it"
+        assert re.findall(r'id=(\w+)"', client.get("/?only=refused").text.split("<tbody>")[1])[:1] == ["porch"]
+    assert page.count("bad password") == 1
+    assert page.count("run headwater password") == 3
+    assert "no certificate" in page
+    assert "&lt;i&gt;same name&lt;/i&gt;" in page
+    assert all(part in page for part in ("75.0 %", "77 MB", "better off alone")), "figures of the status"
+
+
+def test_release_page_says_that_it_is_done_who_signed_it_and_where_it_comes_from(site):
+    site.run(2, end="run_finished")
+    site.device("c", "a")
+    signed = {"signers": [{"id": "f" * 64, "name": "ann"}], "threshold": 1, "keys": 2}
+    digest = site.folder.blobs.put(b"a")
+    scores = {"mean": 0.9, "worst_tenth": 0.8, "clients": 4}
+    lineage = {"method": "fedper", "seed": 7, "clients": 4, "scores": scores}
+    body = {"bundle_id": "a" * 64, "plan": {}, "signed": signed, "lineage": lineage}
+    site.journal.append("release_made", run="run-0001", round=2, digest=digest, body=body)
+    with site.client() as client:
+        page = client.get("/releases?number=1").text
+    assert 'data-word="done"' in page
+    for part in ("Signed by ann; 1 of 2 needed", "fedper", "90.0 %, worst tenth 80.0 %, of 4"):
+        assert part in page
+
+
+def test_device_that_was_unable_is_listed_once(site):
+    site.run(2, end="run_finished")
+    site.device("c")
+    site.release("a")
+    site.device("c", "", 1, "unable", reason="no space", acc=None, before=None, support=0)
+    with site.client() as client:
+        page = client.get("/releases?number=1").text
+    assert "1 devices" in page
+    assert 'data-word="unable"' in page
+
+
 def test_fleet_is_searched_filtered_and_sorted_by_the_server(told):
     with told.client() as client:
         ids = lambda query: re.findall(
