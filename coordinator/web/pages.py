@@ -101,7 +101,7 @@ def agent(request: Request) -> Response:
         topic=f"agent:{name}",
         row=row,
         figures=figures(pictures.of_agent(by_round, in_run) | pictures.of_history(results)),
-        history=[_history_line(*line, view.book) for line in reversed(lines)],
+        history=[_history_line(kind, line, view.book) for kind, line in reversed(lines)],
         more=chosen[0] if len(older) > len(chosen) else None,
         faults=view.faults_of(name)[:PAGE_ROWS],
         releases=releases,
