@@ -49,8 +49,8 @@ def history_of(state: StateFolder, agent: str, most: int = MOST_ENTRIES) -> dict
     """
     lists: dict[str, list[dict[str, Any]]] = {name: [] for name in LISTS}
     for entry in state.journal.entries(kinds=("update_accepted", *KINDS), agent=agent):
-        if (found := line_of(entry)) is not None:
-            lists[found[0]].append(found[1])
+        if (line := line_of(entry)) is not None:
+            lists[line[0]].append(line[1])
     lists["faults"] = [
         {name: fault.get(name) for name in ("at", "error", "message", "remedy")}
         for fault in FaultLog(state.path).read()

@@ -13,8 +13,9 @@ import threading
 import time
 import zlib
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from edge_agent.errors import HeadwaterError, StateError
 from edge_agent.storage import IDENTITY, lock_holder
 
 from ..report.figures import as_number
+from ..runs.timeline import Event, Timeline
 from ..state import history
 from ..state.fault_log import FaultLog
 from ..state.history import SCOPES
@@ -44,6 +46,11 @@ MOST_HISTORY = 2000
 
 MOST_CURVES = 200
 """Runs whose curves are held."""
+
+MOST_EVENTS = 200
+"""Of a run's log on its page; 'headwater logs' shows all."""
+
+MOST_TIMELINES = 8
 
 SILENT_S = 15.0
 """A coordinator updates its status file each second, unless it is busy with long work."""
@@ -161,6 +168,7 @@ class FolderView:
         self.faults = FaultLog(path)
         self.folder = StateFolder(path)
         self.status: dict[str, Any] = {}
+        self._timelines_lock = threading.Lock()
         self.trouble = ""
         """Why the journal cannot be read; pages show what the other files say."""
 
@@ -179,6 +187,8 @@ class FolderView:
         self._forget_journal()
 
     def _forget_journal(self) -> None:
+        with self._timelines_lock:
+            self._timelines: dict[str, tuple[Timeline, deque[Event]]] = {}
         self.book = Book()
         self.runs: dict[str, RunInfo] = {}
         self.starts: list[Entry] = []
@@ -360,6 +370,21 @@ class FolderView:
     def begun_runs(self) -> list[str]:
         """Runs that have started, in the order of their requests, of which curves are held."""
         return [name for name, run in self.runs.items() if run.status != "queued" and name in self._curves]
+
+    def log_of(self, run: str) -> list[Event]:
+        """The newest events of a run, as 'headwater logs' shows them; read without `lock`.
+
+        Raises:
+            StateError: the journal cannot be read.
+        """
+        with self._timelines_lock:
+            if run not in self._timelines:
+                for name in list(self._timelines)[: 1 - MOST_TIMELINES]:
+                    del self._timelines[name]
+                self._timelines[run] = Timeline(self.folder, run), deque(maxlen=MOST_EVENTS)
+            timeline, events = self._timelines[run]
+            events.extend(replace(event, agents=(), data={}) for event in timeline.new())
+            return list(events)
 
     @property
     def status_at(self) -> float | None:

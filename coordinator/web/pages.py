@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections import Counter
@@ -22,6 +23,7 @@ from edge_agent.storage import read_json
 from ..fleet.release_commands import described, waits_for
 from ..report.figures import as_number
 from ..runs.result_notes import SHOWN_CLIENTS, spent
+from ..runs.timeline import Event
 from ..state.history import SCOPES, line_of
 from ..state.releases import Book, Release
 from . import pictures
@@ -32,6 +34,11 @@ from .run_curves import text
 
 MOST_COMPARED = 100
 BUNDLES_ON_PAGE = 20
+REPORT = "report.html"
+REPORT_POLICY = (
+    "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 MOST_SETTINGS = 12
 """Columns of the table of settings in a comparison; a page with more is read by nobody."""
 
@@ -123,10 +130,19 @@ def runs(request: Request) -> Response:
     return page(request, "runs.html", topic="runs", rows=rows, more=more, total=len(numbered), most=MOST_COMPARED)
 
 
-@shown
 def run(request: Request) -> Response:
-    """One run: what it waits for, its curves, and what went wrong."""
-    view = site_of(request).view
+    """One run: what it waits for, its curves, what went wrong, and its log."""
+    view, name = site_of(request).view, request.query_params.get("id", "")
+    view.refresh()
+    events = list[Event]()
+    if name in view.runs:
+        with contextlib.suppress(HeadwaterError):  # the page says why the journal cannot be read
+            events = view.log_of(name)
+    with view.lock:
+        return _run_page(request, view, events)
+
+
+def _run_page(request: Request, view: FolderView, events: Sequence[Event]) -> Response:
     info = _run_named(view, request.query_params.get("id", ""))
     curves = view.curves(info.id)
     if not curves.is_read:
@@ -154,15 +170,31 @@ def run(request: Request) -> Response:
         rounds=older[-PAGE_ROWS:][::-1],
         more=older[-PAGE_ROWS].round if len(older) > PAGE_ROWS else None,
         incidents=curves.incidents[-PAGE_ROWS:][::-1],
+        events=events[-PAGE_ROWS:][::-1],
         incident_count=len(curves.incidents),
         damaged=curves.damaged,
         settings=_settings(info.request),
-        files=_files(view, info.id),
+        files=(known := _files(view, info.id)),
+        has_report=any(one == REPORT for one, _ in known),
         equal_traffic="bytes" not in charts and bool(points),
         up=sum(one.bytes_up or 0.0 for one in points),
         down=sum(one.bytes_down or 0.0 for one in points),
         releases=[one for one in view.book.releases if one.run == info.id],
     )
+
+
+def report(request: Request) -> Response:
+    """The page of a run that stands alone, as it was written at its end; its scripts have no part in the session."""
+    view, name = site_of(request).view, request.query_params.get("id", "")
+    view.refresh()
+    with view.lock:
+        path = view.folder.run(_run_named(view, name).id).folder / REPORT
+    try:
+        content = path.read_bytes()
+    except OSError:
+        advice = f"It is written at the end of a run; 'headwater report --run {name}' writes it, too."
+        raise HTTPException(404, f"{name} has no {REPORT}. {advice}") from None
+    return Response(content, media_type="text/html", headers={"content-security-policy": REPORT_POLICY})
 
 
 @shown

@@ -174,7 +174,7 @@ def _protocol() -> type[asyncio.Protocol]:
             if len(self.connections) < MOST_CONNECTIONS:
                 return
             others = (one for one in self.connections if isinstance(one, MakingRoom) and one is not self)
-            idle = [one for one in others if one.cycle is None or one.cycle.response_complete]
+            idle = [one for one in others if getattr(one.cycle, "response_complete", True)]  # None: no request yet
             for one in sorted(idle, key=lambda one: one.made_at)[: len(self.connections) - MOST_CONNECTIONS + 1]:
                 self.connections.discard(one)
                 one.transport.close()

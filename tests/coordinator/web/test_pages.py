@@ -175,6 +175,32 @@ def test_rounds_that_close_while_nobody_looks_are_shown_after_the_end(site):
         assert "2 of 1" in client.get(f"/run?id={run}").text, "rounds closed of those requested"
 
 
+def test_run_page_has_the_log_of_the_run_with_what_is_new(site):
+    run = site.run(1)
+    with site.client() as client:
+        assert "requested: fedavg, 1 round, seed 0" in client.get(f"/run?id={run}").text
+        body = {"reason": "<b>bad</b>"}
+        site.journal.append("update_refused", run=run, round=1, agent="a", body=body)
+        page = client.get(f"/run?id={run}").text
+        assert "update of a for round 1 rejected: &lt;b&gt;bad&lt;/b&gt;" in page
+        assert page.count("requested: fedavg") == 1
+        assert client.get("/run?id=run-0999").status_code == 404
+
+
+def test_report_of_a_run_is_linked_and_has_no_part_in_the_session(site):
+    run = site.run(1, end="run_finished")
+    with site.client() as client:
+        assert "/report?" not in client.get(f"/run?id={run}").text
+        missing = client.get(f"/report?id={run}")
+        assert (missing.status_code, f"headwater report --run {run}" in missing.text) == (404, True)
+        (site.folder.run(run).folder / "report.html").write_text("<p>whole</p>")
+        assert f'href="/report?id={run}"' in client.get(f"/run?id={run}").text
+        answer = client.get(f"/report?id={run}")
+        assert answer.text == "<p>whole</p>"
+        assert answer.headers["content-security-policy"].startswith("sandbox allow-scripts;")
+        assert client.get("/report?id=../run-0001").status_code == 404
+
+
 def test_chart_of_a_run_has_all_rounds_and_its_numbers_as_a_table(told):
     with told.client() as client:
         page = client.get("/run?id=run-0001").text
