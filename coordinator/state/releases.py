@@ -16,13 +16,15 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta, timezone
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from edge_agent.errors import UsageError
 from edge_agent.moments import moment_of
-from edge_agent.trust import Scores
 
 from .journal import Entry, Journal, Kind
+
+if TYPE_CHECKING:
+    from edge_agent.trust import Scores
 
 RELEASE_KINDS: tuple[Kind, ...] = (
     "release_made",
@@ -524,6 +526,8 @@ class Book:
 
     def scores(self, bundle_id: str) -> Scores | None:
         """acc.personal of the devices that reported a bundle, each by its newest report; None where none did."""
+        from edge_agent.trust import Scores  # brings pydantic, which `headwater status` does without
+
         results = dict[str, Result]()
         for release in self.releases:
             if release.bundle_id == bundle_id:
