@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from edge_agent.errors import UsageError
 from edge_agent.moments import moment_of
 
 from ..state.journal import Kind, utc_now
-from ..state.releases import Book, Plan, Release, book_of, plan_body, rollback_of
-from ..state.store import StateFolder
+from ..state.releases import Book, Device, Plan, Release, book_of, plan_body, rollback_of
+from ..state.store import StateFolder, read_agents
 from ..text import counted, listed
+from .follow import is_serving
 from .options import Config, Json, State, state_path
-from .output import present, table
+from .output import present
+from .release_text import device_lines, other_tiers, release_line, release_lines, stage_text
 
 app = typer.Typer(
     help="Create, promote, hold or roll back releases.\n\nExample: headwater release status",
@@ -56,8 +59,9 @@ def create(
     state: State = None,
     as_json: Json = False,
 ) -> None:
-    """Release the encoder of a finished run: to a canary first, then it pauses until it is promoted.
+    """Release the encoder of a finished run.
 
+    A canary gets it first, then it pauses until it is promoted. Devices of tier head take releases, others do not.
     More failures than --max-failed return all devices to the release before. A device fails that refuses the bundle,
     goes back to its pair because that is more accurate on its held-out samples, or does not start with the new one.
     Shares count devices that were heard in the channel. Works while the coordinator serves, and before.
@@ -76,6 +80,8 @@ def create(
         note=note,
     )
     plan.check()
+    if activate_at and moment_of(activate_at) <= utc_now():
+        raise UsageError(f"--activate-at {activate_at} is over; leave it out, or give a time to come")
     with StateFolder(state_path(config, state)).look() as folder:
         exported = [*folder.journal.entries(run, ("bundle_exported", "release_made"))]
         at_hand = [entry for entry in exported if entry.digest is not None and entry.digest in folder.blobs]
@@ -97,12 +103,20 @@ def create(
 
 @app.command()
 def promote(number: Number = None, config: Config = None, state: State = None, as_json: Json = False) -> None:
-    """Give a release to everybody, new devices included; before the end of its canary, too.
+    """Give a release to everybody.
+
+    New devices get it, too; the canary need not have ended.
 
     Example: headwater release promote 3
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        release = _chosen(book_of(folder.journal), number)
+        book = book_of(folder.journal)
+        release = _chosen(book, number)
+        if (newer := book.replaced_by(release)) is not None:
+            raise UsageError(
+                f"release {release.number} cannot be promoted: everybody gets release {newer.number}, which is newer; "
+                f"'headwater release create {release.run}' makes a new release of that bundle"
+            )
         if release.stage not in {"canary", "paused"}:
             raise UsageError(_is_already(release, "only one at its canary can be promoted"))
         _append(folder, "release_stage", release, stage="everybody")
@@ -113,7 +127,9 @@ def promote(number: Number = None, config: Config = None, state: State = None, a
 def hold(
     number: Number = None, reason: Reason = "", config: Config = None, state: State = None, as_json: Json = False
 ) -> None:
-    """Give a release to no further device; those that run it keep it.
+    """Give a release to no further device.
+
+    Those that run it keep it.
 
     Example: headwater release hold 3 --reason "complaints from the porch"
     """
@@ -127,7 +143,9 @@ def hold(
 
 @app.command()
 def resume(number: Number = None, config: Config = None, state: State = None, as_json: Json = False) -> None:
-    """Continue a release that is held; failures before this do not count any more.
+    """Continue a release that is held.
+
+    Failures before this do not count any more.
 
     Example: headwater release resume 3
     """
@@ -143,12 +161,19 @@ def resume(number: Number = None, config: Config = None, state: State = None, as
 def rollback(
     number: Number = None, reason: Reason = "", config: Config = None, state: State = None, as_json: Json = False
 ) -> None:
-    """Return all devices that run a release to the one before it. That is a new release, of the older bundle.
+    """Return devices to the release before.
+
+    That is a new release, of the older bundle.
 
     Example: headwater release rollback 3 --reason "wrong calibration"
     """
     with StateFolder(state_path(config, state)).look() as folder:
         book = book_of(folder.journal)
+        if number is None and book.releases and (newest := book.releases[-1]).rolls_back:
+            raise UsageError(
+                f"the newest release, {newest.number}, is itself a rollback, of release {newest.rolls_back}; name the "
+                "release to roll back, see 'headwater release status'"
+            )
         release = _chosen(book, number)
         if release.rolled_back_by:
             raise UsageError(_is_already(release, f"by release {release.rolled_back_by}"))
@@ -169,22 +194,31 @@ def pin(
     state: State = None,
     as_json: Json = False,
 ) -> None:
-    """Keep one device on one release, whatever is released, held or rolled back.
+    """Keep one device on one release.
+
+    It stays there whatever is released, held or rolled back.
 
     Example: headwater release pin porch --reason "measurements for the paper" --until 2030-01-31
     """
+    if not (reason := reason.strip()):
+        raise UsageError("--reason is empty; say why, for those who look at the status later")
     if until and moment_of(until) <= utc_now():
         raise UsageError(f"--until {until} is over; give a date to come")
+    until = moment_of(until).isoformat(timespec="minutes") if until else ""
     with StateFolder(state_path(config, state)).look() as folder:
         book = book_of(folder.journal)
         known = book.devices.get(device)
         if known is None:
-            raise UsageError(f"no device '{device[:80]}' was heard; known: {listed(sorted(book.devices)) or 'none'}")
+            tier = next((one["tier"] for one in read_agents(folder.path) if one["id"] == device), None)
+            if tier is not None:
+                raise UsageError(
+                    f"{device} is of tier '{tier}', which takes no releases; tier = \"head\" in its agent.toml does"
+                )
+            raise UsageError(f"no device '{device[:80]}' was heard; known: {listed(sorted(book.devices))}")
         if number is None:
-            running = [one for one in book.releases if one.bundle_id == known.runs]
-            if not running:
+            number = Running(book).number(known, book.wanted(known, utc_now()))
+            if number is None:
                 raise UsageError(f"{device} runs no release that is known here; name one with --release")
-            number = running[-1].number
         release = _chosen(book, number)
         body = {"release": release.number, "reason": reason, "until": until, "by": _author()}
         with contextlib.ExitStack() as stack:
@@ -192,13 +226,18 @@ def pin(
             if release.bundle_id != known.runs:  # perhaps an older one
                 blob, _ = stack.enter_context(_file(folder, release.run, release.bundle_id, release.digest))
             folder.journal.append("device_pinned", agent=device, digest=blob, body=body)
-        line = f"{device} stays with release {release.number}{f' until {until}' if until else ''}: {reason}"
-        present({"device": device, **body}, [line], as_json=as_json)
+        lines = [f"{device} stays with release {release.number}{f' until {until}' if until else ''}: {reason}"]
+        if (before := book.pin(device, utc_now())) is not None:
+            ended = f", until {before.until}" if before.until else ", without end"
+            lines.append(f"the pin before is replaced: release {before.release}{ended}: {before.reason}")
+        present({"device": device, **body}, lines, as_json=as_json)
 
 
 @app.command()
 def unpin(device: DeviceName, config: Config = None, state: State = None, as_json: Json = False) -> None:
-    """End the pin of a device: it follows its channel again.
+    """End the pin of a device.
+
+    It follows its channel again.
 
     Example: headwater release unpin porch
     """
@@ -211,6 +250,7 @@ def unpin(device: DeviceName, config: Config = None, state: State = None, as_jso
 
 @app.command()
 def status(
+    number: Annotated[int | None, typer.Argument(min=1, help="Only this release; default: all in force.")] = None,
     devices: Annotated[int, typer.Option("--devices", min=0, help="Most devices that are listed; 0: all.")] = (
         SHOWN_DEVICES
     ),
@@ -218,15 +258,22 @@ def status(
     state: State = None,
     as_json: Json = False,
 ) -> None:
-    """Show all releases, what they wait for, and which bundle each device runs and is to run.
+    """Show releases, and what devices run.
+
+    Of each release in force: where it comes from, what it scored, what it waits for, and the next command.
 
     Example: headwater release status
     """
-    with StateFolder(state_path(config, state)).look() as folder:
+    path = state_path(config, state)
+    with StateFolder(path).look() as folder:
         book, now = book_of(folder.journal), utc_now()
-    result = {"releases": [described(book, one, now) for one in book.releases], "devices": device_rows(book, now)}
-    shown = result["devices"][:devices] if devices else result["devices"]
-    present(result, _lines(result["releases"], shown, len(result["devices"])), as_json=as_json)
+    if number is not None:
+        _chosen(book, number)
+    releases, rows = [described(book, one, now) for one in book.releases], device_rows(book, now)
+    result = {"releases": [one for one in releases if number in {None, one["release"]}], "devices": rows}
+    shown, others = rows[:devices] if devices else rows, _other_tiers(path)
+    lines = [*release_lines(releases, number), *(device_lines(shown, len(rows), others) if releases else ())]
+    present(result, lines, as_json=as_json)
 
 
 def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
@@ -240,13 +287,13 @@ def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
         "parity_max_abs": body.get("parity_max_abs"),
         "int8_cosine": body.get("int8_cosine"),
     }
+    steps = [*waits_for(book, release, now)]
     return {
         "release": release.number,
         "bundle_id": release.bundle_id,
-        "stage": book.stage(release, now),
-        "waits_for": waits_for(book, release, now),
-        "rolls_back": release.rolls_back or None,
-        "rolled_back_by": release.rolled_back_by or None,
+        **_standing(book, release, now),
+        "waits_for": "; ".join(steps),
+        "steps": steps,
         "by": body.get("by"),
         "signed": body.get("signed"),
         "at": release.at,
@@ -259,43 +306,83 @@ def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
     }
 
 
-def waits_for(book: Book, release: Release, now: datetime) -> str:
-    """What a release waits for, for whom and until when; empty where it is done."""
+def _standing(book: Book, release: Release, now: datetime) -> dict[str, Any]:
+    newer = book.replaced_by(release)
+    return {
+        "stage": book.stage(release, now),
+        "rolls_back": release.rolls_back or None,
+        "rolled_back_by": release.rolled_back_by or None,
+        "replaced_by": None if newer is None else newer.number,
+    }
+
+
+def waits_for(book: Book, release: Release, now: datetime) -> Iterator[str]:
+    """What a release waits for, for whom and until when, what was done, and the next command; nothing where it is over.
+
+    One line each.
+    """
+    if release.rolled_back_by or book.replaced_by(release) is not None:
+        return
     number, pending = release.number, book.pending(release, now)
-    whom = f": {listed(pending)}" if pending else ""
-    if release.rolled_back_by:
-        return ""
     if release.held:
-        return f"{release.held}; continue with 'headwater release resume {number}', or 'rollback {number}'"
+        yield from release.held.splitlines()
+        back = f"; 'headwater release rollback {number}' returns devices" if book.before(release) is not None else ""
+        yield f"next: 'headwater release resume {number}' continues it{back}"
+        return
+    whom = f": {listed(pending)}" if pending else ""
     wait_s, _ = release.plan.activation(now)
     until = f", which switch from {(now + timedelta(seconds=wait_s)).isoformat(timespec='minutes')} on"
     when = until if wait_s else ""
+    reports = f"waits for reports of {counted(len(pending), 'device')}"
     if release.promoted:
-        return f"waits for reports of {counted(len(pending), 'device')}{whom}{when}" if pending else ""
-    if release.paused:
-        return f"the canary succeeded; continue with 'headwater release promote {number}'"
-    size = book.canary_size(release)
-    if len(release.canary) < size:
-        more = counted(size - len(release.canary), "more device")
-        return f"waits for {more} of the canary to come online{whom}{when}"
-    return f"waits for reports of {counted(len(pending), 'device')} of the canary{whom}{when}"
+        yield from [f"{reports}{whom}{when}"] if pending else []
+    elif release.paused:
+        yield f"the canary succeeded; continue with 'headwater release promote {number}'"
+    else:
+        if (more := book.canary_size(release) - len(release.canary)) > 0:
+            known = counted(book.sizes[release.plan.channel], "device")
+            yield f"{more} more of the canary to be chosen, of {known} in channel '{release.plan.channel}', when online"
+        if release.canary:
+            yield f"{reports} of the canary{whom}{when}"
+
+
+class Running:
+    """By which number a device runs a release: several releases may be of one bundle."""
+
+    def __init__(self, book: Book) -> None:
+        self._newest, self._in_channel = dict[str, int](), dict[tuple[str, str], int]()
+        for release in book.releases:
+            self._newest[release.bundle_id] = release.number
+            self._in_channel[release.plan.channel, release.bundle_id] = release.number
+
+    def number(self, device: Device, wanted: Release | None) -> int | None:
+        """The release that it is to run where it does, else the newest of its bundle, first in its channel."""
+        if not device.runs:
+            return None
+        if wanted is not None and wanted.bundle_id == device.runs:
+            return wanted.number
+        return self._in_channel.get((device.channel, device.runs), self._newest.get(device.runs))
 
 
 def device_rows(book: Book, now: datetime) -> list[dict[str, Any]]:
-    """What each device runs and is to run, sorted by id; releases by number, None where no release fits."""
-    rows = list[dict[str, Any]]()
+    """What each device runs and is to run, sorted by id; releases by number, None where no release fits.
+
+    ``held``: it stays with what it runs, because that release is held.
+    """
+    rows, running = list[dict[str, Any]](), Running(book)
     for agent, device in sorted(book.devices.items()):
         wanted, pin = book.wanted(device, now), book.pin(agent, now)
-        runs = [one.number for one in book.releases if one.bundle_id == device.runs] if device.runs else []
-        result = wanted.results.get(agent) if wanted is not None else None
-        is_there = wanted is not None and wanted.number in runs
+        runs = running.number(device, wanted)
+        about = wanted if wanted is not None else book.get(runs or 0)
+        result = about.results.get(agent) if about is not None else None
         rows.append(
             {
                 "device": agent,
                 "channel": device.channel,
                 "bundle_id": device.runs,
-                "runs": wanted.number if is_there and wanted is not None else runs[-1] if runs else None,
+                "runs": runs,
                 "wanted": wanted.number if wanted is not None else None,
+                "held": wanted is None and about is not None and bool(about.held),
                 "outcome": result.outcome if result is not None else None,
                 "reason": result.reason if result is not None else "",
                 "acc.personal": result.acc if result is not None else None,
@@ -306,106 +393,37 @@ def device_rows(book: Book, now: datetime) -> list[dict[str, Any]]:
     return rows
 
 
+def _other_tiers(path: Path) -> Counter[str]:
+    """Agents by their tier, of those that take no releases."""
+    return Counter(one["tier"] for one in read_agents(path) if one["tier"] != "head")
+
+
 def open_releases(folder: StateFolder) -> list[dict[str, Any]]:
     """The releases that devices may get now, or that are held, in short: what each waits for."""
     book, now = book_of(folder.journal), utc_now()
-    current = [*book.current(), *(one for one in book.releases if one.held and not one.rolled_back_by)]
+    held = (one for one in book.releases if one.held and not one.rolled_back_by and book.replaced_by(one) is None)
     return [
         {
             "release": one.number,
             "channel": one.plan.channel,
-            "stage": book.stage(one, now),
+            **_standing(book, one, now),
             "bundle_id": one.bundle_id,
-            "waits_for": waits_for(book, one, now),
+            "waits_for": "; ".join(waits_for(book, one, now)),
         }
-        for one in sorted(current, key=lambda one: one.number)
+        for one in sorted([*book.current(), *held], key=lambda one: one.number)
     ]
 
 
 def standing_of(release: dict[str, Any]) -> str:
     """One of `open_releases` as a line of text."""
     waits = f": {release['waits_for']}" if release["waits_for"] else ""
-    return f"release {release['release']} ({release['channel']}, {release['stage']}){waits}"
+    return f"release {release['release']} ({release['channel']}, {stage_text(release)}){waits}"
 
 
 def releases_of_run(folder: StateFolder, run: str) -> list[dict[str, Any]]:
     """The releases of a run as JSON, see `described`."""
     book, now = book_of(folder.journal), utc_now()
     return [described(book, one, now) for one in book.releases if one.run == run]
-
-
-def _lines(releases: list[dict[str, Any]], devices: list[dict[str, Any]], count: int) -> Iterator[Table | str]:
-    if not releases:
-        yield "no releases yet; 'headwater release create' makes one of a run's bundle"
-        return
-    columns = ("release", "channel", "stage", "bundle", "run", "canary", "ok", "failed", "declined")
-    rows = [
-        (
-            one["release"],
-            one["plan"]["channel"],
-            f"rolls back {one['rolls_back']}" if one["rolls_back"] else one["stage"],
-            one["bundle_id"][:12],
-            one["lineage"]["run"],
-            len(one["canary"]) or "",
-            *(one["outcomes"].get(name, 0) for name in ("ok", "failed", "declined")),
-        )
-        for one in releases
-    ]
-    yield table("releases", columns, rows, left=5)
-    yield from _origins(releases)
-    yield from (f"release {one['release']}: {one['waits_for']}" for one in releases if one["waits_for"])
-    yield ""
-    rows = [
-        (one["device"], one["channel"], one["bundle_id"][:12], one["runs"], one["wanted"], one["outcome"], _why(one))
-        for one in devices
-    ]
-    shown = f", {len(devices)} shown (--devices 0: all)" if len(devices) < count else ""
-    yield table(f"{count} devices{shown}", ("device", "channel", "bundle", "runs", "wanted", "outcome", "note"), rows)
-
-
-def _origins(releases: list[dict[str, Any]]) -> Iterator[Table | str]:
-    """Where each release comes from, and acc.personal in its run and on the devices that installed it."""
-    columns = (
-        "release",
-        "run",
-        "round",
-        "method",
-        "seed",
-        "clients",
-        "partition",
-        "parent",
-        "signed by",
-        "in the run",
-        "devices",
-    )
-    rows = []
-    for one in releases:
-        of, scored = one["lineage"], one["scored"]
-        seed, clients = (of.get(name, "") for name in ("seed", "clients"))
-        hashes = ((of.get(name) or "")[:12] for name in ("partition_sha256", "parent"))
-        run = (one["release"], of["run"], of["round"], of.get("method", ""), seed, clients)
-        rows.append((*run, *hashes, _signers(one["signed"]), *(_scores(scored[name]) for name in ("run", "devices"))))
-    yield ""
-    yield table("where they come from; acc.personal: mean, worst tenth of clients", columns, rows, left=2)
-
-
-def _signers(signed: Mapping[str, Any] | None) -> str:
-    """Who has signed a release, and how many of how many keys have to."""
-    if signed is None:
-        return "nobody"
-    names = ", ".join(one["name"] or f"{one['id'][:8]}…" for one in signed["signers"])
-    return f"{names or 'nobody'}; {signed['threshold']} of {signed['keys']} needed"
-
-
-def _scores(scores: Mapping[str, Any] | None) -> str:
-    return "" if scores is None else f"{scores['mean']:.3f}, {scores['worst_tenth']:.3f} of {scores['clients']}"
-
-
-def _why(device: dict[str, Any]) -> str:
-    if pin := device["pinned"]:
-        until = f" until {pin['until']}" if pin["until"] else ""
-        return f"pinned{until}: {pin['reason']}"
-    return str(device["kept"] or device["reason"])
 
 
 def _chosen(book: Book, number: int | None) -> Release:
@@ -464,7 +482,20 @@ def _show(folder: StateFolder, number: int, *, as_json: bool) -> None:
     book, now = book_of(folder.journal), utc_now()
     if (release := book.get(number)) is None:
         raise UsageError(f"release {number} was not made; 'headwater release status' shows all")
-    waits = waits_for(book, release, now)
-    what = f"undoes release {release.rolls_back}" if release.rolls_back else book.stage(release, now)
-    line = f"release {number} of {release.run}, bundle {release.bundle_id[:12]}: {what}"
-    present(described(book, release, now), [line, *([waits] if waits else [])], as_json=as_json)
+    result = described(book, release, now)
+    result["notes"] = [*_notes(book, release, folder.path)]
+    present(result, [release_line(result), *result["steps"], *result["notes"]], as_json=as_json)
+
+
+def _notes(book: Book, release: Release, path: Path) -> Iterator[str]:
+    """What keeps a release from devices that its operator may expect to get it."""
+    channel = release.plan.channel
+    if release.is_open and not book.sizes[channel]:
+        others = sorted(name for name, size in book.sizes.items() if size)
+        yield f"note: no device of channel '{channel}' was heard; channels with devices: {listed(others)}"
+        yield from (f"note: {line}" for line in other_tiers(_other_tiers(path)))
+    for other in book.current() if release.is_open else ():
+        if other.number < release.number and other.plan.channel == channel and not other.promoted:
+            yield f"note: release {other.number} of channel '{channel}' is at stage '{other.stage}', and is older"
+    if release.is_open and not is_serving(path):
+        yield "note: no coordinator serves; 'headwater serve' brings releases to devices"

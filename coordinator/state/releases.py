@@ -9,6 +9,7 @@ coordinator compares that with what the device runs, so restarts and new, late a
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import re
 from collections import Counter
@@ -352,6 +353,11 @@ class Book:
     def for_everybody(self, channel: str) -> Release | None:
         """The newest release that everybody in a channel is to run; it is the parent of the next one."""
         return next((one for one in self._of_channel(channel) if one.promoted and one.is_open), None)
+
+    def replaced_by(self, release: Release) -> Release | None:
+        """The newer release that everybody in its channel gets instead; None where there is none."""
+        newer = itertools.takewhile(lambda one: one is not release, self._of_channel(release.plan.channel))
+        return next((one for one in newer if one.promoted and one.is_open), None)
 
     def current(self) -> Iterator[Release]:
         """The releases that devices may get now: of each channel the newest for everybody, and what came after it."""

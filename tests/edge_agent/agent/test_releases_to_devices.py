@@ -337,7 +337,8 @@ def test_status_and_report_show_what_a_release_waits_for_and_what_it_scored_wher
     site.release("promote")
     assert "release 2 (stable, everybody): waits for reports of 1 device: attic" in shown("status")
     text = shown("release", "status")
-    assert "more data" not in text
+    assert "release 2 (stable, everybody), made 20" in text
+    assert ": more data\n" in text
     assert [line.split()[:2] for line in text.splitlines() if line.startswith(("attic", "hall"))] == [
         ["attic", "stable"],
         ["hall", "stable"],
