@@ -197,7 +197,7 @@ def test_the_owner_pins_a_running_device_and_the_operator_sees_why(site, made):
     assert site.running() == {"porch": 1}
     (device,) = site.release("status")["devices"]
     assert (device["outcome"], device["wanted"]) == ("declined", 2)
-    assert "pinned on this device until 2030-01-01T13:00: exhibition" in device["kept"]
+    assert "pinned on this device until 2030-01-01T13:00+00:00: exhibition" in device["kept"]
     assert site.stages() == ["everybody", "everybody"], "that is no failure"
     site.clock.now += 3600
     site.until(lambda: site.running() == {"porch": 2}, limit_s=60)
