@@ -13,7 +13,8 @@ HeadwaterError                  exit 1   something failed
 ├── ProtocolMismatch            exit 3   the two sides speak different protocol versions
 ├── BundleError                 exit 4   a bundle cannot be used
 │   ├── BundleDamaged           exit 4   bytes are not those that the manifest promises
-│   ├── BundleUntrusted         exit 4   not signed by the keys that this device trusts, expired, or older
+│   ├── BundleUntrusted         exit 4   not signed by the keys that this device trusts, or expired
+│   │   └── BundleOlder         exit 4   signed before what was installed
 │   └── FingerprintMismatch     exit 4   a head belongs to another encoder
 ├── MissingCapability           exit 5   an optional package or a device feature is not there
 ├── CodecError                  exit 1   bytes from a peer or a file are not what they claim to be
@@ -128,7 +129,11 @@ class BundleDamaged(BundleError):
 
 
 class BundleUntrusted(BundleError):
-    """A bundle is not signed by the keys that this device trusts, has expired, or is older than what was installed."""
+    """A bundle is not signed by the keys that this device trusts, or its signature has expired."""
+
+
+class BundleOlder(BundleUntrusted):
+    """A bundle's signature is older than that of what was installed."""
 
 
 class FingerprintMismatch(BundleError):

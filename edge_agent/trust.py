@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .errors import BundleUntrusted, StateError, cause
+from .errors import BundleOlder, BundleUntrusted, StateError, cause
 from .storage import sha256_file, write_private
 from .task import Frozen, parse_json
 
@@ -574,7 +574,7 @@ class TrustStore:
             release.version < newest[0].version
             or (release.version == newest[0].version and member.release.signed != newest[1].signed)
         ):
-            raise BundleUntrusted(
+            raise BundleOlder(
                 f"release {release.version} of bundle {files.bundle_id[:16]}… is older than release "
                 f"{newest[0].version}, which was installed here; to go back, sign the older bundle again with a new "
                 "version ('headwater keys sign --again')",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import getpass
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import typer
 from edge_agent.errors import UsageError
 from edge_agent.moments import moment_of
 
-from ..state.journal import Kind, utc_now
+from ..state.journal import Entry, Kind, utc_now
 from ..state.releases import Book, Device, Plan, Release, book_of, plan_body, rollback_of
 from ..state.store import StateFolder, read_agents
 from ..text import counted, listed
@@ -79,12 +78,13 @@ def create(
         activate_at=activate_at,
         note=note,
     )
-    plan.check()
+    plan.check(utc_now())
     if activate_at and moment_of(activate_at) <= utc_now():
         raise UsageError(f"--activate-at {activate_at} is over; leave it out, or give a time to come")
     with StateFolder(state_path(config, state)).look() as folder:
-        exported = [*folder.journal.entries(run, ("bundle_exported", "release_made"))]
-        at_hand = [entry for entry in exported if entry.digest is not None and entry.digest in folder.blobs]
+        at_hand = _bundles(folder, run, ("bundle_exported",))
+        if not at_hand and run is not None:  # it did not end, or is of this release alone
+            at_hand = [one for one in _bundles(folder, run, ("release_made",)) if not one.body.get("rolls_back")]
         if not at_hand:
             if run is not None:
                 folder.journal.replay(run)  # names the runs that there are
@@ -94,6 +94,7 @@ def create(
                 "'headwater report' says why it did not"
             )
         chosen, book = at_hand[-1], book_of(folder.journal)
+        book.check_fleet(plan)
         older = book.for_everybody(channel)
         body = {name: value for name, value in chosen.body.items() if name not in {"rolls_back", "plan"}}
         body |= {"plan": plan_body(plan), "by": _author(), "parent": older.bundle_id if older is not None else None}
@@ -137,6 +138,11 @@ def hold(
         release = _chosen(book_of(folder.journal), number)
         if not release.is_open:
             raise UsageError(_is_already(release, "only one that devices still get can be held"))
+        if release.rolls_back:
+            raise UsageError(
+                f"release {release.number} is a rollback, which cannot be held: devices would stay with what it "
+                f"undoes; 'headwater release rollback {release.number}' goes further back, a new release replaces it"
+            )
         _append(folder, "release_held", release, reason=reason or f"held by {_author()}")
         _show(folder, release.number, as_json=as_json)
 
@@ -221,11 +227,7 @@ def pin(
                 raise UsageError(f"{device} runs no release that is known here; name one with --release")
         release = _chosen(book, number)
         body = {"release": release.number, "reason": reason, "until": until, "by": _author()}
-        with contextlib.ExitStack() as stack:
-            blob = None
-            if release.bundle_id != known.runs:  # perhaps an older one
-                blob, _ = stack.enter_context(_file(folder, release.run, release.bundle_id, release.digest))
-            folder.journal.append("device_pinned", agent=device, digest=blob, body=body)
+        folder.journal.append("device_pinned", agent=device, body=body)
         lines = [f"{device} stays with release {release.number}{f' until {until}' if until else ''}: {reason}"]
         if (before := book.pin(device, utc_now())) is not None:
             ended = f", until {before.until}" if before.until else ", without end"
@@ -449,22 +451,19 @@ def _is_already(release: Release, why: str) -> str:
 def _release(
     folder: StateFolder, run: str | None, number: int | None, digest: str | None, body: dict[str, Any]
 ) -> None:
-    with _file(folder, run, body["bundle_id"], digest) as (blob, signed):
-        folder.journal.append("release_made", run=run, round=number, digest=blob, body={**body, "signed": signed})
-
-
-@contextlib.contextmanager
-def _file(
-    folder: StateFolder, run: str | None, bundle_id: str, digest: str | None
-) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """The digest of a bundle's file, signed for now, and who has signed; the journal is to name that blob inside."""
     from ..state.release_keys import file_to_release  # loads cryptography
 
-    content, signed = file_to_release(folder, run or "", bundle_id, digest or "", utc_now())
+    content, signed = file_to_release(folder, run or "", body["bundle_id"], digest or "", utc_now())
     blob = folder.blobs.put(content)
-    yield blob, signed
+    folder.journal.append("release_made", run=run, round=number, digest=blob, body={**body, "signed": signed})
     if blob not in folder.blobs:  # a coordinator at work removes what no entry names
         folder.blobs.put(content)
+
+
+def _bundles(folder: StateFolder, run: str | None, kinds: tuple[Kind, ...]) -> list[Entry]:
+    """Entries about bundles, of a run or all, whose file is here."""
+    entries = folder.journal.entries(run, kinds)
+    return [entry for entry in entries if entry.digest is not None and entry.digest in folder.blobs]
 
 
 def _append(folder: StateFolder, kind: Kind, release: Release, **body: Any) -> None:

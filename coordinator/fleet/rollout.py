@@ -7,12 +7,13 @@ runs, draws canaries, and stops a release that fails. It keeps nothing that a re
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from edge_agent.errors import StateError, UsageError
+from edge_agent.errors import BundleError, StateError, UsageError
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import MAX_WAIT_S, Cancel, Command, Fault, Hello, Install, Report, Who
 
@@ -33,18 +34,25 @@ LOOK_S = 0.2
 AGAIN_S = 60.0
 """A device that has not answered for so long gets the offer again: it, or its answer, was lost."""
 
-OF_THE_DEVICE = ("state", "system", "config")
-"""Codes of faults that say nothing of a bundle: the device is asked again."""
+UNABLE_AGAIN_S = 600.0
+"""A device that could not try a bundle gets the offer again: its clock, data or keys may be right by then."""
+
+OF_THE_BUNDLE = ("bundle-damaged", "head-mismatch", "bundle", "training")
+"""Codes of faults that speak against a release; any other one is of the device alone."""
 
 MOST_CHANGES = 20
-"""Changes of one device, between two releases, that are journaled: more are those of a broken or hostile one."""
+"""Changes of one device in an hour that are journaled at once; of more, as of a hostile one, the last one follows."""
+
+MOST_SIGNATURES = 3
+"""How often in an hour a release is signed again for one device."""
 
 
 @dataclass
 class _Offer:
     release: int
-    at: float
-    is_answered: bool = False
+    digest: str
+    again_at: float | None
+    """When the device is asked again; None: it has answered."""
 
 
 class Rollout:
@@ -65,7 +73,10 @@ class Rollout:
         self._clock, self._now, self._gone_after = clock, now, gone_after
         self.book = Book()
         self._offers: dict[str, _Offer] = {}
-        self._changes: dict[str, int] = {}
+        self._changes, self._signatures = Counter[str](), Counter[str]()
+        self._late: dict[str, tuple[Device, Release | None, Result | None]] = {}
+        """Changes of devices that have had many in this hour."""
+
         self._blobs: dict[str, Outgoing] = {}
         self._looked_at, self._version = float("-inf"), (-1, -1)
         self._counted_at = clock()  # after a start, devices have time to come back
@@ -88,6 +99,7 @@ class Rollout:
             self._version = version
         if self._clock() - self._counted_at >= COUNT_S:
             self._counted_at = self._clock()
+            self._count_again()
             self._retire()
 
     def make(
@@ -112,13 +124,7 @@ class Rollout:
     def hello(self, agent: str, message: Hello) -> None:
         """A device of tier ``head`` says what it runs; it is offered what it is to run."""
         self._offers.pop(agent, None)
-        device = Device(agent, message.bundle_id, message.channel, message.kept)
-        wanted = self.book.wanted(device, self._now())
-        is_there = wanted is not None and wanted.stage == "canary" and wanted.bundle_id == message.bundle_id
-        if wanted is not None and is_there and agent not in wanted.results:  # its report was lost
-            self._note(device, wanted, Result("ok", "runs it"))
-        else:
-            self._note(device)
+        self._note(Device(agent, message.bundle_id, message.channel, message.kept))
         self.offer(agent)
 
     def reported(self, agent: str, message: Report) -> None:
@@ -127,32 +133,34 @@ class Rollout:
         if device is None:  # it sends a hello first
             return
         runs = Device(agent, message.bundle_id or device.runs, device.channel, message.kept)
-        release = self._release_of(agent, message.about)
-        if release is not None:
-            if (offer := self._offers.get(agent)) is not None and offer.release == release.number:
-                offer.is_answered = True
-            self._note(runs, release, _result_of(message, release.plan.min_gain))
-        else:
-            self._note(runs)
+        release, offer = self._release_of(agent, message), self._offers.get(agent)
+        if offer is not None and offer.release == message.release:
+            offer.again_at = None
+        self._note(runs, release, None if release is None else _result_of(message, release.plan.min_gain))
         wanted, offer = self._wanted(agent), self._offers.get(agent)
-        if wanted is not None and (offer is None or offer.release != wanted.number):  # it was at work meanwhile
+        is_other = release is not None and release is not wanted  # it was at work meanwhile
+        if wanted is not None and (is_other or offer is None or offer.release != wanted.number):
             self.offer(agent)
 
     def fault(self, agent: str, message: Fault) -> None:
-        """A device could not install the bundle that it was offered, for a reason that says something of the bundle."""
-        offer, device = self._offers.get(agent), self.book.devices.get(agent)
-        is_about_bundle = not message.round and message.purpose is None and message.code not in OF_THE_DEVICE
-        if offer is None or device is None or not is_about_bundle:
+        """A device could not install the bundle that it was offered, by its fault or by that of the bundle."""
+        release, offer, device = self._release_of(agent, message), self._offers.get(agent), self.book.devices.get(agent)
+        if release is None or device is None or offer is None or offer.release != release.number:
             return
-        release = self.book.get(offer.release)
-        if release is not None and release.run == message.run:
-            offer.is_answered = True
-            self._note(device, release, Result("failed", f"{message.error}: {message.message}"[:500]))
+        why = f"{message.error}: {message.message}"
+        if message.code == "older":
+            if not (why := self._sign_again(agent, release, offer.digest)):
+                self.offer(agent)
+                return
+            why = f"has installed a newer release, and this one is not signed again: {why}"
+        is_unable = message.code not in OF_THE_BUNDLE
+        offer.again_at = self._clock() + UNABLE_AGAIN_S if is_unable else None
+        self._note(device, release, Result("unable" if is_unable else "failed", why[:500]))
 
     def heartbeat(self, agent: str) -> None:
         """A device is idle: where its answer is missing for long, it is asked again."""
         offer = self._offers.get(agent)
-        if offer is not None and not offer.is_answered and self._clock() - offer.at >= AGAIN_S:
+        if offer is not None and offer.again_at is not None and self._clock() >= offer.again_at:
             self.offer(agent)
 
     def offer(self, agent: str, *, anyway: bool = False) -> bool:
@@ -162,28 +170,32 @@ class Rollout:
             StateError: the file of the release is missing or damaged; devices keep the bundle they run.
         """
         release = self._wanted(agent)
-        if release is None or not release.digest or (not anyway and self._runs(agent, release)):
+        if release is None or not release.digest:
+            return False
+        device = self.book.devices[agent]
+        is_unheard = release.stage == "canary" and agent not in release.results  # what it runs already says nothing
+        if device.runs == release.bundle_id and not (anyway or is_unheard):
             return False
         wait_s, within_s = release.plan.activation(self._now())
-        pin = self.book.pin(agent, self._now())
-        digest = release.digest if pin is None else pin.digest or release.digest
+        wait_s = min(wait_s, MAX_WAIT_S)
+        is_ordered = self.book.pin(agent, self._now()) is not None or self.book.returns(device, release)
         install = Install(
             run=release.run,
             bundle_id=release.bundle_id,
             release=release.number,
-            blob=self._put_on_offer(digest, agent).ref,
-            compare=not release.rolls_back and pin is None,
-            activate_in_s=min(wait_s, MAX_WAIT_S),
+            blob=self._put_on_offer(release.digest, agent).ref,
+            compare=not is_ordered,
+            activate_in_s=wait_s,
             activate_within_s=within_s,
         )
         self._send(agent, install)
-        self._offers[agent] = _Offer(release.number, self._clock() + wait_s)
+        self._offers[agent] = _Offer(release.number, release.digest, self._clock() + wait_s + AGAIN_S)
         return True
 
     def offer_again(self, agent: str, digest: str) -> None:
         """An agent requests a blob that is not on offer: after a restart, offer the release again."""
-        release, pin = self._wanted(agent), self.book.pin(agent, self._now())
-        if release is not None and digest in {release.digest, "" if pin is None else pin.digest}:
+        release = self._wanted(agent)
+        if release is not None and digest == release.digest:
             self._put_on_offer(digest, agent)
             self._send(agent, Who())
 
@@ -193,20 +205,37 @@ class Rollout:
         device = self.book.devices.get(agent)
         return None if device is None else self.book.wanted(device, self._now())
 
-    def _runs(self, agent: str, release: Release) -> bool:
-        return self.book.devices[agent].runs == release.bundle_id
+    def _release_of(self, agent: str, message: Report | Fault) -> Release | None:
+        """The release that a message is about; None for one that this device was not to get: it has no say in that."""
+        release, pin = self.book.get(message.release), self.book.pin(agent, self._now())
+        if release is None or (isinstance(message, Report) and message.about != release.bundle_id):
+            return None
+        is_pinned = pin is not None and pin.release == release.number
+        return release if is_pinned or self.book.has_say(agent, release) else None
 
-    def _release_of(self, agent: str, bundle_id: str) -> Release | None:
-        """The release that a report of this bundle is about: the one that was offered, or else the newest of it.
+    def _sign_again(self, agent: str, release: Release, digest: str) -> str:
+        """Give a release a version of now, for a device that has installed a newer one than ``digest``.
 
-        None for a release that this device was not to get: it has no say in that one.
+        Returns why that cannot be; empty where the release has another file now.
         """
-        offer = self._offers.get(agent)
-        offered = None if offer is None else self.book.get(offer.release)
-        if offered is not None and offered.bundle_id == bundle_id:
-            return offered
-        newest = next((one for one in reversed(self.book.releases) if bundle_id and one.bundle_id == bundle_id), None)
-        return newest if newest is not None and (newest.promoted or agent in newest.canary) else None
+        from ..state.release_keys import file_to_release  # loads cryptography
+
+        if release.digest != digest:
+            return ""
+        if self._signatures[agent] >= MOST_SIGNATURES:
+            return f"it was signed {MOST_SIGNATURES} times in this hour for this device"
+        self._signatures[agent] += 1
+        try:
+            content, signed = file_to_release(self._state, release.run, release.bundle_id, release.digest, self._now())
+        except (UsageError, BundleError) as error:  # people have to sign it
+            return str(error)
+        body = {"release": release.number, "signed": signed}
+        made = self._state.blobs.put(content)
+        self._state.journal.append("release_signed", run=release.run or None, digest=made, body=body)
+        self._blobs.pop(digest, None)
+        log.info("release_signed release=%d for=%s: it has installed a newer version", release.number, agent)
+        self._follow()
+        return ""
 
     def _note(self, device: Device, release: Release | None = None, result: Result | None = None) -> None:
         """Journal what is new about a device."""
@@ -215,9 +244,12 @@ class Rollout:
         is_known = device == self.book.devices.get(device.id)
         if is_known and not is_new and not self.book.is_stale(device.id, self._now() - HEARD_AGAIN):
             return
-        if self._changes.get(device.id, 0) >= MOST_CHANGES:
+        if self._changes[device.id] >= MOST_CHANGES:
+            if release is None and device.id in self._late:
+                _, release, result = self._late[device.id]
+            self._late[device.id] = (device, release, result)
             return
-        self._changes[device.id] = self._changes.get(device.id, 0) + 1
+        self._changes[device.id] += 1
         body: dict[str, Any] = {"runs": device.runs, "channel": device.channel, "kept": device.kept}
         if release is not None and result is not None:
             body |= {"release": release.number, "result": {k: v for k, v in asdict(result).items() if k != "at"}}
@@ -232,7 +264,6 @@ class Rollout:
         now = self._now()
         self._change_at = self.book.next_change(now)
         if is_due:
-            self._changes.clear()
             self._sweep()
 
     def _sweep(self) -> None:
@@ -240,7 +271,11 @@ class Rollout:
         damaged = dict[int, StateError]()
         for agent in self._roster.present("head"):
             offer, release = self._offers.get(agent), self._wanted(agent)
-            if offer is not None and not offer.is_answered and (release is None or release.number != offer.release):
+            if (
+                offer is not None
+                and offer.again_at is not None
+                and (release is None or release.number != offer.release)
+            ):
                 self._withdraw(agent, offer)
             if release is None or release.number in damaged or (offer is not None and offer.release == release.number):
                 continue
@@ -257,6 +292,15 @@ class Rollout:
         del self._offers[agent]
         if release is not None:
             self._send(agent, Cancel(run=release.run, round=0, reason=f"release {release.number}: {release.stage}"))
+
+    def _count_again(self) -> None:
+        """A new hour of changes begins; what is left of the one before is journaled."""
+        self._changes.clear()
+        self._signatures.clear()
+        late, self._late = self._late, {}
+        for device, release, result in late.values():
+            self._note(device, release, result)
+            self.offer(device.id)
 
     def _retire(self) -> None:
         """Journal which devices are there, seldom, and which were not heard for so long that they count no more."""
@@ -282,7 +326,7 @@ class Rollout:
         """Journal the next step of a release, if there is one."""
         now, journal = self._now(), self._state.journal
         for release in self.book.current():
-            verdict, reason = self.book.verdict(release)
+            verdict, reason = self.book.verdict(release, now)
             if verdict == "stop":
                 self._stop(release, reason)
                 return True
@@ -291,7 +335,7 @@ class Rollout:
                 journal.append("release_stage", body={"release": release.number, "stage": stage, "reason": reason})
                 log.info("release_%s release=%d reason=%s", stage, release.number, reason)
                 return True
-            if agents := self.book.canary_to_add(release, self._roster.present("head"), now):
+            if (agents := self.book.canary(release, self._roster.present("head"), now)) != [*release.canary]:
                 journal.append("release_canary", body={"release": release.number, "agents": agents})
                 log.info("release_canary release=%d agents=%s", release.number, ",".join(agents))
                 return True
@@ -306,7 +350,7 @@ class Rollout:
             older, body = rollback_of(self.book, release, reason, "failures")
             content, signed = file_to_release(self._state, older.run, older.bundle_id, older.digest, self._now())
             body, digest = {**body, "signed": signed}, self._state.blobs.put(content)
-        except UsageError as error:  # there is no older one, or people have to sign it
+        except (UsageError, BundleError, StateError, OSError) as error:  # no older one, unsigned, or its file is gone
             held = f"{reason}. Not rolled back: {error}"
             journal.append("release_held", body={"release": release.number, "reason": held})
             log.error("release_held release=%d reason=%s", release.number, held)
@@ -328,13 +372,16 @@ class Rollout:
 
 def _result_of(report: Report, min_gain: float | None) -> Result:
     """What a report means for the release that it is about."""
-    before = report.metrics.get("acc.before")
+    acc, before = report.acc_personal, report.metrics.get("acc.before")
     outcome: Outcome = "ok"
     reason = report.kept or report.rolled_back
     if report.kept:
         outcome = "declined"
     elif report.rolled_back:
         outcome = "failed"
-    elif min_gain is not None and before is not None and (acc := report.acc_personal or 0.0) < before + min_gain:
-        outcome, reason = "failed", f"acc.personal is {acc:.3f}, {before:.3f} before; {min_gain:+g} is allowed"
-    return Result(outcome, reason[:500], report.acc_personal, before, report.support)
+    elif min_gain is not None:
+        if before is None or acc is None:
+            outcome, reason = "unable", "its gain is not known: it reports no acc.personal, or none of the pair before"
+        elif acc < before + min_gain:
+            outcome, reason = "failed", f"acc.personal is {acc:.3f}, {before:.3f} before; {min_gain:+g} is allowed"
+    return Result(outcome, reason[:500], acc, before, report.support)

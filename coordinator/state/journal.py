@@ -49,6 +49,7 @@ Kind = Literal[
     "run_pruned",
     "bundle_exported",
     "release_made",
+    "release_signed",
     "release_canary",
     "release_stage",
     "release_held",

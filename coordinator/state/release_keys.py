@@ -493,8 +493,8 @@ def file_to_release(
             if count >= needed:
                 return copy.read_bytes(), signature_of(copy)
     path = state.run(run).folder / f"{run}.hwb"
-    is_released = any(entry.digest == digest for entry in state.journal.entries(kinds=("release_made",)))
-    again = " --again" if is_released else ""
+    released = state.journal.entries(kinds=("release_made", "release_signed"))
+    again = " --again" if any(entry.body.get("bundle_id") == bundle_id for entry in released) else ""
     try:
         if bundles.open_bundle(path).manifest.bundle_id != bundle_id:
             raise BundleUntrusted(f"{path} is another bundle than {bundle_id[:16]}")
@@ -502,7 +502,7 @@ def file_to_release(
         signed = path.read_bytes()
     except BundleError as error:
         raise UsageError(f"{error}; 'headwater keys sign {path} --key FILE{again}' signs it for a release") from error
-    if is_released and sha256_of(signed) == digest:
+    if sha256_of(signed) in {entry.digest for entry in released}:
         raise UsageError(
             f"devices that have installed newer releases refuse the version of {path}; 'headwater keys sign {path} "
             "--key FILE --again' gives it a new one, then repeat this command"

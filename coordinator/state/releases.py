@@ -2,8 +2,9 @@
 
 A release is a bundle with a number and a `Plan`. Its stages: ``canary`` (a few devices), ``paused`` (they reported
 success; waits for ``promote``), ``everybody``; besides ``held`` (no further device gets it) and ``rolled back``. A
-rollback is a release of its own, which names an older bundle. `wanted` says which release a device is to run; the
-coordinator compares that with what the device runs, so restarts and new, late and returning devices need no other code.
+rollback is a release as well: of the older bundle, and as old as that, so newer ones stay newer.
+`wanted` says which release a device is to run; the coordinator compares that with what the device runs, so restarts and
+new, late and returning devices need no other code.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any, Literal
 
 from edge_agent.errors import UsageError
@@ -26,6 +27,7 @@ from .journal import Entry, Journal, Kind
 
 RELEASE_KINDS: tuple[Kind, ...] = (
     "release_made",
+    "release_signed",
     "release_canary",
     "release_stage",
     "release_held",
@@ -39,8 +41,9 @@ RELEASE_KINDS: tuple[Kind, ...] = (
 HEARD_AGAIN = timedelta(days=7)
 """A device that is heard gets an entry at least so often, so that the journal knows which ones are gone."""
 
-Outcome = Literal["ok", "failed", "declined"]
-"""``declined``: the device keeps its bundle by its owner's choice, which says nothing of the release."""
+Outcome = Literal["ok", "failed", "declined", "unable"]
+"""``declined``: the device keeps its bundle by its owner's choice. ``unable``: it cannot install it, or not measure it,
+for a reason of the device. Both say nothing of the release."""
 
 _AMOUNT = re.compile(r"([1-9][0-9]{0,6}|0)|((?:100|[1-9]?[0-9])(?:\.[0-9]{1,3})?)%")
 _WINDOW = re.compile(r"([01][0-9]|2[0-3]):([0-5][0-9])-([01][0-9]|2[0-3]):([0-5][0-9])")
@@ -93,24 +96,43 @@ class Plan:
         known = {one.name for one in fields(cls)}
         return cls(**{name: value for name, value in body.items() if name in known})
 
-    def check(self) -> None:
-        """Return quietly where every field can be understood.
+    def check(self, now: datetime) -> None:
+        """Return quietly where every field can be understood, and the release can be active within 400 days.
 
         Raises:
             UsageError: one cannot.
         """
+        from edge_agent.config import NAME_PATTERN  # not for 'headwater status', which looks often
+        from edge_agent.wire.messages import MAX_WAIT_S
+
+        if not re.fullmatch(NAME_PATTERN, self.channel):
+            raise UsageError(f"channel '{self.channel[:80]}' cannot be that of a device; expected {NAME_PATTERN}")
         if self.canary and not amount(self.canary, 1000, up=True):
             raise UsageError("a canary of no device tests nothing; expected 1 or more, or no canary")
         amount(self.max_failed, 1000, up=False)
         if self.window and (not (match := _WINDOW.fullmatch(self.window)) or match.groups()[:2] == match.groups()[2:]):
             raise UsageError(f"window '{self.window[:40]}' is none; expected two times of day in UTC, as 02:00-05:00")
-        if self.activate_at:
-            moment_of(self.activate_at)
+        if self.activation(now)[0] > MAX_WAIT_S:
+            raise UsageError(
+                f"activate_at '{self.activate_at[:40]}' is more than {MAX_WAIT_S / 86400:.0f} days ahead; give a "
+                "nearer date, or release later"
+            )
         if not self.canary and (self.success or self.auto_promote):
             raise UsageError("success and auto-promote are about a canary; give --canary, for example 10%")
+        if self.canary.isdecimal() and self.success > int(self.canary):
+            raise UsageError(f"success {self.success} of a canary of {self.canary}; expected at most all of them")
 
     def activation(self, now: datetime) -> tuple[float, float | None]:
-        """Seconds until a device may switch, and for how many seconds it may then; None: without end."""
+        """Seconds until a device may switch, and for how many seconds it may then; None: without end.
+
+        Where that is after the last day of the calendar, it is that day.
+        """
+        try:
+            return self._activation(now)
+        except OverflowError:
+            return (datetime.max.replace(microsecond=0, tzinfo=timezone.utc) - now).total_seconds(), None
+
+    def _activation(self, now: datetime) -> tuple[float, float | None]:
         begin = max(now, moment_of(self.activate_at)) if self.activate_at else now
         if not (match := _WINDOW.fullmatch(self.window)):
             return (begin - now).total_seconds(), None
@@ -204,8 +226,6 @@ class Pin:
     reason: str
     until: str
     at: str
-    digest: str = ""
-    """Of the file, where it was signed for this pin; empty: that of the release."""
 
     def holds(self, now: datetime) -> bool:
         """Whether it counts at that moment."""
@@ -228,6 +248,9 @@ class Book:
 
     releases: list[Release] = field(default_factory=list)
     devices: dict[str, Device] = field(default_factory=dict)
+    channels: dict[str, list[Release]] = field(default_factory=dict)
+    """Channel -> its releases, the newest last; a rollback comes right after the release that it returns to."""
+
     pins: dict[str, Pin] = field(default_factory=dict)
     heard: dict[str, str] = field(default_factory=dict)
     """Device -> time (ISO 8601) of its newest entry; one that is there gets another each `HEARD_AGAIN`."""
@@ -247,7 +270,7 @@ class Book:
 
     def add(self, entry: Entry) -> None:
         """Count one more entry; what contradicts those before it (two commands at once) changes nothing."""
-        self.seen, body = entry.id, entry.body
+        self.seen = entry.id
         if entry.kind == "release_made":
             self._made(entry)
         elif entry.kind == "device_reported" and entry.agent is not None:
@@ -256,13 +279,20 @@ class Book:
             self._pinned(entry.agent, entry)
         elif entry.kind == "device_retired" and entry.agent is not None:
             self._retired(entry.agent)
-        elif (release := self.get(body.get("release", 0))) is None or release.rolled_back_by:
+        elif (release := self.get(entry.body.get("release", 0))) is not None:
+            self._changed(release, entry)
+
+    def _changed(self, release: Release, entry: Entry) -> None:
+        body = entry.body
+        if entry.kind == "release_signed":
+            release.digest, release.body = entry.digest or "", {**release.body, "signed": body.get("signed")}
+        elif release.rolled_back_by:
             return
         elif entry.kind == "release_canary":
-            release.canary |= dict.fromkeys(body["agents"])
+            release.canary = dict.fromkeys(body["agents"])
         elif entry.kind == "release_stage":
             release.paused, release.promoted = True, release.promoted or body["stage"] == "everybody"
-        elif entry.kind == "release_held":
+        elif entry.kind == "release_held" and not release.rolls_back:
             release.held = body.get("reason") or "by 'headwater release hold'"
         elif entry.kind == "release_resumed":
             release.held = ""
@@ -286,9 +316,20 @@ class Book:
             promoted=not plan.canary,
             rolls_back=body.get("rolls_back", 0),
         )
+        order = self.channels.setdefault(plan.channel, [])
+        if not made.rolls_back:
+            order.append(made)
+        else:
+            undone = self.get(made.rolls_back)
+            older = None if undone is None or undone.rolled_back_by else self.before(undone)
+            if undone is None or older is None or older.bundle_id != made.bundle_id:
+                return  # another command was faster
+            begin = _place(order, older) + 1
+            for one in order[begin : _place(order, undone) + 1]:
+                if one.bundle_id == undone.bundle_id and not one.rolled_back_by:
+                    one.rolled_back_by = made.number
+            order.insert(begin, made)
         self.releases.append(made)
-        if (undone := self.get(made.rolls_back)) is not None:
-            undone.rolled_back_by = made.number
 
     def _reported(self, agent: str, entry: Entry) -> None:
         body, before = entry.body, self.devices.get(agent)
@@ -306,7 +347,7 @@ class Book:
         self.pins.pop(agent, None)
         if entry.kind == "device_pinned":
             body = entry.body
-            texts = (body.get("reason", ""), body.get("until", ""), entry.at, entry.digest or "")
+            texts = (body.get("reason", ""), body.get("until", ""), entry.at)
             self.pins[agent] = Pin(body["release"], *texts)
 
     def _retired(self, agent: str) -> None:
@@ -344,11 +385,16 @@ class Book:
 
     def before(self, release: Release) -> Release | None:
         """The release that devices return to when this one is rolled back: the newest for everybody before it."""
-        for other in self._of_channel(release.plan.channel):
-            is_for_all = other.promoted and other.is_open and other.bundle_id != release.bundle_id
-            if other.number < release.number and is_for_all:
+        order = self.channels[release.plan.channel]
+        for other in reversed(order[: _place(order, release)]):
+            if other.promoted and other.is_open and other.bundle_id != release.bundle_id:
                 return other
         return None
+
+    def returns(self, device: Device, release: Release) -> bool:
+        """Whether a device that is to run a release goes back by that: it runs the bundle of a newer one."""
+        newer = (one for one in self.releases[release.number :] if not one.rolls_back)
+        return bool(release.rolls_back) or any(one.bundle_id == device.runs for one in newer)
 
     def for_everybody(self, channel: str) -> Release | None:
         """The newest release that everybody in a channel is to run; it is the parent of the next one."""
@@ -361,7 +407,7 @@ class Book:
 
     def current(self) -> Iterator[Release]:
         """The releases that devices may get now: of each channel the newest for everybody, and what came after it."""
-        for channel in sorted({release.plan.channel for release in self.releases}):
+        for channel in sorted(self.channels):
             for release in self._of_channel(channel):
                 if release.is_open:
                     yield release
@@ -369,9 +415,9 @@ class Book:
                         break
 
     def in_use(self) -> list[Release]:
-        """The releases whose files stay: those that a device may get, or return to by a rollback."""
+        """The releases that a device may get, or return to by a rollback; no cleaning takes their files."""
         result = dict[int, Release]()
-        for channel in {release.plan.channel for release in self.releases}:
+        for channel in self.channels:
             bundles = set[str]()
             for release in self._of_channel(channel):
                 if release.promoted and release.is_open:
@@ -389,63 +435,83 @@ class Book:
         """How many devices the canary is to have, in a fleet of this size."""
         return max(1, amount(release.plan.canary, self.sizes[release.plan.channel], up=True))
 
-    def canary_to_add(self, release: Release, candidates: Iterable[str], now: datetime) -> list[str]:
-        """The devices that are still to be added to the canary, of those that can be reached now.
+    def check_fleet(self, plan: Plan) -> None:
+        """Return quietly where the devices that were heard in its channel are enough for a plan; also before any was.
 
-        They are drawn by a hash of device and release, so that no device is always the first. A device that declines
-        the release, or is pinned, is replaced.
+        Raises:
+            UsageError: they are not.
         """
+        heard = self.sizes[plan.channel]
+        size = max(1, amount(plan.canary, heard, up=True)) if plan.canary else heard
+        if heard and size > heard:
+            raise UsageError(
+                f"a canary of {size}, and {heard} devices were heard in channel '{plan.channel}'; give fewer, or 'all' "
+                "to release to everybody at once"
+            )
+        if heard and plan.success > size:
+            raise UsageError(f"success {plan.success} of a canary of {size}; expected at most all of them")
+
+    def canary(self, release: Release, candidates: Iterable[str], now: datetime) -> list[str]:
+        """The devices that are to be a release's canary, drawn from the candidates, who can be reached now.
+
+        They are drawn by a hash of device and release, so that no device is always the first. A device that is out is
+        replaced, and stays so: it is pinned, in another channel or retired, declines the release, or is unable.
+        """
+        as_it_is = [*release.canary]
         if release.stage != "canary":
-            return []
-        counted = [agent for agent in release.canary if not self._is_out(agent, release, now)]
+            return as_it_is
+        counted = [agent for agent in as_it_is if not self._is_out(agent, release, now)]
         missing = self.canary_size(release) - len(counted)
         if missing <= 0:
-            return []
-        free = [
-            agent
-            for agent in candidates
-            if agent not in release.canary
-            and (device := self.devices.get(agent)) is not None
-            and device.channel == release.plan.channel
-            and not self._is_out(agent, release, now)
-        ]
-        return sorted(free, key=lambda agent: drawn(agent, release.number))[:missing]
+            return as_it_is
+        free = [agent for agent in candidates if agent not in release.canary and not self._is_out(agent, release, now)]
+        fresh = sorted(free, key=lambda agent: drawn(agent, release.number))[:missing]
+        return [*counted, *fresh] if fresh else as_it_is
 
     def _is_out(self, agent: str, release: Release, now: datetime) -> bool:
         result, device = release.results.get(agent), self.devices.get(agent)
-        if device is None:  # retired
+        if device is None or device.channel != release.plan.channel or self.pin(agent, now) is not None:
             return True
-        is_kept = result.outcome == "declined" if result is not None else bool(device.kept)
-        return is_kept or self.pin(agent, now) is not None
+        return bool(device.kept) if result is None else result.outcome in {"declined", "unable"}
 
-    def verdict(self, release: Release) -> tuple[Literal["", "stop", "succeeded"], str]:
+    def has_say(self, agent: str, release: Release) -> bool:
+        """Whether a device is among those that are to get a release, so that what it says of it counts."""
+        device = self.devices.get(agent)
+        is_there = device is not None and device.channel == release.plan.channel
+        return is_there and (release.promoted or agent in release.canary)
+
+    def verdict(self, release: Release, now: datetime) -> tuple[Literal["", "stop", "succeeded"], str]:
         """What the reports so far say of a release, and why."""
         if not release.is_open:
             return "", ""
         asked = self.sizes[release.plan.channel] if release.promoted else self.canary_size(release)
         allowed = amount(release.plan.max_failed, asked, up=False)
-        if release.count["failed"] > allowed and len(failed := self._failed(release)) > allowed:
+        if release.count["failed"] > allowed and len(failed := self._failed(release, now)) > allowed:
             reason = release.results[failed[0]].reason
             return "stop", f"{len(failed)} of {asked} devices failed, {allowed} are allowed; {failed[0]}: {reason}"
         needed = release.plan.success or self.canary_size(release) if release.plan.canary else 0
-        if release.stage == "canary" and (succeeded := release.count["ok"]) >= needed:
-            return "succeeded", f"{succeeded} of the canary's devices reported success"
+        if release.stage == "canary" and release.count["ok"] >= needed:
+            fine = (one for one in release.canary if not self._is_out(one, release, now))
+            succeeded = sum(one in release.results and release.results[one].outcome == "ok" for one in fine)
+            if succeeded >= needed:
+                return "succeeded", f"{succeeded} of the canary's devices reported success"
         return "", ""
 
-    def _failed(self, release: Release) -> list[str]:
+    def _failed(self, release: Release, now: datetime) -> list[str]:
         """The devices whose failure counts against a release, sorted."""
-        failed = {agent for agent, one in release.results.items() if one.outcome == "failed"}
-        return sorted((failed & self.devices.keys()) - release.forgiven)
+        failed = {agent for agent, one in release.results.items() if one.outcome == "failed"} - release.forgiven
+        return sorted(one for one in failed if self.has_say(one, release) and self.pin(one, now) is None)
 
     def pending(self, release: Release, now: datetime) -> list[str]:
         """The devices that are to run the release by now and have not answered."""
         agents = sorted(self.devices if release.promoted else release.canary)
-        return [agent for agent in agents if agent not in release.results and self._is_meant(agent, release, now)]
+        return [agent for agent in agents if self._is_meant(agent, release, now)]
 
     def _is_meant(self, agent: str, release: Release, now: datetime) -> bool:
-        device = self.devices.get(agent)
+        device, result = self.devices.get(agent), release.results.get(agent)
         is_meant = device is not None and device.channel == release.plan.channel and device.runs != release.bundle_id
-        return is_meant and self.pin(agent, now) is None
+        has_answered = result is not None and result.outcome != "unable"
+        return is_meant and not has_answered and self.pin(agent, now) is None
 
     def stage(self, release: Release, now: datetime) -> str:
         """`Release.stage`; ``done`` where a channel's newest for everybody has the answers of all its devices."""
@@ -476,7 +542,11 @@ class Book:
         return min((end for end in ends if end > now), default=None)
 
     def _of_channel(self, channel: str) -> Iterator[Release]:
-        return (release for release in reversed(self.releases) if release.plan.channel == channel)
+        return reversed(self.channels.get(channel, []))
+
+
+def _place(order: list[Release], release: Release) -> int:
+    return next(place for place, one in enumerate(order) if one is release)
 
 
 def drawn(agent: str, release: int) -> str:
@@ -494,6 +564,13 @@ def book_of(journal: Journal) -> Book:
 def releases_in_use(journal: Journal) -> list[Release]:
     """`Book.in_use` of a journal."""
     return _without_devices(journal).in_use()
+
+
+def release_blobs(journal: Journal, pruned: Collection[str | None]) -> set[str]:
+    """Digests of the newest file of each release that is in use, or of a run that was not ``pruned``."""
+    book = _without_devices(journal)
+    stay = {one.number for one in book.in_use()}
+    return {one.digest for one in book.releases if one.digest and (one.number in stay or one.run not in pruned)}
 
 
 def released_to_all(journal: Journal, channel: str) -> Release | None:

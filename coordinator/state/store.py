@@ -26,7 +26,7 @@ from edge_agent.errors import StateError, UsageError, cause
 from edge_agent.storage import HeldLock, folder_lock, read_json, sha256_file, sha256_of, sync, write_atomic, write_json
 
 from .journal import CHECKPOINTS, Journal
-from .releases import releases_in_use
+from .releases import release_blobs
 
 log = logging.getLogger(__name__)
 
@@ -326,13 +326,11 @@ def blobs_needed(state: StateFolder, pruned: Sequence[str] = ()) -> set[str]:
     journal = state.journal
     gone = {*pruned, *(entry.run for entry in journal.entries(kinds=("run_pruned",)))}
     checkpoints = {run: digest for run, digest in journal.checkpoints().items() if run not in gone}
-    kept = journal.digests(
-        ("bundle_exported", "release_made", "device_pinned", "norm_pooled", "ranges_collected", "state_kept")
-    )
+    kept = journal.digests(("bundle_exported", "norm_pooled", "ranges_collected", "state_kept"))
     for request in journal.entries(kinds=("run_requested",)):
         if request.run in checkpoints and request.body.get("keep_updates"):
             kept |= journal.digests((*CHECKPOINTS, "update_accepted"), request.run)
-    needed = {*checkpoints.values(), *(release.digest for release in releases_in_use(journal) if release.digest)}
+    needed = {*checkpoints.values()} | release_blobs(journal, gone)
     needed |= {digest for run, digest in kept if run not in gone}
     for record in map(journal.replay, journal.unfinished()):
         needed |= {*record.bases} if record.good is None else {*record.bases, record.good}

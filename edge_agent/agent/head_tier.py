@@ -116,7 +116,14 @@ def install_bundle(config: AgentConfig, message: Install, path: Path, now: Calla
             log.info("installed bundle=%s acc.personal=%s", runs[:12], result.scores.personal)
     about, one_class = message.bundle_id, of_one_class(*samples)
     return Report(
-        run=message.run, about=about, bundle_id=runs, rolled_back=why, one_class=one_class, metrics=metrics, **figures
+        run=message.run,
+        about=about,
+        release=message.release,
+        bundle_id=runs,
+        rolled_back=why,
+        one_class=one_class,
+        metrics=metrics,
+        **figures,
     )
 
 

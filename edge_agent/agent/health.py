@@ -90,6 +90,18 @@ _KNOWN = (
         "the bundle is damaged, or does not do here what it did where it was made",
         "export and release the encoder again",
     ),
+    _Known(
+        errors.BundleOlder,
+        "older",
+        "the bundle was signed before the one that was installed last",
+        "nothing where the coordinator signs: it does so again; otherwise 'headwater keys sign --again'",
+    ),
+    _Known(
+        errors.BundleUntrusted,
+        "untrusted",
+        "the device does not trust the bundle's signature",
+        f"{_SEE}; look at the device's clock and at whose keys it trusts",
+    ),
     _Known(errors.BundleError, "bundle", "the bundle cannot be used here", "export and release the encoder again"),
     _Known(
         errors.TransferTooSlow,
@@ -148,10 +160,10 @@ class Problem:
     remedy: str
     at: str
 
-    def to_coordinator(self, about: JobKey | None = None) -> Fault:
-        """The fault as it is sent to the coordinator, about that job or none."""
+    def to_coordinator(self, about: JobKey | None = None, release: int = 0) -> Fault:
+        """The fault as it is sent to the coordinator, about that job or release, or neither."""
         job = about._asdict() if about is not None else {}
-        return Fault(error=self.error, code=self.code, message=self.public, remedy=self.remedy, **job)
+        return Fault(error=self.error, code=self.code, message=self.public, remedy=self.remedy, release=release, **job)
 
     def as_json(self) -> dict[str, str]:
         """For the status of this device, which shows the whole message itself."""

@@ -431,6 +431,7 @@ class TaskRunner:
         report = Report(
             run=message.run,
             about=message.bundle_id,
+            release=message.release,
             bundle_id=self.bundle_id,
             rolled_back=why[:1000],
             kept=self.kept(),
@@ -709,7 +710,7 @@ class TaskQueue:
         try:
             declined = self._tasks.declined(message)
         except StateError as damage:  # a release that was rolled back must not return because the record is damaged
-            self._report(damage, about, "bundle")
+            self._report(damage, about, "bundle", message.release)
             return
         if declined is not None:
             log.info("release_declined bundle=%s why=%s", message.bundle_id[:12], declined.rolled_back)
@@ -719,7 +720,7 @@ class TaskQueue:
             self._link.send(self._installed[1].model_copy(update={"run": message.run}))
             return
         if (error := self._cannot_hold((message.blob,))) is not None:
-            self._report(error, about, "bundle")
+            self._report(error, about, "bundle", message.release)
             return
         self._install = message
         self._switches_at = self._downloads.clock() + message.activate_in_s
@@ -966,7 +967,7 @@ class TaskQueue:
             self._installed = ((install.blob.digest, install.release), result)
             self._link.send(result)
         else:
-            self._report(error, JobKey(install.run, purpose=None), "bundle")
+            self._report(error, JobKey(install.run, purpose=None), "bundle", install.release)
 
     def _refuse(self, error: PrivacyRefused, job: wire.Job) -> None:
         """Say that this device does not do the job, which is no fault of its own."""
@@ -978,7 +979,7 @@ class TaskQueue:
         about = job_key(job)._asdict()
         self._link.send(wire.Fault(error=type(error).__name__, message=str(error)[:2000], remedy=remedy, **about))
 
-    def _report(self, error: BaseException, about: JobKey | None = None, kind: Kind = "work") -> None:
+    def _report(self, error: BaseException, about: JobKey | None = None, kind: Kind = "work", release: int = 0) -> None:
         """Send a `Fault`, and continue: a job that cannot be done here must not end the agent."""
         problem = self.condition.note(kind, error)
         if isinstance(error, HeadwaterError | OSError):
@@ -986,7 +987,9 @@ class TaskQueue:
         else:
             log.error("work_broke", exc_info=error)
         # A full disk passes: the agent's condition says that its job has to wait.
-        self._link.send(problem.to_coordinator(None if problem.kind == "disk" else about))
+        if problem.kind == "disk":
+            about, release = None, 0
+        self._link.send(problem.to_coordinator(about, release))
 
 
 def fault(error: BaseException, run: str, number: int) -> wire.Fault:

@@ -400,6 +400,7 @@ class Report(Control):
     type: Literal["report"] = "report"
     run: RunId
     about: Text = Field("", max_length=64, description="id of the bundle that the figures are of; empty: trained here")
+    release: int = Field(0, ge=0, description="number of the release by which that bundle came; 0: by none")
     bundle_id: Text = Field("", max_length=64, description="id of the bundle that the device runs now")
     fingerprint: Text = Field("", max_length=64, description="of the encoder's variant that the figures are of")
     precision: Literal["", "fp32", "int8"] = Field("", description="of that variant; empty: none was used")
@@ -433,6 +434,7 @@ class Fault(Control):
         None, description="of the job; None: no job, or one of a purpose that is unknown here"
     )
     session: Session = Field("", description="of the job, where it is part of a secure sum")
+    release: int = Field(0, ge=0, description="number of the release whose bundle could not be installed; 0: of none")
 
 
 class Heartbeat(Control):

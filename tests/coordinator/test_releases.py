@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.fleet.rollout import COUNT_S, Rollout
 from coordinator.state.journal import Journal, utc_now
-from coordinator.state.releases import Book, Plan, amount, releases_in_use, rollback_of
+from coordinator.state.releases import Book, Plan, amount, release_blobs, releases_in_use, rollback_of
 from edge_agent.errors import UsageError
 from edge_agent.moments import moment_of
 
@@ -89,7 +89,7 @@ def test_amounts_that_are_none(text):
 )
 def test_plans_that_cannot_be_followed(plan, message):
     with pytest.raises(UsageError, match=message):
-        Plan(**plan).check()
+        Plan(**plan).check(NOW)
 
 
 @pytest.mark.parametrize(
@@ -123,18 +123,18 @@ def test_a_release_at_once_is_wanted_by_everybody_and_by_new_devices(scene):
 def test_an_entry_of_an_older_version_is_a_release_at_once(scene):
     scene.write("release_made", digest="a" * 64, bundle_id="a" * 64)
     assert scene.wanted("d00") == 1
-    assert scene.book.verdict(scene.book.releases[0]) == ("", "")
+    assert scene.book.verdict(scene.book.releases[0], NOW) == ("", "")
 
 
 def test_only_the_canary_gets_a_new_release_until_it_is_promoted(scene):
     scene.make("a")
     release = scene.make("b", canary="20%")
     assert {scene.wanted(name) for name in DEVICES} == {1}
-    drawn = scene.book.canary_to_add(release, DEVICES, NOW)
+    drawn = scene.book.canary(release, DEVICES, NOW)
     assert len(drawn) == 2
-    assert drawn == scene.book.canary_to_add(release, reversed(DEVICES), NOW), "whoever comes first"
+    assert drawn == scene.book.canary(release, reversed(DEVICES), NOW), "whoever comes first"
     scene.write("release_canary", release=2, agents=drawn)
-    assert scene.book.canary_to_add(release, DEVICES, NOW) == []
+    assert scene.book.canary(release, DEVICES, NOW) == drawn
     assert {name for name in DEVICES if scene.wanted(name) == 2} == set(drawn)
     scene.write("release_stage", release=2, stage="paused")
     assert {name for name in DEVICES if scene.wanted(name) == 2} == set(drawn)
@@ -143,20 +143,22 @@ def test_only_the_canary_gets_a_new_release_until_it_is_promoted(scene):
 
 
 def test_other_releases_draw_other_canaries(scene):
-    drawn = [tuple(scene.book.canary_to_add(scene.make("b", canary="2"), DEVICES, NOW)) for _ in range(8)]
+    drawn = [tuple(scene.book.canary(scene.make("b", canary="2"), DEVICES, NOW)) for _ in range(8)]
     assert len(set(drawn)) > 4
 
 
 def test_a_device_that_declines_or_is_pinned_is_replaced_in_the_canary(scene):
     scene.make("a")
     release = scene.make("b", canary="2")
-    first, second = scene.book.canary_to_add(release, DEVICES, NOW)
+    first, second = scene.book.canary(release, DEVICES, NOW)
     scene.write("release_canary", release=2, agents=[first, second])
     scene.device(first, "a", 2, "declined", "by hand", kept="by hand")
-    (third,) = scene.book.canary_to_add(release, DEVICES, NOW)
-    scene.write("release_canary", release=2, agents=[third])
+    kept, third = scene.book.canary(release, DEVICES, NOW)
+    assert kept == second
+    scene.write("release_canary", release=2, agents=[second, third])
     scene.write("device_pinned", agent=second, release=1)
-    (fourth,) = scene.book.canary_to_add(release, DEVICES, NOW)
+    kept, fourth = scene.book.canary(release, DEVICES, NOW)
+    assert kept == third
     assert len({first, second, third, fourth}) == 4
 
 
@@ -180,9 +182,10 @@ def test_a_device_that_declines_or_is_pinned_is_replaced_in_the_canary(scene):
 def test_when_a_release_stops_and_when_its_canary_has_succeeded(scene, plan, failed, ok, expected):
     scene.make("a")
     release = scene.make("b", **plan)
+    scene.write("release_canary", release=2, agents=DEVICES[: failed + ok])
     for number, name in enumerate(DEVICES[: failed + ok]):
         scene.device(name, "a", 2, "failed" if number < failed else "ok", "bad")
-    assert scene.book.verdict(release)[0] == expected
+    assert scene.book.verdict(release, NOW)[0] == expected
 
 
 def test_a_device_that_fails_twice_counts_once_and_one_that_recovers_does_not(scene):
@@ -191,7 +194,7 @@ def test_a_device_that_fails_twice_counts_once_and_one_that_recovers_does_not(sc
         scene.device("d00", "b", 1, outcome)
     scene.device("d01", "a", 1, "failed")
     assert release.count == {"failed": 1, "ok": 1}
-    assert scene.book.verdict(release)[0] == ""
+    assert scene.book.verdict(release, NOW)[0] == ""
 
 
 def test_hold_and_resume(scene):
@@ -202,12 +205,12 @@ def test_hold_and_resume(scene):
     scene.device("d01", "a", 2, "failed", "bad")
     scene.write("release_held", release=2, reason="complaints")
     assert (scene.wanted("d00"), scene.wanted("d01"), scene.wanted("d02")) == (None, 1, 1), "who runs it keeps it"
-    assert (release.stage, scene.book.verdict(release)) == ("held", ("", ""))
+    assert (release.stage, scene.book.verdict(release, NOW)) == ("held", ("", ""))
     scene.write("release_resumed", release=2)
     assert (scene.wanted("d00"), scene.wanted("d01"), scene.wanted("d02")) == (2, 2, 1)
-    assert scene.book.verdict(release)[0] == "", "that failure was known"
-    scene.device("d02", "a", 2, "failed", "bad")
-    assert scene.book.verdict(release)[0] == "stop"
+    assert scene.book.verdict(release, NOW)[0] == "", "that failure was known"
+    scene.device("d00", "a", 2, "failed", "bad")
+    assert scene.book.verdict(release, NOW)[0] == "stop"
 
 
 def test_a_rollback_is_a_release_of_the_older_bundle(scene):
@@ -261,13 +264,13 @@ def test_retired_devices_count_in_no_share_and_count_again_when_they_are_heard(s
     release = scene.make("b", max_failed="20%")
     for name in DEVICES[:2]:
         scene.device(name, "a", 1, "failed", "bad")
-    assert scene.book.verdict(release)[0] == "", "2 of 10"
+    assert scene.book.verdict(release, NOW)[0] == "", "2 of 10"
     for name in DEVICES[5:]:
         scene.write("device_retired", agent=name)
     assert scene.book.sizes["stable"] == 5
-    assert scene.book.verdict(release)[1].startswith("2 of 5 devices failed, 1 are allowed; d00")
+    assert scene.book.verdict(release, NOW)[1].startswith("2 of 5 devices failed, 1 are allowed; d00")
     scene.write("device_retired", agent="d00")
-    assert (release.count["failed"], scene.book.verdict(release)[0]) == (1, "stop"), "1 of 4, none is allowed"
+    assert (release.count["failed"], scene.book.verdict(release, NOW)[0]) == (1, "stop"), "1 of 4, none is allowed"
     scene.device("d00", "a")
     scene.device("d05")
     assert (release.count["failed"], scene.book.sizes["stable"]) == (2, 6)
@@ -277,11 +280,11 @@ def test_retired_devices_count_in_no_share_and_count_again_when_they_are_heard(s
 
 def test_a_retired_device_is_replaced_in_the_canary_and_is_not_waited_for(scene):
     release = scene.make("b", canary="1")
-    (first,) = scene.book.canary_to_add(release, DEVICES, NOW)
+    (first,) = scene.book.canary(release, DEVICES, NOW)
     scene.write("release_canary", release=1, agents=[first])
     scene.write("device_retired", agent=first)
     assert scene.book.pending(release, NOW) == []
-    (second,) = scene.book.canary_to_add(release, DEVICES, NOW)
+    (second,) = scene.book.canary(release, DEVICES, NOW)
     assert second != first
 
 
@@ -313,7 +316,7 @@ def test_failures_that_were_known_are_those_of_their_devices(scene):
     scene.write("release_resumed", release=1)
     scene.write("device_retired", agent="d00")
     scene.device("d01", "a", 1, "failed", "bad")
-    assert scene.book.verdict(release)[0] == "stop"
+    assert scene.book.verdict(release, NOW)[0] == "stop"
 
 
 def test_channels_are_apart(scene):
@@ -358,3 +361,118 @@ def test_moments_are_utc_unless_they_say_otherwise():
     assert moment_of("2030-01-31") == datetime(2030, 1, 31, tzinfo=timezone.utc)
     assert moment_of("2030-01-31T02:00+01:00") == datetime(2030, 1, 31, 1, tzinfo=timezone.utc)
     assert moment_of("2030-01-31T02:00:00Z") == datetime(2030, 1, 31, 2, tzinfo=timezone.utc)
+
+
+def test_a_rollback_moves_only_devices_that_were_to_run_what_it_undoes(scene):
+    """Newer releases stay newer: one for everybody, and a canary."""
+    for letter in "abc":
+        scene.make(letter)
+    scene.make("a", rolls_back=2)
+    assert {scene.wanted(name) for name in DEVICES} == {3}
+    scene.make("d", canary="1")
+    scene.write("release_canary", release=5, agents=["d00"])
+    scene.make("a", rolls_back=3)
+    assert (scene.wanted("d00"), scene.wanted("d01")) == (5, 6)
+    scene.write("release_stage", release=5, stage="everybody")
+    assert {scene.wanted(name) for name in DEVICES} == {5}, "what is promoted goes out"
+
+
+def test_a_rollback_leaves_canaries_between_alone_and_takes_all_releases_of_the_bundle(scene):
+    for letter, plan in (("a", {}), ("b", {"canary": "1"}), ("c", {}), ("c", {})):
+        scene.make(letter, **plan)
+    scene.write("release_canary", release=2, agents=["d00"])
+    scene.make("a", rolls_back=4)
+    assert [one.rolled_back_by for one in scene.book.releases] == [0, 0, 5, 5, 0]
+    assert (scene.wanted("d00"), scene.wanted("d01")) == (2, 5)
+
+
+def test_of_two_rollbacks_at_once_one_that_does_not_fit_any_more_changes_nothing(scene):
+    """Each command has computed what it returns to from its own book."""
+    for letter in "abc":
+        scene.make(letter)
+    scene.make("a", rolls_back=2)
+    scene.make("b", rolls_back=3)  # that is back to release 2, which is gone by now
+    assert [one.stage for one in scene.book.releases] == ["everybody", "rolled back", "everybody", "everybody"]
+    scene.make("a", rolls_back=2)
+    assert len(scene.book.releases) == 4, "twice the same"
+    assert {scene.wanted(name) for name in DEVICES} == {3}
+
+
+def test_a_rollback_cannot_be_held(scene):
+    scene.make("a")
+    scene.make("b")
+    scene.make("a", rolls_back=2)
+    scene.device("d00", "b")
+    scene.write("release_held", release=3, reason="by a command that was slow")
+    assert (scene.wanted("d00"), scene.book.releases[2].stage) == (3, "everybody")
+
+
+def test_only_devices_of_the_canary_decide_it(scene):
+    scene.make("a")
+    release = scene.make("b", canary="2", max_failed="0")
+    scene.write("release_canary", release=2, agents=["d00", "d01"])
+    scene.device("d00", "b", 2, "ok")
+    scene.device("d02", "b", 2, "ok")
+    assert scene.book.verdict(release, NOW)[0] == "", "d02 is pinned to it, say"
+    scene.device("d03", "a", 2, "failed", "bad")
+    assert scene.book.verdict(release, NOW)[0] == ""
+    scene.write("device_pinned", agent="d01", release=2, until="")
+    scene.device("d01", "b", 2, "ok")
+    assert scene.book.verdict(release, NOW)[0] == "", "a pin installs whatever the comparison says"
+    scene.write("device_unpinned", agent="d01")
+    assert scene.book.verdict(release, NOW)[0] == "succeeded"
+
+
+def test_a_device_that_was_replaced_in_the_canary_stays_out_of_it(scene):
+    """Its pin ends, it comes back to the channel, its clock is right again: a canary of two is of two."""
+    scene.make("a")
+    release = scene.make("b", canary="2")
+    first, second = scene.book.canary(release, DEVICES, NOW)
+    scene.write("release_canary", release=2, agents=[first, second])
+    end = NOW + timedelta(hours=1)
+    scene.write("device_pinned", agent=first, release=1, until=end.isoformat())
+    scene.device(second, "a", channel="beta")
+    drawn = scene.book.canary(release, DEVICES, NOW)
+    assert len({*drawn, first, second}) == 4
+    scene.write("release_canary", release=2, agents=drawn)
+    scene.device(second, "a")
+    assert [name for name in DEVICES if scene.book.wanted(scene.book.devices[name], end) is release] == sorted(drawn)
+    scene.device(drawn[0], "a", 2, "unable", "its clock")
+    assert len({*scene.book.canary(release, DEVICES, NOW), *drawn}) == 3
+
+
+@pytest.mark.parametrize(
+    "plan, message",
+    [
+        ({"canary": "11"}, "a canary of 11, and 10 devices were heard in channel 'stable'"),
+        ({"canary": "20%", "success": 3}, "success 3 of a canary of 2"),
+    ],
+)
+def test_plans_that_the_fleet_is_too_small_for(scene, plan, message):
+    with pytest.raises(UsageError, match=message):
+        scene.book.check_fleet(Plan(**plan))
+    scene.book.check_fleet(Plan(**plan, channel="not-heard-yet"))
+    scene.book.check_fleet(Plan(canary="10", success=10))
+
+
+def test_a_date_that_no_calendar_has_is_refused_and_one_in_a_journal_is_waited_for():
+    for far in ("9999-12-31T06:00", "2031-02-10"):
+        plan = Plan(window="02:00-05:00", activate_at=far)
+        with pytest.raises(UsageError, match="more than 400 days ahead"):
+            plan.check(NOW)
+    Plan(window="02:00-05:00", activate_at="2031-02-01").check(NOW)
+    wait_s, within_s = Plan(window="02:00-05:00", activate_at="9999-12-31T06:00").activation(NOW)
+    assert (NOW + timedelta(seconds=wait_s)).year == 9999
+    assert within_s is None
+
+
+def test_pins_and_new_signatures_keep_one_file_of_each_release(scene, journal):
+    for letter in "abc":
+        scene.make(letter)
+    before = release_blobs(journal, ())
+    for digit in "01234":
+        scene.write("release_signed", digest=digit * 64, release=1)
+        scene.write("device_pinned", agent="d00", release=1)
+        scene.write("device_unpinned", agent="d00")
+    assert release_blobs(journal, ()) == before - {"a" * 64} | {"4" * 64}
+    assert release_blobs(journal, {None, ""}) == {letter * 64 for letter in "bc"}, "those in use, of runs that are gone"

@@ -227,6 +227,7 @@ class Federation:
         *,
         seconds: float | None = None,
         training_s: float | None = None,
+        channel: str = "stable",
         **options: Any,
     ) -> Agent:
         """An agent that is new, or starts again on what it has on disk.
@@ -244,6 +245,7 @@ class Federation:
             heartbeat_s=self.heartbeat_s,
             broker=broker,
             data=DataConfig(source="none:"),
+            channel=channel,
         )
         self.boots += 1
         boot = f"b{self.boots}"

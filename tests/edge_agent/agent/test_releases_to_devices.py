@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,6 +14,7 @@ from release_site import ReleaseSite
 from coordinator.cli import main as headwater
 from coordinator.state.journal import utc_now
 from coordinator.state.release_keys import ReleaseKeys, read_key, sign_bundle
+from coordinator.state.store import blobs_needed
 from edge_agent import bundle as bundles
 from edge_agent.agent import local_state
 from edge_agent.cli import main
@@ -362,6 +364,9 @@ def test_status_and_report_show_what_a_release_waits_for_and_what_it_scored_wher
         (("create",), "no run has a bundle that can be released"),
         (("create", "--canary", "many"), "'many' is no number of devices"),
         (("create", "--window", "night"), "window 'night' is none"),
+        (("create", "--window", "02:00-05:00", "--activate-at", "9999-12-31T06:00"), "more than 400 days ahead"),
+        (("create", "--canary", "2", "--success", "5"), "success 5 of a canary of 2"),
+        (("create", "--channel", "Stable beta"), "channel 'Stable beta' cannot be that of a device"),
         (("pin", "porch", "--reason", "x"), "no device 'porch' was heard"),
         (("pin", "porch", "--reason", "x", "--until", "2020-01-01"), "is over"),
         (("unpin", "porch"), "'porch' is not pinned"),
@@ -382,6 +387,7 @@ def test_commands_that_cannot_be_obeyed_say_what_to_do(site, words, message, cap
         ((), ("rollback", 1), "there is nothing to return to"),
         ((("hold", 1),), ("hold", 1), "only one that devices still get can be held"),
         ((), ("hold", 2), "no release 2; there are 1 to 1"),
+        ((("create", "run-0001"), ("promote", 2)), ("rollback", 2), "before it has the same bundle"),
     ],
 )
 def test_steps_out_of_order_are_refused(site, made, before, words, message, capsys):
@@ -392,6 +398,20 @@ def test_steps_out_of_order_are_refused(site, made, before, words, message, caps
         headwater(["release", *map(str, words), "--state", str(site.config.state)])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_release_is_by_default_of_the_newest_run_and_a_rollback_cannot_be_held(site, made, capsys):
+    for bundle in made[:2]:
+        released(site, bundle)
+    site.release("rollback", 2)
+    with pytest.raises(SystemExit) as ended:
+        headwater(["release", "hold", "3", "--state", str(site.config.state)])
+    assert ended.value.code == 2
+    assert "'headwater release rollback 3' goes further back" in capsys.readouterr().err
+    run = site.export(made[2])
+    site.release("create", "run-0001", "--canary", "all")
+    newest = site.release("create", "--canary", "all")
+    assert (newest["lineage"]["run"], newest["bundle_id"]) == (run, made[2].manifest.bundle_id)
 
 
 def test_rollbacks_are_signed_again_for_devices_that_refuse_older_versions(site, make_bundle, capsys):
@@ -442,3 +462,54 @@ def test_rollbacks_are_signed_again_for_devices_that_refuse_older_versions(site,
     reason = site.release("status")["releases"][-1]["waits_for"]
     assert "Not rolled back" in reason
     assert "--again" in reason
+
+
+def test_devices_that_return_to_their_channel_get_a_file_that_they_may_install(site, make_bundle):
+    """The file of a pin, or of another channel, was signed later than that of the release that they return to."""
+    keys = ReleaseKeys(site.config.state)
+    keys.create("home", utc_now())
+    trusting = BundleConfig(trust=keys.root)
+    released(site, make_bundle("a.hwb", dim=16))
+    for name in ("porch", "hall", "attic"):
+        site.add(name, tier="head", bundle=trusting)
+    site.until(lambda: set(site.running().values()) == {1}, limit_s=30)
+    released(site, make_bundle("b.hwb", dim=16, seed=1), "--canary", "all", "--max-failed", "0")
+    site.until(lambda: set(site.running().values()) == {2}, limit_s=30)
+    site.release("pin", "porch", "--release", 1, "--reason", "measurements")
+    site.until(lambda: site.running()["porch"] == 1, limit_s=60)
+    site.release("unpin", "porch")
+    site.until(lambda: site.running()["porch"] == 2, limit_s=60)
+
+    released(site, make_bundle("c.hwb", dim=16, seed=2), "--canary", "all", "--channel", "beta")
+    for channel, expected in (("beta", 3), ("stable", 2)):
+        site.kill("hall")
+        site.add("hall", tier="head", bundle=trusting, channel=channel)
+        site.until(lambda expected=expected: site.running()["hall"] == expected, limit_s=60)
+    site.wait(60)
+    assert site.running() == {"porch": 2, "hall": 2, "attic": 2}
+    assert site.stages() == ["everybody", "everybody", "everybody"]
+    assert [dict(one.count).get("failed", 0) for one in site.coordinator.releases.book.releases] == [0, 0, 0]
+    signed = site.state.journal.entries(kinds=("release_signed",))
+    assert [entry.body["release"] for entry in signed] == [1, 2, 2][: len(signed)]
+    assert len(blobs_needed(site.state)) == 3 + 3, "of each run its export, of each release the newest file"
+
+
+def test_a_device_whose_clock_or_data_are_wrong_does_not_stop_a_release(site, make_bundle, tmp_path):
+    keys = ReleaseKeys(site.config.state)
+    keys.create("home", utc_now())
+    trusting = BundleConfig(trust=keys.root)
+    released(site, make_bundle("a.hwb", dim=16))
+    ahead_s = [0.0]
+    for name in ("porch", "hall"):
+        site.add(name, tier="head", bundle=trusting)
+    site.add("attic", tier="head", bundle=trusting, now=lambda: time.time() + ahead_s[0])
+    site.until(lambda: set(site.running().values()) == {1}, limit_s=30)
+    ahead_s[0] = 2 * 365 * 86_400.0
+    released(site, make_bundle("b.hwb", dim=16, seed=1), "--canary", "all", "--max-failed", "0")
+    site.until(lambda: site.running() == {"porch": 2, "hall": 2, "attic": 1}, limit_s=30)
+    site.wait(60)
+    (row,) = [one for one in site.release("status")["devices"] if one["device"] == "attic"]
+    assert (row["outcome"], "expired" in row["reason"]) == ("unable", True)
+    assert site.stages() == ["everybody", "everybody"]
+    ahead_s[0] = 0.0
+    site.until(lambda: set(site.running().values()) == {2}, limit_s=700)
