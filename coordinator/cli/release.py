@@ -61,9 +61,10 @@ def create(
     """Release the encoder of a finished run.
 
     A canary gets it first, then it pauses until it is promoted. Devices of tier head take releases, others do not.
-    More failures than --max-failed return all devices to the release before. A device fails that refuses the bundle,
-    goes back to its pair because that is more accurate on its held-out samples, or does not start with the new one.
-    Shares count devices that were heard in the channel. Works while the coordinator serves, and before.
+    More failures than --max-failed return all devices to the release before. A device fails on which the bundle does
+    not work, that goes back to its pair because that is more accurate on its held-out samples, or that does not start
+    with the new one. Shares count devices that were heard in the channel. Works while the coordinator serves, and
+    before.
 
     Example: headwater release create run-0003 --canary 2 --window 02:00-05:00
     """
@@ -169,7 +170,8 @@ def rollback(
 ) -> None:
     """Return devices to the release before.
 
-    That is a new release, of the older bundle.
+    Devices that run the release, or are to run it, get another release of that one's bundle. Those that run, or are to
+    run, a newer release stay there.
 
     Example: headwater release rollback 3 --reason "wrong calibration"
     """

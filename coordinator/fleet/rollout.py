@@ -297,8 +297,8 @@ class Rollout:
         """A new hour of changes begins; what is left of the one before is journaled."""
         self._changes.clear()
         self._signatures.clear()
-        late, self._late = self._late, {}
-        for device, release, result in late.values():
+        while self._late:
+            _, (device, release, result) = self._late.popitem()
             self._note(device, release, result)
             self.offer(device.id)
 

@@ -86,7 +86,7 @@ def _release_row(release: Mapping[str, Any]) -> tuple[str, ...]:
         release["stage"],
         release["by"] or "the run",
         (parent or "none")[:12],
-        *(outcomes.get(name, 0) for name in ("ok", "failed", "declined")),
+        *(outcomes.get(name, 0) for name in ("ok", "failed", "declined", "unable")),
         release["plan"]["note"],
     )
     return tuple(map(str, cells))

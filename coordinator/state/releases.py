@@ -324,8 +324,8 @@ class Book:
             older = None if undone is None or undone.rolled_back_by else self.before(undone)
             if undone is None or older is None or older.bundle_id != made.bundle_id:
                 return  # another command was faster
-            begin = _place(order, older) + 1
-            for one in order[begin : _place(order, undone) + 1]:
+            begin = _index(order, older) + 1
+            for one in order[begin : _index(order, undone) + 1]:
                 if one.bundle_id == undone.bundle_id and not one.rolled_back_by:
                     one.rolled_back_by = made.number
             order.insert(begin, made)
@@ -386,7 +386,7 @@ class Book:
     def before(self, release: Release) -> Release | None:
         """The release that devices return to when this one is rolled back: the newest for everybody before it."""
         order = self.channels[release.plan.channel]
-        for other in reversed(order[: _place(order, release)]):
+        for other in reversed(order[: _index(order, release)]):
             if other.promoted and other.is_open and other.bundle_id != release.bundle_id:
                 return other
         return None
@@ -545,8 +545,8 @@ class Book:
         return reversed(self.channels.get(channel, []))
 
 
-def _place(order: list[Release], release: Release) -> int:
-    return next(place for place, one in enumerate(order) if one is release)
+def _index(order: list[Release], release: Release) -> int:
+    return next(index for index, one in enumerate(order) if one is release)
 
 
 def drawn(agent: str, release: int) -> str:
