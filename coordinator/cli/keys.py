@@ -24,6 +24,7 @@ from ..state.release_keys import (
     Public,
     ReleaseKeys,
     Signers,
+    end_of,
     missing,
     new_key,
     read_key,
@@ -252,7 +253,7 @@ def sign(
         roots,
         signing,
         version=version,
-        expires=now + timedelta(days=days),
+        expires=end_of(version, now, timedelta(days=days)),
         min_agent=min_agent,
         again=again,
     )

@@ -6,7 +6,7 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,6 +195,15 @@ def root_of(federation: str, version: int, expires: datetime, root: Signers, rel
             }
         )
     )
+
+
+def end_of(version: int, now: datetime, life: timedelta) -> datetime:
+    """The end of a release that is signed now with this version.
+
+    Devices take a version for the time of the signature. After a clock that was ahead, versions stay ahead of the time;
+    the end has to be later than they are.
+    """
+    return max(now, datetime.fromtimestamp(version, timezone.utc)) + life
 
 
 def sign_bundle(
@@ -393,7 +402,7 @@ class ReleaseKeys:
             self.roots(),
             keys,
             version=version,
-            expires=now + (RELEASE_LIFE if purpose == "release" else ROUND_LIFE),
+            expires=end_of(version, now, RELEASE_LIFE if purpose == "release" else ROUND_LIFE),
             again=True,
             reported=reported,
             purpose=purpose,
@@ -524,6 +533,8 @@ def file_to_release(
     try:
         if bundles.open_bundle(path).manifest.bundle_id != bundle_id:
             raise BundleUntrusted(f"{path} is another bundle than {bundle_id[:16]}")
+        if _version(path) is None:
+            raise BundleUntrusted(f"{path} is not signed")
         bundles.verify(path, keys.roots()[-1])
         signed = path.read_bytes()
     except BundleError as error:

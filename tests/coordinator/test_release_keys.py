@@ -23,7 +23,9 @@ from coordinator.state.release_keys import (
     file_to_release,
     new_key,
     read_key,
+    read_public,
     role,
+    sign_bundle,
     signature_of,
     write_key,
 )
@@ -187,6 +189,43 @@ def test_a_change_of_keys_weakens_nothing_without_a_word(fleet, tmp_path, bundle
     assert (code, "root.json does; expected roots.json, which lies beside that" in err) == (2, True)
 
 
+def test_two_people_sign_an_older_bundle_for_a_new_release_by_the_commands_that_are_said(tmp_path, bundle):
+    files = []
+    for name in ("alice", "bob"):
+        files.append(tmp_path / f"{name}.key")
+        write_key(files[-1], new_key(), name=name)
+    folder, made = StateFolder(tmp_path / "state"), bundle("b")
+    keys = ReleaseKeys(folder.path)
+    with folder.look(create=True) as state:
+        keys.create("home", NOW, [read_public(file.with_name(f"{file.name}.pub")) for file in files], 2)
+        path = state.run("run-0001").folder / "run-0001.hwb"
+        path.parent.mkdir(parents=True)
+        shutil.copy(made, path)
+        bundle_id = bundles.open_bundle(path).manifest.bundle_id
+
+        def sign(number, version, again=False):
+            key, end = read_key(files[number]), NOW + timedelta(days=1)
+            sign_bundle(path, keys.roots(), [key], version=version, expires=end, again=again)
+
+        def advice(digest):
+            with pytest.raises(UsageError) as caught:
+                file_to_release(state, "run-0001", bundle_id, digest, NOW)
+            return str(caught.value)
+
+        sign(0, 7)
+        sign(1, 7)
+        digest = state.blobs.put(file_to_release(state, "run-0001", bundle_id, "", NOW)[0])
+        body = {"bundle_id": bundle_id}
+        state.journal.append("release_made", run="run-0001", round=1, digest=digest, body=body)
+        assert "--again" in advice(digest)
+        sign(0, 8, again=True)
+        assert "signed by 1 of" in advice(digest)
+        assert "--again" not in advice(digest)
+        sign(1, 9)
+        _, signed = file_to_release(state, "run-0001", bundle_id, digest, NOW)
+    assert (signed["version"], {one["name"] for one in signed["signers"]}) == (8, {"alice", "bob"})
+
+
 def test_a_bundle_carries_the_newest_roots_that_have_room(bundle, tmp_path, monkeypatch):
     home, path = Federation(), bundle("b")
     for _ in range(9):
@@ -331,6 +370,8 @@ def test_versions_of_releases_grow_also_when_the_clock_goes_back(tmp_path):
     made = [keys.next_version(at) for at in (NOW, NOW, NOW - timedelta(days=400), NOW + timedelta(days=1))]
     first = int(NOW.timestamp())
     assert made == [first, first + 1, first + 2, first + 86_400]
+    end = state_release_keys.end_of(made[2], NOW - timedelta(days=400), timedelta(days=365))
+    assert end == NOW + timedelta(days=365, seconds=2), "devices refuse what ends before the version of the newest one"
 
 
 def test_the_key_that_signs_may_be_a_credential_of_systemd(tmp_path, bundle, monkeypatch):
