@@ -508,13 +508,19 @@ def verify(path: Path, root: Envelope) -> tuple[Release, Root]:
         BundleDamaged: as `open_bundle`.
         BundleUntrusted: it is not signed by the keys that follow from that root.
     """
-    check_signed(root, read(Root, root, "root"), "root", "the root")
+    trusted = read(Root, root, "root")
+    check_signed(root, trusted, "root", "the root")
     opened = open_bundle(path)
     if opened.release is None:
-        raise BundleUntrusted(f"{path}: it is not signed; 'headwater keys sign' signs it")
-    member = parse(Member, opened.release, str(path))
-    newest = read(Root, followed([root], member.roots)[-1], "root")
-    return verified(member, files_of(opened.manifest), newest), newest
+        raise BundleUntrusted(
+            f"{path}: it is not signed; ask the operator of federation '{trusted.federation}' for a signed bundle"
+        )
+    try:
+        member = parse(Member, opened.release, str(path))
+        newest = read(Root, followed([root], member.roots)[-1], "root")
+        return verified(member, files_of(opened.manifest), newest), newest
+    except BundleUntrusted as error:
+        raise BundleUntrusted(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error
 
 
 def unpack(path: Path, folder: Path) -> Manifest:

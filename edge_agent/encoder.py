@@ -226,7 +226,9 @@ def _try_once(bundle: Bundle, precision: EncoderPrecision, *, record: bool) -> N
 
 
 def _trial_memory(bundle: Bundle, precision: EncoderPrecision, cost: graph.Cost) -> int:
-    return cost.memory_bytes + 4 * bundle.manifest.files[bundle.variant(precision).file].size_bytes + _TRIAL_BYTES
+    """What the graph takes, and four times its file: ONNX Runtime copies weights while it loads them."""
+    size = bundle.manifest.files[bundle.variant(precision).file].size_bytes
+    return graph.budget_bytes(cost.memory_bytes + 4 * size) + _TRIAL_BYTES
 
 
 def try_out(folder: Path, precision: EncoderPrecision, memory_bytes: int, probed: int = 0) -> None:

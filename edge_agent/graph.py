@@ -28,8 +28,14 @@ MOST_WORK = 100_000_000_000
 """Multiplications for one input; ResNet18 takes 1.8e9 for an image of 224 pixels, ViT-B 1.7e10."""
 
 MOST_NODES = 10_000
-_MOST_FIELDS = 400_000
-"""Protobuf fields that are read: some 0.5 s. ResNet18 has about 2,500."""
+_MOST = {"fields": 100_000, "bytes of integers": 1 << 18, "bytes of texts": 1 << 20, "numbers in sizes": 1 << 19}
+"""What is read of a graph, before memory is taken for it: 0.5 s and 50 MB together.
+
+MobileNetV3 in int8 takes 7,600, 20,000, 64,000 and 1,000 of these; DenseNet121 has 9,500 fields.
+"""
+
+_MOST_BESIDE = 4 << 20
+"""Bytes of a file beside the values of its constants: ONNX Runtime reads them as well. DenseNet121 has 200,000."""
 
 _MOST_RANK = 8
 _MOST_SIDE = (1 << 31) - 1
@@ -104,10 +110,10 @@ def check(content: bytes | memoryview, inputs: Sequence[Shape], *, where: str = 
         BundleDamaged: it is no graph, has an operator or a form that is not allowed, or would take more than it may.
     """
     try:
-        graph = _Reader().model(memoryview(content))
-        cost = _cost(graph, inputs)
+        budget = _Budget()
+        cost = _cost(_Reader(budget).model(memoryview(content)), inputs, budget)
     except (BundleDamaged, ArithmeticError, IndexError, ValueError) as error:
-        why = str(error) if isinstance(error, BundleDamaged) else f"malformed ({error})"
+        why = str(error)[:400] if isinstance(error, BundleDamaged) else f"malformed ({str(error)[:200]})"
         raise BundleDamaged(f"{where}: {why}; refused before it is run; export it again", is_public=True) from error
     limit = most_bytes or budget_bytes()
     if cost.memory_bytes > limit:
@@ -125,12 +131,12 @@ def check(content: bytes | memoryview, inputs: Sequence[Shape], *, where: str = 
     return cost
 
 
-def budget_bytes() -> int:
-    """Memory that a graph may take on this machine."""
+def budget_bytes(most: int = MOST_BYTES) -> int:
+    """Memory that a graph may take on this machine; at most ``most``."""
     try:
-        return min(MOST_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
+        return min(most, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
     except (AttributeError, ValueError, OSError):  # no such system call, as on Windows
-        return MOST_BYTES
+        return most
 
 
 # --- protobuf --------------------------------------------------------------------------------------------------------
@@ -167,39 +173,62 @@ _TYPED = {"float_data": {1}, "int32_data": {2, 3, 4, 5, 6, 9, 10}, "int64_data":
 """Field of a tensor -> the element types whose values ONNX has there."""
 
 
+class _Budget:
+    """What reading a graph may still take of each kind in `_MOST`."""
+
+    def __init__(self) -> None:
+        self._left = dict(_MOST)
+
+    def spend(self, what: str, count: int) -> None:
+        """Take so much of a kind.
+
+        Raises:
+            BundleDamaged: there is not so much left.
+        """
+        self._left[what] -= count
+        if self._left[what] < 0:
+            raise BundleDamaged(f"more than {_MOST[what]} {what}")
+
+
 class _Reader:
     """Reads a model; each field that may occur once occurs once, so that no reader can understand another one."""
 
-    def __init__(self) -> None:
-        self._left = _MOST_FIELDS
+    def __init__(self, budget: _Budget) -> None:
+        self._budget = budget
 
     def model(self, data: memoryview) -> _Graph:
         graph, known = _Graph(), self._known(data, _MODEL, _MODEL_SKIPPED, "model")
+        beside = len(data)
         for part in known["graph"]:  # several are read as one: an encoder, and the probe of its batch norm
             content = self._known(_bytes(part), _GRAPH, _GRAPH_SKIPPED, "graph")
+            if (count := len(graph.nodes) + len(content["node"])) > MOST_NODES:
+                raise BundleDamaged(f"{count} nodes, at most {MOST_NODES} are allowed")
             graph.nodes += [self._node(_bytes(node)) for node in content["node"]]
             for raw in content["initializer"]:
                 name, tensor = self._tensor(_bytes(raw))
                 if name in graph.constants:
                     raise BundleDamaged(f"constant '{name[:60]}' occurs twice")
                 graph.constants[name] = tensor
+                beside -= tensor.bytes
             for raw in content["input"]:
                 name, sides = self._value_info(_bytes(raw))
                 if name in graph.inputs:
                     raise BundleDamaged(f"input '{name[:60]}' occurs twice")
                 graph.inputs[name] = sides
             graph.outputs += [self._value_info(_bytes(raw))[0] for raw in content["output"]]
-        if len(graph.nodes) > MOST_NODES:
-            raise BundleDamaged(f"{len(graph.nodes)} nodes, at most {MOST_NODES} are allowed")
+        values = (node.attributes.get("value") for node in graph.nodes if node.operator == "Constant")
+        beside -= sum(one.bytes for one in values if isinstance(one, _Tensor))
+        if beside > _MOST_BESIDE:
+            raise BundleDamaged(
+                f"{beside} of its {len(data)} bytes are no values of constants, at most {_MOST_BESIDE} are allowed"
+            )
         return graph
 
     def _fields(self, data: memoryview) -> Iterator[tuple[int, int, _Raw]]:
         """Number, wire type and content of each field."""
         at, end = 0, len(data)
         while at < end:
-            self._left -= 1
-            if self._left < 0:
-                raise BundleDamaged(f"more than {_MOST_FIELDS} fields")
+            self._budget.spend("fields", 1)
             tag, at = _varint(data, at)
             number, kind = tag >> 3, tag & 7
             if kind == _VARINT:
@@ -233,15 +262,15 @@ class _Reader:
 
     def _node(self, data: memoryview) -> _Node:
         known = self._known(data, _NODE, _NODE_SKIPPED, "node")
-        node = _Node(_text(known["op_type"]), [_text([one]) for one in known["input"]])
-        node.outputs = [_text([one]) for one in known["output"]]
-        domain = _text(known["domain"])
+        node = _Node(self._text(known["op_type"]), [self._text([one]) for one in known["input"]])
+        node.outputs = [self._text([one]) for one in known["output"]]
+        domain = self._text(known["domain"])
         if domain not in {"", "ai.onnx"} or node.operator not in OPERATORS:
             name = f"{domain or 'ai.onnx'}.{node.operator}"
             raise BundleDamaged(f"operator '{name[:80]}' is not one of those that a bundle may have")
         for raw in known["attribute"]:
             content = self._known(_bytes(raw), _ATTRIBUTE, {13}, "attribute")
-            name = _text(content["name"])
+            name = self._text(content["name"])
             if name in node.attributes:
                 raise BundleDamaged(f"attribute '{name[:60]}' occurs twice")
             node.attributes[name] = self._attribute(content)
@@ -256,10 +285,10 @@ class _Reader:
         if kind == "t":
             return self._tensor(_bytes(content["t"][0]))[1]
         if kind == "ints":
-            return _integers(content["ints"])
+            return self._integers(content["ints"])
         if kind == "i":
             return _signed(_number(content["i"][0]))
-        return 0.0 if kind in {"f", "floats"} else bytes(_bytes(content["s"][0]))
+        return 0.0 if kind in {"f", "floats"} else self._copied(content["s"][0])
 
     def _tensor(self, data: memoryview) -> tuple[str, _Tensor]:
         known = self._known(data, _TENSOR, {12, 16}, "tensor")
@@ -268,7 +297,7 @@ class _Reader:
             raise BundleDamaged("weights lie in another file")
         if kind not in _ITEM_BYTES:
             raise BundleDamaged(f"element type {kind} of a constant is not allowed")
-        shape = _shape(_integers(known["dims"]))
+        shape = _shape(self._integers(known["dims"]))
         count, size = math.prod(shape), _ITEM_BYTES[kind]
         values: np.ndarray | None = None
         typed = [name for name in _TYPED if known[name]]
@@ -277,7 +306,7 @@ class _Reader:
         if typed and kind not in _TYPED[typed[0]]:
             raise BundleDamaged(f"a constant of element type {kind} has its values as '{typed[0]}'")
         if typed and typed[0] in {"int32_data", "int64_data"}:
-            numbers = _integers(known[typed[0]])
+            numbers = self._integers(known[typed[0]])
             held = len(numbers)
             if kind == _INT64 and held <= _MOST_KNOWN:
                 values = np.array(numbers, np.int64)
@@ -290,7 +319,30 @@ class _Reader:
                 values = np.frombuffer(raw, "<i8")
         if held != count:
             raise BundleDamaged(f"a constant of shape {list(shape)} has {held} values")
-        return _text(known["name"]), _Tensor(shape, count * size, None if values is None else values.reshape(shape))
+        values = None if values is None else values.reshape(shape)
+        return self._text(known["name"]), _Tensor(shape, count * size, values)
+
+    def _text(self, values: Sequence[_Raw]) -> str:
+        return self._copied(values[0]).decode() if values else ""
+
+    def _copied(self, value: _Raw) -> bytes:
+        content = _bytes(value)
+        self._budget.spend("bytes of texts", len(content))
+        return bytes(content)
+
+    def _integers(self, values: Sequence[_Raw]) -> list[int]:
+        """Of a repeated field, packed or not."""
+        result: list[int] = []
+        for value in values:
+            if isinstance(value, int):
+                result.append(_signed(value))
+                continue
+            self._budget.spend("bytes of integers", len(value))
+            at = 0
+            while at < len(value):
+                number, at = _varint(value, at)
+                result.append(_signed(number))
+        return result
 
     def _value_info(self, data: memoryview) -> tuple[str, list[int | None]]:
         known = self._known(data, {1: "name", 2: "type"}, {3, 4}, "value")
@@ -301,7 +353,7 @@ class _Reader:
                     for side in self._known(_bytes(shape), {1: "side*"}, set(), "shape")["side"]:
                         value = self._known(_bytes(side), {1: "value", 2: "symbol"}, {3}, "side")["value"]
                         sides.append(_signed(_number(value[0])) if value else None)
-        return _text(known["name"]), sides
+        return self._text(known["name"]), sides
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
@@ -335,26 +387,6 @@ def _fixed(value: _Raw) -> int:
     return len(_bytes(value))
 
 
-def _text(values: Sequence[_Raw]) -> str:
-    return bytes(_bytes(values[0])).decode() if values else ""
-
-
-def _integers(values: Sequence[_Raw]) -> list[int]:
-    """Of a repeated field, packed or not."""
-    result: list[int] = []
-    for value in values:
-        if isinstance(value, int):
-            result.append(_signed(value))
-            continue
-        if len(value) > 1 << 20:
-            raise BundleDamaged(f"{len(value)} bytes of integers that are not stored as raw data")
-        at = 0
-        while at < len(value):
-            number, at = _varint(value, at)
-            result.append(_signed(number))
-    return result
-
-
 def _shape(sides: Sequence[int]) -> Shape:
     if len(sides) > _MOST_RANK or any(not 0 <= side < _MOST_SIDE for side in sides):
         raise BundleDamaged(f"shape {list(sides[: _MOST_RANK + 1])} is not possible")
@@ -371,6 +403,7 @@ class _State:
     shapes: dict[str, Shape]
     numbers: dict[str, np.ndarray]
     fixed: set[str]
+    budget: _Budget
 
     def shape(self, node: _Node, position: int) -> Shape:
         """Shape of an input."""
@@ -385,11 +418,12 @@ class _State:
         known = self.numbers.get(node.inputs[position])
         if known is None:
             raise BundleDamaged(f"the size of a result of {node.operator} depends on the data")
+        self.budget.spend("numbers in sizes", known.size)
         return [int(number) for number in known.reshape(-1)]
 
 
-def _cost(graph: _Graph, inputs: Sequence[Shape]) -> Cost:
-    state = _begin(graph, inputs)
+def _cost(graph: _Graph, inputs: Sequence[Shape], budget: _Budget) -> Cost:
+    state = _begin(graph, inputs, budget)
     last = {name: at for at, node in enumerate(graph.nodes) for name in node.inputs}
     last |= dict.fromkeys(graph.outputs, len(graph.nodes))
     constant = sum(one.bytes for one in graph.constants.values())
@@ -412,7 +446,7 @@ def _cost(graph: _Graph, inputs: Sequence[Shape]) -> Cost:
     return Cost(constant + peak, work, tuple(state.shapes[name] for name in graph.outputs))
 
 
-def _begin(graph: _Graph, inputs: Sequence[Shape]) -> _State:
+def _begin(graph: _Graph, inputs: Sequence[Shape], budget: _Budget) -> _State:
     """What is known before the first node."""
     outer = [name for name in graph.inputs if name not in graph.constants]
     if len(outer) != len(inputs):
@@ -424,7 +458,7 @@ def _begin(graph: _Graph, inputs: Sequence[Shape]) -> _State:
             raise BundleDamaged(f"input '{name[:60]}' is {sides}, expected {list(shape)} or names of sides")
         shapes[name] = shape
     numbers = {name: one.values for name, one in graph.constants.items() if one.values is not None}
-    return _State(shapes, numbers, set(graph.constants))
+    return _State(shapes, numbers, set(graph.constants), budget)
 
 
 def _size(shape: Shape) -> int:
@@ -448,6 +482,7 @@ def _infer(node: _Node, state: _State) -> list[Shape]:
         raise BundleDamaged(f"{node.operator} has {len(node.outputs)} results, others are allowed")
     numbers = _numbers(node, state, made[0]) if math.prod(made[0]) <= _MOST_KNOWN else None
     if numbers is not None:
+        state.budget.spend("numbers in sizes", numbers.size)
         state.numbers[node.outputs[0]] = numbers
     for name, shape in zip(node.outputs, made, strict=True):
         if name in state.shapes:

@@ -32,9 +32,15 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 MAX_BYTES = 256 * 1024
-"""Of a release with its roots in a bundle: a hundred changes of keys."""
+"""Of a release with its roots in a bundle: of 3 keys in each role, some 80 changes of keys."""
+
+_TIME_STEP_S = 3600
+"""Times less than this after the one that is noted are not noted."""
 
 MOST_KEYS = 16
+MOST_ROOTS = 256
+"""In a bundle."""
+
 SPEC_VERSION = "1.0.31"
 """Of TUF, whose form this is."""
 
@@ -207,10 +213,10 @@ class Envelope(Frozen):
 
 
 class Member(Frozen):
-    """What a bundle file carries: its release, and all roots from the first on."""
+    """What a bundle file carries: its release, and the federation's roots, of which the newest that have room."""
 
     release: Envelope
-    roots: tuple[Envelope, ...] = Field(min_length=1, max_length=256)
+    roots: tuple[Envelope, ...] = Field(min_length=1, max_length=MOST_ROOTS)
 
 
 Metadata = TypeVar("Metadata", Root, Release)
@@ -253,6 +259,8 @@ def parse(kind: type[Content], raw: bytes, where: str) -> Content:
         if dump(result) == raw:
             return result
         why = "not written as headwater writes them"
+    except ValidationError as error:
+        why = f"{_wrong(error)} is wrong or missing"
     except (ValueError, RecursionError) as error:
         why = str(error).partition("\n")[0]
     raise BundleUntrusted(f"{where}: metadata cannot be read: {why}; fetch them again", is_public=True)
@@ -267,8 +275,13 @@ def read(kind: type[Metadata], envelope: Envelope, what: str) -> Metadata:
     try:
         return kind.model_validate(envelope.signed)
     except ValidationError as error:
-        where = ", ".join(sorted({".".join(map(str, detail["loc"])) for detail in error.errors()}))
-        raise BundleUntrusted(f"{what}: no such metadata: {where[:200]} is wrong or missing", is_public=True) from error
+        raise BundleUntrusted(
+            f"{what}: no such metadata: {_wrong(error)} is wrong or missing", is_public=True
+        ) from error
+
+
+def _wrong(error: ValidationError) -> str:
+    return ", ".join(sorted({".".join(map(str, detail["loc"])) for detail in error.errors()}))[:200]
 
 
 def check_signed(envelope: Envelope, by: Root, role: RoleName, what: str) -> None:
@@ -284,7 +297,8 @@ def check_signed(envelope: Envelope, by: Root, role: RoleName, what: str) -> Non
     if count < expected.threshold:
         raise BundleUntrusted(
             f"{what} is signed by {count} of the keys of root {by.version} of federation '{by.federation}', "
-            f"{expected.threshold} of {len(set(expected.keyids))} are needed; sign it by 'headwater keys sign'",
+            f"{expected.threshold} of {len(set(expected.keyids))} are needed; ask that federation's operator for one "
+            "with more signatures",
             is_public=True,
         )
 
@@ -302,10 +316,16 @@ def followed(trusted: Sequence[Envelope], offered: Iterable[Envelope]) -> list[E
         what = f"root {root.version}"
         if root.federation != newest.federation:
             raise BundleUntrusted(
-                f"{what} is of federation '{root.federation}', this device trusts '{newest.federation}'", is_public=True
+                f"{what} is of federation '{root.federation}', trusted is '{newest.federation}'; expected a bundle or "
+                "root of that one",
+                is_public=True,
             )
         if known.get(root.version, envelope).signed != envelope.signed:
-            raise BundleUntrusted(f"{what} is another one than that trusted here", is_public=True)
+            raise BundleUntrusted(
+                f"{what} of federation '{root.federation}' is another one than that trusted: it is of another "
+                "federation of that name; expected one that the trusted keys have signed",
+                is_public=True,
+            )
         if root.version <= newest.version:
             continue
         if root.version != newest.version + 1:
@@ -371,27 +391,42 @@ def verified(member: Member, files: Files, root: Root) -> Release:
     check_signed(member.release, root, "targets", f"the release of bundle {files.bundle_id[:16]}…")
     if release.federation != root.federation:
         raise BundleUntrusted(
-            f"the release is of federation '{release.federation}', this device trusts '{root.federation}'",
+            f"the release is of federation '{release.federation}', trusted is '{root.federation}'; expected a bundle "
+            "of that one",
             is_public=True,
         )
     files.check(release)
     return release
 
 
-def check_installable(release: Release, root: Root, now: float, agent: str) -> None:
+def signed_at(release: Release) -> float:
+    """The Unix time at which a release was signed, which its version is; 0 where that is no time before its end."""
+    return release.version if release.version < seconds(release.expires) else 0.0
+
+
+def needs_newer(release: Release, agent: str) -> bool:
+    """Whether a release needs a newer version of headwater than this one."""
+    return _numbers(agent) < _numbers(release.min_agent)
+
+
+def check_installable(release: Release, root: Root, now: float, agent: str, seen: float = 0.0) -> None:
     """Return where a verified release may be installed now by an agent of this version.
+
+    ``seen``: the newest time that is known to be over, which counts where the clock (``now``) is behind it.
 
     Raises:
         BundleUntrusted: it has expired, or its root has, or it needs a newer agent.
     """
     for what, expires in (("release", release.expires), ("root", root.expires)):
-        if now >= seconds(expires):
+        if max(now, seen) >= seconds(expires):
+            behind = f", and {moment(seen)} is over by what was installed here" if seen > now else ""
             raise BundleUntrusted(
-                f"the {what} expired at {expires}, and this device's clock says {moment(now)}: it is not installed, "
-                "what runs stays; sign it again ('headwater keys sign'), or set the clock",
+                f"the {what} expired at {expires}, and this device's clock says {moment(now)}{behind}: it is not "
+                "installed, what runs stays; set the clock if it is wrong, else ask the operator of federation "
+                f"'{release.federation}' to sign it again",
                 is_public=True,
             )
-    if _numbers(agent) < _numbers(release.min_agent):
+    if needs_newer(release, agent):
         raise BundleUntrusted(
             f"the release needs agents of version {release.min_agent}, this is {agent}; upgrade headwater here",
             is_public=True,
@@ -454,11 +489,14 @@ def roots_in(path: Path) -> tuple[Envelope, ...]:
 class TrustStore:
     """What a folder of bundles trusts: ``roots.json``, and ``newest.json``, the newest release installed there.
 
-    Without the first file nothing is trusted, and nothing is verified.
+    Without the first file nothing is trusted, and nothing is verified. ``time`` is the newest time at which a release
+    was good: a clock that is behind does not bring back what has expired. What a clock that is ahead says is not noted
+    where releases have expired by it, so it is never later than the end of one.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._roots, self._newest = folder, folder / "roots.json", folder / "newest.json"
+        self._clock = folder / "time"
 
     def known(self) -> Roots | None:
         """The trusted roots; None where nothing is trusted.
@@ -554,32 +592,38 @@ class TrustStore:
         if raw is None:
             raise BundleUntrusted(
                 f"bundle {files.bundle_id[:16]}… is not signed, and this device trusts federation "
-                f"'{read(Root, known.roots[-1], 'root').federation}' alone; sign it by 'headwater keys sign'",
+                f"'{read(Root, known.roots[-1], 'root').federation}' alone; ask its operator for a "
+                "signed bundle",
                 is_public=True,
             )
         member = parse(Member, raw, "release")
         self.follow(member.roots)
         root = read(Root, followed(known.roots, member.roots)[-1], "root")
         release = verified(member, files, root)
-        check_installable(release, root, now, agent)
+        newest = self.newest(root)
+        if (
+            purpose == "release"  # rounds of several runs may come in any order
+            and newest is not None
+            and (
+                release.version < newest[0].version
+                or (release.version == newest[0].version and member.release.signed != newest[1].signed)
+            )
+        ):  # before its end: the coordinator signs again what is older
+            raise BundleOlder(
+                f"version {release.version} of bundle {files.bundle_id[:16]}… is older than version "
+                f"{newest[0].version}, which was installed here; to go back, the operator signs the older bundle again "
+                "with a new version ('headwater keys sign --again')",
+                is_public=True,
+            )
+        seen = max(self._seen(root), signed_at(release))
+        check_installable(release, root, now, agent, seen)
         if release.purpose != purpose:
             raise BundleUntrusted(
                 f"bundle {files.bundle_id[:16]}… is signed for purpose '{release.purpose}', it came for '{purpose}'",
                 is_public=True,
             )
-        if purpose == "round":  # those of several runs may come in any order
-            return member
-        newest = self.newest(root)
-        if newest is not None and (
-            release.version < newest[0].version
-            or (release.version == newest[0].version and member.release.signed != newest[1].signed)
-        ):
-            raise BundleOlder(
-                f"release {release.version} of bundle {files.bundle_id[:16]}… is older than release "
-                f"{newest[0].version}, which was installed here; to go back, sign the older bundle again with a new "
-                "version ('headwater keys sign --again')",
-                is_public=True,
-            )
+        if now - self._time() >= _TIME_STEP_S and self.known() is not None:
+            write_private(self._clock, moment(now).encode())
         return member
 
     def check_loaded(self, raw: bytes | None, files: Files) -> None:
@@ -608,10 +652,11 @@ class TrustStore:
         if (root := self.newest_root()) is None:
             return {"root": None}
         newest = self.newest(root)
-        result: dict[str, Any] = {"root": root.version, "federation": root.federation, "release": None}
+        result: dict[str, Any] = {"root": root.version, "federation": root.federation, "version": None}
         if newest is not None:
             expires = newest[0].expires
-            result |= {"release": newest[0].version, "expires": expires, "expired": now >= seconds(expires)}
+            expired = max(now, self._seen(root)) >= seconds(expires)
+            result |= {"version": newest[0].version, "expires": expires, "expired": expired}
         return result
 
     def record(self, member: Member) -> None:
@@ -634,6 +679,14 @@ class TrustStore:
         if signing is None or not envelope.signers(signing, root.keys):
             return None
         return read(Release, envelope, str(self._newest)), envelope
+
+    def _seen(self, root: Root) -> float:
+        """The newest time that is over by what was verified here; Unix time, 0 where there is none."""
+        newest = self.newest(root)
+        return max(self._time(), 0.0 if newest is None else signed_at(newest[0]))
+
+    def _time(self) -> float:
+        return seconds((_read(self._clock) or b"").decode(errors="replace"))
 
     def _write_roots(self, known: Roots) -> None:
         write_private(self._roots, dump(known))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ import typer
 
 from edge_agent.errors import UsageError
 from edge_agent.storage import write_atomic
-from edge_agent.trust import Envelope, Key, RoleName, Roots, dump, parse, public_bytes, read
+from edge_agent.trust import Envelope, Key, Role, RoleName, Roots, dump, public_bytes, read, roots_in
 from edge_agent.trust import Root as RootMetadata
 
 from ..config import load_config
@@ -22,6 +23,8 @@ from ..state.release_keys import (
     RELEASE_LIFE,
     Public,
     ReleaseKeys,
+    Signers,
+    end_of,
     missing,
     new_key,
     read_key,
@@ -29,6 +32,7 @@ from ..state.release_keys import (
     role,
     sign_bundle,
     sign_change,
+    signature_of,
     write_key,
 )
 from .options import Config, Json, State, state_path
@@ -59,17 +63,25 @@ RootPublic = Annotated[
     list[Path] | None, typer.Option("--root-key", help="Public key that signs changes of keys; repeatable.")
 ]
 Threshold = Annotated[int, typer.Option("--threshold", min=1, max=16, help="How many release keys have to sign.")]
-RootThreshold = Annotated[
-    int, typer.Option("--root-threshold", min=1, max=16, help="How many keys have to sign a change of keys.")
+NewThreshold = Annotated[
+    int | None,
+    typer.Option("--threshold", min=1, max=16, help="How many release keys have to sign.", show_default="as before"),
+]
+NewRootThreshold = Annotated[
+    int | None,
+    typer.Option(
+        "--root-threshold", min=1, max=16, help="How many keys have to sign a change of keys.", show_default="as before"
+    ),
 ]
 Days = Annotated[int, typer.Option("--days", min=1, max=3650, help="Days for which the bundle may be installed.")]
 MinAgent = Annotated[str, typer.Option("--min-agent", help="Oldest version of agents that may install it.")]
 Again = Annotated[
     bool,
-    typer.Option("--again", help="A new release of the bundle, newer than all others, instead of one more signature."),
+    typer.Option("--again", help="A new version, newer than all others; signatures on the one before are discarded."),
 ]
 Root = Annotated[
-    Path | None, typer.Option("--root", help="The federation's roots.json, where its state folder is not here.")
+    Path | None,
+    typer.Option("--root", help="roots.json of identity/release of the state folder, where that is not here."),
 ]
 
 
@@ -114,32 +126,47 @@ def init_keys(
 
 
 @app.command("show")
-def show(config: Config = None, state: State = None, as_json: Json = False) -> None:
-    """Show which keys sign releases and changes of keys.
+def show(
+    key: Annotated[Path | None, typer.Option("--key", help="Show the id and the name of this key alone.")] = None,
+    config: Config = None,
+    state: State = None,
+    as_json: Json = False,
+) -> None:
+    """Show which keys sign releases and changes of keys, or the key in a file FILE or FILE.pub.
 
-    Example: headwater keys show
+    Example: headwater keys show --key alice.key.pub
     """
-    _present(ReleaseKeys(state_path(config, state)), as_json)
+    if key is None:
+        _present(ReleaseKeys(state_path(config, state)), as_json)
+        return
+    public = read_public(key if key.suffix == ".pub" else key.with_name(f"{key.name}.pub"))
+    result = {"file": str(key), "id": public.id, "name": public.name or None}
+    present(result, [f"{key}: {public.id} {public.name}".rstrip()], as_json=as_json)
 
 
 @app.command("rotate")
 def rotate(
     release_key: PublicFiles = None,
-    threshold: Threshold = 1,
+    threshold: NewThreshold = None,
     root_key: RootPublic = None,
-    root_threshold: RootThreshold = 1,
+    root_threshold: NewRootThreshold = None,
     key: Private = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Write the change into this file for others to sign; nothing changes yet."),
     ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Also where fewer keys have to sign than before, or no key changes.")
+    ] = False,
     config: Config = None,
     state: State = None,
     as_json: Json = False,
 ) -> None:
-    """Change the keys: without --release-key, the coordinator's own is replaced by a new one.
+    """Change the keys: without --release-key, the coordinator's own is replaced by a new one, and others stay.
 
-    With --root-key, those that sign changes are replaced, too. Enough of the old and of the new root keys have to sign:
+    Thresholds stay as they are where none is given. With --root-key, those that sign changes are replaced, too.
+
+    Enough of the old and of the new root keys have to sign:
     root.key of the state folder, where it is there, and each --key. Where others are on other machines, --out writes
     the change into a file, they sign that by 'headwater keys sign', and 'headwater keys accept' makes it count.
     Devices follow by the next bundle that is signed.
@@ -147,19 +174,24 @@ def rotate(
     Example: headwater keys rotate --key root.key
     """
     keys = ReleaseKeys(state_path(config, state))
-    if not release_key and not root_key and not keys.online_key.exists():
+    if not (release_key or root_key or threshold or root_threshold) and not keys.online_key.exists():
         raise UsageError("people sign the releases of this federation: name all release keys with --release-key")
     signers = [read_key(path) for path in key or ()]
     if keys.root_key.exists():
         here = read_key(keys.root_key)
         if Key.of(public_bytes(here)).id in keys.newest().roles["root"].keyids:
             signers.append(here)
-    own = None if release_key or root_key else keys.next_key()
-    public = [Public(public_bytes(own), COORDINATOR)] if own is not None else [*map(read_public, release_key or ())]
-    root = role([*map(read_public, root_key)], root_threshold) if root_key else None
+    newest = keys.newest()
+    own = None if release_key or root_key or threshold or root_threshold else keys.next_key()
+    release = _new_role(Signers.of(newest, "targets"), map(read_public, release_key or ()), threshold)
+    if own is not None:
+        release = _with_own(keys, Signers.of(newest, "targets"), Public(public_bytes(own), COORDINATOR))
+    root = _new_role(Signers.of(newest, "root"), map(read_public, root_key or ()), root_threshold)
+    if not yes:
+        _check_wanted(newest, {"root": root.role, "targets": release.role})
     if out is not None:
         ready_for(out)
-    changed = keys.change(utc_now(), signers, root=root, release=role(public, threshold) if public else None, own=own)
+    changed = keys.change(utc_now(), signers, root=root, release=release, own=own)
     if out is not None:
         write_atomic(out, dump(Roots(roots=tuple(changed))))
         _present_change(out, changed, as_json)
@@ -198,8 +230,10 @@ def sign(
 ) -> None:
     """Sign a bundle file with the coordinator's key, or with --key; several people sign one file one after another.
 
-    With --again, an older bundle becomes the newest release: that is how a federation goes back. The file may also be a
-    change of keys that 'headwater keys rotate --out' wrote: it is shown what changes, and --key alone is needed.
+    With --again, an older bundle gets a newer version, which devices install: that is how a federation goes back.
+
+    The file may also be a change of keys that 'headwater keys rotate --out' wrote: it is shown what changes, and --key
+    alone is needed.
 
     Example: headwater keys sign encoder.hwb --key alice.key --root roots.json
     """
@@ -211,28 +245,84 @@ def sign(
     keys = ReleaseKeys(state_path(config, state) if root is None else root.parent)
     now = utc_now()
     roots = keys.roots() if root is None else _roots(root)
-    files = [*(key or ())] or [keys.online_key]
+    signing = [read_key(file) for file in key or [keys.online_key]]
+    before = signature_of(bundle)
     version = keys.next_version(now) if root is None else int(now.timestamp())
     release, count, needed = sign_bundle(
         bundle,
         roots,
-        [read_key(file) for file in files],
+        signing,
         version=version,
-        expires=now + timedelta(days=days),
+        expires=end_of(version, now, timedelta(days=days)),
         min_agent=min_agent,
         again=again,
     )
+    after = signature_of(bundle)
     result = {
         "bundle": str(bundle),
         "bundle_id": release.bundle_id,
-        "release": release.version,
+        "version": release.version,
         "expires": release.expires,
         "signatures": count,
         "needed": needed,
+        "signed": after,
     }
-    missing = f"; {needed - count} more needed" if count < needed else ""
-    line = f"{bundle}: release {release.version}, installable until {release.expires}, {count} signature(s){missing}"
-    present(result, [line], as_json=as_json)
+    more = f"; {needed - count} more needed: 'headwater keys sign {bundle} --key FILE'" if count < needed else ""
+    until = f"{bundle}: version {release.version}, installable until {release.expires}"
+    lines = [f"{until}, signed by {_names(after)}: {count} of {needed} needed{more}"]
+    if before is not None and before["signers"] and before["version"] != release.version:
+        lines.append(f"discarded: the signature(s) of {_names(before)} on version {before['version']}")
+    elif before is not None:
+        again_by = {one["id"] for one in before["signers"]} & {Key.of(public_bytes(one)).id for one in signing}
+        if again_by:
+            who = _names({"signers": [one for one in before["signers"] if one["id"] in again_by]})
+            lines.append(f"{who} had signed this version already")
+    present(result, lines, as_json=as_json)
+
+
+def _names(signed: Mapping[str, Any] | None) -> str:
+    signers = [] if signed is None else signed["signers"]
+    return ", ".join(one["name"] or f"{one['id'][:16]}…" for one in signers) or "no key"
+
+
+def _new_role(before: Signers, public: Iterable[Public], threshold: int | None) -> Signers:
+    """A role with these keys, where there are any, and with this threshold, where one is given."""
+    given = [*public] or [
+        Public(bytes.fromhex(key.keyval.public), before.names.get(keyid, "")) for keyid, key in before.keys.items()
+    ]
+    return role(given, threshold or before.role.threshold)
+
+
+def _with_own(keys: ReleaseKeys, before: Signers, own: Public) -> Signers:
+    """The release keys with another one of the coordinator, where the present one is among them."""
+    present_id = Key.of(public_bytes(read_key(keys.online_key))).id
+    if present_id not in before.keys:
+        raise UsageError(
+            f"{keys.online_key}: its key signs no releases (any more); name all release keys with --release-key"
+        )
+    others = {keyid: key for keyid, key in before.keys.items() if keyid != present_id}
+    stay = [Public(bytes.fromhex(key.keyval.public), before.names.get(keyid, "")) for keyid, key in others.items()]
+    return role([*stay, own], before.role.threshold)
+
+
+def _check_wanted(before: RootMetadata, after: Mapping[RoleName, Role]) -> None:
+    """Return where a change of keys changes something, and weakens nothing."""
+    falls = [
+        f"the threshold of {what} falls from {before.roles[name].threshold} to {after[name].threshold}"
+        for name, what in _ROLES.items()
+        if after[name].threshold < before.roles[name].threshold
+    ]
+    if falls:
+        raise UsageError(f"{'; '.join(falls)}; nothing was changed, --yes does it")
+    if all(
+        (set(after[name].keyids), after[name].threshold)
+        == (set(before.roles[name].keyids), before.roles[name].threshold)
+        for name in _ROLES
+    ):
+        raise UsageError(
+            f"these keys count since root {before.version}, which ends at {before.expires}; nothing was changed, "
+            "--yes makes one more root with a later end"
+        )
 
 
 def described(keys: ReleaseKeys) -> str:
@@ -247,10 +337,15 @@ def described(keys: ReleaseKeys) -> str:
 
 def _roots(path: Path) -> list[Envelope]:
     try:
-        raw = path.read_bytes()
+        roots = roots_in(path)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; expected the federation's roots.json") from error
-    return [*parse(Roots, raw, str(path)).roots]
+    if (first := read(RootMetadata, roots[0], str(path)).version) != 1:
+        raise UsageError(
+            f"{path} begins with root {first}, as root.json does; expected roots.json, which lies beside that in the "
+            "coordinator's state folder (identity/release) and has all roots"
+        )
+    return [*roots]
 
 
 def _is_change(path: Path) -> bool:

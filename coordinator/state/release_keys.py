@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from pydantic import TypeAdapter, ValidationError
 
+from edge_agent import __version__
 from edge_agent import bundle as bundles
 from edge_agent.config import credential
 from edge_agent.errors import BundleError, BundleUntrusted, StateError, UsageError, cause
@@ -26,13 +28,14 @@ from edge_agent.storage import (
     Access,
     private_folder,
     read_json,
-    sha256_of,
     sync_folder,
     waited_lock,
     write_atomic,
     write_private,
 )
 from edge_agent.trust import (
+    MAX_BYTES,
+    MOST_ROOTS,
     ROLES,
     Envelope,
     Key,
@@ -48,9 +51,11 @@ from edge_agent.trust import (
     dump,
     followed,
     moment,
+    needs_newer,
     parse,
     public_bytes,
     read,
+    seconds,
     signed_by,
     unsigned,
 )
@@ -67,6 +72,7 @@ COORDINATOR = "coordinator"
 """Name of the key with which the coordinator signs by itself."""
 
 _NAME = TypeAdapter(KeyName)
+_PUBLIC = re.compile(rb"[0-9a-fA-F]{64}(\s|$)")
 
 OLDEST_AGENT = "0.1"
 """Version of the agent from which on one verifies signatures."""
@@ -129,10 +135,15 @@ def read_key(path: Path) -> Ed25519PrivateKey:
         UsageError: there is none.
     """
     try:
-        key = load_pem_private_key(path.read_bytes(), None)
-    except (OSError, ValueError, TypeError) as error:
+        raw = path.read_bytes()
+        key = load_pem_private_key(raw, None)
+    except OSError as error:
+        raise UsageError(f"{path}: no private key: {cause(error)}; 'headwater keys new FILE' makes one") from error
+    except (ValueError, TypeError) as error:
+        is_public = _PUBLIC.match(raw) is not None
+        kind = "the public half of a key" if is_public else "no private key, or one with a password"
         raise UsageError(
-            f"{path}: no private key that can be read: {cause(error)}; 'headwater keys new FILE' makes one"
+            f"{path}: {kind}; expected the file FILE without .pub that 'headwater keys new FILE' made"
         ) from error
     if not isinstance(key, Ed25519PrivateKey):
         raise UsageError(f"{path}: a key of another kind; expected Ed25519, as 'headwater keys new FILE' makes it")
@@ -146,13 +157,16 @@ def read_public(path: Path) -> Public:
         UsageError: there is none.
     """
     try:
-        digits, _, name = path.read_text(encoding="utf-8").strip().partition(" ")
-        public, name = bytes.fromhex(digits), _NAME.validate_python(name) if name else ""
-    except (OSError, ValueError) as error:
+        raw = path.read_bytes()
+        digits, _, name = raw.decode().strip().partition(" ")
+        if _PUBLIC.match(raw) is None:
+            raise ValueError("no 64 hexadecimal digits")
+        return Public(bytes.fromhex(digits), _NAME.validate_python(name) if name else "")
+    except OSError as error:
         raise UsageError(f"{path}: no public key: {cause(error)}; expected the file FILE.pub of a key") from error
-    if len(public) != 32:
-        raise UsageError(f"{path}: a public key of {len(public)} bytes, expected 32 in hexadecimal")
-    return Public(public, name)
+    except ValueError as error:
+        kind = "a private key" if b"PRIVATE KEY" in raw else "no public key"
+        raise UsageError(f"{path}: {kind}; expected the file FILE.pub that 'headwater keys new FILE' made") from error
 
 
 def role(keys: Sequence[Public], threshold: int) -> Signers:
@@ -183,6 +197,15 @@ def root_of(federation: str, version: int, expires: datetime, root: Signers, rel
             }
         )
     )
+
+
+def end_of(version: int, now: datetime, life: timedelta) -> datetime:
+    """The end of a release that is signed now with this version.
+
+    Devices take a version for the time of the signature. After a clock that was ahead, versions stay ahead of the time;
+    the end has to be later than they are.
+    """
+    return max(now, datetime.fromtimestamp(version, timezone.utc)) + life
 
 
 def sign_bundle(
@@ -237,8 +260,16 @@ def sign_bundle(
         )
     for key in keys:
         envelope = envelope.with_signature(key)
-    bundles.attach(path, dump(Member(release=envelope, roots=tuple(roots))))
+    bundles.attach(path, _member(envelope, roots))
     return read(Release, envelope, str(path)), len(envelope.signers(allowed, newest.keys)), allowed.threshold
+
+
+def _member(release: Envelope, roots: Sequence[Envelope]) -> bytes:
+    """What a bundle carries: the newest roots that have room; who trusts an older one needs roots.json to follow."""
+    for first in range(max(0, len(roots) - MOST_ROOTS), len(roots)):
+        if len(raw := dump(Member(release=release, roots=tuple(roots[first:])))) <= MAX_BYTES:
+            return raw
+    raise UsageError(f"a release and one root take {len(raw)} bytes, at most {MAX_BYTES} are possible; use fewer keys")
 
 
 def sign_change(roots: Sequence[Envelope], keys: Sequence[Ed25519PrivateKey]) -> list[Envelope]:
@@ -373,7 +404,7 @@ class ReleaseKeys:
             self.roots(),
             keys,
             version=version,
-            expires=now + (RELEASE_LIFE if purpose == "release" else ROUND_LIFE),
+            expires=end_of(version, now, RELEASE_LIFE if purpose == "release" else ROUND_LIFE),
             again=True,
             reported=reported,
             purpose=purpose,
@@ -470,6 +501,12 @@ def signature_of(path: Path) -> dict[str, Any] | None:
     return None if raw is None else signed_by(parse(Member, raw, str(path)))
 
 
+def _version(path: Path) -> int | None:
+    """The version of the release of the bundle at ``path``; None where nobody has signed one."""
+    raw = bundles.open_bundle(path).release
+    return None if raw is None else read(Release, parse(Member, raw, str(path)).release, str(path)).version
+
+
 def file_to_release(
     state: StateFolder, run: str, bundle_id: str, digest: str, now: datetime
 ) -> tuple[bytes, dict[str, Any] | None]:
@@ -492,19 +529,37 @@ def file_to_release(
             _, count, needed = keys.sign(copy, now, book_of(state.journal).scores(bundle_id))
             if count >= needed:
                 return copy.read_bytes(), signature_of(copy)
-    path = state.run(run).folder / f"{run}.hwb"
+    return _signed_by_people(state, keys, run, bundle_id, digest, now)
+
+
+def _signed_by_people(
+    state: StateFolder, keys: ReleaseKeys, run: str, bundle_id: str, digest: str, now: datetime
+) -> tuple[bytes, dict[str, Any] | None]:
+    """The file in the run's folder, which devices that have all releases so far install now; as `file_to_release`."""
+    path, again, why = state.run(run).folder / f"{run}.hwb", "", ""
     released = state.journal.entries(kinds=("release_made", "release_signed"))
-    again = " --again" if any(entry.body.get("bundle_id") == bundle_id for entry in released) else ""
+    versions = [(entry.body.get("signed") or {}).get("version") or 0 for entry in released]
+    if digest in {entry.digest for entry in released}:
+        versions.append(_version(state.blobs.path(digest)) or 0)
+    newest = max(versions, default=0)
     try:
         if bundles.open_bundle(path).manifest.bundle_id != bundle_id:
             raise BundleUntrusted(f"{path} is another bundle than {bundle_id[:16]}")
-        bundles.verify(path, keys.roots()[-1])
-        signed = path.read_bytes()
+        if (version := _version(path)) is None:
+            raise BundleUntrusted(f"{path} is not signed, {keys.newest().roles['targets'].threshold} people have to")
+        again = " --again" if version <= newest else ""
+        release, _ = bundles.verify(path, keys.roots()[-1])
+        content = path.read_bytes()
     except BundleError as error:
         raise UsageError(f"{error}; 'headwater keys sign {path} --key FILE{again}' signs it for a release") from error
-    if sha256_of(signed) in {entry.digest for entry in released}:
+    if again:
+        why = f"devices that have installed newer releases refuse the version of {path}"
+    elif now.timestamp() >= seconds(release.expires):
+        why = f"{path}: what was signed expired at {release.expires}"
+    elif needs_newer(release, __version__):
+        why = f"{path} needs agents of version {release.min_agent} (--min-agent), and this is headwater {__version__}"
+    if why:
         raise UsageError(
-            f"devices that have installed newer releases refuse the version of {path}; 'headwater keys sign {path} "
-            "--key FILE --again' gives it a new one, then repeat this command"
+            f"{why}; 'headwater keys sign {path} --key FILE --again' signs it once more, then repeat this command"
         )
-    return signed, signature_of(path)
+    return content, signature_of(path)

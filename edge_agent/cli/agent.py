@@ -226,10 +226,10 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "trust": lambda it: (
         f"{'unsigned bundles are installed' if it['unsigned'] else 'no bundle is installed'}: no keys are trusted"
         if it["root"] is None
-        else f"root {it['root']} of federation '{it['federation']}'; newest release: "
+        else f"root {it['root']} of federation '{it['federation']}'; newest version installed: "
         + (
-            f"{it['release']}, {'expired' if it['expired'] else 'installable until'} {it['expires']}"
-            if it["release"]
+            f"{it['version']}, {'expired' if it['expired'] else 'installable until'} {it['expires']}"
+            if it["version"]
             else "none"
         )
     ),

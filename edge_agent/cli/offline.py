@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BundleDamaged, DataError, UnknownName, UsageError, cause
+from ..errors import BundleDamaged, BundleUntrusted, DataError, UnknownName, UsageError, cause
 from ..storage import check_writable, folder_lock
 from . import output
 from .where import add_agent, state_of
@@ -742,7 +742,10 @@ def import_bundle(arguments: argparse.Namespace) -> int:
             (*others, newest), raw = _roots(arguments.root), open_bundle(arguments.bundle).release
             carried = () if raw is None else parse(Member, raw, str(arguments.bundle)).roots
             trust.anchor(newest, (*carried, *others))
-        bundle = install(arguments.bundle, root, check=check)
+        try:
+            bundle = install(arguments.bundle, root, check=check)
+        except BundleUntrusted as error:
+            raise BundleUntrusted(f"{arguments.bundle}: {error}") from error
         declined = record.put_by_hand(bundle.id, before)
     figures = variant_figures(bundle.manifest)
     content = {
@@ -801,7 +804,7 @@ def verify(arguments: argparse.Namespace) -> int:
     content: dict[str, Any] = {
         "bundle_id": release.bundle_id,
         "federation": release.federation,
-        "release": release.version,
+        "version": release.version,
         "expires": release.expires,
         "expired": time.time() >= seconds(release.expires),
         "min_agent": release.min_agent,

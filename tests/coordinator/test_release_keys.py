@@ -11,18 +11,21 @@ import pytest
 from federation_harness import Killed
 from full_disk import DyingProcess
 from identity_harness import Fleet
-from signing import NOW
+from signing import NOW, Federation
 
 from coordinator.config import CoordinatorConfig
 from coordinator.runs import release as runs_release
 from coordinator.service.preflight import checked_method
+from coordinator.state import release_keys as state_release_keys
 from coordinator.state.release_keys import (
     Public,
     ReleaseKeys,
     file_to_release,
     new_key,
     read_key,
+    read_public,
     role,
+    sign_bundle,
     signature_of,
     write_key,
 )
@@ -31,7 +34,7 @@ from edge_agent import bundle as bundles
 from edge_agent.cli import main as edge_agent
 from edge_agent.errors import BundleUntrusted, StateError, UsageError
 from edge_agent.task import ImageInput, Task
-from edge_agent.trust import Envelope, TrustStore, parse, public_bytes
+from edge_agent.trust import Envelope, Key, Member, TrustStore, dump, parse, public_bytes
 
 TASK = Task(
     input=ImageInput(channels=1, height=8, width=8), class_names=("a", "b"), encoder="linear", encoder_params={}
@@ -81,7 +84,7 @@ def test_init_makes_keys_and_an_enrolled_device_trusts_them_and_follows_while_of
         code, _, err = fleet.call("keys", "rotate", "--config", fleet.config)
         assert code == 0, err
     code, out, err = fleet.call("keys", "sign", second, "--config", fleet.config)
-    assert (code, "1 signature(s)" in out) == (0, True), err
+    assert (code, "signed by coordinator: 1 of 1 needed" in out) == (0, True), err
     assert edge_agent(["import", str(second), "--state", str(device), "--no-self-test"]) == 0
     assert TrustStore(device / "bundles").newest_root().version == 3
     assert edge_agent(["import", str(first), "--state", str(device), "--no-self-test"]) == 4  # older, and the old key
@@ -117,8 +120,14 @@ def test_two_of_three_people_sign_and_the_coordinator_does_not(fleet, bundle, ca
         return fleet.call("keys", "sign", path, "--key", fleet.folder / f"{name}.key", "--root", away / "roots.json")
 
     code, out, err = sign("alice")
-    assert (code, "1 signature(s); 1 more needed" in out) == (0, True), err
-    sign("alice")  # twice is once
+    assert (code, f"by Alice: 1 of 2 needed; 1 more needed: 'headwater keys sign {path} --key" in out) == (0, True), err
+    code, _, err = fleet.call(
+        "keys", "sign", path, "--key", fleet.folder / "bob.key.pub", "--root", away / "roots.json"
+    )
+    assert (code, "the public half of a key; expected the file FILE without .pub" in err) == (2, True)
+    assert "Alice had signed this version already" in sign("alice")[1]  # twice is once
+    shown = fleet.call("keys", "show", "--key", fleet.folder / "alice.key.pub", "--json")[1]
+    assert json.loads(shown)["id"] == signature_of(path)["signers"][0]["id"]
     with pytest.raises(BundleUntrusted, match="signed by 1 of"):
         bundles.verify(path, root)
     assert sign("carol")[0] == 0
@@ -134,6 +143,127 @@ def test_two_of_three_people_sign_and_the_coordinator_does_not(fleet, bundle, ca
     assert (code, "none of the 3 that sign releases" in err) == (2, True)
     code, _, err = fleet.call("keys", "rotate", "--state", state)
     assert (code, "name all release keys" in err) == (2, True)
+
+
+def test_a_change_of_keys_weakens_nothing_without_a_word(fleet, tmp_path, bundle):
+    fleet.init()
+    keys, state = keys_of(fleet), ("--state", fleet.folder / "state")
+    for name in ("alice", "bob", "carol"):
+        assert fleet.call("keys", "new", tmp_path / f"{name}.key", "--name", name.title())[0] == 0
+
+    def names():
+        root = keys.newest()
+        return [root.roles["targets"].threshold, *sorted(root.names[one] for one in root.roles["targets"].keyids)]
+
+    def rotate(*who, more=()):
+        own = keys.release_key.with_name("release.key.pub")
+        files = [own if name == "own" else tmp_path / f"{name}.key.pub" for name in who]
+        words = [word for file in files for word in ("--release-key", file)]
+        code, _, err = fleet.call("keys", "rotate", *words, *more, *state)
+        return code, err
+
+    assert rotate("own", "alice", "bob", more=("--threshold", 2)) == (0, "")
+    before = set(keys.newest().roles["targets"].keyids)
+    assert keys.release_key.exists(), "the new root names it"
+    assert rotate() == (0, "")  # the coordinator's own alone is replaced
+    assert names() == [2, "Alice", "Bob", "coordinator"]
+    assert len(before & set(keys.newest().roles["targets"].keyids)) == 2
+    assert Key.of(public_bytes(read_key(keys.release_key))).id in keys.newest().roles["targets"].keyids
+    version = keys.newest().version
+    code, err = rotate("own", "alice", "bob")
+    assert (code, f"these keys count since root {version}" in err) == (2, True)
+    code, err = rotate("alice", more=("--threshold", 1))
+    assert (code, "the threshold of releases falls from 2 to 1; nothing was changed, --yes does it" in err) == (2, True)
+    assert (rotate("alice")[0], keys.newest().version) == (2, version)  # 2 of 1
+    assert rotate("alice", "bob", "carol") == (0, "")
+    assert (names(), keys.release_key.exists()) == ([2, "Alice", "Bob", "Carol"], False)
+    assert rotate(more=("--threshold", 3)) == (0, "")
+    assert rotate("carol", more=("--threshold", 1, "--yes")) == (0, "")
+    assert names() == [1, "Carol"]
+    code, err = rotate("carol", more=("--key", tmp_path / "carol.key.pub"))
+    assert (code, "the public half of a key" in err) == (2, True)
+    (tmp_path / "carol.key.pub").write_text("0x12\n")
+    code, err = rotate("carol")
+    assert (code, "carol.key.pub: no public key; expected the file FILE.pub" in err) == (2, True)
+    code, _, err = fleet.call("keys", "sign", bundle("b"), "--key", tmp_path / "carol.key", "--root", keys.root)
+    assert (code, "root.json does; expected roots.json, which lies beside that" in err) == (2, True)
+
+
+def test_two_people_sign_an_older_bundle_for_a_new_release_by_the_commands_that_are_said(tmp_path, bundle):
+    files = []
+    for name in ("alice", "bob"):
+        files.append(tmp_path / f"{name}.key")
+        write_key(files[-1], new_key(), name=name)
+    folder, made = StateFolder(tmp_path / "state"), bundle("b")
+    keys = ReleaseKeys(folder.path)
+    with folder.look(create=True) as state:
+        keys.create("home", NOW, [read_public(file.with_name(f"{file.name}.pub")) for file in files], 2)
+        path = state.run("run-0001").folder / "run-0001.hwb"
+        path.parent.mkdir(parents=True)
+        shutil.copy(made, path)
+        bundle_id = bundles.open_bundle(path).manifest.bundle_id
+
+        def sign(number, version, again=False):
+            key, end = read_key(files[number]), NOW + timedelta(days=1)
+            sign_bundle(path, keys.roots(), [key], version=version, expires=end, again=again)
+
+        def advice(digest):
+            with pytest.raises(UsageError) as caught:
+                file_to_release(state, "run-0001", bundle_id, digest, NOW)
+            return str(caught.value)
+
+        sign(0, 7)
+        sign(1, 7)
+        digest = state.blobs.put(file_to_release(state, "run-0001", bundle_id, "", NOW)[0])
+        body = {"bundle_id": bundle_id}
+        state.journal.append("release_made", run="run-0001", round=1, digest=digest, body=body)
+        assert "--again" in advice(digest)
+        sign(0, 8, again=True)
+        assert "signed by 1 of" in advice(digest)
+        assert "--again" not in advice(digest)
+        sign(1, 9)
+        _, signed = file_to_release(state, "run-0001", bundle_id, digest, NOW)
+    assert (signed["version"], {one["name"] for one in signed["signers"]}) == (8, {"alice", "bob"})
+
+
+def test_what_people_have_signed_is_not_released_where_no_device_may_install_it(tmp_path, bundle):
+    write_key(tmp_path / "alice.key", new_key(), name="alice")
+    folder, made = StateFolder(tmp_path / "state"), bundle("b")
+    keys = ReleaseKeys(folder.path)
+    with folder.look(create=True) as state:
+        keys.create("home", NOW, [read_public(tmp_path / "alice.key.pub")], 1)
+        path = state.run("run-0001").folder / "run-0001.hwb"
+        path.parent.mkdir(parents=True)
+        shutil.copy(made, path)
+        bundle_id = bundles.open_bundle(path).manifest.bundle_id
+
+        def advice(version, end=NOW + timedelta(days=1), **more):
+            key = read_key(tmp_path / "alice.key")
+            sign_bundle(path, keys.roots(), [key], version=version, expires=end, again=True, **more)
+            with pytest.raises(UsageError, match=f"keys sign {path} --key FILE --again") as caught:
+                file_to_release(state, "run-0001", bundle_id, "", NOW)
+            return str(caught.value)
+
+        assert "expired at 20" in advice(7, end=NOW)
+        assert "needs agents of version 99 (--min-agent), and this is headwater 0." in advice(8, min_agent="99")
+        body = {"bundle_id": "ab" * 32, "signed": {"version": 20}}
+        state.journal.append("release_made", run="run-0002", round=1, digest="cd" * 32, body=body)
+        assert "devices that have installed newer releases refuse" in advice(9)
+
+
+def test_a_bundle_carries_the_newest_roots_that_have_room(bundle, tmp_path, monkeypatch):
+    home, path = Federation(), bundle("b")
+    for _ in range(9):
+        home.rotate(1)
+    size = len(dump(home.roots[-1]))
+    monkeypatch.setattr(state_release_keys, "MAX_BYTES", 5 * size)
+    home.sign(path, 7)
+    carried = parse(Member, bundles.open_bundle(home.sign(path, 7)).release, "b").roots
+    assert [one.signed["version"] for one in carried] in ([7, 8, 9, 10], [8, 9, 10])
+    assert bundles.verify(home.sign(path, 7), home.roots[7])[0].version == 7
+    monkeypatch.setattr(state_release_keys, "MAX_BYTES", size)
+    with pytest.raises(UsageError, match="use fewer keys"):
+        home.sign(path, 8)
 
 
 def test_a_change_of_root_keys_needs_the_old_ones_and_the_new_ones(fleet, tmp_path):
@@ -256,7 +386,7 @@ def test_status_names_who_signed_a_release_and_where_it_comes_from(fleet, bundle
     assert (release["scored"]["run"], release["scored"]["devices"]["mean"]) == (scores, 0.75)
     text = fleet.call("release", "status", "--state", state)[1]
     assert "coordinator; 1 of 1 needed" in text
-    assert "0.500, 0.250 of 3" in text
+    assert "acc.personal in the run 0.500, worst tenth 0.250 of 3 clients; on devices 0.750" in text
 
 
 def test_versions_of_releases_grow_also_when_the_clock_goes_back(tmp_path):
@@ -265,6 +395,8 @@ def test_versions_of_releases_grow_also_when_the_clock_goes_back(tmp_path):
     made = [keys.next_version(at) for at in (NOW, NOW, NOW - timedelta(days=400), NOW + timedelta(days=1))]
     first = int(NOW.timestamp())
     assert made == [first, first + 1, first + 2, first + 86_400]
+    end = state_release_keys.end_of(made[2], NOW - timedelta(days=400), timedelta(days=365))
+    assert end == NOW + timedelta(days=365, seconds=2), "devices refuse what ends before the version of the newest one"
 
 
 def test_the_key_that_signs_may_be_a_credential_of_systemd(tmp_path, bundle, monkeypatch):

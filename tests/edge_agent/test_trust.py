@@ -165,10 +165,10 @@ def test_row_36_an_older_release_is_refused_also_after_a_restart(make_bundle, ho
     first, second = home.sign(old.path, 7), home.sign(new.path, 8)
     install(first)
     install(second)
-    with pytest.raises(BundleUntrusted, match=r"release 7 .* is older than release 8"):
+    with pytest.raises(BundleUntrusted, match=r"version 7 .* is older than version 8"):
         install(first)  # every call reads the counter from the disk: nothing else is kept
     another = home.sign(old.path, 8)
-    with pytest.raises(BundleUntrusted, match="is older than release 8"):  # the same number for another bundle
+    with pytest.raises(BundleUntrusted, match="is older than version 8"):  # the same number for another bundle
         install(another)
     assert bundles.current(folder).id == new.manifest.bundle_id
     install(second)  # once more, as after a kill between counter and switch
@@ -195,6 +195,30 @@ def test_row_36_expired_metadata_are_not_installed_and_what_runs_keeps_serving(m
     assert bundles.current(folder).id == bundles.open_bundle(path).manifest.bundle_id  # at any time: no clock is asked
     assert TrustStore(folder).described((NOW + YEAR).timestamp())["expired"]
     install(later)
+
+
+def test_a_clock_that_is_behind_does_not_bring_back_what_has_expired(make_bundle, home, folder):
+    def install(path, days):
+        return bundles.install(path, folder, now=lambda: (NOW + timedelta(days=days)).timestamp())
+
+    path, second = make_bundle().path, timedelta(seconds=1)
+    soon = home.sign(path, 7, expires=NOW + timedelta(days=30)).rename(folder.parent / "soon.hwb")
+    install(home.sign(path, 8), 40)
+    (folder / "newest.json").unlink()  # so that the time alone speaks against the one that has expired
+    with pytest.raises(BundleUntrusted, match=r"clock says 1970-.*, and 2026-07-11T00:00:00Z is over"):
+        install(soon, -NOW.timestamp() / 86400)
+    with pytest.raises(BundleUntrusted, match="expired at"):  # a clock that is ahead is not noted
+        install(soon, 5000)
+    assert (folder / "time").read_text() == "2026-07-11T00:00:00Z"
+    signed = int((NOW + timedelta(days=60)).timestamp())
+    install(home.sign(path, signed, expires=NOW + YEAR), -100)
+    late = home.sign(path, signed + 1, expires=NOW + timedelta(days=60) - second)
+    with pytest.raises(BundleUntrusted, match=r"and 2026-07-31T00:00:00Z is over"):
+        install(late, -100)  # newer than the newest, and over before that was signed
+    assert TrustStore(folder).described(0)["expired"] is False
+    (folder / "time").write_bytes(b"\xff no time")
+    install(home.sign(path, signed + 2, expires=NOW + YEAR), 61)
+    assert (folder / "time").read_text() == "2026-08-01T00:00:00Z"
 
 
 def test_an_expired_root_installs_nothing(make_bundle, folder):
@@ -228,7 +252,7 @@ def test_a_change_of_one_key_of_three_is_no_way_back(make_bundle, folder):
     bundles.install(home.sign(new.path, 9, 11, 12), folder, now=now)
     home.rotate(1, keys=(11, 13, 14))  # 12 leaves
     bundles.attach(older, dump(Member(release=read_member(older).release, roots=tuple(home.roots))))
-    with pytest.raises(BundleUntrusted, match=r"release 5 .* is older than release 9"):
+    with pytest.raises(BundleUntrusted, match=r"version 5 .* is older than version 9"):
         bundles.install(older, folder, now=now)
     home.rotate(1, keys=(13, 14, 15))  # 11 as well: both signers of release 9 may have been abused
     bundles.attach(older, dump(Member(release=read_member(home.sign(old.path, 5)).release, roots=tuple(home.roots))))
@@ -323,7 +347,7 @@ def test_roots_that_do_not_follow_are_refused(make_bundle, home, install):
 
 def test_another_federation_is_refused_with_its_own_keys_and_with_ours(make_bundle, home, install, folder):
     away = Federation(name="away")  # with the very same keys
-    with pytest.raises(BundleUntrusted, match="root 1 is of federation 'away', this device trusts 'home'"):
+    with pytest.raises(BundleUntrusted, match="root 1 is of federation 'away', trusted is 'home'"):
         install(away.sign(make_bundle().path, 7))
     away.rotate(1)
     home.roots.append(away.roots[1])
@@ -463,7 +487,7 @@ def test_verify_needs_the_file_and_a_root_alone(make_bundle, home, tmp_path, cap
     path = home.sign(make_bundle().path, 7)
     assert cli.main(["verify", str(path), "--root", str(first), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["release"], shown["root"], shown["federation"]) == (7, 2, "home")
+    assert (shown["version"], shown["root"], shown["federation"]) == (7, 2, "home")
     assert shown["lineage"] is None
     of = {"run": "run-0001", "round": 3, "seed": 7, "clients": 4, "partition_sha256": "a" * 64}
     made = make_bundle(extra={"lineage": {**of, "encoder_sha256": "b" * 64}})

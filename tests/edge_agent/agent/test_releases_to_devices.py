@@ -455,13 +455,13 @@ def test_rollbacks_are_signed_again_for_devices_that_refuse_older_versions(site,
     with pytest.raises(SystemExit):
         headwater(["release", "create", runs[1], "--canary", "all", "--state", str(site.config.state)])
     path = site.state.run(runs[1]).folder / f"{runs[1]}.hwb"
-    assert f"'headwater keys sign {path} --key FILE --again'" in capsys.readouterr().err
+    assert f"'headwater keys sign {path} --key FILE' signs it" in capsys.readouterr().err
     sign_bundle(path, keys.roots(), [read_key(person)], version=keys.next_version(utc_now()), expires=FAR)
     site.release("create", runs[1], "--canary", "all", "--max-failed", "0", "--min-gain", "-0.05")
     site.until(lambda: site.stages()[-1] == "held", limit_s=60)
     reason = site.release("status")["releases"][-1]["waits_for"]
     assert "Not rolled back" in reason
-    assert "--again" in reason
+    assert "--key FILE' signs it for a release" in reason
 
 
 def test_devices_that_return_to_their_channel_get_a_file_that_they_may_install(site, make_bundle):

@@ -113,7 +113,7 @@ def test_first_use_trusts_nobody_whose_bundle_is_not_installed(config, make_bund
         install(mine, rootless)
     assert store.known() is None
     install(mine, home.sign(make_bundle().path, 8))
-    assert store.described(now())["release"] == 8
+    assert store.described(now())["version"] == 8
 
 
 def test_a_device_that_was_off_for_two_changes_of_keys_follows_to_the_configured_root(
@@ -153,7 +153,7 @@ def test_row_37_a_signed_bundle_that_is_bad_here_leaves_the_old_pair_and_the_cou
     broken = make_bundle("broken.hwb", golden_error=0.5)
     assert "self-test" in install(config, home.sign(broken.path, 9)).rolled_back
     assert bundles.current(config.state / "bundles").id == good.manifest.bundle_id
-    assert store.described(now())["release"] == 7
+    assert store.described(now())["version"] == 7
 
 
 def test_a_clock_that_is_a_year_off_postpones_and_the_running_pair_answers(config, make_bundle, home):
@@ -285,6 +285,6 @@ def test_the_encoder_of_a_round_counts_where_it_is_signed_for_that_and_is_never_
     one = home.sign(made.path, 9, purpose="round")
     assert contributes(one) == (2, 24)
     assert contributes(home.sign(made.path, 7, purpose="round")) == (2, 24)
-    assert store.described(now())["release"] is None, "a round is no release that others are older than"
+    assert store.described(now())["version"] is None, "a round is no release that others are older than"
     with pytest.raises(BundleUntrusted, match="for purpose 'round', it came for 'release'"):
         install(config, one)
