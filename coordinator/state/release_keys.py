@@ -559,7 +559,6 @@ def _signed_by_people(
     elif needs_newer(release, __version__):
         why = f"{path} needs agents of version {release.min_agent} (--min-agent), and this is headwater {__version__}"
     if why:
-        raise UsageError(
-            f"{why}; 'headwater keys sign {path} --key FILE --again' signs it once more, then repeat this command"
-        )
+        sign = f"'headwater keys sign {path} --key FILE --again'"
+        raise UsageError(f"{why}; {sign} signs it for a new release, then repeat this command")
     return content, signature_of(path)
