@@ -99,7 +99,7 @@ def _details(release: Shown) -> Iterator[str]:
     yield f"  from {', '.join(_origin(release['lineage']))}"
     yield f"  signed by {_signers(release['signed'])}"
     where = {"run": "in the run", "devices": "on devices"}
-    scores = [f"{place} {_scores(scored[key])}" for key, place in where.items() if scored[key] is not None]
+    scores = [f"{text} {_scores(scored[key])}" for key, text in where.items() if scored[key] is not None]
     yield from [f"  acc.personal {'; '.join(scores)}"] if scores else []
     yield from [f"  canary: {listed(release['canary'])}"] if release["canary"] else []
     yield from _failures(release)

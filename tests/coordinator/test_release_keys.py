@@ -103,6 +103,8 @@ def test_two_of_three_people_sign_and_the_coordinator_does_not(fleet, bundle, ca
         assert fleet.call("keys", "new", fleet.folder / f"{name}.key", *named)[0] == 0
     given = [word for name in people for word in ("--release-key", fleet.folder / f"{name}.key.pub")]
     words = ("--host", "localhost", "--port", fleet.port, "--enroll-port", fleet.enroll_port)
+    assert fleet.call("init", fleet.folder / "new", *words, *given, "--threshold", 4)[0] == 2
+    assert not (fleet.folder / "new").exists()
     code, out, err = fleet.call("init", fleet.folder / "new", *words, *given, "--threshold", 2)
     assert code == 0, err
     assert "people sign them, 2 of 3 keys" in out
