@@ -208,7 +208,7 @@ def releases(request: Request) -> Response:
         {
             "release": one,
             "size": book.canary_size(one) if one.plan.canary else 0,
-            "waits": waits_for(book, one, now) if one.number in current else "",
+            "waits": [*waits_for(book, one, now)],
             "runs": running[one.bundle_id],
             "actions": list(_possible(one)) if one.number in current else [],
         }

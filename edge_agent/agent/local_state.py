@@ -642,6 +642,11 @@ class ReleaseRecord:
             raise StateError(f"{self._pin_path}: not what 'edge-agent pin' writes; remove it to unpin") from error
         return pin
 
+    def release_of(self, bundle_id: str) -> int | None:
+        """Number of the release by which a bundle came; None: it came by hand, or is none that was taken last."""
+        taken = self._read().taken
+        return taken.release or None if taken.bundle_id == bundle_id else None
+
     def check(self) -> None:
         """Return quietly where the record can be read, or there is none yet.
 
