@@ -46,9 +46,9 @@ from .local_state import (
     MOST_STARTS,
     START_GRACE_S,
     ClientStateFiles,
-    OnTrial,
     ReleaseRecord,
     TrainingCheckpointFile,
+    Trial,
     WaitFile,
     Waiting,
     clean,
@@ -180,9 +180,6 @@ class TaskRunner:
         self.samples = 0
         self.rolled_back = ""
         self.releases = ReleaseRecord(config.state)
-        self.on_trial = False
-        """Whether the bundle in use has yet to show that the agent lives with it: call `proved` then."""
-
         self.bundle_id = self._running_bundle()
         self._cancelled: JobKey | None = None
         self._secure: SecureSums | None = None
@@ -359,26 +356,35 @@ class TaskRunner:
     def install(self, message: Install, path: Path) -> Report:
         """Verify a bundle, test it, refit the head, keep the better pair; returns what came out.
 
+        The bundle is not tried where the agent has ended in `MOST_STARTS` preparations of it.
+
         Raises:
             BundleError: the bundle is damaged, or its encoder does not do what it did where it was made.
             DataError: local data do not fit its task.
         """
         from .candidate import prepare_beside
-        from .head_tier import install_bundle, prepare_here
+        from .head_tier import install_bundle, prepare_here, rejected
 
         prepare = prepare_beside if self._beside else prepare_here
+        has_crashed = (ends := self.releases.prepares(message, self._machine()) - 1) >= MOST_STARTS
         try:
-            report = install_bundle(self.config, message, path, self.now, prepare=prepare)
+            if has_crashed:
+                why = f"the agent ended {ends} times while it prepared bundle {message.bundle_id[:12]}"
+                report = rejected(self.config, message, BundleError(why, is_public=True)).report
+            else:
+                report = install_bundle(self.config, message, path, self.now, prepare=prepare)
         except BundleError as error:
-            self.releases.refuse(message, str(error), self.now())
+            self.releases.refuse(message, str(error), self.now(), crashed=has_crashed)
+            raise
+        except Exception:
+            self.releases.ended()
             raise
         self.bundle_id, self.rolled_back = report.bundle_id, report.rolled_back
         self.samples = report.samples
         if report.bundle_id == message.bundle_id:
             self.releases.took(message, self._machine())
-            self.on_trial = True
         else:
-            self.releases.refuse(message, report.rolled_back, self.now())
+            self.releases.refuse(message, report.rolled_back, self.now(), crashed=has_crashed)
         memory = {"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules}
         return public_report(self.config.privacy, report.model_copy(update=memory))
 
@@ -391,22 +397,29 @@ class TaskRunner:
             trial = self.releases.started(self._machine())
             if trial is not None and trial.starts > MOST_STARTS:
                 self._fall_back(trial)
-                trial = None
-            self.on_trial = trial is not None
         except HeadwaterError as error:  # the pair in use stays
             log.warning("trial_unknown reason=%s", error)
 
     def stopped(self) -> None:
-        """The agent stops on purpose, which says nothing against the bundle in use."""
-        if self.on_trial:
+        """The agent stops on purpose, which says nothing against the bundle in use or one that is prepared."""
+        try:
             self.releases.stopped()
+        except StateError as error:
+            log.warning("trial_unknown reason=%s", error)
 
-    def proved(self) -> None:
-        """The agent lives with the bundle in use."""
-        self.on_trial = False
-        self.releases.proved()
+    @property
+    def on_trial(self) -> Trial | None:
+        """The bundle in use, where it has yet to show that the agent lives with it: call `proved` then."""
+        return self.releases.on_trial
 
-    def _fall_back(self, trial: OnTrial) -> None:
+    def proved(self, trial: Trial) -> None:
+        """The agent lives with the bundle that is, or was, in use."""
+        try:
+            self.releases.proved(trial)
+        except StateError as error:
+            log.warning("trial_unknown reason=%s", error)
+
+    def _fall_back(self, trial: Trial) -> None:
         """Use the bundle before again, with its head where that is still here; otherwise it is fitted again.
 
         Raises:

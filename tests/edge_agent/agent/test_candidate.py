@@ -211,6 +211,34 @@ def test_row_38_a_kill_of_the_agent_at_any_step_ends_the_process_beside_and_leav
     assert answers_of(config)[0] == new.manifest.bundle_id
 
 
+ENDS = """
+import os, signal, sys
+from pathlib import Path
+from edge_agent.agent import candidate
+from edge_agent.agent.tasks import TaskRunner
+from edge_agent.config import AgentConfig
+from edge_agent.wire.messages import Install
+config, message = AgentConfig.model_validate_json(sys.argv[1]), Install.model_validate_json(sys.argv[2])
+prepare = candidate.prepare_beside
+candidate.prepare_beside = lambda *given: prepare(*given, lambda step: os.kill(os.getpid(), signal.SIGKILL))
+tasks = TaskRunner(config, "head", beside=True)
+tasks.started()
+print(tasks.install(message, Path(sys.argv[3])).rolled_back)
+"""
+
+
+def test_an_agent_that_is_killed_with_the_process_beside_three_times_refuses_the_bundle(config, old, new):
+    """As by systemd, which stops the whole service where one of its processes was killed for lack of memory."""
+    bundle_id, before = answers_of(config)
+    words = [sys.executable, "-c", ENDS, config.model_dump_json(), order(new).model_dump_json(), str(new.path)]
+    for code in (-signal.SIGKILL, -signal.SIGKILL, -signal.SIGKILL, 0):
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert answers_of(config)[0] == bundle_id
+    assert f"keeps bundle {bundle_id[:12]} because the agent ended 3 times while it prepared" in done.stdout
+    np.testing.assert_array_equal(answers_of(config)[1], before)
+
+
 def test_a_second_kill_after_a_new_head_was_put_there_does_not_lose_the_old_one(config, old, new, make_bundle):
     """Each of two new bundles is killed between its head and the pointer: the head before the last is the old one."""
     bundle_id, before = answers_of(config)
