@@ -16,7 +16,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
@@ -28,7 +28,7 @@ from pydantic import Field, ValidationError
 from ..config import AgentConfig
 from ..errors import CodecError, HeadwaterError, StateError, UsageError, cause
 from ..moments import moment_of
-from ..storage import oldest_first, read_json, read_tensors, size_of, write_json, write_tensors
+from ..storage import oldest_first, read_json, read_tensors, size_of, waited_lock, write_json, write_tensors
 from ..task import Frozen, Tensors
 from ..wire.chunks import BlobCache
 from ..wire.messages import Command, Epoch, FederationId, Install, UpdateManifest
@@ -571,7 +571,7 @@ class ReleaseRecord:
     """
 
     def __init__(self, state: Path) -> None:
-        self._path, self._pin_path = state / "releases.json", state / "pin.json"
+        self._path, self._pin_path, self._bundles = state / "releases.json", state / "pin.json", state / "bundles"
         self._lock = threading.RLock()
         self.on_trial: Trial | None = None
         """The bundle in use, where this agent has started it or started with it, and has yet to show that it lives with
@@ -660,11 +660,29 @@ class ReleaseRecord:
         return self._read().refused
 
     def pin(self, pin: Pin | None) -> None:
-        """Keep a bundle; None: take releases again."""
+        """Keep the bundle in use; None: take releases again.
+
+        Raises:
+            UsageError: another bundle is in use.
+        """
         if pin is None:
             self._pin_path.unlink(missing_ok=True)
-        else:
+            return
+        from ..bundle import current_id
+
+        with waited_lock(self._bundles):
+            if (runs := current_id(self._bundles)) != pin.bundle_id:
+                raise UsageError(
+                    f"{self._bundles}: bundle {runs[:12] or 'none'} is in use now, expected {pin.bundle_id[:12]}: the "
+                    "agent has just switched; look at 'edge-agent status', and pin again"
+                )
             write_json(self._pin_path, pin.model_dump(mode="json"))
+
+    @contextlib.contextmanager
+    def switching(self, message: Install, now: float) -> Iterator[str]:
+        """Inside, no command pins the bundle in use; gives `why_declined`. For the moment of the switch alone."""
+        with waited_lock(self._bundles):
+            yield self.why_declined(message, now)
 
     def pinned(self) -> Pin | None:
         """The pin, also one that is over; None where there is none.

@@ -356,7 +356,8 @@ class TaskRunner:
     def install(self, message: Install, path: Path) -> Report:
         """Verify a bundle, test it, refit the head, keep the better pair; returns what came out.
 
-        The bundle is not tried where the agent has ended in `MOST_STARTS` preparations of it.
+        The bundle is not tried, or not used, where its owner keeps another one meanwhile, nor where the agent has ended
+        in `MOST_STARTS` preparations of it.
 
         Raises:
             BundleError: the bundle is damaged, or its encoder does not do what it did where it was made.
@@ -365,6 +366,8 @@ class TaskRunner:
         from .candidate import prepare_beside
         from .head_tier import install_bundle, prepare_here, rejected
 
+        if (declined := self.declined(message)) is not None:
+            return declined
         prepare = prepare_beside if self._beside else prepare_here
         has_crashed = (ends := self.releases.prepares(message, self._machine()) - 1) >= MOST_STARTS
         try:
@@ -372,7 +375,14 @@ class TaskRunner:
                 why = f"the agent ended {ends} times while it prepared bundle {message.bundle_id[:12]}"
                 report = rejected(self.config, message, BundleError(why, is_public=True)).report
             else:
-                report = install_bundle(self.config, message, path, self.now, prepare=prepare)
+                report = install_bundle(
+                    self.config,
+                    message,
+                    path,
+                    self.now,
+                    prepare=prepare,
+                    switching=lambda: self.releases.switching(message, self.now()),
+                )
         except BundleError as error:
             self.releases.refuse(message, str(error), self.now(), crashed=has_crashed)
             raise
@@ -383,6 +393,8 @@ class TaskRunner:
         self.samples = report.samples
         if report.bundle_id == message.bundle_id:
             self.releases.took(message, self._machine())
+        elif report.kept:
+            self.releases.ended()
         else:
             self.releases.refuse(message, report.rolled_back, self.now(), crashed=has_crashed)
         memory = {"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules}
@@ -1029,7 +1041,8 @@ class TaskQueue:
             self._drop_install()  # a newer one that has arrived meanwhile is still to be done
         if error is None:
             self.condition.clear("bundle", "data")
-            self._installed = ((install.blob.digest, install.release), result)
+            if not result.kept:  # otherwise it is tried when its owner lets it
+                self._installed = ((install.blob.digest, install.release), result)
             self._link.send(result)
         else:
             self._report(error, JobKey(install.run, purpose=None), "bundle")

@@ -1,8 +1,10 @@
-"""Trials of new bundles on a device: an agent that does not survive them."""
+"""Trials of new bundles on a device: an agent that does not survive them, an owner who pins meanwhile."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import threading
 
 import pytest
@@ -12,6 +14,7 @@ from release_site import ReleaseSite
 from edge_agent import bundle as bundles
 from edge_agent.agent import head_tier
 from edge_agent.agent.local_state import ReleaseRecord
+from edge_agent.cli import main
 from edge_agent.errors import DataError
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing
@@ -237,3 +240,84 @@ def test_an_error_of_a_preparation_is_no_end_of_the_agent(site, made, monkeypatc
         with pytest.raises(DataError, match="no samples"):
             tasks.install(order, path)
     assert json.loads((site.folder / "porch" / "releases.json").read_text())["prepared"] is None
+
+
+# --- an owner who pins meanwhile -------------------------------------------------------------------------------------
+
+
+def test_a_pin_holds_for_a_bundle_that_waits_for_its_window_without_a_coordinator(site, made):
+    state = site.folder / "porch"
+    first(site, made)
+    released(site, made[1], "--window", "02:00-03:00")
+    site.wait(30)
+    site.kill_coordinator()
+    site.on_device("pin", "--state", state, "--reason", "exhibition")
+    site.clock.now += 14 * 3600
+    site.wait(300)
+    assert uses(site, made[0])
+    site.start_coordinator()
+    site.wait(60)
+    (device,) = site.release("status")["devices"]
+    assert (device["outcome"], "exhibition" in device["kept"]) == ("declined", True)
+    assert uses(site, made[0])
+    site.on_device("unpin", "--state", state)
+    site.until(lambda: uses(site, made[1]), limit_s=120)
+
+
+def test_a_pin_holds_for_a_bundle_that_is_prepared(site, made, monkeypatch):
+    """The owner pins when the new bundle is ready, and before the agent switches to it."""
+    state, prepared = site.folder / "porch", []
+    first(site, made)
+
+    def pins(*given, real=head_tier.prepare_here):
+        candidate = real(*given)
+        if not prepared:
+            site.on_device("pin", "--state", state, "--reason", "exhibition")
+        prepared.append(candidate)
+        return candidate
+
+    monkeypatch.setattr(head_tier, "prepare_here", pins)
+    released(site, made[1])
+    site.wait(60)
+    assert len(prepared) == 1
+    assert uses(site, made[0])
+    (device,) = site.release("status")["devices"]
+    assert (device["outcome"], "exhibition" in device["kept"]) == ("declined", True)
+    assert site.tasks["porch"].releases.refused() == (), "nothing was wrong with it"
+    assert site.stages() == ["everybody", "everybody"]
+    site.on_device("unpin", "--state", state)
+    site.until(lambda: uses(site, made[1]), limit_s=120)
+    assert len(prepared) == 2, "it is prepared again, not remembered as declined"
+
+
+def test_nobody_pins_while_the_agent_switches(site, made, monkeypatch):
+    first(site, made)
+    was_held = []
+
+    def switches(*given, real=bundles.switch):
+        descriptor = os.open(site.folder / "porch" / "bundles", os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            was_held.append(False)
+        except BlockingIOError:
+            was_held.append(True)
+        finally:
+            os.close(descriptor)
+        real(*given)
+
+    monkeypatch.setattr(bundles, "switch", switches)
+    released(site, made[1])
+    site.until(lambda: uses(site, made[1]), limit_s=30)
+    assert was_held == [True]
+
+
+def test_a_pin_of_a_bundle_that_has_just_been_replaced_is_refused(site, made, monkeypatch, capsys):
+    first(site, made)
+    old, real = made[0].manifest.bundle_id, bundles.current_id
+    answers = iter([old])
+    released(site, made[1])
+    site.until(lambda: uses(site, made[1]), limit_s=30)
+    monkeypatch.setattr(bundles, "current_id", lambda root: next(answers, None) or real(root))
+    assert main(["pin", "--state", str(site.folder / "porch"), "--reason", "x"]) == 2
+    assert f"bundle {made[1].manifest.bundle_id[:12]} is in use now, expected {old[:12]}" in capsys.readouterr().err
+    assert not (site.folder / "porch" / "pin.json").exists()
