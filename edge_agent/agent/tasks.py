@@ -860,8 +860,8 @@ class TaskQueue:
         self._waits.remove()
 
     def switch_when_due(self) -> None:
-        """Switch to a bundle that is here and had to wait for its time; the coordinator offers a late one again."""
-        if self._install is None or not self._install.activate_in_s:
+        """Switch to a bundle that is here when its time comes; after that the coordinator offers it again."""
+        if self._install is None:
             return
         if self._waiting is not None:
             self.go_on()

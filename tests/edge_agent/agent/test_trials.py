@@ -1,4 +1,4 @@
-"""Trials of new bundles on a device: an agent that does not survive them, an owner who pins meanwhile."""
+"""Trials of new bundles on a device: an agent that does not survive them, an owner who pins meanwhile, their time."""
 
 from __future__ import annotations
 
@@ -321,3 +321,31 @@ def test_a_pin_of_a_bundle_that_has_just_been_replaced_is_refused(site, made, mo
     assert main(["pin", "--state", str(site.folder / "porch"), "--reason", "x"]) == 2
     assert f"bundle {made[1].manifest.bundle_id[:12]} is in use now, expected {old[:12]}" in capsys.readouterr().err
     assert not (site.folder / "porch" / "pin.json").exists()
+
+
+# --- the end of a window ---------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_whose_download_outlasts_its_open_window_is_not_used_after_it(site, made):
+    """The coordinator goes in the middle of the download, which another device's broadcast completes."""
+    first(site, made)
+    site.kill_coordinator()
+    agent, content = site.agents["porch"], made[1].path.read_bytes()
+    order = wire.Install(
+        run="run-0001",
+        bundle_id=made[1].manifest.bundle_id,
+        release=2,
+        blob=Outgoing.of(content).ref,
+        activate_within_s=60,
+    )
+    agent.jobs.on_install(order)
+    site.wait(59)
+    assert agent.jobs.candidate()["state"] == "is downloaded"
+    site.wait(2)
+    assert agent.jobs.candidate() is None
+    agent.cache.path(order.blob.digest).write_bytes(content)
+    agent.jobs.go_on()
+    assert uses(site, made[0])
+    agent.jobs.on_install(order)
+    site.wait(1)
+    assert uses(site, made[1]), "offered again, in time"
