@@ -404,6 +404,11 @@ def signed_at(release: Release) -> float:
     return release.version if release.version < seconds(release.expires) else 0.0
 
 
+def needs_newer(release: Release, agent: str) -> bool:
+    """Whether a release needs a newer version of headwater than this one."""
+    return _numbers(agent) < _numbers(release.min_agent)
+
+
 def check_installable(release: Release, root: Root, now: float, agent: str, seen: float = 0.0) -> None:
     """Return where a verified release may be installed now by an agent of this version.
 
@@ -421,7 +426,7 @@ def check_installable(release: Release, root: Root, now: float, agent: str, seen
                 f"'{release.federation}' to sign it again",
                 is_public=True,
             )
-    if _numbers(agent) < _numbers(release.min_agent):
+    if needs_newer(release, agent):
         raise BundleUntrusted(
             f"the release needs agents of version {release.min_agent}, this is {agent}; upgrade headwater here",
             is_public=True,
@@ -595,6 +600,21 @@ class TrustStore:
         self.follow(member.roots)
         root = read(Root, followed(known.roots, member.roots)[-1], "root")
         release = verified(member, files, root)
+        newest = self.newest(root)
+        if (
+            purpose == "release"  # rounds of several runs may come in any order
+            and newest is not None
+            and (
+                release.version < newest[0].version
+                or (release.version == newest[0].version and member.release.signed != newest[1].signed)
+            )
+        ):  # before its end: the coordinator signs again what is older
+            raise BundleOlder(
+                f"version {release.version} of bundle {files.bundle_id[:16]}… is older than version "
+                f"{newest[0].version}, which was installed here; to go back, the operator signs the older bundle again "
+                "with a new version ('headwater keys sign --again')",
+                is_public=True,
+            )
         seen = max(self._seen(root), signed_at(release))
         check_installable(release, root, now, agent, seen)
         if release.purpose != purpose:
@@ -604,19 +624,6 @@ class TrustStore:
             )
         if now - self._time() >= _TIME_STEP_S and self.known() is not None:
             write_private(self._clock, moment(now).encode())
-        if purpose == "round":  # those of several runs may come in any order
-            return member
-        newest = self.newest(root)
-        if newest is not None and (
-            release.version < newest[0].version
-            or (release.version == newest[0].version and member.release.signed != newest[1].signed)
-        ):
-            raise BundleOlder(
-                f"version {release.version} of bundle {files.bundle_id[:16]}… is older than version "
-                f"{newest[0].version}, which was installed here; to go back, the operator signs the older bundle again "
-                "with a new version ('headwater keys sign --again')",
-                is_public=True,
-            )
         return member
 
     def check_loaded(self, raw: bytes | None, files: Files) -> None:

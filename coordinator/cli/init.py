@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
@@ -126,20 +127,23 @@ def init(
                 if "identity" in read_toml(path)
                 else f"{path} exists; 'headwater init --config {path}' adds certificates to it"
             )
-        path.parent.mkdir(parents=True, exist_ok=True)
         text = NEW.format(federation=json.dumps(federation)) + section
     public = [read_public(file) for file in release_key or ()]
     role(public or [Public(bytes(32))], threshold)
-    before = path.read_bytes() if path.exists() else None
-    write_atomic(path, text.encode())
+    before, made = path.read_bytes() if path.exists() else None, not path.parent.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        write_atomic(path, text.encode())
         settings = load_config(path)
         authority = _make(settings.state, settings.federation, identity, public, threshold)
     except BaseException:  # the file is as it was, so that the command can be repeated
-        if before is None:
-            path.unlink()
-        else:
+        if before is not None:
             write_atomic(path, before)
+        else:
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # there is more in it now
+                if made:
+                    path.parent.rmdir()
         raise
     lines = [
         f"federation '{settings.federation}': authority {authority.fingerprint}",

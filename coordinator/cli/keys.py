@@ -91,7 +91,9 @@ def new(
     name: Annotated[str, typer.Option("--name", help="Whose it is. Every device that gets a bundle can read it.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Make a key pair for a person who signs releases; the public half goes to the coordinator.
+    """Make a key pair for a person who signs releases.
+
+    The public half goes to the coordinator.
 
     Example: headwater keys new alice.key --name Alice
     """
@@ -113,7 +115,9 @@ def init_keys(
     state: State = None,
     as_json: Json = False,
 ) -> None:
-    """Make the release keys of a federation that has none; 'headwater init' does that for a new one.
+    """Make the release keys of a federation that has none.
+
+    'headwater init' does that for a new one.
 
     Devices that are enrolled later trust them; those that are there get root.json by bundle.trust.
 
@@ -132,7 +136,9 @@ def show(
     state: State = None,
     as_json: Json = False,
 ) -> None:
-    """Show which keys sign releases and changes of keys, or the key in a file FILE or FILE.pub.
+    """Show which keys sign releases and changes of keys.
+
+    With --key, the key in a file FILE or FILE.pub.
 
     Example: headwater keys show --key alice.key.pub
     """
@@ -162,7 +168,9 @@ def rotate(
     state: State = None,
     as_json: Json = False,
 ) -> None:
-    """Change the keys: without --release-key, the coordinator's own is replaced by a new one, and others stay.
+    """Change the keys.
+
+    Without --release-key, the coordinator's own is replaced by a new one, and others stay.
 
     Thresholds stay as they are where none is given. With --root-key, those that sign changes are replaced, too.
 
@@ -207,7 +215,9 @@ def rotate(
 
 @app.command("accept")
 def accept(file: ChangeFile, config: Config = None, state: State = None, as_json: Json = False) -> None:
-    """Make a change of keys count that 'headwater keys rotate --out' wrote and people have signed since.
+    """Make a change of keys count.
+
+    'headwater keys rotate --out' wrote it, and people have signed it since.
 
     Example: headwater keys accept change.json
     """
@@ -228,7 +238,9 @@ def sign(
     state: State = None,
     as_json: Json = False,
 ) -> None:
-    """Sign a bundle file with the coordinator's key, or with --key; several people sign one file one after another.
+    """Sign a bundle file, or a change of keys.
+
+    With the coordinator's key, or with --key; several people sign one file one after another.
 
     With --again, an older bundle gets a newer version, which devices install: that is how a federation goes back.
 

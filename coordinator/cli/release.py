@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from edge_agent.errors import UsageError
 
 from ..fleet import release_commands as commands
-from ..fleet.release_commands import described, device_rows, waits_for
+from ..fleet.release_commands import chosen, described, device_rows, tiers_without_releases
 from ..state.journal import utc_now
-from ..state.releases import Plan, book_of
+from ..state.releases import Book, Plan, Release, book_of
 from ..state.store import StateFolder
+from ..text import listed
+from .follow import is_serving
 from .options import Config, Json, State, state_path
-from .output import present, table
+from .output import present
+from .release_text import device_lines, other_tiers, release_line, release_lines
 
 app = typer.Typer(
     help="Create, promote, hold or roll back releases.\n\nExample: headwater release status",
@@ -52,8 +55,9 @@ def create(
     state: State = None,
     as_json: Json = False,
 ) -> None:
-    """Release the encoder of a finished run: to a canary first, then it pauses until it is promoted.
+    """Release the encoder of a finished run.
 
+    A canary gets it first, then it pauses until it is promoted. Devices of tier head take releases, others do not.
     More failures than --max-failed return all devices to the release before. A device fails on which the bundle does
     not work, that goes back to its pair because that is more accurate on its held-out samples, or that does not start
     with the new one. Shares count devices that were heard in the channel. Works while the coordinator serves, and
@@ -78,7 +82,9 @@ def create(
 
 @app.command()
 def promote(number: Number = None, config: Config = None, state: State = None, as_json: Json = False) -> None:
-    """Give a release to everybody, new devices included; before the end of its canary, too.
+    """Give a release to everybody.
+
+    New devices get it, too; the canary need not have ended.
 
     Example: headwater release promote 3
     """
@@ -90,7 +96,9 @@ def promote(number: Number = None, config: Config = None, state: State = None, a
 def hold(
     number: Number = None, reason: Reason = "", config: Config = None, state: State = None, as_json: Json = False
 ) -> None:
-    """Give a release to no further device; those that run it keep it.
+    """Give a release to no further device.
+
+    Those that run it keep it.
 
     Example: headwater release hold 3 --reason "complaints from the porch"
     """
@@ -100,7 +108,9 @@ def hold(
 
 @app.command()
 def resume(number: Number = None, config: Config = None, state: State = None, as_json: Json = False) -> None:
-    """Continue a release that is held; failures before this do not count any more.
+    """Continue a release that is held.
+
+    Failures before this do not count any more.
 
     Example: headwater release resume 3
     """
@@ -112,9 +122,10 @@ def resume(number: Number = None, config: Config = None, state: State = None, as
 def rollback(
     number: Number = None, reason: Reason = "", config: Config = None, state: State = None, as_json: Json = False
 ) -> None:
-    """Return all devices that run a release to the one before it, by another release of that one's bundle.
+    """Return devices to the release before.
 
-    Devices that run, or are to run, a newer release stay there.
+    Devices that run the release, or are to run it, get another release of that one's bundle. Those that run, or are to
+    run, a newer release stay there.
 
     Example: headwater release rollback 3 --reason "wrong calibration"
     """
@@ -134,19 +145,27 @@ def pin(
     state: State = None,
     as_json: Json = False,
 ) -> None:
-    """Keep one device on one release, whatever is released, held or rolled back.
+    """Keep one device on one release.
+
+    It stays there whatever is released, held or rolled back.
 
     Example: headwater release pin porch --reason "measurements for the paper" --until 2030-01-31
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        body = commands.pin(folder, device, number, reason, until, commands.author())
-        line = f"{device} stays with release {body['release']}{f' until {until}' if until else ''}: {reason}"
-        present({"device": device, **body}, [line], as_json=as_json)
+        body, before = commands.pin(folder, device, number, reason, until, commands.author())
+    ends = f" until {body['until']}" if body["until"] else ""
+    lines = [f"{device} stays with release {body['release']}{ends}: {body['reason']}"]
+    if before is not None:
+        ended = f", until {before.until}" if before.until else ", without end"
+        lines.append(f"the pin before is replaced: release {before.release}{ended}: {before.reason}")
+    present({"device": device, **body}, lines, as_json=as_json)
 
 
 @app.command()
 def unpin(device: DeviceName, config: Config = None, state: State = None, as_json: Json = False) -> None:
-    """End the pin of a device: it follows its channel again.
+    """End the pin of a device.
+
+    It follows its channel again.
 
     Example: headwater release unpin porch
     """
@@ -157,6 +176,7 @@ def unpin(device: DeviceName, config: Config = None, state: State = None, as_jso
 
 @app.command()
 def status(
+    number: Annotated[int | None, typer.Argument(min=1, help="Only this release; default: all in force.")] = None,
     devices: Annotated[int, typer.Option("--devices", min=0, help="Most devices that are listed; 0: all.")] = (
         SHOWN_DEVICES
     ),
@@ -164,96 +184,42 @@ def status(
     state: State = None,
     as_json: Json = False,
 ) -> None:
-    """Show all releases, what they wait for, and which bundle each device runs and is to run.
+    """Show releases, and what devices run.
+
+    Of each release in force: where it comes from, what it scored, what it waits for, and the next command.
 
     Example: headwater release status
     """
-    with StateFolder(state_path(config, state)).look() as folder:
+    path = state_path(config, state)
+    with StateFolder(path).look() as folder:
         book, now = book_of(folder.journal), utc_now()
-    result = {"releases": [described(book, one, now) for one in book.releases], "devices": device_rows(book, now)}
-    shown = result["devices"][:devices] if devices else result["devices"]
-    present(result, _lines(result["releases"], shown, len(result["devices"])), as_json=as_json)
-
-
-def _lines(releases: list[dict[str, Any]], devices: list[dict[str, Any]], count: int) -> Iterator[Table | str]:
-    if not releases:
-        yield "no releases yet; 'headwater release create' makes one of a run's bundle"
-        return
-    columns = ("release", "channel", "stage", "bundle", "run", "canary", "ok", "failed", "declined", "unable")
-    rows = [
-        (
-            one["release"],
-            one["plan"]["channel"],
-            f"rolls back {one['rolls_back']}" if one["rolls_back"] else one["stage"],
-            one["bundle_id"][:12],
-            one["lineage"]["run"],
-            len(one["canary"]) or "",
-            *(one["outcomes"].get(name, 0) for name in ("ok", "failed", "declined", "unable")),
-        )
-        for one in releases
-    ]
-    yield table("releases", columns, rows, left=5)
-    yield from _origins(releases)
-    yield from (f"release {one['release']}: {one['waits_for']}" for one in releases if one["waits_for"])
-    yield ""
-    rows = [
-        (one["device"], one["channel"], one["bundle_id"][:12], one["runs"], one["wanted"], one["outcome"], _why(one))
-        for one in devices
-    ]
-    shown = f", {len(devices)} shown (--devices 0: all)" if len(devices) < count else ""
-    yield table(f"{count} devices{shown}", ("device", "channel", "bundle", "runs", "wanted", "outcome", "note"), rows)
-
-
-def _origins(releases: list[dict[str, Any]]) -> Iterator[Table | str]:
-    """Where each release comes from, and acc.personal in its run and on the devices that installed it."""
-    columns = (
-        "release",
-        "run",
-        "round",
-        "method",
-        "seed",
-        "clients",
-        "partition",
-        "parent",
-        "signed by",
-        "in the run",
-        "devices",
-    )
-    rows = []
-    for one in releases:
-        of, scored = one["lineage"], one["scored"]
-        seed, clients = (of.get(name, "") for name in ("seed", "clients"))
-        hashes = ((of.get(name) or "")[:12] for name in ("partition_sha256", "parent"))
-        run = (one["release"], of["run"], of["round"], of.get("method", ""), seed, clients)
-        rows.append((*run, *hashes, _signers(one["signed"]), *(_scores(scored[name]) for name in ("run", "devices"))))
-    yield ""
-    yield table("where they come from; acc.personal: mean, worst tenth of clients", columns, rows, left=2)
-
-
-def _signers(signed: Mapping[str, Any] | None) -> str:
-    """Who has signed a release, and how many of how many keys have to."""
-    if signed is None:
-        return "nobody"
-    names = ", ".join(one["name"] or f"{one['id'][:8]}…" for one in signed["signers"])
-    return f"{names or 'nobody'}; {signed['threshold']} of {signed['keys']} needed"
-
-
-def _scores(scores: Mapping[str, Any] | None) -> str:
-    return "" if scores is None else f"{scores['mean']:.3f}, {scores['worst_tenth']:.3f} of {scores['clients']}"
-
-
-def _why(device: dict[str, Any]) -> str:
-    if pin := device["pinned"]:
-        until = f" until {pin['until']}" if pin["until"] else ""
-        return f"pinned{until}: {pin['reason']}"
-    return str(device["kept"] or device["reason"])
+    if number is not None:
+        chosen(book, number)
+    releases, rows = [described(book, one, now) for one in book.releases], device_rows(book, now)
+    result = {"releases": [one for one in releases if number in {None, one["release"]}], "devices": rows}
+    shown, others = rows[:devices] if devices else rows, tiers_without_releases(path)
+    lines = [*release_lines(releases, number), *(device_lines(shown, len(rows), others) if releases else ())]
+    present(result, lines, as_json=as_json)
 
 
 def _show(folder: StateFolder, number: int, *, as_json: bool) -> None:
     book, now = book_of(folder.journal), utc_now()
     if (release := book.get(number)) is None:
         raise UsageError(f"release {number} was not made; 'headwater release status' shows all")
-    waits = waits_for(book, release, now)
-    what = f"undoes release {release.rolls_back}" if release.rolls_back else book.stage(release, now)
-    line = f"release {number} of {release.run}, bundle {release.bundle_id[:12]}: {what}"
-    present(described(book, release, now), [line, *([waits] if waits else [])], as_json=as_json)
+    result = described(book, release, now)
+    result["notes"] = [*_notes(book, release, folder.path)]
+    present(result, [release_line(result), *result["steps"], *result["notes"]], as_json=as_json)
+
+
+def _notes(book: Book, release: Release, path: Path) -> Iterator[str]:
+    """What keeps a release from devices that its operator may expect to get it."""
+    channel = release.plan.channel
+    if release.is_open and not book.sizes[channel]:
+        others = sorted(name for name, size in book.sizes.items() if size)
+        yield f"note: no device of channel '{channel}' was heard; channels with devices: {listed(others)}"
+        yield from (f"note: {line}" for line in other_tiers(tiers_without_releases(path)))
+    for other in book.current() if release.is_open else ():
+        if other.number < release.number and other.plan.channel == channel and not other.promoted:
+            yield f"note: release {other.number} of channel '{channel}' is at stage '{other.stage}', and is older"
+    if release.is_open and not is_serving(path):
+        yield "note: no coordinator serves; 'headwater serve' brings releases to devices"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from edge_agent.errors import UsageError
 from edge_agent.worker import stop_on_signals
 
 from ..config import CoordinatorConfig, RunConfig, load_config
+from ..fleet.release_commands import releases_of_run
 from ..processes.compute import InlineCompute
 from ..report.figures import notes_of
 from ..runs.request import Request, Weights
@@ -104,7 +106,26 @@ def run(
             raise UsageError(f"{resume} is {record.status} already; ask for another run without --resume")
     record = _follow(settings, target, invocation)
     summary = result_of(StateFolder(settings.state), record)
-    present(summary, result_parts(summary), as_json=as_json)
+    parts = [*result_parts(summary), *next_steps(settings.state, summary)]
+    present(summary, parts, as_json=as_json)
+
+
+def next_steps(state: Path, summary: dict[str, Any]) -> Iterator[str]:
+    """The commands that bring a run's bundle to devices, where it does not go to them by itself."""
+    if not (bundle := summary.get("bundle")):
+        return
+    with StateFolder(state).look() as folder:
+        if any(one["bundle_id"] == bundle["bundle_id"] for one in releases_of_run(folder, summary["run_id"])):
+            return
+    from ..state.release_keys import ReleaseKeys
+
+    create, keys = f"'headwater release create {summary['run_id']}'", ReleaseKeys(state)
+    if keys.sign_alone:
+        yield f"next: {create} releases it to devices"
+        return
+    who = keys.newest().roles["targets"]
+    sign = f"'headwater keys sign {bundle['path']} --key FILE'"
+    yield f"next: {who.threshold} of {len(who.keyids)} people sign it ({sign}), then {create} releases it to devices"
 
 
 def _put_into_queue(settings: CoordinatorConfig, request: Request, invocation: Invocation, *, as_json: bool) -> None:

@@ -6,16 +6,19 @@ They write the journal of a state folder, beside a coordinator that serves or be
 from __future__ import annotations
 
 import getpass
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from edge_agent.errors import UsageError
 from edge_agent.moments import moment_of
 
 from ..state.journal import Entry, Kind, utc_now
-from ..state.releases import Book, Plan, Release, book_of, plan_body, rollback_of
-from ..state.store import StateFolder
+from ..state.releases import Book, Device, Pin, Plan, Release, book_of, plan_body, rollback_of
+from ..state.store import StateFolder, read_agents
 from ..text import counted, listed
 
 
@@ -27,6 +30,8 @@ def create(folder: StateFolder, plan: Plan, run: str | None, by: str) -> int:
         UsageError: the plan cannot be followed, or there is no bundle at hand.
     """
     plan.check(utc_now())
+    if plan.activate_at and moment_of(plan.activate_at) <= utc_now():
+        raise UsageError(f"--activate-at {plan.activate_at} is over; leave it out, or give a time to come")
     at_hand = _bundles(folder, run, ("bundle_exported",))
     if not at_hand and run is not None:  # it did not end, or is of this release alone
         at_hand = [one for one in _bundles(folder, run, ("release_made",)) if not one.body.get("rolls_back")]
@@ -53,7 +58,13 @@ def promote(folder: StateFolder, number: int | None, by: str) -> int:
     Raises:
         UsageError: no such release, or it is not at its canary.
     """
-    release = _chosen(book_of(folder.journal), number)
+    book = book_of(folder.journal)
+    release = chosen(book, number)
+    if (newer := book.replaced_by(release)) is not None:
+        raise UsageError(
+            f"release {release.number} cannot be promoted: everybody gets release {newer.number}, which is newer; "
+            f"'headwater release create {release.run}' makes a new release of that bundle"
+        )
     if release.stage not in {"canary", "paused"}:
         raise UsageError(_is_already(release, "only one at its canary can be promoted"))
     _append(folder, "release_stage", release, by, stage="everybody")
@@ -66,7 +77,7 @@ def hold(folder: StateFolder, number: int | None, reason: str, by: str) -> int:
     Raises:
         UsageError: no such release, or devices do not get it any more.
     """
-    release = _chosen(book_of(folder.journal), number)
+    release = chosen(book_of(folder.journal), number)
     if not release.is_open:
         raise UsageError(_is_already(release, "only one that devices still get can be held"))
     if release.rolls_back:
@@ -84,7 +95,7 @@ def resume(folder: StateFolder, number: int | None, by: str) -> int:
     Raises:
         UsageError: no such release, or it is not held.
     """
-    release = _chosen(book_of(folder.journal), number)
+    release = chosen(book_of(folder.journal), number)
     if release.stage != "held":
         raise UsageError(_is_already(release, "only one that is held can be resumed"))
     _append(folder, "release_resumed", release, by)
@@ -100,7 +111,12 @@ def rollback(folder: StateFolder, number: int | None, reason: str, by: str) -> i
         UsageError: no such release, it was rolled back, or there is none before it.
     """
     book = book_of(folder.journal)
-    release = _chosen(book, number)
+    if number is None and book.releases and (newest := book.releases[-1]).rolls_back:
+        raise UsageError(
+            f"the newest release, {newest.number}, is itself a rollback, of release {newest.rolls_back}; name the "
+            "release to roll back, see 'headwater release status'"
+        )
+    release = chosen(book, number)
     if release.rolled_back_by:
         raise UsageError(_is_already(release, f"by release {release.rolled_back_by}"))
     older, body = rollback_of(book, release, reason or f"rolled back by {by}", by)
@@ -108,27 +124,36 @@ def rollback(folder: StateFolder, number: int | None, reason: str, by: str) -> i
     return len(book.releases) + 1
 
 
-def pin(folder: StateFolder, device: str, number: int | None, reason: str, until: str, by: str) -> dict[str, Any]:
-    """Keep one device on one release (None: the one that it runs); returns what was journaled.
+def pin(
+    folder: StateFolder, device: str, number: int | None, reason: str, until: str, by: str
+) -> tuple[dict[str, Any], Pin | None]:
+    """Keep one device on one release (None: the one that it runs); returns what was journaled, and the pin before.
 
     Raises:
         UsageError: no such device or release, or ``until`` is over or no date.
     """
+    if not (reason := reason.strip()):
+        raise UsageError("--reason is empty; say why, for those who look at the status later")
     if until and moment_of(until) <= utc_now():
         raise UsageError(f"--until {until} is over; give a date to come")
+    until = moment_of(until).isoformat(timespec="minutes") if until else ""
     book = book_of(folder.journal)
     known = book.devices.get(device)
     if known is None:
-        raise UsageError(f"no device '{device[:80]}' was heard; known: {listed(sorted(book.devices)) or 'none'}")
+        tier = next((one["tier"] for one in read_agents(folder.path) if one["id"] == device), None)
+        if tier is not None:
+            raise UsageError(
+                f"{device} is of tier '{tier}', which takes no releases; tier = \"head\" in its agent.toml does"
+            )
+        raise UsageError(f"no device '{device[:80]}' was heard; known: {listed(sorted(book.devices))}")
     if number is None:
-        running = [one for one in book.releases if one.bundle_id == known.runs]
-        if not running:
+        number = Running(book).number(known, book.wanted(known, utc_now()))
+        if number is None:
             raise UsageError(f"{device} runs no release that is known here; name one with --release")
-        number = running[-1].number
-    release = _chosen(book, number)
+    release = chosen(book, number)
     body = {"release": release.number, "reason": reason, "until": until, "by": by}
     folder.journal.append("device_pinned", agent=device, body=body)
-    return body
+    return body, book.pin(device, utc_now())
 
 
 def unpin(folder: StateFolder, device: str, by: str) -> None:
@@ -164,13 +189,13 @@ def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
         "parity_max_abs": body.get("parity_max_abs"),
         "int8_cosine": body.get("int8_cosine"),
     }
+    steps = [*waits_for(book, release, now)]
     return {
         "release": release.number,
         "bundle_id": release.bundle_id,
-        "stage": book.stage(release, now),
-        "waits_for": waits_for(book, release, now),
-        "rolls_back": release.rolls_back or None,
-        "rolled_back_by": release.rolled_back_by or None,
+        **_standing(book, release, now),
+        "waits_for": "; ".join(steps),
+        "steps": steps,
         "by": body.get("by"),
         "signed": body.get("signed"),
         "at": release.at,
@@ -183,45 +208,83 @@ def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
     }
 
 
-def waits_for(book: Book, release: Release, now: datetime) -> str:
-    """What a release waits for, for whom and until when; empty where it is done."""
+def _standing(book: Book, release: Release, now: datetime) -> dict[str, Any]:
+    newer = book.replaced_by(release)
+    return {
+        "stage": book.stage(release, now),
+        "rolls_back": release.rolls_back or None,
+        "rolled_back_by": release.rolled_back_by or None,
+        "replaced_by": None if newer is None else newer.number,
+    }
+
+
+def waits_for(book: Book, release: Release, now: datetime) -> Iterator[str]:
+    """What a release waits for, for whom and until when, what was done, and the next command; nothing where it is over.
+
+    One line each.
+    """
+    if release.rolled_back_by or book.replaced_by(release) is not None:
+        return
     number, pending = release.number, book.pending(release, now)
-    whom = f": {listed(pending)}" if pending else ""
-    if release.rolled_back_by:
-        return ""
     if release.held:
-        return f"{release.held}; continue with 'headwater release resume {number}', or 'rollback {number}'"
+        yield from release.held.splitlines()
+        back = f"; 'headwater release rollback {number}' returns devices" if book.before(release) is not None else ""
+        yield f"next: 'headwater release resume {number}' continues it{back}"
+        return
+    whom = f": {listed(pending)}" if pending else ""
     wait_s, _ = release.plan.activation(now)
     until = f", which switch from {(now + timedelta(seconds=wait_s)).isoformat(timespec='minutes')} on"
     when = until if wait_s else ""
+    reports = f"waits for reports of {counted(len(pending), 'device')}"
     if release.promoted:
-        return f"waits for reports of {counted(len(pending), 'device')}{whom}{when}" if pending else ""
-    if release.paused:
-        return f"the canary succeeded; continue with 'headwater release promote {number}'"
-    size = book.canary_size(release)
-    if len(release.canary) < size:
-        more = counted(size - len(release.canary), "more device")
-        return f"waits for {more} of the canary to come online{whom}{when}"
-    return f"waits for reports of {counted(len(pending), 'device')} of the canary{whom}{when}"
+        yield from [f"{reports}{whom}{when}"] if pending else []
+    elif release.paused:
+        yield f"the canary succeeded; continue with 'headwater release promote {number}'"
+    else:
+        if (more := book.canary_size(release) - len(release.canary)) > 0:
+            known = counted(book.sizes[release.plan.channel], "device")
+            yield f"{more} more of the canary to be chosen, of {known} in channel '{release.plan.channel}', when online"
+        if release.canary:
+            yield f"{reports} of the canary{whom}{when}"
+
+
+class Running:
+    """By which number a device runs a release: several releases may be of one bundle."""
+
+    def __init__(self, book: Book) -> None:
+        self._newest, self._in_channel = dict[str, int](), dict[tuple[str, str], int]()
+        for release in book.releases:
+            self._newest[release.bundle_id] = release.number
+            self._in_channel[release.plan.channel, release.bundle_id] = release.number
+
+    def number(self, device: Device, wanted: Release | None) -> int | None:
+        """The release that it is to run where it does, else the newest of its bundle, first in its channel."""
+        if not device.runs:
+            return None
+        if wanted is not None and wanted.bundle_id == device.runs:
+            return wanted.number
+        return self._in_channel.get((device.channel, device.runs), self._newest.get(device.runs))
 
 
 def device_rows(book: Book, now: datetime) -> list[dict[str, Any]]:
-    """What each device runs and is to run, sorted by id; releases by number, None where no release fits."""
-    rows, numbers = list[dict[str, Any]](), dict[str, list[int]]()
-    for release in book.releases:
-        numbers.setdefault(release.bundle_id, []).append(release.number)
+    """What each device runs and is to run, sorted by id; releases by number, None where no release fits.
+
+    ``held``: it stays with what it runs, because that release is held.
+    """
+    rows, running = list[dict[str, Any]](), Running(book)
     for agent, device in sorted(book.devices.items()):
         wanted, pin = book.wanted(device, now), book.pin(agent, now)
-        runs = numbers.get(device.runs, []) if device.runs else []
-        result = wanted.results.get(agent) if wanted is not None else None
-        is_there = wanted is not None and wanted.number in runs
+        runs = running.number(device, wanted)
+        about = wanted if wanted is not None else book.get(runs or 0)
+        result = about.results.get(agent) if about is not None else None
         rows.append(
             {
                 "device": agent,
                 "channel": device.channel,
                 "bundle_id": device.runs,
-                "runs": wanted.number if is_there and wanted is not None else runs[-1] if runs else None,
+                "runs": runs,
                 "wanted": wanted.number if wanted is not None else None,
+                "held": wanted is None and about is not None and bool(about.held),
                 "outcome": result.outcome if result is not None else None,
                 "reason": result.reason if result is not None else "",
                 "acc.personal": result.acc if result is not None else None,
@@ -232,26 +295,40 @@ def device_rows(book: Book, now: datetime) -> list[dict[str, Any]]:
     return rows
 
 
+def tiers_without_releases(path: Path) -> Counter[str]:
+    """Agents by their tier, of those that take no releases."""
+    return Counter(one["tier"] for one in read_agents(path) if one["tier"] != "head")
+
+
 def open_releases(folder: StateFolder) -> list[dict[str, Any]]:
     """The releases that devices may get now, or that are held, in short: what each waits for."""
     book, now = book_of(folder.journal), utc_now()
-    current = [*book.current(), *(one for one in book.releases if one.held and not one.rolled_back_by)]
+    held = (one for one in book.releases if one.held and not one.rolled_back_by and book.replaced_by(one) is None)
     return [
         {
             "release": one.number,
             "channel": one.plan.channel,
-            "stage": book.stage(one, now),
+            **_standing(book, one, now),
             "bundle_id": one.bundle_id,
-            "waits_for": waits_for(book, one, now),
+            "waits_for": "; ".join(waits_for(book, one, now)),
         }
-        for one in sorted(current, key=lambda one: one.number)
+        for one in sorted([*book.current(), *held], key=lambda one: one.number)
     ]
 
 
 def standing_of(release: dict[str, Any]) -> str:
     """One of `open_releases` as a line of text."""
     waits = f": {release['waits_for']}" if release["waits_for"] else ""
-    return f"release {release['release']} ({release['channel']}, {release['stage']}){waits}"
+    return f"release {release['release']} ({release['channel']}, {stage_text(release)}){waits}"
+
+
+def stage_text(release: Mapping[str, Any]) -> str:
+    """Where a release stands, with the number of the release that took its place or that it undoes."""
+    if release["rolled_back_by"]:
+        return f"rolled back by {release['rolled_back_by']}"
+    if release["replaced_by"]:
+        return f"replaced by {release['replaced_by']}"
+    return f"rolls back {release['rolls_back']}, {release['stage']}" if release["rolls_back"] else release["stage"]
 
 
 def releases_of_run(folder: StateFolder, run: str) -> list[dict[str, Any]]:
@@ -263,7 +340,7 @@ def releases_of_run(folder: StateFolder, run: str) -> list[dict[str, Any]]:
 # --- inside ----------------------------------------------------------------------------------------------------------
 
 
-def _chosen(book: Book, number: int | None) -> Release:
+def chosen(book: Book, number: int | None) -> Release:
     """The release of that number; by default the newest that is no rollback and was not rolled back.
 
     Raises:

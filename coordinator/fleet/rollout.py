@@ -46,6 +46,9 @@ OFFERS_S = 0.02
 MOST_CHANGES = 20
 """Changes of one device in an hour that are journaled at once; of more, as of a hostile one, the last one follows."""
 
+FAILURES = "failures"
+"""Who makes the rollback of a release that failed."""
+
 MOST_SIGNATURES = 3
 """How often in an hour a release is signed again for one device."""
 
@@ -74,7 +77,7 @@ class Rollout:
         """``now``: the wall clock, for ends of pins and maintenance windows; devices retire after ``gone_after``."""
         self._state, self._roster, self._distributor, self._send = state, roster, distributor, send
         self._clock, self._now, self._gone_after = clock, now, gone_after
-        self.book = Book()
+        self.book, self._has_read = Book(), False
         self._offers: dict[str, _Offer] = {}
         self._changes, self._signatures = Counter[str](), Counter[str]()
         self._late: dict[str, tuple[Device, Release | None, Result | None]] = {}
@@ -334,7 +337,12 @@ class Rollout:
 
     def _read(self) -> bool:
         """Count new entries; whether one of them may change what devices are to run."""
+        is_first, self._has_read = not self._has_read, True
         entries = self.book.read(self._state.journal)
+        for entry in () if is_first else entries:
+            if (by := entry.body.get("by")) not in {None, FAILURES}:  # a command's, which others are to see as well
+                about = f"device={entry.agent}" if entry.agent else f"release={entry.body.get('release', 'new')}"
+                log.info("%s %s by=%s reason=%s", entry.kind, about, by, entry.body.get("reason", ""))
         return any(entry.kind != "device_reported" for entry in entries)
 
     def _decide(self, *, draws: bool) -> bool:
@@ -363,13 +371,15 @@ class Rollout:
         from ..state.release_keys import file_to_release  # loads cryptography
 
         try:
-            older, body = rollback_of(self.book, release, reason, "failures")
+            older, body = rollback_of(self.book, release, reason, FAILURES)
             content, signed = file_to_release(self._state, older.run, older.bundle_id, older.digest, self._now())
             body, digest = {**body, "signed": signed}, self._state.blobs.put(content)
         except (UsageError, BundleError, StateError, OSError) as error:  # no older one, unsigned, or its file is gone
-            held = f"{reason}. Not rolled back: {error}"
-            journal.append("release_held", body={"release": release.number, "reason": held})
-            log.error("release_held release=%d reason=%s", release.number, held)
+            running = sum(device.runs == release.bundle_id for device in self.book.devices.values())
+            on = f"{running} run it" if running else "no device runs it"
+            lines = (reason, f"Not rolled back ({on}): {error}")
+            journal.append("release_held", body={"release": release.number, "reason": "\n".join(lines)})
+            log.error("release_held release=%d reason=%s", release.number, "; ".join(lines))
             return
         journal.append("release_made", run=older.run, round=older.round, digest=digest, body=body)
         log.error("release_rolled_back release=%d to=%d reason=%s", release.number, older.number, reason)

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from pydantic import TypeAdapter, ValidationError
 
+from edge_agent import __version__
 from edge_agent import bundle as bundles
 from edge_agent.config import credential
 from edge_agent.errors import BundleError, BundleUntrusted, StateError, UsageError, cause
@@ -27,7 +28,6 @@ from edge_agent.storage import (
     Access,
     private_folder,
     read_json,
-    sha256_of,
     sync_folder,
     waited_lock,
     write_atomic,
@@ -51,9 +51,11 @@ from edge_agent.trust import (
     dump,
     followed,
     moment,
+    needs_newer,
     parse,
     public_bytes,
     read,
+    seconds,
     signed_by,
     unsigned,
 )
@@ -527,22 +529,36 @@ def file_to_release(
             _, count, needed = keys.sign(copy, now, book_of(state.journal).scores(bundle_id))
             if count >= needed:
                 return copy.read_bytes(), signature_of(copy)
-    path = state.run(run).folder / f"{run}.hwb"
+    return _signed_by_people(state, keys, run, bundle_id, digest, now)
+
+
+def _signed_by_people(
+    state: StateFolder, keys: ReleaseKeys, run: str, bundle_id: str, digest: str, now: datetime
+) -> tuple[bytes, dict[str, Any] | None]:
+    """The file in the run's folder, which devices that have all releases so far install now; as `file_to_release`."""
+    path, again, why = state.run(run).folder / f"{run}.hwb", "", ""
     released = state.journal.entries(kinds=("release_made", "release_signed"))
-    is_released = any(entry.digest == digest for entry in released)
-    again = " --again" if is_released and _version(path) == _version(state.blobs.path(digest)) else ""
+    versions = [(entry.body.get("signed") or {}).get("version") or 0 for entry in released]
+    if digest in {entry.digest for entry in released}:
+        versions.append(_version(state.blobs.path(digest)) or 0)
+    newest = max(versions, default=0)
     try:
         if bundles.open_bundle(path).manifest.bundle_id != bundle_id:
             raise BundleUntrusted(f"{path} is another bundle than {bundle_id[:16]}")
-        if _version(path) is None:
-            raise BundleUntrusted(f"{path} is not signed")
-        bundles.verify(path, keys.roots()[-1])
-        signed = path.read_bytes()
+        if (version := _version(path)) is None:
+            raise BundleUntrusted(f"{path} is not signed, {keys.newest().roles['targets'].threshold} people have to")
+        again = " --again" if version <= newest else ""
+        release, _ = bundles.verify(path, keys.roots()[-1])
+        content = path.read_bytes()
     except BundleError as error:
         raise UsageError(f"{error}; 'headwater keys sign {path} --key FILE{again}' signs it for a release") from error
-    if sha256_of(signed) in {entry.digest for entry in released}:
-        raise UsageError(
-            f"devices that have installed newer releases refuse the version of {path}; 'headwater keys sign {path} "
-            "--key FILE --again' gives it a new one, then repeat this command"
-        )
-    return signed, signature_of(path)
+    if again:
+        why = f"devices that have installed newer releases refuse the version of {path}"
+    elif now.timestamp() >= seconds(release.expires):
+        why = f"{path}: what was signed expired at {release.expires}"
+    elif needs_newer(release, __version__):
+        why = f"{path} needs agents of version {release.min_agent} (--min-agent), and this is headwater {__version__}"
+    if why:
+        sign = f"'headwater keys sign {path} --key FILE --again'"
+        raise UsageError(f"{why}; {sign} signs it for a new release, then repeat this command")
+    return content, signature_of(path)

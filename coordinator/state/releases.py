@@ -10,19 +10,22 @@ new, late and returning devices need no other code.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta, timezone
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from edge_agent.errors import UsageError
 from edge_agent.moments import moment_of
-from edge_agent.trust import Scores
 
 from .journal import Entry, Journal, Kind
+
+if TYPE_CHECKING:
+    from edge_agent.trust import Scores
 
 RELEASE_KINDS: tuple[Kind, ...] = (
     "release_made",
@@ -109,6 +112,8 @@ class Plan:
         if self.canary and not amount(self.canary, 1000, up=True):
             raise UsageError("a canary of no device tests nothing; expected 1 or more, or no canary")
         amount(self.max_failed, 1000, up=False)
+        if self.min_gain is not None and not math.isfinite(self.min_gain):
+            raise UsageError(f"min_gain {self.min_gain} is no number; expected a change of accuracy, such as -0.02")
         if self.window and (not (match := _WINDOW.fullmatch(self.window)) or match.groups()[:2] == match.groups()[2:]):
             raise UsageError(f"window '{self.window[:40]}' is none; expected two times of day in UTC, as 02:00-05:00")
         if self.activation(now)[0] > MAX_WAIT_S:
@@ -399,6 +404,11 @@ class Book:
         """The newest release that everybody in a channel is to run; it is the parent of the next one."""
         return next((one for one in self._of_channel(channel) if one.promoted and one.is_open), None)
 
+    def replaced_by(self, release: Release) -> Release | None:
+        """The newer release that everybody in its channel gets instead; None where there is none."""
+        newer = itertools.takewhile(lambda one: one is not release, self._of_channel(release.plan.channel))
+        return next((one for one in newer if one.promoted and one.is_open), None)
+
     def current(self) -> Iterator[Release]:
         """The releases that devices may get now: of each channel the newest for everybody, and what came after it."""
         for channel in sorted(self.channels):
@@ -524,6 +534,8 @@ class Book:
 
     def scores(self, bundle_id: str) -> Scores | None:
         """acc.personal of the devices that reported a bundle, each by its newest report; None where none did."""
+        from edge_agent.trust import Scores  # brings pydantic, which `headwater status` does without
+
         results = dict[str, Result]()
         for release in self.releases:
             if release.bundle_id == bundle_id:
@@ -597,7 +609,8 @@ def rollback_of(book: Book, release: Release, reason: str, by: str) -> tuple[Rel
         if same:
             why = f"release {', '.join(same)} before it has the same bundle {release.bundle_id[:12]}, no other is left"
         raise UsageError(
-            f"{why}, so there is nothing to return to; 'headwater release hold' ends it, a new release replaces it"
+            f"{why}, so there is nothing to return to; 'headwater release hold {release.number}' gives it to no "
+            "further device, a new release replaces it"
         )
     plan = {"channel": release.plan.channel, "note": reason}
     body = {**older.body, "rolls_back": release.number, "by": by, "plan": plan}

@@ -244,7 +244,7 @@ def releases(request: Request) -> Response:
             "release": one,
             "stage": book.stage(one, now),
             "size": book.canary_size(one) if one.plan.canary else 0,
-            "waits": waits_for(book, one, now) if one.number in current else "",
+            "waits": [*waits_for(book, one, now)],
             "runs": running[one.bundle_id],
             "actions": list(_possible(one)) if one.number in current else [],
         }

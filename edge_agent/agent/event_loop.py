@@ -40,7 +40,7 @@ from ..wire.messages import SPOKEN, Topics, run_name
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
 from ..worker import InlineWorker, Worker, is_stopped
 from .health import FINAL_S, HELLO_AGAIN_S, Mismatch, Problem, Silence, disk_error
-from .local_state import PROVEN_S, Membership, NewSamples
+from .local_state import PROVEN_S, Membership, NewSamples, Trial
 from .privacy import sample_count, without_withheld
 from .tasks import Disk, TaskQueue, TaskRunner
 from .textfile import Figures
@@ -111,7 +111,7 @@ class Agent:
         self.rejected: HeadwaterError | None = None
         self._mismatch = Mismatch(clock, rng or random.Random())  # noqa: S311 - spreads hellos, guards nothing
         self._connection = 0
-        self._trial_from: float | None = None
+        self._trial: tuple[Trial, float] | None = None
         self._sent_kept = ""
         self._beat_at = self._hello_at = float("-inf")
         self._idle_heartbeat_s, self._was_busy = 0.0, False
@@ -237,13 +237,15 @@ class Agent:
             self._beat()
 
     def _note_trial(self, now: float) -> None:
-        """Note when this agent has lived with a new bundle for long enough."""
-        if not self.tasks.on_trial:
-            self._trial_from = None
-        elif self._trial_from is None:
-            self._trial_from = now
-        elif now - self._trial_from >= PROVEN_S:
-            self.tasks.proved()
+        """Note when this agent has lived with a new bundle for long enough; the time of another one begins again."""
+        trial = self.tasks.on_trial
+        if trial is None:
+            self._trial = None
+        elif self._trial is None or self._trial[0] != trial:
+            self._trial = trial, now
+        elif now - self._trial[1] >= PROVEN_S:
+            self._trial = trial, now  # where this cannot be written, it is tried again later
+            self.tasks.proved(trial)
 
     def _renew(self) -> None:
         """Ask for a new certificate, when half of the life of this one is over."""

@@ -96,11 +96,13 @@ def install_bundle(
     now: Callable[[], float] = time.time,
     *,
     prepare: Prepare | None = None,
+    switching: Callable[[], contextlib.AbstractContextManager[str]] = lambda: contextlib.nullcontext(""),
 ) -> Report:
     """Install the bundle at ``path`` and refit; returns the figures of the new encoder, and which one is in use now.
 
     Whether it may be installed is checked here; ``prepare`` (default: `prepare`, in this process) does the rest, and
-    here encoder and head are switched. ``now``: as for `collect`.
+    here encoder and head are switched. ``now``: as for `collect`. ``switching``: entered for the switch; gives why the
+    owner keeps the pair in use all the same, which the report then has as ``kept``.
 
     Raises:
         BundleUntrusted: not signed by keys that this device trusts, expired, or older than one that was installed.
@@ -117,16 +119,28 @@ def install_bundle(
     clean(config)
     try:
         candidate = (prepare or prepare_here)(config, message, path, now())
+        report = candidate.report
         if not candidate.rejection:
             bundle = bundles.staged(opened, root)
-            saved.adopt(candidate_folder(config), config.state / "head", bundle.fingerprints)
-            bundles.switch(bundle, root, member, first)
-            collection_of(config).fitted(candidate.version)
-            log.info("installed bundle=%s acc.personal=%s", bundle.id[:12], candidate.report.acc_personal)
+            with switching() as kept:
+                if kept:
+                    report = _not_taken(report, bundles.current_id(root), kept)
+                else:
+                    saved.adopt(candidate_folder(config), config.state / "head", bundle.fingerprints)
+                    bundles.switch(bundle, root, member, first)
+                    collection_of(config).fitted(candidate.version)
+                    log.info("installed bundle=%s acc.personal=%s", bundle.id[:12], report.acc_personal)
     finally:
         clean(config)
     _remove_features(config)
-    return candidate.report
+    return report
+
+
+def _not_taken(report: Report, runs: str, kept: str) -> Report:
+    log.info("not_installed bundle=%s why=%s", report.about[:12], kept)
+    why = kept[:1000]
+    metrics = {**report.metrics, "rolled_back": 1.0}
+    return report.model_copy(update={"bundle_id": runs, "rolled_back": why, "kept": why, "metrics": metrics})
 
 
 def prepare_here(

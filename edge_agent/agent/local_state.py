@@ -14,8 +14,9 @@ import json
 import logging
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
@@ -27,7 +28,7 @@ from pydantic import Field, ValidationError
 from ..config import AgentConfig
 from ..errors import CodecError, HeadwaterError, StateError, UsageError, cause
 from ..moments import moment_of
-from ..storage import oldest_first, read_json, read_tensors, size_of, write_json, write_tensors
+from ..storage import oldest_first, read_json, read_tensors, size_of, waited_lock, write_json, write_tensors
 from ..task import Frozen, Tensors
 from ..wire.chunks import BlobCache
 from ..wire.messages import Command, Epoch, FederationId, Install, UpdateManifest
@@ -471,12 +472,18 @@ def machine_start() -> str:
         return ""
 
 
-class _Taken(Frozen):
+class _Released(Frozen):
     """A bundle, the number of its release, and the federation that counts it; 0 where it came by hand."""
 
-    bundle_id: str = ""
+    bundle_id: str
     release: int = Field(0, ge=0)
     federation: FederationId = ""
+
+
+class _Taken(_Released):
+    """The bundle that was taken last; none where the id is empty."""
+
+    bundle_id: str = ""
 
 
 class RolledBack(Frozen):
@@ -495,29 +502,37 @@ class RolledBack(Frozen):
         )
 
 
-class Refused(Frozen):
+class Refused(_Released):
     """A bundle that this device tried and does not use."""
 
-    bundle_id: str
-    release: int = Field(0, ge=0)
-    federation: FederationId = ""
     reason: str
     at: str
     crashed: bool = False
     """Whether the agent did not live with it; it is not tried again then."""
 
 
-class OnTrial(Frozen):
-    """A bundle that is in use, and has yet to show that the agent lives with it."""
+class Trial(_Released):
+    """A bundle that is prepared, or is in use, and has yet to show that the agent lives with it."""
 
-    bundle_id: str
-    release: int = Field(0, ge=0)
-    federation: FederationId = ""
     starts: int = Field(0, ge=0)
-    """Starts of the agent that ended within `PROVEN_S`, the present one included."""
+    """Starts of the preparation, or of the agent with the bundle, that did not end well; the present one included."""
 
     machine: str = Field("", max_length=64)
-    """Start of the machine, see `machine_start`, in which the agent started last; empty: unknown."""
+    """Start of the machine, see `machine_start`, in which the last of them was; empty: unknown."""
+
+    def started(self, machine: str) -> Trial:
+        """With one more start, in this start of the machine.
+
+        The start before does not count where the machine has started since: power was cut, or somebody restarted it,
+        which says nothing against the bundle. Where this is unknown, it counts.
+        """
+        was_cut = machine and self.machine and machine != self.machine
+        starts = max(self.starts, 1) if was_cut else self.starts + 1
+        return self.model_copy(update={"starts": starts, "machine": machine})
+
+    def stopped(self) -> Trial:
+        """Without the last start, which was ended on purpose."""
+        return self.model_copy(update={"starts": max(0, self.starts - 1)})
 
 
 class Pin(Frozen):
@@ -540,92 +555,134 @@ class _Record(Frozen):
     taken: _Taken = _Taken()
     rolled_back: RolledBack | None = None
     refused: tuple[Refused, ...] = ()
-    on_trial: OnTrial | None = None
+    prepared: Trial | None = None
+    """A bundle whose preparation has begun and not ended."""
+
+    is_preparing: bool = False
+    """Whether that is under way; where the agent starts: whether it did not survive it."""
+
+    on_trial: Trial | None = None
 
 
 class ReleaseRecord:
-    """The record in one agent's state folder.
+    """The record in one agent's state folder; the agent's loop and its worker may change it at the same time.
 
     Pins are in a file of their own, because commands write it while the agent runs.
     """
 
     def __init__(self, state: Path) -> None:
-        self._path, self._pin_path = state / "releases.json", state / "pin.json"
+        self._path, self._pin_path, self._bundles = state / "releases.json", state / "pin.json", state / "bundles"
+        self._lock = threading.RLock()
+        self.on_trial: Trial | None = None
+        """The bundle in use, where this agent has started it or started with it, and has yet to show that it lives with
+        it: call `proved` then."""
+
+    def prepares(self, message: Install, machine: str = "") -> int:
+        """The preparation of a bundle begins, in this start of the ``machine``; returns its number.
+
+        That is 1, and one more for each preparation of it in a row that the agent did not survive, see `Trial.started`.
+        """
+        with self._lock:
+            before, about = self._read(), _about(message)
+            last = before.prepared
+            if last is None or last.model_dump(include={*about}) != about:
+                last = Trial(**about)
+            trial = last.started(machine)
+            self._write(before.model_copy(update={"prepared": trial, "is_preparing": True}))
+            return trial.starts
+
+    def ended(self) -> None:
+        """The preparation has ended without saying anything of the bundle."""
+        with self._lock:
+            self._write(self._read().model_copy(update={"prepared": None, "is_preparing": False}))
 
     def took(self, message: Install, machine: str = "") -> None:
         """The bundle of this release is in use now, on trial, since this start of the ``machine``."""
-        about = {"bundle_id": message.bundle_id, "release": message.release, "federation": message.federation}
-        refused = tuple(one for one in self._read().refused if one.bundle_id != message.bundle_id)
-        self._write(_Record(taken=_Taken(**about), refused=refused, on_trial=OnTrial(**about, machine=machine)))
+        about = _about(message)
+        with self._lock:
+            refused = tuple(one for one in self._read().refused if one.bundle_id != message.bundle_id)
+            trial = Trial(**about, machine=machine)
+            self._write(_Record(taken=_Taken(**about), refused=refused, on_trial=trial))
+            self.on_trial = trial
 
-    def refuse(self, message: Install, reason: str, at: float) -> None:
+    def refuse(self, message: Install, reason: str, at: float, *, crashed: bool = False) -> None:
         """The bundle of this release was tried, and is not used."""
-        self._refuse(message.bundle_id, message.release, message.federation, reason, at)
+        with self._lock:
+            self._write(_refused(self._read(), _about(message), reason, at, crashed=crashed))
 
-    def started(self, machine: str = "") -> OnTrial | None:
+    def started(self, machine: str = "") -> Trial | None:
         """Count a start of the agent; returns the bundle on trial, None where there is none.
 
-        ``machine``: as `machine_start`. The start before does not count where the machine has started since: power was
-        cut, or somebody restarted it, which says nothing against the bundle. Where this is unknown, it counts.
+        ``machine``: as for `took`. Where the agent ended in the preparation of another bundle, that one is to blame.
         """
-        before = self._read()
-        if before.on_trial is None:
-            return None
-        trial = before.on_trial
-        was_cut = machine and trial.machine and machine != trial.machine
-        starts = max(trial.starts, 1) if was_cut else trial.starts + 1
-        trial = trial.model_copy(update={"starts": starts, "machine": machine})
-        self._write(before.model_copy(update={"on_trial": trial}))
-        return trial
+        with self._lock:
+            before = self._read()
+            trial = before.on_trial
+            if trial is not None:
+                trial = (trial.stopped() if before.is_preparing else trial).started(machine)
+            if trial is not None or before.is_preparing:
+                self._write(before.model_copy(update={"on_trial": trial, "is_preparing": False}))
+            self.on_trial = trial
+            return trial
 
     def stopped(self) -> None:
-        """The agent was stopped on purpose: this start does not count."""
-        before = self._read()
-        if before.on_trial is not None:
-            trial = before.on_trial.model_copy(update={"starts": max(0, before.on_trial.starts - 1)})
-            self._write(before.model_copy(update={"on_trial": trial}))
+        """The agent was stopped on purpose: neither this start counts nor the preparation that it ends."""
+        with self._lock:
+            before = self._read()
+            changes: dict[str, Any] = {}
+            if before.on_trial is not None:
+                changes["on_trial"] = before.on_trial.stopped()
+            if before.is_preparing and before.prepared is not None:
+                changes |= {"prepared": before.prepared.stopped(), "is_preparing": False}
+            if changes:
+                self._write(before.model_copy(update=changes))
 
-    def proved(self) -> None:
-        """The agent lives with the bundle in use."""
-        before = self._read()
-        if before.on_trial is not None:
-            self._write(before.model_copy(update={"on_trial": None}))
+    def proved(self, trial: Trial) -> None:
+        """The agent lives with this bundle; without effect where another one is on trial meanwhile."""
+        with self._lock:
+            if self.on_trial == trial:
+                self._write(self._read().model_copy(update={"on_trial": None}))
+                self.on_trial = None
 
-    def fell_back(self, trial: OnTrial, runs: str, at: float) -> None:
+    def fell_back(self, trial: Trial, runs: str, at: float) -> None:
         """The agent did not live with a bundle, and uses the one before again."""
         reason = (
             f"keeps bundle {runs[:12]} because the agent ended {trial.starts - 1} times within {PROVEN_S:.0f} s of its "
             f"start with bundle {trial.bundle_id[:12]}"
         )
-        self._refuse(trial.bundle_id, trial.release, trial.federation, reason, at, crashed=True)
-
-    def _refuse(
-        self, bundle_id: str, release: int, federation: str, reason: str, at: float, *, crashed: bool = False
-    ) -> None:
-        before = self._read()
-        moment = datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="seconds")
-        new = Refused(
-            bundle_id=bundle_id,
-            release=release,
-            federation=federation,
-            reason=reason[:1000],
-            at=moment,
-            crashed=crashed,
-        )
-        others = [one for one in before.refused if one.bundle_id != bundle_id]
-        trial = None if crashed else before.on_trial
-        self._write(before.model_copy(update={"refused": (*others, new)[-MOST_REFUSED:], "on_trial": trial}))
+        with self._lock:
+            before = self._read().model_copy(update={"on_trial": None})
+            self._write(_refused(before, _about(trial), reason, at, crashed=True))
+            self.on_trial = None
 
     def refused(self) -> tuple[Refused, ...]:
         """Bundles that were tried and are not used, the latest last."""
         return self._read().refused
 
     def pin(self, pin: Pin | None) -> None:
-        """Keep a bundle; None: take releases again."""
+        """Keep the bundle in use; None: take releases again.
+
+        Raises:
+            UsageError: another bundle is in use.
+        """
         if pin is None:
             self._pin_path.unlink(missing_ok=True)
-        else:
+            return
+        from ..bundle import current_id
+
+        with waited_lock(self._bundles):
+            if (runs := current_id(self._bundles)) != pin.bundle_id:
+                raise UsageError(
+                    f"{self._bundles}: bundle {runs[:12] or 'none'} is in use now, expected {pin.bundle_id[:12]}: the "
+                    "agent has just switched; look at 'edge-agent status', and pin again"
+                )
             write_json(self._pin_path, pin.model_dump(mode="json"))
+
+    @contextlib.contextmanager
+    def switching(self, message: Install, now: float) -> Iterator[str]:
+        """Inside, no command pins the bundle in use; gives `why_declined`. For the moment of the switch alone."""
+        with waited_lock(self._bundles):
+            yield self.why_declined(message, now)
 
     def pinned(self) -> Pin | None:
         """The pin, also one that is over; None where there is none.
@@ -641,6 +698,11 @@ class ReleaseRecord:
         except (ValidationError, UsageError) as error:
             raise StateError(f"{self._pin_path}: not what 'edge-agent pin' writes; remove it to unpin") from error
         return pin
+
+    def release_of(self, bundle_id: str) -> int | None:
+        """Number of the release by which a bundle came; None: it came by hand, or is none that was taken last."""
+        taken = self._read().taken
+        return taken.release or None if taken.bundle_id == bundle_id else None
 
     def check(self) -> None:
         """Return quietly where the record can be read, or there is none yet.
@@ -707,6 +769,20 @@ class ReleaseRecord:
 
     def _write(self, record: _Record) -> None:
         write_json(self._path, record.model_dump(mode="json"))
+
+
+def _about(message: Install | Trial) -> dict[str, Any]:
+    return {"bundle_id": message.bundle_id, "release": message.release, "federation": message.federation}
+
+
+def _refused(before: _Record, about: dict[str, Any], reason: str, at: float, *, crashed: bool) -> _Record:
+    """The record with one refused bundle more, and nothing that is prepared."""
+    moment = datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="seconds")
+    new = Refused(**about, reason=reason[:1000], at=moment, crashed=crashed)
+    others = [one for one in before.refused if one.bundle_id != new.bundle_id]
+    return before.model_copy(
+        update={"refused": (*others, new)[-MOST_REFUSED:], "prepared": None, "is_preparing": False}
+    )
 
 
 START_GRACE_S = 60.0

@@ -47,9 +47,9 @@ from .local_state import (
     MOST_STARTS,
     START_GRACE_S,
     ClientStateFiles,
-    OnTrial,
     ReleaseRecord,
     TrainingCheckpointFile,
+    Trial,
     WaitFile,
     Waiting,
     clean,
@@ -181,9 +181,6 @@ class TaskRunner:
         self.samples = 0
         self.rolled_back = ""
         self.releases = ReleaseRecord(config.state)
-        self.on_trial = False
-        """Whether the bundle in use has yet to show that the agent lives with it: call `proved` then."""
-
         self.bundle_id = self._running_bundle()
         self._cancelled: JobKey | None = None
         self._secure: SecureSums | None = None
@@ -360,26 +357,47 @@ class TaskRunner:
     def install(self, message: Install, path: Path) -> Report:
         """Verify a bundle, test it, refit the head, keep the better pair; returns what came out.
 
+        The bundle is not tried, or not used, where its owner keeps another one meanwhile, nor where the agent has ended
+        in `MOST_STARTS` preparations of it.
+
         Raises:
             BundleError: the bundle is damaged, or its encoder does not do what it did where it was made.
             DataError: local data do not fit its task.
         """
         from .candidate import prepare_beside
-        from .head_tier import install_bundle, prepare_here
+        from .head_tier import install_bundle, prepare_here, rejected
 
+        if (declined := self.declined(message)) is not None:
+            return declined
         prepare = prepare_beside if self._beside else prepare_here
+        has_crashed = (ends := self.releases.prepares(message, self._machine()) - 1) >= MOST_STARTS
         try:
-            report = install_bundle(self.config, message, path, self.now, prepare=prepare)
+            if has_crashed:
+                why = f"the agent ended {ends} times while it prepared bundle {message.bundle_id[:12]}"
+                report = rejected(self.config, message, BundleError(why, is_public=True)).report
+            else:
+                report = install_bundle(
+                    self.config,
+                    message,
+                    path,
+                    self.now,
+                    prepare=prepare,
+                    switching=lambda: self.releases.switching(message, self.now()),
+                )
         except BundleError as error:
-            self.releases.refuse(message, str(error), self.now())
+            self.releases.refuse(message, str(error), self.now(), crashed=has_crashed)
+            raise
+        except Exception:
+            self.releases.ended()
             raise
         self.bundle_id, self.rolled_back = report.bundle_id, report.rolled_back
         self.samples = report.samples
         if report.bundle_id == message.bundle_id:
             self.releases.took(message, self._machine())
-            self.on_trial = True
+        elif report.kept:
+            self.releases.ended()
         else:
-            self.releases.refuse(message, report.rolled_back, self.now())
+            self.releases.refuse(message, report.rolled_back, self.now(), crashed=has_crashed)
         memory = {"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules}
         return public_report(self.config.privacy, report.model_copy(update=memory))
 
@@ -392,22 +410,29 @@ class TaskRunner:
             trial = self.releases.started(self._machine())
             if trial is not None and trial.starts > MOST_STARTS:
                 self._fall_back(trial)
-                trial = None
-            self.on_trial = trial is not None
         except HeadwaterError as error:  # the pair in use stays
             log.warning("trial_unknown reason=%s", error)
 
     def stopped(self) -> None:
-        """The agent stops on purpose, which says nothing against the bundle in use."""
-        if self.on_trial:
+        """The agent stops on purpose, which says nothing against the bundle in use or one that is prepared."""
+        try:
             self.releases.stopped()
+        except StateError as error:
+            log.warning("trial_unknown reason=%s", error)
 
-    def proved(self) -> None:
-        """The agent lives with the bundle in use."""
-        self.on_trial = False
-        self.releases.proved()
+    @property
+    def on_trial(self) -> Trial | None:
+        """The bundle in use, where it has yet to show that the agent lives with it: call `proved` then."""
+        return self.releases.on_trial
 
-    def _fall_back(self, trial: OnTrial) -> None:
+    def proved(self, trial: Trial) -> None:
+        """The agent lives with the bundle that is, or was, in use."""
+        try:
+            self.releases.proved(trial)
+        except StateError as error:
+            log.warning("trial_unknown reason=%s", error)
+
+    def _fall_back(self, trial: Trial) -> None:
         """Use the bundle before again, with its head where that is still here; otherwise it is fitted again.
 
         Raises:
@@ -838,8 +863,8 @@ class TaskQueue:
         self._waits.remove()
 
     def switch_when_due(self) -> None:
-        """Switch to a bundle that is here and had to wait for its time; the coordinator offers a late one again."""
-        if self._install is None or not self._install.activate_in_s:
+        """Switch to a bundle that is here when its time comes; after that the coordinator offers it again."""
+        if self._install is None:
             return
         if self._waiting is not None:
             self.go_on()
@@ -1020,8 +1045,9 @@ class TaskQueue:
             self._drop_install()  # a newer one that has arrived meanwhile is still to be done
         if error is None:
             self.condition.clear("bundle", "data")
-            self._installed = ((install.blob.digest, install.release), result)
             self.last_report = result
+            if not result.kept:  # otherwise it is tried when its owner lets it
+                self._installed = ((install.blob.digest, install.release), result)
             self._link.send(result)
         else:
             self._report(error, JobKey(install.run, purpose=None), "bundle", install.release)

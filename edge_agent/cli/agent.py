@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -131,6 +132,7 @@ def status(arguments: argparse.Namespace) -> int:
         "state": str(config.state),
         **{key: reported.get(key) for key in _REPORTED},
         **({} if running else _AT_REST),
+        "release": None,
         "trust": None,
         "pinned": None,
         "refused": [],
@@ -193,7 +195,9 @@ def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[
     }
     manifest = current_manifest(state / "bundles")
     if manifest is not None:
-        result["bundle_id"] = manifest.bundle_id
+        result["bundle_id"], result["release"] = manifest.bundle_id, record.release_of(manifest.bundle_id)
+        if (reported.get("candidate") or {}).get("bundle_id") == manifest.bundle_id:
+            result["candidate"] = None  # the agent uses it by now, and has yet to say so
         result["encoder"] = {"name": manifest.task.encoder, "features": manifest.feature_dim, "method": manifest.method}
         result["figures"], result["lineage"] = variant_figures(manifest), current_origin(state / "bundles")
         fingerprints = {variant.fingerprint for variant in manifest.variants.values()}
@@ -262,25 +266,50 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
 """How parts of the status are shown, where they are not None."""
 
 
+NO_BREAK = "\N{NO-BREAK SPACE}"
+
+METRICS_WIDTH = 64
+"""Columns of the metrics, which beside their name fit into a terminal of 80."""
+
+_ALWAYS = ("bundle_id", "head", "condition")
+"""What is shown also where there is none; everything else is left out then."""
+
+
+def _wrapped(parts: Iterable[str]) -> list[str]:
+    """Parts with commas between them, in lines of at most `METRICS_WIDTH` columns; no part is torn."""
+    whole = ", ".join(part.replace(" ", NO_BREAK) for part in parts)
+    lines = textwrap.wrap(whole, METRICS_WIDTH, break_long_words=False, break_on_hyphens=False)
+    return [line.replace(NO_BREAK, " ") for line in lines]
+
+
 def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    for name, value in status.items():
+    known = {name: value for name, value in status.items() if name in _ALWAYS or value not in (None, "", [])}
+    if number := known.pop("release", None):
+        known["bundle_id"] = f"{status['bundle_id'][:12]}, release {number}"
+    elif bundle := known["bundle_id"]:
+        known["bundle_id"] = bundle[:12]
+    for name, value in known.items():
         if name == "fault" and isinstance(value, dict):
             yield name, f"{value.get('error')}: {value.get('message')}"
             yield "remedy", f"{value.get('remedy')} (fault of {value.get('at')})"
         elif name == "refused":
             yield from (("refused", f"bundle {one['bundle_id'][:12]} at {one['at']}: {one['reason']}") for one in value)
-        elif value is not None and name in _TEXTS:
+        elif name in _TEXTS:
             yield name, _TEXTS[name](value)
         elif name in {"figures", "lineage"}:
-            shown = output.variants if name == "figures" else output.lineage
-            yield from shown(value) if value else ()
+            yield from output.variants(value) if name == "figures" else output.lineage(value)
         elif name == "metrics" and isinstance(value, dict):
-            yield name, ", ".join(f"{key} {output.value_text(inner)}" for key, inner in value.items())
-            if value.get("n_skipped"):
-                yield "skipped", f"{value['n_skipped']} cannot be used, first {value.get('skipped_first')}"
-            if value.get("better_alone"):
-                yield "note", output.BETTER_ALONE.removeprefix("note: ")
+            yield from _metric_rows(value)
         elif isinstance(value, dict):
             yield name, ", ".join(f"{key} {output.value_text(inner)}" for key, inner in value.items())
         else:
             yield name, ("yes" if value else "no") if isinstance(value, bool) else value
+
+
+def _metric_rows(metrics: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    lines = _wrapped(f"{key} {output.value_text(value)}" for key, value in metrics.items())
+    yield from (("" if number else "metrics", line) for number, line in enumerate(lines))
+    if metrics.get("n_skipped"):
+        yield "skipped", f"{metrics['n_skipped']} cannot be used, first {metrics.get('skipped_first')}"
+    if metrics.get("better_alone"):
+        yield "note", output.BETTER_ALONE.removeprefix("note: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shlex
 import sys
@@ -91,8 +92,16 @@ def enroll(arguments: argparse.Namespace) -> int:
         "state": str(state),
         "config": str(arguments.config),
     }
-    output.result(arguments, result, lambda: [*output.pairs(result.items()), *written])
+    output.result(arguments, result, lambda: [*output.pairs(result.items()), *_tier_note(arguments.config), *written])
     return 0
+
+
+def _tier_note(path: Path) -> list[str]:
+    """That this device trains and takes no releases, where nobody chose that."""
+    if "tier" in read_toml(path) or importlib.util.find_spec("torch") is None:
+        return []
+    note = "note: torch is installed, so this device trains where its memory allows that, and takes no releases then"
+    return [f'{note}; tier = "head" in {path} takes them']
 
 
 def _patiently(ask: Callable[[], Identity], pause: Callable[[float], None] = time.sleep) -> Identity:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from ..errors import BundleDamaged, BundleUntrusted, DataError, UnknownName, UsageError, cause
 from ..storage import check_writable, folder_lock
 from . import output
+from .where import add_agent, state_of
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..agent.local_state import ReleaseRecord
+    from ..agent.local_state import ReleaseRecord, RolledBack
     from ..bundle import Bundle
     from ..config import DataConfig
     from ..data import Samples
@@ -700,7 +701,7 @@ def _numeric_parts(arguments: argparse.Namespace, bundle: Bundle, head: NumericH
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``edge-agent import``."""
     parser.add_argument("bundle", type=Path, metavar="FILE", help="bundle file (*.hwb)")
-    parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="the agent's state folder")
+    add_agent(parser)
     parser.add_argument("--no-self-test", action="store_true", help="install without running the encoder")
     parser.add_argument(
         "--root",
@@ -728,11 +729,12 @@ def import_bundle(arguments: argparse.Namespace) -> int:
     from ..trust import Member, TrustStore, parse
 
     _check_exists(arguments.bundle, "a bundle file (*.hwb)")
-    check_writable(arguments.state)
-    with folder_lock(arguments.state, "edge-agent import"):
+    state = state_of(arguments)
+    check_writable(state)
+    with folder_lock(state, "edge-agent import"):
         notes: dict[str, str] = {}
         check = None if arguments.no_self_test else lambda unpacked: notes.update(_self_test(unpacked))
-        record, root = ReleaseRecord(arguments.state), arguments.state / "bundles"
+        record, root = ReleaseRecord(state), state / "bundles"
         record.check()
         _check_unpinned(record)
         before, trust = current_id(root), TrustStore(root)
@@ -758,7 +760,8 @@ def import_bundle(arguments: argparse.Namespace) -> int:
         "int8_note": notes.get("int8"),
         "declines": None if declined is None else declined.source.bundle_id,
     }
-    rows = {**content, "precisions": ", ".join(sorted(bundle.manifest.variants))}
+    rows = {**content, "precisions": ", ".join(sorted(bundle.manifest.variants)), "bundle_id": bundle.id[:12]}
+    rows |= _by_hand(declined)
     shown = [*rows.items(), *output.variants(figures)]
     return output.result(arguments, {**content, "figures": figures}, lambda: output.pairs(shown))
 
@@ -817,7 +820,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def add_rollback_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``edge-agent rollback``."""
-    parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="the agent's state folder")
+    add_agent(parser)
     parser.add_argument("--head", action="store_true", help="the head alone: return to the one before the last fit")
 
 
@@ -836,11 +839,12 @@ def rollback(arguments: argparse.Namespace) -> int:
     from .. import bundle as bundles
     from ..agent.local_state import ReleaseRecord
 
-    _check_exists(arguments.state, "an agent's state folder")
+    state = state_of(arguments)
+    _check_exists(state, "an agent's state folder")
     if arguments.head:
-        return _restore_head(arguments)
-    with folder_lock(arguments.state, "edge-agent rollback"):
-        record, root = ReleaseRecord(arguments.state), arguments.state / "bundles"
+        return _restore_head(arguments, state)
+    with folder_lock(state, "edge-agent rollback"):
+        record, root = ReleaseRecord(state), state / "bundles"
         record.check()
         _check_unpinned(record)
         before = bundles.current(root)
@@ -852,7 +856,17 @@ def rollback(arguments: argparse.Namespace) -> int:
         "bundle_id": bundle.id,
         "declines": None if declined is None else declined.source.bundle_id,
     }
-    return output.result(arguments, content, lambda: output.pairs(content.items()))
+    rows = {**content, "bundle_id": bundle.id[:12]} | _by_hand(declined)
+    return output.result(arguments, content, lambda: output.pairs(rows.items()))
+
+
+def _by_hand(declined: RolledBack | None) -> dict[str, str]:
+    """Rows about what follows from a bundle that was installed by hand."""
+    rows = {"next": "'edge-agent run' fits its head for this bundle when it starts"}
+    if declined is None:
+        return rows
+    what = f"bundle {declined.source.bundle_id[:12]} and older releases, until there is a newer one"
+    return {"declines": what, **rows}
 
 
 def _check_unpinned(record: ReleaseRecord) -> None:
@@ -861,15 +875,15 @@ def _check_unpinned(record: ReleaseRecord) -> None:
         raise UsageError(f"this device {pin}; 'edge-agent unpin' ends that")
 
 
-def _restore_head(arguments: argparse.Namespace) -> int:
+def _restore_head(arguments: argparse.Namespace, state: Path) -> int:
     from .. import bundle as bundles
     from ..heads import saved
 
-    with folder_lock(arguments.state, "edge-agent rollback"):
-        bundle = bundles.current(arguments.state / "bundles")
+    with folder_lock(state, "edge-agent rollback"):
+        bundle = bundles.current(state / "bundles")
         if bundle is None:
-            raise UsageError(f"{arguments.state}: no bundle is in use, so there is no head; expected an agent's folder")
-        head = saved.restore(arguments.state / "head", bundle.fingerprints)
+            raise UsageError(f"{state}: no bundle is in use, so there is no head; expected an agent's folder")
+        head = saved.restore(state / "head", bundle.fingerprints)
     content = {"head": head.head.name, "classes": list(head.class_names), "metrics": dict(head.metrics)}
     rows = {"head": head.head.name, "classes": ", ".join(head.class_names), "fitted on": head.metrics.get("n_train")}
     return output.result(arguments, content, lambda: output.pairs(rows.items()))

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 from ..errors import UsageError
 from ..moments import moment_of
+from ..wire.messages import printable
 from . import output
+from .where import add_agent, named, state_of
 
 
 def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``edge-agent pin``."""
-    parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="the agent's state folder")
+    add_agent(parser)
     parser.add_argument("--reason", required=True, help="why; the coordinator is told")
-    parser.add_argument("--until", default="", metavar="DATE", help="when the pin ends (default: at unpin)")
+    parser.add_argument(
+        "--until", default="", metavar="DATE", help="when the pin ends, UTC without a zone (default: at unpin)"
+    )
 
 
 def pin(arguments: argparse.Namespace) -> int:
@@ -30,19 +33,31 @@ def pin(arguments: argparse.Namespace) -> int:
     from ..agent.local_state import Pin, ReleaseRecord
     from ..bundle import current_id
 
-    if arguments.until and moment_of(arguments.until).timestamp() <= time.time():
-        raise UsageError(f"--until {arguments.until} is over on this device's clock; give a date to come")
-    if not (running := current_id(arguments.state / "bundles")):
-        raise UsageError(f"{arguments.state}: no bundle is in use; import one, or wait for a release")
-    made = Pin(bundle_id=running, reason=arguments.reason[:500], until=arguments.until)
-    ReleaseRecord(arguments.state).pin(made)
-    content = made.model_dump(mode="json")
-    return output.result(arguments, content, lambda: output.pairs(content.items()))
+    state, until = state_of(arguments), ""
+    if not (reason := printable(arguments.reason).strip()[:500]):
+        raise UsageError("--reason is empty; say why, for those who look at the status later")
+    if arguments.until:
+        if moment_of(arguments.until).timestamp() <= time.time():
+            raise UsageError(f"--until {arguments.until} is over on this device's clock; give a date to come")
+        until = moment_of(arguments.until).isoformat(timespec="minutes")
+    if not (running := current_id(state / "bundles")):
+        raise UsageError(f"{state}: no bundle is in use; import one, or wait for a release")
+    record = ReleaseRecord(state)
+    before, made = record.pinned(), Pin(bundle_id=running, reason=reason, until=until)
+    record.pin(made)
+    replaced = before if before is not None and before.holds(time.time()) else None
+    content = {**made.model_dump(mode="json"), "replaces": None if replaced is None else replaced.model_dump()}
+    rows = [("pinned", f"bundle {running[:12]}, {f'until {until}' if until else 'without end'}: {reason}")]
+    if replaced is not None:
+        ended = f"until {replaced.until}" if replaced.until else "without end"
+        rows.append(("replaces", f"the pin of bundle {replaced.bundle_id[:12]}, {ended}: {replaced.reason}"))
+    rows.append(("next", f"releases are declined; 'edge-agent unpin{named(arguments)}' ends that"))
+    return output.result(arguments, content, lambda: output.pairs(rows))
 
 
 def add_unpin_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``edge-agent unpin``."""
-    parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="the agent's state folder")
+    add_agent(parser)
 
 
 def unpin(arguments: argparse.Namespace) -> int:
@@ -53,9 +68,13 @@ def unpin(arguments: argparse.Namespace) -> int:
     """
     from ..agent.local_state import ReleaseRecord
 
-    record = ReleaseRecord(arguments.state)
+    state = state_of(arguments)
+    record = ReleaseRecord(state)
     if (pin := record.pinned()) is None:
-        raise UsageError(f"{arguments.state}: no bundle is pinned")
+        raise UsageError(f"{state}: no bundle is pinned")
     record.pin(None)
-    content = {"unpinned": pin.bundle_id}
-    return output.result(arguments, content, lambda: output.pairs(content.items()))
+    rows = [
+        ("unpinned", f"bundle {pin.bundle_id[:12]}"),
+        ("next", "a running agent takes what is released from its next heartbeat on"),
+    ]
+    return output.result(arguments, {"unpinned": pin.bundle_id}, lambda: output.pairs(rows))

@@ -16,9 +16,10 @@ import pytest
 
 from coordinator.cli.export import near_one
 from coordinator.cli.follow import _waiting, follow, result_of
-from coordinator.cli.run import result_parts
+from coordinator.cli.run import next_steps, result_parts
 from coordinator.config import load_config
 from coordinator.state.journal import utc_now
+from coordinator.state.release_keys import ReleaseKeys, new_key, read_public, write_key
 from coordinator.state.store import StateFolder
 from edge_agent.errors import StateError
 
@@ -346,3 +347,19 @@ def test_a_run_ends_with_the_bundle_id_that_status_shows():
     bundle = {"bundle_id": "0123456789ab" + "f" * 52, "path": "state/runs/run-0001/run-0001.hwb"}
     summary = {"seconds": 1.0, "encoder_sha256": "e" * 64, "agents": [], "faults": {}, "bundle": bundle}
     assert [*result_parts(summary)][-1] == "1.0 s, bundle 0123456789ab in state/runs/run-0001/run-0001.hwb"
+
+
+def test_a_run_ends_with_the_commands_that_bring_its_bundle_to_devices(tmp_path):
+    state, summary = tmp_path / "state", {"run_id": "run-0001"}
+    with StateFolder(state).look(create=True) as folder:
+        assert [*next_steps(state, summary)] == []
+        summary["bundle"] = {"bundle_id": "a" * 64, "path": "b.hwb"}
+        assert [*next_steps(state, summary)] == ["next: 'headwater release create run-0001' releases it to devices"]
+        for name in ("alice", "bob", "carol"):
+            write_key(tmp_path / name, new_key(), name=name)
+        people = [read_public(tmp_path / f"{name}.pub") for name in ("alice", "bob", "carol")]
+        ReleaseKeys(state).create("home", utc_now(), people, 2)
+        (line,) = next_steps(state, summary)
+        assert line.startswith("next: 2 of 3 people sign it ('headwater keys sign b.hwb --key FILE'), then 'headwater ")
+        folder.journal.append("release_made", run="run-0001", digest="b" * 64, body={"bundle_id": "a" * 64})
+        assert [*next_steps(state, summary)] == []

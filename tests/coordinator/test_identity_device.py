@@ -70,6 +70,15 @@ def test_device_that_was_enrolled_without_data_enrolls_again_and_gets_them(devic
     assert (code, f"names the data '{DIGITS}'" in err) == (2, True)
 
 
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_a_device_that_will_train_is_said_to_take_no_releases(device, monkeypatch, has_torch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: object() if has_torch else None)
+    out = device.enroll(device.token("porch"), "--data", DIGITS)[1]
+    assert ('takes no releases then; tier = "head" in' in out) == has_torch
+    device.config.write_text('tier = "head"\n' + device.config.read_text())
+    assert "takes no releases" not in device.enroll(device.token("porch"))[1]
+
+
 @pytest.mark.parametrize("source", ["nosuch:thing", "images:/nosuch", "npz:data.npz?nosuch=1"])
 def test_data_that_are_not_there_use_no_token_up(device, source):
     code, _, err = device.call(device.token("porch"), "--csr", device.request, "--data", source)

@@ -103,6 +103,8 @@ def test_two_of_three_people_sign_and_the_coordinator_does_not(fleet, bundle, ca
         assert fleet.call("keys", "new", fleet.folder / f"{name}.key", *named)[0] == 0
     given = [word for name in people for word in ("--release-key", fleet.folder / f"{name}.key.pub")]
     words = ("--host", "localhost", "--port", fleet.port, "--enroll-port", fleet.enroll_port)
+    assert fleet.call("init", fleet.folder / "new", *words, *given, "--threshold", 4)[0] == 2
+    assert not (fleet.folder / "new").exists()
     code, out, err = fleet.call("init", fleet.folder / "new", *words, *given, "--threshold", 2)
     assert code == 0, err
     assert "people sign them, 2 of 3 keys" in out
@@ -224,6 +226,31 @@ def test_two_people_sign_an_older_bundle_for_a_new_release_by_the_commands_that_
         sign(1, 9)
         _, signed = file_to_release(state, "run-0001", bundle_id, digest, NOW)
     assert (signed["version"], {one["name"] for one in signed["signers"]}) == (8, {"alice", "bob"})
+
+
+def test_what_people_have_signed_is_not_released_where_no_device_may_install_it(tmp_path, bundle):
+    write_key(tmp_path / "alice.key", new_key(), name="alice")
+    folder, made = StateFolder(tmp_path / "state"), bundle("b")
+    keys = ReleaseKeys(folder.path)
+    with folder.look(create=True) as state:
+        keys.create("home", NOW, [read_public(tmp_path / "alice.key.pub")], 1)
+        path = state.run("run-0001").folder / "run-0001.hwb"
+        path.parent.mkdir(parents=True)
+        shutil.copy(made, path)
+        bundle_id = bundles.open_bundle(path).manifest.bundle_id
+
+        def advice(version, end=NOW + timedelta(days=1), **more):
+            key = read_key(tmp_path / "alice.key")
+            sign_bundle(path, keys.roots(), [key], version=version, expires=end, again=True, **more)
+            with pytest.raises(UsageError, match=f"keys sign {path} --key FILE --again") as caught:
+                file_to_release(state, "run-0001", bundle_id, "", NOW)
+            return str(caught.value)
+
+        assert "expired at 20" in advice(7, end=NOW)
+        assert "needs agents of version 99 (--min-agent), and this is headwater 0." in advice(8, min_agent="99")
+        body = {"bundle_id": "ab" * 32, "signed": {"version": 20}}
+        state.journal.append("release_made", run="run-0002", round=1, digest="cd" * 32, body=body)
+        assert "devices that have installed newer releases refuse" in advice(9)
 
 
 def test_a_bundle_carries_the_newest_roots_that_have_room(bundle, tmp_path, monkeypatch):
@@ -361,7 +388,7 @@ def test_status_names_who_signed_a_release_and_where_it_comes_from(fleet, bundle
     assert (release["scored"]["run"], release["scored"]["devices"]["mean"]) == (scores, 0.75)
     text = fleet.call("release", "status", "--state", state)[1]
     assert "coordinator; 1 of 1 needed" in text
-    assert "0.500, 0.250 of 3" in text
+    assert "acc.personal in the run 0.500, worst tenth 0.250 of 3 clients; on devices 0.750" in text
 
 
 def test_versions_of_releases_grow_also_when_the_clock_goes_back(tmp_path):

@@ -85,6 +85,7 @@ def test_amounts_that_are_none(text):
         ({"success": 2}, "are about a canary"),
         ({"auto_promote": True}, "are about a canary"),
         ({"max_failed": "many"}, "no number of devices"),
+        ({"min_gain": float("nan")}, "min_gain nan is no number"),
     ],
 )
 def test_plans_that_cannot_be_followed(plan, message):

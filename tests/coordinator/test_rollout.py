@@ -127,10 +127,26 @@ def test_a_release_that_fails_is_held_where_the_file_before_it_is_gone(fleet):
     fleet.state.blobs.path(digest).unlink()
     fleet.fails("d0", 3, "bundle-damaged")
     assert fleet.rollout.book.releases[2].stage == "held"
-    assert "Not rolled back" in fleet.rollout.book.releases[2].held
+    failed, then = fleet.rollout.book.releases[2].held.splitlines()
+    assert failed.startswith("1 of 1 devices failed, 0 are allowed; d0")
+    assert then.startswith("Not rolled back (no device runs it): ")
     fleet.state.blobs.put(b"a")
     fleet.hello("tester", channel="beta")
     assert fleet.sent[-1][0] == "tester", "others go on"
+
+
+def test_what_commands_did_since_the_start_is_in_the_coordinators_log(fleet, caplog):
+    caplog.set_level("INFO", "coordinator")
+    append = fleet.state.journal.append
+    append("device_pinned", agent="d0", body={"release": 1, "reason": "early", "by": "alice"})
+    fleet.make("a")
+    fleet.hello("d0", "a")
+    append("release_held", body={"release": 1, "reason": "complaints", "by": "bob"})
+    append("device_unpinned", agent="d0", body={"by": "bob"})
+    fleet.now[0] += 1
+    fleet.rollout.tick()
+    lines = [record.getMessage() for record in caplog.records if " by=" in record.getMessage()]
+    assert lines == ["release_held release=1 by=bob reason=complaints", "device_unpinned device=d0 by=bob reason="]
 
 
 def test_a_device_with_many_changes_is_limited_for_an_hour_and_its_last_word_counts(fleet):

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from edge_agent.agent.local_state import ReleaseRecord
+from edge_agent.bundle import current_id, current_manifest, install
 from edge_agent.cli import COMMANDS, main
 from edge_agent.storage import folder_lock, write_json
+from edge_agent.wire.messages import Install
 
 
 @pytest.fixture(autouse=True)
@@ -206,3 +209,60 @@ def test_status_of_a_damaged_bundle_is_a_fault_with_its_remedy(config, make_bund
     found = status_of(config, capsys)
     assert (found["tier"], found["condition"], found["fault"]["kind"]) == ("head", "fault", "bundle")
     assert main(["status", "--config", str(config)]) == 1
+
+
+@pytest.fixture
+def pinnable(config, make_bundle, capsys):
+    """An agent whose bundle came by release 7."""
+    state, made = config.parent / "state", make_bundle("a.hwb")
+    install(made.path, state / "bundles")
+    about = {"run": "run-0001", "bundle_id": made.manifest.bundle_id, "release": 7, "federation": "ab" * 16}
+    ReleaseRecord(state).took(Install(**about, blob={"digest": "ab" * 32, "size_bytes": 1, "chunk_bytes": 1024}))
+    return state
+
+
+def test_status_names_the_release_of_the_bundle_and_wraps_its_metrics(config, pinnable, capsys):
+    bundle = current_id(pinnable / "bundles")
+    metrics = {f"a.rather.long.name.{number:02}": number / 7 for number in range(20)}
+    fingerprints = [one.fingerprint for one in current_manifest(pinnable / "bundles").variants.values()]
+    write_json(pinnable / "head" / "head.json", {"head": "lr", "metrics": metrics, "fingerprint": fingerprints[0]})
+    write_json(pinnable / "status.json", {"candidate": {"bundle_id": bundle, "release": 7, "state": "is tried"}})
+    with folder_lock(pinnable, "edge-agent porch"):
+        assert main(["status", "--config", str(config)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split("  ")[0] for line in lines]
+    assert f"{bundle[:12]}, release 7" in lines[names.index("bundle_id")]
+    assert not {"candidate", "rolled_back", "refused", "pinned"} & {*names}
+    begin = names.index("metrics")
+    shown = "".join(f"{line} " for line in lines[begin : begin + 10]).rstrip().split(", ")
+    assert [part.split()[-1] for part in shown] == [f"{number / 7:.3f}" for number in range(20)]
+    assert all(len(line) <= 80 for line in lines[begin : begin + 10])
+
+
+def test_pin_takes_the_agents_file_and_says_what_it_replaces(config, pinnable, capsys, monkeypatch):
+    monkeypatch.chdir(config.parent)
+    until = "2099-11-30T00:00+00:00"
+    assert main(["pin", "--reason", "first\n\x1b[31mred", "--until", "2099-11-30"]) == 0
+    said = capsys.readouterr().out
+    assert f", until {until}: first  [31mred" in said
+    assert "'edge-agent unpin' ends that" in said
+    assert main(["pin", "--state", str(pinnable), "--reason", "again"]) == 0
+    said = capsys.readouterr().out
+    assert f"until {until}: first" in said
+    assert f"'edge-agent unpin --state {pinnable}' ends that" in said
+    assert main(["unpin", "--config", str(config)]) == 0
+    assert "takes what is released" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("pin", "--reason", " \n"), "--reason is empty"),
+        (("pin", "--config", "none.toml", "--reason", "x"), "(--config FILE) or its state folder (--state DIR)"),
+        (("rollback", "--config", "none.toml"), "(--config FILE) or its state folder (--state DIR)"),
+    ],
+)
+def test_what_the_owner_must_name(config, pinnable, capsys, monkeypatch, words, message):
+    monkeypatch.chdir(config.parent)
+    assert main([*words]) == 2
+    assert message in capsys.readouterr().err

@@ -62,7 +62,7 @@ class FakeDuties:
         self.after: Callable[[wire.Job], None] = lambda job: None
         self.cancelled: wire.JobKey | None = None
 
-    lacks_head = on_trial = False
+    lacks_head, on_trial = False, None
     now = staticmethod(time.time)
 
     def started(self) -> None:

@@ -25,9 +25,9 @@ def released(site):
 
 
 def stages(site):
-    from coordinator.fleet.release_commands import book_of
+    from coordinator.state.releases import book_of
 
-    return [release.stage for release in book_of(site.folder).releases]
+    return [release.stage for release in book_of(site.folder.journal).releases]
 
 
 def test_token_is_made_once_for_its_owner_alone(tmp_path):

@@ -315,7 +315,7 @@ def test_the_owner_pins_a_running_device_and_the_operator_sees_why(site, made):
     assert site.running() == {"porch": 1}
     (device,) = site.release("status")["devices"]
     assert (device["outcome"], device["wanted"]) == ("declined", 2)
-    assert "pinned on this device until 2030-01-01T13:00: exhibition" in device["kept"]
+    assert "pinned on this device until 2030-01-01T13:00+00:00: exhibition" in device["kept"]
     assert site.stages() == ["everybody", "everybody"], "that is no failure"
     site.clock.now += 3600
     site.until(lambda: site.running() == {"porch": 2}, limit_s=60)
@@ -455,7 +455,8 @@ def test_status_and_report_show_what_a_release_waits_for_and_what_it_scored_wher
     site.release("promote")
     assert "release 2 (stable, everybody): waits for reports of 1 device: attic" in shown("status")
     text = shown("release", "status")
-    assert "more data" not in text
+    assert "release 2 (stable, everybody), made 20" in text
+    assert ": more data\n" in text
     assert [line.split()[:2] for line in text.splitlines() if line.startswith(("attic", "hall"))] == [
         ["attic", "stable"],
         ["hall", "stable"],
@@ -576,7 +577,7 @@ def test_rollbacks_are_signed_again_for_devices_that_refuse_older_versions(site,
     site.until(lambda: site.stages()[-1] == "held", limit_s=60)
     reason = site.release("status")["releases"][-1]["waits_for"]
     assert "Not rolled back" in reason
-    assert "--key FILE' signs it" in reason
+    assert "--key FILE' signs it for a release" in reason
 
 
 def test_devices_that_return_to_their_channel_get_a_file_that_they_may_install(site, make_bundle):
