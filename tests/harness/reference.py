@@ -251,12 +251,14 @@ def protocol_page() -> str:
         MADE,
         (
             f"Coordinator and agents exchange messages over an MQTT 3.1.1 broker. This is protocol version "
-            f"{PROTOCOL}; a peer of a version below {OLDEST_PROTOCOL} or above its own is refused with the name of the side to upgrade."
+            f"{PROTOCOL}; a peer of a version below {OLDEST_PROTOCOL} or above its own is "
+            f"refused with the name of the side to upgrade."
         ),
         (
             "Control messages are JSON objects with a checksum. Models and updates are blobs: files in the format of "
             "safetensors, named by their SHA-256, sent in chunks that the receiver asks for again where they are "
-            "missing. A message that does not fit its model is dropped and counted. An agent with a key of commands obeys "
+            "missing. A message that does not fit its model is dropped and counted. An agent with a key of "
+            "commands obeys "
             "only commands with a proof of its coordinator (["
             "users and brokers](../../coordinator/README.md#users-and-brokers))."
         ),
