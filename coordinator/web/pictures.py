@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..report.charts import MARKERS, Axis, Bars, Chart, Key, Lines, Mark, Row, Rows, Series, ends
+from ..report.run_charts import accuracy_floor
 from .folder_view import AgentRow
 from .run_curves import RoundPoint, RunCurves, Spread
 
@@ -15,7 +17,7 @@ MOST_COMPARED_POINTS = 1200
 EQUAL = 0.02
 """Rounds whose traffic differs by less need no chart: the mean says it."""
 
-ACCURACY = Axis("accuracy on held-out samples", low=0.0, high=1.0)
+ACCURACY = Axis("accuracy on held-out samples", low=0.0, high=1.0, digits=3)
 ROUND = Axis("round")
 
 
@@ -106,7 +108,9 @@ def of_fleet(rows: Sequence[AgentRow]) -> dict[str, Chart]:
         f"{above} of {len(gains)} of these agents are above acc.local." if gains else "acc.local is not known yet."
     )
     keys = tuple(Key(f"acc.{scope}", scope, MARKERS[scope]) for scope in scopes)
-    return {"gains": Rows("What these agents gain", summary, ACCURACY, keys, tuple(made), summary)}
+    marks = [mark.value for row in made for mark in row.marks.values()]
+    axis = replace(ACCURACY, low=accuracy_floor(marks))
+    return {"gains": Rows("What these agents gain", summary, axis, keys, tuple(made), summary)}
 
 
 def of_agent(by_round: Sequence[tuple[int, float | None, float | None]], run: str) -> dict[str, Chart]:
