@@ -31,6 +31,9 @@ KEEP_ALIVE_S = 15
 END_S = 2
 """How long open requests may take at the end; streams end at once."""
 
+VANISHED_S = 30
+"""A client that acknowledges nothing for so long is gone, such as a laptop that was closed."""
+
 NICENESS = 10
 """Beside a coordinator: pages may be late, rounds not."""
 
@@ -86,6 +89,8 @@ def listening(web: WebConfig) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.create_server(address[:2], family=family)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted sockets inherit it; without it, a quarter of an hour
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * VANISHED_S)
     except OSError as error:
         raise UsageError(
             f"the web view cannot listen on {web.listen} ({cause(error)}); choose another address with [web] listen, "

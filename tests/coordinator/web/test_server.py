@@ -167,6 +167,14 @@ def test_taken_address_is_a_clear_error(site):
             WebProcess(Settings(site.path, web), print).start()
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux has it")
+def test_client_that_has_vanished_is_noticed_after_half_a_minute():
+    with listening(WebConfig(listen="127.0.0.1:0")) as at, socket.create_connection(at.getsockname(), LIMIT_S):
+        accepted, _ = at.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+
+
 def test_login_address_is_printed_once_and_names_the_file_later(site):
     Access.of(site.path)
     token = token_path(site.path).read_text().strip()
