@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from edge_agent.storage import IDENTITY
 from ..config import CoordinatorConfig, WebConfig
 from ..processes.pipe import Pipe
 from ..processes.supervisor import ChildProcess, Supervisor, worker_command
+from ..state.log_file import logging_to
 from .access import Access, token_path
 
 log = logging.getLogger(__name__)
@@ -138,6 +140,7 @@ def serve(settings: Settings, at: socket.socket, ready: Callable[[str], None], s
     config = uvicorn.Config(
         make_app(site, [*ROUTES, *health.routes(settings.state), *metrics.routes(settings.state)]),
         log_config=None,
+        log_level=logging.ERROR,  # it warns of each bad request, and anybody can send those
         access_log=False,
         server_header=False,
         proxy_headers=False,
@@ -219,12 +222,7 @@ class WebProcess:
         return None if child is None else child.pid
 
     def start(self) -> None:
-        """Start it; it is not waited for.
-
-        Raises:
-            UsageError: its address is taken.
-        """
-        listening(self._settings.web).close()
+        """Start it; it is not waited for, and started again until its address is free."""
         self._supervisor.start()
 
     def stop(self) -> None:
@@ -262,6 +260,11 @@ def run_child(pipe: Pipe, settings: str) -> None:
     given = Settings.parse(settings)
     with contextlib.suppress(OSError, AttributeError):
         os.nice(NICENESS)
-    at = listening(given.web)
+    try:
+        at = listening(given.web)
+    except UsageError as error:
+        sys.exit(str(error))  # the owner logs it, and tries again
     listen(pipe, lambda _: None)
-    serve(given, at, lambda url: pipe.send(READY, url.encode()), threading.Event())
+    logging.getLogger().handlers.clear()  # the file that has its output is bounded by nothing
+    with logging_to(given.state / "web", ""):
+        serve(given, at, lambda url: pipe.send(READY, url.encode()), threading.Event())
