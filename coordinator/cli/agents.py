@@ -146,6 +146,10 @@ def _one(agent: dict[str, Any]) -> Iterator[Table | str]:
         ]
         yield ""
         yield table("bundles", ("at", "bundle", "release", "outcome", "acc.personal", "reason"), rows, left=6)
+    for one in history["pins"]:
+        until = f" until {one['until']}" if one["until"] else ""
+        what = "unpinned" if one["release"] is None else f"pinned to release {one['release']}{until}: {one['reason']}"
+        yield f"{_day(one['at'])} {what} ({one['by']})"
     for fault in history["faults"]:
         yield f"{_day(fault['at'])} fault: {fault['error']}: {fault['message']}; {fault['remedy']}"
     for one in history["rejected"]:

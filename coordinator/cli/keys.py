@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from edge_agent import __version__
 from edge_agent.errors import UsageError
 from edge_agent.storage import write_atomic
-from edge_agent.trust import Envelope, Key, Role, RoleName, Roots, dump, public_bytes, read, roots_in
+from edge_agent.trust import Envelope, Key, Role, RoleName, Roots, dump, needs_newer, public_bytes, read, roots_in
 from edge_agent.trust import Root as RootMetadata
 
 from ..config import load_config
@@ -289,6 +290,11 @@ def sign(
         if again_by:
             who = _names({"signers": [one for one in before["signers"] if one["id"] in again_by]})
             lines.append(f"{who} had signed this version already")
+    if needs_newer(release, __version__):
+        lines.append(
+            f"warning: only agents of version {release.min_agent} or newer install it, and this is headwater "
+            f"{__version__}, which will not release it; sign it with --again and an older --min-agent"
+        )
     present(result, lines, as_json=as_json)
 
 

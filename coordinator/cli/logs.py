@@ -57,10 +57,9 @@ def logs(
             )
             return
         while True:
-            is_over = timeline.record.is_over  # what was written before is in the next look
             for event in events:
                 print_line(event.body() if as_json else _line(event))
-            if is_over or stop.wait(LOOK_EVERY_S):
+            if timeline.is_over or stop.wait(LOOK_EVERY_S):
                 return
             events = timeline.new()
 

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from edge_agent import __version__
@@ -139,6 +140,7 @@ class Roster:
         self._deaf_since, self._deaf_s = 0.0, 0.0
         self._faults = Rejections(clock)
         self._before = dict[str, Figures]()
+        self._accuracies: dict[str, dict[str, float]] | None = None
 
     def remember(self, figures: Mapping[str, Figures]) -> None:
         """What agents said before this start, by their ids."""
@@ -151,6 +153,7 @@ class Roster:
         before = self._members.get(agent)
         figures = self._before.pop(agent, Figures()) if before is None else before.figures
         member.figures = figures.of_facts(message.facts)
+        self._accuracies = None
         if before is not None:
             member.samples = member.samples or before.samples
             if before.boot == member.boot:
@@ -168,6 +171,22 @@ class Roster:
         member = self._members.get(agent)
         if member is not None:
             member.figures = member.figures.of_update(metrics)
+            self._accuracies = None
+
+    def accuracies(self) -> dict[str, dict[str, float]]:
+        """Scope -> mean and worst tenth of the newest accuracies, and of how many agents; kept until one changes."""
+        if self._accuracies is None:
+            self._accuracies = {}
+            for scope in ("local", "global", "personal"):
+                known = (member.figures.acc.get(scope) for member in self._members.values())
+                if values := sorted(acc for acc in known if acc is not None):
+                    worst = values[: max(1, len(values) // 10)]
+                    self._accuracies[scope] = {
+                        "mean": fmean(values),
+                        "worst_tenth": fmean(worst),
+                        "agents": len(values),
+                    }
+        return self._accuracies
 
     def reported(self, agent: str, message: wire.Report) -> bool:
         """Note samples and encoder of an agent, and why if it is not the new one; False for an agent not listed."""
@@ -176,6 +195,7 @@ class Roster:
             return False
         member.samples = message.samples or member.samples
         member.figures = member.figures.of_report(message)
+        self._accuracies = None
         if message.bundle_id:
             member.bundle_id = message.bundle_id
             member.notes.pop("rolled_back", None)

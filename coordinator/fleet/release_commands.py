@@ -225,7 +225,8 @@ def waits_for(book: Book, release: Release, now: datetime) -> Iterator[str]:
     """
     if release.rolled_back_by or book.replaced_by(release) is not None:
         return
-    number, pending = release.number, book.pending(release, now)
+    number, answers = release.number, book.pending(release, now)
+    pending, unable = ([one for one in answers if (one in release.results) is has] for has in (False, True))
     if release.held:
         yield from release.held.splitlines()
         back = f"; 'headwater release rollback {number}' returns devices" if book.before(release) is not None else ""
@@ -238,6 +239,9 @@ def waits_for(book: Book, release: Release, now: datetime) -> Iterator[str]:
     reports = f"waits for reports of {counted(len(pending), 'device')}"
     if release.promoted:
         yield from [f"{reports}{whom}{when}"] if pending else []
+        yield from (
+            [f"asks {counted(len(unable), 'device')} again that could not try it: {listed(unable)}"] if unable else []
+        )
     elif release.paused:
         yield f"the canary succeeded; continue with 'headwater release promote {number}'"
     else:

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from edge_agent.wire.messages import printable, run_name
 
-from ..state.journal import CHECKPOINTS, FINAL, Entry, RunRecord
+from ..state.journal import CHECKPOINTS, FINAL, Entry
 from ..state.log_file import LogReader
 from ..state.store import StateFolder
 from ..text import counted, listed
@@ -52,11 +52,14 @@ class Timeline:
         self._state, self._run, self._least, self._agent = state, run, LEVELS.index(least), agent
         self._log, self._after = LogReader(state.path), 0
         self._begun = self._ended = ""
-        self.record: RunRecord = state.journal.replay(run)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the end of the run was among the events."""
+        return bool(self._ended)
 
     def new(self) -> list[Event]:
         """In the order of their times."""
-        self.record = self._state.journal.replay(self._run)
         wants_updates = self._least == 0 or self._agent is not None
         kinds = tuple(kind for kind in _KINDS if wants_updates or kind != "update_accepted")
         entries = self._state.journal.entries(self._run, kinds, self._after)

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from edge_agent import __version__
@@ -593,7 +592,7 @@ class Coordinator:
                 "seconds_left": None if waiting.until is None else round(max(0.0, waiting.until - self.clock()), 1),
             },
             "fleet": self._counts(),
-            "acc": self._accuracies(),
+            "acc": self.roster.accuracies(),
             "agents": [*self._described(self._listed(), run), *self._away()],
             "refused_agents": self.refusals.body(),
             "traffic": {
@@ -624,17 +623,6 @@ class Coordinator:
             "fault": conditions["fault"],
             "stalled": conditions["stalled"],
         }
-
-    def _accuracies(self) -> dict[str, dict[str, float]]:
-        """Scope -> mean and worst tenth of the newest accuracies, and of how many agents."""
-        result = dict[str, dict[str, float]]()
-        members = self.roster.members()
-        for scope in ("local", "global", "personal"):
-            values = sorted(acc for member in members if (acc := member.figures.acc.get(scope)) is not None)
-            if values:
-                worst = values[: max(1, len(values) // 10)]
-                result[scope] = {"mean": fmean(values), "worst_tenth": fmean(worst), "agents": len(values)}
-        return result
 
     def _listed(self) -> list[Member]:
         """At most `MOST_LISTED` agents, sorted by id: where there are more, those with a fault, a note, or offline."""

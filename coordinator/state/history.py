@@ -1,45 +1,63 @@
-"""What an agent did before: its accuracies, bundles and faults, from the journal and the log of faults."""
+"""What an agent did before: its accuracies, bundles, pins and faults, from the journal and the log of faults."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from .fault_log import FaultLog
+from .journal import Entry
 from .store import StateFolder
 
 MOST_ENTRIES = 50
 """The newest of each list."""
 
 SCOPES = ("local", "global", "personal")
+LISTS = ("accuracy", "bundles", "pins", "rejected")
+KINDS = ("release_reported", "device_reported", "device_pinned", "device_unpinned", "update_refused")
+"""Entries of an agent that have a line, beside ``update_accepted``, of which there is one in each round."""
+
+
+def line_of(entry: Entry) -> tuple[str, dict[str, Any]] | None:
+    """One of `LISTS`, and the line of an entry in it, see `history_of`; None: the entry says nothing to people."""
+    body, about = entry.body, {"at": entry.at, "run": entry.run, "round": entry.round}
+    if entry.kind == "update_refused":
+        return "rejected", {**about, "reason": body.get("reason")}
+    if entry.kind in {"device_pinned", "device_unpinned"}:
+        return "pins", {"at": entry.at, **{name: body.get(name) for name in ("release", "until", "reason", "by")}}
+    if entry.kind == "device_reported":
+        result = _mapping(body.get("result"))
+        if not body.get("runs") and not result:
+            return None  # a device that has no bundle yet
+        named = {name: result.get(name) for name in ("outcome", "reason", "acc", "before")}
+        known = {"bundle_id": body.get("runs"), "release": body.get("release"), "kept": body.get("kept") or None}
+        return "bundles", {"at": entry.at, **known, **named}
+    metrics = _mapping(body.get("metrics"))
+    acc = _mapping(body.get("acc")) or {scope: metrics.get(f"acc.{scope}") for scope in SCOPES}
+    if entry.kind == "update_accepted" and all(value is None for value in acc.values()):
+        return None
+    notes = {"better_alone": body.get("better_alone") is True, "rolled_back": body.get("rolled_back") or None}
+    return "accuracy", {**about, "acc": {scope: acc.get(scope) for scope in SCOPES}, **notes}
 
 
 def history_of(state: StateFolder, agent: str, most: int = MOST_ENTRIES) -> dict[str, list[dict[str, Any]]]:
-    """``accuracy``, ``bundles``, ``faults`` and ``rejected``, each with the oldest first and ``at`` (ISO 8601, UTC).
+    """``accuracy``, ``bundles``, ``pins``, ``faults``, ``rejected``, the oldest first, with ``at`` (ISO 8601, UTC).
 
     ``accuracy``: run, round (None: at the end of the run), accuracies by scope. ``bundles``: those that it ran, with
-    release, outcome and reason. ``faults``: error, message and remedy. ``rejected``: updates, with run, round, reason.
+    release, outcome and reason. ``pins``: release (None: unpinned), until, reason and by whom. ``faults``: error,
+    message and remedy. ``rejected``: updates, with run, round, reason.
     """
-    kinds = ("update_accepted", "update_refused", "release_reported", "device_reported")
-    accuracy, bundles, rejected = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
-    for entry in state.journal.entries(kinds=kinds, agent=agent):
-        body, about = entry.body, {"at": entry.at, "run": entry.run, "round": entry.round}
-        if entry.kind == "update_refused":
-            rejected.append({**about, "reason": body.get("reason")})
-        elif entry.kind == "device_reported":
-            result = body.get("result") or {}
-            named = {name: result.get(name) for name in ("outcome", "reason", "acc", "before")}
-            if not body.get("runs") and not result:
-                continue  # a device that has no bundle yet
-            bundles.append({"at": entry.at, "bundle_id": body.get("runs"), "release": body.get("release"), **named})
-        else:
-            metrics = body.get("metrics", {})
-            acc = body.get("acc") or {scope: metrics.get(f"acc.{scope}") for scope in SCOPES}
-            if any(value is not None for value in acc.values()):
-                accuracy.append({**about, "acc": {scope: acc.get(scope) for scope in SCOPES}})
-    faults = [
+    lists: dict[str, list[dict[str, Any]]] = {name: [] for name in LISTS}
+    for entry in state.journal.entries(kinds=("update_accepted", *KINDS), agent=agent):
+        if (line := line_of(entry)) is not None:
+            lists[line[0]].append(line[1])
+    lists["faults"] = [
         {name: fault.get(name) for name in ("at", "error", "message", "remedy")}
         for fault in FaultLog(state.path).read()
         if fault["agent"] == agent
     ]
-    lists = {"accuracy": accuracy, "bundles": bundles, "faults": faults, "rejected": rejected}
     return {name: entries[-most:] for name, entries in lists.items()}
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

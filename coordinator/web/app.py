@@ -109,6 +109,7 @@ ROUTES: list[Route] = [
     Route("/agent", pages.agent),
     Route("/runs", pages.runs),
     Route("/run", pages.run),
+    Route("/report", pages.report),
     Route("/compare", pages.compare),
     Route("/releases", pages.releases),
     Route("/bundles", pages.bundles),

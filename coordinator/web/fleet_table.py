@@ -15,11 +15,13 @@ from urllib.parse import urlencode
 
 from edge_agent.errors import UsageError
 
-from .folder_view import AgentRow
+from .folder_view import PRESENT, AgentRow
 
 PAGE_ROWS = 50
 
-STATES: dict[str, int] = {"fault": 0, "stalled": 1, "revoked": 2, "offline": 3, "unknown": 4, "online": 5}
+STATES: dict[str, int] = {
+    name: order for order, name in enumerate(("fault", "stalled", "refused", "revoked", "offline", "unknown", "online"))
+}
 """State -> its order: those first that somebody should look at."""
 
 SORTS: dict[str, Callable[[AgentRow], Any]] = {
@@ -39,12 +41,13 @@ SORTS: dict[str, Callable[[AgentRow], Any]] = {
 
 SHOWN: dict[str, tuple[str, Callable[[AgentRow], bool]]] = {
     "all": ("all", lambda _: True),
-    "online": ("online", lambda row: row.state in {"online", "fault", "stalled"}),
+    "online": ("online", lambda row: row.state in PRESENT),
     "offline": ("offline", lambda row: row.state in {"offline", "unknown"}),
     "fault": ("with a fault", lambda row: row.fault is not None or row.state in {"fault", "stalled"}),
     "notes": ("with a note", lambda row: bool(row.notes) or row.fault is not None),
     "alone": ("better off alone", lambda row: row.better_alone),
     "pinned": ("pinned", lambda row: row.pinned is not None),
+    "refused": ("kept out", lambda row: row.state == "refused"),
     "revoked": ("revoked", lambda row: row.state == "revoked"),
 }
 """Filter -> its name, and the agents that pass."""

@@ -13,8 +13,9 @@ import threading
 import time
 import zlib
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ from edge_agent.errors import HeadwaterError, StateError
 from edge_agent.storage import IDENTITY, lock_holder
 
 from ..report.figures import as_number
+from ..runs.timeline import Event, Timeline
+from ..state import history
 from ..state.fault_log import FaultLog
+from ..state.history import SCOPES
 from ..state.journal import FINAL, Entry, utc_now
 from ..state.releases import RELEASE_KINDS, Book
 from ..state.store import EVERYONE, StateFolder
@@ -32,7 +36,7 @@ from .run_curves import RunCurves, text
 log = logging.getLogger(__name__)
 
 RUN_KINDS = ("run_requested", "run_started", "cancel_requested", "bundle_exported", "run_pruned", *FINAL)
-OF_AGENTS = ("release_reported", "device_reported", "device_pinned", "device_unpinned")
+OF_AGENTS = history.KINDS
 KINDS = (*dict.fromkeys((*RUN_KINDS, *OF_AGENTS, *RELEASE_KINDS, "coordinator_started")),)
 ENTRIES_AT_ONCE = 2000
 """Read in one transaction; pages are served in between."""
@@ -50,6 +54,11 @@ AGENT_RUNS = 20
 MOST_HELD = 4_000_000
 """About 50 MB."""
 
+MOST_EVENTS = 200
+"""Of a run's log on its page; 'headwater logs' shows all."""
+
+MOST_TIMELINES = 8
+
 SILENT_S = 15.0
 """A coordinator updates its status file each second, unless it is busy with long work."""
 
@@ -59,7 +68,17 @@ LOCK_EVERY_S = 5.0
 VOLATILE = ("silent_s", "bytes_up", "bytes_down")
 """Fields of an agent's status that change all the time and are no news."""
 
+PRESENT = ("online", "fault", "stalled")
+_FLEET_NEWS = ("fleet", "storage", "broker_away", "other_coordinator", "refused_agents")
+
 Scores = dict[str, float | None]
+
+
+class _Texts(dict[str, str]):
+    """Texts by name; one that is absent is empty."""
+
+    def __missing__(self, _: str) -> str:
+        return ""
 
 
 @dataclass(slots=True)
@@ -70,7 +89,7 @@ class AgentRow:
     tier: str = ""
     transport: str = ""
     state: str = "unknown"
-    """online, fault, stalled, offline, revoked, or unknown where no coordinator serves."""
+    """online, fault, stalled, offline, refused (it is kept out), revoked, or unknown where no coordinator serves."""
 
     seen_at: float | None = None
     """When it was heard last, in seconds since 1970."""
@@ -88,6 +107,7 @@ class AgentRow:
     personal: float | None = None
     better_alone: bool = False
     rss_mb: float | None = None
+    head: str = ""
     pinned: int | None = None
     """Number of the release that it is kept on."""
 
@@ -155,6 +175,7 @@ class FolderView:
         self.faults = FaultLog(path)
         self.folder = StateFolder(path)
         self.status: dict[str, Any] = {}
+        self._timelines_lock = threading.Lock()
         self.trouble = ""
         """Why the journal cannot be read; pages show what the other files say."""
 
@@ -173,6 +194,8 @@ class FolderView:
         self._forget_journal()
 
     def _forget_journal(self) -> None:
+        with self._timelines_lock:
+            self._timelines: dict[str, tuple[Timeline, deque[Event]]] = {}
         self.book = Book()
         self.runs: dict[str, RunInfo] = {}
         self.starts: list[Entry] = []
@@ -267,7 +290,7 @@ class FolderView:
         body, known = entry.body, self._figures.setdefault(agent, Figures())
         if entry.kind == "release_reported":
             acc = body.get("acc") if isinstance(body.get("acc"), dict) else {}
-            known.acc = {scope: as_number((acc or {}).get(scope)) for scope in ("local", "global", "personal")}
+            known.acc = {scope: as_number((acc or {}).get(scope)) for scope in SCOPES}
             known.better_alone, known.run = body.get("better_alone") is True, entry.run or ""
             known.rss_mb, known.tier = as_number(body.get("rss_mb")) or None, text(body.get("tier") or "")
             known.samples = _count(body.get("samples"))
@@ -285,7 +308,7 @@ class FolderView:
                 self.status = status
                 agents = [{k: v for k, v in one.items() if k not in VOLATILE} for one in _objects(status.get("agents"))]
                 waiting = {k: v for k, v in _mapping(status.get("waiting")).items() if k != "seconds_left"}
-                others = [status.get(name) for name in ("fleet", "storage", "broker_away", "other_coordinator")]
+                others = [status.get(name) for name in _FLEET_NEWS]
                 self._run_mark = _mark([status.get("run"), waiting])
                 self._fleet_mark = _mark([agents, others])
             if isinstance(everyone, list):
@@ -371,6 +394,21 @@ class FolderView:
         """Runs that have started, in the order of their requests, of which curves are held."""
         return [name for name, run in self.runs.items() if run.status != "queued" and name in self._curves]
 
+    def log_of(self, run: str) -> list[Event]:
+        """The newest events of a run, as 'headwater logs' shows them; read without `lock`.
+
+        Raises:
+            StateError: the journal cannot be read.
+        """
+        with self._timelines_lock:
+            if run not in self._timelines:
+                for name in list(self._timelines)[: 1 - MOST_TIMELINES]:
+                    del self._timelines[name]
+                self._timelines[run] = Timeline(self.folder, run), deque(maxlen=MOST_EVENTS)
+            timeline, events = self._timelines[run]
+            events.extend(replace(event, agents=(), data={}) for event in timeline.new())
+            return list(events)
+
     @property
     def status_at(self) -> float | None:
         """When the status was written, in seconds since 1970."""
@@ -455,6 +493,11 @@ class FolderView:
                 parts += [self._curves[run].version for run in self._asked if run in self._curves]
             return f"{zlib.crc32(repr(parts).encode(errors='replace')):08x}"
 
+    def refused(self) -> list[dict[str, str]]:
+        """Devices that were kept out in the last minutes: id, by whom, error, message, remedy, times, at."""
+        known = _objects(self.status.get("refused_agents")) if self.is_serving else []
+        return [_Texts({name: text(value) for name, value in one.items()}) for one in known]
+
     def _live_version(self) -> int:
         run = self._live_run()
         return 0 if run is None else self._curves[run].version
@@ -473,8 +516,9 @@ class FolderView:
         live_run = self._live_run()
         live = {} if live_run is None else self._curves[live_run].newest()
         serving, at = self.is_serving, self.status_at
+        refused = {one["id"]: one for one in self.refused() if one["id"]}
         rows = []
-        for agent in sorted({*status, *self._figures, *self.book.devices}):
+        for agent in sorted({*status, *self._figures, *self.book.devices, *refused}):
             row = AgentRow(agent)
             if (one := status.get(agent)) is not None:
                 _fill(row, one, at, serving=serving)
@@ -485,18 +529,36 @@ class FolderView:
                     row.notes = (*row.notes, f"keeps its bundle: {text(device.kept)}")
             if (figures := self._figures.get(agent)) is not None:
                 row.tier = row.tier or figures.tier
-                row.local, row.shared, row.personal = (figures.acc.get(s) for s in ("local", "global", "personal"))
+                row.local, row.shared, row.personal = (figures.acc.get(s) for s in SCOPES)
                 row.better_alone, row.rss_mb = figures.better_alone, figures.rss_mb
                 row.samples = row.samples if row.samples is not None else figures.samples
             if agent in live and (figures is None or figures.run != live_run):
                 shared, personal = live[agent]
                 row.shared = row.shared if shared is None else shared
                 row.personal = row.personal if personal is None else personal
+            if one is not None:
+                _fill_figures(row, one)
+            if agent in refused and row.state not in PRESENT:
+                row.state, row.fault = "refused", refused[agent]
             row.release, row.pinned = numbers.get(row.bundle_id), pinned.get(agent)
             if agent in self._revoked:
                 row.state = "revoked"
             rows.append(row)
         return rows
+
+
+def _fill_figures(row: AgentRow, status: Mapping[str, Any]) -> None:
+    """The newest figures, which ``status.json`` has of agents that were heard."""
+    acc = _mapping(status.get("acc"))
+    if acc:
+        known = {scope: as_number(acc.get(scope)) for scope in SCOPES}
+        row.local, row.shared, row.personal = (
+            old if known[scope] is None else known[scope]
+            for scope, old in zip(SCOPES, (row.local, row.shared, row.personal), strict=True)
+        )
+        row.better_alone = status.get("better_alone") is True
+    row.rss_mb = as_number(status.get("rss_mb")) or row.rss_mb
+    row.head = text(status.get("head") or "")
 
 
 def _fill(row: AgentRow, status: Mapping[str, Any], at: float | None, *, serving: bool) -> None:

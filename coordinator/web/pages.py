@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from importlib.resources import files
 from statistics import fmean
 from typing import Any
@@ -18,19 +20,25 @@ from starlette.responses import Response
 from edge_agent.errors import HeadwaterError, StateError, UnknownName, UsageError
 from edge_agent.storage import read_json
 
-from ..fleet.release_commands import waits_for
+from ..fleet.release_commands import described, waits_for
 from ..report.figures import as_number
 from ..runs.result_notes import SHOWN_CLIENTS, spent
-from ..state.journal import Entry, utc_now
+from ..runs.timeline import Event
+from ..state.history import SCOPES, line_of
 from ..state.releases import Book, Release
 from . import pictures
 from .fleet_table import PAGE_ROWS, SHOWN, SORTS, Query, page_of, totals
-from .folder_view import FolderView, RunInfo
+from .folder_view import AgentRow, FolderView, RunInfo
 from .render import figures, page, site_of
 from .run_curves import text
 
 MOST_COMPARED = 100
 BUNDLES_ON_PAGE = 20
+REPORT = "report.html"
+REPORT_POLICY = (
+    "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 MOST_SETTINGS = 12
 """Columns of the table of settings in a comparison; a page with more is read by nobody."""
 
@@ -69,6 +77,7 @@ def fleet(request: Request) -> Response:
         run=_run_now(view),
         waiting=view.waiting(),
         rejected=_rejected(view.status),
+        refused=_kept_out(view, agents),
         page_rows=PAGE_ROWS,
     )
 
@@ -84,7 +93,8 @@ def agent(request: Request) -> Response:
     older = [one for one in ids if before is None or one < before]
     chosen = older[-PAGE_ROWS:]
     entries = view.folder.journal.entries_with(chosen) if chosen else []
-    results = [one for one in map(_result_of, entries) if one is not None]
+    lines = [line for line in map(line_of, entries) if line is not None]
+    results = [acc for line in lines if (acc := _acc_of(*line))]
     runs = [run for run in reversed(list(view.runs)[-20:]) if run in view.begun_runs()]
     by_round, in_run = list[tuple[int, float | None, float | None]](), ""
     for run in runs:
@@ -98,7 +108,7 @@ def agent(request: Request) -> Response:
         topic=f"agent:{name}",
         row=row,
         figures=figures(pictures.of_agent(by_round, in_run) | pictures.of_history(results)),
-        history=[_history_line(entry, view.book) for entry in reversed(entries)],
+        history=[_history_line(kind, line, view.book) for kind, line in reversed(lines)],
         more=chosen[0] if len(older) > len(chosen) else None,
         faults=view.faults_of(name)[:PAGE_ROWS],
         releases=releases,
@@ -120,10 +130,19 @@ def runs(request: Request) -> Response:
     return page(request, "runs.html", topic="runs", rows=rows, more=more, total=len(numbered), most=MOST_COMPARED)
 
 
-@shown
 def run(request: Request) -> Response:
-    """One run: what it waits for, its curves, and what went wrong."""
-    view = site_of(request).view
+    """One run: what it waits for, its curves, what went wrong, and its log."""
+    view, name = site_of(request).view, request.query_params.get("id", "")
+    view.refresh()
+    events = list[Event]()
+    if name in view.runs:
+        with contextlib.suppress(HeadwaterError):  # the page says why the journal cannot be read
+            events = view.log_of(name)
+    with view.lock:
+        return _run_page(request, view, events)
+
+
+def _run_page(request: Request, view: FolderView, events: Sequence[Event]) -> Response:
     info = _run_named(view, request.query_params.get("id", ""))
     curves = view.curves(info.id)
     points = curves.rounds()
@@ -149,15 +168,31 @@ def run(request: Request) -> Response:
         rounds=older[-PAGE_ROWS:][::-1],
         more=older[-PAGE_ROWS].round if len(older) > PAGE_ROWS else None,
         incidents=curves.incidents[-PAGE_ROWS:][::-1],
+        events=events[-PAGE_ROWS:][::-1],
         incident_count=len(curves.incidents),
         damaged=curves.damaged,
         settings=_settings(info.request),
-        files=_files(view, info.id),
+        files=(known := _files(view, info.id)),
+        has_report=any(one == REPORT for one, _ in known),
         equal_traffic="bytes" not in charts and bool(points),
         up=sum(one.bytes_up or 0.0 for one in points),
         down=sum(one.bytes_down or 0.0 for one in points),
         releases=[one for one in view.book.releases if one.run == info.id],
     )
+
+
+def report(request: Request) -> Response:
+    """The page of a run that stands alone, as it was written at its end; its scripts have no part in the session."""
+    view, name = site_of(request).view, request.query_params.get("id", "")
+    view.refresh()
+    with view.lock:
+        path = view.folder.run(_run_named(view, name).id).folder / REPORT
+    try:
+        content = path.read_bytes()
+    except OSError:
+        advice = f"It is written at the end of a run; 'headwater report --run {name}' writes it, too."
+        raise HTTPException(404, f"{name} has no {REPORT}. {advice}") from None
+    return Response(content, media_type="text/html", headers={"content-security-policy": REPORT_POLICY})
 
 
 @shown
@@ -205,6 +240,7 @@ def releases(request: Request) -> Response:
     rows = [
         {
             "release": one,
+            "stage": book.stage(one, now),
             "size": book.canary_size(one) if one.plan.canary else 0,
             "waits": [*waits_for(book, one, now)],
             "runs": running[one.bundle_id],
@@ -219,7 +255,8 @@ def releases(request: Request) -> Response:
         rows=rows,
         number=number,
         more=chosen[-1].number if number is None and len(older) > len(chosen) else None,
-        devices=_devices(book, chosen[0], request) if number is not None else None,
+        devices=_devices(book, chosen[0], request, now) if number is not None else None,
+        origin=described(book, chosen[0], now) if number is not None else None,
         pins=sorted((name, one) for name, one in book.pins.items() if one.holds(now))[:PAGE_ROWS],
         has_bundles=any(one.bundle for one in view.runs.values()),
     )
@@ -229,11 +266,11 @@ def bundles(request: Request) -> Response:
     """All exported bundles: how close they are to what was trained, and who signed them."""
     view, before = site_of(request).view, _whole(request, "before")
     view.refresh()
-    by_bundle = dict[str, list[Release]]()
+    by_bundle = dict[str, list[tuple[int, str]]]()
     with view.lock:
         numbered = [(number, one) for number, one in enumerate(view.runs.values(), 1) if one.bundle]
         for one in view.book.releases:
-            by_bundle.setdefault(one.bundle_id, []).append(one)
+            by_bundle.setdefault(one.bundle_id, []).append((one.number, view.book.stage(one, view.now())))
     older = [(number, one) for number, one in numbered if before is None or number < before]
     chosen = older[-BUNDLES_ON_PAGE:][::-1]
     rows = [  # without the lock: files of some megabytes are read and compared with their hashes, once
@@ -351,6 +388,12 @@ def _cohort(live: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield name, "done", ""
 
 
+def _kept_out(view: FolderView, agents: Sequence[AgentRow]) -> list[dict[str, str]]:
+    """Devices that are refused and are no row of the table as such: without a name, or with that of another one."""
+    shown_as = {row.id for row in agents if row.state == "refused"}
+    return [one for one in view.refused() if one["id"] not in shown_as]
+
+
 def _rejected(status: Mapping[str, Any]) -> list[tuple[str, int, list[tuple[str, int]]]]:
     """What the coordinator has rejected since its start, with the most frequent causes."""
     result = []
@@ -379,10 +422,7 @@ def _read_summary(path: str, _stamp: int) -> dict[str, Any]:
     content = read_json(Path(path)) or {}
     agents = [one for one in content.pop("agents", None) or () if isinstance(one, dict)]
     scored = [one["acc"] for one in agents if isinstance(one.get("acc"), dict)]
-    known = {
-        scope: [value for acc in scored if (value := as_number(acc.get(scope))) is not None]
-        for scope in ("local", "global", "personal")
-    }
+    known = {scope: [value for acc in scored if (value := as_number(acc.get(scope))) is not None] for scope in SCOPES}
     means = {scope: fmean(values) if values else None for scope, values in known.items()}
     return {**content, "agent_count": len(agents), "means": means}
 
@@ -434,47 +474,47 @@ def _files(view: FolderView, run: str) -> list[tuple[str, int]]:
         return []
 
 
-def _result_of(entry: Entry) -> dict[str, Any] | None:
-    """The accuracies in an entry about an agent, if it has any."""
-    if entry.kind == "release_reported" and isinstance(entry.body.get("acc"), dict):
-        return {scope: as_number(entry.body["acc"].get(scope)) for scope in ("local", "global", "personal")}
-    result = entry.body.get("result")
-    if entry.kind == "device_reported" and isinstance(result, dict) and as_number(result.get("acc")) is not None:
-        return {"personal": as_number(result.get("acc"))}
-    return None
+def _acc_of(name: str, line: Mapping[str, Any]) -> dict[str, float | None]:
+    """The accuracies in a line of an agent's history, if it has any."""
+    if name == "accuracy":
+        return {scope: as_number(line["acc"].get(scope)) for scope in SCOPES}
+    if name == "bundles" and (personal := as_number(line["acc"])) is not None:
+        return {"personal": personal}
+    return {}
 
 
-def _history_line(entry: Entry, book: Book) -> dict[str, Any]:
-    """One line of an agent's history."""
-    body, bundle = entry.body, text(entry.body.get("runs") or "")
-    what, note = _HISTORY[entry.kind](entry)
+def _history_line(name: str, line: Mapping[str, Any], book: Book) -> dict[str, Any]:
+    """One line of an agent's history as the page shows it."""
+    bundle = text(line.get("bundle_id") or "")
+    what, note = _HISTORY[name](line)
     number = next((one.number for one in reversed(book.releases) if bundle and one.bundle_id == bundle), None)
-    line = {"at": entry.at, "what": what, "note": note, "bundle": bundle, "release": number}
-    return {**line, "acc": _result_of(entry) or {}, "by": text(body.get("by") or "")}
+    by = text(line.get("by") or "")
+    acc = _acc_of(name, line)
+    return {"at": line["at"], "what": what, "note": note, "bundle": bundle, "release": number, "acc": acc, "by": by}
 
 
-def _finished(entry: Entry) -> tuple[str, str]:
-    is_alone = entry.body.get("better_alone") is True
-    return f"finished {entry.run}", "better off alone" if is_alone else text(entry.body.get("rolled_back") or "")
+def _finished(line: Mapping[str, Any]) -> tuple[str, str]:
+    note = "better off alone" if line["better_alone"] else text(line["rolled_back"] or "")
+    return f"finished {line['run']}", note
 
 
-def _installed(entry: Entry) -> tuple[str, str]:
-    body = entry.body
-    result = body["result"] if isinstance(body.get("result"), dict) else {}
-    what = f"release {text(body.get('release'))}: {text(result.get('outcome'))}" if result else "says what it runs"
-    return what, text(result.get("reason") or body.get("kept") or "")
+def _installed(line: Mapping[str, Any]) -> tuple[str, str]:
+    what = f"release {text(line['release'])}: {text(line['outcome'])}" if line["outcome"] else "says what it runs"
+    return what, text(line["reason"] or line["kept"] or "")
 
 
-def _pinned(entry: Entry) -> tuple[str, str]:
-    until = f" until {text(entry.body['until'])}" if entry.body.get("until") else ""
-    return f"pinned to release {text(entry.body.get('release'))}{until}", text(entry.body.get("reason") or "")
+def _pinned(line: Mapping[str, Any]) -> tuple[str, str]:
+    if line["release"] is None:
+        return "unpinned", ""
+    until = f" until {text(line['until'])}" if line["until"] else ""
+    return f"pinned to release {text(line['release'])}{until}", text(line["reason"] or "")
 
 
-_HISTORY: dict[str, Callable[[Entry], tuple[str, str]]] = {
-    "release_reported": _finished,
-    "device_reported": _installed,
-    "device_pinned": _pinned,
-    "device_unpinned": lambda _: ("unpinned", ""),
+_HISTORY: dict[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
+    "accuracy": _finished,
+    "bundles": _installed,
+    "pins": _pinned,
+    "rejected": lambda line: (f"update rejected, {line['run']}, round {line['round']}", text(line["reason"] or "")),
 }
 
 
@@ -490,10 +530,10 @@ def _possible(release: Release) -> Iterator[str]:
         yield "rollback"
 
 
-def _devices(book: Book, release: Release, request: Request) -> dict[str, Any]:
+def _devices(book: Book, release: Release, request: Request, now: datetime) -> dict[str, Any]:
     """One page of the devices that a release is about: those that failed first, then those that are awaited."""
     order = {"failed": 0, "unable": 1, "pending": 2, "declined": 3, "ok": 4}
-    pending = set(book.pending(release, utc_now()))
+    pending = set(book.pending(release, now)) - set(release.results)  # a device that was unable is asked again
     rows = [(order[result.outcome], name, result.outcome, result) for name, result in release.results.items()] + [
         (order["pending"], name, "pending", None) for name in pending
     ]

@@ -147,7 +147,7 @@ def serve(settings: Settings, at: socket.socket, ready: Callable[[str], None], s
         lifespan="on",
         ws="none",
         loop="asyncio",
-        http="h11",
+        http=_protocol(),
         limit_concurrency=MOST_CONNECTIONS,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=END_S,
@@ -167,6 +167,27 @@ def serve(settings: Settings, at: socket.socket, ready: Callable[[str], None], s
 
     threading.Thread(target=end, name="web-stop", daemon=True).start()
     asyncio.run(server.serve(sockets=[at]))
+
+
+def _protocol() -> type[asyncio.Protocol]:
+    """HTTP where idle connections make room for new ones: however many there are, requests are still answered."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class MakingRoom(H11Protocol):
+        made_at = 0.0
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.made_at = self.loop.time()
+            if len(self.connections) < MOST_CONNECTIONS:
+                return
+            others = (one for one in self.connections if isinstance(one, MakingRoom) and one is not self)
+            idle = [one for one in others if getattr(one.cycle, "response_complete", True)]  # None: no request yet
+            for one in sorted(idle, key=lambda one: one.made_at)[: len(self.connections) - MOST_CONNECTIONS + 1]:
+                self.connections.discard(one)
+                one.transport.close()
+
+    return MakingRoom
 
 
 def address(settings: Settings, port: int) -> str:

@@ -147,18 +147,21 @@ def _serve(agent: Agent, stop: threading.Event) -> None:
     noted_at = float("-inf")
     noted: tuple[bool, str | None] = False, None
     textfile = TextFile(agent.config, agent.clock)
-    while not stop.is_set():
-        agent.step(agent.idle_s())
-        agent.raise_if_rejected()
-        now = (agent.welcomed, None if agent.problem is None else agent.problem.message)
-        if agent.clock() - noted_at >= STATUS_EVERY_S or now != noted:
-            noted_at, noted = agent.clock(), now
-            _notify("WATCHDOG=1")
-            try:
-                agent.write_status()
-            except OSError as error:
-                agent.disk.failed(error, "status_not_written")
-        textfile.tick(agent.figures)
+    try:
+        while not stop.is_set():
+            agent.step(agent.idle_s())
+            agent.raise_if_rejected()
+            now = (agent.welcomed, None if agent.problem is None else agent.problem.message)
+            if agent.clock() - noted_at >= STATUS_EVERY_S or now != noted:
+                noted_at, noted = agent.clock(), now
+                _notify("WATCHDOG=1")
+                try:
+                    agent.write_status()
+                except OSError as error:
+                    agent.disk.failed(error, "status_not_written")
+            textfile.tick(agent.figures)
+    finally:
+        textfile.end(agent.figures)
 
 
 def _notify(message: str) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +44,8 @@ class Figures:
     """Code -> times since the start."""
 
     better_alone: bool = False
+    written_at: float = 0.0
+    """Seconds since 1970 by the device's clock."""
 
 
 def text(figures: Figures) -> str:
@@ -50,6 +53,11 @@ def text(figures: Figures) -> str:
     known = {"version": __version__, "tier": figures.tier, "bundle": figures.bundle_id[:12]}
     lines = [
         *_family("info", "gauge", "Version, tier and bundle of this agent.", [(known, 1)]),
+        *_one(
+            "written_timestamp_seconds",
+            "When the agent wrote these figures; node_exporter serves the file of an agent that is gone, too.",
+            figures.written_at,
+        ),
         *_one("connected", "1 while a coordinator has welcomed this agent.", figures.is_connected),
         *_one("working", "1 while it trains, fits or tests.", figures.is_working),
         *_family(
@@ -97,8 +105,8 @@ def write(path: Path, figures: Figures) -> None:
 class TextFile:
     """The file that ``[metrics] textfile`` names, as often as heartbeats are sent; a failure costs a line of log."""
 
-    def __init__(self, config: AgentConfig, clock: Callable[[], float]) -> None:
-        self._path, self._every_s, self._clock = config.metrics.textfile, config.heartbeat_s, clock
+    def __init__(self, config: AgentConfig, clock: Callable[[], float], now: Callable[[], float] = time.time) -> None:
+        self._path, self._every_s, self._clock, self._now = config.metrics.textfile, config.heartbeat_s, clock, now
         self._due_at, self._failure = float("-inf"), ""
 
     def tick(self, figures: Callable[[], Figures]) -> None:
@@ -106,11 +114,19 @@ class TextFile:
         if self._path is None or self._clock() < self._due_at:
             return
         self._due_at = self._clock() + self._every_s
+        self._write(self._path, figures)
+
+    def end(self, figures: Callable[[], Figures]) -> None:
+        """Write the file once more, as that of an agent that is not connected."""
+        if self._path is not None:
+            self._write(self._path, lambda: replace(figures(), is_connected=False, is_working=False))
+
+    def _write(self, path: Path, figures: Callable[[], Figures]) -> None:
         try:
-            write(self._path, figures())
+            write(path, replace(figures(), written_at=self._now()))
         except OSError as error:  # the collector's folder is no part of the agent's state: the agent works without it
             if self._failure != (reason := cause(error)):
-                log.warning("metrics_not_written path=%s reason=%s", self._path, reason)
+                log.warning("metrics_not_written path=%s reason=%s", path, reason)
             self._failure = reason
         else:
             self._failure = ""

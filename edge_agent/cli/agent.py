@@ -286,7 +286,7 @@ def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
     known = {name: value for name, value in status.items() if name in _ALWAYS or value not in (None, "", [])}
     if number := known.pop("release", None):
         known["bundle_id"] = f"{status['bundle_id'][:12]}, release {number}"
-    elif bundle := known["bundle_id"]:
+    elif bundle := known.get("bundle_id"):
         known["bundle_id"] = bundle[:12]
     for name, value in known.items():
         if name == "fault" and isinstance(value, dict):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
+import re
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,8 @@ import pytest
 from coordinator.broker import held_port
 from coordinator.broker.access import set_password
 from coordinator.cli import main as headwater
+from coordinator.config import WebConfig
+from coordinator.web.server import Settings, WebProcess
 from edge_agent.cli import main as edge_agent
 
 HARNESS = Path(__file__).parents[1] / "harness"
@@ -58,7 +63,7 @@ class Home:
     """A folder with a coordinator and devices as processes."""
 
     def __init__(self, folder, capsys):
-        self.folder, self.capsys, self.processes = folder, capsys, {}
+        self.folder, self.capsys, self.processes, self.views = folder, capsys, {}, []
         with held_port("127.0.0.1", 0) as self.port:
             pass
         (folder / "coordinator.toml").write_text(COORDINATOR.format(port=self.port))
@@ -101,6 +106,8 @@ class Home:
         return time.monotonic() - begin
 
     def close(self):
+        for view in self.views:
+            view.stop()
         for process in self.processes.values():
             process.kill()
             process.wait()
@@ -116,12 +123,16 @@ def home(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.broker
 def test_five_kinds_of_wrong_devices_are_seen_with_their_remedies(home, small_disk):
-    """Wrong classes, wrong password, wrong id, old version, full disk: in three commands, within 15 s."""
+    """Wrong classes, wrong password, wrong id, old version, full disk: in three commands and a web view within 15 s."""
     for user in ("classes", "password", "old", "disk"):
         set_password(home.folder / "users", user, f"of {user}")
     home.start("serve", "-m", "coordinator", "serve", "--config", "coordinator.toml")
     state = home.folder / "state"
+    view = WebProcess(Settings(state, WebConfig(listen="127.0.0.1:0")), lambda _: None)
     assert home.until((state / "status.json").exists, 60) is not None
+    home.views.append(view)
+    view.start()
+    assert home.until(lambda: view.url, 60) is not None
     devices = {
         "classes": home.device("classes", tier="train", data="wrong"),
         "password": home.device("password", password="another"),
@@ -162,10 +173,16 @@ def test_five_kinds_of_wrong_devices_are_seen_with_their_remedies(home, small_di
                 seen.add(name)
         return seen
 
-    waits = {where: dict[str, float]() for where in ("status", "agents", "device")}
+    def in_web():
+        with urllib.request.urlopen(view.url, timeout=10) as answer:
+            parts = re.split(r'<tr><th scope="row">', answer.read().decode())
+        texts = {name: html.unescape(part) for part in parts for name in SEEN if f"<bdi>{name}</bdi>" in part}
+        return {name for name, (error, remedy) in SEEN.items() if {error, remedy} <= _parts(texts, name, error, remedy)}
+
+    waits = {where: dict[str, float]() for where in ("status", "agents", "device", "web")}
 
     def everywhere():
-        for where, look in (("status", in_status), ("agents", in_agents), ("device", on_device)):
+        for where, look in (("status", in_status), ("agents", in_agents), ("device", on_device), ("web", in_web)):
             for name in look():
                 waits[where].setdefault(name, time.monotonic() - began[name])
         return all(len(seen) == len(SEEN) for seen in waits.values())
@@ -176,6 +193,10 @@ def test_five_kinds_of_wrong_devices_are_seen_with_their_remedies(home, small_di
     assert found is not None, f"{shown}\n{home.call(headwater, 'status', '--state', state)}\n{logs}"
     print(shown)
     assert max(s for seen in waits.values() for s in seen.values()) <= WITHIN_S, shown
+
+
+def _parts(texts, name, *wanted):
+    return {part for part in wanted if part in texts.get(name, "")}
 
 
 def _says(text, name, error, remedy):

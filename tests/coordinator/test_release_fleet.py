@@ -79,7 +79,7 @@ class Fleet:
 
     def reports(self):
         figures = {"samples": 10, "acc_personal": 0.5, "metrics": {"rolled_back": 0.0, "acc.before": 0.4}}
-        self.hear(self.rollout.reported, Report(run=RUN, about=BUNDLE, bundle_id=BUNDLE, **figures))
+        self.hear(self.rollout.reported, Report(run=RUN, about=BUNDLE, release=1, bundle_id=BUNDLE, **figures))
 
     def offered(self):
         return [agent for agent, kind in self.sent if kind is Install]
@@ -110,8 +110,8 @@ def test_a_release_is_offered_to_a_fleet_in_steps(state):
 
 def test_reports_leave_the_drawing_of_a_canary_to_the_next_tick(state, monkeypatch):
     drawn = []
-    real = Book.canary_to_add
-    monkeypatch.setattr(Book, "canary_to_add", lambda *given: drawn.append(1) or real(*given))
+    real = Book.canary
+    monkeypatch.setattr(Book, "canary", lambda *given: drawn.append(1) or real(*given))
     fleet = Fleet(state, 256, lambda: 0.0)
     fleet.hellos()
     fleet.release("100%")

@@ -84,7 +84,7 @@ def test_init_makes_keys_and_an_enrolled_device_trusts_them_and_follows_while_of
         code, _, err = fleet.call("keys", "rotate", "--config", fleet.config)
         assert code == 0, err
     code, out, err = fleet.call("keys", "sign", second, "--config", fleet.config)
-    assert (code, "signed by coordinator: 1 of 1 needed" in out) == (0, True), err
+    assert (code, "signed by coordinator: 1 of 1 needed" in out, "warning" in out) == (0, True, False), err
     assert edge_agent(["import", str(second), "--state", str(device), "--no-self-test"]) == 0
     assert TrustStore(device / "bundles").newest_root().version == 3
     assert edge_agent(["import", str(first), "--state", str(device), "--no-self-test"]) == 4  # older, and the old key
@@ -94,6 +94,8 @@ def test_init_makes_keys_and_an_enrolled_device_trusts_them_and_follows_while_of
     assert json.loads(capsys.readouterr().out)["signed"]
     for path in (keys.root_key, keys.release_key):
         assert path.stat().st_mode & 0o077 == 0
+    code, out, _ = fleet.call("keys", "sign", first, "--again", "--min-agent", "99", "--config", fleet.config)
+    assert (code, "warning: only agents of version 99 or newer install it" in out) == (0, True)
 
 
 def test_two_of_three_people_sign_and_the_coordinator_does_not(fleet, bundle, caplog, capsys):

@@ -37,6 +37,22 @@ def test_agents_are_listed_by_tier_and_sorted(roster):
     assert roster.present("head") == ["b"]
 
 
+def test_accuracies_of_the_fleet_follow_each_message_and_are_kept_between(roster):
+    roster.hello("a", hello())
+    assert roster.accuracies() == {}
+    roster.trained("a", {"acc.personal": 0.5})
+    roster.hello("b", hello())
+    roster.trained("b", {"acc.personal": 1.0})
+    first = roster.accuracies()
+    assert first == {"personal": {"mean": 0.75, "worst_tenth": 0.5, "agents": 2}}
+    assert roster.accuracies() is first
+    roster.reported("b", wire.Report(run="r" * 32, samples=1, acc_personal=0.25))
+    assert roster.accuracies() == {"personal": {"mean": 0.375, "worst_tenth": 0.25, "agents": 2}}
+    roster.remember({"c": Figures(acc={"personal": 0.75})})
+    roster.hello("c", hello())
+    assert roster.accuracies()["personal"] == {"mean": 0.5, "worst_tenth": 0.25, "agents": 3}
+
+
 def test_a_silent_agent_is_lost_once_after_its_lease(roster, clock):
     roster.hello("a", hello())
     clock.now += 45

@@ -193,7 +193,7 @@ def test_follow_reads_on_where_it_was(tmp_path):
         for _ in range(400):
             fed.wait(0.1)
             seen += timeline.new()
-            if timeline.record.is_over:
+            if timeline.is_over:
                 break
         seen += timeline.new()
         whole = Timeline(fed.coordinator.state, "run-0001").new()

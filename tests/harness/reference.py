@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import subprocess
@@ -16,17 +17,24 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from coordinator.cli import COMMANDS as HEADWATER
+from coordinator.cli import command_tree
 from coordinator.cli.methods import LISTED, marked_heads
 from coordinator.config import CoordinatorConfig
 from edge_agent import data, heads
 from edge_agent import methods as method_registry
+from edge_agent.cli import COMMANDS as EDGE_AGENT
+from edge_agent.cli import _parser as edge_agent_parser
 from edge_agent.config import AgentConfig
 from edge_agent.disclosure import BESIDE, SECURE_SUM, Item, messages, tensors, travels
 from edge_agent.heads import numeric
+from edge_agent.wire import messages as wire_messages
+from edge_agent.wire.messages import OLDEST_PROTOCOL, PROTOCOL, Command, Control, Topics
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 120
@@ -53,6 +61,8 @@ def pages() -> dict[Path, str]:
         Path("edge_agent/data/README.md"): data_page(),
         Path("configs/README.md"): config_page(),
         Path("edge_agent/WHAT_LEAVES.md"): disclosure_page(),
+        Path("examples/guides/commands.md"): commands_page(),
+        Path("examples/guides/protocol.md"): protocol_page(),
     }
 
 
@@ -166,6 +176,113 @@ def disclosure_page() -> str:
         parts += [f"### {name}", travels(name).replace("``", "`")]
         rows = [item_row(item) for item in tensors(method_registry.create(name))]
         parts.append(table(("job", "tensors", "what it is", "setting"), rows) if rows else "No tensor leaves.")
+    return joined(parts)
+
+
+def commands_page() -> str:
+    """Every command of both programs with its options."""
+    parts = [
+        "# Commands",
+        MADE,
+        (
+            "Every command has `--help` with an example. `--json` prints one JSON object on stdout. "
+            "[Exit codes](../../edge_agent/README.md#exit-codes), [keys of the configuration](../../configs/README.md)."
+        ),
+        "## headwater",
+    ]
+    for name, summary in HEADWATER.items():
+        command = typer.main.get_command(command_tree([name])).commands[name]  # type: ignore[attr-defined]
+        members = getattr(command, "commands", None) or {"": command}
+        parts += [f"### headwater {name}", summary]
+        for inner, member in members.items():
+            if inner:
+                text = " ".join(inspect.cleandoc(member.help or "").partition("\n\n")[0].split())
+                parts.append(f"`headwater {name} {inner}`: {text}")
+            rows = [("`" + "`, `".join(one.opts) + "`", getattr(one, "help", None) or "") for one in member.params]
+            parts.append(table(("option or argument", "meaning"), rows) if rows else "")
+    parts.append("## edge-agent")
+    for name, (_, _, summary) in EDGE_AGENT.items():
+        parser = edge_agent_parser([name])
+        group = next(one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+        actions = [one for one in group.choices[name]._actions if not isinstance(one, argparse._HelpAction)]
+        rows = [
+            ("`" + "`, `".join(one.option_strings or [str(one.metavar or one.dest)]) + "`", meaning(one))
+            for one in actions
+        ]
+        parts += [
+            f"### edge-agent {name}",
+            f"{summary[0].upper()}{summary[1:]}.",
+            table(("option or argument", "meaning"), rows),
+        ]
+    return joined(parts)
+
+
+def meaning(action: argparse.Action) -> str:
+    """Help of an argument as ``--help`` shows it."""
+    return (action.help or "").replace("%%", "%").replace("%(default)s", str(action.default))
+
+
+def protocol_page() -> str:
+    """Topics and messages between coordinator and agents."""
+    topics = Topics("FEDERATION")
+    rows = [
+        (topics.announce, "coordinator", "announcements to all agents"),
+        (topics.coordinators, "coordinator", "coordinators of one federation detect each other"),
+        (topics.down("AGENT"), "coordinator", "control messages to one agent"),
+        (topics.down_chunks("AGENT"), "coordinator", "chunks to one agent"),
+        (
+            topics.broadcast("0123456789abcdef"),
+            "coordinator",
+            "chunks of one blob to many; the start of its SHA-256",
+        ),
+        (topics.up("AGENT"), "agent", "control messages"),
+        (topics.up_chunks("AGENT"), "agent", "chunks"),
+        (topics.presence("AGENT"), "agent or broker", "online and offline (retained, and the last will)"),
+        (topics.heartbeat("AGENT"), "agent", "heartbeats"),
+    ]
+    kinds = [kind for kind in vars(wire_messages).values() if inspect.isclass(kind) and issubclass(kind, Control)]
+    kinds = [
+        kind
+        for kind in kinds
+        if "type" in kind.model_fields and kind.model_fields["type"].default is not PydanticUndefined
+    ]
+    parts = [
+        "# Protocol",
+        MADE,
+        (
+            f"Coordinator and agents exchange messages over an MQTT 3.1.1 broker. This is protocol version "
+            f"{PROTOCOL}; a peer of a version below {OLDEST_PROTOCOL} or above its own is "
+            f"refused with the name of the side to upgrade."
+        ),
+        (
+            "Control messages are JSON objects with a checksum. Models and updates are blobs: files in the format of "
+            "safetensors, named by their SHA-256, sent in chunks that the receiver asks for again where they are "
+            "missing. A message that does not fit its model is dropped and counted. An agent with a key of "
+            "commands obeys "
+            "only commands with a proof of its coordinator (["
+            "users and brokers](../../coordinator/README.md#users-and-brokers))."
+        ),
+        "## Topics",
+        table(("topic", "published by", "content"), [(f"`{topic}`", by, text) for topic, by, text in rows]),
+        "## Messages",
+        "Every message carries `v`, `boot`, `seq`, `federation` and `type`; those of a coordinator also `epoch`.",
+        table(
+            ("type", "from", "meaning", "fields"),
+            [
+                (
+                    f"`{kind.model_fields['type'].default}`",
+                    "coordinator" if issubclass(kind, Command) else "agent",
+                    " ".join(inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0].split()).replace("``", "`"),
+                    ", ".join(f"`{name}`" for name in kind.model_fields if name not in Command.model_fields),
+                )
+                for kind in kinds
+            ],
+        ),
+        (
+            "Next: [every field that leaves a device](../../edge_agent/WHAT_LEAVES.md), or "
+            "[the way of one round through the code](../../coordinator/README.md#the-way-of-one-round)."
+        ),
+    ]
     return joined(parts)
 
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from coordinator.config import CoordinatorConfig
+from coordinator.web.access import is_known_host
 from edge_agent.config import AgentConfig, load, parse
 from edge_agent.storage import read_toml
 
@@ -136,6 +137,7 @@ def test_manifests_fit_the_images_and_each_other(manifests):
         ("Deployment", "mosquitto"),
         ("Service", "mosquitto"),
         ("NetworkPolicy", "mosquitto"),
+        ("NetworkPolicy", "coordinator"),
     }
     for kind, name in (("StatefulSet", "coordinator"), ("Deployment", "mosquitto")):
         spec = by_kind[kind, name]["spec"]
@@ -151,6 +153,27 @@ def test_manifests_fit_the_images_and_each_other(manifests):
         volumes |= {one["metadata"]["name"] for one in spec.get("volumeClaimTemplates", ())}
         assert {one["name"] for one in container["volumeMounts"]} == volumes
     assert by_kind["StatefulSet", "coordinator"]["spec"]["replicas"] == 1
+    for name in ("coordinator", "mosquitto"):
+        policy, service = by_kind["NetworkPolicy", name]["spec"], by_kind["Service", name]["spec"]
+        assert policy["podSelector"]["matchLabels"] == service["selector"]
+        (rule,) = policy["ingress"]
+        assert rule["from"], "not everybody"
+        assert [one["port"] for one in rule["ports"]] == [one["port"] for one in service["ports"]]
+
+
+def test_the_web_view_answers_what_a_cluster_asks(root, folder, manifests):
+    coordinator = parse(CoordinatorConfig, read_toml(folder / "coordinator.toml"), where="coordinator.toml")
+    names = frozenset(coordinator.web.hosts)
+    text = (root / "configs/kubernetes/headwater.yaml").read_text(encoding="utf-8")
+    asked = re.findall(r'targets: \["([^"]+)"\]', text)
+    (container,) = manifests[0]["spec"]["template"]["spec"]["containers"]
+    asked += [one["value"] for one in container["readinessProbe"]["httpGet"]["httpHeaders"]]
+    asked.append("localhost:8470")  # by port-forward
+    assert len(asked) == 3
+    assert all(is_known_host(one, names) for one in asked)
+    assert not is_known_host("10.1.2.3:8470", names)
+    annotations = manifests[0]["spec"]["template"]["metadata"].get("annotations", {})
+    assert "prometheus.io/scrape" not in annotations, "it has Prometheus ask by the pod's address"
 
 
 @validator

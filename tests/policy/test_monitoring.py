@@ -117,7 +117,7 @@ def test_the_dashboard_has_what_grafana_asks_for(dashboard):
 
 
 def test_every_alert_uses_figures_that_exist_and_says_what_to_do(rules, written):
-    assert len({rule["alert"] for rule in rules}) == len(rules) == 11
+    assert len({rule["alert"] for rule in rules}) == len(rules) == 12
     for rule in rules:
         check(rule["expr"], written)
         assert rule["labels"]["severity"] in {"critical", "warning"}

@@ -177,6 +177,24 @@ def test_walk_from_fleet_to_run_to_agent_to_release_while_a_demo_runs(tmp_path, 
     assert code == 0
 
 
+@pytest.mark.slow
+def test_promote_needs_the_token_and_works_with_it(site, chromium):
+    run = site.run(2, end="run_finished")
+    site.device("d")
+    site.release("a", run, canary="1")
+    site.status([agent_status("d", tier="head")])
+    with serving(site.path) as base, window(chromium, base) as page:
+        page.goto(f"{base}/releases")
+        page.get_by_role("link", name="Promote…").click()
+        assert page.url.startswith(f"{base}/login?next="), "an action needs the token"
+        assert site.journal.entries(kinds=("release_stage",)) == []
+        page.get_by_label("Token").fill(token_path(site.path).read_text().strip())
+        page.get_by_role("button", name="Sign in").click()
+        page.get_by_role("button", name="Promote release 1").click()
+        page.locator(".badge", has_text="everybody").wait_for()
+        assert len(site.journal.entries(kinds=("release_stage",))) == 1
+
+
 def address_in(log, process):
     end = time.monotonic() + 60
     while time.monotonic() < end and process.poll() is None:
@@ -214,4 +232,4 @@ def walk(page, base, state):
     assert page.get_by_text("to see what happens").first.is_visible()
     page.get_by_role("link", name="Resume…").click()
     page.get_by_role("button", name="Resume release 1").click()
-    page.locator(".badge", has_text="everybody").wait_for()
+    page.locator(".badge", has_text="done").wait_for()

@@ -72,6 +72,54 @@ def test_fleet_shows_each_agent_with_state_accuracies_and_what_to_do(told):
     assert 'href="/releases?number=1"' in page
 
 
+def refusal(name, message="bad password"):
+    one = {"id": name, "by": "broker", "error": "LoginRefused", "message": message, "remedy": "run headwater password"}
+    return one | {"times": 3, "at": "2026-01-01T00:00:00+00:00"}
+
+
+def test_devices_that_are_kept_out_are_shown_once_with_the_remedy(site):
+    refused = [refusal("porch"), refusal("", "no certificate"), refusal("a", "<i>same name</i>")]
+    site.status([agent_status("a", acc={"local": 0.5, "personal": 0.75}, rss_mb=77.0, better_alone=True)])
+    with site.client() as client:
+        before = client.view.version("fleet")
+        site.status(json.loads((site.path / "status.json").read_text())["agents"], refused_agents=refused)
+        page = client.get("/").text
+        assert client.view.version("fleet") != before, "open pages learn of it"
+        assert re.findall(r'id=(\w+)"', client.get("/?only=refused").text.split("<tbody>")[1])[:1] == ["porch"]
+    assert page.count("bad password") == 1
+    assert page.count("run headwater password") == 3
+    assert "no certificate" in page
+    assert "&lt;i&gt;same name&lt;/i&gt;" in page
+    assert all(part in page for part in ("75.0 %", "77 MB", "better off alone")), "figures of the status"
+
+
+def test_release_page_says_that_it_is_done_who_signed_it_and_where_it_comes_from(site):
+    site.run(2, end="run_finished")
+    site.device("c", "a")
+    signed = {"signers": [{"id": "f" * 64, "name": "ann"}], "threshold": 1, "keys": 2}
+    digest = site.folder.blobs.put(b"a")
+    scores = {"mean": 0.9, "worst_tenth": 0.8, "clients": 4}
+    lineage = {"method": "fedper", "seed": 7, "clients": 4, "scores": scores}
+    body = {"bundle_id": "a" * 64, "plan": {}, "signed": signed, "lineage": lineage}
+    site.journal.append("release_made", run="run-0001", round=2, digest=digest, body=body)
+    with site.client() as client:
+        page = client.get("/releases?number=1").text
+    assert 'data-word="done"' in page
+    for part in ("Signed by ann; 1 of 2 needed", "fedper", "90.0 %, worst tenth 80.0 %, of 4"):
+        assert part in page
+
+
+def test_device_that_was_unable_is_listed_once(site):
+    site.run(2, end="run_finished")
+    site.device("c")
+    site.release("a")
+    site.device("c", "", 1, "unable", reason="no space", acc=None, before=None, support=0)
+    with site.client() as client:
+        page = client.get("/releases?number=1").text
+    assert "1 devices" in page
+    assert 'data-word="unable"' in page
+
+
 def test_fleet_is_searched_filtered_and_sorted_by_the_server(told):
     with told.client() as client:
         ids = lambda query: re.findall(
@@ -115,6 +163,42 @@ def test_run_page_says_for_whom_the_round_waits_and_until_when(told):
     assert "failed thrice" in page
     assert page.count('<figure class="chart"') == 4
     assert "/act?do=cancel" in page
+
+
+def test_rounds_that_close_while_nobody_looks_are_shown_after_the_end(site):
+    run = site.run(0)
+    with site.client() as client:
+        assert "No round is closed yet" in client.get(f"/run?id={run}").text
+        lines = [json.dumps({"kind": "round", "round": number, "agents": ["a"]}) + "\n" for number in (1, 2)]
+        site.folder.run(run).metrics_path.write_text("".join(lines))
+        site.journal.append("run_finished", run=run)
+        assert "2 of 1" in client.get(f"/run?id={run}").text, "rounds closed of those requested"
+
+
+def test_run_page_has_the_log_of_the_run_with_what_is_new(site):
+    run = site.run(1)
+    with site.client() as client:
+        assert "requested: fedavg, 1 round, seed 0" in client.get(f"/run?id={run}").text
+        body = {"reason": "<b>bad</b>"}
+        site.journal.append("update_refused", run=run, round=1, agent="a", body=body)
+        page = client.get(f"/run?id={run}").text
+        assert "update of a for round 1 rejected: &lt;b&gt;bad&lt;/b&gt;" in page
+        assert page.count("requested: fedavg") == 1
+        assert client.get("/run?id=run-0999").status_code == 404
+
+
+def test_report_of_a_run_is_linked_and_has_no_part_in_the_session(site):
+    run = site.run(1, end="run_finished")
+    with site.client() as client:
+        assert "/report?" not in client.get(f"/run?id={run}").text
+        missing = client.get(f"/report?id={run}")
+        assert (missing.status_code, f"headwater report --run {run}" in missing.text) == (404, True)
+        (site.folder.run(run).folder / "report.html").write_text("<p>whole</p>")
+        assert f'href="/report?id={run}"' in client.get(f"/run?id={run}").text
+        answer = client.get(f"/report?id={run}")
+        assert answer.text == "<p>whole</p>"
+        assert answer.headers["content-security-policy"].startswith("sandbox allow-scripts;")
+        assert client.get("/report?id=../run-0001").status_code == 404
 
 
 def test_chart_of_a_run_has_all_rounds_and_its_numbers_as_a_table(told):

@@ -21,7 +21,7 @@ from web_site import agent_status
 from coordinator.config import CoordinatorConfig, WebConfig
 from coordinator.processes.supervisor import command
 from coordinator.web.access import Access, token_path
-from coordinator.web.server import Settings, WebProcess, listening, login_text, serve
+from coordinator.web.server import MOST_CONNECTIONS, Settings, WebProcess, listening, login_text, serve
 
 LIMIT_S = 30.0
 TASK = {
@@ -141,6 +141,26 @@ def test_ten_clients_that_read_nothing_and_a_flood_leave_pages_to_others(site):
         finally:
             for connection in (*slow, *half):
                 connection.close()
+
+
+def test_idle_connections_and_half_requests_make_room_for_others(site):
+    site.status([])
+    with Running(site) as running, contextlib.ExitStack() as opened:
+        for number in range(MOST_CONNECTIONS + 40):
+            one = opened.enter_context(socket.create_connection(("127.0.0.1", running.port)))
+            if number % 2:
+                one.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")  # its end never comes
+        assert running.get("/")[0] == 200
+
+
+def test_figures_and_health_are_answered_beside_the_pages(site):
+    site.status([agent_status("a")])
+    with Running(site) as running:
+        assert running.get("/live")[0] == 200
+        assert running.get("/ready")[0] == 200
+        status, content = running.get("/metrics")
+    assert status == 200
+    assert any(line.startswith(b"headwater_agents") for line in content.splitlines())
 
 
 def test_serving_ends_when_it_is_asked_to_with_a_stream_open(site):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
+import threading
+from dataclasses import replace
 
 import pytest
 from federation_harness import Clock, Federation
 from prometheus_client.parser import text_string_to_metric_families
 
 from edge_agent import __version__
+from edge_agent.agent.app import _serve
 from edge_agent.agent.textfile import Figures, TextFile, text, write
 from edge_agent.config import AgentConfig, DataConfig, MetricsConfig, PrivacyConfig
 from edge_agent.errors import ConfigError, DataError
@@ -89,6 +93,43 @@ def test_it_is_written_as_often_as_heartbeats(tmp_path):
         clock.now += 1
     assert asked == [1000.0, 1015.0, 1030.0]
     TextFile(AgentConfig(id="a0", data=DataConfig(source="digits:optdigits")), clock).tick(lambda: pytest.fail("asked"))
+
+
+def test_the_file_says_when_it_was_written_and_at_the_end_that_nobody_is_connected(tmp_path):
+    clock, wall = Clock(), Clock()
+    wall.now = 1_900_000_000.5
+    textfile, path = TextFile(config(tmp_path), clock, wall), tmp_path / "x" / "headwater.prom"
+    working = replace(PLAIN, is_working=True)
+    textfile.tick(lambda: working)
+    found = parsed(path.read_text())
+    assert (found["written_timestamp_seconds",], found["connected",], found["working",]) == (1_900_000_000.5, 1, 1)
+    wall.now += 7
+    textfile.end(lambda: working)  # not due: written all the same
+    found = parsed(path.read_text())
+    assert (found["written_timestamp_seconds",], found["connected",], found["working",]) == (1_900_000_007.5, 0, 0)
+    TextFile(AgentConfig(id="a0", data=DataConfig(source="digits:optdigits")), clock).end(lambda: pytest.fail("asked"))
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("broken")])
+def test_an_agent_that_ends_leaves_no_healthy_file(tmp_path, failure):
+    with Federation(tmp_path, agents=1) as fed:
+        fed.settle()
+        assert fed.agents["a0"].welcomed
+        agent, stop, path = fed.agents["a0"], threading.Event(), tmp_path / "x" / "headwater.prom"
+        agent.config = agent.config.model_copy(update={"metrics": MetricsConfig(textfile=path)})
+        during = []
+
+        def step(limit_s):
+            if path.exists():
+                during.append(parsed(path.read_text())["connected",])
+                stop.set()
+                if failure is not None:
+                    raise failure
+
+        agent.step = step
+        with contextlib.nullcontext() if failure is None else pytest.raises(RuntimeError, match="broken"):
+            _serve(agent, stop)
+        assert (during, parsed(path.read_text())["connected",]) == ([1], 0)
 
 
 def test_a_folder_that_cannot_be_written_costs_one_line_and_no_work(tmp_path, caplog):
