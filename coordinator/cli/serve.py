@@ -65,6 +65,10 @@ def serve(
     if not insecure:
         check_private(settings)
     in_child(lambda: check_defaults(without_lost_weights(settings), config))  # models need torch, 190 MB
+    if settings.web is not None and not standby:  # before anything is opened; a stand-by may share the machine
+        from ..web.server import listening
+
+        listening(settings.web).close()
     with stop_on_signals() as stop, contextlib.ExitStack() as stack:
         if standby:
             console.print(f"standing by for federation '{settings.federation}'; Ctrl-C stops", soft_wrap=True)

@@ -38,12 +38,12 @@ class _Lines(RotatingFileHandler):
 
 
 @contextlib.contextmanager
-def logging_to(state: Path) -> Iterator[None]:
-    """Inside, what the coordinator logs from INFO on also goes to its state folder."""
-    handler = _Lines(state / NAME, maxBytes=MOST_BYTES, backupCount=1, encoding="utf-8", delay=True)
+def logging_to(folder: Path, name: str = _LOGGER) -> Iterator[None]:
+    """Inside, what is logged from INFO on under this name also goes to ``log.jsonl`` in the folder."""
+    handler = _Lines(folder / NAME, maxBytes=MOST_BYTES, backupCount=1, encoding="utf-8", delay=True)
     handler.setLevel(logging.INFO)
     handler.setFormatter(JsonLines())
-    logger = logging.getLogger(_LOGGER)
+    logger = logging.getLogger(name)
     logger.addHandler(handler)
     try:
         yield

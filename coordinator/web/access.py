@@ -1,11 +1,12 @@
 """Who may act: a token in the state folder, sessions in cookies, and checks of where a request comes from.
 
-Looking needs nothing. A session is signed with the token and kept nowhere, so it outlasts a restart of this process; a
-new token ends all of them.
+Looking needs nothing. A session is signed with the token, so it outlasts a restart of this process. A token that was
+replaced or removed ends all of them at once; the sessions that people have ended are in the file ``ended``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -22,16 +23,21 @@ from edge_agent.storage import write_private
 TOKEN_BYTES = 32
 SESSION_S = 12 * 3600.0
 WRONG_AT_ONCE, WRONG_EVERY_S = 5, 30.0
-"""Wrong tokens of one address in that time; further ones are not looked at. Of all addresses ten times as many."""
+"""Wrong tokens of one address in that time, beyond which it is asked to wait; of all addresses ten times as many."""
 
 MOST_ADDRESSES = 1000
+MOST_ENDED = 1000
+"""Sessions that were ended by people before their time; only who has the token can add to them."""
 
 
 class Access:
     """The token of one state folder and what follows from it."""
 
-    def __init__(self, token: str, now: Callable[[], float] = time.time) -> None:
-        self._token, self._now = token, now
+    def __init__(self, token: str, now: Callable[[], float] = time.time, path: Path | None = None) -> None:
+        """``path``: the token's file, which is read again when it has changed."""
+        self._token, self._now, self._path = token, now, path
+        self._stamp = _stamp(path)
+        self._ended = _read_ended(path)
 
     @classmethod
     def of(cls, state: Path) -> tuple[Access | None, bool]:
@@ -46,7 +52,7 @@ class Access:
         try:
             if not path.exists():
                 write_private(path, secrets.token_urlsafe(TOKEN_BYTES).encode() + b"\n")
-                return cls(path.read_text("ascii").strip()), True
+                return cls(path.read_text("ascii").strip(), path=path), True
         except OSError:
             return None, False
         try:
@@ -55,16 +61,22 @@ class Access:
             raise StateError(f"{path}: cannot be read ({cause(error)}); remove it to have a new one made") from error
         if len(token) < TOKEN_BYTES:
             raise StateError(f"{path}: {len(token)} characters are no token; remove it to have a new one made")
-        return cls(token), False
+        return cls(token, path=path), False
 
     @property
     def token(self) -> str:
-        """The secret itself."""
+        """The secret itself; empty while its file is gone or damaged, and then nobody can act."""
+        if (stamp := _stamp(self._path)) != self._stamp:
+            self._stamp, self._token = stamp, ""
+            with contextlib.suppress(OSError, ValueError):
+                token = (self._path or Path()).read_text("ascii").strip()
+                self._token = token if len(token) >= TOKEN_BYTES else ""
         return self._token
 
     def is_token(self, given: str) -> bool:
         """Whether this is the token."""
-        return hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
+        token = self.token
+        return bool(token) and hmac.compare_digest(given.encode(errors="replace"), token.encode())
 
     def session(self) -> str:
         """A new session, for a cookie."""
@@ -74,9 +86,18 @@ class Access:
     def is_session(self, cookie: str) -> bool:
         """Whether a cookie is a session that has not ended."""
         content, _, signature = cookie[:200].rpartition(".")
+        if not self.token or cookie in self._ended:
+            return False
         if not hmac.compare_digest(signature.encode(errors="replace"), self._sign("session", content).encode()):
             return False
         return int(content.partition(".")[0]) > self._now()
+
+    def end(self, cookie: str) -> None:
+        """End a session: its cookie counts no more, also after a restart."""
+        self._ended = [*self._ended[1 - MOST_ENDED :], cookie]
+        if self._path is not None:
+            with contextlib.suppress(OSError):  # on a full disk it has ended until a restart
+                write_private(self._path.with_name("ended"), "".join(f"{one}\n" for one in self._ended).encode())
 
     def form_token(self, cookie: str) -> str:
         """What forms of this session carry, which no other site can know."""
@@ -88,7 +109,22 @@ class Access:
 
     def _sign(self, purpose: str, content: str) -> str:
         message = f"{purpose} {content}".encode(errors="replace")
-        return hmac.new(self._token.encode(), message, hashlib.sha256).hexdigest()
+        return hmac.new(self.token.encode(), message, hashlib.sha256).hexdigest()
+
+
+def _stamp(path: Path | None) -> tuple[int, ...]:
+    with contextlib.suppress(OSError):
+        if path is not None:
+            status = path.stat()
+            return status.st_mtime_ns, status.st_ino, status.st_size
+    return ()
+
+
+def _read_ended(path: Path | None) -> list[str]:
+    with contextlib.suppress(OSError, ValueError):
+        if path is not None:
+            return path.with_name("ended").read_text("ascii").splitlines()[-MOST_ENDED:]
+    return []
 
 
 class WrongTokens:
@@ -100,7 +136,7 @@ class WrongTokens:
         self._all: list[float] = []
 
     def are_too_many(self, address: str) -> bool:
-        """Whether no further token of this address is looked at for now."""
+        """Whether this address is asked to wait before another try."""
         since = self._clock() - WRONG_EVERY_S
         self._all = [at for at in self._all if at > since]
         mine = [at for at in self._times.get(address, ()) if at > since]

@@ -122,10 +122,10 @@ async def login(request: Request) -> Response:
     form = await _form(request)
     address = request.client.host if request.client is not None else ""
     following = _safe(form.get("next", "/"))
-    if site.wrong.are_too_many(address):
-        message = "Too many wrong tokens; try again in half a minute."
-        return page(request, "login.html", code=429, next=following, message=message)
-    if not site.access.is_token(form.get("token", "").strip()):
+    if not site.access.is_token(form.get("token", "").strip()):  # the right one counts, however many wrong ones came
+        if site.wrong.are_too_many(address):
+            message = "Too many wrong tokens; try again in half a minute."
+            return page(request, "login.html", code=429, next=following, message=message)
         site.wrong.note(address)
         message = "This is not the token; it is in the file web/token of the coordinator's state folder."
         return page(request, "login.html", code=403, next=following, message=message)
@@ -146,6 +146,8 @@ async def logout(request: Request) -> Response:
     """End the session of this browser."""
     await _signed(request)
     site, answer = site_of(request), RedirectResponse("/", 303)
+    if site.access is not None:
+        await run_in_threadpool(site.access.end, request.cookies.get(site.cookie, ""))
     answer.delete_cookie(site.cookie, path="/", secure=site.is_secure, httponly=True, samesite="strict")
     return answer
 

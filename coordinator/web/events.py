@@ -6,7 +6,9 @@ So nothing is queued for a slow client: it misses numbers, never news. A client 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator
 
 from starlette.responses import Response
@@ -20,7 +22,7 @@ LOOK_EVERY_S = 0.5
 """Pause between two looks at the state folder while somebody watches."""
 
 PING_EVERY_S = 15.0
-"""Proxies end streams that are silent for long."""
+"""Longest silence of a stream: proxies end silent ones, and a client that has vanished is noticed by what is sent."""
 
 SEND_TIMEOUT_S = 20.0
 LONGEST_S = 3600.0
@@ -36,6 +38,10 @@ class Watch:
         self.view = view
         self.streams = 0
         self.stop = asyncio.Event()
+        self._topics = Counter[str]()
+        self._versions: dict[str, str] = {}
+        """Topic -> version at the last look: the loop that serves all requests never waits for the view's lock."""
+
         self._news = asyncio.Condition()
         self._wanted = asyncio.Event()
 
@@ -46,8 +52,11 @@ class Watch:
             has_more = True
             while has_more:
                 has_more = await asyncio.to_thread(self._refresh)
-            async with self._news:
-                self._news.notify_all()
+            versions = await asyncio.to_thread(self._current, [*self._topics])
+            if versions != self._versions:
+                self._versions = versions
+                async with self._news:
+                    self._news.notify_all()
             if not self.streams:
                 self._wanted.clear()
                 await self._wanted.wait()
@@ -69,25 +78,33 @@ class Watch:
         loop = asyncio.get_running_loop()
         until = loop.time() + LONGEST_S
         self.streams += 1
+        self._topics[topic] += 1
         self.wake()
         try:
             yield b"retry: 1000\n\n"
+            self._versions[topic] = await asyncio.to_thread(self.view.version, topic)
+            ping_at = loop.time() + PING_EVERY_S
             while not self.stop.is_set() and loop.time() < until:
-                version = self.view.version(topic)
-                if version != seen:
+                piece = b": ping\n\n" if loop.time() >= ping_at else b""
+                if (version := self._versions.get(topic, seen)) != seen:
                     seen = version
-                    yield f"event: news\nid: {version}\ndata: {version}\n\n".encode()
+                    piece = f"event: news\nid: {version}\ndata: {version}\n\n".encode()
+                if piece:
+                    ping_at = loop.time() + PING_EVERY_S
+                    yield piece
+                    continue  # what has happened meanwhile woke nobody
                 async with self._news:
-                    try:
-                        await asyncio.wait_for(self._news.wait(), PING_EVERY_S)
-                    except asyncio.TimeoutError:
-                        ping = True
-                    else:
-                        ping = False
-                if ping:
-                    yield b": ping\n\n"
+                    if self.stop.is_set() or self._versions.get(topic, seen) != seen:
+                        continue
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        await asyncio.wait_for(self._news.wait(), ping_at - loop.time())
         finally:
             self.streams -= 1
+            self._topics[topic] -= 1
+            self._topics += Counter()  # without those that are at zero
+
+    def _current(self, topics: list[str]) -> dict[str, str]:
+        return {topic: self.view.version(topic) for topic in topics}
 
     def _refresh(self) -> bool:
         try:

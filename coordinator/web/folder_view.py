@@ -45,7 +45,14 @@ MOST_HISTORY = 2000
 """Entries of one agent that its page can reach; the journal has all of them."""
 
 MOST_CURVES = 200
-"""Runs whose curves are held."""
+"""Newest runs whose curves are held; further `MOST_ASKED` older ones are held as pages ask for them."""
+
+MOST_ASKED = 100
+AGENT_RUNS = 20
+"""Newest runs of which figures of single agents are held, as far as `MOST_HELD` of all runs together reaches."""
+
+MOST_HELD = 4_000_000
+"""About 50 MB."""
 
 MOST_EVENTS = 200
 """Of a run's log on its page; 'headwater logs' shows all."""
@@ -193,6 +200,9 @@ class FolderView:
         self.runs: dict[str, RunInfo] = {}
         self.starts: list[Entry] = []
         self._curves: dict[str, RunCurves] = {}
+        self._asked: dict[str, None] = {}
+        """Older runs, in the order in which pages asked for them last."""
+
         self._figures: dict[str, Figures] = {}
         self._history: dict[str, array[int]] = {}
         self._after = 0
@@ -340,12 +350,13 @@ class FolderView:
                 self._faults_of, self._fault_version = result, version
 
     def _read_curves(self) -> bool:
-        """Read on in the newest run that is not read to its end."""
+        """Read on in the first run that is not read to its end: those that pages ask for, then from the newest on."""
         with self.lock:
-            newest = list(self.runs)[-MOST_CURVES:]
-            for name in [name for name in self._curves if name not in newest[-2 * MOST_CURVES :]]:
-                del self._curves[name]
-            curves = [(self._curve(name), self.runs[name].is_over) for name in reversed(newest)]
+            newest = list(self.runs)[-MOST_CURVES:][::-1]
+            wanted = [*reversed(self._asked), *newest]
+            self._curves = {name: self._curve(name) for name in reversed(dict.fromkeys(wanted))}
+            self._bound_memory(newest)
+            curves = [(self._curves[name], self.runs[name].is_over) for name in wanted]
         for one, is_over in curves:
             if is_over and one.is_read:
                 continue
@@ -355,16 +366,28 @@ class FolderView:
                 return True
         return False
 
+    def _bound_memory(self, newest: list[str]) -> None:
+        left = MOST_HELD
+        for number, name in enumerate(newest):
+            left -= self._curves[name].held
+            if number >= AGENT_RUNS or left < 0:
+                self._curves[name].forget_agents()
+        for name in self._asked.keys() - set(newest):
+            self._curves[name].forget_agents()
+
     def _curve(self, run: str) -> RunCurves:
-        if run not in self._curves:
-            self._curves[run] = RunCurves(self.folder.run(run).metrics_path)
-        return self._curves[run]
+        return self._curves.get(run) or RunCurves(self.folder.run(run).metrics_path, self.lock)
 
     # --- what it says ------------------------------------------------------------------------------------------------
 
     def curves(self, run: str) -> RunCurves:
-        """The figures of a run that there is; those of an old one may have to be read first."""
+        """The figures of a run as far as they are read; those of an old one are read from now on."""
         with self.lock:
+            if run in self._asked or run not in self._curves:
+                self._asked.pop(run, None)
+                self._asked[run] = None
+                for name in list(self._asked)[:-MOST_ASKED]:
+                    del self._asked[name]
             return self._curve(run)
 
     def begun_runs(self) -> list[str]:
@@ -466,6 +489,8 @@ class FolderView:
                 parts += [self._curves[name].version]
             elif kind in {"fleet", "runs", "agent"}:
                 parts += [self._live_version()]
+            if kind == "runs":
+                parts += [self._curves[run].version for run in self._asked if run in self._curves]
             return f"{zlib.crc32(repr(parts).encode(errors='replace')):08x}"
 
     def refused(self) -> list[dict[str, str]]:

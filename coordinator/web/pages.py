@@ -145,8 +145,6 @@ def run(request: Request) -> Response:
 def _run_page(request: Request, view: FolderView, events: Sequence[Event]) -> Response:
     info = _run_named(view, request.query_params.get("id", ""))
     curves = view.curves(info.id)
-    if not curves.is_read:
-        curves.read()
     points = curves.rounds()
     now = view.run_now()
     live = now if now.get("id") == info.id else {}
@@ -360,13 +358,15 @@ def _run_now(view: FolderView) -> dict[str, Any] | None:
 
 def _standing(view: FolderView, info: RunInfo) -> dict[str, Any]:
     """How far a run is, and its newest accuracies over all agents."""
-    points = view.curves(info.id).points
+    curves = view.curves(info.id)
+    points = curves.points
     last = points[max(points)] if points else None
     newest = {scope: one for point in sorted(points) for scope, one in points[point].acc.items()}
     return {
         "status": view.status_of(info),
         "closed": last.round if last is not None else 0,
         "rounds_wanted": info.rounds,
+        "is_being_read": info.is_over and not curves.is_read,
         "acc": {scope: one.mean for scope, one in newest.items()},
         "spreads": newest,
         "seconds": sum((one.seconds or 0.0) + (one.waiting_s or 0.0) for one in points.values()),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -68,11 +69,25 @@ class Incident(NamedTuple):
     what: str
 
 
-class RunCurves:
-    """The figures of one run. Call `read` until it returns False, and again when the file has grown."""
+class _Read(NamedTuple):
+    """One line that was read."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    point: RoundPoint
+    incidents: list[Incident]
+    by_scope: dict[str, dict[str, float]]
+
+
+class RunCurves:
+    """The figures of one run. Call `read` until it returns False, and again when the file has grown.
+
+    Other threads see its attributes change only while ``lock`` is held.
+    """
+
+    def __init__(self, path: Path, lock: threading.RLock | None = None) -> None:
+        self.path, self._lock, self._reading = path, lock or threading.RLock(), threading.Lock()
+        self.is_for_agents = True
+        """Whether figures of single agents are held."""
+
         self._clear()
 
     def _clear(self) -> None:
@@ -84,9 +99,6 @@ class RunCurves:
         self.is_read = False
         """Whether the file was read to its end; more may have been written since."""
 
-        self.is_for_agents = True
-        """Whether figures of single agents are held."""
-
         self._agents: dict[str, array[float]] = {}
         self._points, self._offset, self._inode = 0, 0, 0
 
@@ -95,13 +107,28 @@ class RunCurves:
         """Another value whenever more of the file was read."""
         return self._offset
 
+    @property
+    def held(self) -> int:
+        """Figures of single agents that are held; an agent takes as much memory as ten of them."""
+        return self._points + 10 * len(self._agents)
+
+    def forget_agents(self) -> None:
+        """Hold no figures of single agents any more; those over all agents stay."""
+        self.is_for_agents, self._points = False, 0
+        self._agents.clear()
+
     def read(self, most: int = CHUNK_BYTES) -> bool:
-        """Read on, at most so many bytes; whether there is more to read now."""
+        """Read on, at most so many bytes; whether there is more to read now. Only adding needs the lock."""
+        with self._reading:
+            return self._read(most)
+
+    def _read(self, most: int) -> bool:
         try:
             with self.path.open("rb") as file:
                 status = self.path.stat()
                 if status.st_size < self._offset or status.st_ino != (self._inode or status.st_ino):
-                    self._clear()  # another run's file, after a backup was restored
+                    with self._lock:
+                        self._clear()  # another run's file, after a backup was restored
                 self._inode = status.st_ino
                 file.seek(self._offset)
                 chunk = file.read(most)
@@ -109,10 +136,18 @@ class RunCurves:
             return False
         end = chunk.rfind(b"\n") + 1
         if not end and len(chunk) == most:  # a line longer than a chunk: the next call reads more
-            return self.read(2 * most)
+            return self._read(2 * most)
+        read, damaged = list[_Read](), 0
         for line in chunk[:end].splitlines():
-            self._add(line)
-        self._offset += end
+            record = _record(line)
+            damaged += record is None
+            if record is not None and (one := _read_round(record)) is not None:
+                read.append(one)
+        with self._lock:
+            for one in read:
+                self._add(one)
+            self.damaged += damaged
+            self._offset += end
         return bool(end) and len(chunk) == most
 
     def of_agent(self, agent: str) -> Iterator[tuple[int, float | None, float | None]]:
@@ -135,66 +170,68 @@ class RunCurves:
         """All closed rounds in order; one that was recorded twice counts as recorded last."""
         return [self.points[number] for number in sorted(self.points)]
 
-    def _add(self, line: bytes) -> None:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if not isinstance(record, dict):
-            self.damaged += 1
-            return
-        number = as_number(record.get("round"))
-        if record.get("kind") == "round" and number is not None and 0 <= number < 1 << 24:
-            self._add_round(int(number), record)
-
-    def _add_round(self, number: int, record: Mapping[str, Any]) -> None:
-        acc = _mapping(record.get("acc"))
-        by_scope = {scope: _numbers(acc.get(scope)) for scope in SCOPES}
-        spreads = {
-            scope: Spread.of(np.fromiter(values.values(), dtype=np.float64))
-            for scope, values in by_scope.items()
-            if values
-        }
-        loss = _numbers(record.get("loss"))
-        rejected, missing = _reasons(record.get("rejected")), _texts(record.get("missing"))
-        self.points[number] = RoundPoint(
-            round=number,
-            seconds=as_number(record.get("seconds")),
-            waiting_s=as_number(record.get("waiting_s")),
-            bytes_up=as_number(record.get("bytes_up")),
-            bytes_down=as_number(record.get("bytes_down")),
-            agents=len(_texts(record.get("agents"))),
-            missing=len(missing),
-            rejected=len(rejected),
-            acc=spreads,
-            loss=float(np.mean(list(loss.values()))) if loss else None,
-        )
-        self._add_incidents(number, record, rejected, missing)
-        self._add_agents(number, by_scope)
-
-    def _add_incidents(
-        self, number: int, record: Mapping[str, Any], rejected: list[tuple[str, str]], missing: list[str]
-    ) -> None:
-        self.incidents += [Incident(number, agent, f"rejected: {why}") for agent, why in rejected]
-        left_out = _reasons(record.get("left_out"))
-        self.incidents += [Incident(number, agent, f"left out: {why}") for agent, why in left_out]
-        self.incidents += [Incident(number, agent, "no update before the round closed") for agent in missing[:100]]
-        bounded = _mapping(record.get("bounded")).items()
-        self.incidents += [Incident(number, text(agent), text(what)) for agent, what in bounded]
-        if restored := _mapping(record.get("restored")):
-            self.incidents.append(Incident(number, "", f"the last good state was restored: {text(restored)[:200]}"))
+    def _add(self, read: _Read) -> None:
+        number = read.point.round
+        self.points[number] = read.point
+        self.incidents += read.incidents
         del self.incidents[:-MOST_INCIDENTS]
-
-    def _add_agents(self, number: int, by_scope: Mapping[str, Mapping[str, float]]) -> None:
-        agents = set().union(*by_scope.values())
+        agents = set().union(*read.by_scope.values())
+        if not self.is_for_agents or self._points + len(agents) > MOST_POINTS:
+            self.forget_agents()
+            return
         self._points += len(agents)
-        if self._points > MOST_POINTS:
-            self.is_for_agents = False
-            self._agents.clear()
-        if self.is_for_agents:
-            for agent in agents:
-                values = (by_scope[scope].get(agent, math.nan) for scope in SCOPES)
-                self._agents.setdefault(agent, array("f")).extend((number, *values))
+        for agent in agents:
+            values = (read.by_scope[scope].get(agent, math.nan) for scope in SCOPES)
+            self._agents.setdefault(agent, array("f")).extend((number, *values))
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _read_round(record: Mapping[str, Any]) -> _Read | None:
+    """A closed round; None: the line is about something else."""
+    value = as_number(record.get("round"))
+    if record.get("kind") != "round" or value is None or not 0 <= value < 1 << 24:
+        return None
+    number, acc = int(value), _mapping(record.get("acc"))
+    by_scope = {scope: _numbers(acc.get(scope)) for scope in SCOPES}
+    spreads = {
+        scope: Spread.of(np.fromiter(values.values(), dtype=np.float64)) for scope, values in by_scope.items() if values
+    }
+    loss = _numbers(record.get("loss"))
+    rejected, missing = _reasons(record.get("rejected")), _texts(record.get("missing"))
+    point = RoundPoint(
+        round=number,
+        seconds=as_number(record.get("seconds")),
+        waiting_s=as_number(record.get("waiting_s")),
+        bytes_up=as_number(record.get("bytes_up")),
+        bytes_down=as_number(record.get("bytes_down")),
+        agents=len(_texts(record.get("agents"))),
+        missing=len(missing),
+        rejected=len(rejected),
+        acc=spreads,
+        loss=float(np.mean(list(loss.values()))) if loss else None,
+    )
+    return _Read(point, _incidents(number, record, rejected, missing), by_scope)
+
+
+def _incidents(
+    number: int, record: Mapping[str, Any], rejected: list[tuple[str, str]], missing: list[str]
+) -> list[Incident]:
+    result = [Incident(number, agent, f"rejected: {why}") for agent, why in rejected]
+    left_out = _reasons(record.get("left_out"))
+    result += [Incident(number, agent, f"left out: {why}") for agent, why in left_out]
+    result += [Incident(number, agent, "no update before the round closed") for agent in missing[:100]]
+    bounded = _mapping(record.get("bounded")).items()
+    result += [Incident(number, text(agent), text(what)) for agent, what in bounded]
+    if restored := _mapping(record.get("restored")):
+        result.append(Incident(number, "", f"the last good state was restored: {text(restored)[:200]}"))
+    return result[-MOST_INCIDENTS:]
 
 
 def text(value: object) -> str:

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from edge_agent.storage import IDENTITY
 from ..config import CoordinatorConfig, WebConfig
 from ..processes.pipe import Pipe
 from ..processes.supervisor import ChildProcess, Supervisor, worker_command
+from ..state.log_file import logging_to
 from .access import Access, token_path
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,9 @@ MOST_CONNECTIONS = 256
 KEEP_ALIVE_S = 15
 END_S = 2
 """How long open requests may take at the end; streams end at once."""
+
+VANISHED_S = 30
+"""A client that acknowledges nothing for so long is gone, such as a laptop that was closed."""
 
 NICENESS = 10
 """Beside a coordinator: pages may be late, rounds not."""
@@ -86,6 +91,8 @@ def listening(web: WebConfig) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.create_server(address[:2], family=family)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted sockets inherit it; without it, a quarter of an hour
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * VANISHED_S)
     except OSError as error:
         raise UsageError(
             f"the web view cannot listen on {web.listen} ({cause(error)}); choose another address with [web] listen, "
@@ -133,6 +140,7 @@ def serve(settings: Settings, at: socket.socket, ready: Callable[[str], None], s
     config = uvicorn.Config(
         make_app(site, [*ROUTES, *health.routes(settings.state), *metrics.routes(settings.state)]),
         log_config=None,
+        log_level=logging.ERROR,  # it warns of each bad request, and anybody can send those
         access_log=False,
         server_header=False,
         proxy_headers=False,
@@ -235,12 +243,7 @@ class WebProcess:
         return None if child is None else child.pid
 
     def start(self) -> None:
-        """Start it; it is not waited for.
-
-        Raises:
-            UsageError: its address is taken.
-        """
-        listening(self._settings.web).close()
+        """Start it; it is not waited for, and started again until its address is free."""
         self._supervisor.start()
 
     def stop(self) -> None:
@@ -278,6 +281,11 @@ def run_child(pipe: Pipe, settings: str) -> None:
     given = Settings.parse(settings)
     with contextlib.suppress(OSError, AttributeError):
         os.nice(NICENESS)
-    at = listening(given.web)
+    try:
+        at = listening(given.web)
+    except UsageError as error:
+        sys.exit(str(error))  # the owner logs it, and tries again
     listen(pipe, lambda _: None)
-    serve(given, at, lambda url: pipe.send(READY, url.encode()), threading.Event())
+    logging.getLogger().handlers.clear()  # the file that has its output is bounded by nothing
+    with logging_to(given.state / "web", ""):
+        serve(given, at, lambda url: pipe.send(READY, url.encode()), threading.Event())

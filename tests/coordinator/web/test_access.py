@@ -217,13 +217,46 @@ def test_session_is_in_a_cookie_that_scripts_and_other_sites_cannot_use(released
         assert "Sign out" not in client.get("/").text
 
 
-def test_wrong_tokens_are_refused_and_then_not_looked_at(released):
+def test_signing_out_ends_the_session_for_good(released):
+    with released.client() as client:
+        sign_in(client)
+        form = fields(client.get("/act?do=promote&number=2").text)
+        cookies = dict(client.cookies)
+        client.post("/logout", data=form, headers=ORIGIN)
+        client.cookies.update(cookies)
+        assert client.get("/act?do=promote&number=2").status_code == 303
+        assert client.post("/act", data=form, headers=ORIGIN).status_code == 403
+    with released.client() as client:  # also after a restart of the server
+        client.cookies.update(cookies)
+        assert client.get("/act?do=promote&number=2").status_code == 303
+        sign_in(client)
+        assert client.get("/act?do=promote&number=2").status_code == 200
+    assert stages(released) == ["everybody", "canary"]
+
+
+@pytest.mark.parametrize("content", [None, "", "n" * 43])
+def test_token_that_is_removed_or_replaced_ends_all_sessions_at_once(released, content):
+    with released.client() as client:
+        sign_in(client)
+        form = fields(client.get("/act?do=promote&number=2").text)
+        token_path(released.path).unlink()
+        if content is not None:
+            token_path(released.path).write_text(content)
+        assert client.post("/act", data=form, headers=ORIGIN).status_code == 403
+        codes = [
+            client.post("/login", data={"token": t}, headers=ORIGIN).status_code for t in (client.token, "", "n" * 43)
+        ]
+        assert codes == [403, 403, 303 if content else 403]
+    assert stages(released) == ["everybody", "canary"]
+
+
+def test_wrong_tokens_are_slowed_down_and_the_right_one_always_counts(released):
     with released.client() as client:
         codes = [
             client.post("/login", data={"token": "x"}, headers=ORIGIN).status_code for _ in range(WRONG_AT_ONCE + 1)
         ]
         assert codes == [403] * WRONG_AT_ONCE + [429]
-        assert client.post("/login", data={"token": client.token}, headers=ORIGIN).status_code == 429, "for a while"
+        assert client.post("/login", data={"token": client.token}, headers=ORIGIN).status_code == 303
         assert client.get("/").status_code == 200, "looking goes on"
 
 

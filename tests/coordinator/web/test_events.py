@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import pytest
 from web_site import agent_status
@@ -90,6 +91,56 @@ def test_stream_says_what_is_new_once_and_ends_with_the_server(site, view):
     assert retry.startswith(b"retry:")
     assert news == f"event: news\nid: {version()}\ndata: {version()}\n\n".encode()
     assert end == b"the end"
+
+
+def test_a_stream_without_news_is_never_silent_for_long(view, monkeypatch):
+    monkeypatch.setattr(events, "PING_EVERY_S", 0.05)
+    monkeypatch.setattr(events, "LOOK_EVERY_S", 0.01)  # looks that find nothing delay no ping
+
+    async def scene():
+        watch = Watch(view)
+        looking = asyncio.create_task(watch.run())
+        stream = watch.events("fleet", view.version("fleet"))
+        received = [await asyncio.wait_for(anext(stream), 10) for _ in range(4)]
+        await stream.aclose()
+        looking.cancel()
+        return received
+
+    assert asyncio.run(scene())[1:] == [b": ping\n\n"] * 3
+
+
+def test_the_loop_of_all_requests_waits_for_no_reader(site, view):
+    async def scene():
+        watch = Watch(view)
+        looking = asyncio.create_task(watch.run())
+        stream = watch.events("fleet", "")
+        for _ in range(2):
+            await anext(stream)
+        news = asyncio.create_task(anext(stream))
+        release, held = threading.Event(), threading.Event()
+
+        def hold():
+            with view.lock:
+                held.set()
+                assert release.wait(5)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        await asyncio.to_thread(held.wait)
+        await asyncio.to_thread(site.device, "c")
+        for _ in range(200):  # the loop goes round although a page holds the lock
+            await asyncio.sleep(0)
+        async with watch._news:
+            watch._news.notify_all()
+        await asyncio.sleep(0)
+        assert not news.done()
+        release.set()
+        assert (await asyncio.wait_for(news, 10)).startswith(b"event: news")
+        await stream.aclose()
+        looking.cancel()
+        holder.join()
+
+    asyncio.run(scene())
 
 
 def test_stream_of_a_page_that_is_behind_begins_with_news(view):

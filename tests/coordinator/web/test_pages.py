@@ -383,3 +383,33 @@ def test_scripts_and_styles_are_kept_by_their_hash_and_sent_compressed(told):
             packed += int(answer.headers["content-length"]) * address.partition("?")[0].endswith(".js")
         assert packed < 60_000
         assert "immutable" not in client.get("/assets/web.js").headers["cache-control"]
+
+
+def test_run_older_than_those_held_is_read_when_it_is_asked_for(site, monkeypatch):
+    monkeypatch.setattr("coordinator.web.folder_view.MOST_CURVES", 2)
+    monkeypatch.setattr("coordinator.web.run_curves.RunCurves.read.__defaults__", (2000,))
+    for rounds in (30, 2, 2):
+        site.run(rounds, end="run_finished")
+    with site.client() as client:
+        assert "being read" in client.get("/run?id=run-0001").text
+        version = client.view.version("runs")
+        while client.view.refresh():
+            pass
+        assert client.view.version("runs") != version, "an open page is loaded again"
+        page = client.get("/run?id=run-0001").text
+        assert "30 of 30" in page
+        assert "being read" not in page
+        assert "30/30" in client.get("/runs").text
+        assert "30/30" in client.get("/compare?run=run-0001").text
+
+
+def test_figures_of_single_agents_have_one_budget_over_all_runs(site, monkeypatch):
+    monkeypatch.setattr("coordinator.web.folder_view.AGENT_RUNS", 3)
+    monkeypatch.setattr("coordinator.web.folder_view.MOST_HELD", 60)  # a run: 2 agents, 3 rounds: 20 + 6
+    for _ in range(4):
+        site.run(3, end="run_finished")
+    with site.client() as client:
+        client.view.refresh()
+        held = {name: curves.held for name, curves in client.view._curves.items()}
+        assert held == {"run-0001": 0, "run-0002": 0, "run-0003": 26, "run-0004": 26}
+        assert all(len(curves.points) == 3 for curves in client.view._curves.values()), "those over all agents stay"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -120,3 +121,41 @@ def test_figures_of_single_agents_are_bounded_and_means_stay(path, monkeypatch):
     assert not curves.is_for_agents
     assert curves.newest() == {}
     assert curves.points[4].acc["personal"].mean == pytest.approx(0.6)
+
+
+def test_two_readers_of_a_growing_file_count_each_round_once(path):
+    lines = [line(number, {f"a{n}": 0.5 for n in range(20)}) for number in range(1, 401)]
+    path.write_text("")
+    curves, over = RunCurves(path), threading.Event()
+
+    def read():
+        while not over.is_set():
+            curves.read(2000)
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    with path.open("a") as file:
+        for one in lines:
+            file.write(one)
+            file.flush()
+    over.set()
+    for reader in readers:
+        reader.join()
+    while curves.read():
+        pass
+    assert (len(curves.points), curves.damaged, curves.version) == (400, 0, path.stat().st_size)
+    assert len(list(curves.of_agent("a3"))) == 400
+
+
+def test_nothing_changes_while_a_page_holds_the_lock(path):
+    lock = threading.RLock()
+    path.write_text("".join(line(number, {"a": 0.5}) for number in range(1, 50)))
+    curves = RunCurves(path, lock)
+    reader = threading.Thread(target=curves.read)
+    with lock:
+        reader.start()
+        reader.join(0.2)
+        assert (curves.points, curves.version) == ({}, 0)
+    reader.join()
+    assert len(curves.points) == 49

@@ -22,7 +22,6 @@ from coordinator.config import CoordinatorConfig, WebConfig
 from coordinator.processes.supervisor import command
 from coordinator.web.access import Access, token_path
 from coordinator.web.server import MOST_CONNECTIONS, Settings, WebProcess, listening, login_text, serve
-from edge_agent.errors import UsageError
 
 LIMIT_S = 30.0
 TASK = {
@@ -180,11 +179,67 @@ def test_serving_ends_when_it_is_asked_to_with_a_stream_open(site):
             assert not thread.is_alive()
 
 
-def test_taken_address_is_a_clear_error(site):
+def test_view_whose_address_is_taken_starts_when_it_is_free(site, caplog):
+    taken = socket.create_server(("127.0.0.1", 0))
+    with contextlib.closing(taken):
+        view = Running(site, listen=f"127.0.0.1:{taken.getsockname()[1]}")
+        view.process.start()
+        try:
+            end = time.monotonic() + LIMIT_S
+            while "choose another address" not in caplog.text and time.monotonic() < end:
+                threading.Event().wait(0.05)
+            assert "web_exited" in caplog.text
+            assert "choose another address" in caplog.text
+            assert not view.ready.is_set()
+            taken.close()
+            assert view.ready.wait(LIMIT_S)
+        finally:
+            view.process.stop()
+
+
+def test_serve_opens_nothing_where_the_address_of_the_view_is_taken(tmp_path, capsys):
+    from coordinator.cli import main
+
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        web = WebConfig(listen=f"127.0.0.1:{taken.getsockname()[1]}")
-        with pytest.raises(UsageError, match="choose another address"):
-            WebProcess(Settings(site.path, web), print).start()
+        config = tmp_path / "coordinator.toml"
+        config.write_text(
+            f'state = "state"\n[embedded]\nport = 0\n[web]\nlisten = "127.0.0.1:{taken.getsockname()[1]}"\n'
+            '[task]\nclass_names = ["a", "b"]\nencoder = "small_cnn"\n'
+            'input = { kind = "image", channels = 1, height = 32, width = 32 }\n'
+        )
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", "--config", str(config)])
+    assert ended.value.code == 2
+    assert "choose another address" in capsys.readouterr().err
+    assert not (tmp_path / "state").exists()
+
+
+def test_bad_requests_leave_nothing_in_a_log(site):
+    with Running(site) as view:
+        for _ in range(200):
+            with contextlib.closing(socket.create_connection(("127.0.0.1", view.port), LIMIT_S)) as client:
+                client.sendall(b"nonsense\r\n\r\n")
+                assert client.recv(4096).startswith(b"HTTP/1.1 400")
+        logs = [path for path in (site.path / "web").iterdir() if "log" in path.name]
+        assert sum(path.stat().st_size for path in logs) == 0
+
+
+def test_what_the_view_logs_is_in_a_file_of_bounded_size(site):
+    site.close()
+    site.journal.path.write_bytes(b"no journal")
+    with Running(site) as view:
+        assert view.get("/metrics")[0] == 200
+        logged = (site.path / "web" / "log.jsonl").read_text()
+        assert "metrics_without_journal" in logged
+        assert (site.path / "web" / "web.log").stat().st_size == 0
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux has it")
+def test_client_that_has_vanished_is_noticed_after_half_a_minute():
+    with listening(WebConfig(listen="127.0.0.1:0")) as at, socket.create_connection(at.getsockname(), LIMIT_S):
+        accepted, _ = at.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
 
 
 def test_login_address_is_printed_once_and_names_the_file_later(site):
