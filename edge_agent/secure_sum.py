@@ -4,7 +4,7 @@ Source: Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Set
 Privacy-Preserving Machine Learning", CCS 2017, protocol of Figure 4 with both masks, for a server that is honest but
 curious. Per round: (0) each client sends two public keys and the hash of its own mask's seed; (1) with everybody's keys
 it sends encrypted shares of its mask key and of that seed; (2) it sends its vector plus its own mask plus or minus one
-mask for each client that has sent shares; (3) told who has delivered, it reveals one share for each client: of the
+mask for each client that has sent shares; (3) knowing who has delivered, it reveals one share for each client: of the
 own mask of those who have, of the mask key of those who have not. So the masks of all can be removed from the sum, and
 from no single vector: the own mask protects a vector that arrives late, after its client's mask key was given up.
 

@@ -27,7 +27,7 @@ SLOW_FIRST = 3.0
 """A first round of more than so many times the others' median reaches beyond the plot."""
 
 EQUAL = 0.05
-"""Rounds that differ by no more than this share of their mean are told in one sentence."""
+"""Rounds that differ by no more than this share of their mean are one sentence."""
 
 NORMAL_95 = 1.959964
 

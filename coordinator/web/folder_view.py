@@ -35,9 +35,9 @@ from .run_curves import RunCurves, text
 
 log = logging.getLogger(__name__)
 
-RUN_KINDS = ("run_requested", "run_started", "cancel_requested", "bundle_exported", "run_pruned", *FINAL)
+RUN_KINDS = ("run_requested", "run_started", "cancel_requested", "bundle_exported", *FINAL)
 OF_AGENTS = history.KINDS
-KINDS = (*dict.fromkeys((*RUN_KINDS, *OF_AGENTS, *RELEASE_KINDS, "coordinator_started")),)
+KINDS = (*dict.fromkeys((*RUN_KINDS, *OF_AGENTS, *RELEASE_KINDS)),)
 ENTRIES_AT_ONCE = 2000
 """Read in one transaction; pages are served in between."""
 
@@ -133,7 +133,6 @@ class RunInfo:
     ended_at: str = ""
     status: str = "queued"
     reason: str = ""
-    is_pruned: bool = False
     cancel_requested: bool = False
     bundle: dict[str, Any] | None = None
 
@@ -198,7 +197,6 @@ class FolderView:
             self._timelines: dict[str, tuple[Timeline, deque[Event]]] = {}
         self.book = Book()
         self.runs: dict[str, RunInfo] = {}
-        self.starts: list[Entry] = []
         self._curves: dict[str, RunCurves] = {}
         self._asked: dict[str, None] = {}
         """Older runs, in the order in which pages asked for them last."""
@@ -255,9 +253,7 @@ class FolderView:
 
     def _add(self, entry: Entry) -> None:
         self._after = entry.id
-        if entry.kind == "coordinator_started":
-            self.starts = [*self.starts[-49:], entry]
-        elif entry.kind in RUN_KINDS and entry.run is not None:
+        if entry.kind in RUN_KINDS and entry.run is not None:
             self._add_to_run(entry, entry.run)
         if entry.kind in RELEASE_KINDS:
             self.book.add(entry)
@@ -280,8 +276,6 @@ class FolderView:
             run.cancel_requested = True
         elif entry.kind == "bundle_exported":
             run.bundle = {**entry.body, "digest": entry.digest, "at": entry.at}
-        elif entry.kind == "run_pruned":
-            run.is_pruned = True
         else:
             run.status, run.ended_at = FINAL[entry.kind], entry.at
             run.reason = text(entry.body.get("reason") or "")

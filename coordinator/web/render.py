@@ -72,14 +72,6 @@ def moment(text: object) -> str:
         return str(text)
 
 
-def epoch(text: object) -> float | None:
-    """The same in seconds since 1970."""
-    try:
-        return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
-        return None
-
-
 @functools.cache
 def _templates() -> jinja2.Environment:
     import jinja2
@@ -99,7 +91,6 @@ def _templates() -> jinja2.Environment:
             "bytes": megabytes,
             "duration": duration,
             "moment": moment,
-            "epoch": epoch,
             "count": lambda value: "–" if value is None else f"{value:,.0f}".replace(",", " "),
             "dash": lambda value: "–" if value in {None, ""} else value,
         }

@@ -46,7 +46,7 @@ MOST_OF_CLASSES = 4
 """Clients whose accuracies by class are drawn."""
 
 ALIKE = 0.005
-"""Pairs of clients whose values all lie so close to each other are told in a sentence."""
+"""Pairs of clients whose values all lie so close to each other need a sentence, not a matrix."""
 
 _MEASURES = {
     "separation": ("Class separation", "1 - cosine distance within classes / overall; higher is more apart", 1.0),
