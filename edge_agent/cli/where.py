@@ -44,3 +44,9 @@ def named(arguments: argparse.Namespace) -> str:
     if arguments.state is not None:
         return f" --state {arguments.state}"
     return "" if arguments.config == Path("agent.toml") else f" --config {arguments.config}"
+
+
+def check_exists(path: Path, expected: str) -> None:
+    """Raises UsageError where there is no such file or folder; ``expected`` says what should be there."""
+    if not path.exists():
+        raise UsageError(f"{path}: it is not there; expected {expected}, check the path")
