@@ -50,7 +50,7 @@ from ..personalize import (
     personalize,
     saved_features,
 )
-from ..precision import open_encoder
+from ..precision import Refit, open_encoder
 from ..task import Task, Tensors
 from ..trust import Envelope, Member, TrustStore, followed, parse, roots_in
 from ..wire.messages import Install, Job, Report
@@ -404,9 +404,7 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split, progress: Progre
             samples[0],
             threads,
             norm=config.head.norm,
-            seed=config.data.seed,
-            features=features,
-            progress=of_step("encoder"),
+            refit=Refit(config.data.seed, features, of_step("encoder")),
         )
     except BundleDamaged as error:
         if wanted != "int8":

@@ -182,7 +182,7 @@ def encoder_of(
     Where these are ``auto``, the samples ``train`` decide; without samples it is fp32 with the bundle's batch norm.
     """
     from ..encoder import Encoder
-    from ..precision import open_encoder
+    from ..precision import Refit, open_encoder
 
     threads = 1 if arguments.threads is None else arguments.threads
     if head is not None:
@@ -193,9 +193,7 @@ def encoder_of(
         train,
         threads,
         norm=getattr(arguments, "norm", "auto"),
-        seed=getattr(arguments, "seed", 0),
-        features=cache_of(arguments) / "features",
-        progress=output.progress("features"),
+        refit=Refit(getattr(arguments, "seed", 0), cache_of(arguments) / "features", output.progress("features")),
     )
 
 

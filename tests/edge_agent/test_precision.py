@@ -16,7 +16,7 @@ from edge_agent import variants
 from edge_agent.data import load
 from edge_agent.encoder import Encoder
 from edge_agent.errors import BundleDamaged
-from edge_agent.precision import choose, compared, open_encoder
+from edge_agent.precision import Refit, choose, count_right, open_encoder
 from edge_agent.variants import Timing, timed
 
 
@@ -107,7 +107,7 @@ def test_answers_are_counted_by_refitted_heads_on_samples_that_they_did_not_lear
     """Against scikit-learn on features by hand; what is held out are quarters of each class."""
     given = samples(bundle)
     encoders = {name: Encoder.open(bundle, name) for name in ("fp32", "int8")}
-    found = compared(encoders, given, seed=5)
+    found = count_right(encoders, given, Refit(seed=5))
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import cross_val_predict
 
@@ -150,7 +150,7 @@ def test_no_recording_learns_and_answers(make_bundle, tmp_path, monkeypatch):
     seen = []
     real = variants.folds
     monkeypatch.setattr(variants, "folds", lambda *all: seen.extend(real(*all)) or seen)
-    found = compared({name: Encoder.open(bundle, name) for name in ("fp32", "int8")}, given)
+    found = count_right({name: Encoder.open(bundle, name) for name in ("fp32", "int8")}, given)
     assert seen
     assert all(not set(given.groups[fold.train]) & set(given.groups[fold.test]) for fold in seen)
     assert found["of"] == 100
