@@ -55,7 +55,8 @@ from ..task import Task, Tensors
 from ..trust import Envelope, Member, TrustStore, followed, parse, roots_in
 from ..wire.messages import Install, Job, Report
 from .health import public_text
-from .local_state import candidate_folder, clean, file_mark, is_settled, samples_folder
+from .new_samples import file_mark, is_settled, samples_folder
+from .release_record import candidate_folder, clean
 
 log = logging.getLogger(__name__)
 

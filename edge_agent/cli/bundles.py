@@ -13,7 +13,7 @@ from . import output
 from .where import add_agent, check_exists, state_of
 
 if TYPE_CHECKING:
-    from ..agent.local_state import ReleaseRecord, RolledBack
+    from ..agent.release_record import ReleaseRecord, RolledBack
     from ..bundle import Bundle
     from ..trust import Envelope
 
@@ -44,7 +44,7 @@ def import_bundle(arguments: argparse.Namespace) -> int:
     Example:
       edge-agent import b.hwb --state /var/lib/headwater
     """
-    from ..agent.local_state import ReleaseRecord
+    from ..agent.release_record import ReleaseRecord
     from ..bundle import current_id, install, open_bundle, variant_figures
     from ..trust import Member, TrustStore, parse
 
@@ -157,7 +157,7 @@ def rollback(arguments: argparse.Namespace) -> int:
       edge-agent rollback --state /var/lib/headwater-agent
     """
     from .. import bundle as bundles
-    from ..agent.local_state import ReleaseRecord
+    from ..agent.release_record import ReleaseRecord
 
     state = state_of(arguments)
     check_exists(state, "an agent's state folder")
