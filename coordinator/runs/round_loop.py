@@ -934,13 +934,15 @@ class RunLoop:
         return config.model_copy(update={"rule": "clipped"}) if self._was_restored and config.rule == "mean" else config
 
     def _with_pooled_norm(self, number: int) -> Generator[Waiting, None, Run]:
-        agents = without(self.run.context.roster.present("train"), self.selection.left_out(number + 1))
-        return with_pooled_norm(self.run, number, self._norm, tuple(agents), self._collect_outside)
+        return with_pooled_norm(self.run, number, self._norm, self._trainers(number), self._collect_outside)
 
     def _with_client_ranges(self, pooled: Run, number: int) -> Generator[Waiting, None, Run]:
-        agents = without(self.run.context.roster.present("train"), self.selection.left_out(number + 1))
         collect = functools.partial(self._collect_outside, given=encoder_of(pooled))
-        return with_client_ranges(pooled, number, tuple(agents), collect)
+        return with_client_ranges(pooled, number, self._trainers(number), collect)
+
+    def _trainers(self, number: int) -> tuple[str, ...]:
+        """The agents that can be asked about their data after round ``number``."""
+        return tuple(without(self.run.context.roster.present("train"), self.selection.left_out(number + 1)))
 
     def _collect_outside(self, collection: Collection, given: Tensors | None = None) -> Steps:
         """Ask the agents of ``collection`` after a round; ``given``: the tensors that they are asked about."""
