@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..config import AgentConfig, load
 from ..errors import UsageError
 from ..storage import read_toml
 
@@ -34,6 +33,8 @@ def state_of(arguments: argparse.Namespace) -> Path:
         raise UsageError(
             f"{path}: it is not there; name the agent's file (--config FILE) or its state folder (--state DIR)"
         )
+    from ..config import AgentConfig, load  # brings pydantic, which '--help' does without
+
     data = read_toml(path).get("data", {})
     lacks_data = isinstance(data, dict) and "source" not in data  # as 'edge-agent enroll' leaves it without --data
     return load(AgentConfig, path, {"data": {"source": "none"}} if lacks_data else {}).state

@@ -121,7 +121,7 @@ def test_answers_are_counted_by_refitted_heads_on_samples_that_they_did_not_lear
 @pytest.mark.parametrize("lost, expected", [(0, "int8"), (1, "int8"), (2, "fp32"), (40, "fp32")])
 def test_half_a_point_is_the_most_that_int8_may_lose(bundle, monkeypatch, lost, expected):
     fast_int8(monkeypatch)
-    monkeypatch.setattr(module, "compared", lambda *_: {"fp32": 200, "int8": 200 - lost, "of": 240})
+    monkeypatch.setattr(module, "count_right", lambda *_: {"fp32": 200, "int8": 200 - lost, "of": 240})
     choice = choose(bundle, samples(bundle))
     assert choice.precision == expected
     assert f"{100 * (200 - lost) / 240:.1f}%" in choice.why
@@ -160,7 +160,7 @@ def test_other_samples_are_compared_anew_and_the_same_ones_are_not(bundle, monke
     fast_int8(monkeypatch)
     seen = []
     answers = {"fp32": 200, "int8": 200, "of": 240}
-    monkeypatch.setattr(module, "compared", lambda *given: seen.append(len(given[1])) or answers)
+    monkeypatch.setattr(module, "count_right", lambda *given: seen.append(len(given[1])) or answers)
     for count in (240, 240, 220):
         choose(bundle, samples(bundle, count))
     assert seen == [240, 220]
