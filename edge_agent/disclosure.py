@@ -7,13 +7,11 @@ sent that is not here. A test listens to whole runs and compares.
 from __future__ import annotations
 
 import ast
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from pydantic import BaseModel
 
@@ -187,11 +185,6 @@ def tensors(method: Method) -> Iterator[Item]:
         yield Item("activation_ranges", "ranges", meaning, "privacy.activation_ranges")
 
 
-def is_listed(listed: Iterable[Item], where: str, name: str) -> bool:
-    """Whether the list has a tensor of this name for this job."""
-    return any(item.where == where and fnmatchcase(name, item.name) for item in listed)
-
-
 HEADINGS = {
     "source": "Source",
     "travels": "Travels",
@@ -222,18 +215,3 @@ def travels(name: str) -> str:
         return ""
     doc = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
     return section(doc, HEADINGS["travels"])
-
-
-def unlisted(payload: bytes) -> list[str]:
-    """Names of fields in a control message of an agent that the list does not have; empty when it is complete."""
-    raw: dict[str, Any] = json.loads(payload)
-    listed = {item.name for item in messages() if item.where in {EVERY, raw.get("type")}}
-
-    def names(fields: dict[str, Any], path: str = "") -> Iterator[str]:
-        for name, value in fields.items():
-            if isinstance(value, dict):
-                yield from names(value, f"{path}{name}.")
-            else:
-                yield f"{path}{name}"
-
-    return [name for name in names(raw) if not any(fnmatchcase(name, pattern) for pattern in listed)]

@@ -38,7 +38,7 @@ from .local.models import MAJORITY, LocalModel, fit_local, refitting
 from .local.validation import Fold, LearningCurve, folds, is_better, learning_curve, sitting_of
 from .numeric import fit_numeric, score_numeric
 from .own_norm import OwnNorm, grade, remains
-from .precision import WantedNorm, with_norm
+from .precision import Refit, WantedNorm, with_norm
 from .storage import check_writable, shared_folder_lock
 from .task import Tensors
 
@@ -283,7 +283,7 @@ class Personalizer:
         """The encoder that a head for ``samples`` is fitted on: in fp32 with the batch norm that ``open`` asked for."""
         if self.encoder.precision != "fp32" or (self._norm == "shipped" and self.encoder.norm is None):
             return self.encoder
-        return with_norm(self.bundle, self._norm, samples, self._threads, seed=seed)
+        return with_norm(self.bundle, self._norm, samples, self._threads, Refit(seed))
 
     def partial_fit(
         self,
@@ -774,7 +774,7 @@ def evaluate_heads(features: Features, names: Iterable[str] | None = None) -> tu
     """
     results: list[Result] = []
     failed: dict[str, str] = {}
-    for name in names if names is not None else compared(features.bundle, features.train.class_names):
+    for name in names if names is not None else heads_to_compare(features.bundle, features.train.class_names):
         options = replace(features.options, head=name, params={})
         try:
             results.append(_measured(features, options))
@@ -893,7 +893,7 @@ def best_head(
     def fit_rows(name: str, rows: np.ndarray) -> Head:
         return fit(bundle, features[rows], samples.labels[rows], replace(options, head=name), samples.class_names)
 
-    names = compared(bundle, samples.class_names)
+    names = heads_to_compare(bundle, samples.class_names)
     divisions = _divisions(samples, options)
     choice = choose(names, fit_rows, features, samples.labels, divisions)
     choice = replace(choice, same_sitting=sitting_of(samples, divisions))
@@ -901,7 +901,7 @@ def best_head(
     return replace(options, head=choice.name), choice
 
 
-def compared(bundle: Bundle, class_names: tuple[str, ...]) -> tuple[str, ...]:
+def heads_to_compare(bundle: Bundle, class_names: tuple[str, ...]) -> tuple[str, ...]:
     """The heads that are compared for samples of these classes."""
     return candidates(bundle.manifest.heads, has_shared=shared_classifier(bundle, class_names) is not None)
 

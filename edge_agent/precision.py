@@ -48,6 +48,15 @@ class PrecisionChoice:
     why: str
 
 
+@dataclass(frozen=True)
+class Refit:
+    """How heads are refitted to compare encoders: ``cache`` is the folder of cached features, None for no cache."""
+
+    seed: int = 0
+    cache: Path | None = None
+    progress: Progress | None = None
+
+
 def open_encoder(
     bundle: Bundle,
     wanted: Wanted,
@@ -55,15 +64,13 @@ def open_encoder(
     threads: int = 1,
     *,
     norm: WantedNorm = "auto",
-    seed: int = 0,
-    features: Path | None = None,
-    progress: Progress | None = None,
+    refit: Refit = Refit(),
     clock: Callable[[], float] | None = None,
 ) -> Encoder:
     """The bundle's encoder in the requested precision and with the requested batch norm; ``auto`` chooses.
 
     ``samples`` are labelled local samples to learn from, none of those held out; without them ``auto`` is fp32 with the
-    bundle's batch norm. ``features`` is the folder of cached features.
+    bundle's batch norm. ``clock``: see `choose`.
 
     Raises:
         BundleDamaged: the self-test of fp32 fails, or that of int8 where it was requested by name.
@@ -76,12 +83,10 @@ def open_encoder(
                 "own batch norm is computed in fp32: int8 has the shipped one; choose precision fp32 or auto"
             )
         return replace(Encoder.open(bundle, "int8", threads), why_norm="int8 has the shipped statistics")
-    encoder = with_norm(bundle, norm, samples, threads, seed=seed, features=features, progress=progress)
+    encoder = with_norm(bundle, norm, samples, threads, refit)
     if wanted == "fp32" or (norm == "own" and encoder.norm is not None):
         return encoder
-    choice = choose(
-        bundle, samples, threads, fp32=encoder, seed=seed, features=features, progress=progress, clock=clock
-    )
+    choice = choose(bundle, samples, threads, refit, fp32=encoder, clock=clock)
     _log.info("precision_chosen precision=%s why=%s", choice.precision, choice.why)
     if choice.precision == "fp32":
         return encoder
@@ -94,10 +99,7 @@ def with_norm(
     wanted: WantedNorm,
     samples: Samples | None,
     threads: int = 1,
-    *,
-    seed: int = 0,
-    features: Path | None = None,
-    progress: Progress | None = None,
+    refit: Refit = Refit(),
 ) -> Encoder:
     """The fp32 encoder with batch norm statistics of the bundle or of the inputs of ``samples``; see `open_encoder`.
 
@@ -121,14 +123,14 @@ def with_norm(
     if why:
         return replace(shipped, why_norm=why)
     try:
-        own_statistics = estimated(bundle, sample(samples.inputs, np.random.default_rng(seed)))
+        own_statistics = estimated(bundle, sample(samples.inputs, np.random.default_rng(refit.seed)))
         own = Encoder.open(bundle, "fp32", threads, norm=own_statistics)
     except BundleDamaged as error:
         _log.warning("own_norm_not_used bundle=%s reason=%s", bundle.id[:12], error)
         return replace(shipped, why_norm=f"own statistics do not run here: {error}")
     if wanted == "own":
         return replace(own, why_norm="as configured")
-    answers = answered({"shipped": shipped, "own": own}, samples, seed, features, progress)
+    answers = right_answers({"shipped": shipped, "own": own}, samples, refit)
     lost, gained = (
         int((answers[one] & ~answers[other]).sum()) for one, other in (("shipped", "own"), ("own", "shipped"))
     )
@@ -172,11 +174,9 @@ def choose(
     bundle: Bundle,
     samples: Samples | None,
     threads: int = 1,
+    refit: Refit = Refit(),
     *,
     fp32: Encoder | None = None,
-    seed: int = 0,
-    features: Path | None = None,
-    progress: Progress | None = None,
     clock: Callable[[], float] | None = None,
 ) -> PrecisionChoice:
     """int8 where it is faster and as accurate here, else fp32; the cheapest checks come first.
@@ -211,7 +211,7 @@ def choose(
         write_record(path, conditions, measured)
         return PrecisionChoice("fp32", f"{shown}; int8 would have to save {LEAST_GAIN:.0%} and {LEAST_GAIN_MS} ms")
     digest = hashlib.sha256(samples.digest.encode() + samples.labels.tobytes()).hexdigest()
-    answers = measured["accuracy"].get(digest) or compared(encoders, samples, seed, features, progress)
+    answers = measured["accuracy"].get(digest) or count_right(encoders, samples, refit)
     write_record(path, conditions, {**measured, "accuracy": {digest: answers}})
     right = {name: answers[name] / max(answers["of"], 1) for name in encoders}
     if answers["of"] < LEAST_ANSWERS:
@@ -223,25 +223,13 @@ def choose(
     return PrecisionChoice("int8" if is_as_good else "fp32", f"{result}{limit}")
 
 
-def compared(
-    encoders: Mapping[str, Encoder],
-    samples: Samples,
-    seed: int = 0,
-    cache: Path | None = None,
-    progress: Progress | None = None,
-) -> dict[str, int]:
-    """Right answers of `answered`, and their number (``of``)."""
-    answers = answered(encoders, samples, seed, cache, progress)
+def count_right(encoders: Mapping[str, Encoder], samples: Samples, refit: Refit = Refit()) -> dict[str, int]:
+    """Numbers of `right_answers`, and of all answers (``of``)."""
+    answers = right_answers(encoders, samples, refit)
     return {**{name: int(rows.sum()) for name, rows in answers.items()}, "of": len(next(iter(answers.values())))}
 
 
-def answered(
-    encoders: Mapping[str, Encoder],
-    samples: Samples,
-    seed: int = 0,
-    cache: Path | None = None,
-    progress: Progress | None = None,
-) -> dict[str, np.ndarray]:
-    """Which answers (m,) of heads refitted on each encoder's features are right, see `refitted_answers`."""
-    features = {name: features_of(samples, encoder, cache, progress) for name, encoder in encoders.items()}
-    return refitted_answers(features, samples, seed)
+def right_answers(encoders: Mapping[str, Encoder], samples: Samples, refit: Refit = Refit()) -> dict[str, np.ndarray]:
+    """Which answers, (m,) bool, of heads refitted on each encoder's features are right, see `refitted_answers`."""
+    features = {name: features_of(samples, one, refit.cache, refit.progress) for name, one in encoders.items()}
+    return refitted_answers(features, samples, refit.seed)

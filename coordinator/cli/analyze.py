@@ -10,14 +10,12 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from edge_agent import heads
 from edge_agent.config import parse
 from edge_agent.errors import ConfigError, UsageError
 from edge_agent.storage import check_writable
 
 from ..research import analyze as analysis
 from ..research.analyze import Settings
-from ..research.analyze.page import write
 from .options import Config, Given, Json, Verbose, from_model, state_path
 from .output import console, is_live, present, set_up_logging, table, text
 
@@ -52,6 +50,10 @@ def analyze(
 
     Example: headwater analyze sim --target 0.8 --out sim/analysis
     """
+    from edge_agent import heads
+
+    from ..research.analyze.page import write
+
     set_up_logging(verbose=verbose, quiet=True)
     settings = parse(Settings, given, where="the options")
     if out is not None and out.exists() and not out.is_dir():

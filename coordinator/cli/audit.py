@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from edge_agent.errors import UsageError
 
-from ..runs.audit import Audit
-from ..runs.audit import audit as audit_run
-from ..state.store import StateFolder
 from ..text import counted
 from .options import Config, Json, State, state_path
 from .output import present, table
+
+if TYPE_CHECKING:
+    from ..runs.audit import Audit
+
 
 Run = Annotated[str, typer.Argument(help="Run to check, as 'headwater status' names it.")]
 Agents = Annotated[
@@ -34,6 +35,9 @@ def audit(run: Run, config: Config = None, state: State = None, agent: Agents = 
 
     Example: headwater audit run-0001 --config coordinator.toml
     """
+    from ..runs.audit import audit as audit_run
+    from ..state.store import StateFolder
+
     if missing := [str(one) for one in agent or () if not one.is_dir()]:
         raise UsageError(f"no folder {', '.join(missing)}; --agent names an agent's state folder, or a copy of it")
     with StateFolder(state_path(config, state)).look() as folder:

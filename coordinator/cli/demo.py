@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,17 +23,14 @@ from edge_agent.task import ImageInput, Task
 from edge_agent.worker import stop_on_signals
 
 from ..config import CoordinatorConfig, RunConfig, WebConfig
-from ..processes.compute import InlineCompute
-from ..processes.supervisor import ChildProcess, command
-from ..runs.result_notes import lines
-from ..service.app import coordinator
-from ..state.store import RunFolder
-from ..web.server import Settings, WebProcess, listening
-from .follow import follow
 from .options import Given, Json, Verbose, from_model
 from .output import console, present, set_up_logging
-from .run import agents_table, footnotes, request_for
-from .web import announcement
+
+if TYPE_CHECKING:
+    from ..processes.supervisor import ChildProcess
+    from ..state.store import RunFolder
+    from ..web.server import Settings
+
 
 MARKER = ".headwater-demo"
 TRAIN_STYLES = ("optdigits", "inverted", "photo", "rendered")
@@ -91,6 +88,13 @@ def demo(
 
     Example: headwater demo --web
     """
+    from ..processes.compute import InlineCompute
+    from ..service.app import coordinator
+    from ..web.server import WebProcess
+    from .follow import follow
+    from .run import request_for
+    from .web import announcement
+
     set_up_logging(verbose=verbose, quiet=True)
     begin = time.monotonic()
     folder = folder.absolute()
@@ -131,6 +135,8 @@ def demo(
 
 def _web_settings(config: CoordinatorConfig) -> Settings:
     """A web view at the usual port of this machine, or at any free one where that is taken."""
+    from ..web.server import Settings, listening
+
     web = WebConfig()
     try:
         listening(web).close()
@@ -145,6 +151,8 @@ def _present(results: RunFolder, folder: Path, seconds: float, *, as_json: bool)
     Raises:
         HeadwaterError: it left no summary.
     """
+    from .run import agents_table, footnotes
+
     summary = results.summary()
     if summary is None:
         raise HeadwaterError(f"{results.run} left no summary in {results.folder}; look at {folder / 'logs'}")
@@ -161,6 +169,8 @@ def _present(results: RunFolder, folder: Path, seconds: float, *, as_json: bool)
 
 def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
     """What the table means, and what to try next."""
+    from ..runs.result_notes import lines
+
     heads = [agent["acc"] for agent in summary["agents"] if agent["tier"] == "head"]
     personal, local = ([acc[scope] for acc in heads if acc[scope] is not None] for scope in ("personal", "local"))
     if personal and local:
@@ -203,6 +213,8 @@ def _coordinator_config(folder: Path) -> CoordinatorConfig:
 @contextlib.contextmanager
 def _agents(folder: Path, url: str, seed: int) -> Iterator[dict[str, ChildProcess]]:
     """All agents as processes, each with a configuration file as one would write it by hand."""
+    from ..processes.supervisor import ChildProcess, command
+
     agents: dict[str, ChildProcess] = {}
     try:
         for number, style in enumerate(STYLES):

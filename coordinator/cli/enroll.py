@@ -5,18 +5,21 @@ from __future__ import annotations
 import re
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from edge_agent.config import NAME_PATTERN
 from edge_agent.errors import UsageError
-from edge_agent.identity import Token, shown
 
-from ..config import load_config
-from ..identity.enrolment import Enrolment
 from .options import Config, Json, State
 from .output import console, print_json
+
+if TYPE_CHECKING:
+    from edge_agent.identity import Token
+
+    from ..identity.enrolment import Enrolment
+
 
 Name = Annotated[str, typer.Argument(help="The device's id in the federation.")]
 Expires = Annotated[str, typer.Option("--expires", help="How long the token counts: 30m, 12h, 14d or 8w.")]
@@ -63,6 +66,9 @@ def enrolment(config: Path | None, state: Path | None) -> Enrolment:
         UsageError: its devices have no certificates.
         StateError: there is no authority in the state folder.
     """
+    from ..config import load_config
+    from ..identity.enrolment import Enrolment
+
     settings = load_config(config, state)
     if settings.identity is None:
         raise UsageError(
@@ -88,6 +94,8 @@ def duration(text: str) -> timedelta:
 
 def print_token(token: Token, *, as_json: bool) -> None:
     """The token alone on stdout, what to do with it on stderr."""
+    from edge_agent.identity import shown
+
     if as_json:
         content = {"name": token.name, "token": token.text(), "authority": token.authority, "expires": token.expires}
         print_json(content)

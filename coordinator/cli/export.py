@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_agent.bundle import variant_figures
 from edge_agent.cli import output
 from edge_agent.storage import write_tensors
 
-from ..api import TrainedModel, export_run
 from ..config import DEFAULT_CONFIG, ExportConfig, HostedConfig, load_config
 from ..state.journal import RunRecord
 from .options import Config, Json, State
 from .output import console, is_live, present, ready_for, set_up_logging, table, text
+
+if TYPE_CHECKING:
+    from ..api import TrainedModel
+
 
 if TYPE_CHECKING:
     from export import Report
@@ -52,6 +54,8 @@ def export(
 
     Example: headwater export -c coordinator.toml --run run-0001 --out encoder.hwb
     """
+    from ..api import TrainedModel, export_run
+
     set_up_logging(quiet=True)
     if config is None and state is not None and not DEFAULT_CONFIG.exists():
         folder, settings, hosted = state, ExportConfig(), tuple[HostedConfig, ...]()
@@ -92,6 +96,8 @@ def _write_weights(trained: TrainedModel, out: Path) -> dict[str, Any]:
 
 
 def _exported(report: Report, record: RunRecord) -> dict[str, Any]:
+    from edge_agent.bundle import variant_figures
+
     manifest = report.manifest
     return {
         "run_id": record.run,

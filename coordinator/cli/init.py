@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,18 +16,14 @@ from edge_agent.config import NAME_PATTERN, is_loopback, parse
 from edge_agent.errors import MissingCapability, UsageError
 from edge_agent.storage import read_toml, write_atomic
 
-from ..broker import find_mosquitto
 from ..config import IdentityConfig, load_config
-from ..identity.authority import Authority
-from ..identity.enrolment import Enrolment
-from ..identity.ledger import identity_folder
-from ..identity.serving import BrokerFiles
-from ..state.command_keys import CommandKeys
-from ..state.journal import utc_now
-from ..state.release_keys import Public, ReleaseKeys, read_public, role
-from .keys import described
 from .options import Json
 from .output import present
+
+if TYPE_CHECKING:
+    from ..identity.authority import Authority
+    from ..state.release_keys import Public
+
 
 Folder = Annotated[Path | None, typer.Argument(metavar="DIR", help="New folder for coordinator.toml and its state.")]
 Config = Annotated[
@@ -95,6 +91,11 @@ def init(
 
     Example: headwater init fleet --host coordinator.example
     """
+    from ..broker import find_mosquitto
+    from ..identity.ledger import identity_folder
+    from ..state.release_keys import Public, ReleaseKeys, read_public, role
+    from .keys import described
+
     if (folder is None) == (config is None):
         raise UsageError(
             "name either a new folder (headwater init DIR) or an existing file (headwater init --config FILE)"
@@ -170,6 +171,14 @@ def init(
 def _make(
     state: Path, federation: str, identity: IdentityConfig, public: Sequence[Public], threshold: int
 ) -> Authority:
+    from ..identity.authority import Authority
+    from ..identity.enrolment import Enrolment
+    from ..identity.ledger import identity_folder
+    from ..identity.serving import BrokerFiles
+    from ..state.command_keys import CommandKeys
+    from ..state.journal import utc_now
+    from ..state.release_keys import ReleaseKeys
+
     folder, now = identity_folder(state), utc_now()
     keys = ReleaseKeys(state)
     if keys.exist and (other := keys.newest().federation) != federation:

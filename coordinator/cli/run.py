@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -14,19 +14,15 @@ from edge_agent.errors import UsageError
 from edge_agent.worker import stop_on_signals
 
 from ..config import CoordinatorConfig, RunConfig, load_config
-from ..fleet.release_commands import releases_of_run
-from ..processes.compute import InlineCompute
-from ..report.figures import notes_of
-from ..runs.request import Request, Weights
-from ..runs.result_notes import lines, local_models, metric_lines, spent, standing
-from ..service.app import coordinator
-from ..service.preflight import checked_method, fresh_on_devices, overlaps
-from ..state.journal import RunRecord
-from ..state.store import StateFolder, read_status
 from ..text import counted, listed
-from .follow import Invocation, ahead_of, behind, follow, is_serving, result_of
 from .options import INTERRUPTED, Config, Given, Json, Logs, State, Verbose, flag, from_model
 from .output import console, present, set_up_logging, table
+
+if TYPE_CHECKING:
+    from ..runs.request import Request
+    from ..state.journal import RunRecord
+    from .follow import Invocation
+
 
 Paper = Annotated[
     bool,
@@ -78,6 +74,9 @@ def run(
 
     Example: headwater run -c coordinator.toml --method repper --rounds 5
     """
+    from ..state.store import StateFolder
+    from .follow import Invocation, result_of
+
     settings = load_config(config, state)
     settings = settings.model_copy(update={"warm_start": None}) if no_warm_start else settings
     weights = given.pop("weights", None)
@@ -112,6 +111,9 @@ def run(
 
 def next_steps(state: Path, summary: dict[str, Any]) -> Iterator[str]:
     """The commands that bring a run's bundle to devices, where it does not go to them by itself."""
+    from ..fleet.release_commands import releases_of_run
+    from ..state.store import StateFolder
+
     if not (bundle := summary.get("bundle")):
         return
     with StateFolder(state).look() as folder:
@@ -130,6 +132,9 @@ def next_steps(state: Path, summary: dict[str, Any]) -> Iterator[str]:
 
 def _put_into_queue(settings: CoordinatorConfig, request: Request, invocation: Invocation, *, as_json: bool) -> None:
     """Request the run in the journal, which is durable, and say which command will do it."""
+    from ..state.store import StateFolder
+    from .follow import ahead_of, behind, is_serving
+
     serving = is_serving(settings.state)
     if serving:
         _note_other_settings(settings)
@@ -138,12 +143,14 @@ def _put_into_queue(settings: CoordinatorConfig, request: Request, invocation: I
         ahead, first = ahead_of(folder.journal, run), behind(folder.journal, run, invocation)
     takers = f"{invocation.command('serve')} or {invocation.command(f'run --resume {run}')}"
     taker = "the coordinator at work here does it" if serving else f"no coordinator is serving; {takers} does it"
-    lines = [f"{run} is in the queue: {taker}", *([first] if first else [])]
-    present({"run_id": run, "serving": serving, "queued_behind": ahead}, lines, as_json=as_json)
+    shown = [f"{run} is in the queue: {taker}", *([first] if first else [])]
+    present({"run_id": run, "serving": serving, "queued_behind": ahead}, shown, as_json=as_json)
 
 
 def _note_other_settings(settings: CoordinatorConfig) -> None:
     """Say where this command's configuration is not the one that the coordinator at work has read at its start."""
+    from ..state.store import read_status
+
     known, own = read_status(settings.state).get("settings"), settings.digests()
     changed = [f"[{name}]" for name, digest in own.items() if isinstance(known, dict) and known.get(name) != digest]
     if changed:
@@ -156,6 +163,13 @@ def _note_other_settings(settings: CoordinatorConfig) -> None:
 
 def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocation) -> RunRecord:
     """The record of a new run, or of one to resume, at its end; a signal ends the command with `INTERRUPTED`."""
+    from ..processes.compute import InlineCompute
+    from ..runs.request import Request
+    from ..runs.result_notes import standing
+    from ..service.app import coordinator
+    from ..state.store import StateFolder
+    from .follow import behind, follow, is_serving
+
     serving = is_serving(settings.state)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
@@ -202,6 +216,9 @@ def request_for(
         UsageError: an unknown method or encoder, parameters that they do not have, data that are not there; all
             mistakes are listed.
     """
+    from ..runs.request import Request, Weights
+    from ..service.preflight import checked_method, fresh_on_devices, overlaps
+
     defaults = settings.run
     name = method or defaults.method
     base = defaults.params if name == defaults.method else {}
@@ -226,6 +243,8 @@ def request_for(
 
 def result_parts(summary: dict[str, Any]) -> Iterator[Table | str]:
     """A run's result for people: a table of the devices, then what else has to be known."""
+    from ..runs.result_notes import lines, metric_lines
+
     bundle = summary.get("bundle")
     exported = f"no bundle ({summary.get('bundle_why_not', 'not exported')})"
     if bundle:
@@ -241,6 +260,8 @@ def result_parts(summary: dict[str, Any]) -> Iterator[Table | str]:
 
 def agents_table(summary: dict[str, Any]) -> Table:
     """Figures of each device; narrow enough for 80 columns."""
+    from ..report.figures import notes_of
+
     scopes = ("local", "global", "personal")
     columns = ("agent", "tier", "head", "samples", *(f"acc.\n{scope}" for scope in scopes))
     rows = [
@@ -259,6 +280,9 @@ def agents_table(summary: dict[str, Any]) -> Table:
 
 def footnotes(summary: dict[str, Any]) -> Iterator[str]:
     """Which models ``acc.local`` is of, then notes on devices and their failures, one line each."""
+    from ..report.figures import notes_of
+    from ..runs.result_notes import local_models, spent
+
     if models := local_models(summary.get("agents", [])):
         yield f"acc.local, alone and without the federation: {models}"
     yield from (f"{a['id']} *: {note}" for a in summary.get("agents", []) for note in notes_of(a))

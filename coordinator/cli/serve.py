@@ -11,11 +11,7 @@ import typer
 from edge_agent.worker import in_child, stop_on_signals
 
 from ..config import DEFAULT_CONFIG, load_config
-from ..runs.result_notes import standing
-from ..service.app import coordinator, take_over
-from ..service.preflight import check_defaults, check_private, without_lost_weights
 from ..service.standby import TAKEOVER_S
-from .follow import Invocation
 from .options import INTERRUPTED, Config, Logs, State, Verbose
 from .output import console, set_up_logging
 from .web import announcement
@@ -60,6 +56,11 @@ def serve(
 
     Example: headwater serve --standby --takeover-s 60 --config configs/coordinator.toml
     """
+    from ..runs.result_notes import standing
+    from ..service.app import coordinator, take_over
+    from ..service.preflight import check_defaults, check_private, without_lost_weights
+    from .follow import Invocation
+
     set_up_logging(verbose=verbose, log_format=log_format)
     settings = load_config(config, state)
     if not insecure:

@@ -9,11 +9,8 @@ from typing import Annotated
 import typer
 
 from edge_agent.errors import UsageError, cause
-from edge_agent.identity import MAX_LINE_BYTES, CertificateRequest, shown
 from edge_agent.storage import Access, write_atomic
-from edge_agent.task import parse_json
 
-from .enroll import enrolment
 from .options import Config, Json, State
 from .output import present, ready_for
 
@@ -37,6 +34,11 @@ def sign(
 
     Example: headwater sign request.json --out answer.json
     """
+    from edge_agent.identity import MAX_LINE_BYTES, CertificateRequest, shown
+    from edge_agent.task import parse_json
+
+    from .enroll import enrolment
+
     ready_for(out)
     issuer = enrolment(config, state)
     try:

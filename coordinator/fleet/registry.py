@@ -548,7 +548,7 @@ EPOCHS_OF_A_COPY = 1000
 """The epochs of a copy begin at the next multiple of it, so that restarts of the original stay below them."""
 
 
-def begin(
+def record_start(
     journal: Journal,
     *,
     version: str,
@@ -622,7 +622,7 @@ class RunNames(RunIds):
 
 
 class CommandSender:
-    """Sends the messages of one coordinator. ``federation`` and ``epoch`` are set when it starts.
+    """Sends the messages of one coordinator, from `serve_as` on.
 
     With ``keys`` they carry a proof of their sender, which agents that have a key ask for.
     """
@@ -640,6 +640,10 @@ class CommandSender:
         self._seq = 0
         self._epochs: dict[str, int] = {}
         self._protocols: dict[str, int] = {}
+
+    def serve_as(self, federation: str, epoch: int) -> None:
+        """Messages are of this federation and this start of its coordinator from now on."""
+        self.federation, self.epoch = federation, epoch
 
     def speaks(self, agent: str, protocol: int) -> None:
         """Messages to this agent are of that version of the protocol from now on; to others, of the oldest."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from edge_agent import heads
@@ -57,6 +56,28 @@ Make = Callable[[str, Tensors], tuple[Job, tuple[Outgoing, ...]]]
 """An agent's job with what the agent gets by the method's own `Method.downlink`, and the blobs that it refers to."""
 
 
+@dataclass(frozen=True)
+class JobSpec:
+    """What the agents of an assignment are asked to do."""
+
+    round: int
+    purpose: Purpose = "train"
+    joining: tuple[str, ...] = ()
+    """Devices without torch, which contribute where others train."""
+
+    given: Tensors | None = None
+    """What all start from; None: from the state of the run."""
+
+    own: Callable[[str], Tensors] = lambda _: {}
+    """What an agent gets beside that, alone."""
+
+    work: Mapping[str, float] = field(default_factory=dict)
+    """Slow agent -> its share of local training."""
+
+    session: str = ""
+    """Attempt at a secure sum that this is part of; empty: of none."""
+
+
 @dataclass
 class Assignment:
     """Work that is open until ``until`` (of `Roster.heard_s`). ``make`` is called once for each agent."""
@@ -64,14 +85,7 @@ class Assignment:
     context: RunContext
     until: float
     make: Make
-    purpose: Purpose = "train"
-    round: int = 0
-    work: Mapping[str, float] = field(default_factory=dict)
-    """Slow agent -> its share of local training."""
-
-    session: str = ""
-    """Attempt at a secure sum that this is part of; empty: of none."""
-
+    spec: JobSpec
     downlinks: Callable[[tuple[str, ...]], Mapping[str, Tensors]] | None = None
     """What each of these agents gets alone, computed in the worker; None: no function of the method's own decides."""
 
@@ -98,14 +112,14 @@ class Assignment:
             return
         update = {
             "deadline_s": max(1.0, self.until - self.context.roster.heard_s()),
-            "work": self.work.get(agent, 1.0),
+            "work": self.spec.work.get(agent, 1.0),
         }
         self.context.roster.asked(agent)
         self.context.send(agent, self._jobs[agent].model_copy(update=update))
 
     def extend(self, until: float, work: Mapping[str, float], agents: Sequence[str]) -> Steps:
         """Ask more agents, with another deadline for all."""
-        self.until, self.work = until, work
+        self.until, self.spec = until, replace(self.spec, work=work)
         yield from self.ask(agents)
 
     def withdraw(self) -> None:
@@ -117,7 +131,7 @@ class Assignment:
 
     def purpose_of(self, agent: str) -> Purpose:
         """What this agent is asked to do; a device without torch contributes where others train."""
-        return self._jobs[agent].purpose if agent in self._jobs else self.purpose
+        return self._jobs[agent].purpose if agent in self._jobs else self.spec.purpose
 
     def _prepare(self, agents: Sequence[str]) -> None:
         """Make the jobs of those of these agents that have none, and invite them."""
@@ -287,11 +301,11 @@ class RunLoop:
     def on_fault(self, agent: str, message: Fault) -> None:
         """An agent failed at its task: its update is no longer expected. Faults of other tasks change nothing."""
         reason, asked = f"{message.error}: {message.message}", self._asked_of(agent)
-        if message.round != (asked.round if asked is not None else 0):  # 0: the bundle that is being released
+        if message.round != (asked.spec.round if asked is not None else 0):  # 0: the bundle that is being released
             return
         if asked is not None and message.purpose not in {None, asked.purpose_of(agent)}:
             return
-        if asked is not None and message.session not in {"", asked.session}:
+        if asked is not None and message.session not in {"", asked.spec.session}:
             return
         if self.run.context.collector.open_round is not None:
             self.run.context.collector.failed(agent, reason, message.boot)
@@ -306,7 +320,7 @@ class RunLoop:
             return
         is_at_work = (message.run, message.round, message.purpose) == (
             self.run.id,
-            asked.round,
+            asked.spec.round,
             asked.purpose_of(agent),
         )
         if self._concerns(agent):
@@ -334,7 +348,7 @@ class RunLoop:
     def status(self) -> dict[str, Any]:
         """The state of the run, as JSON."""
         collection = self.run.context.collector.open_round
-        number = collection.round if collection else (self.asked.round if self.asked else 0)
+        number = collection.round if collection else (self.asked.spec.round if self.asked else 0)
         return {
             "id": self.run.id,
             "method": self.run.request.method,
@@ -484,9 +498,8 @@ class RunLoop:
         collection = self._open(opened, is_new=True, sums=sums, absent=absent)
         self.selection.opened(collection)
         work = opened.body.get("work", {})
-        until = yield from self._ask(
-            number, collection.outstanding, work=work, session=sums.session, own=sums.for_training
-        )
+        spec = JobSpec(number, work=work, session=sums.session, own=sums.for_training)
+        until = yield from self._ask(collection.outstanding, spec)
         self.selection.asked(collection.outstanding)
         late_s = yield from self.selection.collect(collection, until, work=work)
         absent.note(collection, self.selection.unanswered(collection, late_s))
@@ -537,7 +550,7 @@ class RunLoop:
         )
         self._collect(collection)
         self.selection.opened(collection)
-        until = yield from self._ask(opened.round, agents, purpose, given=given, session=sums.session)
+        until = yield from self._ask(agents, JobSpec(opened.round, purpose, given=given, session=sums.session))
         late_s = yield from self.selection.collect(collection, until)
         absent.note(collection, self.selection.unanswered(collection, late_s))
         self._call_off(collection)
@@ -664,7 +677,7 @@ class RunLoop:
             self.selection.opened(collection)
             yield from self._resume_earlier(opened)
             agents = tuple(without(collection.outstanding, opened.body.get("asked", {})))
-            until = yield from self._ask(opened.round, agents, joining=opened.joining, work=work)
+            until = yield from self._ask(agents, JobSpec(opened.round, joining=opened.joining, work=work))
         self.selection.asked(new or collection.outstanding)
         return until
 
@@ -723,44 +736,17 @@ class RunLoop:
         self._bases = {int(number): digest for number, digest in opened.body.get("bases", {}).items()} or self._bases
         for version in sorted({*opened.body.get("asked", {}).values()} - self._earlier.keys()):
             then = replace(self.run, state=self._base(version), checkpoint=self._bases[version])
-            self._earlier[version] = yield from self._assignment(version, then)
+            self._earlier[version] = yield from self._assignment(then, JobSpec(version))
 
-    def _ask(
-        self,
-        number: int,
-        agents: tuple[str, ...],
-        purpose: Purpose = "train",
-        *,
-        joining: tuple[str, ...] = (),
-        given: Tensors | None = None,
-        own: Callable[[str], Tensors] = lambda _: {},
-        work: Mapping[str, float] = MappingProxyType({}),
-        session: str = "",
-    ) -> Generator[Waiting, None, float]:
+    def _ask(self, agents: tuple[str, ...], spec: JobSpec) -> Generator[Waiting, None, float]:
         """Offer the agents the blobs of their tasks, and send them the tasks; returns the deadline."""
-        self.asked = asked = yield from self._assignment(
-            number, self.run, purpose, joining=joining, given=given, own=own, work=work, session=session
-        )
+        self.asked = asked = yield from self._assignment(self.run, spec)
         yield from asked.ask(agents)
         return asked.until
 
-    def _assignment(
-        self,
-        number: int,
-        run: Run,
-        purpose: Purpose = "train",
-        *,
-        joining: tuple[str, ...] = (),
-        given: Tensors | None = None,
-        own: Callable[[str], Tensors] = lambda _: {},
-        work: Mapping[str, float] = MappingProxyType({}),
-        session: str = "",
-    ) -> Generator[Waiting, None, Assignment]:
-        """The tasks of agents that start from the state of ``run``, or from what is ``given`` instead.
-
-        ``own``: what an agent gets beside that, alone.
-        """
-        method, config = run.method, run.context.config
+    def _assignment(self, run: Run, spec: JobSpec) -> Generator[Waiting, None, Assignment]:
+        """The tasks of agents that start from the state of ``run``, or from what is given instead."""
+        method, config, number, purpose = run.method, run.context.config, spec.round, spec.purpose
         limit_s = config.round.deadline_s if purpose == "train" else REPORT_DEADLINE_S
         if purpose in EXCHANGES:
             limit_s = min(limit_s, config.round.deadline_s)
@@ -780,12 +766,12 @@ class RunLoop:
             deadline_s=limit_s,
             evaluate=bool(every) and (number % every == 0 or number == run.request.rounds),
             privacy=self._budget.asked(),
-            session=session,
+            session=spec.session,
         )
         shared: Tensors = {}
         common: tuple[Outgoing, ...] = ()
-        if given is not None:
-            common = (Outgoing.of(encode(given)),) if given else ()
+        if spec.given is not None:
+            common = (Outgoing.of(encode(spec.given)),) if spec.given else ()
         elif purpose != "batch_norm_stats":
             if "broadcast" in self._own.names:
                 broadcast = functools.partial(self._own.broadcast, run.checkpoint)
@@ -796,14 +782,14 @@ class RunLoop:
             stored = run.context.state.blobs.path(run.checkpoint)
             common = (Outgoing.open(stored, run.checkpoint) if in_store else Outgoing.of(encode(shared)),)
 
-        task, gets_state = () if large is None else (large,), bool(common) and given is None
+        task, gets_state = () if large is None else (large,), bool(common) and spec.given is None
         is_own = gets_state and "downlink" in self._own.names
 
         def make(agent: str, downlink: Tensors) -> tuple[Job, tuple[Outgoing, ...]]:
-            alone = {**own(agent), **downlink}
+            alone = {**spec.own(agent), **downlink}
             if gets_state and not is_own:
                 alone |= method.downlink(run.state, agent)
-            if agent not in joining:
+            if agent not in spec.joining:
                 blobs = (*common, Outgoing.of(encode(alone))) if alone else common
                 refs = tuple(blob.ref for blob in blobs)
                 return job.model_copy(update={"blobs": refs}), (*blobs, *task)
@@ -817,7 +803,7 @@ class RunLoop:
 
         until = run.context.roster.heard_s() + limit_s
         downlinks = functools.partial(self._own.downlinks, run.checkpoint) if is_own else None
-        return Assignment(run.context, until, make, purpose, number, work, session, downlinks, self._fail)
+        return Assignment(run.context, until, make, spec, downlinks, self._fail)
 
     def _call_off(self, collection: Collection) -> None:
         asked_in = collection.asked_in if isinstance(collection, BufferedCollection) else {}
@@ -948,19 +934,21 @@ class RunLoop:
         return config.model_copy(update={"rule": "clipped"}) if self._was_restored and config.rule == "mean" else config
 
     def _with_pooled_norm(self, number: int) -> Generator[Waiting, None, Run]:
-        agents = without(self.run.context.roster.present("train"), self.selection.left_out(number + 1))
-        return with_pooled_norm(self.run, number, self._norm, tuple(agents), self._collect_outside)
+        return with_pooled_norm(self.run, number, self._norm, self._trainers(number), self._collect_outside)
 
     def _with_client_ranges(self, pooled: Run, number: int) -> Generator[Waiting, None, Run]:
-        agents = without(self.run.context.roster.present("train"), self.selection.left_out(number + 1))
         collect = functools.partial(self._collect_outside, given=encoder_of(pooled))
-        return with_client_ranges(pooled, number, tuple(agents), collect)
+        return with_client_ranges(pooled, number, self._trainers(number), collect)
+
+    def _trainers(self, number: int) -> tuple[str, ...]:
+        """The agents that can be asked about their data after round ``number``."""
+        return tuple(without(self.run.context.roster.present("train"), self.selection.left_out(number + 1)))
 
     def _collect_outside(self, collection: Collection, given: Tensors | None = None) -> Steps:
         """Ask the agents of ``collection`` after a round; ``given``: the tensors that they are asked about."""
         self._collect(collection)
         self.selection.opened(collection)
-        until = yield from self._ask(collection.round, collection.cohort, collection.purpose, given=given)
+        until = yield from self._ask(collection.cohort, JobSpec(collection.round, collection.purpose, given=given))
         yield from self.selection.collect(collection, until)
         self._call_off(collection)
 
@@ -973,7 +961,7 @@ class RunLoop:
         last = set(opened[-1].body["cohort"]) - set(opened[-1].body.get("joining", ())) if opened else set()
         refusing = self.selection.exclusions.refusing(self.selection.boot)
         agents = tuple(without(sorted({*last, *self.run.context.roster.present("train")}), refusing))
-        yield from self._ask(self.run.request.rounds, agents, "personalize")
+        yield from self._ask(agents, JobSpec(self.run.request.rounds, "personalize"))
         reliable = tuple(without(agents, self.selection.on_trial))
         yield from self.run.reports.collect(reliable or agents, self.invite)
         self.withdraw()
@@ -986,7 +974,7 @@ class RunLoop:
 
     def _concerns(self, agent: str) -> bool:
         """Whether the job on offer is for this agent, and not done by it."""
-        if self.asked is None or self.asked.purpose != "personalize":
+        if self.asked is None or self.asked.spec.purpose != "personalize":
             collection = self.run.context.collector.open_round
             is_done = collection is None or agent in collection.accepted or agent in collection.rejected
             return agent in self._cohort and not is_done

@@ -46,7 +46,7 @@ from ..fleet.registry import (
     Rejections,
     Roster,
     RunIds,
-    begin,
+    record_start,
 )
 from ..fleet.rollout import Rollout
 from ..fleet.transfers import Collector, Distributor, reason_of
@@ -167,14 +167,15 @@ class Coordinator:
         """Record the start and subscribe; serving begins when no other coordinator answers."""
         if not self.state.is_held():  # a long start, during which a standby has given it up
             raise DuplicateCoordinator(f"{self.state.path}: another process has taken over this state folder")
-        self.commands.federation, self.commands.epoch = begin(
+        federation, epoch = record_start(
             self.state.journal,
             version=__version__,
             boot=self._boot,
             is_copy=self._marker.exists(),
             is_held=self.state.is_held,
         )
-        self.peers.start(self.federation_id, self.commands.epoch)
+        self.commands.serve_as(federation, epoch)
+        self.peers.start(federation, epoch)
         self.roster.remember(
             {agent: Figures.of_record(body) for agent, body in self.state.journal.newest_of("release_reported").items()}
         )

@@ -19,9 +19,10 @@ from ..identity import Renewal, check_name, renew_beside
 from ..storage import folder_lock, read_json, sweep, write_atomic
 from ..wire.mqtt import MqttTransport, refused_topics
 from ..worker import ThreadWorker, in_child, is_stopped, stop_on_signals
+from .data_check import check
 from .event_loop import Agent, RefusedTopics, will_of
 from .health import problem_of
-from .tasks import TaskRunner, check
+from .tasks import TaskRunner
 from .textfile import TextFile
 
 log = logging.getLogger(__name__)

@@ -39,10 +39,12 @@ from ..wire.chunks import BlobCache, decode_frame
 from ..wire.messages import SPOKEN, Topics, run_name
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
 from ..worker import InlineWorker, Worker, is_stopped
-from .health import FINAL_S, HELLO_AGAIN_S, Mismatch, Problem, Silence, disk_error
-from .local_state import PROVEN_S, Membership, NewSamples, Trial
+from .health import FINAL_S, HELLO_AGAIN_S, Disk, Mismatch, Problem, Silence, disk_error
+from .local_state import Membership
+from .new_samples import NewSamples
 from .privacy import sample_count, without_withheld
-from .tasks import Disk, TaskQueue, TaskRunner
+from .release_record import PROVEN_S, Trial
+from .tasks import TaskQueue, TaskRunner
 from .textfile import Figures
 from .transfers import Downloads, Link, Uploads
 
@@ -103,7 +105,14 @@ class Agent:
         self.uploads = Uploads(tasks.outbox, self.link, clock)
         self.jobs = TaskQueue(tasks, self.downloads, self.uploads, self.worker, self.link)
         self.condition = self.jobs.condition
-        self.disk = Disk(config.state, self.jobs, self.link, self._hello)
+        self.disk = Disk(
+            config.state,
+            self.jobs.condition,
+            self.link.send,
+            stall=self.jobs.stall,
+            room_bytes=lambda: self.jobs.room_bytes,
+            resume=self._hello,
+        )
         self.renewal, self._is_renewing = renewal, False
         self._refused_topics = refused_topics
         self._failed_connects, self._ask_at = 0, float("-inf")

@@ -50,12 +50,13 @@ from ..personalize import (
     personalize,
     saved_features,
 )
-from ..precision import open_encoder
+from ..precision import Refit, open_encoder
 from ..task import Task, Tensors
 from ..trust import Envelope, Member, TrustStore, followed, parse, roots_in
 from ..wire.messages import Install, Job, Report
 from .health import public_text
-from .local_state import candidate_folder, clean, file_mark, is_settled, samples_folder
+from .new_samples import file_mark, is_settled, samples_folder
+from .release_record import candidate_folder, clean
 
 log = logging.getLogger(__name__)
 
@@ -404,9 +405,7 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split, progress: Progre
             samples[0],
             threads,
             norm=config.head.norm,
-            seed=config.data.seed,
-            features=features,
-            progress=of_step("encoder"),
+            refit=Refit(config.data.seed, features, of_step("encoder")),
         )
     except BundleDamaged as error:
         if wanted != "int8":

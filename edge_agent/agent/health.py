@@ -286,6 +286,70 @@ def look_at_disk(folder: Path) -> dict[str, Any] | None:
     return problem_of("disk", error).as_json()
 
 
+AGAIN_S, SELDOM_S = 2.0, 60.0
+"""Pauses between tries: they double from the first to the longest."""
+
+
+class Disk:
+    """The state folder's disk. Call `tick` from the agent's loop, and `failed` with every error of the system."""
+
+    def __init__(
+        self,
+        folder: Path,
+        condition: Condition,
+        send: Callable[[Fault], None],
+        *,
+        stall: Callable[[], None],
+        room_bytes: Callable[[], int],
+        resume: Callable[[], None],
+    ) -> None:
+        """``stall`` drops what has not begun, when nothing can be written; ``room_bytes`` is what the work takes.
+
+        ``resume`` is called when the disk can be written again: the coordinator asks for what is still to do.
+        """
+        self._folder, self._condition, self._send = folder, condition, send
+        self._stall, self._room_bytes, self._resume = stall, room_bytes, resume
+        self._again_at: float | None = None
+        self._pause_s = AGAIN_S
+
+    def failed(self, error: OSError, what: str) -> None:
+        """Something could not be read or written; ``what`` begins the line in the log."""
+        if disk_error(error) is None:
+            log.warning("%s reason=%s", what, whole_message(error))
+        else:
+            self._condition.note("disk", error)
+
+    def safely(self, act: Callable[[], None]) -> None:
+        """Do something that may fail because of the disk."""
+        try:
+            act()
+        except OSError as error:
+            self.failed(error, "transfer_failed")
+
+    def tick(self, now: float) -> None:
+        """While the disk cannot be written: release what needs it, then try from time to time."""
+        if not self._condition.is_stalled:
+            return
+        if self._again_at is None:
+            self._pause_s, self._again_at = AGAIN_S, now + AGAIN_S
+            if (problem := self._condition.problem) is not None:
+                log.error("stalled reason=%s; %s", problem.message, problem.remedy)
+                self._send(problem.to_coordinator())
+            self.safely(self._stall)
+        elif now >= self._again_at:
+            try:
+                try_disk(self._folder, self._room_bytes())
+            except OSError as error:
+                self._condition.note("disk", error)
+                self._pause_s = min(2 * self._pause_s, SELDOM_S)
+                self._again_at = now + self._pause_s
+            else:
+                self._condition.clear("disk")
+                self._again_at = None
+                log.info("resumed: the disk of %s can be written again", self._folder)
+                self._resume()
+
+
 HELLO_AGAIN_S = 2.0
 ASK_RULES_S = 5.0
 """Time without an answer to hello after which the agent asks the broker whether it may speak on its topics."""

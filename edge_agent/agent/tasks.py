@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import shutil
-import subprocess
 import sys
 import time
 from collections import Counter, deque
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from .. import __version__, errors
+from .. import __version__
 from ..config import AgentConfig, Precision
 from ..errors import (
     BundleError,
@@ -41,33 +40,29 @@ from ..storage import read_json, write_json
 from ..task import Task, Tensors
 from ..wire import messages as wire
 from ..wire.messages import Install, Job, JobKey, Report, UpdateManifest, job_key
-from ..worker import Done, Worker, answer_of_child
-from .health import Condition, Kind, disk_error, try_disk, whole_message
-from .local_state import (
+from ..worker import Done, Worker
+from .data_check import check_beside
+from .health import Condition, Kind, whole_message
+from .local_state import ClientStateFiles, TrainingCheckpointFile, make_room, note_receipt, remove_ended_runs
+from .privacy import (
+    CLASS_COUNT,
+    Ledger,
+    check_job,
+    check_tensors,
+    public_report,
+    sample_count,
+    without_withheld,
+)
+from .release_record import (
     MOST_STARTS,
     START_GRACE_S,
-    ClientStateFiles,
     ReleaseRecord,
-    TrainingCheckpointFile,
     Trial,
     WaitFile,
     Waiting,
     clean,
     machine_start,
-    make_room,
-    note_receipt,
-    remove_ended_runs,
     utc_text,
-)
-from .privacy import (
-    CLASS_COUNT,
-    Ledger,
-    check_job,
-    check_policy,
-    check_tensors,
-    public_report,
-    sample_count,
-    without_withheld,
 )
 from .transfers import Downloads, Link, Outbox, Uploads
 
@@ -624,55 +619,6 @@ def resident_mb() -> float:
     return (resident_bytes() or 0) / 1e6
 
 
-LIMIT_S = 600.0
-_KINDS = {kind.__name__: kind for kind in (errors.DataError, errors.MissingCapability, errors.StateError)}
-
-
-def check(config: AgentConfig, task: Task | None = None) -> None:
-    """Return quietly when the data are there, are of the task's form and classes, and the head is known.
-
-    No image is decoded; labels and names of classes are read where there is a task.
-
-    Raises:
-        HeadwaterError: they are not; as `edge_agent.data.load` says it.
-    """
-    from .. import heads
-    from ..data.partition import check_own
-
-    check_policy(config.privacy)
-    heads.check(config.head.name, config.head.params)
-    check_own(config.data, config.id, task, own_classes=config.head.own_classes)
-
-
-def check_beside(config: AgentConfig, task: Task) -> None:
-    """`check` in a child process.
-
-    Raises:
-        DataError: the data do not fit.
-        MissingCapability: a package that they need is not here.
-        UsageError: head or source cannot be as they are configured.
-        StateError: the child has failed.
-    """
-    question = {"config": config.model_dump(mode="json"), "task": task.model_dump(mode="json")}
-    try:
-        result = answer_of_child(__name__, answer.__name__, question, LIMIT_S)
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        raise StateError(f"the check of local data has failed: {errors.cause(error)}") from error
-    if result:
-        raise _KINDS.get(result["error"], UsageError)(result["message"])
-
-
-def answer() -> None:
-    """The child: configuration and task come as JSON on stdin, what is wrong goes to stdout."""
-    question = json.load(sys.stdin)
-    try:
-        check(AgentConfig.model_validate(question["config"]), Task.model_validate(question["task"]))
-        result = {}
-    except HeadwaterError as error:
-        result = {"error": type(error).__name__, "message": str(error)[:4000]}
-    sys.stdout.write(json.dumps(result) + "\n")
-
-
 JUDGED_APART_S = 0.5
 """Between two looks at whether a transfer can be over in time."""
 
@@ -1078,54 +1024,3 @@ class TaskQueue:
 def fault(error: BaseException, run: str, number: int) -> wire.Fault:
     """An error of a job in full, for the same machine."""
     return wire.Fault(error=type(error).__name__[:64], message=whole_message(error), run=run, round=number)
-
-
-AGAIN_S, SELDOM_S = 2.0, 60.0
-"""Pauses between tries: they double from the first to the longest."""
-
-
-class Disk:
-    """The state folder's disk. Call `tick` from the agent's loop, and `failed` with every error of the system."""
-
-    def __init__(self, folder: Path, jobs: TaskQueue, link: Link, resume: Callable[[], None]) -> None:
-        """``resume`` is called when the disk can be written again: the coordinator asks for what is still to do."""
-        self._folder, self._condition, self._jobs, self._link, self._resume = folder, jobs.condition, jobs, link, resume
-        self._again_at: float | None = None
-        self._pause_s = AGAIN_S
-
-    def failed(self, error: OSError, what: str) -> None:
-        """Something could not be read or written; ``what`` begins the line in the log."""
-        if disk_error(error) is None:
-            log.warning("%s reason=%s", what, whole_message(error))
-        else:
-            self._condition.note("disk", error)
-
-    def safely(self, act: Callable[[], None]) -> None:
-        """Do something that may fail because of the disk."""
-        try:
-            act()
-        except OSError as error:
-            self.failed(error, "transfer_failed")
-
-    def tick(self, now: float) -> None:
-        """While the disk cannot be written: release what needs it, then try from time to time."""
-        if not self._condition.is_stalled:
-            return
-        if self._again_at is None:
-            self._pause_s, self._again_at = AGAIN_S, now + AGAIN_S
-            if (problem := self._condition.problem) is not None:
-                log.error("stalled reason=%s; %s", problem.message, problem.remedy)
-                self._link.send(problem.to_coordinator())
-            self.safely(self._jobs.stall)
-        elif now >= self._again_at:
-            try:
-                try_disk(self._folder, self._jobs.room_bytes)
-            except OSError as error:
-                self._condition.note("disk", error)
-                self._pause_s = min(2 * self._pause_s, SELDOM_S)
-                self._again_at = now + self._pause_s
-            else:
-                self._condition.clear("disk")
-                self._again_at = None
-                log.info("resumed: the disk of %s can be written again", self._folder)
-                self._resume()

@@ -184,7 +184,7 @@ def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[
     head = read_json(state / "head" / "head.json") or {}
     if not (state / "bundles").is_dir():
         return {"head": head.get("head"), "metrics": head.get("metrics")}
-    from ..agent.local_state import ReleaseRecord
+    from ..agent.release_record import ReleaseRecord
     from ..bundle import current_manifest, current_origin, variant_figures
 
     record = ReleaseRecord(state)
@@ -216,7 +216,7 @@ def _added(config: AgentConfig) -> dict[str, Any]:
     Raises:
         StateError: the collection is damaged.
     """
-    from ..agent.local_state import samples_folder
+    from ..agent.new_samples import samples_folder
 
     result: dict[str, Any] = {}
     if (folder := samples_folder(config)).is_dir():

@@ -30,7 +30,7 @@ def pin(arguments: argparse.Namespace) -> int:
     Example:
       edge-agent pin --state /var/lib/headwater-agent --reason "exhibition" --until 2030-01-31
     """
-    from ..agent.local_state import Pin, ReleaseRecord
+    from ..agent.release_record import Pin, ReleaseRecord
     from ..bundle import current_id
 
     state, until = state_of(arguments), ""
@@ -66,7 +66,7 @@ def unpin(arguments: argparse.Namespace) -> int:
     Example:
       edge-agent unpin --state /var/lib/headwater-agent
     """
-    from ..agent.local_state import ReleaseRecord
+    from ..agent.release_record import ReleaseRecord
 
     state = state_of(arguments)
     record = ReleaseRecord(state)

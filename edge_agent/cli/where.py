@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..config import AgentConfig, load
 from ..errors import UsageError
 from ..storage import read_toml
 
@@ -34,6 +33,8 @@ def state_of(arguments: argparse.Namespace) -> Path:
         raise UsageError(
             f"{path}: it is not there; name the agent's file (--config FILE) or its state folder (--state DIR)"
         )
+    from ..config import AgentConfig, load  # brings pydantic, which '--help' does without
+
     data = read_toml(path).get("data", {})
     lacks_data = isinstance(data, dict) and "source" not in data  # as 'edge-agent enroll' leaves it without --data
     return load(AgentConfig, path, {"data": {"source": "none"}} if lacks_data else {}).state
@@ -44,3 +45,9 @@ def named(arguments: argparse.Namespace) -> str:
     if arguments.state is not None:
         return f" --state {arguments.state}"
     return "" if arguments.config == Path("agent.toml") else f" --config {arguments.config}"
+
+
+def check_exists(path: Path, expected: str) -> None:
+    """Raises UsageError where there is no such file or folder; ``expected`` says what should be there."""
+    if not path.exists():
+        raise UsageError(f"{path}: it is not there; expected {expected}, check the path")

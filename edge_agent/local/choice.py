@@ -164,20 +164,12 @@ def choose(
     `LONGEST_FIT_S` is given up, whatever parameters the bundle suggests.
     Without folds (one sample of each class) the first one that can be fitted is taken.
     """
-    trials = [Trial(name) for name in names]
+    trials, on = [Trial(name) for name in names], _CrossValidation(fit, features, labels, divisions, clock)
     if not divisions:
-        return HeadChoice(
-            _first_that_fits(trials, fit, len(labels), clock),
-            tuple(trials),
-            "too few samples to compare heads",
-        )
-    running, slow = _race(trials, fit, features, labels, divisions, budget_s, clock)
+        return HeadChoice(on.first_that_fits(trials), tuple(trials), "too few samples to compare heads")
+    running, slow = on.race(trials, budget_s)
     if not running and not slow:
-        return HeadChoice(
-            _first_that_fits(trials, fit, len(labels), clock),
-            tuple(trials),
-            "no head could be cross-validated",
-        )
+        return HeadChoice(on.first_that_fits(trials), tuple(trials), "no head could be cross-validated")
     taken = min(running, key=lambda trial: trial.loss(len(trial.right))) if running else slow.pop(0)
     for trial in slow:
         both = min(len(trial.right), len(taken.right))
@@ -201,72 +193,67 @@ def cross_validated(
     clock: Callable[[], float] = time.process_time,
 ) -> Trial:
     """How one head fares on all folds; ``dropped`` says why where a fit fails."""
-    trial = Trial(name)
+    trial, on = Trial(name), _CrossValidation(fit, features, labels, divisions, clock)
     for fold in divisions:
-        if not _tried(trial, fit, features, labels, fold, clock):
+        if not on.tried(trial, fold):
             break
     return trial
 
 
-def _race(
-    trials: Sequence[Trial],
-    fit: Fit,
-    features: np.ndarray,
-    labels: np.ndarray,
-    divisions: Sequence[Fold],
-    budget_s: float,
-    clock: Callable[[], float],
-) -> tuple[list[Trial], list[Trial]]:
-    """The heads that were tried on all folds that there was time for, in their order, and those that were too slow."""
-    begin, running, slow = clock(), list(trials), list[Trial]()
-    for number, fold in enumerate(divisions):
-        for trial in list(running):
-            cost = trial.seconds / number if number else 0.0
-            if number and clock() - begin + 2.25 * cost > budget_s:
-                if len(running) == 1:
-                    return running, slow
-                trial.dropped = f"no time for more than {number} of {len(divisions)} folds"
-                slow.append(trial)
+@dataclass(frozen=True)
+class _CrossValidation:
+    """What heads are tried on: features (n, d), labels (n,) and their divisions; ``clock`` times it, in seconds."""
+
+    fit: Fit
+    features: np.ndarray
+    labels: np.ndarray
+    divisions: Sequence[Fold]
+    clock: Callable[[], float]
+
+    def race(self, trials: Sequence[Trial], budget_s: float) -> tuple[list[Trial], list[Trial]]:
+        """The heads that were tried on all folds that there was time for, in their order, and those too slow for it."""
+        begin, running, slow, folds = self.clock(), list(trials), list[Trial](), len(self.divisions)
+        for number, fold in enumerate(self.divisions):
+            for trial in list(running):
+                cost = trial.seconds / number if number else 0.0
+                if number and self.clock() - begin + 2.25 * cost > budget_s:
+                    if len(running) == 1:
+                        return running, slow
+                    trial.dropped = f"no time for more than {number} of {folds} folds"
+                    slow.append(trial)
+                    running.remove(trial)
+                elif not self.tried(trial, fold):
+                    running.remove(trial)
+            if not running:
+                break
+            leader = max(running, key=lambda trial: int(trial.all_right.sum()))
+            for trial in [trial for trial in running if is_better(leader.all_right, trial.all_right)]:
+                trial.dropped = f"worse than {leader.name} after {number + 1} of {folds} folds"
                 running.remove(trial)
-            elif not _tried(trial, fit, features, labels, fold, clock):
-                running.remove(trial)
-        if not running:
-            break
-        leader = max(running, key=lambda trial: int(trial.all_right.sum()))
-        for trial in [trial for trial in running if is_better(leader.all_right, trial.all_right)]:
-            trial.dropped = f"worse than {leader.name} after {number + 1} of {len(divisions)} folds"
-            running.remove(trial)
-    return running, slow
+        return running, slow
 
-
-def _tried(
-    trial: Trial,
-    fit: Fit,
-    features: np.ndarray,
-    labels: np.ndarray,
-    fold: Fold,
-    clock: Callable[[], float],
-) -> bool:
-    begin = clock()
-    try:
-        with time_limit(LONGEST_FIT_S, clock):
-            answers = fit(trial.name, fold.train).predict_proba(features[fold.test])
-    except HeadwaterError as error:
-        trial.dropped = str(error)
-        return False
-    trial.right.append(answers.argmax(axis=1) == labels[fold.test])
-    trial.losses.append(np.stack([log_losses(answers, labels[fold.test], one) for one in TEMPERATURES], axis=1))
-    trial.seconds += clock() - begin
-    return True
-
-
-def _first_that_fits(trials: Sequence[Trial], fit: Fit, count: int, clock: Callable[[], float]) -> str:
-    for trial in trials:
+    def tried(self, trial: Trial, fold: Fold) -> bool:
+        """Try a head on one fold; whether it could be fitted. Why not is in ``trial.dropped``."""
+        begin, labels = self.clock(), self.labels[fold.test]
         try:
-            with time_limit(LONGEST_FIT_S, clock):
-                fit(trial.name, np.arange(count))
+            with time_limit(LONGEST_FIT_S, self.clock):
+                answers = self.fit(trial.name, fold.train).predict_proba(self.features[fold.test])
         except HeadwaterError as error:
             trial.dropped = str(error)
-            continue
-        return trial.name
-    raise HeadwaterError("; ".join(f"head '{trial.name}': {trial.dropped}" for trial in trials))
+            return False
+        trial.right.append(answers.argmax(axis=1) == labels)
+        trial.losses.append(np.stack([log_losses(answers, labels, one) for one in TEMPERATURES], axis=1))
+        trial.seconds += self.clock() - begin
+        return True
+
+    def first_that_fits(self, trials: Sequence[Trial]) -> str:
+        """Name of the first head that can be fitted on all samples."""
+        for trial in trials:
+            try:
+                with time_limit(LONGEST_FIT_S, self.clock):
+                    self.fit(trial.name, np.arange(len(self.labels)))
+            except HeadwaterError as error:
+                trial.dropped = str(error)
+                continue
+            return trial.name
+        raise HeadwaterError("; ".join(f"head '{trial.name}': {trial.dropped}" for trial in trials))

@@ -13,7 +13,7 @@ from federation_disturbances import lose
 from federation_duties import TASK, TinyDuties
 from federation_harness import Federation, vanish
 
-from coordinator.fleet.registry import RunIds, begin
+from coordinator.fleet.registry import RunIds, record_start
 from coordinator.runs.request import Request
 from coordinator.service.coordinator import Coordinator
 from coordinator.state.journal import Journal
@@ -223,7 +223,7 @@ def test_a_state_folder_put_back_from_a_backup_gets_its_agents_back(tmp_path, ca
 def test_the_federation_id_is_made_once_and_the_epoch_counts_the_starts(tmp_path):
     with Journal(tmp_path / "journal.db") as journal:
         made = iter("ab")
-        starts = [begin(journal, version="1", boot="b", make_id=lambda: next(made) * 32) for _ in range(3)]
+        starts = [record_start(journal, version="1", boot="b", make_id=lambda: next(made) * 32) for _ in range(3)]
         assert starts == [("a" * 32, 1), ("a" * 32, 2), ("a" * 32, 3)]
 
 

@@ -8,7 +8,7 @@ import pytest
 from federation_duties import TASK, TinyDuties, quick_params
 from federation_harness import Federation
 
-from edge_agent.agent.tasks import check
+from edge_agent.agent.data_check import check
 from edge_agent.config import AgentConfig, DataConfig, PrivacyConfig
 from edge_agent.errors import UnknownName
 from edge_agent.wire import messages as wire

@@ -84,7 +84,9 @@ def test_head_tier_agents_that_live_through_the_end_of_a_run_are_not_asked_to_tr
         fed.add("head", tier="head")
         fed.request(rounds=1)
         fed.until(
-            lambda: (loop := fed.coordinator.loop) is not None and loop.asked and loop.asked.purpose == "personalize"
+            lambda: (
+                (loop := fed.coordinator.loop) is not None and loop.asked and loop.asked.spec.purpose == "personalize"
+            )
         )
         fed.wait(3)
         fed.agents["head"]._hello()

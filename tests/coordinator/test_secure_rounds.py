@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from federation_duties import TASK, TinyDuties, quick_params
 from federation_harness import Federation, Killed
+from listed import unlisted
 from scipy import stats
 
 from coordinator.config import CoordinatorConfig, DifferentialPrivacyConfig
@@ -23,7 +24,7 @@ from edge_agent.agent import secure
 from edge_agent.agent.privacy import LEDGER_FILE
 from edge_agent.agent.secure import SUMS_FILE, SecureSums
 from edge_agent.config import PrivacyConfig, parse
-from edge_agent.disclosure import SECURE_SUM, unlisted
+from edge_agent.disclosure import SECURE_SUM
 from edge_agent.errors import CodecError, ConfigError, PrivacyRefused, StateError, TrainingFailed, UsageError
 from edge_agent.methods import Update
 from edge_agent.secure_sum import PRIME, SHARE_BYTES, FixedPoint, at_zero

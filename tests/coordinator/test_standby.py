@@ -10,7 +10,7 @@ import pytest
 from federation_duties import WIDE_TASK
 from federation_harness import Federation, undisturbed_hash, vanish
 
-from coordinator.fleet.registry import begin
+from coordinator.fleet.registry import record_start
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.standby import QUIET_S, TAKEOVER_S, Standby, wait_for_folder
 from coordinator.state import backup as backups
@@ -363,7 +363,7 @@ def test_one_that_wakes_removes_no_blob_of_its_successor(tmp_path, monkeypatch):
             needed = real(state)
             first.journal._is_held = lambda: True
             with Journal(first.journal.path) as journal:
-                begin(journal, version="x", boot="b")
+                record_start(journal, version="x", boot="b")
                 made.append(state.blobs.put(b"a checkpoint of the successor"))
             return needed - {checkpoint}
 
@@ -386,7 +386,7 @@ def test_a_backup_does_not_overwrite_a_copy_that_was_taken_over_while_it_was_bei
         def suspended(state, pinned):
             real(state, pinned)
             with StateFolder(replica).open("a standby") as copy:
-                begin(copy.journal, version="x", boot="r", is_copy=True)
+                record_start(copy.journal, version="x", boot="r", is_copy=True)
 
         monkeypatch.setattr(backups, "_pin", suspended)
         with pytest.raises(UsageError, match="continued since"):

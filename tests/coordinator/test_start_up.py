@@ -67,8 +67,16 @@ def test_status_loads_neither_numpy_nor_pydantic_nor_the_service(tmp_path, optio
     assert not {name for name in modules if name.startswith(("coordinator.service", "coordinator.hosted"))}
 
 
-def test_help_of_the_device_loads_nothing_but_the_standard_library():
-    assert not packages(loaded_by("edge_agent", "--help")) & (HEAVY | {"pydantic", "numpy", "paho"})
+@pytest.mark.parametrize("command", ["run", "serve", "demo", "init", "enroll", "sign", "audit", "analyze", "export"])
+def test_help_of_a_command_loads_what_its_options_are_made_of_and_not_what_it_does(command):
+    assert not packages(loaded_by("coordinator", command, "--help")) & (HEAVY | {"numpy", "paho", "cryptography"})
+
+
+@pytest.mark.parametrize(
+    "command", [(), ("fit",), ("predict",), ("evaluate",), ("import",), ("verify",), ("rollback",)]
+)
+def test_help_of_the_device_loads_nothing_but_the_standard_library(command):
+    assert not packages(loaded_by("edge_agent", *command, "--help")) & (HEAVY | {"pydantic", "numpy", "paho"})
 
 
 class Stop:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from federation_duties import TASK, quick_params
 from federation_harness import Federation
+from listed import is_listed, unlisted
 from PIL import Image
 
 from edge_agent import methods
@@ -18,7 +19,7 @@ from edge_agent.agent.tasks import TaskRunner
 from edge_agent.cli import main
 from edge_agent.cli.privacy import of_method
 from edge_agent.config import AgentConfig, DataConfig, HeadConfig, PrivacyConfig
-from edge_agent.disclosure import EVERY, is_listed, messages, tensors, unlisted
+from edge_agent.disclosure import EVERY, messages, tensors
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import decode_frame
 from edge_agent.wire.tensors import decode

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_agent.agent.local_state import ReleaseRecord
+from edge_agent.agent.release_record import ReleaseRecord
 from edge_agent.bundle import current_id, current_manifest, install
 from edge_agent.cli import COMMANDS, main
 from edge_agent.storage import folder_lock, write_json

@@ -16,7 +16,7 @@ from edge_agent import variants
 from edge_agent.data import load
 from edge_agent.encoder import Encoder
 from edge_agent.errors import BundleDamaged
-from edge_agent.precision import choose, compared, open_encoder
+from edge_agent.precision import Refit, choose, count_right, open_encoder
 from edge_agent.variants import Timing, timed
 
 
@@ -107,7 +107,7 @@ def test_answers_are_counted_by_refitted_heads_on_samples_that_they_did_not_lear
     """Against scikit-learn on features by hand; what is held out are quarters of each class."""
     given = samples(bundle)
     encoders = {name: Encoder.open(bundle, name) for name in ("fp32", "int8")}
-    found = compared(encoders, given, seed=5)
+    found = count_right(encoders, given, Refit(seed=5))
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import cross_val_predict
 
@@ -121,7 +121,7 @@ def test_answers_are_counted_by_refitted_heads_on_samples_that_they_did_not_lear
 @pytest.mark.parametrize("lost, expected", [(0, "int8"), (1, "int8"), (2, "fp32"), (40, "fp32")])
 def test_half_a_point_is_the_most_that_int8_may_lose(bundle, monkeypatch, lost, expected):
     fast_int8(monkeypatch)
-    monkeypatch.setattr(module, "compared", lambda *_: {"fp32": 200, "int8": 200 - lost, "of": 240})
+    monkeypatch.setattr(module, "count_right", lambda *_: {"fp32": 200, "int8": 200 - lost, "of": 240})
     choice = choose(bundle, samples(bundle))
     assert choice.precision == expected
     assert f"{100 * (200 - lost) / 240:.1f}%" in choice.why
@@ -150,7 +150,7 @@ def test_no_recording_learns_and_answers(make_bundle, tmp_path, monkeypatch):
     seen = []
     real = variants.folds
     monkeypatch.setattr(variants, "folds", lambda *all: seen.extend(real(*all)) or seen)
-    found = compared({name: Encoder.open(bundle, name) for name in ("fp32", "int8")}, given)
+    found = count_right({name: Encoder.open(bundle, name) for name in ("fp32", "int8")}, given)
     assert seen
     assert all(not set(given.groups[fold.train]) & set(given.groups[fold.test]) for fold in seen)
     assert found["of"] == 100
@@ -160,7 +160,7 @@ def test_other_samples_are_compared_anew_and_the_same_ones_are_not(bundle, monke
     fast_int8(monkeypatch)
     seen = []
     answers = {"fp32": 200, "int8": 200, "of": 240}
-    monkeypatch.setattr(module, "compared", lambda *given: seen.append(len(given[1])) or answers)
+    monkeypatch.setattr(module, "count_right", lambda *given: seen.append(len(given[1])) or answers)
     for count in (240, 240, 220):
         choose(bundle, samples(bundle, count))
     assert seen == [240, 220]

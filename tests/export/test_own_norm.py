@@ -205,9 +205,9 @@ def test_auto_takes_own_statistics_where_a_head_is_better_with_them_and_leaves_t
     right = np.ones(100, bool)
     for wrong, expected in ((0, True), (1, True), (2, False), (30, False)):  # 2 lost of 2 is more than their root
         worse = np.arange(100) >= wrong
-        monkeypatch.setattr(precision, "answered", lambda *_, worse=worse: {"shipped": right, "own": worse})
+        monkeypatch.setattr(precision, "right_answers", lambda *_, worse=worse: {"shipped": right, "own": worse})
         assert (with_norm(installed, "auto", samples).norm is not None) is expected
-    monkeypatch.setattr(precision, "answered", lambda *_: {"shipped": right[:0], "own": right[:0]})
+    monkeypatch.setattr(precision, "right_answers", lambda *_: {"shipped": right[:0], "own": right[:0]})
     assert with_norm(installed, "auto", samples).norm is None, "nothing to compare on"
 
 
@@ -217,7 +217,7 @@ def test_auto_asks_for_better_answers_where_the_method_shares_batch_norm(tmp_pat
     samples, right = load(SOURCE, TASK.input, TASK.class_names), np.ones(100, bool)
     for wrong, expected in ((0, False), (1, False), (2, True)):  # 2 gained of 2 is more than their root
         worse = np.arange(100) >= wrong
-        monkeypatch.setattr(precision, "answered", lambda *_, worse=worse: {"shipped": worse, "own": right})
+        monkeypatch.setattr(precision, "right_answers", lambda *_, worse=worse: {"shipped": worse, "own": right})
         assert (with_norm(installed, "auto", samples).norm is not None) is expected
 
 

@@ -46,11 +46,6 @@ class FullDisk:
         if not self.has_room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), where)
 
-    @property
-    def was_full(self) -> bool:
-        """Whether the chosen write was reached."""
-        return self.full_at is not None and len(self.writes) > self.full_at
-
     @contextlib.contextmanager
     def mounted(self) -> Iterator[FullDisk]:
         """Inside, writes below the folder are of this disk."""

@@ -32,12 +32,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edge_agent.errors import UsageError, nearest
 
-from . import results
-from .targets import AnalysisTarget, BundleTarget, FeatureView, Location, RunTarget, Settings
+from .settings import Location, Settings
+
+if TYPE_CHECKING:
+    from .targets import AnalysisTarget
+
 
 __all__ = ["Location", "Settings", "analyze", "find"]
 
@@ -50,6 +53,8 @@ def find(location: Location, settings: Settings) -> AnalysisTarget:
         DataError: data that are not there, or do not fit.
         StateError: its files are damaged.
     """
+    from .targets import BundleTarget, RunTarget
+
     path = Path(location.what).expanduser()
     above = path.parent.parent
     if (path / "simulation.json").is_file():
@@ -84,6 +89,9 @@ def analyze(
         DataError: no client has test samples.
         StateError: a checkpoint or client state is damaged.
     """
+    from . import results
+    from .targets import FeatureView
+
     left_out = target.left_out
     probe = target.probe(settings) if target.clients else None
     states, views = [], list[FeatureView]()

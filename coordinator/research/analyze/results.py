@@ -17,7 +17,8 @@ from edge_agent.heads._features import fisher_score, keep_top
 from ...report.figures import Scope, read_run
 from . import measures
 from .measures import LEAST_SAMPLES, bounded_perplexity, tsne
-from .targets import FeatureView, LeftOut, Mixing, Settings
+from .settings import Settings
+from .targets import FeatureView, LeftOut, Mixing
 
 Matrix = list[list[float | None]]
 

@@ -19,7 +19,8 @@ from edge_agent.methods.values import Client
 
 from ...simulation.setup import CLIENTS, PARTITION, Prepared, computing_as_begun, planned
 from ...state.store import StateFolder
-from .targets import ClientSamples, FeatureView, LabelledSamples, Settings, StoredRun
+from .settings import Settings
+from .targets import ClientSamples, FeatureView, LabelledSamples, StoredRun
 
 
 class SimulationTarget(StoredRun):

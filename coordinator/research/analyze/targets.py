@@ -1,4 +1,4 @@
-"""What an analysis works on: settings, samples of clients, and the features that a client's model computes of them."""
+"""What an analysis works on: samples of clients, and the features that a client's model computes of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from weakref import finalize
 
 import numpy as np
-from pydantic import Field
 
 from edge_agent import bundle as bundles
 from edge_agent import data, heads, methods
@@ -23,41 +22,16 @@ from edge_agent.encoder import Encoder
 from edge_agent.errors import DataError, ExportRejected, HeadwaterError, UsageError
 from edge_agent.heads import FitData
 from edge_agent.personalize import global_probabilities
-from edge_agent.task import Frozen, State, Task, Tensors
+from edge_agent.task import State, Task, Tensors
 from edge_agent.wire.tensors import decode
 
 from ...runs.release import pooled_before
 from ...runs.request import Request
 from ...state.store import StateFolder, states_of
 from . import measures
+from .settings import Location, Settings
 
 Kind = Literal["simulation", "run", "bundle"]
-
-
-Accuracy = Annotated[float, Field(gt=0, le=1)]
-
-
-class Settings(Frozen):
-    """Settings of an analysis. All but ``targets`` and ``head`` concern features."""
-
-    targets: tuple[Accuracy, ...] = Field((), description="Accuracy 0..1: show rounds and bytes until it was reached")
-    samples: int = Field(
-        300, ge=1, description="test samples of each client whose features are measured; accuracies are of all of them"
-    )
-    probe: int = Field(
-        256, ge=2, description="number of samples, evenly from all clients, on which two clients are compared"
-    )
-    threshold: float = Field(
-        0.01, gt=0, le=1, description="threshold of the sparsity ratio; ours, the paper does not state its own"
-    )
-    important: float = Field(
-        0.5, gt=0, le=1, description="share of the features that count as important (FedPick, Sec. VIII-B)"
-    )
-    tsne: int = Field(4, ge=0, description="number of clients whose features are plotted by t-SNE; 0 = none")
-    perplexity: float = Field(30.0, ge=1, lt=1e6, description="perplexity of t-SNE; at most a third of the samples")
-    head: str = Field("lr", description="device head to fit where personal parts are not available")
-    test_fraction: float = Field(0.25, gt=0, lt=1, description="share of the samples of --data held out for testing")
-    seed: int = Field(0, ge=0, lt=1 << 32, description="seed of random samples, t-SNE and fits")
 
 
 @dataclass(frozen=True)
@@ -208,15 +182,6 @@ class AnalysisTarget(ABC):
             raise DataError(f"none of {len(self.clients)} clients has test samples; give more data")
         sizes = measures.spread_evenly({name: len(self.samples_of(name).test) for name in names}, settings.probe)
         return np.concatenate([self.samples_of(name).test.some(sizes[name], settings.seed).inputs for name in names])
-
-
-@dataclass(frozen=True)
-class Location:
-    """Where the target is: a path or a run's name, the state folder for names, and clients' data where given."""
-
-    what: str
-    state: Path | None = None
-    data: Sequence[str] = ()
 
 
 Features = Callable[[np.ndarray], np.ndarray]

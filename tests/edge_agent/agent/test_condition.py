@@ -22,8 +22,9 @@ from mqtt_harness import PATIENCE_S
 from coordinator.broker import EmbeddedBroker
 from coordinator.cli import main as headwater
 from edge_agent.agent import event_loop
+from edge_agent.agent.data_check import check_beside
 from edge_agent.agent.health import Condition, disk_error, look_at_disk, problem_of, try_disk
-from edge_agent.agent.tasks import TaskRunner, check_beside
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.cli import main as edge_agent
 from edge_agent.config import AgentConfig, BrokerConfig, DataConfig, HeadConfig
 from edge_agent.errors import (
@@ -124,7 +125,7 @@ def test_a_round_that_has_enough_updates_goes_on_without_an_agent_that_stalls(fe
 def test_looks_at_a_full_disk_come_less_and_less_often(fed, monkeypatch):
     agent, looks = fed.add("a0"), []
     fed.settle()
-    monkeypatch.setattr("edge_agent.agent.tasks.try_disk", lambda *_: looks.append(fed.clock.now) or full())
+    monkeypatch.setattr("edge_agent.agent.health.try_disk", lambda *_: looks.append(fed.clock.now) or full())
     agent.condition.note("disk", OSError(errno.ENOSPC, "full"))
     fed.wait(600)
     pauses = [round(later - earlier) for earlier, later in pairwise(looks)]
@@ -150,7 +151,7 @@ def test_a_chunk_that_has_no_room_is_not_asked_for_each_second(fed, monkeypatch)
     fed.settle()
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        patch.setattr("edge_agent.agent.tasks.try_disk", full)
+        patch.setattr("edge_agent.agent.health.try_disk", full)
         fed.request(rounds=1)
         fed.wait(30)
         assert len(fed.messages(fed.topics.up("a0"), wire.Want)) <= 2

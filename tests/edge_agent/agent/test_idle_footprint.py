@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from edge_agent.agent.tasks import check
+from edge_agent.agent.data_check import check
 from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.errors import DataError, UnknownName
 from edge_agent.worker import in_child
@@ -46,7 +46,7 @@ assert Outbox(config.state / "outbox", config.privacy).get() is None
 def test_checking_the_data_leaves_nothing_behind(tmp_path):
     np.savez(tmp_path / "x.npz", x=np.zeros(1))
     code = f"""
-from edge_agent.agent.tasks import check
+from edge_agent.agent.data_check import check
 from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.worker import in_child
 in_child(lambda: check(AgentConfig(data=DataConfig(source="npz:{tmp_path / "x.npz"}"))))

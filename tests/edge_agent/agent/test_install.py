@@ -8,8 +8,9 @@ import pytest
 from edge_agent import bundle as bundles
 from edge_agent import data
 from edge_agent.agent import head_tier as module
+from edge_agent.agent.data_check import check
 from edge_agent.agent.head_tier import install_bundle
-from edge_agent.agent.tasks import TaskRunner, check
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import AgentConfig, DataConfig, HeadConfig
 from edge_agent.encoder import Encoder
 from edge_agent.errors import BundleDamaged, BundleError, DataError

@@ -14,7 +14,7 @@ from PIL import Image
 
 from edge_agent import bundle as bundles
 from edge_agent.agent import head_tier as module
-from edge_agent.agent.local_state import COLLECT_EVERY_S, SETTLED_S, NewSamples
+from edge_agent.agent.new_samples import COLLECT_EVERY_S, SETTLED_S, NewSamples
 from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import AgentConfig, DataConfig, HeadConfig
 from edge_agent.data import from_files

@@ -9,7 +9,7 @@ from federation_harness import NOON
 from release_site import ReleaseSite
 
 from edge_agent import bundle as bundles
-from edge_agent.agent.local_state import PROVEN_S
+from edge_agent.agent.release_record import PROVEN_S
 
 NAMES = ("d0", "d1", "d2", "d3", "d4", "d5")
 

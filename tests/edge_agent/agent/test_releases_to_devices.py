@@ -15,7 +15,7 @@ from coordinator.state.journal import utc_now
 from coordinator.state.release_keys import ReleaseKeys, read_key, sign_bundle
 from coordinator.state.store import blobs_needed
 from edge_agent import bundle as bundles
-from edge_agent.agent import local_state
+from edge_agent.agent import release_record
 from edge_agent.cli import main
 from edge_agent.config import BundleConfig
 from edge_agent.personalize import load_head
@@ -366,7 +366,7 @@ def test_a_device_that_does_not_live_with_a_new_bundle_returns_to_the_one_before
 
 def test_power_cuts_are_no_crashes(site, made, monkeypatch, tmp_path):
     boot_id = tmp_path / "boot_id"
-    monkeypatch.setattr(local_state, "_BOOT_ID", boot_id)
+    monkeypatch.setattr(release_record, "_BOOT_ID", boot_id)
     boot_id.write_text("boot-0\n")
     released(site, made[0])
     site.device("porch")

@@ -8,7 +8,7 @@ import pytest
 from federation_harness import Federation
 
 from edge_agent import bundle as bundles
-from edge_agent.agent.local_state import ReleaseRecord
+from edge_agent.agent.release_record import ReleaseRecord
 from edge_agent.agent.tasks import TaskRunner
 from edge_agent.cli import main
 from edge_agent.config import DataConfig, HeadConfig

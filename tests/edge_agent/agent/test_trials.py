@@ -13,7 +13,7 @@ from release_site import ReleaseSite
 
 from edge_agent import bundle as bundles
 from edge_agent.agent import head_tier
-from edge_agent.agent.local_state import ReleaseRecord
+from edge_agent.agent.release_record import ReleaseRecord
 from edge_agent.cli import main
 from edge_agent.errors import DataError
 from edge_agent.wire import messages as wire

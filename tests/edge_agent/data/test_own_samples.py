@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from edge_agent import data
-from edge_agent.agent.tasks import TaskRunner, check
+from edge_agent.agent.data_check import check
+from edge_agent.agent.tasks import TaskRunner
 from edge_agent.config import AgentConfig, DataConfig, parse
 from edge_agent.data import partition
 from edge_agent.errors import ConfigError, DataError

@@ -1,0 +1,64 @@
+"""Whether local data and head fit a task, found out in a child process: its imports would stay in an idle agent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from .. import errors
+from ..config import AgentConfig
+from ..errors import HeadwaterError, StateError, UsageError
+from ..task import Task
+from ..worker import answer_of_child
+from .privacy import check_policy
+
+LIMIT_S = 600.0
+"""The child may take so long."""
+
+_KINDS = {kind.__name__: kind for kind in (errors.DataError, errors.MissingCapability, errors.StateError)}
+
+
+def check(config: AgentConfig, task: Task | None = None) -> None:
+    """Return quietly when the data are there, are of the task's form and classes, and the head is known.
+
+    No image is decoded; labels and names of classes are read where there is a task.
+
+    Raises:
+        HeadwaterError: they are not; as `edge_agent.data.load` says it.
+    """
+    from .. import heads
+    from ..data.partition import check_own
+
+    check_policy(config.privacy)
+    heads.check(config.head.name, config.head.params)
+    check_own(config.data, config.id, task, own_classes=config.head.own_classes)
+
+
+def check_beside(config: AgentConfig, task: Task) -> None:
+    """`check` in a child process.
+
+    Raises:
+        DataError: the data do not fit.
+        MissingCapability: a package that they need is not here.
+        UsageError: head or source cannot be as they are configured.
+        StateError: the child has failed.
+    """
+    question = {"config": config.model_dump(mode="json"), "task": task.model_dump(mode="json")}
+    try:
+        result = answer_of_child(__name__, main.__name__, question, LIMIT_S)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        raise StateError(f"the check of local data has failed: {errors.cause(error)}") from error
+    if result:
+        raise _KINDS.get(result["error"], UsageError)(result["message"])
+
+
+def main() -> None:
+    """The child: configuration and task come as JSON on stdin, what is wrong goes to stdout."""
+    question = json.load(sys.stdin)
+    try:
+        check(AgentConfig.model_validate(question["config"]), Task.model_validate(question["task"]))
+        result = {}
+    except HeadwaterError as error:
+        result = {"error": type(error).__name__, "message": str(error)[:4000]}
+    sys.stdout.write(json.dumps(result) + "\n")

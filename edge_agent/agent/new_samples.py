@@ -1,0 +1,108 @@
+"""Samples that are added on a device while its agent runs: where they are, and when the head is to learn from them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+
+from ..config import AgentConfig
+
+log = logging.getLogger(__name__)
+
+COLLECT_EVERY_S = 5.0
+"""How often an agent looks for samples that were added on its device."""
+
+SETTLED_S = 5.0
+"""For so long a file of the watch folder has to be unchanged: one that is being copied is not whole yet."""
+
+REFIT_AGAIN_S, REFIT_SELDOM_S = 60.0, 3600.0
+"""Pauses between tries of a fit that fails: they double from the first to the longest.
+
+New samples end a pause, at most once in the shorter time: a camera that adds some all the time would leave no pause.
+"""
+
+
+def samples_folder(config: AgentConfig) -> Path:
+    """Where samples are that were labelled on this device: the data source ``collected:DIR``, or beside another one."""
+    kind, _, path = config.data.source.partition(":")
+    return config.data.folder / Path(path).expanduser() if kind == "collected" else config.state / "samples"
+
+
+def file_mark(path: Path) -> tuple[int, int] | None:
+    """Time of the last change, nanoseconds, and size of a file; None where it is gone."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def is_settled(mark: tuple[int, int], now: float) -> bool:
+    """Whether a file did not change lately; ``now`` as `time.time`. A clock that was set leaves no file waiting."""
+    return abs(now - mark[0] / 1e9) >= SETTLED_S
+
+
+class NewSamples:
+    """Notices samples that were added and files in the watch folder, from the names and times of files alone.
+
+    A fit that failed is due again after a pause, also where nothing has changed. ``now``: as `time.time`.
+    """
+
+    def __init__(self, config: AgentConfig, clock: Callable[[], float], now: Callable[[], float] = time.time) -> None:
+        self._index, self._watch = samples_folder(config) / "index.json", config.data.watch
+        self._clock, self._now = clock, now
+        self._seen: tuple[tuple[str, tuple[int, int]], ...] = ()
+        self._looked_at = float("-inf")
+        self._failures, self._reason, self._again_at = 0, "", float("inf")
+        self._early_at = float("-inf")
+
+    def is_due(self) -> bool:
+        """Whether something has changed since the last time that this was so, or a fit is to be tried again.
+
+        At most every `COLLECT_EVERY_S`. Call `tried` with what came out.
+        """
+        if self._clock() - self._looked_at < COLLECT_EVERY_S:
+            return False
+        now = self._looked_at = self._clock()
+        if self._failures and now < self._again_at and now < self._early_at + REFIT_AGAIN_S:
+            return False
+        with contextlib.suppress(OSError):  # a folder that goes while it is looked at: next time
+            files = sorted(self._watch.glob("[!.]*/[!.]*")) if self._watch is not None else []
+            marks = {path: mark for path in (self._index, *files) if (mark := file_mark(path)) is not None}
+            present = tuple(
+                (str(path), mark)
+                for path, mark in marks.items()
+                if path == self._index or is_settled(mark, self._now())
+            )
+            if present != self._seen:
+                self._seen = present
+                if self._failures and present:
+                    self._early_at = now
+                return bool(present)
+        return now >= self._again_at
+
+    def tried(self, error: BaseException | None) -> None:
+        """A fit came to this end; None: it is done, or nothing was to be fitted."""
+        if error is None:
+            self._failures, self._reason, self._again_at = 0, "", float("inf")
+            return
+        # From the sixth doubling on the pause is the longest; 2.0**1024 would raise after as many failures.
+        pause = min(REFIT_AGAIN_S * 2.0 ** min(self._failures, 6), REFIT_SELDOM_S)
+        self._failures, self._reason = self._failures + 1, f"{type(error).__name__}: {error}"
+        self._again_at = self._clock() + pause
+        log.warning("refit_failed tries=%d next_try_s=%.0f", self._failures, pause)
+
+    def failure(self) -> dict[str, str | int] | None:
+        """Of a fit that failed, for the status: how often in a row, why, and when it is tried again (UTC, ISO 8601)."""
+        if not self._failures:
+            return None
+        moment = datetime.fromtimestamp(self._now() + max(0.0, self._again_at - self._clock()), timezone.utc)
+        return {
+            "tries": self._failures,
+            "reason": self._reason[:2000],
+            "next_try": moment.isoformat(timespec="seconds"),
+        }

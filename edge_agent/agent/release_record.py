@@ -1,0 +1,447 @@
+"""Releases as one device knows them: the bundle in use and on trial, refused and pinned ones, and one that waits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import threading
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from ..config import AgentConfig
+from ..errors import HeadwaterError, StateError, UsageError, cause
+from ..moments import moment_of
+from ..storage import read_json, waited_lock, write_json
+from ..task import Frozen
+from ..wire.messages import FederationId, Install
+
+log = logging.getLogger(__name__)
+
+PROVEN_S = 300.0
+"""An agent that has been up for so long lives with the bundle in use."""
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+MOST_STARTS = 3
+"""Starts that may end earlier; after that the agent uses the bundle before again."""
+
+MOST_REFUSED = 8
+"""Bundles that were refused, of which the reason is known."""
+
+
+def machine_start() -> str:
+    """What the kernel calls this start of the machine: another text after each; empty where it does not say."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()[:64]
+    except (OSError, ValueError):
+        return ""
+
+
+class _Released(Frozen):
+    """A bundle, the number of its release, and the federation that counts it; 0 where it came by hand."""
+
+    bundle_id: str
+    release: int = Field(0, ge=0)
+    federation: FederationId = ""
+
+
+class _Taken(_Released):
+    """The bundle that was taken last; none where the id is empty."""
+
+    bundle_id: str = ""
+
+
+class RolledBack(Frozen):
+    """Another bundle was installed by hand in place of ``source``."""
+
+    source: _Taken
+    runs: str
+    """Id of the bundle that is to stay."""
+
+    def __str__(self) -> str:
+        source = self.source
+        of = f" (release {source.release})" if source.release else ""
+        return (
+            f"keeps bundle {self.runs[:12]}: this device was rolled back by hand from bundle "
+            f"{source.bundle_id[:12]}{of}; it takes a newer release"
+        )
+
+
+class Refused(_Released):
+    """A bundle that this device tried and does not use."""
+
+    reason: str
+    at: str
+    crashed: bool = False
+    """Whether the agent did not live with it; it is not tried again then."""
+
+
+class Trial(_Released):
+    """A bundle that is prepared, or is in use, and has yet to show that the agent lives with it."""
+
+    starts: int = Field(0, ge=0)
+    """Starts of the preparation, or of the agent with the bundle, that did not end well; the present one included."""
+
+    machine: str = Field("", max_length=64)
+    """Start of the machine, see `machine_start`, in which the last of them was; empty: unknown."""
+
+    def started(self, machine: str) -> Trial:
+        """With one more start, in this start of the machine.
+
+        The start before does not count where the machine has started since: power was cut, or somebody restarted it,
+        which says nothing against the bundle. Where this is unknown, it counts.
+        """
+        was_cut = machine and self.machine and machine != self.machine
+        starts = max(self.starts, 1) if was_cut else self.starts + 1
+        return self.model_copy(update={"starts": starts, "machine": machine})
+
+    def stopped(self) -> Trial:
+        """Without the last start, which was ended on purpose."""
+        return self.model_copy(update={"starts": max(0, self.starts - 1)})
+
+
+class Pin(Frozen):
+    """The owner keeps a bundle, whatever is released, until a moment (ISO 8601; empty: until it is unpinned)."""
+
+    bundle_id: str
+    reason: str
+    until: str = ""
+
+    def holds(self, now: float) -> bool:
+        """Whether it counts at that time (as `time.time`)."""
+        return not self.until or now < moment_of(self.until).timestamp()
+
+    def __str__(self) -> str:
+        until = f" until {self.until}" if self.until else ""
+        return f"keeps bundle {self.bundle_id[:12]}: pinned on this device{until}: {self.reason}"
+
+
+class _Record(Frozen):
+    taken: _Taken = _Taken()
+    rolled_back: RolledBack | None = None
+    refused: tuple[Refused, ...] = ()
+    prepared: Trial | None = None
+    """A bundle whose preparation has begun and not ended."""
+
+    is_preparing: bool = False
+    """Whether that is under way; where the agent starts: whether it did not survive it."""
+
+    on_trial: Trial | None = None
+
+
+class ReleaseRecord:
+    """The record in one agent's state folder; the agent's loop and its worker may change it at the same time.
+
+    Pins are in a file of their own, because commands write it while the agent runs.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self._path, self._pin_path, self._bundles = state / "releases.json", state / "pin.json", state / "bundles"
+        self._lock = threading.RLock()
+        self.on_trial: Trial | None = None
+        """The bundle in use, where this agent has started it or started with it, and has yet to show that it lives with
+        it: call `proved` then."""
+
+    def prepares(self, message: Install, machine: str = "") -> int:
+        """The preparation of a bundle begins, in this start of the ``machine``; returns its number.
+
+        That is 1, and one more for each preparation of it in a row that the agent did not survive, see `Trial.started`.
+        """
+        with self._lock:
+            before, about = self._read(), _about(message)
+            last = before.prepared
+            if last is None or last.model_dump(include={*about}) != about:
+                last = Trial(**about)
+            trial = last.started(machine)
+            self._write(before.model_copy(update={"prepared": trial, "is_preparing": True}))
+            return trial.starts
+
+    def ended(self) -> None:
+        """The preparation has ended without saying anything of the bundle."""
+        with self._lock:
+            self._write(self._read().model_copy(update={"prepared": None, "is_preparing": False}))
+
+    def took(self, message: Install, machine: str = "") -> None:
+        """The bundle of this release is in use now, on trial, since this start of the ``machine``."""
+        about = _about(message)
+        with self._lock:
+            refused = tuple(one for one in self._read().refused if one.bundle_id != message.bundle_id)
+            trial = Trial(**about, machine=machine)
+            self._write(_Record(taken=_Taken(**about), refused=refused, on_trial=trial))
+            self.on_trial = trial
+
+    def refuse(self, message: Install, reason: str, at: float, *, crashed: bool = False) -> None:
+        """The bundle of this release was tried, and is not used."""
+        with self._lock:
+            self._write(_refused(self._read(), _about(message), reason, at, crashed=crashed))
+
+    def started(self, machine: str = "") -> Trial | None:
+        """Count a start of the agent; returns the bundle on trial, None where there is none.
+
+        ``machine``: as for `took`. Where the agent ended in the preparation of another bundle, that one is to blame.
+        """
+        with self._lock:
+            before = self._read()
+            trial = before.on_trial
+            if trial is not None:
+                trial = (trial.stopped() if before.is_preparing else trial).started(machine)
+            if trial is not None or before.is_preparing:
+                self._write(before.model_copy(update={"on_trial": trial, "is_preparing": False}))
+            self.on_trial = trial
+            return trial
+
+    def stopped(self) -> None:
+        """The agent was stopped on purpose: neither this start counts nor the preparation that it ends."""
+        with self._lock:
+            before = self._read()
+            changes: dict[str, Any] = {}
+            if before.on_trial is not None:
+                changes["on_trial"] = before.on_trial.stopped()
+            if before.is_preparing and before.prepared is not None:
+                changes |= {"prepared": before.prepared.stopped(), "is_preparing": False}
+            if changes:
+                self._write(before.model_copy(update=changes))
+
+    def proved(self, trial: Trial) -> None:
+        """The agent lives with this bundle; without effect where another one is on trial meanwhile."""
+        with self._lock:
+            if self.on_trial == trial:
+                self._write(self._read().model_copy(update={"on_trial": None}))
+                self.on_trial = None
+
+    def fell_back(self, trial: Trial, runs: str, at: float) -> None:
+        """The agent did not live with a bundle, and uses the one before again."""
+        reason = (
+            f"keeps bundle {runs[:12]} because the agent ended {trial.starts - 1} times within {PROVEN_S:.0f} s of its "
+            f"start with bundle {trial.bundle_id[:12]}"
+        )
+        with self._lock:
+            before = self._read().model_copy(update={"on_trial": None})
+            self._write(_refused(before, _about(trial), reason, at, crashed=True))
+            self.on_trial = None
+
+    def refused(self) -> tuple[Refused, ...]:
+        """Bundles that were tried and are not used, the latest last."""
+        return self._read().refused
+
+    def pin(self, pin: Pin | None) -> None:
+        """Keep the bundle in use; None: take releases again.
+
+        Raises:
+            UsageError: another bundle is in use.
+        """
+        if pin is None:
+            self._pin_path.unlink(missing_ok=True)
+            return
+        from ..bundle import current_id
+
+        with waited_lock(self._bundles):
+            if (runs := current_id(self._bundles)) != pin.bundle_id:
+                raise UsageError(
+                    f"{self._bundles}: bundle {runs[:12] or 'none'} is in use now, expected {pin.bundle_id[:12]}: the "
+                    "agent has just switched; look at 'edge-agent status', and pin again"
+                )
+            write_json(self._pin_path, pin.model_dump(mode="json"))
+
+    @contextlib.contextmanager
+    def switching(self, message: Install, now: float) -> Iterator[str]:
+        """Inside, no command pins the bundle in use; gives `why_declined`. For the moment of the switch alone."""
+        with waited_lock(self._bundles):
+            yield self.why_declined(message, now)
+
+    def pinned(self) -> Pin | None:
+        """The pin, also one that is over; None where there is none.
+
+        Raises:
+            StateError: its file is damaged.
+        """
+        raw = read_json(self._pin_path)
+        try:
+            pin = None if raw is None else Pin.model_validate(raw)
+            if pin is not None and pin.until:
+                moment_of(pin.until)
+        except (ValidationError, UsageError) as error:
+            raise StateError(f"{self._pin_path}: not what 'edge-agent pin' writes; remove it to unpin") from error
+        return pin
+
+    def release_of(self, bundle_id: str) -> int | None:
+        """Number of the release by which a bundle came; None: it came by hand, or is none that was taken last."""
+        taken = self._read().taken
+        return taken.release or None if taken.bundle_id == bundle_id else None
+
+    def check(self) -> None:
+        """Return quietly where the record can be read, or there is none yet.
+
+        Raises:
+            StateError: it is damaged.
+        """
+        self._read()
+
+    def put_by_hand(self, bundle_id: str, instead_of: str) -> RolledBack | None:
+        """A bundle was installed by hand, ``instead_of`` another (empty: of none); returns the rollback that now holds.
+
+        Installing again the bundle that was rolled back ends the rollback.
+        """
+        before = self._read()
+        if bundle_id == instead_of:
+            return before.rolled_back
+        if before.rolled_back is not None and bundle_id == before.rolled_back.source.bundle_id:
+            self._write(_Record(taken=before.rolled_back.source, refused=before.refused))
+            return None
+        if before.rolled_back is not None:
+            source = before.rolled_back.source
+        elif instead_of:
+            source = before.taken if before.taken.bundle_id == instead_of else _Taken(bundle_id=instead_of)
+        else:
+            return None
+        now = RolledBack(source=source, runs=bundle_id)
+        self._write(_Record(rolled_back=now, refused=before.refused))
+        return now
+
+    def why_declined(self, message: Install, now: float) -> str:
+        """Why this device does not even try a release; empty where it does. ``now``: as `time.time`."""
+        record, pin = self._read(), self.pinned()
+        if pin is not None and pin.holds(now):
+            return "" if message.bundle_id == pin.bundle_id else str(pin)
+        for one in record.refused:
+            is_known = one.crashed and one.bundle_id == message.bundle_id
+            if is_known and one.federation == message.federation and message.release <= one.release:
+                return one.reason
+        if record.rolled_back is None:
+            return ""
+        source = record.rolled_back.source
+        newest = source.release if source.federation == message.federation else 0
+        is_newer = message.bundle_id != source.bundle_id and message.release > newest
+        return "" if is_newer else str(record.rolled_back)
+
+    def kept(self, now: float) -> str:
+        """Why this device keeps its bundle by its owner's choice; empty where it does not."""
+        pin = self.pinned()
+        return str(pin) if pin is not None and pin.holds(now) else self.rolled_back()
+
+    def rolled_back(self) -> str:
+        """That another bundle was installed by hand in place of a release, and which; else empty."""
+        return str(self._read().rolled_back or "")
+
+    def _read(self) -> _Record:
+        raw = read_json(self._path)
+        try:
+            return _Record() if raw is None else _Record.model_validate(raw)
+        except ValidationError as error:
+            raise StateError(
+                f"{self._path}: not what an agent writes; remove it to take every release again"
+            ) from error
+
+    def _write(self, record: _Record) -> None:
+        write_json(self._path, record.model_dump(mode="json"))
+
+
+def _about(message: Install | Trial) -> dict[str, Any]:
+    return {"bundle_id": message.bundle_id, "release": message.release, "federation": message.federation}
+
+
+def _refused(before: _Record, about: dict[str, Any], reason: str, at: float, *, crashed: bool) -> _Record:
+    """The record with one refused bundle more, and nothing that is prepared."""
+    moment = datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="seconds")
+    new = Refused(**about, reason=reason[:1000], at=moment, crashed=crashed)
+    others = [one for one in before.refused if one.bundle_id != new.bundle_id]
+    return before.model_copy(
+        update={"refused": (*others, new)[-MOST_REFUSED:], "prepared": None, "is_preparing": False}
+    )
+
+
+START_GRACE_S = 60.0
+"""After its start an agent leaves its coordinator so long to say that a bundle is not to be used any more."""
+
+CLOCK_OFF_S = 30 * 86_400.0
+"""A clock that is so long after the time to switch is taken to be wrong: devices are seldom off for longer."""
+
+
+def utc_text(at: float) -> str:
+    """A time (as `time.time`) in ISO 8601, UTC."""
+    return datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="seconds")
+
+
+class Waiting(Frozen):
+    """A bundle that waits for the time to switch to it; times as `time.time`, because a restart ends other clocks."""
+
+    install: Install
+    at: float
+    """When the device was asked."""
+
+    opens: float
+    closes: float | None = None
+
+    @classmethod
+    def of(cls, install: Install, now: float) -> Waiting:
+        """What an offer that has just come means."""
+        opens, within_s = now + install.activate_in_s, install.activate_within_s
+        return cls(install=install, at=now, opens=opens, closes=None if within_s is None else opens + within_s)
+
+    def is_open(self, now: float) -> bool:
+        """Whether the device may switch at that time by its clock."""
+        return self.opens <= now <= (self.opens + CLOCK_OFF_S if self.closes is None else self.closes)
+
+    def why_not(self, now: float) -> str:
+        """Why the device cannot know by its clock when to switch, and waits for its coordinator; empty: it can."""
+        clock = f"its clock says {utc_text(now)}" if abs(now) < 1e11 else "its clock is out of range"
+        about = f"bundle {self.install.bundle_id[:12]} waits for the coordinator: {clock}"
+        if now < self.at:
+            return f"{about}, before {utc_text(self.at)}, when the bundle was offered; set the clock"
+        if now > self.opens + CLOCK_OFF_S:
+            return f"{about}, long after {utc_text(self.opens)}, when the device was to switch; set the clock"
+        return ""
+
+
+class WaitFile:
+    """What a device waits for, in its state folder."""
+
+    def __init__(self, state: Path) -> None:
+        self._path = state / "waits.json"
+
+    def write(self, waiting: Waiting) -> None:
+        """Save it. On a disk that cannot be written, a restart forgets it, and the coordinator offers it again."""
+        try:
+            write_json(self._path, waiting.model_dump(mode="json"))
+        except OSError as error:
+            log.warning("wait_not_written path=%s reason=%s", self._path, cause(error))
+
+    def read(self) -> Waiting | None:
+        """What was saved; None where nothing was, or it is damaged."""
+        try:
+            raw = read_json(self._path)
+            return None if raw is None else Waiting.model_validate(raw)
+        except (StateError, ValidationError) as error:
+            log.warning("wait_unreadable path=%s reason=%s", self._path, cause(error))
+            return None
+
+    def remove(self) -> None:
+        """The device waits for nothing."""
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+def candidate_folder(config: AgentConfig) -> Path:
+    """Where the head of a bundle that is not in use yet is put."""
+    return config.state / "candidate"
+
+
+def clean(config: AgentConfig) -> None:
+    """Remove what is left of a bundle that did not come into use, and take its head back: a kill may have left it."""
+    from .. import bundle as bundles
+    from ..heads import saved
+
+    root = config.state / "bundles"
+    shutil.rmtree(candidate_folder(config), ignore_errors=True)
+    try:
+        if (manifest := bundles.current_manifest(root)) is not None:
+            fingerprints = {name: variant.fingerprint for name, variant in manifest.variants.items()}
+            saved.settle(config.state / "head", fingerprints)
+        bundles.remove_unused(root)
+    except (HeadwaterError, OSError) as error:  # a damaged pair: nothing is known of what is to stay; or a full disk
+        log.warning("not_cleaned reason=%s", error)

@@ -1,0 +1,212 @@
+"""Arguments that fit, predict and evaluate share, and what they name: a bundle, its encoder, local data, a head."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+from . import output
+from .where import check_exists
+
+if TYPE_CHECKING:
+    from ..bundle import Bundle
+    from ..config import DataConfig
+    from ..data import Samples
+    from ..encoder import Encoder
+    from ..heads.saved import SavedHead, SavedNumeric
+    from ..personalize import FitOptions
+
+_SOURCES = """data sources (kind:where?option=value&option=value):
+  images:DIR                     one sub-folder of image files for each class; without any for 'predict'
+  npz:FILE?inputs=x&labels=y     arrays in a NumPy archive
+  idx:DIR?split=train            MNIST and the like; split=train, test or all
+  windows:FILE?subject=1,2       sensor recordings, cut into windows by the bundle's task
+  csv:FILE?label=c&columns=x,y   tables: recordings, windows or images; recording=c, time=c, target=c
+  wav:DIR?rate=16000             sounds by class, as log-mel windows; form=image for encoders of images
+  video:DIR?every_s=1            frames of films by class; camera:0?n=10&label=cat takes pictures now
+  digits:rendered?n=500          digits without a download: optdigits, inverted, photo, rendered …
+  cifar:DIR?labels=coarse        CIFAR-10 and CIFAR-100; cinic:DIR is CINIC-10
+  pacs:DIR?domain=sketch         one or more domains; so are officehome, officecaltech, domainnet and digits5
+  ucihar:DIR?subject=3           UCI HAR, windows of nine signals of a phone
+  collected:DIR                  samples that were added on this device with 'edge-agent add'
+  python:module:function         your own function that returns (inputs, labels)
+Classes are matched by name: the data may lack some of the bundle's classes, and may hold no others, unless
+--own-classes is given. A relative place counts from the working folder here, and from the file's own folder in a
+configuration file. Files that cannot be used are left out and counted.
+"""
+
+
+def add_bundle(parser: argparse.ArgumentParser) -> None:
+    """Which bundle, and how its encoder runs."""
+    parser.add_argument(
+        "--bundle", type=Path, required=True, metavar="PATH", help="bundle file (*.hwb), or an agent's state folder"
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        help="folder of unpacked bundles and features (default: headwater in XDG_CACHE_HOME or ~/.cache)",
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads of encoder and head, 0 = as many as cores (default: 1)"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("auto", "fp32", "int8"),
+        default="auto",
+        help="auto: the saved head's, else fp32, unless int8 is faster here and a head on your data as accurate",
+    )
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """Local data and their split, for commands that fit; the help lists the data sources."""
+    parser.add_argument("--data", required=True, metavar="SOURCE", help="local data, see below")
+    parser.add_argument("--test", metavar="SOURCE", help="held-out samples; all of --data is for training then")
+    parser.add_argument(
+        "--norm",
+        choices=("auto", "own", "shipped"),
+        default="auto",
+        help="batch norm statistics: of your inputs (own), the bundle's, or own where heads lose nothing by it (auto)",
+    )
+    parser.add_argument(
+        "--test-fraction", type=float, metavar="F", help="share of --data held out for evaluation (default: 0.25)"
+    )
+    parser.add_argument(
+        "--partition", type=Path, metavar="FILE", help="partition file: use the rows of one --client of --data"
+    )
+    parser.add_argument("--client", metavar="NAME", help="client in --partition")
+    add_strict(parser)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of split and fit (default: 0)")
+    parser.add_argument(
+        "--own-classes", action="store_true", help="the data may hold classes that the bundle does not know"
+    )
+    parser.epilog = f"{_SOURCES}\n{parser.epilog or ''}"
+
+
+def add_strict(parser: argparse.ArgumentParser) -> None:
+    """Whether unusable data are an error."""
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse data of which something cannot be used, instead of leaving it out"
+    )
+
+
+def add_no_local(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Whether acc.local is looked for. Returns the group, for what excludes that."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--no-local", dest="local", action="store_false", help="do not look for what this device reaches alone"
+    )
+    return group
+
+
+def cache_of(arguments: argparse.Namespace) -> Path:
+    """The folder of unpacked bundles and of features."""
+    from ..personalize import default_cache
+
+    return default_cache() if arguments.cache is None else Path(arguments.cache)
+
+
+def bundle_of(arguments: argparse.Namespace) -> Bundle:
+    """The bundle that ``--bundle`` names, verified; a bundle file is unpacked in the cache once.
+
+    Raises:
+        BundleDamaged: what is at that path cannot be used.
+        UsageError: nothing is at that path, or impossible numbers among the arguments; all of them are listed.
+    """
+    from ..personalize import load_bundle
+
+    rules: list[tuple[str, Callable[[float], bool], str]] = [
+        ("threads", lambda value: 0 <= value <= 1024, "0..1024"),
+        ("test_fraction", lambda value: 0 < value < 1, "above 0 and below 1"),
+        ("seed", lambda value: value >= 0, "0 or more"),
+        ("unknown", lambda value: 0 <= value < 1, "0 or more and below 1"),
+    ]
+    mistakes = [
+        f"--{name.replace('_', '-')} {value}: expected {expected}"
+        for name, is_possible, expected in rules
+        if (value := getattr(arguments, name, None)) is not None and not is_possible(value)
+    ]
+    if mistakes:
+        raise UsageError("; ".join(mistakes))
+    return load_bundle(arguments.bundle, cache_of(arguments))
+
+
+def head_folder(given: Path | None) -> Path | None:
+    """The folder of the head that --head names: that folder, or the head of a device's state folder."""
+    if given is None:
+        return None
+    check_exists(given, "a head saved by 'edge-agent fit', or a device's state folder")
+    return own_head(given) or given
+
+
+def own_head(state: Path) -> Path | None:
+    """The head of the device whose state folder this is; None where it is none, or has no head yet."""
+    from ..heads.saved import CARD
+
+    return state / "head" if (state / "head" / CARD).is_file() and (state / "bundles").is_dir() else None
+
+
+def samples_of(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, Samples]:
+    """Samples to learn from and held-out ones, as an agent with this bundle would take them."""
+    from ..data.partition import own_samples
+
+    task = bundle.manifest.task
+    return own_samples(data_config(arguments), "", task.input, task.class_names, own_classes=arguments.own_classes)
+
+
+def data_config(arguments: argparse.Namespace) -> DataConfig:
+    """The arguments of `add_data` as ``[data]`` of an agent's configuration."""
+    from ..personalize import local_data
+
+    names = ("test", "test_fraction", "partition", "client", "strict")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    return local_data(arguments.data, seed=arguments.seed, **given)
+
+
+def skipped_of(parts: tuple[Samples, Samples]) -> tuple[str, ...]:
+    """What was left out of training and held-out samples, each once."""
+    return tuple(dict.fromkeys((*parts[0].skipped, *parts[1].skipped)))
+
+
+def encoder_of(
+    arguments: argparse.Namespace,
+    bundle: Bundle,
+    head: SavedHead | SavedNumeric | None = None,
+    train: Samples | None = None,
+) -> Encoder:
+    """The bundle's encoder after its self-test: that of a saved head, else as ``--precision`` and ``--norm`` say.
+
+    Where these are ``auto``, the samples ``train`` decide; without samples it is fp32 with the bundle's batch norm.
+    """
+    from ..encoder import Encoder
+    from ..precision import Refit, open_encoder
+
+    threads = 1 if arguments.threads is None else arguments.threads
+    if head is not None:
+        return Encoder.open(bundle, head.precision, threads, norm=head.norm)
+    return open_encoder(
+        bundle,
+        arguments.precision,
+        train,
+        threads,
+        norm=getattr(arguments, "norm", "auto"),
+        refit=Refit(getattr(arguments, "seed", 0), cache_of(arguments) / "features", output.progress("features")),
+    )
+
+
+def fit_options(arguments: argparse.Namespace, **more: Any) -> FitOptions:
+    """Seed, cache and progress of a fit by these arguments; ``more`` are fields of `FitOptions`."""
+    from ..personalize import FitOptions
+
+    cache, allow_local = cache_of(arguments) / "features", getattr(arguments, "allow_local", False)
+    return FitOptions(
+        seed=arguments.seed,
+        cache=cache,
+        progress=output.progress,
+        local=arguments.local,
+        allow_local=allow_local,
+        **more,
+    )

@@ -1,0 +1,286 @@
+"""The command ``edge-agent evaluate``: scores of a saved head, or a comparison of heads on local data."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DataError
+from . import output
+from .arguments import (
+    add_bundle,
+    add_data,
+    add_no_local,
+    bundle_of,
+    data_config,
+    encoder_of,
+    fit_options,
+    head_folder,
+    samples_of,
+    skipped_of,
+)
+from .scores import (
+    accuracy_rows,
+    detail_tables,
+    folds_note,
+    intervals_of,
+    norm_text,
+    notes_on,
+    numeric_result,
+    same_sitting_rows,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..bundle import Bundle
+    from ..data import Samples
+    from ..personalize import Result
+
+_CURVE_FITS, _CURVE_BUDGET_S = 8, 20
+"""Fits of all samples that a learning curve costs, and the seconds that it may take."""
+
+
+def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``edge-agent evaluate``."""
+    add_bundle(parser)
+    add_data(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--head", type=Path, metavar="DIR", help="saved head to evaluate")
+    which.add_argument("--heads", metavar="A,B", help="heads to compare; default: those that 'fit' compares")
+    add_no_local(parser)
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Score a saved head on local data, or, without --head, fit and compare heads.
+
+    A saved head is scored on all samples of --data (or --test) that it was not fitted on. Heads that are compared are
+    scored on the samples that 'fit' holds out with the same seed. Beside accuracies stands the interval in which the
+    accuracy on many more samples lies with 95 %. Each head's costs on this device are shown, and how the accuracy of
+    the first one grew with the number of samples: have you collected enough? Exactness says how close a head is to the
+    personal part of the bundle's method: exact (equal), same form (same layers and loss), approximate (anything else).
+
+    Example:
+      edge-agent evaluate --bundle b.hwb --data images:photos
+    """
+    from ..heads.saved import is_numeric
+
+    arguments.head = head_folder(arguments.head)
+    bundle = bundle_of(arguments)
+    if arguments.head is not None and is_numeric(arguments.head):
+        return _evaluate_numeric(arguments, bundle)
+    if arguments.head is not None:
+        return _evaluate_saved(arguments, bundle)
+    return _compare(arguments, bundle, samples_of(arguments, bundle))
+
+
+def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
+    from ..data.base import same_sitting
+    from ..local.confidence import LEAST_FOR_CALIBRATION, calibration_error
+    from ..local.details import not_held_out
+    from ..personalize import load_head, of_one_class, score_saved, why_no_global
+
+    saved = load_head(arguments.head, bundle, arguments.precision)
+    fitted_on, test, known = _to_score(arguments, bundle, saved.learned, saved.class_names)
+    sitting = same_sitting(fitted_on, test)
+    test, others = _of_known_classes(test, saved.class_names, arguments.test or arguments.data)
+    if others and arguments.strict:
+        raise DataError(f"the head does not know {', '.join(others)}; remove these samples, or fit another head")
+    train = None
+    if _all_here(fitted_on, saved.learned):
+        train, renamed = _of_known_classes(fitted_on, saved.class_names, arguments.data)
+        train = None if renamed else train  # a device alone would learn from what is left, the head learned from all
+    scores, features = score_saved(
+        bundle, saved, encoder_of(arguments, bundle, saved), test, fit_options(arguments), train
+    )
+    parts = (test if train is None else train, test)
+    count, one_class, no_global = len(test), of_one_class(*parts), why_no_global(bundle, saved.class_names)
+    content: dict[str, Any] = {
+        **scores.metrics(),
+        "head": saved.title,
+        "precision": saved.precision,
+        "n_test": count,
+        "n_fitted_on": known,
+        "same_sitting": sitting,
+        "intervals": intervals_of(scores, count),
+        "one_class": one_class,
+        "no_global": no_global,
+        "skipped": len(test.skipped),
+        "unknown_classes": others,
+        "not_held_out": not_held_out(*parts),
+    }
+    notes = [*output.skipped(test.skipped), *notes_on(scores, parts)]
+    if not count:
+        notes.append("note: the head was fitted on all of these samples; name others to score it on (--data or --test)")
+    if others:
+        notes.append(f"note: samples of classes that the head does not know are left out: {', '.join(others)}")
+    if arguments.local and train is None:
+        notes.append(
+            "note: no acc.local: a device alone would learn from the samples that the head was fitted on; give them as "
+            "--data, and those to score as --test"
+        )
+    notes += [f"note: no acc.global: {no_global}"] if no_global else []
+    error, alarms, drift = None, None, None
+    if count >= LEAST_FOR_CALIBRATION:
+        error = calibration_error(saved.predict_proba(features), test.labels)
+    if (rule := saved.confidence.unknown) is not None and count:
+        unknown = int(rule.is_unknown(features).sum())
+        alarms, drift = unknown / count, rule.has_drifted(unknown, count)
+        notes += [output.drift(unknown, count, rule.rate)] if drift else []
+    content |= {"ece": error, "false_alarms": alarms, "drift": drift}
+    of = f"{saved.precision} features" if saved.local is None else "without the encoder"
+    few = f"–  ({count} samples, {LEAST_FOR_CALIBRATION} are needed)"
+    rows = [("head", f"{saved.title}, {of}"), ("samples", _known_text(count, known, saved.learned))]
+    rows += [
+        *accuracy_rows(scores, count),
+        *same_sitting_rows(sitting),
+        ("calibration error", few if error is None else output.percent(error)),
+    ]
+    rows += [("called unknown", "–  (the head has no rule for that)" if rule is None else output.percent(alarms))]
+    return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
+
+
+def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
+    from .. import heads
+    from ..data.base import same_sitting
+    from ..local.details import not_held_out
+    from ..personalize import curve, evaluate_heads, extract
+
+    names = arguments.heads.split(",") if arguments.heads is not None else None
+    for name in names or ():
+        heads.get(name)  # an unknown name is a mistake of the command line, not a head that failed
+    encoder = encoder_of(arguments, bundle, train=parts[0])
+    features = extract(bundle, parts, encoder, fit_options(arguments))
+    results, failed = evaluate_heads(features, names)
+    lines = output.table(
+        ("head", "acc.personal", "95 %", "exactness", "fit", "memory", "saved", "answer"),
+        [_costs(result) for result in results],
+    )
+    content: dict[str, Any] = {"heads": [_metrics(result) for result in results], "failed": failed, "curve": None}
+    for result in results[:1]:
+        shown = dict(accuracy_rows(result.scores, result.n_test))
+        counts = f"{result.n_train} samples to fit, {result.n_test} held out"
+        lines += ["", f"acc.global  {shown['acc.global']}", f"acc.local   {shown['acc.local']}", counts]
+        lines += [f"{name}: {text}" for name, text in same_sitting_rows(result.same_sitting)]
+        lines += [f"batch norm  {norm_text(result)}"]
+        lines += [f"{step} {seconds:.2f} s" for step, seconds in features.steps.items()]
+        lines += detail_tables(result)
+        if _CURVE_FITS * result.seconds <= _CURVE_BUDGET_S:
+            points = curve(features, result.head.name)
+            content["curve"] = {**asdict(points), "advice": points.advice}
+            rows = [(p.samples, output.percent(p.mean), output.percent(p.spread)) for p in points.points]
+            header = (f"samples to fit {result.head.name}", "accuracy in cross-validation", "spread")
+            lines += ["", *(output.table(header, rows) if rows else ()), points.advice]
+            lines += folds_note(result.same_sitting, points.same_sitting)
+        else:
+            lines += [f"no learning curve: head '{result.head.name}' would take more than {_CURVE_BUDGET_S} s for it"]
+        lines += notes_on(result.scores, parts)
+        lines += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
+    skipped = skipped_of(parts)
+    lines += [*output.skipped(skipped), *(f"{name}: {reason}" for name, reason in failed.items())]
+    content["same_sitting"] = same_sitting(*parts)
+    content |= {"skipped": len(skipped), "not_held_out": not_held_out(*parts), "steps": dict(features.steps)}
+    return output.result(arguments, content, lambda: lines)
+
+
+def _evaluate_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:
+    from ..encoder import features_of
+    from ..numeric import score_numeric
+    from ..personalize import load_numeric_head
+
+    saved = load_numeric_head(arguments.head, bundle, arguments.precision)
+    labelled = False if saved.head.predicts_targets else None
+    fitted_on, test, known = _to_score(arguments, bundle, saved.learned, None, labelled)
+    train = fitted_on if _all_here(fitted_on, saved.learned) else None
+    encoder, options = encoder_of(arguments, bundle, saved), fit_options(arguments)
+    features = features_of(test, encoder, options.cache, options.progress("features"))
+    scores = score_numeric(saved.head, test, features, train)
+    about = {"head": saved.head.name, "n_test": len(test), "n_fitted_on": known, "threshold": saved.head.threshold}
+    samples = _known_text(len(test), known, saved.learned)
+    return numeric_result(arguments, saved, samples, test.skipped, scores, {**about, **scores}, [])
+
+
+def _to_score(
+    arguments: argparse.Namespace,
+    bundle: Bundle,
+    learned: np.ndarray | None,
+    class_names: tuple[str, ...] | None,
+    labelled: bool | None = True,
+) -> tuple[Samples, Samples, int]:
+    """The samples here that a saved head was fitted on; those to score it on; how many it knew of the latter.
+
+    To score are all samples of --data, or of --test, but those with the digests ``learned`` and windows that overlap
+    one of them.
+    """
+    import numpy as np
+
+    from ..data import load
+    from ..data.partition import own_samples
+    from ..local.validation import new_rows
+
+    config, spec, own = data_config(arguments), bundle.manifest.task.input, class_names is not None
+    if config.partition is None and config.test is None:
+        read = functools.partial(load, folder=config.folder, strict=config.strict, labelled=labelled)
+        train = every = read(config.source, spec, class_names, own_classes=own)
+    else:
+        train, every = own_samples(config, "", spec, class_names, own_classes=own, labelled=labelled)
+    new = new_rows(every, learned)
+    known = np.isin(train.row_digests(), [] if learned is None else learned)
+    return train.take(np.flatnonzero(known)), every.take(new), len(every) - len(new)
+
+
+def _all_here(fitted_on: Samples, learned: np.ndarray | None) -> bool:
+    """Whether all samples that a head was fitted on are at hand, so that a device alone can learn from them."""
+    import numpy as np
+
+    return learned is not None and len(learned) > 0 and bool(np.isin(learned, fitted_on.row_digests()).all())
+
+
+def _known_text(count: int, known: int, learned: np.ndarray | None) -> str:
+    """How many samples are scored, and how many are not because the head was fitted on them."""
+    if learned is None:
+        return f"{count}; which ones the head was fitted on is not known: an earlier version saved it"
+    return f"{count}, {f'{known} others left out: the head was fitted on them' if known else 'all new to the head'}"
+
+
+def _of_known_classes(samples: Samples, class_names: tuple[str, ...], where: str) -> tuple[Samples, list[str]]:
+    """Samples of the classes of a saved head, and the names of other classes, whose samples are left out.
+
+    Raises:
+        DataError: there are none of its classes.
+    """
+    import numpy as np
+
+    count = len(class_names)
+    if samples.class_names[:count] != class_names:
+        raise DataError(
+            f"{where}: has only classes {', '.join(samples.class_names[:10])}, the head knows "
+            f"{', '.join(class_names[:10])}; give data of its classes, or fit another head"
+        )
+    rows, names = np.flatnonzero(samples.labels < count), samples.class_names
+    others = [names[label] for label in np.unique(samples.labels) if label >= count]
+    return replace(samples.take(rows), class_names=class_names), others
+
+
+def _metrics(result: Result) -> dict[str, Any]:
+    budget = {} if result.budget is None else result.budget.metrics()
+    return {**result.metrics(), **budget, "intervals": intervals_of(result.scores, result.n_test), **result.details()}
+
+
+def _costs(result: Result) -> tuple[str, ...]:
+    """A head in the table of those that are compared."""
+    costs = {} if result.budget is None else result.budget.metrics()
+    ends = intervals_of(result.scores, result.n_test)["acc.personal"]
+    return (
+        result.head.name,
+        output.percent(result.scores.personal),
+        "–" if ends is None else f"{100 * ends[0]:.1f} to {100 * ends[1]:.1f} %",
+        result.exactness,
+        f"{result.seconds:.2f} s",
+        f"{costs['fit_mb']:.1f} MB",
+        f"{costs['saved_kb']:.0f} kB",
+        f"{costs['answer_ms']:.3f} ms",
+    )

@@ -1,0 +1,243 @@
+"""The command ``edge-agent fit``: a personal head from local data, without a broker."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UnknownName, UsageError
+from ..storage import check_writable
+from . import output
+from .arguments import (
+    add_bundle,
+    add_data,
+    add_no_local,
+    bundle_of,
+    cache_of,
+    data_config,
+    encoder_of,
+    fit_options,
+    samples_of,
+    skipped_of,
+)
+from .scores import (
+    accuracy_rows,
+    detail_tables,
+    folds_note,
+    intervals_of,
+    norm_text,
+    notes_on,
+    numeric_result,
+    same_sitting_rows,
+)
+
+if TYPE_CHECKING:
+    from ..bundle import Bundle
+    from ..data import Samples
+    from ..heads.numeric import NumericHead
+    from ..local.choice import HeadChoice
+    from ..local.confidence import Confidence
+
+
+def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``edge-agent fit``."""
+    add_bundle(parser)
+    add_data(parser)
+    parser.add_argument(
+        "--head",
+        default="auto",
+        metavar="NAME",
+        help="lr, svm, mlp, prototype …; auto: the best of them (default); ridge_regression for numbers, mahalanobis "
+        "for anomalies",
+    )
+    parser.add_argument(
+        "--param", action="append", default=[], metavar="NAME=VALUE", help="parameter of the head; may be repeated"
+    )
+    parser.add_argument(
+        "--unknown",
+        type=float,
+        default=0.05,
+        metavar="RATE",
+        help="share of inputs like the training samples that may be called unknown, 0: none (default: 0.05)",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the head")
+    add_no_local(parser).add_argument(
+        "--allow-local", action="store_true", help="save the model of acc.local where it is better or surer"
+    )
+
+
+def fit(arguments: argparse.Namespace) -> int:
+    """Fit a personal head on local data with a bundle's encoder, evaluate it on held-out samples, and save it.
+
+    The head also learns which inputs are unlike all training samples (unknown), and its probabilities are calibrated by
+    cross-validation; both need a number of samples, and where there are fewer that is said.
+
+    Head 'auto' compares heads by cross-validation on the samples to fit, within 5 seconds. Of those that are not worse
+    than the most accurate one beyond noise it takes the one with the smallest log loss.
+
+    Needs no torch. acc.personal is the new head, acc.global the bundle's shared classifier, acc.local the best
+    of a few models on the raw inputs: what this device would reach alone. Which one is found by cross-validation.
+
+    Example:
+      edge-agent fit --bundle b.hwb --data images:photos --head svm --param c=0.5 --out head
+    """
+    from .. import heads
+    from ..bundle import variant_figures
+    from ..heads import numeric
+    from ..local.details import not_held_out
+    from ..personalize import personalize
+
+    params = _parameters(arguments.param)
+    if arguments.head in numeric.names():
+        return _fit_numeric(arguments, params)
+    try:
+        heads.check(arguments.head, params)  # mistakes are found before the features are computed
+    except UnknownName as error:
+        raise UnknownName("head", arguments.head, [*error.known, *numeric.names(), heads.AUTO]) from error
+    check_writable(arguments.out)
+    check_writable(cache_of(arguments))
+    bundle = bundle_of(arguments)
+    parts = samples_of(arguments, bundle)
+    encoder = encoder_of(arguments, bundle, train=parts[0])
+    result = personalize(
+        bundle, parts, encoder, fit_options(arguments, head=arguments.head, params=params, unknown=arguments.unknown)
+    )
+    result.save(arguments.out)
+    skipped, figures = skipped_of(parts), variant_figures(bundle.manifest)
+    made = {"fingerprint": result.fingerprint, "out": str(arguments.out), "skipped": len(skipped), "figures": figures}
+    intervals = intervals_of(result.scores, result.n_test)
+    content: dict[str, Any] = {**result.metrics(), **made, "intervals": intervals, **result.details()}
+    content["not_held_out"] = not_held_out(*parts)
+    head = f"{result.head.name} ({result.exactness}), {result.precision} features"
+    head += ": the bundle's shared classifier as it is" * (result.head.name == "shared_classifier")
+    rows = [
+        ("head", head if result.local is None else f"{result.title}, without the encoder: the model of acc.local"),
+        ("batch norm", norm_text(result)),
+        ("samples", f"{result.n_train} to fit, {result.n_test} held out"),
+        *accuracy_rows(result.scores, result.n_test),
+        *same_sitting_rows(result.same_sitting),
+        *_confidence_rows(result.confidence, arguments.unknown, result.n_train, result.false_alarms),
+        (
+            "time",
+            f"{', '.join(f'{step} {s:.2f} s' for step, s in result.steps.items())}; {result.seconds:.2f} s in all",
+        ),
+        ("saved in", arguments.out),
+    ]
+    notes = [*output.skipped(skipped), *notes_on(result.scores, parts)]
+    if result.local is not None:
+        notes.append(f"note: saved is the model of acc.local; acc.personal is that of head '{result.head.name}'")
+    if not result.n_test:
+        notes.append("note: nothing is held out, so there is no accuracy; add samples, or name a test set (--test)")
+    notes += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
+    details = detail_tables(result)
+    if result.choice is not None:
+        content["candidates"] = [trial.as_json() for trial in result.choice.trials]
+        details += ["", *_trials(result.choice), *folds_note(result.same_sitting, result.choice.same_sitting)]
+    if notes:
+        details += ["", *notes]
+    return output.result(arguments, content, lambda: [*output.pairs(rows), *details])
+
+
+def _trials(choice: HeadChoice) -> list[str]:
+    """How the heads fared that 'auto' chose from: a table, then why one was taken and others were dropped."""
+    taken = choice.trials[0]
+    rows = [
+        (
+            trial.name,
+            "taken" if trial.name == choice.name else "dropped" if trial.dropped else "",
+            output.percent(trial.accuracy),
+            "–" if trial.spread is None or len(trial.right) < 2 else f"±{100 * trial.spread:.1f} %",
+            f"{trial.loss(len(trial.right)):.3f}" if trial.right else "–",
+            len(trial.right),
+            f"{trial.seconds:.2f} s",
+        )
+        for trial in choice.trials
+    ]
+    lines = output.table(("candidate", "", "accuracy", "spread", "log loss", "folds", "time"), rows)
+    best = max((trial.accuracy or 0.0 for trial in choice.trials if len(trial.right) == len(taken.right)), default=0.0)
+    if taken.right and best > (taken.accuracy or 0.0):
+        lines.append("taken for its log loss: heads with a higher accuracy are not better beyond noise, and less sure")
+    return [*lines, *(f"{trial.name}: {trial.dropped}" for trial in choice.trials if trial.dropped)]
+
+
+def _confidence_rows(
+    confidence: Confidence, rate: float, samples: int, false_alarms: float | None
+) -> list[tuple[str, str]]:
+    """What is known of a head's reliability, or why it is not, for a table."""
+    from ..local.confidence import LEAST_FOR_CALIBRATION, least_for
+
+    known, rule = confidence.calibration, confidence.unknown
+    calibration = f"not calibrated: {samples} samples, {LEAST_FOR_CALIBRATION} are needed"
+    if samples >= LEAST_FOR_CALIBRATION:
+        calibration = "not calibrated: no temperature lowers the error in cross-validation"
+    if known is not None:
+        before, after = output.percent(known.error_before), output.percent(known.error_after)
+        calibration = f"temperature {known.temperature:.2f}, expected calibration error {before} before, {after} after"
+    unknown = "not asked for"
+    if rule is not None:
+        reached = f"{output.percent(false_alarms)} of the held-out samples; misses are not measured"
+        unknown = f"distance above {rule.threshold:.3f}; false alarms {output.percent(rule.rate)} asked for, {reached}"
+    elif rate:
+        unknown = (
+            f"not estimable: {samples} samples, {least_for(rate)} are needed for {output.percent(rate)} false alarms"
+        )
+    return [("calibration", calibration), ("unknown inputs", unknown)]
+
+
+def _parameters(given: list[str]) -> dict[str, Any]:
+    """Head parameters from ``name=value``; values are JSON where they can be, text otherwise."""
+    if wrong := [text for text in given if "=" not in text]:
+        raise UsageError(f"--param {', '.join(wrong)}: expected NAME=VALUE, for example --param c=0.5")
+    result: dict[str, Any] = {}
+    for name, _, value in (text.partition("=") for text in given):
+        try:
+            result[name] = json.loads(value)
+        except ValueError:
+            result[name] = value
+    return result
+
+
+def _fit_numeric(arguments: argparse.Namespace, params: dict[str, Any]) -> int:
+    """``fit`` of a head that answers with numbers."""
+    from ..encoder import features_of
+    from ..heads import numeric
+    from ..heads.saved import SavedNumeric, save_numeric
+    from ..numeric import fit_numeric, is_normal, score_numeric
+
+    begin = time.perf_counter()
+    head = numeric.create(arguments.head, params)
+    check_writable(arguments.out)
+    check_writable(cache_of(arguments))
+    bundle = bundle_of(arguments)
+    parts = _numeric_parts(arguments, bundle, head)
+    encoder, options = encoder_of(arguments, bundle), fit_options(arguments)
+    features, held_out = (features_of(part, encoder, options.cache, options.progress("features")) for part in parts)
+    head = fit_numeric(arguments.head, params, parts[0], features, arguments.seed)
+    scores = score_numeric(head, parts[1], held_out, parts[0])
+    seconds = round(time.perf_counter() - begin, 3)
+    learned = len(parts[0]) if head.predicts_targets else int(is_normal(parts[0], head).sum())
+    known = {"n_train": learned, "n_test": len(parts[1]), "threshold": head.threshold, "seconds": seconds}
+    result = SavedNumeric(
+        head,
+        encoder.fingerprint,
+        encoder.precision,
+        {**scores, "head": head.name, **known},
+        encoder.norm,
+        parts[0].row_digests(),
+    )
+    save_numeric(arguments.out, result)
+    content = {"fingerprint": result.fingerprint, "out": str(arguments.out)}
+    rows = [("time", f"{seconds:.2f} s"), ("saved in", str(arguments.out))]
+    samples, skipped = f"{learned} to fit, {len(parts[1])} held out", skipped_of(parts)
+    return numeric_result(arguments, result, samples, skipped, scores, {**result.metrics, **content}, rows)
+
+
+def _numeric_parts(arguments: argparse.Namespace, bundle: Bundle, head: NumericHead) -> tuple[Samples, Samples]:
+    """Training and held-out samples: with numbers, or with the data's own classes where they have any."""
+    from ..data.partition import own_samples
+
+    labelled = False if head.predicts_targets else None
+    return own_samples(data_config(arguments), "", bundle.manifest.task.input, None, labelled=labelled)

@@ -1,0 +1,124 @@
+"""Scores of heads as fit and evaluate print them: accuracies with intervals, classes, and notes on both."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from . import output
+
+if TYPE_CHECKING:
+    from ..data import Samples
+    from ..heads.saved import SavedNumeric
+    from ..personalize import Result, Scores
+
+_MOST_CLASSES = 20
+"""A table of the classes is printed up to so many; JSON has all of them."""
+
+
+def intervals_of(scores: Scores, count: int) -> dict[str, tuple[float, float] | None]:
+    """95 % interval (Wilson) of each accuracy on ``count`` held-out samples."""
+    from ..local.validation import interval
+
+    shares = scores.accuracies().items()
+    return {name: None if share is None else interval(round(share * count), count) for name, share in shares}
+
+
+def accuracy_rows(scores: Scores, count: int) -> Iterator[tuple[str, str]]:
+    """The accuracies with their intervals, and what ``acc.local`` is of."""
+    intervals = intervals_of(scores, count)
+    for name, share in scores.accuracies().items():
+        text = output.percent(share)
+        if (ends := intervals[name]) is not None:
+            text += f"  (95 %: {100 * ends[0]:.1f} to {100 * ends[1]:.1f} %)"
+        yield name, f"{text}  {scores.local_model}" if name == "acc.local" and scores.local_model else text
+
+
+def detail_tables(result: Result) -> list[str]:
+    """Tables of the classes, where there are not too many, and of the samples that were answered worst."""
+    lines = []
+    if 1 < len(result.classes) <= _MOST_CLASSES:
+        columns = ("class", "to fit", "held out", "right")
+        lines += [
+            "",
+            *output.table(columns, [(one.name, one.train, one.held_out, one.right) for one in result.classes]),
+        ]
+    if result.worst:
+        rows = [(one.sample, one.label, one.answer, output.percent(one.probability)) for one in result.worst]
+        lines += ["", *output.table(("worst samples", "class", "answer", "probability of its class"), rows)]
+    return lines
+
+
+def notes_on(scores: Scores, parts: tuple[Samples, Samples]) -> list[str]:
+    """What has to be known about the accuracies."""
+    from ..local.details import not_held_out
+    from ..personalize import of_one_class
+
+    notes = [output.ONE_CLASS] * of_one_class(*parts) + [output.BETTER_ALONE] * scores.better_alone
+    if not scores.better_alone and (scores.local or 0.0) > (scores.personal or 0.0):
+        notes.append("note: acc.local is above acc.personal, by no more than noise")
+    if missing := not_held_out(*parts):
+        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+        notes.append(
+            f"note: no held-out samples of {', '.join(missing[:10])}{more}: the accuracies say nothing about them; "
+            "add more of them, or name a test set (--test)"
+        )
+    return notes
+
+
+def same_sitting_rows(share: float | None) -> list[tuple[str, str]]:
+    """A row about samples whose recording is learned from, too; none where that is not so."""
+    if not share:
+        return []
+    of_these = f"{output.percent(share)} of the held-out samples are of recordings that it learns from"
+    return [("same sitting", f"{of_these}; expect less of new ones")]
+
+
+def folds_note(held_out: float | None, folds: float | None) -> list[str]:
+    """How cross-validation divides recordings, where the held-out samples (shares 0..1) were divided in another way."""
+    if folds is None or folds == (held_out or 0.0):
+        return []
+    if folds > (held_out or 0.0):
+        share = f"same sitting in cross-validation: {output.percent(folds)} of what it tests is of recordings that it "
+        return [share + "learns from; acc.personal says more about new ones"]
+    of = "whole recordings" if not folds else f"whole recordings where it can ({output.percent(folds)} same sitting)"
+    return [f"cross-validation holds out {of}: its accuracies say more about new recordings than acc.personal does"]
+
+
+def norm_text(result: Result) -> str:
+    """Whose batch norm statistics were used, and why."""
+    whose = "shipped" if result.norm is None else f"own, {result.norm.share:.0%} of it from {result.norm.inputs} inputs"
+    return f"{whose} ({result.norm_metrics['norm_why']})"
+
+
+def numeric_result(
+    arguments: argparse.Namespace,
+    saved: SavedNumeric,
+    samples: str,
+    skipped: tuple[str, ...],
+    scores: dict[str, float | None],
+    content: dict[str, Any],
+    more: list[tuple[str, str]],
+) -> int:
+    """Print the scores of a numeric head, and what has to be known about them."""
+    from ..local.confidence import least_for
+
+    head = saved.head
+    rows = [("head", f"{head.name}, {saved.precision} features"), ("samples", samples)]
+    shares = () if head.predicts_targets else ("false_alarms", "detected")
+    rows += [
+        (name, output.percent(score) if name in shares else output.number(score)) for name, score in scores.items()
+    ]
+    notes = output.skipped(skipped)
+    personal, mean = scores.get("rmse.personal"), scores.get("rmse.mean")
+    if personal is not None and mean is not None and personal >= mean:
+        notes.append("note: no better than always answering the mean of the training targets")
+    if not head.predicts_targets and head.threshold is None:
+        notes.append(
+            f"note: no threshold: fewer than {least_for(head.params.false_alarms)} normal samples, which "
+            f"{output.percent(head.params.false_alarms)} false alarms need"
+        )
+    return output.result(
+        arguments, {**content, "skipped": len(skipped)}, lambda: [*output.pairs([*rows, *more]), *notes]
+    )
