@@ -14,6 +14,7 @@ from federation_harness import Federation
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 
+from coordinator.state import store
 from coordinator.state.journal import Journal
 from coordinator.state.store import StateFolder
 from coordinator.web import health, metrics
@@ -197,6 +198,24 @@ def test_live_and_ready(tmp_path, written, code, words):
     scraped = asgi_client.get(app, "/metrics")
     assert scraped.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert parsed(scraped.content)["headwater_coordinator_ready",] == (code == 200)
+
+
+def test_an_unchanged_status_is_parsed_once_and_a_changed_one_at_once(tmp_path, monkeypatch):
+    parsed_files, loads = [], store.json.loads
+    monkeypatch.setattr(store.json, "loads", lambda data: parsed_files.append(1) or loads(data))
+    path = tmp_path / "status.json"
+    path.write_text(json.dumps(status()))
+    app = Starlette(routes=health.routes(tmp_path, lambda: NOW))
+    assert [asgi_client.get(app, "/ready").status for _ in range(20)] == [200] * 20
+    assert len(parsed_files) == 1
+    path.write_text(json.dumps(status(broker_away=True)))
+    assert asgi_client.get(app, "/ready").status == 503
+    path.write_text(json.dumps(status()))
+    assert asgi_client.get(app, "/ready").status == 200
+    path.write_text("{half")
+    assert asgi_client.get(app, "/ready").status == 200, "being written: the one before counts until it is too old"
+    path.unlink()
+    assert asgi_client.get(app, "/ready").status == 503
 
 
 def test_a_flood_of_questions_reads_the_folder_once_a_second(tmp_path, monkeypatch):
