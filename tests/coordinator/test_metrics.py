@@ -166,6 +166,60 @@ def test_a_folder_that_is_missing_damaged_or_replaced_costs_no_scrape(tmp_path):
     assert parsed(exposition(reader.snapshot()))["headwater_journal_up",] == 0
 
 
+def test_updates_of_a_closed_round_are_read_once_and_in_pieces(tmp_path, monkeypatch):
+    """Seven agents, three entries in a transaction; accuracies 0.1 to 0.7, and then one of 0.9."""
+    monkeypatch.setattr(metrics, "ENTRIES_AT_ONCE", 3)
+    asked, entries = [], Journal.entries
+
+    def noted(journal, *args, **kwargs):
+        found = entries(journal, *args, **kwargs)
+        asked.append((kwargs["kinds"], len(found)))
+        return found
+
+    def mean():
+        return figures(accuracies=reader.snapshot().accuracies)[
+            "headwater_accuracy_ratio", ("scope", "personal"), ("statistic", "mean")
+        ]
+
+    def close(number, *accuracies):
+        for agent, accuracy in enumerate(accuracies):
+            body = {"metrics": {"acc.personal": accuracy, "loss": 9.0}}
+            journal.append("update_accepted", run=run, round=number, agent=f"a{agent}", body=body)
+        journal.append("round_closed", run=run, round=number, digest="0" * 64, body={"clients": len(accuracies)})
+
+    with Journal(tmp_path / "journal.db", now=lambda: NOW) as journal:
+        run = journal.request_run({})
+        close(1, *(n / 10 for n in range(1, 8)))
+        reader = Reader(tmp_path, lambda: NOW)
+        monkeypatch.setattr(Journal, "entries", noted)
+        assert mean() == pytest.approx(0.4)
+        updates = [found for kinds, found in asked if "update_accepted" in kinds]
+        assert updates == [3, 3, 1, 0]
+        assert max(found for _, found in asked) == 3
+        asked.clear()
+        assert mean() == pytest.approx(0.4)
+        assert asked == [(metrics.KINDS, 0)], "nothing is new"
+        close(2, 0.9)
+        assert mean() == pytest.approx(0.9)
+        assert reader.snapshot().counts.accepted == 8
+        reader.close()
+
+
+def test_who_asks_while_the_folder_is_read_gets_the_figures_before(tmp_path, monkeypatch):
+    app = Starlette(routes=metrics.routes(tmp_path, lambda: NOW))
+    first = asgi_client.get(app, "/metrics").content
+    monkeypatch.setattr(metrics, "LEAST_PAUSE_S", 0.0)
+    second = []
+
+    def slow(_):
+        second.append(asgi_client.get(app, "/metrics").content)  # another client, meanwhile
+        return Snapshot(NOW, status())
+
+    monkeypatch.setattr(Reader, "snapshot", slow)
+    assert asgi_client.get(app, "/metrics").content != first
+    assert second == [first]
+
+
 @pytest.mark.parametrize("reason, label", [("StateError: x", "StateError"), ("log: x", "other"), ("", "other")])
 def test_reasons_are_classes_of_our_tree(reason, label):
     assert reason_label(reason) == label
