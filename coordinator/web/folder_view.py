@@ -373,7 +373,7 @@ class FolderView:
 
     def begun_runs(self) -> list[str]:
         """Runs that have started, in the order of their requests, of which curves are held."""
-        return [name for name, run in self.runs.items() if run.status != "queued" and name in self._curves]
+        return [name for name, run in self.runs.items() if run.started_at and name in self._curves]
 
     def log_of(self, run: str) -> list[Event]:
         """The newest events of a run, as 'headwater logs' shows them; read without `lock`.
