@@ -28,6 +28,7 @@ from edge_agent.wire.messages import DISK_ERROR
 from ..state.journal import FINAL, Entry, Journal, Kind, utc_now
 from ..state.releases import RELEASE_KINDS, Book
 from ..state.store import StateFolder, StatusFiles
+from ..text import worst_tenth
 from .health import is_fresh, objection
 
 if TYPE_CHECKING:
@@ -433,7 +434,7 @@ def _accuracy(snapshot: Snapshot) -> Iterator[Metric]:
     values = dict[tuple[str, str], float]()
     for scope, accuracies in sorted(snapshot.accuracies.items()):
         ordered = sorted(accuracies)
-        worst = ordered[: max(1, len(ordered) // 10)]
+        worst = ordered[: worst_tenth(len(ordered))]
         values[scope, "mean"] = sum(ordered) / len(ordered)
         values[scope, "worst_tenth"] = sum(worst) / len(worst)
     if values:

@@ -8,6 +8,7 @@ import shutil
 from datetime import datetime, timedelta, timezone
 
 import asgi_client
+import numpy as np
 import pytest
 from federation_duties import WIDE_TASK
 from federation_harness import Federation
@@ -17,8 +18,10 @@ from starlette.applications import Starlette
 from coordinator.state import store
 from coordinator.state.journal import Journal
 from coordinator.state.store import StateFolder
+from coordinator.text import worst_tenth
 from coordinator.web import health, metrics
 from coordinator.web.metrics import Reader, Snapshot, exposition, reason_label
+from coordinator.web.run_curves import Spread
 from edge_agent import __version__
 from edge_agent.wire import messages as wire
 
@@ -139,6 +142,22 @@ def test_privacy_waiting_and_accuracy():
     assert (found["headwater_waiting_agents",], found["headwater_waiting_left_seconds",]) == (4, 12.5)
     assert found["headwater_accuracy_ratio", ("scope", "personal"), ("statistic", "mean")] == pytest.approx(0.55)
     assert found["headwater_accuracy_ratio", ("scope", "personal"), ("statistic", "worst_tenth")] == 0.1
+
+
+def test_the_worst_tenth_is_the_same_agents_in_status_metrics_and_pages(tmp_path):
+    """Of 15 agents the worst two, 0.00 and 0.01; each tenth is rounded up."""
+    with Federation(tmp_path, agents=()) as fed:
+        fed.settle()
+        for number in range(15):
+            said = wire.Hello(software="x", tier="train", samples=1, boot="b1", connection=1)
+            fed.coordinator.handle(f"m{number}", "up", wire.encode(said))
+            fed.coordinator.roster.trained(f"m{number}", {"acc.personal": number / 100})
+        in_status = fed.coordinator.roster.accuracies()["personal"]["worst_tenth"]
+    scraped = figures(accuracies={"personal": [number / 100 for number in range(15)]})
+    in_metrics = scraped["headwater_accuracy_ratio", ("scope", "personal"), ("statistic", "worst_tenth")]
+    on_page = Spread.of(np.arange(15) / 100).worst
+    assert [in_status, in_metrics, on_page] == pytest.approx([0.005] * 3)
+    assert [worst_tenth(number) for number in (1, 9, 10, 11, 30, 250)] == [1, 1, 1, 2, 3, 25]
 
 
 def test_what_a_silent_coordinator_said_last_is_not_shown_as_what_is(tmp_path):
