@@ -8,13 +8,14 @@ SHOWN = 10
 """Names in one message; of a hundred agents the rest is a number."""
 
 
-WORST_SHARE = 0.1
-"""The share of agents that messages and pages call the worst tenth; at least one agent."""
-
-
 def counted(number: int, what: str) -> str:
     """``1 round``, ``2 rounds``."""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def worst_tenth(agents: int) -> int:
+    """How many of so many agents are the worst tenth: a tenth of them, rounded up."""
+    return -(-agents // 10)
 
 
 def listed(names: Sequence[str], empty: str = "none") -> str:

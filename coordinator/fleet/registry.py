@@ -23,6 +23,7 @@ from edge_agent.wire.messages import Topics, new_id, run_name
 
 from ..state.command_keys import CommandKeys
 from ..state.journal import Entry, Journal, utc_now
+from ..text import worst_tenth
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ class Roster:
             for scope in ("local", "global", "personal"):
                 known = (member.figures.acc.get(scope) for member in self._members.values())
                 if values := sorted(acc for acc in known if acc is not None):
-                    worst = values[: max(1, len(values) // 10)]
+                    worst = values[: worst_tenth(len(values))]
                     self._accuracies[scope] = {
                         "mean": fmean(values),
                         "worst_tenth": fmean(worst),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from ..text import WORST_SHARE, counted
+from ..text import counted, worst_tenth
 from .charts import MARKERS, Axis, Bars, Key, Lines, Mark, Matrix, Row, Rows, Series, ends
 from .figures import CURVES, SCOPES, AgentFigures, Curve, RoundFigures, RunFigures
 
@@ -303,7 +303,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _worst(values: Sequence[float]) -> float:
-    return fmean(sorted(values)[: max(1, math.ceil(WORST_SHARE * len(values)))])
+    return fmean(sorted(values)[: worst_tenth(len(values))])
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from ..state.journal import Journal, RunRecord
-from ..text import WORST_SHARE, counted, listed
+from ..text import counted, listed, worst_tenth
 from .good_state import reason_of_restoration
 
 STANDARD_ERRORS = 2.0
@@ -136,7 +136,7 @@ def _collapsed(scored: Sequence[Mapping[str, Any]]) -> Iterator[Warned]:
         return
     mean = fmean(one["acc"]["personal"] for one in scored)
     ranked = sorted(scored, key=lambda one: (one["acc"]["personal"], -one["support"], one["id"]))
-    worst = ranked[: max(1, math.ceil(WORST_SHARE * len(ranked)))]
+    worst = ranked[: worst_tenth(len(ranked))]
     theirs, support = fmean(one["acc"]["personal"] for one in worst), sum(one["support"] for one in worst)
     if adjusted(theirs, support) + STANDARD_ERRORS * standard_error(theirs, support) < COLLAPSED * mean:
         clients = [one["id"] for one in worst]

@@ -27,7 +27,7 @@ from ..report.pictures import Format, picture
 from ..report.run_charts import accuracy_floor
 from ..runs.result_notes import local_models
 from ..state.store import StateFolder
-from ..text import WORST_SHARE
+from ..text import worst_tenth
 from .client_tasks import kept_in
 from .datasets import class_counts, prepare
 from .plan import HOW_NOT_WHAT, Plan
@@ -132,7 +132,7 @@ def spread(scores: Mapping[str, float], division: Division) -> dict[str, float]:
     """Over clients: mean, standard deviation, and mean of the worst tenth; and the mean over all test samples."""
     tested = {client: len(division.clients[client].test) for client in scores}
     total = sum(tested.values())
-    worst = sorted(scores.values())[: max(1, math.ceil(WORST_SHARE * len(scores)))]
+    worst = sorted(scores.values())[: worst_tenth(len(scores))]
     result = {
         "clients": len(scores),
         "clients_mean": fmean(scores.values()),

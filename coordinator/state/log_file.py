@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edge_agent.logs import JsonLines
 from edge_agent.storage import private_files
@@ -22,6 +22,9 @@ from edge_agent.storage import private_files
 NAME = "log.jsonl"
 MOST_BYTES = 4 << 20
 """Of one of the two files: with those of a thousand agents, some ten thousand lines."""
+
+HEAD_BYTES = 256
+"""By which a reader knows a file again: its first line begins with a time in milliseconds."""
 
 _LOGGER = "coordinator"
 
@@ -52,37 +55,57 @@ def logging_to(folder: Path, name: str = _LOGGER) -> Iterator[None]:
         handler.close()
 
 
+class _Position(NamedTuple):
+    """How far a file was read. It is known by its inode and first bytes: the inode of a removed file is used again."""
+
+    inode: int
+    head: bytes
+    offset: int
+
+    def is_in(self, file: io.BufferedReader) -> bool:
+        """Whether this is the file, and it still has what was read."""
+        status = os.fstat(file.fileno())
+        file.seek(0)
+        return (status.st_ino, file.read(len(self.head))) == (self.inode, self.head) and status.st_size >= self.offset
+
+
 class LogReader:
-    """Reads the lines of a state folder in order; `new` continues where it ended, also after the file was renamed."""
+    """Reads the lines of a state folder in order; `new` continues where it ended, also after one was renamed or cut."""
 
     def __init__(self, state: Path) -> None:
-        self._path, self._older = state / NAME, state / f"{NAME}.1"
-        self._inode, self._offset = 0, 0
+        self._path, self._older_path = state / NAME, state / f"{NAME}.1"
+        self._position: _Position | None = None
+        self._older: _Position | None = None
 
     def new(self) -> list[dict[str, Any]]:
         """Complete lines that were not read before; those that are no JSON objects are left out."""
         lines: list[bytes] = []
         try:
             with self._path.open("rb") as file:
-                inode = _inode(file)
-                if inode != self._inode:
-                    with contextlib.suppress(OSError), self._older.open("rb") as older:
-                        is_known = self._inode == _inode(older)
-                        if is_known or not self._inode:
-                            older.seek(self._offset if is_known else 0)
-                            lines += older.read().split(b"\n")[:-1]
-                    self._inode, self._offset = inode, 0
-                file.seek(self._offset)
-                *complete, rest = file.read().split(b"\n")
-                self._offset = file.tell() - len(rest)
-                lines += complete
+                if self._position is None or not self._position.is_in(file):
+                    lines += self._rest_of_older()
+                    self._position = None
+                self._position, more = _read_on(file, self._position)
         except FileNotFoundError:
             return []
-        return [line for line in map(_object, lines) if line is not None]
+        return [line for line in map(_object, lines + more) if line is not None]
+
+    def _rest_of_older(self) -> list[bytes]:
+        """What was not read of the older file: all of it after two rotations, nothing where only the newer was cut."""
+        lines: list[bytes] = []
+        with contextlib.suppress(OSError), self._older_path.open("rb") as file:
+            known = (one for one in (self._position, self._older) if one is not None and one.is_in(file))
+            self._older, lines = _read_on(file, next(known, None))
+        return lines
 
 
-def _inode(file: io.BufferedReader) -> int:
-    return os.fstat(file.fileno()).st_ino
+def _read_on(file: io.BufferedReader, position: _Position | None) -> tuple[_Position, list[bytes]]:
+    """The complete lines after a position, and the one after them."""
+    file.seek(0)
+    head = file.read(HEAD_BYTES)
+    file.seek(0 if position is None else position.offset)
+    *complete, rest = file.read().split(b"\n")
+    return _Position(os.fstat(file.fileno()).st_ino, head, file.tell() - len(rest)), complete
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

@@ -183,30 +183,76 @@ class RunFolder:
         return max((path.stat().st_mtime_ns for path in (self.folder, *self.folder.iterdir())), default=0)
 
 
-def read_status(state: Path) -> dict[str, Any]:
-    """What the coordinator of a state folder last wrote about its work; empty where it has written nothing yet."""
-    try:
-        result = json.loads((state / "status.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return result if isinstance(result, dict) else {}
-
-
+STATUS = "status.json"
 EVERYONE, MOST_LISTED = "agents.json", 200
 """Where all agents are if the fleet has more than so many; ``status.json`` lists only so many."""
 
 
+class JsonFile:
+    """A file that others write: `look` parses it again only when it has changed, from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: tuple[tuple[int, int, int] | None, Any] = None, None  # at once, as other threads see it
+
+    @property
+    def stamp(self) -> tuple[int, int, int] | None:
+        """Time of change in nanoseconds, size and inode of what was read; None: nothing was."""
+        return self._known[0]
+
+    @property
+    def content(self) -> Any:
+        """What it said at the last look; None where there is no file, or nothing that can be read."""
+        return self._known[1]
+
+    def look(self) -> bool:
+        """Whether it has changed; while it cannot be read, as one written in place on a full disk, it has not."""
+        try:
+            status = self._path.stat()
+            stamp = status.st_mtime_ns, status.st_size, status.st_ino
+            if self.stamp == stamp:
+                return False
+            self._known = stamp, json.loads(self._path.read_bytes())
+        except FileNotFoundError:
+            had_content = self.stamp is not None
+            self._known = None, None
+            return had_content
+        except (OSError, ValueError, RecursionError):
+            return False
+        return True
+
+
+class StatusFiles:
+    """What the coordinator of a state folder last wrote about its work."""
+
+    def __init__(self, state: Path) -> None:
+        self._status, self._everyone = JsonFile(state / STATUS), JsonFile(state / EVERYONE)
+
+    def status(self) -> dict[str, Any]:
+        """Its status; empty where it has written nothing yet."""
+        self._status.look()
+        content = self._status.content
+        return content if isinstance(content, dict) else {}
+
+    def agents(self) -> list[dict[str, Any]]:
+        """All agents, as far as they were written."""
+        status = self.status()
+        listed: list[dict[str, Any]] = status.get("agents", [])
+        if status.get("fleet", {}).get("agents", 0) <= MOST_LISTED:
+            return listed
+        self._everyone.look()
+        content = self._everyone.content
+        return content if isinstance(content, list) else listed
+
+
+def read_status(state: Path) -> dict[str, Any]:
+    """What the coordinator of a state folder last wrote about its work; empty where it has written nothing yet."""
+    return StatusFiles(state).status()
+
+
 def read_agents(state: Path) -> list[dict[str, Any]]:
     """All agents that the coordinator of a state folder last wrote about."""
-    status = read_status(state)
-    listed: list[dict[str, Any]] = status.get("agents", [])
-    if status.get("fleet", {}).get("agents", 0) <= MOST_LISTED:
-        return listed
-    try:
-        result = json.loads((state / EVERYONE).read_bytes())
-    except (OSError, ValueError):
-        return listed
-    return result if isinstance(result, list) else listed
+    return StatusFiles(state).agents()
 
 
 class StateFolder:

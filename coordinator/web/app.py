@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 MOST_TARGET_BYTES = 8192
 """Longest path and query of a request."""
 
+FOR_MONITORS = frozenset({"/live", "/ready", "/metrics"})
+"""Answered by whatever name: they set nothing, and probes and Prometheus ask by the address of a pod."""
+
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -69,7 +72,7 @@ class Guard:
 
         host = headers.get(b"host", b"").decode("latin-1")
         target = len(scope.get("raw_path") or b"") + len(scope["query_string"])
-        if not is_known_host(host, self._names):
+        if scope["path"] not in FOR_MONITORS and not is_known_host(host, self._names):
             text = (
                 "This server is not reached by that name. Use the address that it printed, or add the name to "
                 "[web] hosts in the coordinator's configuration.\n"

@@ -30,7 +30,7 @@ from ..state.fault_log import FaultLog
 from ..state.history import SCOPES
 from ..state.journal import FINAL, Entry, utc_now
 from ..state.releases import RELEASE_KINDS, Book
-from ..state.store import EVERYONE, StateFolder
+from ..state.store import EVERYONE, STATUS, JsonFile, StateFolder
 from .run_curves import RunCurves, text
 
 log = logging.getLogger(__name__)
@@ -182,12 +182,13 @@ class FolderView:
         """Whether everything was read that was there at the first look."""
 
         self._reading = threading.Lock()
-        self._stamps: dict[str, tuple[int, int, int]] = {}
+        self._status_file, self._everyone_file = JsonFile(path / STATUS), JsonFile(path / EVERYONE)
         self._everyone: list[dict[str, Any]] = []
         self._looked_at, self._is_held = float("-inf"), False
         self._fleet_mark, self._run_mark = 0, 0
         self._rows: tuple[Any, list[AgentRow]] = None, []
         self._revoked: frozenset[str] = frozenset()
+        self._revoked_stamp: tuple[int, int, int] | None = None
         self._fault_version: tuple[int, ...] = ()
         self._faults_of: dict[str, list[dict[str, Any]]] = {}
         self._forget_journal()
@@ -295,44 +296,30 @@ class FolderView:
                 known.acc = {**known.acc, "personal": personal}
 
     def _read_status(self) -> None:
-        status = self._changed_json("status.json")
-        everyone = self._changed_json(EVERYONE)
+        is_new, everyone_is_new = self._status_file.look(), self._everyone_file.look()
+        status, everyone = self._status_file.content, self._everyone_file.content
         with self.lock:
-            if isinstance(status, dict):
+            if is_new and isinstance(status, dict):
                 self.status = status
                 agents = [{k: v for k, v in one.items() if k not in VOLATILE} for one in _objects(status.get("agents"))]
                 waiting = {k: v for k, v in _mapping(status.get("waiting")).items() if k != "seconds_left"}
                 others = [status.get(name) for name in _FLEET_NEWS]
                 self._run_mark = _mark([status.get("run"), waiting])
                 self._fleet_mark = _mark([agents, others])
-            if isinstance(everyone, list):
+            if everyone_is_new and isinstance(everyone, list):
                 self._everyone = _objects(everyone)
-
-    def _changed_json(self, name: str) -> Any:
-        """The content of a file that has changed since; None: it has not, or it is being written."""
-        path = self.path / name
-        try:
-            status = path.stat()
-            stamp = status.st_mtime_ns, status.st_size, status.st_ino
-            if self._stamps.get(name) == stamp:
-                return None
-            content = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError):  # on a full disk it is written in place
-            return None
-        self._stamps[name] = stamp
-        return content
 
     def _read_identity(self) -> None:
         path = self.path / IDENTITY / "revoked.json"
         with contextlib.suppress(OSError, StateError):
             status = path.stat()
             stamp = status.st_mtime_ns, status.st_size, status.st_ino
-            if self._stamps.get("revoked") != stamp:
+            if self._revoked_stamp != stamp:
                 from ..identity.ledger import Revoked, is_revoked
 
                 revoked = Revoked.read(path.parent)
                 self._revoked = frozenset(name for name in revoked.agents if is_revoked(path.parent, name))
-                self._stamps["revoked"] = stamp
+                self._revoked_stamp = stamp
 
     def _read_faults(self) -> None:
         version = self.faults.version()
@@ -386,7 +373,7 @@ class FolderView:
 
     def begun_runs(self) -> list[str]:
         """Runs that have started, in the order of their requests, of which curves are held."""
-        return [name for name, run in self.runs.items() if run.status != "queued" and name in self._curves]
+        return [name for name, run in self.runs.items() if run.started_at and name in self._curves]
 
     def log_of(self, run: str) -> list[Event]:
         """The newest events of a run, as 'headwater logs' shows them; read without `lock`.
@@ -458,7 +445,7 @@ class FolderView:
         """All agents that were ever heard, sorted by id."""
         with self.lock:
             now_s = self.now().timestamp()
-            files = self._stamps.get("status.json"), self._stamps.get(EVERYONE), self._after, self._revoked
+            files = self._status_file.stamp, self._everyone_file.stamp, self._after, self._revoked
             key = files, self.is_serving, self._live_version(), int(now_s // 60)
             if self._rows[0] != key:
                 self._rows = key, self._made_rows()
@@ -476,7 +463,7 @@ class FolderView:
             slow_s = 10 if kind in {"fleet", "agent"} else 60
             parts.append(int((self.status_at or 0) // slow_s))
             if kind in {"fleet", "agent"}:
-                parts += [self._fleet_mark, self._stamps.get(EVERYONE), self._fault_version, self._revoked]
+                parts += [self._fleet_mark, self._everyone_file.stamp, self._fault_version, self._revoked]
             if kind in {"fleet", "runs", "run"}:
                 parts += [self._run_mark]
             if kind == "run" and name in self._curves:

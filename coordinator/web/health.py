@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..state.journal import utc_now
-from ..state.store import read_status
+from ..state.store import StatusFiles, read_status
 
 if TYPE_CHECKING:
     from starlette.routing import Route
@@ -55,11 +55,13 @@ def routes(state: Path, now: Callable[[], datetime] = utc_now) -> list[Route]:
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
+    files = StatusFiles(state)
+
     async def live(_: Request) -> Response:
         return JSONResponse({"live": True})
 
     def ready(_: Request) -> Response:
-        reason = objection(read_status(state), now())
+        reason = objection(files.status(), now())
         return JSONResponse({"ready": not reason, "reason": reason or None}, status_code=503 if reason else 200)
 
     return [Route("/live", live), Route("/ready", ready)]

@@ -26,8 +26,9 @@ from edge_agent.errors import StateError
 from edge_agent.wire.messages import DISK_ERROR
 
 from ..state.journal import FINAL, Entry, Journal, Kind, utc_now
-from ..state.releases import Book
-from ..state.store import StateFolder, read_agents, read_status
+from ..state.releases import RELEASE_KINDS, Book
+from ..state.store import StateFolder, StatusFiles
+from ..text import worst_tenth
 from .health import is_fresh, objection
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ COUNTED: tuple[Kind, ...] = (
     "update_refused",
     "round_closed",
 )
+KINDS = (*COUNTED, *RELEASE_KINDS)
+ENTRIES_AT_ONCE = 2000
+"""Read in one transaction."""
+
+ACCURACIES = frozenset({"acc.global", "acc.personal", "acc.local"})
 STATES = ("online", "fault", "stalled", "offline")
 STAGES = ("canary", "paused", "everybody", "held", "rolled back")
 
@@ -86,7 +92,6 @@ class Histogram:
 class Counts:
     """What the journal says so far; `add` counts one more of its entries."""
 
-    seen: int = 0
     starts: int = 0
     runs: dict[str, str] = field(default_factory=dict)
     """Run -> status."""
@@ -104,7 +109,7 @@ class Counts:
 
     def add(self, entry: Entry) -> None:
         """Count one more entry."""
-        self.seen, run, body = entry.id, entry.run or "", entry.body
+        run, body = entry.run or "", entry.body
         if entry.kind == "coordinator_started":
             self.starts += 1
         elif entry.kind in {"run_requested", "run_started"}:
@@ -175,8 +180,15 @@ class Reader:
 
     def __init__(self, state: Path, now: Callable[[], datetime] = utc_now) -> None:
         self._state, self._now = StateFolder(state), now
-        self._counts, self._book = Counts(), Book()
+        self._files = StatusFiles(state)
         self._is_open = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._counts, self._book, self._seen = Counts(), Book(), 0
+        self._accuracies: dict[str, list[float]] = {}
+        self._accurate: tuple[str, int] | None = None
+        """Run and round of these accuracies."""
 
     def close(self) -> None:
         """Close the journal."""
@@ -187,14 +199,12 @@ class Reader:
     def snapshot(self) -> Snapshot:
         """The federation as its folder has it now; what cannot be read is left out."""
         folder, now = self._state.path, self._now()
-        status, agents = read_status(folder), read_agents(folder)
+        status, agents = self._files.status(), self._files.agents()
         disk = shutil.disk_usage(folder) if folder.is_dir() else None
         known: dict[str, Any] = {}
         try:
             journal = self._journal()
-            for entry in journal.entries(kinds=COUNTED, after=self._counts.seen):
-                self._counts.add(entry)
-            self._book.read(journal)
+            self._read(journal)
             known = {
                 "counts": self._counts,
                 "releases": Counter(release.stage for release in self._book.releases),
@@ -204,7 +214,7 @@ class Reader:
                 ),
                 "rollbacks": sum(1 for release in self._book.releases if release.rolls_back),
                 "pinned": sum(1 for agent in self._book.pins if self._book.pin(agent, now) is not None),
-                "accuracies": self._accuracies(journal),
+                "accuracies": self._accuracies,
             }
         except StateError as error:
             self.close()
@@ -226,19 +236,26 @@ class Reader:
             self.close()
         if not self._is_open:
             journal.open(create=False)
-            self._is_open, self._counts, self._book = True, Counts(), Book()
+            self._is_open = True
+            self._begin()
         return journal
 
-    def _accuracies(self, journal: Journal) -> dict[str, list[float]]:
-        result = dict[str, list[float]]()
-        if self._counts.closed is None:
-            return result
-        run, number = self._counts.closed
-        for entry in journal.entries(run, ("update_accepted",), round=number):
+    def _read(self, journal: Journal) -> None:
+        """Count what was written since; of a round that was closed since, the accuracies."""
+        for entry in _pages(journal, after=self._seen, kinds=KINDS):
+            self._seen = entry.id
+            if entry.kind in RELEASE_KINDS:
+                self._book.add(entry)
+            else:
+                self._counts.add(entry)
+        if (closed := self._counts.closed) is None or closed == self._accurate:
+            return
+        known = dict[str, list[float]]()
+        for entry in _pages(journal, run=closed[0], round=closed[1], kinds=("update_accepted",)):
             for name, value in entry.body.get("metrics", {}).items():
-                if name in {"acc.global", "acc.personal", "acc.local"} and isinstance(value, int | float):
-                    result.setdefault(name.removeprefix("acc."), []).append(float(value))
-        return result
+                if name in ACCURACIES and isinstance(value, int | float):
+                    known.setdefault(name.removeprefix("acc."), []).append(float(value))
+        self._accuracies, self._accurate = known, closed
 
     def _sizes(self) -> dict[str, int]:
         sizes = {"blobs": 0, "journal": 0}
@@ -250,6 +267,13 @@ class Reader:
 
     def _journal_files(self) -> Iterable[Path]:
         return self._state.path.glob("journal.db*")
+
+
+def _pages(journal: Journal, after: int = 0, **wanted: Any) -> Iterator[Entry]:
+    """Entries after this one, so many in a transaction."""
+    while entries := journal.entries(after=after, limit=ENTRIES_AT_ONCE, **wanted):
+        yield from entries
+        after = entries[-1].id
 
 
 def families(snapshot: Snapshot) -> Iterator[Metric]:
@@ -410,7 +434,7 @@ def _accuracy(snapshot: Snapshot) -> Iterator[Metric]:
     values = dict[tuple[str, str], float]()
     for scope, accuracies in sorted(snapshot.accuracies.items()):
         ordered = sorted(accuracies)
-        worst = ordered[: max(1, len(ordered) // 10)]
+        worst = ordered[: worst_tenth(len(ordered))]
         values[scope, "mean"] = sum(ordered) / len(ordered)
         values[scope, "worst_tenth"] = sum(worst) / len(worst)
     if values:
@@ -436,9 +460,12 @@ def routes(state: Path, now: Callable[[], datetime] = utc_now) -> list[Route]:
 
     def metrics(_: Request) -> Response:
         nonlocal made_at, text
-        with lock:
-            if time.monotonic() - made_at >= LEAST_PAUSE_S:
-                made_at, text = time.monotonic(), exposition(reader.snapshot())
-            return Response(text, media_type=TEXT_FORMAT)
+        if lock.acquire(blocking=not text):  # while the folder is read, everybody else gets the figures before
+            try:
+                if time.monotonic() - made_at >= LEAST_PAUSE_S:
+                    made_at, text = time.monotonic(), exposition(reader.snapshot())
+            finally:
+                lock.release()
+        return Response(text, media_type=TEXT_FORMAT)
 
     return [Route("/metrics", metrics)]

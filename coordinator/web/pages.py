@@ -1,4 +1,4 @@
-"""What the pages show. Each is computed under the view's lock, in a thread, from what is in memory."""
+"""What the pages show: each is computed in a thread, from memory under the view's lock, and from files without it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from ..report.figures import as_number
 from ..runs.result_notes import SHOWN_CLIENTS, spent
 from ..runs.timeline import Event
 from ..state.history import SCOPES, line_of
+from ..state.journal import Entry
 from ..state.releases import Book, Release
 from . import pictures
 from .fleet_table import PAGE_ROWS, SHOWN, SORTS, Query, page_of, totals
@@ -82,17 +83,25 @@ def fleet(request: Request) -> Response:
     )
 
 
-@shown
 def agent(request: Request) -> Response:
     """One agent: state, fault with remedy, accuracies, history."""
-    view, name = site_of(request).view, request.query_params.get("id", "")
-    row = view.agent(name)
-    if row is None:
-        raise _absent(view, f"No agent '{name[:80]}' was heard in this federation. The fleet lists those that were.")
-    ids, before = view.history_ids(name), _whole(request, "before")
-    older = [one for one in ids if before is None or one < before]
+    view, name, before = site_of(request).view, request.query_params.get("id", ""), _whole(request, "before")
+    view.refresh()
+    with view.lock:
+        row = view.agent(name)
+        if row is None:
+            raise _absent(view, f"No agent '{name[:80]}' was heard here. The fleet lists those that were.")
+        older = [one for one in view.history_ids(name) if before is None or one < before]
     chosen = older[-PAGE_ROWS:]
-    entries = view.folder.journal.entries_with(chosen) if chosen else []
+    entries = view.folder.journal.entries_with(chosen) if chosen else []  # without the lock: a disk may be slow
+    with view.lock:
+        return _agent_page(request, view, row, entries, chosen[0] if len(older) > len(chosen) else None)
+
+
+def _agent_page(
+    request: Request, view: FolderView, row: AgentRow, entries: Sequence[Entry], more: int | None
+) -> Response:
+    name = row.id
     lines = [line for line in map(line_of, entries) if line is not None]
     results = [acc for line in lines if (acc := _acc_of(*line))]
     runs = [run for run in reversed(list(view.runs)[-20:]) if run in view.begun_runs()]
@@ -109,7 +118,7 @@ def agent(request: Request) -> Response:
         row=row,
         figures=figures(pictures.of_agent(by_round, in_run) | pictures.of_history(results)),
         history=[_history_line(kind, line, view.book) for kind, line in reversed(lines)],
-        more=chosen[0] if len(older) > len(chosen) else None,
+        more=more,
         faults=view.faults_of(name)[:PAGE_ROWS],
         releases=releases,
         pin=view.book.pin(name, view.now()),
@@ -134,21 +143,28 @@ def run(request: Request) -> Response:
     """One run: what it waits for, its curves, what went wrong, and its log."""
     view, name = site_of(request).view, request.query_params.get("id", "")
     view.refresh()
-    events = list[Event]()
-    if name in view.runs:
-        with contextlib.suppress(HeadwaterError):  # the page says why the journal cannot be read
-            events = view.log_of(name)
     with view.lock:
-        return _run_page(request, view, events)
+        info = _run_named(view, name)
+    events = list[Event]()  # these without the lock: a disk may be slow, and a summary has all agents
+    with contextlib.suppress(HeadwaterError):  # the page says why the journal cannot be read
+        events = view.log_of(name)
+    summary, known = _summary(view, info) if info.is_over else {}, _files(view, name)
+    with view.lock:
+        return _run_page(request, view, info, events, summary, known)
 
 
-def _run_page(request: Request, view: FolderView, events: Sequence[Event]) -> Response:
-    info = _run_named(view, request.query_params.get("id", ""))
+def _run_page(
+    request: Request,
+    view: FolderView,
+    info: RunInfo,
+    events: Sequence[Event],
+    summary: Mapping[str, Any],
+    known: Sequence[tuple[str, int]],
+) -> Response:
     curves = view.curves(info.id)
     points = curves.rounds()
     now = view.run_now()
     live = now if now.get("id") == info.id else {}
-    summary = _summary(view, info) if info.is_over else {}
     charts, before = pictures.of_run(points), _whole(request, "before")
     older = [one for one in points if before is None or one.round < before]
     return page(
@@ -172,7 +188,7 @@ def _run_page(request: Request, view: FolderView, events: Sequence[Event]) -> Re
         incident_count=len(curves.incidents),
         damaged=curves.damaged,
         settings=_settings(info.request),
-        files=(known := _files(view, info.id)),
+        files=known,
         has_report=any(one == REPORT for one, _ in known),
         equal_traffic="bytes" not in charts and bool(points),
         up=sum(one.bytes_up or 0.0 for one in points),
@@ -201,7 +217,7 @@ def compare(request: Request) -> Response:
     view, names = site_of(request).view, list(dict.fromkeys(request.query_params.getlist("run")))
     if len(names) > MOST_COMPARED:
         raise UsageError(f"{len(names)} runs are chosen, at most {MOST_COMPARED} can be compared; choose fewer")
-    chosen = [_run_named(view, name) for name in names] or list(view.runs.values())[-10:]
+    chosen = [_run_named(view, name) for name in names] or [one for one in view.runs.values() if one.started_at][-10:]
     curves = [(one.id, view.curves(one.id)) for one in chosen]
     flat = [_settings(one.request) for one in chosen]
     keys = sorted({key for one in flat for key in one})

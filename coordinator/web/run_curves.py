@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..report.figures import as_number
-from ..text import WORST_SHARE
+from ..text import worst_tenth
 
 CHUNK_BYTES = 4 << 20
 """Read at once; a run of thousands of agents has hundreds of megabytes, and pages are served in between."""
@@ -41,7 +41,7 @@ class Spread(NamedTuple):
     def of(cls, values: np.ndarray[Any, np.dtype[np.float64]]) -> Spread:
         """Of one value or more."""
         ranked = np.sort(values)
-        worst = ranked[: max(1, math.ceil(WORST_SHARE * len(ranked)))]
+        worst = ranked[: worst_tenth(len(ranked))]
         low, high = np.percentile(ranked, (10, 90))
         return cls(float(ranked.mean()), float(low), float(high), float(worst.mean()), len(ranked))
 

@@ -94,8 +94,9 @@ def listening(web: WebConfig) -> socket.socket:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted sockets inherit it; without it, a quarter of an hour
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * VANISHED_S)
     except OSError as error:
+        reason = cause(error).partition(" (while attempting")[0]  # Python adds the address once more
         raise UsageError(
-            f"the web view cannot listen on {web.listen} ({cause(error)}); choose another address with [web] listen, "
+            f"the web view cannot listen on {web.listen} ({reason}); choose another address with [web] listen, "
             "or --listen"
         ) from error
     return made

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def test_secure_sums_of_processes_survive_kill_and_give_the_model_that_nothing_d
 
 
 @pytest.mark.slow
-def test_a_run_that_is_lost_with_its_disk_resumes_elsewhere_from_a_backup_taken_while_it_trained(tmp_path):
+def test_a_run_that_is_lost_with_its_disk_resumes_elsewhere_from_a_backup_taken_while_it_trained(tmp_path, capsys):
     """Backup in round 2 of 5, `kill -9` in round 4, the folder is gone; the agents live on. Then audit and prune."""
 
     def headwater(*command):
@@ -87,10 +88,13 @@ def test_a_run_that_is_lost_with_its_disk_resumes_elsewhere_from_a_backup_taken_
         undisturbed = site.finish(site.request(5, local_epochs=6))
         run = site.request(5, local_epochs=6)
         site.until(lambda: (2, 1) in site.opened(run), "round 2 opens")
+        begin = time.monotonic()
         made = headwater("backup", "backup")
+        backup_s = time.monotonic() - begin
         assert made["runs"] == 2
         site.until(lambda: (4, 1) in site.opened(run), "round 4 opens")
         site.kill("serve")
+        lost_at = time.monotonic()
         assert not site.entries(run, "run_finished"), "killed too late for this test to say anything"
         shutil.rmtree(tmp_path / "state")
         shutil.copytree(tmp_path / "backup", tmp_path / "elsewhere")
@@ -98,7 +102,14 @@ def test_a_run_that_is_lost_with_its_disk_resumes_elsewhere_from_a_backup_taken_
         config = tmp_path / "coordinator.toml"
         config.write_text(config.read_text().replace('state = "state"', 'state = "elsewhere"', 1))
         assert not site.entries(run, "run_finished")
+        closed = len(site.entries(run, "round_closed"))
         site.serve()
+        site.until(lambda: len(site.entries(run, "round_closed")) > closed, "a round closes after the restore")
+        resumed_s = time.monotonic() - lost_at
+        with capsys.disabled():
+            print(
+                f"\nbackup while serving: {backup_s:.1f} s; from the loss to the next closed round: {resumed_s:.1f} s"
+            )
         assert site.finish(run) == undisturbed
         assert site.opened(run) == [(number, 1) for number in range(1, 6)]
         result = headwater("audit", run, *(f"--agent={name}" for name in AGENTS))

@@ -8,16 +8,20 @@ import shutil
 from datetime import datetime, timedelta, timezone
 
 import asgi_client
+import numpy as np
 import pytest
 from federation_duties import WIDE_TASK
 from federation_harness import Federation
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 
+from coordinator.state import store
 from coordinator.state.journal import Journal
 from coordinator.state.store import StateFolder
+from coordinator.text import worst_tenth
 from coordinator.web import health, metrics
 from coordinator.web.metrics import Reader, Snapshot, exposition, reason_label
+from coordinator.web.run_curves import Spread
 from edge_agent import __version__
 from edge_agent.wire import messages as wire
 
@@ -140,6 +144,22 @@ def test_privacy_waiting_and_accuracy():
     assert found["headwater_accuracy_ratio", ("scope", "personal"), ("statistic", "worst_tenth")] == 0.1
 
 
+def test_the_worst_tenth_is_the_same_agents_in_status_metrics_and_pages(tmp_path):
+    """Of 15 agents the worst two, 0.00 and 0.01; each tenth is rounded up."""
+    with Federation(tmp_path, agents=()) as fed:
+        fed.settle()
+        for number in range(15):
+            said = wire.Hello(software="x", tier="train", samples=1, boot="b1", connection=1)
+            fed.coordinator.handle(f"m{number}", "up", wire.encode(said))
+            fed.coordinator.roster.trained(f"m{number}", {"acc.personal": number / 100})
+        in_status = fed.coordinator.roster.accuracies()["personal"]["worst_tenth"]
+    scraped = figures(accuracies={"personal": [number / 100 for number in range(15)]})
+    in_metrics = scraped["headwater_accuracy_ratio", ("scope", "personal"), ("statistic", "worst_tenth")]
+    on_page = Spread.of(np.arange(15) / 100).worst
+    assert [in_status, in_metrics, on_page] == pytest.approx([0.005] * 3)
+    assert [worst_tenth(number) for number in (1, 9, 10, 11, 30, 250)] == [1, 1, 1, 2, 3, 25]
+
+
 def test_what_a_silent_coordinator_said_last_is_not_shown_as_what_is(tmp_path):
     old = status(at=(NOW - timedelta(seconds=31)).isoformat(), run={"id": "run-0001", "rounds": 3})
     found = figures(status=old, agents=[{"tier": "head", "present": True, "condition": "ok"}])
@@ -163,6 +183,60 @@ def test_a_folder_that_is_missing_damaged_or_replaced_costs_no_scrape(tmp_path):
     (state / "journal.db").write_bytes(b"no database" * 1000)
     (state / "status.json").write_text("{half")
     assert parsed(exposition(reader.snapshot()))["headwater_journal_up",] == 0
+
+
+def test_updates_of_a_closed_round_are_read_once_and_in_pieces(tmp_path, monkeypatch):
+    """Seven agents, three entries in a transaction; accuracies 0.1 to 0.7, and then one of 0.9."""
+    monkeypatch.setattr(metrics, "ENTRIES_AT_ONCE", 3)
+    asked, entries = [], Journal.entries
+
+    def noted(journal, *args, **kwargs):
+        found = entries(journal, *args, **kwargs)
+        asked.append((kwargs["kinds"], len(found)))
+        return found
+
+    def mean():
+        return figures(accuracies=reader.snapshot().accuracies)[
+            "headwater_accuracy_ratio", ("scope", "personal"), ("statistic", "mean")
+        ]
+
+    def close(number, *accuracies):
+        for agent, accuracy in enumerate(accuracies):
+            body = {"metrics": {"acc.personal": accuracy, "loss": 9.0}}
+            journal.append("update_accepted", run=run, round=number, agent=f"a{agent}", body=body)
+        journal.append("round_closed", run=run, round=number, digest="0" * 64, body={"clients": len(accuracies)})
+
+    with Journal(tmp_path / "journal.db", now=lambda: NOW) as journal:
+        run = journal.request_run({})
+        close(1, *(n / 10 for n in range(1, 8)))
+        reader = Reader(tmp_path, lambda: NOW)
+        monkeypatch.setattr(Journal, "entries", noted)
+        assert mean() == pytest.approx(0.4)
+        updates = [found for kinds, found in asked if "update_accepted" in kinds]
+        assert updates == [3, 3, 1, 0]
+        assert max(found for _, found in asked) == 3
+        asked.clear()
+        assert mean() == pytest.approx(0.4)
+        assert asked == [(metrics.KINDS, 0)], "nothing is new"
+        close(2, 0.9)
+        assert mean() == pytest.approx(0.9)
+        assert reader.snapshot().counts.accepted == 8
+        reader.close()
+
+
+def test_who_asks_while_the_folder_is_read_gets_the_figures_before(tmp_path, monkeypatch):
+    app = Starlette(routes=metrics.routes(tmp_path, lambda: NOW))
+    first = asgi_client.get(app, "/metrics").content
+    monkeypatch.setattr(metrics, "LEAST_PAUSE_S", 0.0)
+    second = []
+
+    def slow(_):
+        second.append(asgi_client.get(app, "/metrics").content)  # another client, meanwhile
+        return Snapshot(NOW, status())
+
+    monkeypatch.setattr(Reader, "snapshot", slow)
+    assert asgi_client.get(app, "/metrics").content != first
+    assert second == [first]
 
 
 @pytest.mark.parametrize("reason, label", [("StateError: x", "StateError"), ("log: x", "other"), ("", "other")])
@@ -197,6 +271,24 @@ def test_live_and_ready(tmp_path, written, code, words):
     scraped = asgi_client.get(app, "/metrics")
     assert scraped.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert parsed(scraped.content)["headwater_coordinator_ready",] == (code == 200)
+
+
+def test_an_unchanged_status_is_parsed_once_and_a_changed_one_at_once(tmp_path, monkeypatch):
+    parsed_files, loads = [], store.json.loads
+    monkeypatch.setattr(store.json, "loads", lambda data: parsed_files.append(1) or loads(data))
+    path = tmp_path / "status.json"
+    path.write_text(json.dumps(status()))
+    app = Starlette(routes=health.routes(tmp_path, lambda: NOW))
+    assert [asgi_client.get(app, "/ready").status for _ in range(20)] == [200] * 20
+    assert len(parsed_files) == 1
+    path.write_text(json.dumps(status(broker_away=True)))
+    assert asgi_client.get(app, "/ready").status == 503
+    path.write_text(json.dumps(status()))
+    assert asgi_client.get(app, "/ready").status == 200
+    path.write_text("{half")
+    assert asgi_client.get(app, "/ready").status == 200, "being written: the one before counts until it is too old"
+    path.unlink()
+    assert asgi_client.get(app, "/ready").status == 503
 
 
 def test_a_flood_of_questions_reads_the_folder_once_a_second(tmp_path, monkeypatch):

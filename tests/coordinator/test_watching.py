@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -232,6 +233,75 @@ def test_log_file_is_bounded_and_read_across_its_rotation(tmp_path, monkeypatch)
     (tmp_path / NAME).write_bytes(b'[]\nnone\n{"time": 3}\n{"time": "now"}\n{"time"')
     (tmp_path / f"{NAME}.1").unlink()
     assert LogReader(tmp_path).new() == [{"time": "now"}]
+
+
+def log_line(name, size=300):
+    return json.dumps({"time": f"2030-01-01 {name}", "event": name, "text": "x" * size}) + "\n"
+
+
+class GrowingLog:
+    """A log file with its reader; `rotate` renames it as the handler does."""
+
+    def __init__(self, folder):
+        self.path, self.older, self.reader = folder / NAME, folder / f"{NAME}.1", LogReader(folder)
+
+    def add(self, *names, size=300):
+        with self.path.open("a") as file:
+            file.writelines(log_line(name, size) for name in names)
+
+    def rotate(self):
+        self.path.replace(self.older)
+
+    def new(self):
+        return [line["event"] for line in self.reader.new()]
+
+
+@pytest.fixture
+def growing(tmp_path):
+    return GrowingLog(tmp_path)
+
+
+def test_lines_before_and_after_two_rotations_between_looks_are_read(growing):
+    growing.add("one", "two")
+    assert growing.new() == ["one", "two"]
+    growing.add("three")
+    growing.rotate()
+    growing.add("four")
+    growing.rotate()  # 'three' is gone with its file
+    growing.add("five")
+    assert growing.new() == ["four", "five"]
+    growing.add("six")
+    growing.rotate()
+    assert growing.new() == [], "the new file is not there yet"
+    growing.add("seven")
+    assert growing.new() == ["six", "seven"]
+
+
+def test_a_log_file_that_was_cut_is_read_from_its_beginning(growing):
+    growing.add("old")
+    growing.rotate()
+    growing.add("one", "two")
+    assert growing.new() == ["old", "one", "two"]
+    os.truncate(growing.path, 0)
+    assert growing.new() == []
+    growing.add("three", size=0)
+    assert growing.new() == ["three"]
+    growing.path.write_text(log_line("four"))  # the same inode, and longer than what was read
+    assert growing.new() == ["four"]
+    growing.path.unlink()
+    assert growing.new() == []
+    growing.add("five")
+    assert growing.new() == ["five"]
+
+
+def test_a_line_that_is_half_written_is_read_once_when_it_is_whole(growing):
+    line = log_line("one")
+    for end in (1, 20, len(line) - 1):
+        growing.path.write_text(line[:end])
+        assert growing.new() == []
+    growing.path.write_text(line)
+    assert growing.new() == ["one"]
+    assert growing.new() == []
 
 
 # --- watching --------------------------------------------------------------------------------------------------------

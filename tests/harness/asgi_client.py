@@ -13,12 +13,12 @@ class Answer:
     content: bytes
 
 
-def get(app, path):
+def get(app, path, host="testserver"):
     """The answer to ``GET path``."""
-    return asyncio.run(_get(app, path))
+    return asyncio.run(_get(app, path, host))
 
 
-async def _get(app, path):
+async def _get(app, path, host):
     sent = []
 
     async def receive():
@@ -28,7 +28,7 @@ async def _get(app, path):
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
-    scope |= {"headers": [(b"host", b"testserver")], "http_version": "1.1", "scheme": "http", "root_path": ""}
+    scope |= {"headers": [(b"host", host.encode())], "http_version": "1.1", "scheme": "http", "root_path": ""}
     await app(scope, receive, send)
     begin, body = sent[0], b"".join(one.get("body", b"") for one in sent[1:])
     return Answer(begin["status"], {key.decode(): value.decode() for key, value in begin["headers"]}, body)

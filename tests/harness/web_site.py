@@ -123,6 +123,10 @@ class FolderSite:
         with without_syncs(), self.journal.deferring():
             run = self.run(rounds, tuple(names[:100]), end="run_finished")
             for number, name in enumerate(names):
+                body = {"samples": 50, "metrics": {"acc.global": 0.6, "acc.personal": number % 40 / 100, "loss": 0.5}}
+                self.journal.append("update_accepted", run=run, round=rounds, agent=name, body=body)
+            self.journal.append("round_closed", run=run, round=rounds, digest="0" * 64, body={"clients": agents})
+            for number, name in enumerate(names):
                 self.report(run, name, 0.5 + number % 40 / 100, 0.6, 0.7 + number % 20 / 100)
             for number in range(runs - 1):
                 self.run(50, tuple(names[:10]), end="run_finished", params={"lr": 0.01 * number})

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 
+import asgi_client
 import pytest
 import yaml
+from starlette.applications import Starlette
 
 from coordinator.config import CoordinatorConfig
-from coordinator.web.access import is_known_host
+from coordinator.state.journal import utc_now
+from coordinator.web import health, metrics
+from coordinator.web.app import ROUTES, Guard
 from edge_agent.config import AgentConfig, load, parse
 from edge_agent.storage import read_toml
 
@@ -161,19 +166,23 @@ def test_manifests_fit_the_images_and_each_other(manifests):
         assert [one["port"] for one in rule["ports"]] == [one["port"] for one in service["ports"]]
 
 
-def test_the_web_view_answers_what_a_cluster_asks(root, folder, manifests):
+def test_the_web_view_answers_what_a_cluster_asks(root, folder, manifests, tmp_path):
+    """Pages by names alone; probes and Prometheus by whatever address a cluster has for the pod."""
     coordinator = parse(CoordinatorConfig, read_toml(folder / "coordinator.toml"), where="coordinator.toml")
-    names = frozenset(coordinator.web.hosts)
     text = (root / "configs/kubernetes/headwater.yaml").read_text(encoding="utf-8")
-    asked = re.findall(r'targets: \["([^"]+)"\]', text)
+    (scraped,) = re.findall(r'targets: \["([^"]+)"\]', text)
     (container,) = manifests[0]["spec"]["template"]["spec"]["containers"]
-    asked += [one["value"] for one in container["readinessProbe"]["httpGet"]["httpHeaders"]]
-    asked.append("localhost:8470")  # by port-forward
-    assert len(asked) == 3
-    assert all(is_known_host(one, names) for one in asked)
-    assert not is_known_host("10.1.2.3:8470", names)
-    annotations = manifests[0]["spec"]["template"]["metadata"].get("annotations", {})
-    assert "prometheus.io/scrape" not in annotations, "it has Prometheus ask by the pod's address"
+    probed = container["readinessProbe"]["httpGet"]
+    assert probed.keys() == {"path", "port"}
+    (tmp_path / "status.json").write_text(json.dumps({"at": utc_now().isoformat()}))
+    routes = [*ROUTES, *health.routes(tmp_path), *metrics.routes(tmp_path)]
+    app = Guard(Starlette(routes=routes), frozenset(coordinator.web.hosts))
+    for path in (probed["path"], "/metrics", "/live"):
+        for host in (scraped, "10.1.2.3:8470", "[fd00::3]:8470", ""):
+            assert asgi_client.get(app, path, host).status == 200
+    assert asgi_client.get(app, "/assets/web.js", scraped).status == 200
+    assert asgi_client.get(app, "/assets/web.js", "localhost:8470").status == 200, "by port-forward"
+    assert asgi_client.get(app, "/assets/web.js", "10.1.2.3:8470").status == 421
 
 
 @validator

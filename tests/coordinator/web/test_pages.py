@@ -9,6 +9,8 @@ import re
 import pytest
 from web_site import agent_status
 
+from coordinator.state.journal import Journal
+from coordinator.web import pages
 from coordinator.web.folder_view import FolderView
 
 PAGES = ("/", "/runs", "/compare", "/releases", "/bundles", "/methods", "/login")
@@ -224,6 +226,42 @@ def test_releases_show_the_canary_and_what_can_be_done(told):
         assert "do=rollback&amp;number=1" in page
         page = client.get("/releases?number=2").text
         assert "self-test" in page
+
+
+def test_compare_begins_with_the_last_ten_runs_that_have_started(site):
+    started = [site.run(1, method="fedavg", end="run_finished") for _ in range(12)]
+    cancelled = site.journal.request_run({"method": "fedavg", "rounds": 1})
+    site.journal.append("run_cancelled", run=cancelled, body={"reason": "before its start"})
+    site.journal.request_run({"method": "fedavg", "rounds": 1})
+    with site.client() as client:
+        shown = set(re.findall(r'href="/run\?id=(run-\d+)"', client.get("/compare").text))
+    assert shown == {*started[2:]}
+
+
+def test_files_are_read_without_the_lock_of_the_pages(told, monkeypatch):
+    """The journal, a summary of all agents, a bundle: a slow disk holds up the one who asks, and nobody else."""
+    run = told.folder.run("run-0001")
+    run.summary_path.write_text(json.dumps({"agents": [{"id": "a", "acc": {"local": 0.5}}]}), encoding="utf-8")
+    read = []
+    with told.client() as client:
+
+        def free(owner, name):
+            real = getattr(owner, name)
+
+            def checked(*args, **kwargs):
+                assert not client.view.lock._is_owned(), name
+                read.append(name)
+                return real(*args, **kwargs)
+
+            monkeypatch.setattr(owner, name, checked)
+
+        free(Journal, "_selected")
+        free(pages, "read_json")
+        free(pages, "_manifest")
+        told.journal.append("bundle_exported", run="run-0001", digest="0" * 64, body={"bundle_id": "a" * 64})
+        for path in ("/agent?id=a", "/run?id=run-0001", *PAGES):
+            assert client.get(path).status_code == 200, path
+    assert {*read} == {"_selected", "read_json", "_manifest"}
 
 
 def test_compare_shows_settings_that_differ_and_all_when_asked(site):

@@ -20,7 +20,10 @@ from web_site import agent_status
 
 from coordinator.config import CoordinatorConfig, WebConfig
 from coordinator.processes.supervisor import command
+from coordinator.state.journal import utc_now
+from coordinator.state.store import StateFolder, read_status
 from coordinator.web.access import Access, token_path
+from coordinator.web.health import is_fresh
 from coordinator.web.server import MOST_CONNECTIONS, Settings, WebProcess, listening, login_text, serve
 
 LIMIT_S = 30.0
@@ -72,6 +75,13 @@ class Running:
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=LIMIT_S)
         connection.sendall(f"GET /events?topic={topic}&seen= HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
         return connection
+
+
+def wait_until(condition):
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end
+        threading.Event().wait(0.05)
 
 
 def test_killed_process_is_restarted_at_its_port(site):
@@ -344,6 +354,54 @@ def test_command_shows_a_folder_and_ends_with_ctrl_c(site):
         process.stderr.close()
 
 
+def fetched(port, path):
+    """Status and content, asked for as a probe does: by an address that is none of the view's names."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)) as connection:
+        connection.request("GET", path, headers={} if path == "/" else {"Host": f"10.1.2.3:{port}"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+def assert_monitored(port):
+    """Liveness, readiness and figures of a coordinator that serves."""
+    assert fetched(port, "/live") == (200, b'{"live":true}')
+    assert fetched(port, "/ready") == (200, b'{"ready":true,"reason":null}')
+    status, figures = fetched(port, "/metrics")
+    assert status == 200
+    assert b"headwater_coordinator_up 1.0" in figures
+    assert b"headwater_coordinator_starts_total 1.0" in figures
+
+
+@pytest.mark.slow
+def test_a_standby_that_takes_over_serves_although_the_address_of_its_view_is_taken(tmp_path):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken, contextlib.ExitStack() as stack:
+        port, config = taken.getsockname()[1], tmp_path / "coordinator.toml"
+        config.write_text(
+            f'state = "state"\n[embedded]\nport = 0\n[web]\nlisten = "127.0.0.1:{port}"\n'
+            '[task]\nclass_names = ["a", "b"]\nencoder = "small_cnn"\n'
+            'input = { kind = "image", channels = 1, height = 32, width = 32 }\n'
+        )
+        first = stack.enter_context(contextlib.ExitStack())
+        first.enter_context(StateFolder(tmp_path / "state").open("test"))
+        words = command("coordinator", "serve", "--standby", "--config", str(config))
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        stack.callback(process.stderr.close)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        next(line for line in process.stderr if "standing by" in line)
+        first.close()  # the coordinator that served is gone
+        next(line for line in process.stderr if "serving federation" in line)
+        logged = next(line for line in process.stderr if "web_exited" in line)
+        assert f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another address" in logged
+        wait_until(lambda: is_fresh(read_status(tmp_path / "state"), utc_now()))
+        assert process.poll() is None
+        taken.close()
+        next(line for line in process.stderr if f" at http://127.0.0.1:{port}/" in line)
+        assert_monitored(port)
+        process.terminate()
+        assert process.wait(LIMIT_S) == 0
+
+
 def test_serve_starts_the_view_beside_it_and_ends_it(tmp_path):
     config = tmp_path / "coordinator.toml"
     config.write_text(
@@ -356,12 +414,10 @@ def test_serve_starts_the_view_beside_it_and_ends_it(tmp_path):
     try:
         line = next(one for one in process.stderr if " at http://" in one)
         port = int(line.split("http://127.0.0.1:")[1].split("/")[0])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
-        with contextlib.closing(connection):
-            connection.request("GET", "/")
-            page = connection.getresponse().read().decode()
+        page = fetched(port, "/")[1].decode()
         assert "No agent was heard yet" in page
         assert "No coordinator is at work" not in page
+        assert_monitored(port)
         process.terminate()
         process.stderr.read()
         assert process.wait(LIMIT_S) == 0
