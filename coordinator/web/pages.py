@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from edge_agent.errors import HeadwaterError, StateError, UnknownName, UsageError
+from edge_agent.moments import shown as shown_time
 from edge_agent.storage import read_json
 
 from ..fleet.release_commands import described, waits_for
@@ -506,7 +507,7 @@ def _installed(line: Mapping[str, Any]) -> tuple[str, str]:
 def _pinned(line: Mapping[str, Any]) -> tuple[str, str]:
     if line["release"] is None:
         return "unpinned", ""
-    until = f" until {text(line['until'])}" if line["until"] else ""
+    until = f" until {shown_time(line['until'])}" if line["until"] else ""
     return f"pinned to release {text(line['release'])}{until}", text(line["reason"] or "")
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
+
+from edge_agent.moments import shown
 
 from ..report.charts import Chart, clean, figure_html
 from ..report.page import duration, megabytes, percent
@@ -64,14 +65,6 @@ def figures(charts: dict[str, Chart]) -> list[Markup]:
     return [Markup(figure_html(chart, name)) for name, chart in charts.items()]  # noqa: S704 - it escapes all values
 
 
-def moment(text: object) -> str:
-    """A time of the journal or the status, in UTC, to the second."""
-    try:
-        return f"{datetime.fromisoformat(str(text)):%Y-%m-%d %H:%M:%S}"
-    except ValueError:
-        return str(text)
-
-
 @functools.cache
 def _templates() -> jinja2.Environment:
     import jinja2
@@ -90,7 +83,8 @@ def _templates() -> jinja2.Environment:
             "points": lambda value: "–" if value is None else f"{100 * value:+.1f}",
             "bytes": megabytes,
             "duration": duration,
-            "moment": moment,
+            "moment": shown,
+            "clock": lambda at: shown(at).removesuffix(" UTC"),
             "count": lambda value: "–" if value is None else f"{value:,.0f}".replace(",", " "),
             "dash": lambda value: "–" if value in {None, ""} else value,
         }
