@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse
 from edge_agent.moments import shown
 
 from ..report.charts import Chart, clean, figure_html
-from ..report.page import duration, megabytes, percent
+from ..report.page import templates_of
 from .asset_files import address
 from .served import Site
 
@@ -67,25 +67,11 @@ def figures(charts: dict[str, Chart]) -> list[Markup]:
 
 @functools.cache
 def _templates() -> jinja2.Environment:
-    import jinja2
-
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=_shown,
-    )
+    templates = templates_of(__package__, _shown)
     templates.filters.update(
         {
-            "percent": percent,
-            "points": lambda value: "–" if value is None else f"{100 * value:+.1f}",
-            "bytes": megabytes,
-            "duration": duration,
             "moment": shown,
             "clock": lambda at: shown(at).removesuffix(" UTC"),
-            "count": lambda value: "–" if value is None else f"{value:,.0f}".replace(",", " "),
             "dash": lambda value: "–" if value in {None, ""} else value,
         }
     )
