@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 SHOWN = 10
@@ -24,6 +25,18 @@ def listed(names: Sequence[str], empty: str = "none") -> str:
         return empty
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
+
+
+def sentence(text: str) -> str:
+    """The text as a sentence: with a capital, unless it begins with a name, a path or a command, and a full stop."""
+    first = re.match(r"[a-z]+(?=[ ,;])", text)
+    begun = text[:1].upper() + text[1:] if first else text
+    return begun if begun[-1:] in {"", ".", "!", "?", "…"} else f"{begun}."
+
+
+def plain(text: str) -> str:
+    """A docstring's text without the marks of bold and code."""
+    return re.sub(r"(``|\*\*)(\S(?:.*?\S)?)\1", r"\2", text)
 
 
 def encoder_named(sha256: str) -> str:

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from edge_agent.cli.output import pairs
 from edge_agent.errors import UsageError, nearest
 from edge_agent.identity import shown as shown_time
+from edge_agent.moments import shown as shown_moment
 
 from ..identity.ledger import AgentRecord
 from ..state.history import SCOPES, history_of
@@ -134,30 +135,33 @@ def _one(agent: dict[str, Any]) -> Iterator[Table | str]:
     yield from (f"note: {note}" for note in agent["notes"])
     if history["accuracy"]:
         rows = [
-            (_day(one["at"]), one["run"], one["round"] or "end", *(one["acc"][scope] for scope in SCOPES))
+            (shown_moment(one["at"]), one["run"], one["round"] or "end", *(one["acc"][scope] for scope in SCOPES))
             for one in history["accuracy"]
         ]
         yield ""
         yield table("accuracy", ("at", "run", "round", *(f"acc.\n{scope}" for scope in SCOPES)), rows, left=2)
     if history["bundles"]:
         rows = [
-            (_day(one["at"]), (one["bundle_id"] or "")[:12], one["release"], one["outcome"], one["acc"], one["reason"])
+            (
+                shown_moment(one["at"]),
+                (one["bundle_id"] or "")[:12],
+                one["release"],
+                one["outcome"],
+                one["acc"],
+                one["reason"],
+            )
             for one in history["bundles"]
         ]
         yield ""
         yield table("bundles", ("at", "bundle", "release", "outcome", "acc.personal", "reason"), rows, left=6)
     for one in history["pins"]:
-        until = f" until {one['until']}" if one["until"] else ""
+        until = f" until {shown_moment(one['until'])}" if one["until"] else ""
         what = "unpinned" if one["release"] is None else f"pinned to release {one['release']}{until}: {one['reason']}"
-        yield f"{_day(one['at'])} {what} ({one['by']})"
+        yield f"{shown_moment(one['at'])} {what} ({one['by']})"
     for fault in history["faults"]:
-        yield f"{_day(fault['at'])} fault: {fault['error']}: {fault['message']}; {fault['remedy']}"
+        yield f"{shown_moment(fault['at'])} fault: {fault['error']}: {fault['message']}; {fault['remedy']}"
     for one in history["rejected"]:
-        yield f"{_day(one['at'])} update of {one['run']}, round {one['round']}, rejected: {one['reason']}"
-
-
-def _day(at: str) -> str:
-    return f"{at[:10]} {at[11:19]}"
+        yield f"{shown_moment(one['at'])} update of {one['run']}, round {one['round']}, rejected: {one['reason']}"
 
 
 @app.command("list")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..fleet.release_commands import author
 from ..runs.cancel import cancel_run
 from ..state.store import StateFolder
 from .options import Config, Json, State, state_path
@@ -14,7 +15,6 @@ from .output import present
 
 Run = Annotated[str, typer.Argument(help="Run to end, as 'headwater status' names it.")]
 
-REASON = "'headwater cancel'"
 LOOK_EVERY_S, TIMEOUT_S = 0.1, 30.0
 """How long the command waits for a coordinator to come to the next safe point of its run; the request stays."""
 
@@ -27,9 +27,9 @@ def cancel(run: Run, config: Config = None, state: State = None, as_json: Json =
 
     Example: headwater cancel run-0003 --config coordinator.toml
     """
-    pause = threading.Event()
+    pause, by = threading.Event(), f"by {author()}, 'headwater cancel'"
     with StateFolder(state_path(config, state)).look() as folder:
-        record = cancel_run(folder, run, lambda: pause.wait(LOOK_EVERY_S), int(TIMEOUT_S / LOOK_EVERY_S), REASON)
+        record = cancel_run(folder, run, lambda: pause.wait(LOOK_EVERY_S), int(TIMEOUT_S / LOOK_EVERY_S), by)
     line = f"{run} will be cancelled as soon as the coordinator has done what it is at; see 'headwater status'"
     if record.is_over:
         line = f"{run} is cancelled after round {record.round} of {record.request.get('rounds')}"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from rich.table import Table
 
 from edge_agent.errors import StateError
+from edge_agent.moments import shown
 from edge_agent.storage import IDENTITY
 
 from ..state.history import SCOPES
@@ -145,5 +146,5 @@ def ago(seconds: float | None) -> str | None:
 def notes_of(agent: Row) -> Iterator[str]:
     """Why an agent failed and what to do about it, then its other notes."""
     if fault := agent.get("fault"):
-        yield f"{fault['error']}: {fault['message']}; {fault['remedy']} (at {fault['at']})"
+        yield f"{fault['error']}: {fault['message']}; {fault['remedy']} (at {shown(fault['at'])})"
     yield from agent.get("notes", ())

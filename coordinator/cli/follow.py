@@ -15,6 +15,7 @@ from typing import Any
 from rich.table import Table
 
 from edge_agent.errors import RunFailed, StateError
+from edge_agent.moments import shown
 from edge_agent.storage import folder_lock
 
 from ..runs.result_notes import standing
@@ -211,7 +212,7 @@ def _silent_since(status: dict[str, Any]) -> str | None:
         silent_s = (utc_now() - at).total_seconds()
     except (TypeError, ValueError):
         return None
-    return at.isoformat(timespec="seconds") if silent_s > SILENT_S else None
+    return shown(at) if silent_s > SILENT_S else None
 
 
 def is_serving(state: Path) -> bool:

@@ -14,6 +14,7 @@ from rich.table import Table
 from edge_agent import methods as registry
 from edge_agent.errors import UsageError
 
+from ..text import plain
 from .options import Json
 from .output import present, print_json, show, table
 
@@ -65,7 +66,7 @@ def describe(name: str) -> dict[str, Any]:
     return {
         "name": name,
         "summary": doc.split("\n", 1)[0].partition(": ")[2].rstrip("."),
-        **{key: section(doc, heading) for key, heading in HEADINGS.items()},
+        **{key: plain(section(doc, heading)) for key, heading in HEADINGS.items()},
         "paper": method.source,
         "shared": list(method.shared),
         "norm": method.norm,

@@ -7,6 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
+from edge_agent.moments import shown
+
 from ..fleet.release_commands import stage_text
 from ..text import counted, listed
 from .output import table
@@ -86,7 +88,7 @@ def _details(release: Shown) -> Iterator[str]:
     plan, scored = release["plan"], release["scored"]
     by = f" by {release['by']}" if release["by"] else ""
     note = f": {plan['note']}" if plan["note"] else ""
-    made = f"made {release['at'][:16].replace('T', ' ')} UTC{by}"
+    made = f"made {shown(release['at'])}{by}"
     yield f"release {release['release']} ({plan['channel']}, {stage_text(release)}), {made}{note}"
     yield f"  from {', '.join(_origin(release['lineage']))}"
     yield f"  signed by {_signers(release['signed'])}"
@@ -131,7 +133,7 @@ def _failures(release: Shown) -> Iterator[str]:
 
 def _note(device: Shown) -> str:
     if pin := device["pinned"]:
-        until = f" until {pin['until']}" if pin["until"] else ""
+        until = f" until {shown(pin['until'])}" if pin["until"] else ""
         return f"pinned{until}: {pin['reason']}"
     is_there = device["runs"] is not None and device["runs"] == device["wanted"]
     return str(("" if is_there else device["kept"]) or device["reason"])

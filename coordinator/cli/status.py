@@ -13,6 +13,7 @@ from rich.text import Text
 
 from edge_agent.cli.output import value_text
 from edge_agent.errors import StateError
+from edge_agent.moments import shown
 
 from ..fleet.release_commands import open_releases, standing_of
 from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, metric_lines, spent
@@ -296,5 +297,5 @@ def refusal_line(refused: dict[str, Any]) -> str:
     """A device that is kept out, why, and what to do."""
     who = f"agent '{refused['id']}'" if refused["id"] else "a device"
     by = {"broker": "the broker", "enrolment": "the enrolment port", "coordinator": "the coordinator"}[refused["by"]]
-    seen = f"{refused['times']} ×, last at {refused['at']}"
+    seen = f"{refused['times']} ×, last at {shown(refused['at'])}"
     return f"refused: {who} by {by} ({seen}): {refused['message']}; {refused['remedy']}"

@@ -18,6 +18,7 @@ from typing import Any
 
 from edge_agent import __version__
 from edge_agent.errors import DuplicateId, MessageError, RunFailed
+from edge_agent.moments import shown
 from edge_agent.wire import messages as wire
 from edge_agent.wire.messages import Topics, new_id, run_name
 
@@ -449,7 +450,7 @@ class DuplicateIds:
 
     def _reject(self, agent: str, member: Member, boot: str, why: str) -> None:
         log.warning("duplicate_id agent=%s has=%s rejected=%s: both %s", agent, member.boot, boot, why)
-        at = utc_now().isoformat(timespec="seconds")
+        at = shown(utc_now())
         member.notes["duplicate"] = (
             f"another agent with the id '{agent}' (start {boot}) was rejected at {at}: both were alive; "
             "give one of them another id"

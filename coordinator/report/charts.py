@@ -28,7 +28,7 @@ import hashlib
 import json
 import math
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
@@ -114,7 +114,8 @@ class Axis:
     """``unit`` follows the label in brackets; ``low`` and ``high`` bound the axis, None: as the data need.
 
     ``log``: begins logarithmic. ``can_log``: readers may change that; values of 0 and less are not drawn then.
-    ``digits``: decimals of a value that is read off; None: as many as it needs.
+    ``digits``: decimals of a value that is read off; None: as many as it needs. ``is_share``: values, ``low`` and
+    ``high`` are shares, which are shown as percentages.
     """
 
     label: str
@@ -124,11 +125,17 @@ class Axis:
     log: bool = False
     can_log: bool = False
     digits: int | None = None
+    is_share: bool = False
 
     @property
     def text(self) -> str:
         """The label with its unit."""
-        return f"{self.label} ({self.unit})" if self.unit else self.label
+        unit = "%" if self.is_share else self.unit
+        return f"{self.label} ({unit})" if unit else self.label
+
+    def shown(self, value: float | None) -> str:
+        """A value on this axis as text."""
+        return percent(value) if self.is_share else number(value)
 
 
 @dataclass(frozen=True)
@@ -381,15 +388,25 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.0f}" if value == int(value) and abs(value) < 1e6 else f"{value:.{digits}g}"
 
 
-def ends(series: Iterable[Series], where: str = "in round") -> str:
-    """A summary of lines: where each begins and ends, in one sentence."""
+def percent(value: float | None) -> str:
+    """A share as a percentage; a dash where it is not known."""
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def points(gain: float | None) -> str:
+    """A difference of shares in percentage points, with its sign; a dash where it is not known."""
+    return "–" if gain is None else f"{100 * gain:+.1f}".replace("-", "−")
+
+
+def ends(series: Iterable[Series], where: str = "in round", shown: Callable[[float], str] = "{:.3f}".format) -> str:
+    """A summary of lines: where each begins and ends, in one sentence; ``shown``: a value as text."""
     parts = []
     for one in series:
         known = [(x, y) for x, y in one.points if y is not None]
         if known:
             (first, begin), (last, end) = known[0], known[-1]
-            further = f", {end:.3f} {where} {last:g}" if last != first else ""
-            parts.append(f"{one.name}: {begin:.3f} {where} {first:g}{further}")
+            further = f", {shown(end)} {where} {last:g}" if last != first else ""
+            parts.append(f"{one.name}: {shown(begin)} {where} {first:g}{further}")
     return "; ".join(parts) + "."
 
 
@@ -431,7 +448,7 @@ def _drawn(chart: Chart) -> dict[str, Any]:
 
 def _axis(axis: Axis) -> dict[str, Any]:
     wanted: dict[str, Any] = {"low": _short(axis.low), "high": _short(axis.high)}
-    wanted |= {"log": axis.log, "can_log": axis.can_log, "digits": axis.digits}
+    wanted |= {"log": axis.log, "can_log": axis.can_log, "digits": axis.digits, "share": axis.is_share}
     given = {name: value for name, value in wanted.items() if value is not None and value is not False}
     return {"label": clean(axis.label), "unit": clean(axis.unit), **given}
 
@@ -495,12 +512,12 @@ def _all_rows(chart: Chart) -> Iterator[tuple[str, ...]]:
         values = [dict(one.points) for one in chart.series]
         bands = [dict(zip(dict(one.points), one.band, strict=bool(one.band))) for one in chart.series]
         for x in sorted({x for by_x in values for x in by_x}):
-            cells = (_with_band(by_x.get(x), band.get(x)) for by_x, band in zip(values, bands, strict=True))
+            cells = (_with_band(by_x.get(x), band.get(x), chart.y) for by_x, band in zip(values, bands, strict=True))
             yield number(x), *cells
     elif isinstance(chart, Rows):
         noted = any(row.note for row in chart.rows)
         for row in chart.rows:
-            cells = (_with_interval(row.marks.get(key.name)) for key in chart.keys)
+            cells = (_with_interval(row.marks.get(key.name), chart.value) for key in chart.keys)
             yield clean(row.name), *cells, *([clean(row.note, 200)] if noted else [])
     elif isinstance(chart, Matrix):
         for name, line in zip(chart.rows, chart.values, strict=True):
@@ -515,11 +532,13 @@ def _timed(chart: Timeline) -> Iterator[tuple[str, ...]]:
             yield clean(name), clean(one.text), number(one.begin), "going on" if one.end is None else number(one.end)
 
 
-def _with_band(value: float | None, band: tuple[float, float] | None) -> str:
-    return number(value) if band is None else f"{number(value)} ({number(band[0])} to {number(band[1])})"
+def _with_band(value: float | None, band: tuple[float, float] | None, axis: Axis) -> str:
+    shown = axis.shown
+    return shown(value) if band is None else f"{shown(value)} ({shown(band[0])} to {shown(band[1])})"
 
 
-def _with_interval(mark: Mark | None) -> str:
-    if mark is None or mark.low is None or mark.high is None:
-        return number(None if mark is None else mark.value)
-    return f"{number(mark.value)} ({number(mark.low)} to {number(mark.high)})"
+def _with_interval(mark: Mark | None, axis: Axis) -> str:
+    if mark is None:
+        return axis.shown(None)
+    has_interval = mark.low is not None and mark.high is not None
+    return _with_band(mark.value, (mark.low or 0.0, mark.high or 0.0) if has_interval else None, axis)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from statistics import fmean
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from edge_agent.errors import StateError
 
 from ..state.store import RunFolder
-from ..text import counted
+from ..text import counted, sentence
 from . import run_charts
-from .charts import Axis, Chart, InlineAssets, clean, figure_html, inline_assets
+from .charts import Axis, Chart, InlineAssets, clean, figure_html, inline_assets, percent, points
 from .figures import SCOPES, AgentFigures, RoundFigures, RunFigures, as_number, read_run
 from .pictures import picture
 
@@ -166,7 +166,7 @@ def _release_row(release: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _score_rows(release: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for agent, result in release["results"].items():
-        scores = ("" if value is None else f"{value:.3f}" for value in (result["before"], result["acc"]))
+        scores = ("" if value is None else percent(value) for value in (result["before"], result["acc"]))
         yield (str(release["release"]), agent, result["outcome"], *scores, str(result["support"]), result["reason"])
 
 
@@ -182,16 +182,34 @@ def _assets() -> InlineAssets:
 
 @functools.cache
 def _templates() -> jinja2.Environment:
+    templates = templates_of(__package__)
+    templates.filters.update({"text": _text, "number": as_number})
+    return templates
+
+
+def templates_of(package: str, shown: Callable[[Any], Any] | None = None) -> jinja2.Environment:
+    """The templates of a package, with the filters of all pages; each value passes through ``shown`` and is escaped."""
     import jinja2  # when the first page is written: an idle coordinator does without
 
     templates = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__),
+        loader=jinja2.PackageLoader(package),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
+        finalize=shown,
     )
-    templates.filters.update({"text": _text, "number": as_number, "duration": duration})
+    templates.filters.update(
+        {
+            "percent": percent,
+            "points": points,
+            "bytes": megabytes,
+            "duration": duration,
+            "count": _count,
+            "counted": counted,
+            "sentence": lambda value: sentence(str(value)),
+        }
+    )
     return templates
 
 
@@ -231,10 +249,10 @@ def _cards(run: RunFigures) -> Iterator[tuple[str, str, str, str]]:
             over = f"mean over {counted(counts, member)}" if counts else "mean over agents, last round"
             yield f"acc.{scope}", percent(mean), f"{_CARDS[scope]}; {over}", scope
     if known := run_charts.gains(run.agents):
-        gain = 100 * fmean(gain for gain, _ in known)
+        gain = fmean(gain for gain, _ in known)
         better = sum(gain > 0 for gain, _ in known)
         note = f"percentage points, acc.personal over acc.local; {better} of {counted(len(known), member)} gain"
-        yield "gain", f"{gain:+.1f}", note, "gain"
+        yield "gain", points(gain), note, "gain" if gain > 0 else "loss" if gain < 0 else ""
     if run.proxy:
         last = run.proxy[-1]
         note = f"the shared model after round {last.round}, on {_count(last.samples)} samples of the coordinator"
@@ -268,11 +286,6 @@ def _incidents(rounds: Sequence[RoundFigures]) -> Iterator[tuple[int, str, str]]
         yield from ((line.round, name, f"rejected: {why}") for name, why in line.rejected)
         yield from ((line.round, name, f"left out: {why}") for name, why in line.left_out)
         yield from ((line.round, name, what) for name, what in line.bounded.items())
-
-
-def percent(value: float | None) -> str:
-    """A share as a percentage; a dash where it is not known."""
-    return "–" if value is None else f"{100 * value:.1f} %"
 
 
 def megabytes(size: float | None) -> str:

@@ -172,10 +172,16 @@ def _scale(panel: Axes, x: Axis, y: Axis) -> None:
     panel.set(xlabel=clean(x.text), ylabel=clean(y.text))
     panel.set_xlim(x.low, x.high)
     panel.set_ylim(y.low, y.high)
+    if y.is_share:
+        panel.yaxis.set_major_formatter(_in_percent)
     if y.log:
         panel.set_yscale("log")
     if x.log:
         panel.set_xscale("log")
+
+
+def _in_percent(value: float, _position: float) -> str:
+    return f"{100 * value:.4g}"
 
 
 def _rows(panel: Axes, chart: Rows) -> None:
@@ -210,6 +216,8 @@ def _rows(panel: Axes, chart: Rows) -> None:
     panel.set_yticks(list(numbers), [clean(row.name, 30) for row in chart.rows])
     panel.set(xlabel=clean(chart.value.text), ylim=(len(chart.rows) - 0.4, -0.6))
     panel.set_xlim(chart.value.low, chart.value.high)
+    if chart.value.is_share:
+        panel.xaxis.set_major_formatter(_in_percent)
     panel.grid(visible=False, axis="y")
     if len(chart.keys) > 1:
         panel.legend(

@@ -8,7 +8,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from ..text import counted, worst_tenth
-from .charts import MARKERS, Axis, Bars, Key, Lines, Mark, Matrix, Row, Rows, Series, ends
+from .charts import MARKERS, Axis, Bars, Key, Lines, Mark, Matrix, Row, Rows, Series, ends, percent, points
 from .figures import CURVES, SCOPES, AgentFigures, Curve, RoundFigures, RunFigures
 
 MOST_DEVICES = 60
@@ -71,8 +71,9 @@ def benefit_sentence(agents: Sequence[AgentFigures]) -> str:
     alone = sorted(one.id for _, one in known if one.better_alone)
     more = f"{better} of {counted(len(known), 'device')} {'is' if better == 1 else 'are'} more accurate"
     same = f", {equal} equally accurate" if equal else ""
-    change = f"the mean goes from {local:.3f} to {personal:.3f} ({100 * (personal - local):+.1f} percentage points)"
-    parts = [f"{more} with the federation than with the best model that each fits alone{same}; {change}."]
+    change = f"{percent(local)} to {percent(personal)} ({points(personal - local)} percentage points)"
+    than = "with the federation than with the best model that each fits alone"
+    parts = [f"{more} {than}{same}; the mean goes from {change}."]
     if alone:
         shown = ", ".join(alone[:10]) + (f" and {len(alone) - 10} more" if len(alone) > 10 else "")
         parts.append(f"Better off alone by more than noise: {shown}.")
@@ -98,7 +99,13 @@ def benefit(agents: Sequence[AgentFigures]) -> Rows | None:
     return Rows(
         title,
         benefit_sentence(agents) or _listed_accuracies(known),
-        Axis(ACCURACY, low=accuracy_floor(v for one in shown for v in one.acc.values()), high=1.0, digits=3),
+        Axis(
+            ACCURACY,
+            low=accuracy_floor(v for one in shown for v in one.acc.values()),
+            high=1.0,
+            digits=1,
+            is_share=True,
+        ),
         keys,
         tuple(_row(one, keys) for one in shown),
         f"{caption}From the best model that the device fits alone to its personal model. Shaded: 95 % Wilson intervals "
@@ -121,7 +128,7 @@ def _listed_accuracies(agents: Sequence[AgentFigures]) -> str:
     means = []
     for scope in SCOPES:
         values = [one.acc[scope] for one in agents if scope in one.acc]
-        means += [f"acc.{scope} {fmean(values):.3f}"] if values else []
+        means += [f"acc.{scope} {percent(fmean(values))}"] if values else []
     return f"Mean over devices: {', '.join(means)}."
 
 
@@ -155,9 +162,9 @@ def accuracy(run: RunFigures) -> Lines | None:
     low = accuracy_floor(y for one in series for _, y in one.points if y is not None)
     return Lines(
         "Accuracy by rounds done",
-        ends(series, "after round"),
+        ends(series, "after round", percent),
         Axis("rounds done", low=0.0),
-        Axis("accuracy", low=low, high=1.0, digits=3),
+        Axis("accuracy", low=low, high=1.0, digits=1, is_share=True),
         tuple(series),
         " ".join(parts),
     )
@@ -202,11 +209,7 @@ def _seconds(rounds: Sequence[RoundFigures]) -> Iterator[tuple[str, Bars | None]
         return
     text += f"; the median is {median(totals):.2f} s, "
     text += f"the longest is round {known[longest][0]} with {totals[longest]:.2f} s."
-    high, caption = None, ""
-    others = totals[1:]
-    if others and max(others) > 0 and totals[0] > SLOW_FIRST * median(others):
-        high = 1.1 * max(others) if totals[0] > 1.1 * max(others) else None
-        caption = f"Round {known[0][0]} took {totals[0]:.1f} s and reaches beyond the plot." if high else ""
+    high, caption = slow_first(known[0][0], totals)
     phases = [Series("from sending the tasks to the end", tuple((float(n), s) for n, s, _ in known), "plain")]
     if waited >= EQUAL * math.fsum(totals):
         phases.insert(0, Series("waiting for enough agents", tuple((float(n), w) for n, _, w in known), "c1"))
@@ -214,6 +217,14 @@ def _seconds(rounds: Sequence[RoundFigures]) -> Iterator[tuple[str, Bars | None]
         "Time of each round", text, Axis("round"), Axis("time", "s", 0.0, high), tuple(phases), caption, stacked=True
     )
     yield text, chart
+
+
+def slow_first(number: int, seconds: Sequence[float]) -> tuple[float | None, str]:
+    """Where the axis of the times of rounds from ``number`` on ends (None: as the data need), and what is beyond it."""
+    first, others = seconds[0], seconds[1:]
+    if not others or max(others) <= 0 or first <= max(SLOW_FIRST * median(others), 1.1 * max(others)):
+        return None, ""
+    return 1.1 * max(others), f"Round {number} took {first:.1f} s and reaches beyond the plot."
 
 
 def _traffic(rounds: Sequence[RoundFigures]) -> Iterator[tuple[str, Bars | None]]:

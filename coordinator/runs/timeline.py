@@ -163,7 +163,7 @@ def _clients(entry: Entry) -> str:
 
 _KINDS: dict[str, tuple[Level, Callable[[Entry], str]]] = {
     "run_requested": ("info", lambda one: _requested(one.body)),
-    "cancel_requested": ("warning", lambda one: f"a cancel was requested: {_reason(one)}"),
+    "cancel_requested": ("info", lambda one: f"a cancel was requested: {_reason(one)}"),
     "run_started": ("info", lambda _: "begins"),
     "warm_started": ("info", lambda _: "begins with a model that was trained on the coordinator's own data"),
     "round_opened": ("info", _opened),
@@ -179,7 +179,7 @@ _KINDS: dict[str, tuple[Level, Callable[[Entry], str]]] = {
     "proxy_failed": ("warning", lambda one: f"acc.proxy after round {one.round} not computed: {_reason(one)}"),
     "run_finished": ("info", lambda one: f"finished, encoder {str(one.body.get('encoder_sha256') or 'none')[:16]}"),
     "run_failed": ("error", lambda one: f"failed: {_reason(one)}"),
-    "run_cancelled": ("error", lambda one: f"cancelled: {_reason(one)}"),
+    "run_cancelled": ("warning", lambda one: f"cancelled: {_reason(one)}"),
     "run_pruned": ("info", lambda _: "checkpoints and bundles were removed"),
     "bundle_exported": ("info", lambda one: f"{_bundle(one)} exported"),
     "release_made": ("info", lambda one: f"{_bundle(one)} released"),

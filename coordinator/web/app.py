@@ -113,6 +113,7 @@ ROUTES: list[Route] = [
     Route("/runs", pages.runs),
     Route("/run", pages.run),
     Route("/report", pages.report),
+    Route("/analysis/{run}/{name}", pages.analysis),
     Route("/compare", pages.compare),
     Route("/releases", pages.releases),
     Route("/bundles", pages.bundles),

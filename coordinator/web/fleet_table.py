@@ -155,6 +155,7 @@ def totals(agents: Sequence[AgentRow]) -> dict[str, Any]:
     states = Counter(row.state for row in agents)
     result: dict[str, Any] = {name: states.get(name, 0) for name in STATES}
     result["present"] = result["online"] + result["fault"] + result["stalled"]
+    result["faulty"] = sum(SHOWN["fault"][1](row) for row in agents)
     result["agents"], result["pinned"] = len(agents), sum(row.pinned is not None for row in agents)
     result["better_alone"] = sum(row.better_alone for row in agents)
     for scope, name in (("local", "local"), ("global", "shared"), ("personal", "personal"), ("gain", "gain")):

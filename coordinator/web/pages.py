@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -18,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from edge_agent.errors import HeadwaterError, StateError, UnknownName, UsageError
+from edge_agent.moments import shown as shown_time
 from edge_agent.storage import read_json
 
 from ..fleet.release_commands import described, waits_for
@@ -36,12 +38,17 @@ from .run_curves import text
 MOST_COMPARED = 100
 BUNDLES_ON_PAGE = 20
 REPORT = "report.html"
+ANALYSIS = "analysis"
+"""The folder of a run's analysis, beside its report."""
+
 REPORT_POLICY = (
     "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 MOST_SETTINGS = 12
 """Columns of the table of settings in a comparison; a page with more is read by nobody."""
+
+_KINDS = {"html": "text/html", "svg": "image/svg+xml", "json": "application/json"}
 
 Handler = Callable[[Request], Response]
 
@@ -165,6 +172,7 @@ def _run_page(
     points = curves.rounds()
     now = view.run_now()
     live = now if now.get("id") == info.id else {}
+    analysed = view.folder.run(info.id).folder / ANALYSIS
     charts, before = pictures.of_run(points), _whole(request, "before")
     older = [one for one in points if before is None or one.round < before]
     return page(
@@ -190,6 +198,8 @@ def _run_page(
         settings=_settings(info.request),
         files=known,
         has_report=any(one == REPORT for one, _ in known),
+        has_analysis=(analysed / "index.html").is_file(),
+        analysis_folder=analysed,
         equal_traffic="bytes" not in charts and bool(points),
         up=sum(one.bytes_up or 0.0 for one in points),
         down=sum(one.bytes_down or 0.0 for one in points),
@@ -209,6 +219,22 @@ def report(request: Request) -> Response:
         advice = f"It is written at the end of a run; 'headwater report --run {name}' writes it, too."
         raise HTTPException(404, f"{name} has no {REPORT}. {advice}") from None
     return Response(content, media_type="text/html", headers={"content-security-policy": REPORT_POLICY})
+
+
+def analysis(request: Request) -> Response:
+    """A file of a run's analysis: its page, which stands alone, its pictures and its numbers."""
+    view, run, name = site_of(request).view, request.path_params["run"], request.path_params["name"]
+    view.refresh()
+    with view.lock:
+        folder = view.folder.run(_run_named(view, run).id).folder / ANALYSIS
+    if (kind := _KINDS.get(name.rpartition(".")[2])) is None or not re.fullmatch(r"\w[\w-]*\.\w+", name, re.ASCII):
+        raise HTTPException(404, "An analysis has no such file.")
+    try:
+        content = (folder / name).read_bytes()
+    except OSError:
+        advice = f"'headwater analyze {run} --state {view.path} --out {folder}' makes it."
+        raise HTTPException(404, f"{run} has no {name} of an analysis. {advice}") from None
+    return Response(content, media_type=kind, headers={"content-security-policy": REPORT_POLICY})
 
 
 @shown
@@ -440,7 +466,8 @@ def _read_summary(path: str, _stamp: int) -> dict[str, Any]:
     scored = [one["acc"] for one in agents if isinstance(one.get("acc"), dict)]
     known = {scope: [value for acc in scored if (value := as_number(acc.get(scope))) is not None] for scope in SCOPES}
     means = {scope: fmean(values) if values else None for scope, values in known.items()}
-    return {**content, "agent_count": len(agents), "means": means}
+    counts = {scope: len(values) for scope, values in known.items()}
+    return {**content, "means": means, "counts": counts}
 
 
 def _warnings(summary: Mapping[str, Any]) -> list[str]:
@@ -522,7 +549,7 @@ def _installed(line: Mapping[str, Any]) -> tuple[str, str]:
 def _pinned(line: Mapping[str, Any]) -> tuple[str, str]:
     if line["release"] is None:
         return "unpinned", ""
-    until = f" until {text(line['until'])}" if line["until"] else ""
+    until = f" until {shown_time(line['until'])}" if line["until"] else ""
     return f"pinned to release {text(line['release'])}{until}", text(line["reason"] or "")
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..report.charts import MARKERS, Axis, Bars, Chart, Key, Lines, Mark, Row, Rows, Series, ends
-from ..report.run_charts import accuracy_floor
+from ..report.charts import Axis, Bars, Chart, Lines, Mark, Row, Rows, Series, ends, percent
+from ..report.run_charts import KEYS, accuracy_floor, slow_first
+from ..text import listed
 from .folder_view import AgentRow
 from .run_curves import RoundPoint, RunCurves, Spread
 
@@ -17,7 +18,10 @@ MOST_COMPARED_POINTS = 1200
 EQUAL = 0.02
 """Rounds whose traffic differs by less need no chart: the mean says it."""
 
-ACCURACY = Axis("accuracy on held-out samples", low=0.0, high=1.0, digits=3)
+ACCURACY = Axis("accuracy on held-out samples", low=0.0, high=1.0, digits=1, is_share=True)
+OF_ROUND = replace(ACCURACY, label="accuracy")
+"""For charts that are half as wide as the page, and less high than the longer label."""
+
 ROUND = Axis("round")
 
 
@@ -29,7 +33,7 @@ def of_run(points: Sequence[RoundPoint]) -> dict[str, Chart]:
         caption = (
             "Mean over the agents of a round, with the tenth to ninetieth percentile; dashed: mean of the worst tenth."
         )
-        result["accuracy"] = Lines("Accuracy by round", ends(lines), ROUND, ACCURACY, lines, caption)
+        result["accuracy"] = Lines("Accuracy by round", ends(lines, shown=percent), ROUND, OF_ROUND, lines, caption)
     losses = tuple((float(one.round), one.loss) for one in points if one.loss is not None)
     if losses:
         loss = (Series("training loss", losses, "plain"),)
@@ -48,7 +52,7 @@ def _accuracy(points: Sequence[RoundPoint], scope: str) -> Iterator[Series]:
 
 
 def _phases(points: Sequence[RoundPoint]) -> dict[str, Chart]:
-    """Seconds by phase; the first round, which builds the model, does not squash the others on a logarithmic axis."""
+    """Seconds by phase; a slow first round, which builds the model, does not squash the others."""
     timed = [one for one in points if one.seconds is not None]
     if not timed:
         return {}
@@ -64,8 +68,9 @@ def _phases(points: Sequence[RoundPoint]) -> dict[str, Chart]:
             "waiting for agents before it", tuple((float(one.round), one.waiting_s or 0.0) for one in timed), "down"
         ),
     )
-    axis = Axis("time of a round", "s", low=0.0)
-    return {"phases": Bars("Time by phase", summary, ROUND, axis, series, stacked=True)}
+    high, caption = slow_first(timed[0].round, [(one.seconds or 0.0) + (one.waiting_s or 0.0) for one in timed])
+    axis = Axis("time of a round", "s", low=0.0, high=high)
+    return {"phases": Bars("Time by phase", summary, ROUND, axis, series, caption, stacked=True)}
 
 
 def _bytes(points: Sequence[RoundPoint]) -> dict[str, Chart]:
@@ -107,7 +112,7 @@ def of_fleet(rows: Sequence[AgentRow]) -> dict[str, Chart]:
     summary = (
         f"{above} of {len(gains)} of these agents are above acc.local." if gains else "acc.local is not known yet."
     )
-    keys = tuple(Key(f"acc.{scope}", scope, MARKERS[scope]) for scope in scopes)
+    keys = KEYS
     marks = [mark.value for row in made for mark in row.marks.values()]
     axis = replace(ACCURACY, low=accuracy_floor(marks))
     return {"gains": Rows("What these agents gain", summary, axis, keys, tuple(made), summary)}
@@ -122,7 +127,7 @@ def of_agent(by_round: Sequence[tuple[int, float | None, float | None]], run: st
     )
     if not series:
         return {}
-    return {"rounds": Lines(f"Accuracy in {run}", ends(series), ROUND, ACCURACY, series)}
+    return {"rounds": Lines(f"Accuracy in {run}", ends(series, shown=percent), ROUND, OF_ROUND, series)}
 
 
 def of_history(results: Sequence[dict[str, Any]]) -> dict[str, Chart]:
@@ -134,8 +139,8 @@ def of_history(results: Sequence[dict[str, Any]]) -> dict[str, Chart]:
     )
     if not any(len(one.points) > 1 for one in series):
         return {}
-    text = ends(series, "result")
-    return {"history": Lines("Accuracy by result", text, Axis("result, oldest first"), ACCURACY, series)}
+    text = ends(series, "result", percent)
+    return {"history": Lines("Accuracy by result", text, Axis("result, oldest first"), OF_ROUND, series)}
 
 
 def of_compared(runs: Sequence[tuple[str, RunCurves]]) -> dict[str, Chart]:
@@ -153,8 +158,20 @@ def of_compared(runs: Sequence[tuple[str, RunCurves]]) -> dict[str, Chart]:
                 lines.append(Series(name, tuple(shown), f"c{number % 10}", dashed=number % 20 >= 10))
         if lines:
             best = max(lines, key=lambda line: line.points[-1][1] or 0.0)
-            text = f"{len(lines)} runs; the highest at its end is {best.name} with {best.points[-1][1]:.3f}."
+            text = f"{len(lines)} runs; the highest at its end is {best.name} with {percent(best.points[-1][1])}."
             some = f"; of each run at most {most} rounds, its last one among them" if is_thinned else ""
-            note = f"Mean over agents{some}."
-            result[scope] = Lines(f"acc.{scope} by round", text, ROUND, ACCURACY, tuple(lines), note)
+            note = " ".join([f"Mean over agents{some}.", *_coinciding(lines)])
+            result[scope] = Lines(f"acc.{scope} by round", text, ROUND, OF_ROUND, tuple(lines), note)
     return result
+
+
+def _coinciding(lines: Sequence[Series]) -> Iterator[str]:
+    """Which lines hide which: those that agree in all rounds that both have, as runs with the same seed do."""
+    left = list(lines)
+    while left:
+        longest = max(left, key=lambda one: len(one.points))
+        known = dict(longest.points)
+        same = [one for one in left if len(one.points) > 1 and all(known.get(x, y) == y for x, y in one.points)]
+        if len(same) > 1:
+            yield f"The lines of {listed([one.name for one in same])} coincide as far as they go."
+        left = [one for one in left if one is not longest and one not in same]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
+from edge_agent.moments import shown
+
 from ..report.charts import Chart, clean, figure_html
-from ..report.page import duration, megabytes, percent
+from ..report.page import templates_of
 from .asset_files import address
 from .served import Site
 
@@ -64,34 +65,13 @@ def figures(charts: dict[str, Chart]) -> list[Markup]:
     return [Markup(figure_html(chart, name)) for name, chart in charts.items()]  # noqa: S704 - it escapes all values
 
 
-def moment(text: object) -> str:
-    """A time of the journal or the status, in UTC, to the second."""
-    try:
-        return f"{datetime.fromisoformat(str(text)):%Y-%m-%d %H:%M:%S}"
-    except ValueError:
-        return str(text)
-
-
 @functools.cache
 def _templates() -> jinja2.Environment:
-    import jinja2
-
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=_shown,
-    )
+    templates = templates_of(__package__, _shown)
     templates.filters.update(
         {
-            "percent": percent,
-            "points": lambda value: "–" if value is None else f"{100 * value:+.1f}",
-            "bytes": megabytes,
-            "duration": duration,
-            "moment": moment,
-            "count": lambda value: "–" if value is None else f"{value:,.0f}".replace(",", " "),
+            "moment": shown,
+            "clock": lambda at: shown(at).removesuffix(" UTC"),
             "dash": lambda value: "–" if value in {None, ""} else value,
         }
     )

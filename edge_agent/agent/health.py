@@ -51,7 +51,7 @@ _KNOWN = (
     _Known(
         errors.DataError,
         "data",
-        "local data do not fit what is asked of this device",
+        "local data do not fit what is asked of this device; its log and 'edge-agent status' there say which",
         "correct the data, or [data] in the agent's configuration",
     ),
     _Known(

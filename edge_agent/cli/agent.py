@@ -15,6 +15,7 @@ from ..config import AgentConfig, check_tls, load
 from ..errors import BrokerAway, ConfigError, HeadwaterError, StateError
 from ..limits import limit_threads
 from ..logs import LogFormat, log_json
+from ..moments import shown
 from ..storage import folder_lock, read_json, read_toml
 from ..trust import TrustStore
 from ..wire.authentic import key_file
@@ -248,7 +249,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     ),
     "candidate": lambda it: f"bundle {it['bundle_id'][:12]} (release {it['release']}) {it['state']}",
     "pinned": lambda it: (
-        f"bundle {it['bundle_id'][:12]}, {'until ' + it['until'] if it['until'] else 'without end'}"
+        f"bundle {it['bundle_id'][:12]}, {'until ' + shown(it['until']) if it['until'] else 'without end'}"
         f"{'' if it['holds'] else ', which is over'}: {it['reason']}"
     ),
     "refit": lambda it: f"failed {it['tries']} times, next try {it['next_try']}: {it['reason']}",
@@ -291,9 +292,11 @@ def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
     for name, value in known.items():
         if name == "fault" and isinstance(value, dict):
             yield name, f"{value.get('error')}: {value.get('message')}"
-            yield "remedy", f"{value.get('remedy')} (fault of {value.get('at')})"
+            yield "remedy", f"{value.get('remedy')} (fault of {shown(value.get('at'))})"
         elif name == "refused":
-            yield from (("refused", f"bundle {one['bundle_id'][:12]} at {one['at']}: {one['reason']}") for one in value)
+            yield from (
+                ("refused", f"bundle {one['bundle_id'][:12]} at {shown(one['at'])}: {one['reason']}") for one in value
+            )
         elif name in _TEXTS:
             yield name, _TEXTS[name](value)
         elif name in {"figures", "lineage"}:

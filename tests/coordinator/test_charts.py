@@ -34,6 +34,8 @@ from coordinator.report.charts import (
     ends,
     figure_html,
     inline_assets,
+    percent,
+    points,
     thinned,
 )
 from coordinator.report.pictures import FORMATS, format_of, picture
@@ -222,3 +224,16 @@ def test_other_formats_are_an_error_that_names_those_there_are():
     with pytest.raises(UsageError, match="a name without a suffix"):
         format_of("")
     assert FORMATS == ("svg", "png", "pdf")
+
+
+def test_shares_are_percentages_in_what_is_read_and_stay_shares_in_what_is_drawn():
+    axis = Axis("accuracy", low=0.0, high=1.0, digits=1, is_share=True)
+    series = Series("mean", ((1.0, 0.125), (2.0, None)), "global", band=((0.1, 0.25), (0.0, 0.0)))
+    made = chart_json(Lines("t", "s", Axis("round"), axis, (series,)))
+    assert (axis.text, made["y"]["share"], made["series"][0]["y"]) == ("accuracy (%)", True, [0.125, None])
+    assert made["table"]["rows"][0] == ("1", "12.5 % (10.0 % to 25.0 %)")
+    assert "share" not in made["x"]
+    rows = Rows("t", "s", axis, (Key("acc", "local"),), (Row("a", {"acc": Mark(0.5, 0.25, 0.75)}),))
+    assert chart_json(rows)["table"]["rows"] == [("a", "50.0 % (25.0 % to 75.0 %)")]
+    assert b">100</text>" in picture([rows])
+    assert (percent(None), points(0.05), points(-0.05), points(None)) == ("–", "+5.0", "−5.0", "–")

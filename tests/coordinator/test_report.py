@@ -154,7 +154,7 @@ def test_devices_are_sorted_by_what_they_gain_with_intervals_of_their_support():
     ]
     assert chart.summary == (
         "1 of 2 devices is more accurate with the federation than with the best model that each fits alone; "
-        "the mean goes from 0.800 to 0.750 (-5.0 percentage points). Better off alone by more than noise: a."
+        "the mean goes from 80.0 % to 75.0 % (−5.0 percentage points). Better off alone by more than noise: a."
     )
     mark = chart.rows[1].marks["acc.personal"]
     assert (mark.low, mark.high) == pytest.approx((0.6042, 0.7811), abs=1e-4), "R: prop.test(70, 100, correct=FALSE)"

@@ -91,7 +91,7 @@ def test_curves_are_read_by_keyboard(chromium, url):
         live = figure.locator("[aria-live=polite]")
         live.get_by_text("rounds done 30: ").wait_for(state="attached")
         # By hand: the last point is the mean of the agents, .7 + index / 50 of 12.
-        assert "acc.personal, mean 0.810" in live.text_content()
+        assert "acc.personal, mean 81.0 %" in live.text_content()
         view.page.keyboard.press("Home")
         live.get_by_text("rounds done 0: ").wait_for(state="attached")
         view.page.keyboard.press("ArrowRight")

@@ -16,16 +16,19 @@
   };
   const theme = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   const known = (value) => value !== null && value !== undefined;
-  const axisText = (axis) => (axis.unit ? `${axis.label} (${axis.unit})` : axis.label);
+  const unitOf = (axis) => (axis.share ? "%" : axis.unit);
+  const axisText = (axis) => (unitOf(axis) ? `${axis.label} (${unitOf(axis)})` : axis.label);
   const digits = (value) => {
     if (!known(value)) return "–";
     if (Number.isInteger(value)) return value.toLocaleString("en").replaceAll(",", " ");
     const size = Math.abs(value);
     return size >= 1000 ? digits(Math.round(value)) : String(Number(value.toPrecision(size < 1 ? 3 : 4)));
   };
+  const onTick = (value, axis) => digits(Number(((axis.share ? 100 : 1) * value).toPrecision(8)));
   const withUnit = (value, axis) => {
-    const text = known(value) && known(axis.digits) ? value.toFixed(axis.digits) : digits(value);
-    return axis.unit && known(value) ? `${text} ${axis.unit}` : text;
+    if (!known(value)) return digits(value);
+    const shown = axis.share ? 100 * value : value, text = known(axis.digits) ? shown.toFixed(axis.digits) : digits(shown);
+    return unitOf(axis) ? `${text} ${unitOf(axis)}` : text;
   };
 
   /* ---- controls and cursor ---- */
@@ -136,7 +139,7 @@
       },
       axes: [
         axis(chart.x, { size: bare.values ? 6 : 24, incrs: whole ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5, 1e6, 1e7, 1e9] : undefined, ...bare }),
-        axis(chart.y, { size: (plot, values) => 16 + 7 * Math.max(3, ...(values || []).map((one) => String(one ?? "").length)), ...bare }),
+        axis(chart.y, { ...(chart.y.share ? { values: (plot, splits) => splits.map((one) => onTick(one, chart.y)) } : {}), size: (plot, values) => 16 + 7 * Math.max(3, ...(values || []).map((one) => String(one ?? "").length)), ...bare }),
       ],
       series,
       cursor: {
@@ -377,7 +380,7 @@
     const foot = make("li", "axis"), numbers = make("div", "ticks");
     foot.setAttribute("aria-hidden", "true");
     numbers.append(...lines.map((tick) => {
-      const one = make("span", "", digits(Number(tick.toPrecision(8))));
+      const one = make("span", "", onTick(tick, axis));
       one.style.left = `${100 * at(tick)}%`;
       return one;
     }));

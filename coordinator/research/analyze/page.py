@@ -26,8 +26,9 @@ from ...report.charts import (
     Series,
     ends,
     figure_html,
+    percent,
 )
-from ...report.page import megabytes, percent, render_page
+from ...report.page import megabytes, render_page
 from ...report.pictures import picture
 
 PAGE, NUMBERS = "index.html", "analysis.json"

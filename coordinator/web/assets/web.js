@@ -81,12 +81,32 @@
   const topic = encodeURIComponent(body.dataset.topic), seen = encodeURIComponent(body.dataset.seen);
   let source = null;
   const state = (name, text) => { if (sign) { sign.dataset.state = name; sign.textContent = text; } };
+  const LOST_AFTER_MS = 3000; // a stream that ends after its hour is back within one second
+  const banner = document.getElementById("lost");
+  let waits = null;
+  const lost = (at) => {
+    body.dataset.lost = "";
+    const note = document.createElement("p");
+    note.className = "note bad";
+    note.textContent = `The web view does not answer. What is shown here was so at ${at.toISOString().slice(0, 19).replace("T", " ")} UTC.`;
+    banner.replaceChildren(note);
+  };
+  const back = () => {
+    clearTimeout(waits);
+    waits = null;
+    if (!("lost" in body.dataset)) return;
+    delete body.dataset.lost;
+    banner.replaceChildren();
+    refresh();
+  };
   const listen = () => {
     source = new EventSource(`/events?topic=${topic}&seen=${seen}`);
-    source.addEventListener("open", () => { state("on", "live"); });
+    source.addEventListener("open", () => { state("on", "live"); back(); });
     source.addEventListener("news", refresh);
     source.addEventListener("error", () => {
       state("off", "reconnecting");
+      const at = new Date();
+      waits ??= setTimeout(() => lost(at), LOST_AFTER_MS);
       if (source.readyState === EventSource.CLOSED) setTimeout(listen, 3000);
     });
   };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import signal
 import subprocess
@@ -47,9 +48,9 @@ def window(chromium, base, **options):
 
 
 @contextlib.contextmanager
-def serving(path):
+def serving(path, listen="127.0.0.1:0"):
     ready = threading.Event()
-    view = WebProcess(Settings(path, WebConfig(listen="127.0.0.1:0")), lambda _: ready.set())
+    view = WebProcess(Settings(path, WebConfig(listen=listen)), lambda _: ready.set())
     view.start()
     try:
         assert ready.wait(60)
@@ -233,3 +234,26 @@ def walk(page, base, state):
     page.get_by_role("link", name="Resume…").click()
     page.get_by_role("button", name="Resume release 1").click()
     page.locator(".badge", has_text="done").wait_for()
+
+
+def test_open_page_says_since_when_nothing_answers_and_goes_on_when_it_does(full, chromium):
+    context = chromium.new_context()
+    page = context.new_page()
+    page.set_default_timeout(LIMIT_MS)
+    badge = page.locator(".badge[data-word=online]").first
+    colour = "one => getComputedStyle(one).color"
+    with serving(full.path) as base:
+        page.goto(base)
+        page.locator("#live[data-state=on]").wait_for()
+        assert page.locator("#lost").text_content() == ""
+        before = badge.evaluate(colour)
+    page.locator("#lost .note").wait_for()
+    said = page.locator("#lost").text_content()
+    assert re.search(r"does not answer\. What is shown here was so at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC\.", said)
+    assert badge.evaluate(colour) != before, "a state of before is grey"
+    full.status([agent_status("later")])
+    with serving(full.path, base.removeprefix("http://")):
+        page.locator("#agents").get_by_text("later").wait_for()
+        assert page.locator("#lost").text_content() == ""
+        assert page.locator("#live").get_attribute("data-state") == "on"
+    context.close()

@@ -69,9 +69,9 @@ def test_fleet_shows_each_agent_with_state_accuracies_and_what_to_do(told):
     with told.client() as client:
         page = client.get("/").text
     assert re.findall(r'href="/agent\?id=(\w)"', page)[:1] == ["b"], "the faulty one first"
-    for part in ("75.0 %", "no class folders", "make one folder for each class", "rolled back the encoder", "0.0.9"):
+    for part in ("75.0 %", "No class folders.", "Make one folder for each class.", "Rolled back the encoder.", "0.0.9"):
         assert part in page
-    assert "+25.0" in page, "what a gains"
+    assert '<td class="n good">+25.0' in page, "what a gains"
     assert "better off alone" in page
     assert "x: MessageError (3 ×)" in page
     assert 'href="/releases?number=1"' in page
@@ -91,9 +91,9 @@ def test_devices_that_are_kept_out_are_shown_once_with_the_remedy(site):
         page = client.get("/").text
         assert client.view.version("fleet") != before, "open pages learn of it"
         assert re.findall(r'id=(\w+)"', client.get("/?only=refused").text.split("<tbody>")[1])[:1] == ["porch"]
-    assert page.count("bad password") == 1
-    assert page.count("run headwater password") == 3
-    assert "no certificate" in page
+    assert page.count("Bad password.") == 1
+    assert page.count("Run headwater password.") == 3
+    assert "No certificate." in page
     assert "&lt;i&gt;same name&lt;/i&gt;" in page
     assert all(part in page for part in ("75.0 %", "77 MB", "better off alone")), "figures of the status"
 
@@ -110,7 +110,7 @@ def test_release_page_says_that_it_is_done_who_signed_it_and_where_it_comes_from
     with site.client() as client:
         page = client.get("/releases?number=1").text
     assert 'data-word="done"' in page
-    for part in ("Signed by ann; 1 of 2 needed", "fedper", "90.0 %, worst tenth 80.0 %, of 4"):
+    for part in ("Signed by ann; 1 of 2 needed", "fedper", "90.0 %, worst tenth 80.0 %, of 4 clients"):
         assert part in page
 
 
@@ -121,8 +121,90 @@ def test_device_that_was_unable_is_listed_once(site):
     site.device("c", "", 1, "unable", reason="no space", acc=None, before=None, support=0)
     with site.client() as client:
         page = client.get("/releases?number=1").text
-    assert "1 devices" in page
+    assert "<span>1 device</span>" in page
     assert 'data-word="unable"' in page
+
+
+def test_cards_count_what_the_table_shows_and_say_of_how_many_they_are(site):
+    run = site.run(4, ("a", "b"), end="run_finished")
+    site.report(run, "a", 0.5, 0.6, 0.75)
+    site.report(run, "b", 0.8, 0.6, 0.7, better_alone=True)
+    site.device("c", "a", 1, "ok", reason="", acc=0.9, before=0.6, support=40)
+    fault = {"error": "DiskFull", "message": "x", "remedy": "y", "at": ""}
+    site.status([agent_status("b", condition="fault", fault=fault), agent_status("off", present=False, fault=fault)])
+    with site.client() as client:
+        page = client.get("/").text
+        assert client.get("/?only=fault").text.count('<tr><th scope="row">') == 2
+    assert '<td class="n bad">−10.0' in page, "what b loses"
+    card = re.search(r"<h2>with a fault</h2><p class=\"big\">(\d+)", page)
+    assert card[1] == "2", "that of a device that is offline counts as well"
+    gain = re.search(r"<h2>gain</h2><p class=\"big\">(.*?)</p><p>(.*?)</p>", page)
+    assert gain[1] == "+7.5", "(25 - 10) / 2"
+    assert "mean of 2 that have both; 1 better off alone" in gain[2]
+
+
+def test_run_that_ended_before_its_first_round_says_so_and_shows_no_cards_of_nothing(site):
+    name = site.run(0, end="run_cancelled")
+    site.folder.run(name).summary_path.write_text('{"agents": []}', encoding="utf-8")
+    site.status()
+    with site.client() as client:
+        page = client.get(f"/run?id={name}").text
+    assert "It ended before its first round was closed." in page
+    assert "Curves begin" not in page
+    assert 'class="card ' not in page
+    assert "From agents" not in page
+    assert "<progress" not in page
+
+
+def test_agent_without_accuracies_says_when_there_will_be_some(site):
+    site.device("c", "a", 1, "ok", reason="", acc=0.66, before=0.6, support=40)
+    site.release("a")
+    site.status([agent_status("n"), agent_status("c", tier="head")])
+    with site.client() as client:
+        new, device = (client.get(f"/agent?id={name}").text for name in "nc")
+    assert "No accuracy is known yet" in new
+    assert 'class="card ' not in new
+    assert device.count('class="card ') == 1, "acc.personal of its release"
+    assert "acc.local and the gain over it are not known yet" in device
+
+
+def test_analysis_of_a_run_is_linked_and_has_no_part_in_the_session(told):
+    folder = told.folder.run("run-0001").folder / "analysis"
+    with told.client() as client:
+        assert "/analysis/" not in client.get("/run?id=run-0001").text
+        missing = client.get("/analysis/run-0001/index.html")
+        assert missing.status_code == 404
+        assert "headwater analyze run-0001" in missing.text
+        folder.mkdir()
+        (folder / "index.html").write_text("<p>measured</p>")
+        (folder / "cka.svg").write_text("<svg/>")
+        (folder / "secret.key").write_text("x")
+        (folder.parent / "report.html").write_text("x")
+        assert 'href="/analysis/run-0001/index.html"' in client.get("/run?id=run-0001").text
+        page, picture = (client.get(f"/analysis/run-0001/{name}") for name in ("index.html", "cka.svg"))
+        assert page.text == "<p>measured</p>"
+        assert "sandbox" in page.headers["content-security-policy"]
+        assert picture.headers["content-type"].startswith("image/svg+xml")
+        for name in ("secret.key", "..%2freport.html", "%2e%2e", ".html", "analysis", "index.html.key"):
+            assert client.get(f"/analysis/run-0001/{name}").status_code == 404, name
+        assert client.get("/analysis/run-0009/index.html").status_code == 404
+
+
+def test_methods_are_text_without_markup(site):
+    with site.client() as client:
+        page = client.get("/methods?name=fedfomo").text
+    assert "Privacy: clients get other clients&#39; models, from which" in page
+    assert "``" not in page
+    assert "**" not in page
+
+
+def test_accuracies_are_percentages_in_tables_charts_and_their_data(told):
+    with told.client() as client:
+        page = client.get("/").text
+    chart = json.loads(re.search(r'id="gains".*?<script type="application/json">(.*?)</script>', page, re.DOTALL)[1])
+    assert chart["value"]["share"] is True
+    assert chart["rows"][0]["marks"]["acc.personal"][0] == 0.75
+    assert "<td>75.0 %</td>" in page[page.index('id="gains"') :]
 
 
 def test_fleet_is_searched_filtered_and_sorted_by_the_server(told):
@@ -146,7 +228,7 @@ def test_agent_page_has_history_fault_and_pin(told):
         assert "release 1: ok" in page
         page = client.get("/agent", params={"id": "b"}).text
         assert "better off alone" in page
-        assert "make one folder for each class" in page
+        assert "Make one folder for each class." in page
         assert "finished run-0001" in page
 
 
@@ -155,7 +237,7 @@ def test_faults_that_are_over_stay_on_the_page_of_the_agent(told):
 
     FaultLog(told.path).note("a", {"error": "DiskFull", "message": "no space", "remedy": "make room", "code": "disk"})
     with told.client() as client:
-        assert "make room" in client.get("/agent?id=a").text
+        assert "Make room." in client.get("/agent?id=a").text
 
 
 def test_run_page_says_for_whom_the_round_waits_and_until_when(told):
@@ -340,7 +422,7 @@ def test_half_written_files_cost_their_content_and_no_page(told):
     with told.client() as client:
         page = client.get("/run?id=run-0001")
         assert page.status_code == 200
-        assert "1 lines of metrics.jsonl are damaged" in page.text
+        assert "Damaged and left out: 1 line of metrics.jsonl." in page.text
         for path in PAGES:
             assert client.get(path).status_code == 200
 
@@ -353,7 +435,7 @@ def test_damaged_journal_is_named_and_the_status_still_shown(told, tmp_path):
     with told.client() as client:
         page = client.get("/").text
     assert "The journal cannot be read" in page
-    assert "no class folders" in page
+    assert "No class folders." in page
 
 
 def test_folder_without_a_coordinator_says_so_and_shows_what_was(told):

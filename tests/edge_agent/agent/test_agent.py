@@ -340,7 +340,11 @@ def test_an_error_message_of_any_length_fits_into_a_fault(fed):
     cases = (
         (broken, "Exception", "an unexpected error"),
         (told, "TrainingFailed", "x" * 2000),
-        (ours, "DataError", "local data do not fit what is asked of this device"),
+        (
+            ours,
+            "DataError",
+            "local data do not fit what is asked of this device; its log and 'edge-agent status' there say which",
+        ),
     )
     fed.add("a0")
     for fails, error, message in cases:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -361,7 +362,9 @@ def test_both_status_commands_show_fault_and_remedy(fed, tmp_path, capsys):
         headwater(["status", "--state", str(fed.config.state)])
     said = capsys.readouterr().out
     assert "online, fault" in said
-    assert "a0 *: DataError: local data do not fit what is asked of this device; correct the data" in said
+    assert "its log and 'edge-agent status' there say which; correct the data" in said
+    assert re.search(r"\(at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC\)", said)
+    assert "katze" not in said
 
 
 # --- told early --------------------------------------------------------------------------------------------------
