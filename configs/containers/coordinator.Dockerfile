@@ -1,7 +1,7 @@
 # The coordinator. From the repository's root:
 #   docker build -f configs/containers/coordinator.Dockerfile -t headwater-coordinator .
-# With a GPU: --build-arg DEVICE=gpu, and the container runtime of its maker. A mirror of packages, or a place with torch
-# without CUDA: --build-arg PIP_INDEX_URL=… or PIP_EXTRA_INDEX_URL=…
+# With a GPU: --build-arg DEVICE=gpu, and the container runtime of its maker. A mirror of packages: --build-arg PIP_INDEX_URL=…
+# A place with torch for CPUs: --build-arg PIP_EXTRA_INDEX_URL=…; with CUDA, which pip may bring, the image has 5.7 GB, not 1.7.
 FROM python:3.11-slim-bookworm AS build
 ARG DEVICE=cpu
 ARG PIP_INDEX_URL
@@ -12,7 +12,7 @@ COPY configs ./configs
 COPY edge_agent ./edge_agent
 COPY export ./export
 COPY coordinator ./coordinator
-# The tested pair of torch and torchvision is of CPUs; with a GPU pip takes the newest with CUDA.
+# Not the newest pair of torch and torchvision but the tested one; a variant for CPUs (+cpu) fits it and is taken first.
 RUN if [ "$DEVICE" = gpu ]; then : >/tmp/constraints; else cp configs/constraints-cpu.txt /tmp/constraints; fi \
  && python -m venv /opt/headwater \
  && /opt/headwater/bin/pip install --no-cache-dir --disable-pip-version-check -c /tmp/constraints '.[coordinator]'

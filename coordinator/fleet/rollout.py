@@ -15,10 +15,10 @@ from typing import Any
 
 from edge_agent.errors import BundleError, StateError, UsageError
 from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import MAX_WAIT_S, Cancel, Command, Fault, Hello, Install, Report, Who
+from edge_agent.wire.messages import MAX_WAIT_S, Cancel, Command, Fault, Hello, Install, Pinned, Report, Who
 
 from ..state.journal import utc_now
-from ..state.releases import HEARD_AGAIN, Book, Device, Outcome, Plan, Release, Result, plan_body, rollback_of
+from ..state.releases import HEARD_AGAIN, Book, Device, Outcome, Pin, Plan, Release, Result, plan_body, rollback_of
 from ..state.store import StateFolder
 from .registry import Roster
 from .transfers import Distributor
@@ -79,6 +79,9 @@ class Rollout:
         self._clock, self._now, self._gone_after = clock, now, gone_after
         self.book, self._has_read = Book(), False
         self._offers: dict[str, _Offer] = {}
+        self._pinned: dict[str, Pin] = {}
+        """The pins that devices know of since their last hello."""
+
         self._changes, self._signatures = Counter[str](), Counter[str]()
         self._late: dict[str, tuple[Device, Release | None, Result | None]] = {}
         """Changes of devices that have had many in this hour."""
@@ -131,6 +134,8 @@ class Rollout:
     def hello(self, agent: str, message: Hello) -> None:
         """A device of tier ``head`` says what it runs; it is offered what it is to run."""
         self._offers.pop(agent, None)
+        self._pinned.pop(agent, None)
+        self._tell_pin(agent)
         self._note(Device(agent, message.bundle_id, message.channel, message.kept))
         self.offer(agent)
 
@@ -289,6 +294,7 @@ class Rollout:
             agent = next(iter(self._to_offer))
             anyway = self._to_offer.pop(agent)
             offer, release = self._offers.get(agent), self._wanted(agent)
+            self._tell_pin(agent)
             if (
                 offer is not None
                 and offer.again_at is not None
@@ -303,6 +309,18 @@ class Rollout:
                 damaged[release.number] = error
         if damaged:
             raise damaged[min(damaged)]
+
+    def _tell_pin(self, agent: str) -> None:
+        """Let a device know which release the operator has it stay with, for its own status, where that is new."""
+        pin = self.book.pin(agent, self._now())
+        if pin == self._pinned.get(agent):
+            return
+        if pin is None:
+            del self._pinned[agent]
+            self._send(agent, Pinned(release=0))
+        else:
+            self._pinned[agent] = pin
+            self._send(agent, Pinned(release=pin.release, until=pin.until, reason=pin.reason[:1000]))
 
     def _withdraw(self, agent: str, offer: _Offer) -> None:
         """Tell a device that may still download a bundle, or wait for its time, that it is not to switch."""

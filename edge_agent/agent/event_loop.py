@@ -128,6 +128,7 @@ class Agent:
         self._new_samples = NewSamples(config, clock)
         self._sent_condition = self.condition.name
         self._checked: Task | None = None
+        self._operator_pin: wire.Pinned | None = None
         self._introductions: dict[type[wire.Command], Callable[[Any], None]] = {
             wire.Announce: self._on_announce,
             wire.Welcome: self._on_welcome,
@@ -144,6 +145,7 @@ class Agent:
             wire.Ack: self.uploads.ack,
             wire.Receipt: self.jobs.on_receipt,
             wire.Renewed: self._on_renewed,
+            wire.Pinned: self._on_pinned,
         }
 
     # --- life ------------------------------------------------------------------------------------------------------
@@ -456,6 +458,7 @@ class Agent:
         is_news = not self.welcomed or not self.membership.is_current(message)
         self._follow(message.federation, message.epoch)
         self.welcomed, self._idle_heartbeat_s = True, message.heartbeat_s
+        self._operator_pin = None  # where there is one, it follows
         self.membership.answered()
         self._mismatch.clear()
         self._beat_at = self.clock()
@@ -490,6 +493,15 @@ class Agent:
                 log.warning("federation_left federation=%s follows=%s dropped: %s", *what)
         self.membership.accept(federation, epoch)
 
+    def _on_pinned(self, message: wire.Pinned) -> None:
+        """The operator's pin decides nothing here, where no other release arrives; it explains that to the owner."""
+        self._operator_pin = message if message.release else None
+        if message.release:
+            until = message.until or "without end"
+            log.info("pinned_by_operator release=%d until=%s reason=%s", message.release, until, message.reason)
+        else:
+            log.info("unpinned_by_operator")
+
     def _on_refused(self, message: wire.Refused) -> None:
         if message.federation and not self.membership.allows(message):
             self._not_obeyed(message)
@@ -523,7 +535,7 @@ class Agent:
     def write_status(self) -> None:
         """Write status.json for ``edge-agent status`` (a cache: not synced)."""
         job, membership = self.jobs.job, self.membership
-        problem = self.problem
+        problem, pin = self.problem, self._operator_pin
         status = {
             "id": self.config.id,
             "tier": self.tasks.tier,
@@ -541,6 +553,7 @@ class Agent:
             "working": self.jobs.is_working,
             "bundle_id": self.tasks.bundle_id,
             "candidate": self.jobs.candidate(),
+            "operator_pin": pin and pin.model_dump(include={"release", "until", "reason"}),
             "rolled_back": self.tasks.rolled_back or None,
             "refit": self._new_samples.failure(),
             "condition": "fault" if problem is not None and not self.condition.is_stalled else self.condition.name,

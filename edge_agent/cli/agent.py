@@ -32,6 +32,7 @@ _REPORTED = (
     "working",
     "bundle_id",
     "candidate",
+    "operator_pin",
     "rolled_back",
     "refit",
     "condition",
@@ -105,7 +106,7 @@ def status(arguments: argparse.Namespace) -> int:
     """What the agent of this device does now, which encoder and head it runs, and what keeps it from its work.
 
     ``candidate`` is the bundle that is downloaded or waits for its time, ``pinned`` the one that the owner keeps,
-    ``refused`` those that were tried and are not used, with reasons.
+    ``operator_pin`` the release that the operator has this device stay with, ``refused`` those that were tried and are not used, with reasons.
 
     ``condition`` is ok, fault (the last thing that it was asked for failed) or stalled (its disk cannot be written);
     the exit code is 1 unless it is ok. Bundle, head and its metrics are those that are installed now, also while no
@@ -251,6 +252,10 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "pinned": lambda it: (
         f"bundle {it['bundle_id'][:12]}, {'until ' + shown(it['until']) if it['until'] else 'without end'}"
         f"{'' if it['holds'] else ', which is over'}: {it['reason']}"
+    ),
+    "operator_pin": lambda it: (
+        f"release {it['release']}, {'until ' + it['until'] if it['until'] else 'without end'}: {it['reason']}; "
+        "no other release comes before the operator ends it"
     ),
     "refit": lambda it: f"failed {it['tries']} times, next try {it['next_try']}: {it['reason']}",
     "collected": lambda it: (

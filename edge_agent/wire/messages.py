@@ -699,6 +699,15 @@ class Renewed(Command):
     refused: Text = Field("", max_length=1000)
 
 
+class Pinned(Command):
+    """The operator has this device stay with one release, whatever else is released; release 0: not any more."""
+
+    type: Literal["pinned"] = "pinned"
+    release: int = Field(ge=0)
+    until: Text = Field("", max_length=40, description="end, ISO 8601; empty: until the operator ends it")
+    reason: Text = Field("", max_length=1000)
+
+
 # --- coordinator -> coordinator --------------------------------------------------------------------------------------
 
 
@@ -729,6 +738,7 @@ FromCoordinator = (
     | Install
     | TaskNotice
     | Renewed
+    | Pinned
 )
 
 

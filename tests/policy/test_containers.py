@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
@@ -27,6 +28,18 @@ hadolint = pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint
 validator = pytest.mark.skipif(
     importlib.util.find_spec("kubernetes_validate") is None, reason="kubernetes-validate is not installed"
 )
+
+
+def _is_compose_there():
+    """Docker Compose by its own program, which reads the file without a daemon; version 1 knows an older form."""
+    if shutil.which("docker-compose") is None:
+        return False
+    command = ["docker-compose", "version", "--short"]
+    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60).stdout
+    return not found.startswith("1.")
+
+
+docker_compose = pytest.mark.skipif(not _is_compose_there(), reason="Docker Compose is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +125,27 @@ def test_every_service_is_hardened_and_watched(compose, folder):
     assert compose["networks"]["federation"]["internal"], "the broker without TLS is reached by nobody else"
     reached = [name for name, one in services.items() if "federation" in one["networks"]]
     assert reached == ["mosquitto", "coordinator", "agent-1", "agent-2"]
+
+
+@docker_compose
+@pytest.mark.parametrize("place", [{}, {"PIP_EXTRA_INDEX_URL": "file:///wheels"}])
+def test_docker_compose_reads_the_file_and_hands_on_where_packages_are(folder, compose, place):
+    command = ["docker-compose", "-f", "compose.yaml", "config", "--format", "json"]
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **place}
+    done = subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    read = json.loads(done.stdout)
+    assert read["services"].keys() == compose["services"].keys()
+    built = {name: one["build"] for name, one in read["services"].items() if "build" in one}
+    assert {name: one.get("args", {}) for name, one in built.items()} == {
+        "coordinator": place,
+        "agent-1": {**place, "EXTRAS": "agent,train"},
+        "agent-2": place,
+    }
+    assert all((folder.parents[1] / one["dockerfile"]).is_file() for one in built.values())
+    for name, one in read["services"].items():
+        assert one["read_only"], name
+        assert all(port["host_ip"] == "127.0.0.1" for port in one.get("ports", ())), name
 
 
 def test_the_settings_in_containers_are_understood_and_fit_each_other(folder, compose):

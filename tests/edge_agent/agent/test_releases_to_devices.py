@@ -323,6 +323,33 @@ def test_the_owner_pins_a_running_device_and_the_operator_sees_why(site, made):
     assert (device["outcome"], device["kept"]) == ("ok", "")
 
 
+def test_the_owner_sees_for_what_the_operator_pins_a_device(site, made, capsys):
+    def pin():
+        site.agents["porch"].write_status()
+        return json.loads((site.folder / "porch" / "status.json").read_text())["operator_pin"]
+
+    released(site, made[0])
+    site.device("porch")
+    site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    assert pin() is None
+    site.release("pin", "porch", "--reason", "measurements", "--until", "2030-01-01T13:00")
+    known = {"release": 1, "until": "2030-01-01T13:00+00:00", "reason": "measurements"}
+    site.until(lambda: pin() == known, limit_s=5)
+    config = site.folder / "porch.toml"
+    config.write_text(f'id = "porch"\nstate = "{site.folder / "porch"}"\n[data]\nsource = "digits:optdigits?n=60"\n')
+    main(["status", "--config", str(config)])
+    row = "operator_pin   release 1, until 2030-01-01T13:00+00:00: measurements; no other release comes before"
+    assert row in capsys.readouterr().out
+    site.restart("porch")
+    site.until(lambda: pin() == known, limit_s=30)
+    site.release("unpin", "porch")
+    site.until(lambda: pin() is None, limit_s=5)
+    site.release("pin", "porch", "--reason", "again", "--until", "2030-01-01T13:00")
+    site.until(lambda: pin() is not None, limit_s=5)
+    site.clock.now += 3600
+    site.until(lambda: pin() is None, limit_s=5)
+
+
 def test_unpin_lets_a_running_device_follow(site, made):
     state = site.folder / "porch"
     released(site, made[0])

