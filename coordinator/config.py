@@ -286,7 +286,7 @@ class ExportConfig(Frozen):
 
 
 class HostedConfig(Frozen):
-    """A client whose data lie where the coordinator is: it takes part as any agent does, in a process beside us."""
+    """A client whose data are where the coordinator is: it takes part as any agent does, in a process beside us."""
 
     id: str = Field(pattern=NAME_PATTERN, description="as of an agent; no agent may have the same")
     data: DataConfig = Field(description="as in an agent's configuration")

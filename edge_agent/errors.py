@@ -26,7 +26,7 @@ HeadwaterError                  exit 1   something failed
 ├── TrainingFailed              exit 1   local training stopped (non-finite loss, for example)
 ├── TrainingCancelled           exit 1   local training was stopped on request, because its round is over
 ├── PrivacyRefused              exit 1   a job asks for more than the device's [privacy] lets out
-│   └── SumRefused              exit 1   a secure sum would tell more than the sum, or cannot be told apart from that
+│   └── SumRefused              exit 1   a secure sum would reveal more than the sum, or cannot be shown not to
 │       └── SharesWrong         exit 1   shares of other devices do not open
 ├── RunFailed                   exit 1   a run cannot go on, or has ended without a result
 ├── MeasuringFailed             exit 1   what a benchmark measures has ended, or does not answer
@@ -52,7 +52,7 @@ class HeadwaterError(Exception):
     """Root of the tree; catching it catches every error that Headwater raises on purpose.
 
     The message of an error on a device stays there, unless it says ``is_public``: then no path, file name, class name
-    or other text of the device's own is in it, and the coordinator is told it.
+    or other text of the device's own is in it, and the coordinator gets it.
     """
 
     exit_code: ClassVar[int] = 1

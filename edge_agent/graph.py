@@ -299,7 +299,7 @@ class _Reader:
         known = self._known(data, _TENSOR, {12, 16}, "tensor")
         kind = _number(known["data_type"][0]) if known["data_type"] else 0
         if known["data_location"] and _number(known["data_location"][0]):
-            raise BundleDamaged("weights lie in another file")
+            raise BundleDamaged("weights are in another file")
         if kind not in _ITEM_BYTES:
             raise BundleDamaged(f"element type {kind} of a constant is not allowed")
         shape = _shape(self._integers(known["dims"]))

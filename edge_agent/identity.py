@@ -501,7 +501,7 @@ def check_clock(answer: dict[str, Any], now: float) -> float:
 def ask(
     address: tuple[str, int], ca: bytes | None, request: dict[str, Any], *, checks_time: bool = True
 ) -> dict[str, Any]:
-    """One request to an enrolment port and its answer. Without ``ca`` whoever answers is believed to be a stranger.
+    """One request to an enrolment port and its answer. Without ``ca`` the other side is a stranger.
 
     ``checks_time=False``: certificates that hold at another time count, too; for asking which time it is.
 

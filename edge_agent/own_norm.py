@@ -111,7 +111,7 @@ def sample(inputs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def changed(bundle: Bundle, variant: str, statistics: np.ndarray) -> bytes:
-    """The fp32 encoder's ONNX file with these statistics.
+    """The fp32 encoder's ONNX file with these ``statistics``, in the order of `OwnNorm`.
 
     Raises:
         StateError: they are of another encoder than the bundle's, or its batch norm cannot be changed.

@@ -451,7 +451,11 @@ def folder_lock(folder: Path, owner: str) -> Iterator[HeldLock]:
 
 @contextlib.contextmanager
 def shared_folder_lock(folder: Path, owner: str, *, private: bool = False) -> Iterator[HeldLock]:
-    """`folder_lock` of a folder that others may read, too: who may is left as it is, unless it is to be ``private``."""
+    """`folder_lock` of a folder that others may read, too: who may is left as it is, unless it is to be ``private``.
+
+    Raises:
+        StateError: another process holds it, which the message names, or the folder cannot be written.
+    """
     for pause_s in (*LOCK_PAUSES_S, None):  # 'edge-agent status' holds the lock for an instant
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -667,6 +667,9 @@ class TrustStore:
         """The newest release that was installed here; None where there is none that one of ``root``'s keys has signed.
 
         One is enough, whatever the threshold: a change of some of the keys is no reason to take an older release.
+
+        Raises:
+            StateError: the file is damaged; without it an older release could be taken.
         """
         raw = _read(self._newest)
         if raw is None:

@@ -143,6 +143,6 @@ def _outside_references(graph: Any) -> Iterator[str]:
         yield f"IR version {graph.ir_version}, devices read up to {MAX_IR_VERSION}"
     for tensor in graph.graph.initializer:
         if tensor.data_location == 1 or tensor.external_data:
-            yield f"weights '{tensor.name}' lie in another file; a bundle has one file for each variant"
+            yield f"weights '{tensor.name}' are in another file; a bundle has one file for each variant"
     if graph.functions:
         yield f"{len(graph.functions)} local functions, expected none"

@@ -360,7 +360,7 @@ def _roots(path: Path) -> list[Envelope]:
         raise UsageError(f"{path}: {error.strerror}; expected the federation's roots.json") from error
     if (first := read(RootMetadata, roots[0], str(path)).version) != 1:
         raise UsageError(
-            f"{path} begins with root {first}, as root.json does; expected roots.json, which lies beside that in the "
+            f"{path} begins with root {first}, as root.json does; expected roots.json, which is beside that in the "
             "coordinator's state folder (identity/release) and has all roots"
         )
     return [*roots]

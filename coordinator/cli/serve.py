@@ -40,7 +40,7 @@ def serve(
 ) -> None:
     """Serve a federation until stopped: agents may come and go, runs are started with 'headwater run'.
 
-    Clients whose data lie here ([[hosted]]) train beside the agents, in processes of this command; a [warm_start] and
+    Clients whose data are here ([[hosted]]) train beside the agents, in processes of this command; a [warm_start] and
     the figures of [proxy] are computed in another one. configs/coordinator-hosted.toml shows all three.
 
     A run that was under way when the coordinator stopped, or was killed, is resumed in the round it was in. Exit code 0

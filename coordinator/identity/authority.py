@@ -143,7 +143,7 @@ class Authority:
 
 
 def pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """A private key, not encrypted: whoever reads the file has it."""
+    """A private key, not encrypted: who reads the file has it."""
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 

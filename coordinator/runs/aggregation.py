@@ -419,7 +419,10 @@ def gram(updates: Sequence[Update], received: Tensors) -> np.ndarray:
 
 
 def shares_of(products: np.ndarray, config: AggregationConfig) -> list[float]:
-    """Of each update its share in the mean that rule krum, multi_krum or geometric_median is; 0: not used."""
+    """Of each update its share in the mean that rule krum, multi_krum or geometric_median is; 0: not used.
+
+    ``products`` (n, n) float64: inner products of the n updates.
+    """
     if config.rule == "geometric_median":
         return geometric_median_shares(products)
     attackers = min(config.attackers, len(products) - LEAST_UPDATES)
@@ -437,7 +440,11 @@ def distances(products: np.ndarray) -> np.ndarray:
 
 
 def closest(squares: np.ndarray, attackers: int) -> list[int]:
-    """Indices of the updates by Krum's score, the sum over the n - f - 2 nearest others; ties by index."""
+    """Indices of the updates by Krum's score, the sum over the n - f - 2 nearest others; ties by index.
+
+    ``squares`` (n, n): squared distances, of which f = ``attackers`` updates are taken to be hostile. Source: Blanchard
+    et al., "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS 2017.
+    """
     count = len(squares)
     others = np.where(np.eye(count, dtype=bool), np.inf, squares)
     others.sort(axis=1)

@@ -1,7 +1,7 @@
 """What a run needs torch for, and what a method computes for the coordinator by functions of its own.
 
 The functions are called through `coordinator.processes.compute`, in a child process of a coordinator that serves. They
-get JSON and return JSON; tensors lie in the blob store of the state folder, or in the files ``into``.
+get JSON and return JSON; tensors are in the blob store of the state folder, or in the files ``into``.
 """
 
 from __future__ import annotations

@@ -164,7 +164,11 @@ class Coordinator:
     # --- start and stop ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Record the start and subscribe; serving begins when no other coordinator answers."""
+        """Record the start and subscribe; serving begins when no other coordinator answers.
+
+        Raises:
+            DuplicateCoordinator: another process has taken over the state folder.
+        """
         if not self.state.is_held():  # a long start, during which a standby has given it up
             raise DuplicateCoordinator(f"{self.state.path}: another process has taken over this state folder")
         federation, epoch = record_start(

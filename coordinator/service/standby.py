@@ -144,7 +144,11 @@ class Standby:
         return False
 
     def step(self, timeout_s: float) -> bool:
-        """Handle at most one event; True once this process is to take over, as `wait`."""
+        """Handle at most one event; True once this process is to take over, as `wait`.
+
+        Raises:
+            UsageError: the broker does not let it hear the coordinators of the federation.
+        """
         event = self._transport.receive(timeout_s)
         now = self._clock()
         if isinstance(event, Connected):

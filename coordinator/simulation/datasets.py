@@ -54,7 +54,7 @@ class Pools(partition.Pools):
 
     @classmethod
     def from_memory(cls, memory: memoryview, task: Task) -> Pools:
-        """The pools that lie in ``memory``, which is not copied."""
+        """The pools that are in ``memory``, which is not copied."""
         arrays = decode(memory)
         train, test = (
             Samples(

@@ -110,7 +110,12 @@ class Simulation:
         self.coordinator.catch_up(STATUS_EVERY_S)
 
     def work(self) -> Job | None:
-        """Let clients work until one has done a job, which is returned; without jobs the clock advances."""
+        """Let clients work until one has done a job, which is returned; without jobs the clock advances.
+
+        Raises:
+            RunFailed: the run waits for clients, and none has a job left; or as `SimulatedClients.work`.
+            TrainingFailed, StateError: as `SimulatedClients.work`.
+        """
         with files_kept(self.state.path):
             job = self.clients.work()
         if job is not None:

@@ -411,7 +411,11 @@ class ReleaseKeys:
         )
 
     def next_version(self, now: datetime) -> int:
-        """The version of a new release: seconds since 1970, so that people can sign elsewhere; always a larger one."""
+        """The version of a new release: seconds since 1970, so that people can sign elsewhere; always a larger one.
+
+        Raises:
+            StateError: the file with the last one is damaged.
+        """
         path = self.folder / "version.json"
         private_folder(self.folder)
         with waited_lock(self.folder):

@@ -324,7 +324,7 @@ def collection_of(config: AgentConfig) -> Collection:
 def collect(
     config: AgentConfig, now: Callable[[], float] = time.time, *, lacks_head: bool = False
 ) -> tuple[str, int] | None:
-    """Take in what lies in the watch folder; then refit where samples or classes have changed since the last fit.
+    """Take in what is in the watch folder; then refit where samples or classes have changed since the last fit.
 
     Returns as `refit_current`; None where nothing has changed and a head is there (not ``lacks_head``). ``now``: as
     `time.time`; files that changed within `SETTLED_S` wait for the next time.

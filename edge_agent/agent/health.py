@@ -38,7 +38,7 @@ _SEE = "see 'edge-agent status' on the device"
 
 
 class _Known(NamedTuple):
-    """What the coordinator is told of errors of a class: a code, and where the message stays here, a text for it."""
+    """What the coordinator gets of errors of a class: a code, and where the message stays here, a text for it."""
 
     kind: type[BaseException]
     code: str

@@ -47,7 +47,7 @@ class SecureSums:
         """Shares of its secrets, encrypted for each client whose keys were received.
 
         Raises:
-            UpdateRejected: the agent has begun anew since it sent its keys.
+            UpdateRejected: the agent was restarted since it sent its keys.
             SumRefused: as `Participant.shares`.
             CodecError: what was received is not of that form.
         """
@@ -62,7 +62,7 @@ class SecureSums:
         ``origin``: digest of what the update was trained from, see `origin_of`.
 
         Raises:
-            UpdateRejected: the agent has begun anew since it sent its keys.
+            UpdateRejected: the agent was restarted since it sent its keys.
             TrainingFailed: a number is too large for the sum.
             SumRefused: as `Participant.receive` and `Participant.masked`; SharesWrong where others' shares do not open.
             CodecError: what was received is not of that form.
@@ -85,7 +85,7 @@ class SecureSums:
         the difference would be single updates. So whose sum it is, is noted on disk before anything is revealed.
 
         Raises:
-            UpdateRejected: the agent has begun anew since it sent its keys.
+            UpdateRejected: the agent was restarted since it sent its keys.
             SumRefused: as `Participant.unmask`, nothing was masked, or the same training was in a sum of other
                 clients before.
             StateError: the note is damaged.
@@ -104,7 +104,7 @@ class SecureSums:
         """This device's secrets for the attempt of ``job``.
 
         Raises:
-            UpdateRejected: the agent has begun anew since it sent its keys.
+            UpdateRejected: the agent was restarted since it sent its keys.
         """
         if self._attempt is None or self._attempt[0] != _context(job):
             raise UpdateRejected(

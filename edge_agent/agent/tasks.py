@@ -683,7 +683,7 @@ class TaskQueue:
             log.info("job run=%s %s", wire.run_name(job.run), where)
         self.job = job
         if self._working_on != key:
-            if isinstance(self._working_on, JobKey) and self._working_on.session:  # a secure sum that began anew
+            if isinstance(self._working_on, JobKey) and self._working_on.session:  # a secure sum that was restarted
                 self._tasks.cancel(self._working_on)
             self._fetch()
         self.go_on()

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HeadwaterError as error:
         return _report(error, as_json=arguments.json)
     except BrokenPipeError:
-        # Whoever read our output has seen enough; Python must not complain again when it flushes at exit.
+        # The reader of our output has seen enough; Python must not complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a full disk, a folder that may not be written: no traceback would say more

@@ -104,7 +104,7 @@ def add_no_local(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
 
 def cache_of(arguments: argparse.Namespace) -> Path:
     """The folder of unpacked bundles and of features."""
-    from ..personalize import default_cache
+    from ..personalizer import default_cache
 
     return default_cache() if arguments.cache is None else Path(arguments.cache)
 
@@ -116,7 +116,7 @@ def bundle_of(arguments: argparse.Namespace) -> Bundle:
         BundleDamaged: what is at that path cannot be used.
         UsageError: nothing is at that path, or impossible numbers among the arguments; all of them are listed.
     """
-    from ..personalize import load_bundle
+    from ..personalizer import load_bundle
 
     rules: list[tuple[str, Callable[[float], bool], str]] = [
         ("threads", lambda value: 0 <= value <= 1024, "0..1024"),
@@ -159,7 +159,7 @@ def samples_of(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, 
 
 def data_config(arguments: argparse.Namespace) -> DataConfig:
     """The arguments of `add_data` as ``[data]`` of an agent's configuration."""
-    from ..personalize import local_data
+    from ..personalizer import local_data
 
     names = ("test", "test_fraction", "partition", "client", "strict")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}

@@ -170,7 +170,7 @@ def _check_key(config: AgentConfig) -> str:
     from ..wire.authentic import read_key
 
     if read_key(config) is None:
-        return "not authenticated: whoever may publish on this agent's topics commands it; set broker.command_key_file"
+        return "not authenticated: anyone who may publish on its topics commands it; set broker.command_key_file"
     return "authenticated: only those of the coordinator that made this agent's key are obeyed"
 
 

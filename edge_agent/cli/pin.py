@@ -15,7 +15,7 @@ from .where import add_agent, named, state_of
 def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``edge-agent pin``."""
     add_agent(parser)
-    parser.add_argument("--reason", required=True, help="why; the coordinator is told")
+    parser.add_argument("--reason", required=True, help="why; the coordinator shows it")
     parser.add_argument(
         "--until", default="", metavar="DATE", help="when the pin ends, UTC without a zone (default: at unpin)"
     )
@@ -24,7 +24,7 @@ def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
 def pin(arguments: argparse.Namespace) -> int:
     """Keep the bundle that this device uses, whatever the coordinator releases or rolls back.
 
-    The agent may be running; the coordinator is told with its next heartbeat, with the reason. The pin survives
+    The agent may be running; the coordinator hears of it with its next heartbeat, with the reason. The pin survives
     restarts, and ends by 'edge-agent unpin' or at its date.
 
     Example:

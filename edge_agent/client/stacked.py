@@ -87,6 +87,9 @@ class Stack:
         """Train the clients at the first positions, the one with the most batches first.
 
         Returns the loss of each step, (steps, clients), NaN where a client had no such step.
+
+        Raises:
+            ValueError: the clients are in another order.
         """
         steps = [len(batches_of_one) for batches_of_one in schedules]
         if steps != sorted(steps, reverse=True):

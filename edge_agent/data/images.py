@@ -162,7 +162,7 @@ def _unread(
     """Path and reason of files, down to two levels below ``root``, that look like data of the kind and are not read."""
     form = f"is of a form that is not read; {_FOREIGN.get(kind, ('', ''))[0]}"
     if any(folder.files for folder in folders.values()):
-        beside = "lies beside the folders of classes, so it has none; move it into one"
+        beside = "is beside the folders of classes, so it has none; move it into one"
         yield from (((file,), beside) for file in here.files)
     yield from (((file,), form) for file in here.foreign)
     for name, folder in folders.items():
@@ -170,7 +170,7 @@ def _unread(
         for inner in folder.folders:
             with contextlib.suppress(PermissionError):
                 deeper = _Folder.of(root / name / inner, kind, suffixes)
-                nested = "lies in a folder inside that of a class; move it up"
+                nested = "is in a folder inside that of a class; move it up"
                 yield from (((name, inner, file), nested) for file in deeper.files)
                 yield from (((name, inner, file), form) for file in deeper.foreign)
 

@@ -97,7 +97,7 @@ def from_arrays(
     kind: Literal["image", "window"] | None,
     where: str,
 ) -> Raw:
-    """Raw samples from whole arrays.
+    """Raw samples from whole arrays: images (n, h, w) or (n, h, w, c), windows (n, channels, length), labels (n,).
 
     Raises:
         DataError: arrays of different lengths, or inputs that are neither images nor windows.

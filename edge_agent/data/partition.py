@@ -355,7 +355,7 @@ def check_own(config: DataConfig, client: str, task: Task | None = None, *, own_
 
 
 Rows = list[np.ndarray]
-"""Positions (n,) int64 in a pool, one array for each client."""
+"""Positions (n,) int64 in a pool, one array for each client. Rules get the labels of the pool, (N,) int64."""
 
 RULES = ("dirichlet", "domains", "fedpac", "iid", "pathological", "quantity", "subjects")
 

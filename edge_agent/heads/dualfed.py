@@ -130,6 +130,7 @@ def start(size: int, classes: int, params: DualFedHeadParams, rng: np.random.Gen
 def contrastive(features: np.ndarray, labels: np.ndarray, temperature: float) -> tuple[float, np.ndarray]:
     """Mean supervised contrastive loss, logarithm inside the mean over positives, and its gradient by ``features``.
 
+    ``features`` (n, d), not of length 1 yet, ``labels`` (n,); the gradient has the shape of ``features``.
     For unit vectors z and S = z z' / temperature: logsumexp over all others of S, minus the mean of S over the others
     of the same label. Samples without such contribute 0 and count.
     """

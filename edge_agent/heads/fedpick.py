@@ -229,6 +229,7 @@ def negative_entropy(logits: np.ndarray) -> tuple[float, np.ndarray]:
 def divergence(logits: np.ndarray, known: np.ndarray, *, both: bool) -> tuple[float, np.ndarray]:
     """Batch mean of KL(p || q) + KL(q || p) for q = softmax(logits), p = exp(known), and its gradient by ``logits``.
 
+    ``logits`` and ``known``, log probabilities, are (n, d), and so is the gradient.
     Without ``both`` the second term counts in the value and has no gradient.
     """
     log_q = layers.log_softmax(logits)

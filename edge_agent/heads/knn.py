@@ -80,7 +80,10 @@ class KNNHead(Head):
 
 
 def best_mix(near: np.ndarray, shared: np.ndarray, labels: np.ndarray) -> float:
-    """The lambda of 0, 0.1 ... 1 with most correct answers, then with the smallest mean log loss, then the smallest."""
+    """The lambda of 0, 0.1 ... 1 with most correct answers, then with the smallest mean log loss, then the smallest.
+
+    ``near`` and ``shared``: probabilities (n, K) of neighbours and of the shared classifier; ``labels`` (n,).
+    """
     return max(MIXES, key=lambda share: quality(near, shared, labels, share))
 
 

@@ -157,6 +157,7 @@ def choose(
     for all answers of a head makes up for answers that are too sure or not sure enough. Measured on 55 new devices of
     four tasks: 0.5 points above the simplest of the heads within noise of the most accurate one.
 
+    ``features`` (n, d) and ``labels`` (n,) of the training samples; ``fit`` gets rows of them.
     ``names`` from the simplest head to the most costly one, which decides between equal ones. All are tried on the
     first fold; afterwards those that are worse than the best one beyond noise are dropped. Those for which there is no
     time, because a fit on all samples has to be possible after the fold, are compared with the others on the folds that
@@ -192,7 +193,7 @@ def cross_validated(
     *,
     clock: Callable[[], float] = time.process_time,
 ) -> Trial:
-    """How one head fares on all folds; ``dropped`` says why where a fit fails."""
+    """How one head fares on all folds; ``dropped`` says why where a fit fails. Arguments as for `choose`."""
     trial, on = Trial(name), _CrossValidation(fit, features, labels, divisions, clock)
     for fold in divisions:
         if not on.tried(trial, fold):

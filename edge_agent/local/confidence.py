@@ -119,7 +119,10 @@ def calibrate(probabilities: np.ndarray, labels: np.ndarray, folds: np.ndarray) 
 
 
 def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """Expected calibration error, 0..1: mean difference of confidence and accuracy in ten bins of equal counts."""
+    """Expected calibration error, 0..1: mean difference of confidence and accuracy in ten bins of equal counts.
+
+    ``probabilities`` (n, K), ``labels`` (n,) integers below K; n is at least 1.
+    """
     confidence, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
     parts = np.array_split(np.argsort(confidence, kind="stable"), _BINS)
     return float(
@@ -140,7 +143,10 @@ def log_losses(probabilities: np.ndarray, labels: np.ndarray, temperature: float
 
 
 def best_temperature(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """Temperature of 0.1 ... 10 with the smallest mean log loss, by golden-section search over its logarithm."""
+    """Temperature of 0.1 ... 10 with the smallest mean log loss, by golden-section search over its logarithm.
+
+    ``probabilities`` (n, K), ``labels`` (n,) integers below K.
+    """
     low, high, ratio = -1.0, 1.0, (math.sqrt(5) - 1) / 2
     for _ in range(30):
         first, second = high - ratio * (high - low), low + ratio * (high - low)

@@ -49,7 +49,10 @@ def not_held_out(train: Samples, test: Samples) -> list[str]:
 
 
 def worst_samples(test: Samples, probabilities: np.ndarray, most: int = 5) -> list[WorstSample]:
-    """The ``most`` samples whose class got the least probability, worst first, of those where it got less than half."""
+    """The ``most`` samples whose class got the least probability, worst first, of those where it got less than half.
+
+    ``probabilities`` (n, K) of the samples ``test``, whose labels are below K.
+    """
     names: Sequence[str] = test.names or [f"held-out sample {number}" for number in range(len(test))]
     shares = probabilities[np.arange(len(test)), test.labels]
     rows = [int(row) for row in np.argsort(shares, kind="stable")[:most] if shares[row] < 0.5]

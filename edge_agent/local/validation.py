@@ -46,7 +46,10 @@ def p_value(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def is_better(first: np.ndarray, second: np.ndarray) -> bool:
-    """Whether the first model is right more often than the second one, beyond noise (p < 0.05)."""
+    """Whether the first model is right more often than the second one, beyond noise (p < 0.05).
+
+    Both: whether it is right, (n,) bool, on the same samples.
+    """
     return int(first.sum()) > int(second.sum()) and p_value(first, second) < 0.05
 
 
@@ -183,7 +186,7 @@ def learning_curve(
 ) -> LearningCurve:
     """Accuracy by number of samples, cross-validated.
 
-    ``score`` takes rows to learn from and rows to test on, and returns how many of the latter are answered right.
+    ``score`` takes rows (m,) int64 to learn from and rows to test on, and returns how many of these are answered right.
     ``sizes`` are shares of what a fold has to learn from.
     """
     divisions = folds(samples, repeats, rng)

@@ -74,7 +74,7 @@ class FedALA(Method):
     def _mixed(self, client: Client) -> Tensors:
         """The mixed upper tensors for the model that the client has now.
 
-        Whoever asks first makes them, from random numbers of the model's own; shares are kept when training begins.
+        The first call makes them, from random numbers of the model's own; shares are kept when training begins.
         """
         names, memory, stamp = upper(client.model, self.params.upper_tensors), client.memory, fingerprint(client.model)
         if not np.array_equal(memory.get(_STAMP, ()), stamp):

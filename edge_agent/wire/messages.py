@@ -119,6 +119,9 @@ def unsealed(payload: bytes) -> bytes:
     """The message without its checksum, which must be right where there is one (a message may have none).
 
     TCP lets one broken segment in some 10^9 pass, and one flipped digit here changes a learning rate or a weight.
+
+    Raises:
+        MessageError: the checksum is wrong.
     """
     payload = proof_of(payload)[0]
     seal = _SEAL.search(payload)
@@ -554,7 +557,11 @@ class Job(Command):
 
     @property
     def task(self) -> Task:
-        """The task, once it is here: `with_task`."""
+        """The task, once it is here: `with_task`.
+
+        Raises:
+            MessageError: it is in a blob that has yet to arrive.
+        """
         if isinstance(self.given, BlobRef):
             raise MessageError(f"the task is in blob {self.given.digest[:12]}, which has yet to arrive")
         return self.given

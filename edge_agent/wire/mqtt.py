@@ -285,7 +285,7 @@ def longest_pause_s(failures: int) -> float:
 
 
 def session_of(client_id: str) -> str:
-    """The id of one more session. Brokers give a session to whoever connects with its id, so nobody can guess it."""
+    """The id of one more session. Brokers give it to any client that connects with its id, so nobody can guess that."""
     return f"{client_id}-{secrets.token_hex(8)}"
 
 

@@ -28,7 +28,8 @@ from edge_agent.bundle import Bundle
 from edge_agent.data import Samples, digits, partition
 from edge_agent.encoder import Encoder
 from edge_agent.heads import AUTO
-from edge_agent.personalize import FitOptions, evaluate_heads, extract, load_bundle, personalize
+from edge_agent.personalize import FitOptions, evaluate_heads, extract, personalize
+from edge_agent.personalizer import load_bundle
 from edge_agent.precision import open_encoder
 
 NEW = 5

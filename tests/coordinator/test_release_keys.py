@@ -190,7 +190,7 @@ def test_a_change_of_keys_weakens_nothing_without_a_word(fleet, tmp_path, bundle
     code, err = rotate("carol")
     assert (code, "carol.key.pub: no public key; expected the file FILE.pub" in err) == (2, True)
     code, _, err = fleet.call("keys", "sign", bundle("b"), "--key", tmp_path / "carol.key", "--root", keys.root)
-    assert (code, "root.json does; expected roots.json, which lies beside that" in err) == (2, True)
+    assert (code, "root.json does; expected roots.json, which is beside that" in err) == (2, True)
 
 
 def test_two_people_sign_an_older_bundle_for_a_new_release_by_the_commands_that_are_said(tmp_path, bundle):

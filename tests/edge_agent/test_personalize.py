@@ -15,7 +15,8 @@ from edge_agent.encoder import Encoder
 from edge_agent.errors import BundleDamaged, FingerprintMismatch, UnknownName
 from edge_agent.heads import FitData
 from edge_agent.local.choice import BASELINES
-from edge_agent.personalize import FitOptions, evaluate_heads, extract, load_bundle, load_head, personalize
+from edge_agent.personalize import FitOptions, evaluate_heads, extract, load_head, personalize
+from edge_agent.personalizer import load_bundle
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from edge_agent.encoder import Encoder, features_of
 from edge_agent.errors import BundleDamaged, ExportRejected, FingerprintMismatch, StateError, UsageError
 from edge_agent.heads import saved
 from edge_agent.own_norm import changed, grade, remains, sample
-from edge_agent.personalize import FitOptions, Personalizer, load_head, personalize
+from edge_agent.personalize import FitOptions, load_head, personalize
+from edge_agent.personalizer import Personalizer
 from edge_agent.precision import estimated, open_encoder, with_norm
 from edge_agent.task import ImageInput, Task
 from edge_agent.training.parts import encoder_and_head

@@ -121,7 +121,7 @@ def mean_of_pairs(matrix: np.ndarray) -> float | None:
 
 
 def class_accuracies(answers: np.ndarray, labels: np.ndarray) -> dict[int, float]:
-    """Label -> share of its samples, 0..1, that were classified correctly; only labels that occur."""
+    """Label -> share of its samples, 0..1, that were classified correctly; only labels that occur. Both are (n,)."""
     return {int(label): float((answers[labels == label] == label).mean()) for label in np.unique(labels)}
 
 

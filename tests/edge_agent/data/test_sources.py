@@ -140,9 +140,9 @@ def test_files_that_look_like_images_and_are_not_read_are_counted(folder):
     for samples in (load(source, SPEC), load(source, SPEC, strict=False), read_pools(source, SPEC).train):
         assert len(samples) == 6
         assert samples.skipped == (
-            "loose.png: lies beside the folders of classes, so it has none; move it into one",
+            "loose.png: is beside the folders of classes, so it has none; move it into one",
             "red/1.HEIC: is of a form that is not read; save it as JPEG or PNG",
-            "red/more/a.png: lies in a folder inside that of a class; move it up",
+            "red/more/a.png: is in a folder inside that of a class; move it up",
         )
     assert [len(part) for part in own_samples(DataConfig(**of_partition), "c0", SPEC, names)] == [2, 1]
     with pytest.raises(DataError, match="3 of 9 images cannot be used"):
