@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 
 from edge_agent.errors import UsageError
 
-from .folder_view import PRESENT, AgentRow
+from ..state.fleet_rows import PRESENT, AgentRow
 
 PAGE_ROWS = 50
 
