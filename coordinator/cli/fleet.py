@@ -45,7 +45,7 @@ def rows_of(folder: StateFolder) -> list[Row]:
 def _row(agent: AgentRow) -> Row:
     return {
         "id": agent.id,
-        "state": "not heard" if agent.state == "unknown" else agent.state,
+        "state": agent.state,
         "tier": agent.tier or None,
         "transport": agent.transport or None,
         "last_seen_s": agent.silent_s,

@@ -29,8 +29,8 @@ class AgentRow:
     tier: str = ""
     transport: str = ""
     state: str = "unknown"
-    """online, fault, stalled, offline, refused (it is kept out), revoked, or unknown where no coordinator serves or it
-    was not heard."""
+    """online, fault, stalled, offline, not heard (since the coordinator's start), refused (it is kept out), revoked, or
+    unknown where no coordinator serves."""
 
     silent_s: float | None = None
     """Seconds from its last message to the status; None: not heard since the coordinator's start."""
@@ -140,6 +140,7 @@ def reported_by(entries: Iterable[Entry]) -> dict[str, Reported]:
 
 def _row(agent: str, facts: FleetFacts) -> AgentRow:
     row, status, reported = AgentRow(agent), facts.status.get(agent), facts.reported.get(agent)
+    row.state = "not heard" if facts.is_serving else "unknown"
     if status is not None:
         _fill(row, status, facts)
     if (device := facts.book.devices.get(agent)) is not None:

@@ -61,7 +61,7 @@ def test_terminal_and_web_view_show_the_same_of_each_agent(site, capsys):
         assert one["acc"] == {"local": row.local, "global": row.shared, "personal": row.personal}, name
         assert (one["better_alone"], one["rss_mb"], one["samples"]) == (row.better_alone, row.rss_mb, row.samples)
         assert (one["bundle_id"] or "", one["head"] or "", one["tier"] or "") == (row.bundle_id, row.head, row.tier)
-        assert one["state"] == {"unknown": "not heard"}.get(row.state, row.state), name
+        assert one["state"] == row.state, name
         assert (one["fault"] is None, list(row.notes)) == (row.fault is None, one["notes"])
     assert printed["a"]["acc"] == {"local": 0.5, "global": 0.6, "personal": 0.8}
     assert not printed["a"]["better_alone"], "said of older figures"
@@ -85,6 +85,7 @@ def test_states_of_agents():
     refused = {"a": {"error": "LoginRefused", "message": "m", "remedy": "r", "at": ""}}
     assert [row_of(one).state for one in (here, off)] == ["online", "offline"]
     assert row_of(here, is_serving=False).state == "unknown"
+    assert row_of(reported=Reported()).state == "not heard"
     assert row_of(off, refused=refused).state == "refused"
     assert row_of(here, refused=refused).state == "online", "another device tries its name"
     assert row_of(here, revoked=frozenset("a")).state == "revoked"
