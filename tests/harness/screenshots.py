@@ -1,6 +1,6 @@
 """Pictures of the guides, from 'headwater demo --web': fleet and run under way, and the report, as Chromium shows them.
 
-``python tests/harness/screenshots.py`` runs a demo in a folder of its own and writes examples/guides/pictures.
+``python tests/harness/screenshots.py`` runs a demo in a temporary folder and writes examples/guides/pictures.
 """
 
 from __future__ import annotations
