@@ -46,7 +46,8 @@ def analyze(
 
     A simulation has its clients' samples and personal parts. A coordinator's run has shared states only and a bundle
     has one encoder: give samples by --data, once for each client. What cannot be computed is listed with the reason.
-    Run with --keep-every to analyze earlier rounds as well.
+    Run with --keep-every to analyze earlier rounds as well. The web view links an analysis in 'runs/RUN/analysis' of
+    the state folder.
 
     Example: headwater analyze sim --target 0.8 --out sim/analysis
     """

@@ -1,23 +1,24 @@
-"""The fleet as rows: what the status, the journal and the list of revoked certificates say of each agent."""
+"""The rows of the fleet for a terminal and as JSON."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from rich.table import Table
 
-from edge_agent.errors import StateError
 from edge_agent.moments import shown
-from edge_agent.storage import IDENTITY
 
+from ..identity.revoked import revoked_agents
+from ..state.fleet_rows import AgentRow, FleetFacts, reported_by
+from ..state.fleet_rows import rows_of as fleet_rows
 from ..state.history import SCOPES
+from ..state.releases import book_of
 from ..state.store import StateFolder, read_agents, read_status
 from .output import table
 
 Row = dict[str, Any]
+FAULT = ("error", "message", "remedy", "at")
 
 NO_AGENTS = (
     "no agents have been heard; 'edge-agent run' starts one, 'edge-agent doctor --config FILE' says what keeps it away"
@@ -28,58 +29,36 @@ SortKey = Literal[
 ]
 
 
-def revoked_among(state: Path, agents: Iterable[str]) -> set[str]:
-    """Those of these agents that are shut out."""
-    folder = state / IDENTITY
-    if not (folder / "revoked.json").exists():
-        return set()
-    from ..identity.ledger import Revoked, is_revoked  # brings pydantic, which takes as long as all the rest
-
-    with contextlib.suppress(StateError, OSError):  # a damaged list costs a word, not the status
-        listed_there = set(Revoked.read(folder).agents)
-        return {agent for agent in agents if agent in listed_there and is_revoked(folder, agent)}
-    return set()
-
-
 def rows_of(folder: StateFolder) -> list[Row]:
-    """All agents that are known: heard since the coordinator's start, refused lately, or in the results of a run."""
-    known = {one["id"]: one for one in read_agents(folder.path)}
-    refused = {one["id"]: one for one in read_status(folder.path).get("refused_agents", ()) if one["id"]}
-    before = folder.journal.newest_of("release_reported")
-    names = sorted({*known, *refused, *before})
-    revoked = revoked_among(folder.path, names)
-    return [_row(name, known.get(name), refused.get(name), before.get(name), name in revoked) for name in names]
+    """All agents that are known, as JSON: heard since the coordinator's start, kept out lately, or with results."""
+    refused = [one for one in read_status(folder.path).get("refused_agents", ()) if one["id"]]
+    facts = FleetFacts(
+        {one["id"]: one for one in read_agents(folder.path)},
+        reported_by(folder.journal.newest_of("release_reported", "device_reported")),
+        book_of(folder.journal),
+        refused={one["id"]: {name: str(one[name]) for name in FAULT} for one in refused},
+        revoked=revoked_agents(folder.path),
+    )
+    return [*map(_row, fleet_rows(facts))]
 
 
-def _row(name: str, known: Row | None, refused: Row | None, before: Row | None, is_revoked: bool) -> Row:
-    agent, record = known or {}, before or {}
-    fault = agent.get("fault")
-    if refused is not None and not agent.get("present"):
-        fault = {name: refused[name] for name in ("error", "message", "remedy", "at")}
+def _row(agent: AgentRow) -> Row:
     return {
-        "id": name,
-        "state": "revoked" if is_revoked else _state(agent, refused),
-        "tier": agent.get("tier") or record.get("tier"),
-        "transport": agent.get("transport"),
-        "last_seen_s": agent.get("silent_s"),
-        "software": agent.get("software") or None,
-        "bundle_id": agent.get("bundle_id") or record.get("runs") or None,
-        "samples": agent.get("samples") or record.get("samples"),
-        "head": agent.get("head") or record.get("head") or None,
-        "acc": {scope: (agent.get("acc") or record.get("acc") or {}).get(scope) for scope in SCOPES},
-        "better_alone": bool(agent.get("better_alone") if agent.get("acc") else record.get("better_alone")),
-        "rss_mb": agent.get("rss_mb") or record.get("rss_mb") or None,
-        "fault": fault,
-        "notes": list(agent.get("notes", ())),
+        "id": agent.id,
+        "state": agent.state,
+        "tier": agent.tier or None,
+        "transport": agent.transport or None,
+        "last_seen_s": agent.silent_s,
+        "software": agent.software or None,
+        "bundle_id": agent.bundle_id or None,
+        "samples": agent.samples,
+        "head": agent.head or None,
+        "acc": dict(zip(SCOPES, (agent.local, agent.shared, agent.personal), strict=True)),
+        "better_alone": agent.better_alone,
+        "rss_mb": agent.rss_mb,
+        "fault": agent.fault,
+        "notes": list(agent.notes),
     }
-
-
-def _state(agent: Row, refused: Row | None) -> str:
-    if agent.get("present"):
-        return {"fault": "fault", "stalled": "stalled"}.get(str(agent.get("condition")), "online")
-    if refused is not None:
-        return "refused"
-    return "offline" if agent else "not heard"
 
 
 def has_problem(row: Row) -> bool:

@@ -16,12 +16,13 @@ from edge_agent.errors import StateError
 from edge_agent.moments import shown
 
 from ..fleet.release_commands import open_releases, standing_of
+from ..identity.revoked import revoked_agents
 from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, metric_lines, spent
 from ..state.journal import utc_now
 from ..state.retention import usage
 from ..state.store import RunFolder, StateFolder, read_agents, read_status
 from ..text import counted, listed
-from .fleet import NO_AGENTS, notes_of, revoked_among
+from .fleet import NO_AGENTS, notes_of
 from .follow import advice, is_serving
 from .options import Config, Json, State, state_path
 from .output import fitted, is_live, present, print_line, stdout_console, table
@@ -119,7 +120,7 @@ def _gathered(
         if agents and len(chosen) > agents:
             chosen.sort(key=lambda one: (not any(notes_of(one)), one["present"], one["id"]))
         shown = chosen[(page - 1) * agents :][:agents] if agents else chosen
-        revoked = revoked_among(path, [one["id"] for one in shown])
+        revoked = revoked_agents(path)
         shown = [{**one, "revoked": one["id"] in revoked} for one in shown]
         result |= {"agents": shown, "agents_selected": len(chosen), "page": page, "pages": _pages(len(chosen), agents)}
     return result

@@ -153,8 +153,8 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Lines:
-    """Lines over a common x."""
+class Curves:
+    """Series over common axes: `Lines`, `Bars` or `Scatter`."""
 
     title: str
     summary: str
@@ -165,28 +165,21 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Bars:
+class Lines(Curves):
+    """Lines over a common x."""
+
+
+@dataclass(frozen=True)
+class Bars(Curves):
     """Vertical bars over a common x of whole numbers, as bytes by round; ``stacked``: on top of each other."""
 
-    title: str
-    summary: str
-    x: Axis
-    y: Axis
-    series: tuple[Series, ...]
-    caption: str = ""
     stacked: bool = False
 
 
 @dataclass(frozen=True)
-class Scatter:
+class Scatter(Curves):
     """Clouds of points. ``bare``: the axes mean nothing in themselves (as of t-SNE) and have no numbers."""
 
-    title: str
-    summary: str
-    x: Axis
-    y: Axis
-    series: tuple[Series, ...]
-    caption: str = ""
     bare: bool = False
 
 
@@ -414,7 +407,7 @@ def _drawn(chart: Chart) -> dict[str, Any]:
     """What is drawn, as JSON values: names cleaned, numbers rounded to six digits, points thinned."""
     notes = [chart.caption] if chart.caption else []
     result: dict[str, Any] = {"kind": type(chart).__name__.lower(), "title": clean(chart.title, 200)}
-    if isinstance(chart, Lines | Bars | Scatter):
+    if isinstance(chart, Curves):
         longest = max((len(one.points) for one in chart.series), default=0)
         if longest > MOST_POINTS:
             notes.append(f"Drawn from {MOST_POINTS} of {longest} points of a line, the extremes among them.")

@@ -15,36 +15,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from ..state.values import as_number, as_text
+
 Scope = Literal["local", "global", "personal"]
 Curve = Literal["global", "personal", "after"]
 """Scopes that rounds change; ``after``: ``personal`` once more, after the round's local training."""
-
-_LARGEST = 1e300
-"""Leaves room for sums and axes; NaN and infinity do not lie within."""
 
 SCOPES: tuple[Scope, ...] = ("local", "global", "personal")
 CURVES: tuple[Curve, ...] = ("global", "personal", "after")
 _RECORDED = ("local", "global", "personal", "after")
 
 
-def as_number(value: object) -> float | None:
-    """A finite number, or None."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not -_LARGEST <= value <= _LARGEST:
-        return None
-    return float(value)
-
-
-def _text(value: object) -> str:
-    return str(value).encode(errors="replace").decode()
-
-
 def _texts(value: object) -> tuple[str, ...]:
-    return tuple(map(_text, value)) if isinstance(value, list) else ()
+    return tuple(map(as_text, value)) if isinstance(value, list) else ()
 
 
 def _numbers(value: object) -> dict[str, float]:
     pairs = value.items() if isinstance(value, Mapping) else ()
-    return {_text(key): number for key, item in pairs if (number := as_number(item)) is not None}
+    return {as_text(key): number for key, item in pairs if (number := as_number(item)) is not None}
 
 
 def _numbers_of_scopes(value: object) -> dict[str, dict[str, float]]:
@@ -53,16 +41,16 @@ def _numbers_of_scopes(value: object) -> dict[str, dict[str, float]]:
 
 def _reasons(value: object) -> tuple[tuple[str, str], ...]:
     items = [item if isinstance(item, Mapping) else {} for item in (value if isinstance(value, list) else ())]
-    return tuple((_text(item.get("agent")), _text(item.get("reason"))) for item in items)
+    return tuple((as_text(item.get("agent")), as_text(item.get("reason"))) for item in items)
 
 
 def _notes(value: object) -> dict[str, str]:
-    return {_text(key): _text(item) for key, item in value.items()} if isinstance(value, Mapping) else {}
+    return {as_text(key): as_text(item) for key, item in value.items()} if isinstance(value, Mapping) else {}
 
 
 Number = Annotated[float | None, BeforeValidator(as_number)]
 Flag = Annotated[bool | None, BeforeValidator(lambda value: value if isinstance(value, bool) else None)]
-Text = Annotated[str, BeforeValidator(lambda value: _text(value or ""))]
+Text = Annotated[str, BeforeValidator(lambda value: as_text(value or ""))]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 Numbers = Annotated[dict[str, float], BeforeValidator(_numbers)]
 Notes = Annotated[dict[str, str], BeforeValidator(_notes)]

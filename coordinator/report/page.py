@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from edge_agent.errors import StateError
 
 from ..state.store import RunFolder
+from ..state.values import as_number
 from ..text import counted, sentence
 from . import run_charts
 from .charts import Axis, Chart, InlineAssets, clean, figure_html, inline_assets, percent, points
-from .figures import SCOPES, AgentFigures, RoundFigures, RunFigures, as_number, read_run
+from .figures import SCOPES, AgentFigures, RoundFigures, RunFigures, read_run
 from .pictures import picture
 
 if TYPE_CHECKING:

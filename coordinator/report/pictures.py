@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from edge_agent.errors import UsageError
 
-from .charts import THEMES, Axis, Bars, Chart, Lines, Matrix, Rows, Scatter, Series, Timeline, clean
+from .charts import THEMES, Axis, Bars, Chart, Curves, Matrix, Rows, Scatter, Series, Timeline, clean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -136,7 +136,7 @@ def _draw(panel: Axes, chart: Chart) -> None:
         _curves(panel, chart)
 
 
-def _curves(panel: Axes, chart: Lines | Bars | Scatter) -> None:
+def _curves(panel: Axes, chart: Curves) -> None:
     below: dict[float, float] = {}
     for index, one in enumerate(chart.series):
         known = [(x, y) for x, y in one.points if y is not None]

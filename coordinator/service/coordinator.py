@@ -181,7 +181,11 @@ class Coordinator:
         self.commands.serve_as(federation, epoch)
         self.peers.start(federation, epoch)
         self.roster.remember(
-            {agent: Figures.of_record(body) for agent, body in self.state.journal.newest_of("release_reported").items()}
+            {
+                one.agent: Figures.of_record(one.body)
+                for one in self.state.journal.newest_of("release_reported")
+                if one.agent is not None
+            }
         )
         self.hooks.start(self.state)
         self.roster.disconnected()

@@ -624,12 +624,10 @@ class Journal:
             )
             return {(name, digest) for name, digest in rows}
 
-    def newest_of(self, kind: Kind) -> dict[str, dict[str, Any]]:
-        """Agent -> the body of its newest entry of that kind."""
-        newest = "SELECT max(id) FROM entries WHERE kind = ? AND agent IS NOT NULL GROUP BY agent"
-        query = f"SELECT agent, body FROM entries WHERE id IN ({newest})"  # noqa: S608 - constants
-        with self._transaction() as connection, contextlib.closing(connection.execute(query, (kind,))) as rows:
-            return {row["agent"]: json.loads(row["body"]) for row in rows}
+    def newest_of(self, *kinds: Kind) -> list[Entry]:
+        """The newest entry of each agent and each of these kinds, in order."""
+        wanted = f"kind IN ({', '.join('?' * len(kinds))}) AND agent IS NOT NULL GROUP BY agent, kind"
+        return self._selected(f"id IN (SELECT max(id) FROM entries WHERE {wanted}) ORDER BY id", kinds)  # noqa: S608 - constants
 
     def unfinished(self) -> list[str]:
         """Ids of the runs that have not ended, in the order of their requests."""

@@ -15,12 +15,15 @@ from urllib.parse import urlencode
 
 from edge_agent.errors import UsageError
 
-from .folder_view import PRESENT, AgentRow
+from ..state.fleet_rows import PRESENT, AgentRow
 
 PAGE_ROWS = 50
 
 STATES: dict[str, int] = {
-    name: order for order, name in enumerate(("fault", "stalled", "refused", "revoked", "offline", "unknown", "online"))
+    name: order
+    for order, name in enumerate(
+        ("fault", "stalled", "refused", "revoked", "offline", "not heard", "unknown", "online")
+    )
 }
 """State -> its order: those first that somebody should look at."""
 
@@ -42,7 +45,7 @@ SORTS: dict[str, Callable[[AgentRow], Any]] = {
 SHOWN: dict[str, tuple[str, Callable[[AgentRow], bool]]] = {
     "all": ("all", lambda _: True),
     "online": ("online", lambda row: row.state in PRESENT),
-    "offline": ("offline", lambda row: row.state in {"offline", "unknown"}),
+    "offline": ("offline", lambda row: row.state in {"offline", "not heard", "unknown"}),
     "fault": ("with a fault", lambda row: row.fault is not None or row.state in {"fault", "stalled"}),
     "notes": ("with a note", lambda row: bool(row.notes) or row.fault is not None),
     "alone": ("better off alone", lambda row: row.better_alone),

@@ -15,23 +15,24 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import HeadwaterError, StateError
+from edge_agent.errors import HeadwaterError
 from edge_agent.storage import IDENTITY, lock_holder
 
-from ..report.figures import as_number
+from ..identity.revoked import revoked_agents
 from ..runs.timeline import Event, Timeline
 from ..state import history
 from ..state.fault_log import FaultLog
-from ..state.history import SCOPES
+from ..state.fleet_rows import AgentRow, FleetFacts, Reported, rows_of
 from ..state.journal import FINAL, Entry, utc_now
 from ..state.releases import RELEASE_KINDS, Book
 from ..state.store import EVERYONE, STATUS, JsonFile, StateFolder
-from .run_curves import RunCurves, text
+from ..state.values import as_number, as_text
+from .run_curves import RunCurves
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +69,7 @@ LOCK_EVERY_S = 5.0
 VOLATILE = ("silent_s", "bytes_up", "bytes_down")
 """Fields of an agent's status that change all the time and are no news."""
 
-PRESENT = ("online", "fault", "stalled")
 _FLEET_NEWS = ("fleet", "storage", "broker_away", "other_coordinator", "refused_agents")
-
-Scores = dict[str, float | None]
 
 
 class _Texts(dict[str, str]):
@@ -79,47 +77,6 @@ class _Texts(dict[str, str]):
 
     def __missing__(self, _: str) -> str:
         return ""
-
-
-@dataclass(slots=True)
-class AgentRow:
-    """One agent: what the coordinator last wrote about it, and its newest accuracies."""
-
-    id: str
-    tier: str = ""
-    transport: str = ""
-    state: str = "unknown"
-    """online, fault, stalled, offline, refused (it is kept out), revoked, or unknown where no coordinator serves."""
-
-    seen_at: float | None = None
-    """When it was heard last, in seconds since 1970."""
-
-    software: str = ""
-    samples: int | None = None
-    bundle_id: str = ""
-    release: int | None = None
-    """Number of the newest release of that bundle."""
-
-    local: float | None = None
-    shared: float | None = None
-    """acc.global."""
-
-    personal: float | None = None
-    better_alone: bool = False
-    rss_mb: float | None = None
-    head: str = ""
-    pinned: int | None = None
-    """Number of the release that it is kept on."""
-
-    fault: dict[str, str] | None = None
-    notes: tuple[str, ...] = ()
-    bytes_up: float = 0.0
-    bytes_down: float = 0.0
-
-    @property
-    def gain(self) -> float | None:
-        """acc.personal minus acc.local."""
-        return None if self.personal is None or self.local is None else self.personal - self.local
 
 
 @dataclass
@@ -145,18 +102,6 @@ class RunInfo:
     def rounds(self) -> int:
         """How many were requested."""
         return int(as_number(self.request.get("rounds")) or 0)
-
-
-@dataclass
-class Figures:
-    """What an agent last reported at the end of a run, or for a release."""
-
-    acc: Scores = field(default_factory=dict)
-    better_alone: bool = False
-    rss_mb: float | None = None
-    tier: str = ""
-    run: str = ""
-    samples: int | None = None
 
 
 class FolderView:
@@ -202,7 +147,7 @@ class FolderView:
         self._asked: dict[str, None] = {}
         """Older runs, in the order in which pages asked for them last."""
 
-        self._figures: dict[str, Figures] = {}
+        self._reported: dict[str, Reported] = {}
         self._history: dict[str, array[int]] = {}
         self._after = 0
 
@@ -263,7 +208,7 @@ class FolderView:
             ids.append(entry.id)
             if len(ids) > 2 * MOST_HISTORY:
                 del ids[:MOST_HISTORY]
-            self._add_figures(entry, entry.agent)
+            self._reported.setdefault(entry.agent, Reported()).add(entry)
 
     def _add_to_run(self, entry: Entry, name: str) -> None:
         if entry.kind == "run_requested":
@@ -279,21 +224,7 @@ class FolderView:
             run.bundle = {**entry.body, "digest": entry.digest, "at": entry.at}
         else:
             run.status, run.ended_at = FINAL[entry.kind], entry.at
-            run.reason = text(entry.body.get("reason") or "")
-
-    def _add_figures(self, entry: Entry, agent: str) -> None:
-        body, known = entry.body, self._figures.setdefault(agent, Figures())
-        if entry.kind == "release_reported":
-            acc = body.get("acc") if isinstance(body.get("acc"), dict) else {}
-            known.acc = {scope: as_number((acc or {}).get(scope)) for scope in SCOPES}
-            known.better_alone, known.run = body.get("better_alone") is True, entry.run or ""
-            known.rss_mb, known.tier = as_number(body.get("rss_mb")) or None, text(body.get("tier") or "")
-            known.samples = _count(body.get("samples"))
-        elif entry.kind == "device_reported":
-            known.tier = "head"
-            result = body.get("result")
-            if isinstance(result, dict) and (personal := as_number(result.get("acc"))) is not None:
-                known.acc = {**known.acc, "personal": personal}
+            run.reason = as_text(entry.body.get("reason") or "")
 
     def _read_status(self) -> None:
         is_new, everyone_is_new = self._status_file.look(), self._everyone_file.look()
@@ -310,23 +241,18 @@ class FolderView:
                 self._everyone = _objects(everyone)
 
     def _read_identity(self) -> None:
-        path = self.path / IDENTITY / "revoked.json"
-        with contextlib.suppress(OSError, StateError):
-            status = path.stat()
+        with contextlib.suppress(OSError):
+            status = (self.path / IDENTITY / "revoked.json").stat()
             stamp = status.st_mtime_ns, status.st_size, status.st_ino
             if self._revoked_stamp != stamp:
-                from ..identity.ledger import Revoked, is_revoked
-
-                revoked = Revoked.read(path.parent)
-                self._revoked = frozenset(name for name in revoked.agents if is_revoked(path.parent, name))
-                self._revoked_stamp = stamp
+                self._revoked, self._revoked_stamp = revoked_agents(self.path), stamp
 
     def _read_faults(self) -> None:
         version = self.faults.version()
         if version != self._fault_version:
             result = dict[str, list[dict[str, Any]]]()
             for fault in self.faults.read():
-                result.setdefault(text(fault["agent"]), []).append(fault)
+                result.setdefault(as_text(fault["agent"]), []).append(fault)
             with self.lock:
                 self._faults_of, self._fault_version = result, version
 
@@ -477,7 +403,7 @@ class FolderView:
     def refused(self) -> list[dict[str, str]]:
         """Devices that were kept out in the last minutes: id, by whom, error, message, remedy, times, at."""
         known = _objects(self.status.get("refused_agents")) if self.is_serving else []
-        return [_Texts({name: text(value) for name, value in one.items()}) for one in known]
+        return [_Texts({name: as_text(value) for name, value in one.items()}) for one in known]
 
     def _live_version(self) -> int:
         run = self._live_run()
@@ -489,80 +415,22 @@ class FolderView:
         return begun[-1] if begun else None
 
     def _made_rows(self) -> list[AgentRow]:
-        status = {text(one["id"]): one for one in self._everyone if "id" in one}
-        status |= {text(one["id"]): one for one in _objects(self.status.get("agents")) if "id" in one}
-        numbers = {release.bundle_id: release.number for release in self.book.releases if release.bundle_id}
-        pins, moment = self.book.pins, self.now()
-        pinned = {agent: pin.release for agent, pin in pins.items() if pin.holds(moment)}
-        live_run = self._live_run()
-        live = {} if live_run is None else self._curves[live_run].newest()
-        serving, at = self.is_serving, self.status_at
-        refused = {one["id"]: one for one in self.refused() if one["id"]}
-        rows = []
-        for agent in sorted({*status, *self._figures, *self.book.devices, *refused}):
-            row = AgentRow(agent)
-            if (one := status.get(agent)) is not None:
-                _fill(row, one, at, serving=serving)
-            if (device := self.book.devices.get(agent)) is not None:
-                row.tier = row.tier or "head"
-                row.bundle_id = row.bundle_id or device.runs
-                if device.kept:
-                    row.notes = (*row.notes, f"keeps its bundle: {text(device.kept)}")
-            if (figures := self._figures.get(agent)) is not None:
-                row.tier = row.tier or figures.tier
-                row.local, row.shared, row.personal = (figures.acc.get(s) for s in SCOPES)
-                row.better_alone, row.rss_mb = figures.better_alone, figures.rss_mb
-                row.samples = row.samples if row.samples is not None else figures.samples
-            if agent in live and (figures is None or figures.run != live_run):
-                shared, personal = live[agent]
-                row.shared = row.shared if shared is None else shared
-                row.personal = row.personal if personal is None else personal
-            if one is not None:
-                _fill_figures(row, one)
-            if agent in refused and row.state not in PRESENT:
-                row.state, row.fault = "refused", refused[agent]
-            row.release, row.pinned = numbers.get(row.bundle_id), pinned.get(agent)
-            if agent in self._revoked:
-                row.state = "revoked"
-            rows.append(row)
-        return rows
-
-
-def _fill_figures(row: AgentRow, status: Mapping[str, Any]) -> None:
-    """The newest figures, which ``status.json`` has of agents that were heard."""
-    acc = _mapping(status.get("acc"))
-    if acc:
-        known = {scope: as_number(acc.get(scope)) for scope in SCOPES}
-        row.local, row.shared, row.personal = (
-            old if known[scope] is None else known[scope]
-            for scope, old in zip(SCOPES, (row.local, row.shared, row.personal), strict=True)
+        status = {as_text(one["id"]): one for one in self._everyone if "id" in one}
+        status |= {as_text(one["id"]): one for one in _objects(self.status.get("agents")) if "id" in one}
+        run = self._live_run()
+        facts = FleetFacts(
+            status,
+            self._reported,
+            self.book,
+            refused={one["id"]: one for one in self.refused() if one["id"]},
+            revoked=self._revoked,
+            is_serving=self.is_serving,
+            status_at=self.status_at,
+            run=run or "",
+            by_round={} if run is None else self._curves[run].newest(),
+            now=self.now(),
         )
-        row.better_alone = status.get("better_alone") is True
-    row.rss_mb = as_number(status.get("rss_mb")) or row.rss_mb
-    row.head = text(status.get("head") or "")
-
-
-def _fill(row: AgentRow, status: Mapping[str, Any], at: float | None, *, serving: bool) -> None:
-    """What ``status.json`` says of an agent."""
-    condition, silent_s = text(status.get("condition") or "ok"), as_number(status.get("silent_s"))
-    is_present = status.get("present") is True
-    row.state = "unknown"
-    if serving:
-        row.state = "offline" if not is_present else condition if condition in {"fault", "stalled"} else "online"
-    row.tier, row.transport = text(status.get("tier") or ""), text(status.get("transport") or "")
-    row.seen_at = None if at is None or silent_s is None else at - silent_s
-    row.software, row.samples = text(status.get("software") or ""), _count(status.get("samples"))
-    row.bundle_id = text(status.get("bundle_id") or "")
-    fault = status.get("fault")
-    row.fault = {text(k): text(v) for k, v in fault.items()} if isinstance(fault, dict) else None
-    notes = status.get("notes")
-    row.notes = tuple(map(text, notes)) if isinstance(notes, list) else ()
-    row.bytes_up, row.bytes_down = (as_number(status.get(name)) or 0.0 for name in ("bytes_up", "bytes_down"))
-
-
-def _count(value: object) -> int | None:
-    number = as_number(value)
-    return None if number is None else int(number)
+        return rows_of(facts)
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

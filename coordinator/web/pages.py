@@ -23,17 +23,17 @@ from edge_agent.moments import shown as shown_time
 from edge_agent.storage import read_json
 
 from ..fleet.release_commands import described, waits_for
-from ..report.figures import as_number
 from ..runs.result_notes import SHOWN_CLIENTS, spent
 from ..runs.timeline import Event
+from ..state.fleet_rows import AgentRow
 from ..state.history import SCOPES, line_of
 from ..state.journal import Entry
 from ..state.releases import Book, Release
+from ..state.values import as_number, as_text
 from . import pictures
 from .fleet_table import PAGE_ROWS, SHOWN, SORTS, Query, page_of, totals
-from .folder_view import AgentRow, FolderView, RunInfo
+from .folder_view import FolderView, RunInfo
 from .render import figures, page, site_of
-from .run_curves import text
 
 MOST_COMPARED = 100
 BUNDLES_ON_PAGE = 20
@@ -317,7 +317,7 @@ def bundles(request: Request) -> Response:
     chosen = older[-BUNDLES_ON_PAGE:][::-1]
     rows = [  # without the lock: files of some megabytes are read and compared with their hashes, once
         {"run": one, "bundle": one.bundle, "releases": by_bundle.get(str((one.bundle or {}).get("bundle_id")), [])}
-        | _manifest(view, text((one.bundle or {}).get("digest") or ""))
+        | _manifest(view, as_text((one.bundle or {}).get("digest") or ""))
         for _, one in chosen
     ]
     more = chosen[-1][0] if len(older) > len(chosen) else None
@@ -329,8 +329,8 @@ def bundles(request: Request) -> Response:
 def methods(request: Request) -> Response:
     """What leaves a device and what stays on it, for each method."""
     view = site_of(request).view
-    used = Counter(text(one.request.get("method") or "") for one in view.runs.values())
-    newest = next((text(one.request.get("method") or "") for one in reversed(list(view.runs.values()))), "")
+    used = Counter(as_text(one.request.get("method") or "") for one in view.runs.values())
+    newest = next((as_text(one.request.get("method") or "") for one in reversed(list(view.runs.values()))), "")
     wanted = request.query_params.get("name", newest)
     known = _methods()
     return page(
@@ -393,7 +393,7 @@ def _run_named(view: FolderView, name: str) -> RunInfo:
 
 def _run_now(view: FolderView) -> dict[str, Any] | None:
     now = view.run_now()
-    if (info := view.runs.get(text(now.get("id")))) is None:
+    if (info := view.runs.get(as_text(now.get("id")))) is None:
         return None
     return {"info": info, "live": now, **_standing(view, info)}
 
@@ -417,14 +417,14 @@ def _standing(view: FolderView, info: RunInfo) -> dict[str, Any]:
 
 def _cohort(live: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Agent, state (done, rejected, working) and reason of each member of the open round, those missing first."""
-    accepted, rejected = set(map(text, live.get("accepted") or ())), live.get("rejected") or {}
-    members = [text(one) for one in live.get("cohort") or ()]
+    accepted, rejected = set(map(as_text, live.get("accepted") or ())), live.get("rejected") or {}
+    members = [as_text(one) for one in live.get("cohort") or ()]
     for name in members:
         if name not in accepted and name not in rejected:
             yield name, "working", ""
     for name in members:
         if name in rejected:
-            yield name, "rejected", text(rejected[name])
+            yield name, "rejected", as_text(rejected[name])
     for name in members:
         if name in accepted:
             yield name, "done", ""
@@ -443,7 +443,7 @@ def _rejected(status: Mapping[str, Any]) -> list[tuple[str, int, list[tuple[str,
         number = as_number(status.get(f"rejected_{what}"))
         most = (status.get("rejected_most") or {}).get(what) or {}
         if number and isinstance(most, dict):
-            result.append((what, int(number), [(text(why), int(as_number(n) or 0)) for why, n in most.items()]))
+            result.append((what, int(number), [(as_text(why), int(as_number(n) or 0)) for why, n in most.items()]))
     return result
 
 
@@ -472,7 +472,7 @@ def _read_summary(path: str, _stamp: int) -> dict[str, Any]:
 
 def _warnings(summary: Mapping[str, Any]) -> list[str]:
     warnings = [one for one in summary.get("warnings") or () if isinstance(one, dict)]
-    texts = [text(one.get("message")) for one in warnings]
+    texts = [as_text(one.get("message")) for one in warnings]
     more = len(texts) - 2 * SHOWN_CLIENTS
     return texts if more <= 0 else [*texts[: 2 * SHOWN_CLIENTS], f"and {more} more, in summary.json"]
 
@@ -501,7 +501,7 @@ def _settings(request: Mapping[str, Any]) -> dict[str, str]:
     def add(prefix: str, value: Any) -> None:
         if isinstance(value, dict) and value and len(prefix) < 60:
             for key, one in value.items():
-                add(f"{prefix}.{text(key)}" if prefix else text(key), one)
+                add(f"{prefix}.{as_text(key)}" if prefix else as_text(key), one)
         elif prefix != "id":
             result[prefix] = value if isinstance(value, str) else json.dumps(value)
 
@@ -528,36 +528,36 @@ def _acc_of(name: str, line: Mapping[str, Any]) -> dict[str, float | None]:
 
 def _history_line(name: str, line: Mapping[str, Any], book: Book) -> dict[str, Any]:
     """One line of an agent's history as the page shows it."""
-    bundle = text(line.get("bundle_id") or "")
+    bundle = as_text(line.get("bundle_id") or "")
     what, note = _HISTORY[name](line)
     number = next((one.number for one in reversed(book.releases) if bundle and one.bundle_id == bundle), None)
-    by = text(line.get("by") or "")
+    by = as_text(line.get("by") or "")
     acc = _acc_of(name, line)
     return {"at": line["at"], "what": what, "note": note, "bundle": bundle, "release": number, "acc": acc, "by": by}
 
 
 def _finished(line: Mapping[str, Any]) -> tuple[str, str]:
-    note = "better off alone" if line["better_alone"] else text(line["rolled_back"] or "")
+    note = "better off alone" if line["better_alone"] else as_text(line["rolled_back"] or "")
     return f"finished {line['run']}", note
 
 
 def _installed(line: Mapping[str, Any]) -> tuple[str, str]:
-    what = f"release {text(line['release'])}: {text(line['outcome'])}" if line["outcome"] else "says what it runs"
-    return what, text(line["reason"] or line["kept"] or "")
+    what = f"release {as_text(line['release'])}: {as_text(line['outcome'])}" if line["outcome"] else "says what it runs"
+    return what, as_text(line["reason"] or line["kept"] or "")
 
 
 def _pinned(line: Mapping[str, Any]) -> tuple[str, str]:
     if line["release"] is None:
         return "unpinned", ""
     until = f" until {shown_time(line['until'])}" if line["until"] else ""
-    return f"pinned to release {text(line['release'])}{until}", text(line["reason"] or "")
+    return f"pinned to release {as_text(line['release'])}{until}", as_text(line["reason"] or "")
 
 
 _HISTORY: dict[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
     "accuracy": _finished,
     "bundles": _installed,
     "pins": _pinned,
-    "rejected": lambda line: (f"update rejected, {line['run']}, round {line['round']}", text(line["reason"] or "")),
+    "rejected": lambda line: (f"update rejected, {line['run']}, round {line['round']}", as_text(line["reason"] or "")),
 }
 
 
@@ -594,7 +594,7 @@ def _manifest(view: FolderView, digest: str) -> dict[str, Any]:
         path = view.folder.blobs.path(digest)
         return _read_manifest(str(path), path.stat().st_mtime_ns)
     except (OSError, HeadwaterError) as error:
-        return {"figures": None, "signers": [], "gone": text(error)[:200]}
+        return {"figures": None, "signers": [], "gone": as_text(error)[:200]}
 
 
 @functools.lru_cache(64)

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..report.charts import Axis, Bars, Chart, Lines, Mark, Row, Rows, Series, ends, percent
 from ..report.run_charts import KEYS, accuracy_floor, slow_first
+from ..state.fleet_rows import AgentRow
 from ..text import listed
-from .folder_view import AgentRow
 from .run_curves import RoundPoint, RunCurves, Spread
 
 MOST_COMPARED_POINTS = 1200

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..report.figures import as_number
+from ..state.values import as_number, as_text
 from ..text import worst_tenth
 
 CHUNK_BYTES = 4 << 20
@@ -228,15 +228,10 @@ def _incidents(
     result += [Incident(number, agent, f"left out: {why}") for agent, why in left_out]
     result += [Incident(number, agent, "no update before the round closed") for agent in missing[:100]]
     bounded = _mapping(record.get("bounded")).items()
-    result += [Incident(number, text(agent), text(what)) for agent, what in bounded]
+    result += [Incident(number, as_text(agent), as_text(what)) for agent, what in bounded]
     if restored := _mapping(record.get("restored")):
-        result.append(Incident(number, "", f"the last good state was restored: {text(restored)[:200]}"))
+        result.append(Incident(number, "", f"the last good state was restored: {as_text(restored)[:200]}"))
     return result[-MOST_INCIDENTS:]
-
-
-def text(value: object) -> str:
-    """Any value as text that can be encoded."""
-    return str(value).encode(errors="replace").decode()
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
@@ -244,13 +239,13 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def _numbers(value: object) -> dict[str, float]:
-    return {text(key): number for key, item in _mapping(value).items() if (number := as_number(item)) is not None}
+    return {as_text(key): number for key, item in _mapping(value).items() if (number := as_number(item)) is not None}
 
 
 def _texts(value: object) -> list[str]:
-    return [text(item) for item in value] if isinstance(value, list) else []
+    return [as_text(item) for item in value] if isinstance(value, list) else []
 
 
 def _reasons(value: object) -> list[tuple[str, str]]:
     items = value if isinstance(value, list) else []
-    return [(text(one.get("agent")), text(one.get("reason"))) for one in items if isinstance(one, dict)]
+    return [(as_text(one.get("agent")), as_text(one.get("reason"))) for one in items if isinstance(one, dict)]

@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.report import write_report
-from coordinator.report.figures import as_number, read_run
-from coordinator.report.page import duration, megabytes, percent, render
+from coordinator.report.charts import percent
+from coordinator.report.figures import read_run
+from coordinator.report.page import duration, megabytes, render
 from coordinator.report.run_charts import accuracy, accuracy_floor, benefit, cost, wilson
 from coordinator.state.store import RunFolder
+from coordinator.state.values import as_number
 from edge_agent.config import read_toml
 from edge_agent.errors import StateError
 

@@ -1,6 +1,6 @@
-"""Pictures of the guides, from a run of 'headwater demo': fleet page, run page and report, as Chromium shows them.
+"""Pictures of the guides, from 'headwater demo --web': fleet and run under way, and the report, as Chromium shows them.
 
-``headwater demo && python tests/harness/screenshots.py headwater-demo/coordinator`` writes examples/guides/pictures.
+``python tests/harness/screenshots.py`` runs a demo in a temporary folder and writes examples/guides/pictures.
 """
 
 from __future__ import annotations
@@ -9,38 +9,57 @@ import io
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
 PICTURES = Path(__file__).parents[2] / "examples/guides/pictures"
 CHROMIUM = "/usr/bin/chromium"
 WIDTH, HEIGHT = 1280, 800
+ROUND = 15
+"""Of 25: the curves have a shape, and the run is still under way."""
+
+LIMIT_MS = 600_000
 
 
-def main(state: Path) -> None:
-    """Serve the state folder on a free port, and look at it."""
+def main() -> None:
+    """Look at a demo while it runs, and at its report."""
     PICTURES.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "coordinator", "web", "--state", str(state), "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as web:
-        try:
-            address = next(found[0] for line in web.stdout or () if (found := re.search(r"http://127[\d.:]+", line)))
-            report = (state / "runs/run-0001/report.html").resolve().as_uri()
-            pages = {"fleet": address, "run": f"{address}/run?id=run-0001", "report": report}
-            with sync_playwright() as playwright:
-                chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-                page = chromium.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
-                for name, url in pages.items():
-                    page.goto(url)
-                    page.wait_for_timeout(1500)
-                    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(64)
-                    picture.save(PICTURES / f"{name}.png", optimize=True)
-                    print(name, (PICTURES / f"{name}.png").stat().st_size)
-                chromium.close()
-        finally:
-            web.terminate()
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "headwater-demo"
+        command = [sys.executable, "-m", "coordinator", "demo", "--web", "--dir", str(folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as demo:
+            try:
+                address = next(
+                    found[0] for line in demo.stdout or () if (found := re.search(r"http://127[\d.:]+", line))
+                )
+                with sync_playwright() as playwright:
+                    chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+                    page = chromium.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
+                    page.set_default_timeout(LIMIT_MS)
+                    page.goto(address)
+                    page.get_by_role("link", name="run-0001").click()
+                    page.locator("#rounds").get_by_role("rowheader", name=str(ROUND), exact=True).wait_for()
+                    _save(page, "run")
+                    page.goto(address)
+                    _save(page, "fleet")
+                    page.goto(f"{address}/run?id=run-0001")
+                    page.get_by_role("link", name="Report of this run").wait_for()
+                    page.goto(f"{address}/report?id=run-0001")
+                    _save(page, "report")
+                    chromium.close()
+            finally:
+                demo.terminate()
+
+
+def _save(page: Page, name: str) -> None:
+    page.locator("figure canvas, figure .rows").first.wait_for()
+    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    picture.save(PICTURES / f"{name}.png", optimize=True)
+    print(name, (PICTURES / f"{name}.png").stat().st_size)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

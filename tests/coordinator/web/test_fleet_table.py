@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.state.fleet_rows import AgentRow
 from coordinator.web.fleet_table import SORTS, Query, page_of, totals
-from coordinator.web.folder_view import AgentRow
 from edge_agent.errors import UsageError
 
 

@@ -143,6 +143,16 @@ def test_cards_count_what_the_table_shows_and_say_of_how_many_they_are(site):
     assert "mean of 2 that have both; 1 better off alone" in gain[2]
 
 
+def test_cards_say_what_is_not_known_yet(site):
+    site.run(2, ("a",))
+    site.status([agent_status("a")])
+    with site.client() as client:
+        page = client.get("/").text
+    assert "best model alone; known at the end of a run" in page
+    assert "percentage points over acc.local; not known yet" in page
+    assert "mean of 0" not in page
+
+
 def test_run_that_ended_before_its_first_round_says_so_and_shows_no_cards_of_nothing(site):
     name = site.run(0, end="run_cancelled")
     site.folder.run(name).summary_path.write_text('{"agents": []}', encoding="utf-8")
