@@ -18,21 +18,25 @@ from edge_agent.errors import UsageError
 from edge_agent.wire.messages import Topics
 from edge_agent.wire.mqtt import MqttTransport, user_of
 from edge_agent.wire.transport import Message, Subscribed
+from edge_agent.worker import in_child
 
 from ..broker import find_mosquitto
 from ..config import CoordinatorConfig, load_config
+from ..service.preflight import check_defaults, without_lost_weights
 from .options import Json
 from .output import present, table
 
 Config = Annotated[
-    Path | None, typer.Option("--config", "-c", help="TOML file; its broker is checked: login and topic rules.")
+    Path | None, typer.Option("--config", "-c", help="TOML file; it is checked as 'serve' does, and its broker.")
 ]
 
 TIMEOUT_S = 5.0
 
 
 def doctor(config: Config = None, as_json: Json = False) -> None:
-    """What this machine can do as a coordinator, and whether a configuration's broker accepts its login.
+    """What this machine can do as a coordinator, and whether 'headwater serve' would start with a configuration.
+
+    It looks at method, task and data of runs as 'serve' does, and at the broker: login and topic rules.
 
     Example: headwater doctor --config coordinator.toml
     """
@@ -52,16 +56,33 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
     advice = list(device.advice())
     if not mosquitto:
         advice.append("no mosquitto: the embedded broker serves trials and small fleets")
+    runs = attempted("runs", lambda: _check_runs(settings, config)) if settings is not None else None
     steps = list(_steps(settings)) if settings is not None else []
-    shown = [{"step": step.name, "ok": step.is_ok, "detail": step.detail} for step in steps]
+    looked = [("runs", runs)] if runs is not None else []
+    looked += [(f"broker {step.name}", step) for step in steps]
     parts: list[Table | str] = [
         table("this machine", ("what", "found"), list(facts.items()), left=2),
         *(f"- {line}" for line in advice),
-        *(f"broker {step.name}: {'ok' if step.is_ok else 'FAILED'}: {step.detail}" for step in steps),
+        *(f"{name}: {'ok' if step.is_ok else 'FAILED'}: {step.detail}" for name, step in looked),
     ]
-    present({**facts, "advice": advice, "broker": shown}, parts, as_json=as_json)
-    if failed := next((step for step in steps if not step.is_ok), None):
+    result = {**facts, "advice": advice, "runs": runs and _shown(runs), "broker": [*map(_shown, steps)]}
+    present(result, parts, as_json=as_json)
+    if failed := next((step for _, step in looked if not step.is_ok), None):
         raise typer.Exit(failed.exit_code)
+
+
+def _shown(step: Step) -> dict[str, object]:
+    return {"step": step.name, "ok": step.is_ok, "detail": step.detail}
+
+
+def _check_runs(settings: CoordinatorConfig, path: Path | None) -> str:
+    """Return what runs do by default, where they can do it.
+
+    Raises:
+        HeadwaterError: they cannot, and 'headwater serve' would say the same.
+    """
+    in_child(lambda: check_defaults(without_lost_weights(settings), path))  # models need torch, 190 MB
+    return f"method {settings.run.method}, encoder {settings.task.encoder}"
 
 
 def _steps(config: CoordinatorConfig) -> Iterator[Step]:

@@ -39,6 +39,9 @@ def create(
     channel: Annotated[str, typer.Option("--channel", help="Whose devices get it, see 'channel' of an agent.")] = (
         "stable"
     ),
+    new_channel: Annotated[
+        bool, typer.Option("--new-channel", help="No device of the channel was heard, they are yet to come.")
+    ] = False,
     canary: Annotated[str, typer.Option("--canary", help="Devices that get it first: 2, 10%, or all at once.")] = "10%",
     success: Annotated[int, typer.Option("--success", min=0, help="Successes that the canary needs; 0: all.")] = 0,
     max_failed: Annotated[str, typer.Option("--max-failed", help="More failures, such as 0 or 10%, stop it.")] = "10%",
@@ -77,7 +80,8 @@ def create(
         note=note,
     )
     with StateFolder(state_path(config, state)).look() as folder:
-        _show(folder, commands.create(folder, plan, run, commands.author()), as_json=as_json)
+        made = commands.create(folder, plan, run, commands.author(), new_channel=new_channel)
+        _show(folder, made, as_json=as_json)
 
 
 @app.command()

@@ -22,8 +22,10 @@ from ..state.store import StateFolder, read_agents
 from ..text import counted, listed
 
 
-def create(folder: StateFolder, plan: Plan, run: str | None, by: str) -> int:
+def create(folder: StateFolder, plan: Plan, run: str | None, by: str, *, new_channel: bool = False) -> int:
     """Release the newest bundle of a run, or of all runs; returns the number of the release.
+
+    ``new_channel``: devices of the plan's channel are yet to come.
 
     Raises:
         UnknownName: no such run.
@@ -44,6 +46,8 @@ def create(folder: StateFolder, plan: Plan, run: str | None, by: str) -> int:
             "'headwater report' says why it did not"
         )
     chosen, book = at_hand[-1], book_of(folder.journal)
+    if not new_channel:
+        book.check_channel(plan.channel)
     book.check_fleet(plan)
     older = book.for_everybody(plan.channel)
     body = {name: value for name, value in chosen.body.items() if name not in {"rolls_back", "plan"}}

@@ -294,7 +294,8 @@ class Journal:
     def open(self, *, create: bool = True, is_begun: bool = False) -> Journal:
         """This journal, opened; an empty one is created where there is no file and ``create`` allows it.
 
-        ``is_begun``: there must be entries, so an empty file is damaged.
+        ``is_begun``: there must be entries, so an empty file is damaged. Without ``create`` a journal at rest can be
+        read on a disk that is full or mounted read-only, and not written.
 
         Raises:
             StateError: the file is damaged, of a newer version, or missing without ``create``.
@@ -306,10 +307,7 @@ class Journal:
         try:
             # No isolation level: sqlite3 would open transactions when it chooses.
             with private_files():
-                self._connection = sqlite3.connect(
-                    self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-                )
-                self._connection.row_factory = sqlite3.Row
+                self._connection = self._connected(str(self.path))
                 synced = "FULL" if is_synced() else "OFF"
                 for pragma in ("journal_mode = WAL", f"synchronous = {synced}", f"cache_size = -{CACHE_KIB}"):
                     self._connection.execute(f"PRAGMA {pragma}").close()
@@ -317,11 +315,45 @@ class Journal:
             self._opened = self.path.stat()
         except sqlite3.Error as error:
             self.close()
-            raise self._failed(error) from error
+            if create or not self._can_only_be_read():
+                raise self._failed(error) from error
+            self._open_to_read(is_begun=is_begun)
         except BaseException:
             self.close()
             raise
         return self
+
+    @staticmethod
+    def _connected(address: str, *, uri: bool = False) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            address, uri=uri, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
+        connection.row_factory = sqlite3.Row
+        return connection
+
+    def _can_only_be_read(self) -> bool:
+        """Whether all entries are in the one file, and nobody can add one now, because the disk takes nothing."""
+        from edge_agent.agent.health import look_at_disk
+
+        log = self.path.with_name(f"{self.path.name}-wal")
+        return look_at_disk(self.path.parent) is not None and not (log.exists() and log.stat().st_size)
+
+    def _open_to_read(self, *, is_begun: bool) -> None:
+        """Open without the file that SQLite makes beside a journal before it reads, and for which there is no room.
+
+        Raises:
+            StateError: as `open`.
+        """
+        try:
+            self._connection = self._connected(f"{self.path.absolute().as_uri()}?immutable=1", uri=True)
+            self._check_or_make_schema(is_begun=is_begun, writes=False)
+            self._opened = self.path.stat()
+        except sqlite3.Error as error:
+            self.close()
+            raise self._failed(error) from error
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def is_open(self) -> bool:
@@ -753,8 +785,8 @@ class Journal:
         self._appended += 1
         return Entry(**{**row, "body": json.loads(text)})
 
-    def _check_or_make_schema(self, *, is_begun: bool) -> None:
-        with self._transaction(writes=True) as connection:
+    def _check_or_make_schema(self, *, is_begun: bool, writes: bool = True) -> None:
+        with self._transaction(writes=writes) as connection:
             version = _value(connection, "PRAGMA user_version")
             tables = _value(connection, "SELECT count(*) FROM sqlite_master WHERE type = 'table'")
             is_new = version == 0 and not tables

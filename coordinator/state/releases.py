@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, Literal
 
-from edge_agent.errors import UsageError
+from edge_agent.errors import UsageError, nearest
 from edge_agent.moments import moment_of
 
 from .journal import Entry, Journal, Kind
@@ -438,6 +438,21 @@ class Book:
     def canary_size(self, release: Release) -> int:
         """How many devices the canary is to have, in a fleet of this size."""
         return max(1, amount(release.plan.canary, self.sizes[release.plan.channel], up=True))
+
+    def check_channel(self, channel: str) -> None:
+        """Return quietly where a channel has devices or releases, and where no device was heard in any.
+
+        Raises:
+            UsageError: it has neither, as where its name is mistyped: nothing would ever take the release away again.
+        """
+        known = sorted({name for name, heard in self.sizes.items() if heard} | self.channels.keys())
+        if channel in known or not any(self.sizes.values()):
+            return
+        meant = f"did you mean '{one}'? " if (one := nearest(channel, known)) else ""
+        raise UsageError(
+            f"no device of channel '{channel}' was heard, and nothing was released to it; {meant}known: "
+            f"{', '.join(known)}; --new-channel is for devices that are yet to come"
+        )
 
     def check_fleet(self, plan: Plan) -> None:
         """Return quietly where the devices that were heard in its channel are enough for a plan; also before any was.

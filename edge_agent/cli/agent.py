@@ -105,8 +105,9 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
 def status(arguments: argparse.Namespace) -> int:
     """What the agent of this device does now, which encoder and head it runs, and what keeps it from its work.
 
-    ``candidate`` is the bundle that is downloaded or waits for its time, ``pinned`` the one that the owner keeps,
-    ``operator_pin`` the release that the operator has this device stay with, ``refused`` those that were tried and are not used, with reasons.
+    ``candidate`` is the bundle that is downloaded or waits for its time, ``operator_pin`` the release that the
+    operator has this device stay with, ``pinned`` the bundle that the owner keeps, ``refused`` those that were tried
+    and are not used, with reasons.
 
     ``condition`` is ok, fault (the last thing that it was asked for failed) or stalled (its disk cannot be written);
     the exit code is 1 unless it is ok. Bundle, head and its metrics are those that are installed now, also while no

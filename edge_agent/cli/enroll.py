@@ -110,14 +110,16 @@ def _patiently(ask: Callable[[], Identity], pause: Callable[[float], None] = tim
     Raises:
         BrokerAway: none has answered.
     """
-    until = time.monotonic() + START_S
+    until, said = time.monotonic() + START_S, ""
     while True:
         try:
             return ask()
         except BrokerAway as error:
             if time.monotonic() + AGAIN_S > until:
                 raise
-            print(f"{error}; trying again for {until - time.monotonic():.0f} s", file=sys.stderr)
+            if (reason := str(error)) != said:  # once each, not with every try
+                print(f"{reason}; trying again for {until - time.monotonic():.0f} s", file=sys.stderr)
+                said = reason
             pause(AGAIN_S)
 
 

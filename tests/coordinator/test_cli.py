@@ -344,6 +344,18 @@ def test_doctor_says_what_is_here(call):
     assert re.search(rf"^numpy +{re.escape(np.__version__)}", out, re.MULTILINE)
 
 
+def test_doctor_refuses_a_configuration_that_serve_refuses(call, tmp_path):
+    config = tmp_path / "coordinator.toml"
+    text = '[task]\nclass_names = ["0", "1"]\n[run]\nmethod = "fedavg"\nparams = {{ {} }}\n'
+    config.write_text(text.format("augmemt = false"))
+    code, out, _ = call("doctor", "--config", config)
+    assert code == call("serve", "--config", config)[0] == 2
+    assert re.search(r"^runs: FAILED: .*augmemt", out, re.MULTILINE | re.DOTALL)
+    config.write_text(text.format("local_epochs = 2"))
+    code, out, _ = call("doctor", "--config", config)
+    assert (code, "runs: ok: method fedavg, encoder" in out) == (0, True)
+
+
 def test_tables_in_a_pipe_are_neither_cut_nor_wrapped_nor_taken_for_markup(capsys):
     long = "[bold]" + "x" * 150
     show(table("t", ("name", "acc.personal"), [(long, 0.5), ("b", None)]), "a line " * 40)

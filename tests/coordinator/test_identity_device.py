@@ -9,7 +9,9 @@ import pytest
 from identity_harness import DATA, Fleet
 
 from coordinator.cli.enroll import enrolment
+from edge_agent.cli import enroll
 from edge_agent.config import AgentConfig, load
+from edge_agent.errors import BrokerAway
 from edge_agent.identity import IdentityFolder
 
 DIGITS = DATA.format(0)
@@ -108,3 +110,16 @@ def test_agent_with_the_certificate_of_another_id_ends_and_its_status_says_why(d
     fault = json.loads(out)["fault"]
     assert (code, fault["error"], fault["code"]) == (1, "EnrolmentRefused", "identity")
     assert "change id and federation there" in fault["message"]
+
+
+def test_enroll_says_each_reason_for_waiting_once(capsys):
+    answers = [BrokerAway("nobody listens on port 1"), BrokerAway("nobody listens on port 1"), BrokerAway("cut")]
+
+    def ask():
+        if answers:
+            raise answers.pop(0)
+        return "certificate"
+
+    assert enroll._patiently(ask, pause=lambda _: None) == "certificate"
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(";")[0] for line in said] == ["nobody listens on port 1", "cut"]

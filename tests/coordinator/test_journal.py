@@ -385,3 +385,28 @@ def test_a_journal_waits_for_the_disk_except_where_nothing_does(tmp_path, is_sim
     """SQLite's own word for it: 2 is FULL, 0 is OFF."""
     with without_syncs() if is_simulated else contextlib.nullcontext(), Journal(tmp_path / "j.sqlite3") as journal:
         assert journal._connection.execute("PRAGMA synchronous").fetchone()[0] == level
+
+
+@pytest.mark.parametrize("is_read_only", [False, True], ids=["full", "read-only"])
+def test_a_journal_at_rest_is_read_on_a_disk_that_takes_nothing(small_disk, is_read_only):
+    path = small_disk / "journal.db"
+    with Journal(path) as journal:
+        written = [journal.append("device_retired", agent=f"d{number}") for number in range(50)]
+    if is_read_only:
+        subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    else:
+        for size in (1 << 16, 1 << 6):
+            with contextlib.suppress(OSError), (small_disk / f"fill-{size}").open("wb", buffering=0) as fill:
+                while True:
+                    fill.write(bytes(size))
+    with contextlib.closing(Journal(path).open(create=False)) as journal:
+        assert journal.entries() == written
+        assert journal.version() == journal.version()
+        with pytest.raises(StateError, match="Free disk space if it is full"):
+            journal.append("device_retired", agent="late")
+    if not is_read_only:
+        with pytest.raises(StateError, match="Free disk space if it is full"):
+            Journal(path).open()  # to serve
+        (small_disk / f"fill-{1 << 16}").unlink()
+        with Journal(path) as journal:
+            assert journal.append("device_retired", agent="late").id == len(written) + 1

@@ -22,13 +22,17 @@ class Desk:
         with StateFolder(self.path).look() as folder:
             folder.journal.append(kind, run=run, agent=agent, digest=digest, body=body, round=1 if run else None)
 
-    def release(self, letter, *options):
-        """``create``, of a run whose bundle is that letter."""
+    def run(self, letter):
+        """A run whose bundle is that letter."""
         with StateFolder(self.path).look() as folder:
             run = folder.journal.request_run({"id": letter})
             digest = folder.blobs.put(letter.encode())
         self.write("bundle_exported", run=run, digest=digest, bundle_id=letter * 64)
-        return self.shown("create", run, *options)
+        return run
+
+    def release(self, letter, *options):
+        """``create``, of a run whose bundle is that letter."""
+        return self.shown("create", self.run(letter), *options)
 
     def device(self, name, runs="", release=0, outcome="ok", reason="", **more):
         said = {"release": release, "result": {"outcome": outcome, "reason": reason}} if release else {}
@@ -129,7 +133,7 @@ def test_a_device_of_a_held_release_shows_that_and_its_outcome(desk):
 def test_a_device_runs_the_release_of_its_own_channel(desk):
     desk.device("hall", "a", channel="stable")
     desk.release("a", "--canary", "all")
-    desk.release("a", "--canary", "all", "--channel", "beta")
+    desk.release("a", "--canary", "all", "--channel", "beta", "--new-channel")
     assert desk.rows()["hall"]["runs"] == 1
     desk.release("b", "--canary", "all")
     assert desk.rows()["hall"]["runs"] == 1
@@ -144,6 +148,21 @@ def test_why_a_device_keeps_its_bundle_is_not_said_where_it_runs_what_it_is_to_r
     assert "hall *: rolled back by hand" in desk.shown("status")
 
 
+def test_a_mistyped_channel_is_refused_with_the_nearest_name(desk):
+    desk.release("a", "--canary", "all", "--channel", "beta")  # before any device is heard, any may be meant
+    desk.device("hall", channel="garden")
+    desk.device("porch", "a", channel="gone")
+    desk.device("porch", "a", channel="garden")
+    run, before = desk.run("b"), desk.shown("status")
+    for typed, meant in (("gardne", "did you mean 'garden'? known: beta, garden; "), ("gone", "")):
+        said = desk.refused("create", run, "--channel", typed)
+        assert f"no device of channel '{typed}' was heard, and nothing was released to it; {meant}" in said
+        assert "--new-channel" in said
+    assert desk.shown("status") == before, "nothing was released"
+    desk.shown("create", run, "--channel", "beta", "--canary", "all")
+    assert "stable" in desk.shown("create", run, "--channel", "stable", "--canary", "all", "--new-channel")
+
+
 def test_a_new_release_says_what_keeps_it_from_devices(desk):
     desk.agents(g1="train", g2="train")
     text = desk.release("a", "--canary", 2)
@@ -154,7 +173,7 @@ def test_a_new_release_says_what_keeps_it_from_devices(desk):
     assert "g1 is of tier 'train', which takes no releases" in desk.refused("pin", "g1", "--reason", "x")
     desk.device("hall")
     assert "release 1 of channel 'stable' is at stage 'canary', and is older" in desk.release("b", "--canary", 1)
-    text = desk.release("c", "--canary", 1, "--channel", "nope")
+    text = desk.release("c", "--canary", 1, "--channel", "nope", "--new-channel")
     assert "no device of channel 'nope' was heard; channels with devices: stable" in text
     assert "is older" not in text
 
