@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ from hypothesis import settings
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+
+# Folders of tests are in memory where there is room: a disk takes some 10 ms for each of thousands of syncs, and no
+# test depends on it. A place named by TMPDIR or --basetemp is taken as it is.
+_MEMORY = Path("/dev/shm")
+if "TMPDIR" not in os.environ and _MEMORY.is_dir() and hasattr(os, "statvfs"):
+    _found = os.statvfs(_MEMORY)
+    if _found.f_bavail * _found.f_frsize > 4 << 30 and not _found.f_flag & os.ST_NOEXEC and os.access(_MEMORY, os.W_OK):
+        os.environ["TMPDIR"] = tempfile.tempdir = str(_MEMORY)
 
 # So that a failing assert of what several files share shows its values, too.
 pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "harness").glob("*.py")))
@@ -27,18 +36,42 @@ SEED = int(os.environ.get("HEADWATER_TEST_SEED") or random.SystemRandom().randra
 os.environ["HEADWATER_TEST_SEED"] = str(SEED)  # the processes among which pytest-xdist divides the files need one order
 
 
+LONG = {  # files with tests of some ten seconds
+    "test_candidate.py",
+    "test_federation_processes.py",
+    "test_guides.py",
+    "test_papers_over_mosquitto.py",
+}
+
+
 def pytest_report_header() -> str:
     return f"test order: HEADWATER_TEST_SEED={SEED}"
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without searching for garbage: what modules and tests hold stays, and no later search looks at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Shuffle files, and tests within a file, so that no test can lean on another; a file's fixtures stay together."""
+    """Shuffle files, and tests within a file, so that no test can lean on another; a file's fixtures stay together.
+
+    Files with long tests come first: a worker that begins one last would leave the others idle.
+    """
     by_file: dict[str, list[pytest.Item]] = {}
     for item in items:
         by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
     dice = random.Random(SEED)
     files = sorted(by_file)
     dice.shuffle(files)
+    files.sort(key=lambda file: file.rpartition("/")[2] not in LONG)
     for file in files:
         dice.shuffle(by_file[file])
     items[:] = [item for file in files for item in by_file[file]]

@@ -56,7 +56,8 @@ def bundle(tmp_path):
     def make(name):
         method = methods.create("fedavg", {})
         path = tmp_path / f"{name}.hwb"
-        bundle(method.build(TASK), method, TASK, synthetic_inputs(TASK, 8), path, name=name, int8=False)
+        options = {"name": name, "int8": False, "exporter": "legacy"}
+        bundle(method.build(TASK), method, TASK, synthetic_inputs(TASK, 8), path, **options)
         return path
 
     return make

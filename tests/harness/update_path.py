@@ -88,6 +88,7 @@ def way_of_an_update() -> dict[str, set[str]]:
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
+    importlib.import_module("torch")  # which takes long where each call is looked at
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder:
         sys.setprofile(recorder)

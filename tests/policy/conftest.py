@@ -57,7 +57,9 @@ def _imports(node, package, when):
             yield from _targets(child, package, when)
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield from _imports(child, package, "types" if when == "types" else "call")
-        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        elif isinstance(child, ast.If) and any(
+            "TYPE_CHECKING" in (getattr(part, "id", ""), getattr(part, "attr", "")) for part in ast.walk(child.test)
+        ):
             yield from _imports(ast.Module(child.body, []), package, "types")
             yield from _imports(ast.Module(child.orelse, []), package, when)
         else:

@@ -114,6 +114,7 @@ def test_machine_paths_are_recognised(line, found):
 def test_no_glob_asks_for_folders_only(root, sources):
     """Before Python 3.11 a pattern that ends in a slash matches files, too: ask each path with ``is_dir``."""
     tests = (path.read_text(encoding="utf-8") for path in (root / "tests").rglob("*.py"))
+    tests = (text for text in tests if re.search(r"/['\"]\)", text))
     wrong = [
         ast.unparse(node)
         for tree in (*(source.tree for source in sources), *map(ast.parse, tests))

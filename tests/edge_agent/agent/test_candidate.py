@@ -278,7 +278,7 @@ def test_row_37_a_preparation_that_goes_wrong_is_refused_with_its_reason(
     """The data come from a function, which stands for anything that passed the checks before."""
     code, expected = TROUBLES[trouble]
     (tmp_path / "source.py").write_text(f"def made():\n    {code}\n")
-    monkeypatch.setattr(module, "CPU_S", 5 if trouble == "computes for ever" else 600)
+    monkeypatch.setattr(module, "CPU_S", 3 if trouble == "computes for ever" else 600)
     monkeypatch.setattr(module, "available_bytes", lambda: 300 << 20)
     bad = config.model_copy(update={"data": DataConfig(source=f"python:{tmp_path / 'source.py'}:made")})
     processes, begun, clock = set(), [], Clock(0.0)
