@@ -197,7 +197,7 @@ def test_each_round_is_evaluated_and_everybody_can_read_it(tmp_path, own):
     assert {one["round"]: one["acc"] for one in summary["proxy"]} == told
     assert {one["round"]: one["acc"] for one in metrics} == told
     assert "acc.proxy" in page
-    assert f"acc.proxy: {told[1]:.3f} after round 1, {told[3]:.3f} after round 3" in page
+    assert f"acc.proxy: {told[1]:.1%} after round 1, {told[3]:.1%} after round 3".replace("%", " %") in page
 
 
 def test_every_other_round_and_the_last_one(tmp_path, own):

@@ -88,6 +88,6 @@ def test_many_clients_below_take_few_lines():
 def test_the_report_lists_them_as_text():
     warning = {"kind": "below_local", "clients": ["a"], "message": "client 'a' <b>is</b> low"}
     page = render(read_run("run-0001", {"warnings": [warning, "damaged"]}, []))
-    assert "<li>client &#39;a&#39; &lt;b&gt;is&lt;/b&gt; low</li>" in page
+    assert "<li>Client &#39;a&#39; &lt;b&gt;is&lt;/b&gt; low.</li>" in page
     assert "Warnings" not in render(read_run("run-0001", {"warnings": []}, []))
     assert "Warnings" not in render(read_run("run-0001", {"warnings": 7}, []))

@@ -494,7 +494,7 @@ def test_status_and_report_show_what_a_release_waits_for_and_what_it_scored_wher
     book = site.coordinator.releases.book
     result = book.releases[1].results["hall"]
     assert result.outcome == "ok"
-    scores = f"{result.before:.3f}", f"{result.acc:.3f}"
+    scores = f"{100 * result.before:.1f} %", f"{100 * result.acc:.1f} %"
     for expected in ("Releases of the bundle", "more data", book.releases[0].bundle_id[:12], *scores):
         assert expected in page
 
