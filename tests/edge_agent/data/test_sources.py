@@ -159,9 +159,10 @@ def test_each_folder_is_read_once_and_no_file_is_looked_at(folder, monkeypatch):
     for name in ("red/more/deep", "red/.cache"):
         paint(folder / name / "a.png", "red")
     read, looked_at, scandir, is_file = [], [], os.scandir, Path.is_file
-    monkeypatch.setattr(os, "scandir", lambda path: read.append(Path(path)) or scandir(path))
-    monkeypatch.setattr(Path, "is_file", lambda path: looked_at.append(path) or is_file(path))
-    assert len(files_by_class(folder, "images", (".png",), 2).paths) == 4
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", lambda path: read.append(Path(path)) or scandir(path))
+        patch.setattr(Path, "is_file", lambda path: looked_at.append(path) or is_file(path))
+        assert len(files_by_class(folder, "images", (".png",), 2).paths) == 4
     assert sorted(read) == [folder, folder / "blue", folder / "red", folder / "red" / "more"]
     assert looked_at == []
 
