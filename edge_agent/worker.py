@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import json
@@ -261,7 +262,9 @@ class Stop(threading.Event):
     def by_signal(self, number: int, _frame: object) -> None:
         """The handler."""
         self.signal = number
-        self.set()
+        # In a thread: the main one, in which this runs, may be inside of `wait` with the event's lock. Starting a
+        # `threading.Thread` takes locks as well.
+        _thread.start_new_thread(self.set, ())
 
 
 @contextlib.contextmanager

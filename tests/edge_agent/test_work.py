@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 
 import pytest
 
 from edge_agent.errors import TrainingFailed
-from edge_agent.worker import InlineWorker, ThreadWorker
+from edge_agent.worker import InlineWorker, Stop, ThreadWorker
 
 PATIENCE_S = 20
 
@@ -109,3 +110,19 @@ def test_after_close_the_thread_ends():
     loop.worker.close()
     loop.worker._thread.join(PATIENCE_S)
     assert not loop.worker._thread.is_alive()
+
+
+def test_a_signal_that_comes_while_its_event_is_looked_at_ends_the_wait():
+    """The handler runs in the thread that waits, which may hold the event's lock at that moment."""
+    stop = Stop()
+
+    def interrupted():
+        with stop._cond:
+            stop.by_signal(signal.SIGTERM, None)
+
+    waiting = threading.Thread(target=interrupted, daemon=True)
+    waiting.start()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+    assert stop.wait(PATIENCE_S)
+    assert stop.signal == signal.SIGTERM
