@@ -23,6 +23,9 @@ def add_add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_where(parser)
     parser.add_argument("--label", metavar="NAME", help="class of the samples, in place of the labels of --data")
     parser.add_argument("--data", metavar="SOURCE", help="data source, as for 'edge-agent fit'")
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse data of which something cannot be used, instead of leaving it out"
+    )
     parser.add_argument("files", nargs="*", metavar="FILE", help="images, or recordings (*.npy, *.csv)")
 
 
@@ -48,19 +51,24 @@ def add(arguments: argparse.Namespace) -> int:
     config, manifest, collection = _opened(arguments)
     task = manifest.task
     if arguments.data is None:
-        samples = from_files(arguments.files, task.input, compact=True)
+        samples = from_files(arguments.files, task.input, strict=arguments.strict, compact=True)
     else:
         own, names = arguments.label is None, task.class_names
-        samples = load_data(arguments.data, task.input, names, compact=True, labelled=own, own_classes=own)
+        samples = load_data(
+            arguments.data, task.input, names, strict=arguments.strict, compact=True, labelled=own, own_classes=own
+        )
+    left_out = samples.skipped
     if arguments.label is not None:
         samples = labelled(samples, arguments.label)
     added = collection.add(samples, config.data.budget)
-    content = {**asdict(added), "renamed": dict(added.renamed)}
+    content = {**asdict(added), "renamed": dict(added.renamed), "skipped": list(left_out)}
     dropped = f", {added.dropped} older ones dropped: at most {config.data.budget} are kept" if added.dropped else ""
     known = f", {added.known} were there already" if added.known else ""
     known += f", {added.moved} of them of another class till now" if added.moved else ""
     rows = [("samples", f"{added.added} added{known}{dropped}")]
     rows += [("class", f"'{old}' is called '{new}' on this device") for old, new in added.renamed.items()]
+    rows += [("left out", reason) for reason in left_out[:5]]
+    rows += [("left out", f"… and {len(left_out) - 5} more")] if len(left_out) > 5 else []
     return _refitted(arguments, config, content, rows)
 
 

@@ -164,6 +164,29 @@ def test_a_data_source_is_added_with_its_own_labels_beside_those_of_the_agent(pl
     assert (alone["refitted"], "give --config" in alone["not_refitted"]) == (False, True)
 
 
+@pytest.mark.parametrize("way", [("--label", "cat"), ()])
+def test_what_cannot_be_read_is_left_out_unless_strict(way, place, capsys):
+    photos = place / "photos" / "cat"
+    photos.mkdir(parents=True)
+    for number in range(4):
+        (place / f"cat{number}.png").rename(photos / f"{number}.png")
+    (photos / "broken.png").write_bytes(b"no image")
+    words = (
+        "add",
+        "--state",
+        "state",
+        *way,
+        *(map(str, sorted(photos.iterdir())) if way else ("--data", "images:photos")),
+    )
+    assert main([*words, "--strict"]) == 2
+    assert "Without --strict" in capsys.readouterr().err
+    found = answer(capsys, *words)
+    assert (found["added"], len(found["skipped"])) == (4, 1)
+    assert "cat/broken.png: cannot be read as an image" in found["skipped"][0]
+    assert main([*words]) == 0
+    assert "left out" in capsys.readouterr().out
+
+
 def test_status_shows_added_samples_and_files_that_cannot_be_used(place, capsys):
     for name in ("cat", "dog"):
         (place / "photos" / name).mkdir(parents=True)
@@ -208,7 +231,11 @@ def test_a_running_agent_fits_the_head_itself(place, capsys):
         (("add", "--state", "state", "cat0.png"), 2, "--label is missing"),
         (("add", "--state", "state", "--label", "cat"), 2, "expected FILE"),
         (("add", "--state", "state", "--label", "a\nb", "cat0.png"), 2, "control character"),
-        (("add", "--state", "state", "--label", "cat", "cat0.png", "b.hwb"), 2, "cannot be read as an image"),
+        (
+            ("add", "--state", "state", "--label", "cat", "cat0.png", "b.hwb", "--strict"),
+            2,
+            "cannot be read as an image",
+        ),
         (("add", "--label", "cat", "cat0.png"), 2, "agent.toml: it is not there; name the agent's file"),
         (("add", "--state", "nowhere", "--label", "cat", "cat0.png"), 1, "no bundle is in use"),
         (("classes", "rename", "cat", "--state", "state"), 2, "rename OLD NEW"),
