@@ -231,7 +231,11 @@ def test_a_running_agent_fits_the_head_itself(place, capsys):
         (("add", "--state", "state", "cat0.png"), 2, "--label is missing"),
         (("add", "--state", "state", "--label", "cat"), 2, "expected FILE"),
         (("add", "--state", "state", "--label", "a\nb", "cat0.png"), 2, "control character"),
-        (("add", "--state", "state", "--label", "cat", "cat0.png", "b.hwb"), 2, "cannot be read as an image"),
+        (
+            ("add", "--state", "state", "--label", "cat", "cat0.png", "b.hwb", "--strict"),
+            2,
+            "cannot be read as an image",
+        ),
         (("add", "--label", "cat", "cat0.png"), 2, "agent.toml: it is not there; name the agent's file"),
         (("add", "--state", "nowhere", "--label", "cat", "cat0.png"), 1, "no bundle is in use"),
         (("classes", "rename", "cat", "--state", "state"), 2, "rename OLD NEW"),
