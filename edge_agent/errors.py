@@ -247,7 +247,7 @@ def cause(error: BaseException) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"invalid JSON at line {error.lineno}, column {error.colno}"
     if untrusted := getattr(error, "verify_message", ""):  # of ssl, which is not imported for this
-        clock = "; compare the clocks" if getattr(error, "verify_code", 0) in _OTHER_TIME else ""
+        clock = "; compare the clocks" if is_of_another_time(error) else ""
         return f"the certificate is not trusted ({str(untrusted).rstrip('.')}{clock})"
     if (code := getattr(error, "returncode", None)) is not None:  # of subprocess, whose words hold the whole command
         last = _first_line((getattr(error, "stderr", "") or "").strip().rpartition("\n")[2])
@@ -268,6 +268,15 @@ def remedy(error: OSError) -> str:
     if error.errno in {errno.EACCES, errno.EPERM}:
         return "allow it to this user (chmod, chown), or name another path"
     return "name a folder that can be written" if error.errno == errno.EROFS else ""
+
+
+SET_CLOCK = "set the clock that is wrong ('timedatectl set-ntp true')"
+"""What to do where two clocks differ."""
+
+
+def is_of_another_time(error: BaseException) -> bool:
+    """Whether a certificate was refused because it does not hold at the time of this machine's clock."""
+    return getattr(error, "verify_code", 0) in _OTHER_TIME
 
 
 _OTHER_TIME = {9, 10}

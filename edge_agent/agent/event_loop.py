@@ -39,7 +39,7 @@ from ..wire.chunks import BlobCache, decode_frame
 from ..wire.messages import SPOKEN, Topics, run_name
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
 from ..worker import InlineWorker, Worker, is_stopped
-from .health import FINAL_S, HELLO_AGAIN_S, Disk, Mismatch, Problem, Silence, disk_error
+from .health import FINAL_S, HELLO_AGAIN_S, Disk, Mismatch, OtherClock, Problem, Silence, disk_error
 from .local_state import Membership
 from .new_samples import NewSamples
 from .privacy import sample_count, without_withheld
@@ -83,11 +83,13 @@ class Agent:
         rng: random.Random | None = None,
         renewal: Renewal | None = None,
         refused_topics: RefusedTopics | None = None,
+        now: Callable[[], float] = time.time,
     ) -> None:
         """``rng`` spreads the hellos of a fleet whose coordinator speaks another protocol.
 
         ``renewal``: of this agent's certificate, where it has one. ``refused_topics``: asks the broker which of these
-        messages it does not let this agent publish, for when no coordinator answers.
+        messages it does not let this agent publish, for when no coordinator answers. ``now``: the device's wall clock,
+        which is compared with the coordinator's.
 
         Raises:
             ConfigError: the file of the key of its commands cannot be used.
@@ -125,6 +127,7 @@ class Agent:
         self._beat_at = self._hello_at = float("-inf")
         self._idle_heartbeat_s, self._was_busy = 0.0, False
         self._silence = Silence(self._mismatch, clock)
+        self._other_clock = OtherClock(now, clock)
         self._new_samples = NewSamples(config, clock)
         self._sent_condition = self.condition.name
         self._checked: Task | None = None
@@ -458,6 +461,7 @@ class Agent:
         is_news = not self.welcomed or not self.membership.is_current(message)
         self._follow(message.federation, message.epoch)
         self.welcomed, self._idle_heartbeat_s = True, message.heartbeat_s
+        self._other_clock.heard(message.time)
         self._operator_pin = None  # where there is one, it follows
         self.membership.answered()
         self._mismatch.clear()
@@ -530,7 +534,9 @@ class Agent:
     @property
     def problem(self) -> Problem | None:
         """What keeps this agent from its work now, or from its coordinator."""
-        return self.condition.problem or (None if self.welcomed else self._silence.problem())
+        if self.condition.problem is not None:
+            return self.condition.problem
+        return self._other_clock.problem() if self.welcomed else self._silence.problem()
 
     def write_status(self) -> None:
         """Write status.json for ``edge-agent status`` (a cache: not synced)."""

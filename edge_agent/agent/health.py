@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from .. import errors
 from ..config import AgentConfig
-from ..errors import HeadwaterError, ProtocolMismatch, cause
+from ..errors import SET_CLOCK, HeadwaterError, ProtocolMismatch, cause
 from ..storage import write_atomic
 from ..wire.messages import DISK_ERROR, ConditionName, Fault, JobKey, printable
 
@@ -28,6 +28,12 @@ certificate, which counts no more, or the way to the coordinator, which therefor
 
 LOGIN_REFUSED, TOPICS_REFUSED = "LoginRefused", "TopicsRefused"
 """Errors of the broker's answers to this agent, in the device's own status."""
+
+WRONG_CLOCK = "WrongClock"
+"""Error of a device, or of who it talks to, in the device's own status."""
+
+MOST_OFF_S = 3600.0
+"""Clocks that differ by more make times of releases, windows and certificates wrong; a time zone is an hour."""
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EROFS, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)})
 LEAST_FREE_BYTES = 1 << 20
@@ -381,6 +387,10 @@ class Silence:
             self._problem = None
             return
         message = reason.removesuffix(f"; {remedy}")
+        if remedy == SET_CLOCK:
+            message = f"{message}; this device's clock says {datetime.now(timezone.utc):%Y-%m-%d}"
+            self._note(WRONG_CLOCK, message, f"{remedy}; where this one is right, the broker needs a new certificate")
+            return
         if config.broker.user not in {None, config.id}:
             remedy = (
                 f"{remedy}; or the broker does not let this user speak for id '{config.id}': give id and broker.user "
@@ -459,6 +469,36 @@ class Silence:
             f"{HELLO_AGAIN_S:.0f} s until one does or the agent is stopped. Does 'headwater serve' run, with the same "
             "federation and broker? 'edge-agent doctor --config FILE' tries login and topics"
         )
+
+
+class OtherClock:
+    """How far this device's clock is from the coordinator's, for the device's own status."""
+
+    def __init__(self, now: Callable[[], float], clock: Callable[[], float]) -> None:
+        self._now, self._clock = now, clock
+        self._off_s = self._read_at = self._read = 0.0
+
+    def heard(self, at: str) -> None:
+        """The coordinator's clock says this (ISO 8601); what is no time says nothing."""
+        try:
+            theirs = datetime.fromisoformat(at)
+        except (ValueError, OverflowError):
+            return
+        if theirs.tzinfo is not None:
+            self._read_at, self._read = self._clock(), self._now()
+            self._off_s = self._read - theirs.timestamp()
+
+    def problem(self) -> Problem | None:
+        """Why one of the two clocks has to be set; None from the moment on when this one was set right."""
+        if abs(self._off_s) <= MOST_OFF_S:
+            return None
+        was_set = self._now() - self._read - (self._clock() - self._read_at)
+        if abs(off := self._off_s + was_set) <= MOST_OFF_S:
+            return None
+        far = f"{abs(off) / 86_400:.1f} days" if abs(off) > 86_400 else f"{abs(off) / 3600:.1f} hours"
+        message = f"this device's clock is {far} {'ahead of' if off > 0 else 'behind'} the coordinator's"
+        at = datetime.fromtimestamp(self._read, timezone.utc).isoformat(timespec="seconds")
+        return Problem("connection", WRONG_CLOCK, "connection", message, "", SET_CLOCK, at)
 
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0

@@ -491,7 +491,9 @@ class Welcome(Command):
     heartbeat_s: float = Field(
         0, ge=0, le=MAX_HEARTBEAT_S, description="least time between heartbeats of an agent without a job"
     )
-    time: Text = Field("", max_length=40, description="coordinator's clock, for logs only")
+    time: Text = Field(
+        "", max_length=40, description="coordinator's clock, for logs and the status of the device alone"
+    )
     answers: Start = Field("", description="the agent's start that is welcome")
 
 

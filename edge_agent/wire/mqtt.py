@@ -24,7 +24,16 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.reasoncodes import ReasonCode
 
 from ..config import BrokerConfig, credential
-from ..errors import BrokerAway, ConfigError, HeadwaterError, MessageError, UsageError, cause
+from ..errors import (
+    SET_CLOCK,
+    BrokerAway,
+    ConfigError,
+    HeadwaterError,
+    MessageError,
+    UsageError,
+    cause,
+    is_of_another_time,
+)
 from .messages import matches
 from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, WillOf, Woken
 
@@ -94,7 +103,7 @@ class MqttTransport:
             failure = self._first_failure if answered else f"no answer within {CONNECT_TIMEOUT_S:.0f} s"
             if failure:
                 self.close()
-                if self._remedy:
+                if self._rejection and self._remedy:
                     raise UsageError(f"broker {self.config.url}: {failure}")
                 raise BrokerAway(f"broker {self.config.url}: {failure}; is it running, and are we let in?")
 
@@ -200,6 +209,7 @@ class MqttTransport:
             reason = str(error)
         except Exception as error:  # noqa: BLE001 - a broken packet makes paho raise anything; a new session is the cure
             reason = cause(error)
+            self._remedy = SET_CLOCK if is_of_another_time(error) else ""
         was_up = self._up.is_set()
         self._up.clear()
         self._client = self._last_sent = None  # its sockets close with it

@@ -18,7 +18,7 @@ from coordinator.state import release_keys
 from coordinator.state.releases import RELEASE_KINDS, book_of, rollback_of
 from coordinator.state.store import StateFolder
 from edge_agent.errors import UsageError
-from edge_agent.wire.messages import Cancel, Fault, Hello, Report
+from edge_agent.wire.messages import Cancel, Fault, Hello, Pinned, Report
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
 STEPS, SETTLES = 60, 12
@@ -156,6 +156,8 @@ class World:
     def send(self, agent, message):
         if isinstance(message, Cancel):
             self.inbox = [one for one in self.inbox if one[0] != agent]
+            return
+        if isinstance(message, Pinned):  # only shown on the device
             return
         self.twin.read(self.state.journal)
         known = self.rollout.book.devices[agent]

@@ -220,7 +220,7 @@ def test_a_simulation_whose_journal_was_lost_does_not_begin_again_over_what_clie
         path.unlink()
     with Journal(folder / "journal.db") as journal:  # what is left when all was in a log that a power cut took
         if started:
-            registry.begin(journal, version="0.1.0", boot="later")
+            registry.record_start(journal, version="0.1.0", boot="later")
     with pytest.raises(StateError, match=words):
         run(plan, folder)
     assert list((folder / "clients").rglob("kept-*"))

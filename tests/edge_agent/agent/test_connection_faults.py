@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from datetime import datetime, timezone
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +15,10 @@ from federation_harness import Federation
 
 from edge_agent.agent import event_loop
 from edge_agent.agent.app import refused_topics_of
-from edge_agent.agent.health import ASK_RULES_S
+from edge_agent.agent.health import ASK_RULES_S, OtherClock
 from edge_agent.cli import main as edge_agent
 from edge_agent.config import AgentConfig, BrokerConfig, DataConfig, TlsConfig
-from edge_agent.errors import StateError
+from edge_agent.errors import SET_CLOCK, StateError
 from edge_agent.wire import messages as wire
 from edge_agent.wire.transport import Disconnected
 from edge_agent.worker import is_stopped
@@ -162,3 +164,40 @@ def test_stop_during_a_renewal_is_no_error(fed, monkeypatch, caplog, signal, lev
     with caplog.at_level("INFO", logger="edge_agent"):
         agent.step(0)
     assert {record.levelname for record in caplog.records if "certificate" in record.message} == {level}
+
+
+@pytest.mark.parametrize("days, words", [(400, "400.0 days ahead of"), (-0.5, "12.0 hours behind")])
+def test_a_wrong_clock_is_a_fault_of_the_device_alone_until_it_is_set(tmp_path, monkeypatch, capsys, days, words):
+    shift = [days * 86_400]
+    with Federation(tmp_path, agents=()) as federation:
+        federation.settle()
+        monkeypatch.setattr(
+            event_loop, "OtherClock", lambda _, clock: OtherClock(lambda: time.time() + shift[0], clock)
+        )
+        agent = federation.add("a0")
+        federation.settle()
+        found = local(agent)
+        assert (found["condition"], found["fault"]["error"]) == ("fault", "WrongClock")
+        assert found["fault"]["message"] == f"this device's clock is {words} the coordinator's"
+        assert "timedatectl set-ntp true" in found["fault"]["remedy"]
+        assert agent.condition.name == "ok", "it does its work"
+        shift[0] = 0.0
+        assert (local(agent)["condition"], local(agent)["fault"]) == ("ok", None)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "now", "2030-01-01T00:00:00", "9999-12-31T23:59:59-23:59", "0001-01-01T00:00+23:59"]
+)
+def test_no_time_of_a_peer_ends_the_agent(text):
+    clock = OtherClock(lambda: 0.0, lambda: 0.0)
+    clock.heard(text)
+    assert text[:1] in {"9", "0"} or clock.problem() is None
+
+
+def test_a_certificate_of_another_time_names_the_clock(fed):
+    agent = fed.agents["a0"]
+    cut(agent, "the certificate is not trusted (certificate has expired; compare the clocks)", SET_CLOCK)
+    found = local(agent)["fault"]
+    assert found["error"] == "WrongClock"
+    assert f"this device's clock says {datetime.now(timezone.utc):%Y-%m-%d}" in found["message"]
+    assert found["remedy"].startswith("set the clock that is wrong ('timedatectl set-ntp true')")

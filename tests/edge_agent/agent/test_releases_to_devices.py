@@ -623,7 +623,7 @@ def test_devices_that_return_to_their_channel_get_a_file_that_they_may_install(s
     site.release("unpin", "porch")
     site.until(lambda: site.running()["porch"] == 2, limit_s=60)
 
-    released(site, make_bundle("c.hwb", dim=16, seed=2), "--canary", "all", "--channel", "beta")
+    released(site, make_bundle("c.hwb", dim=16, seed=2), "--canary", "all", "--channel", "beta", "--new-channel")
     for channel, expected in (("beta", 3), ("stable", 2)):
         site.kill("hall")
         site.device("hall", bundle=trusting, channel=channel)
