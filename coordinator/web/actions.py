@@ -176,6 +176,7 @@ async def act(request: Request) -> Response:
             expires=shown_time(token.expires),
         )
     site_of(request).watch.wake()
+    await run_in_threadpool(site_of(request).view.refresh, wait=True)  # the page that follows shows what was done
     return RedirectResponse(action.back(form), 303)
 
 

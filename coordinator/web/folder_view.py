@@ -157,9 +157,12 @@ class FolderView:
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
-    def refresh(self) -> bool:
-        """Read what is new, but not for long; whether there is more to read now."""
-        if not self._reading.acquire(blocking=False):
+    def refresh(self, *, wait: bool = False) -> bool:
+        """Read what is new, but not for long; whether there is more to read now.
+
+        Nothing is read here while another thread reads, unless ``wait``: then all that is there at the call is read.
+        """
+        if not self._reading.acquire(blocking=wait):
             return False
         try:
             has_more = self._read_journal()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import stat
+import threading
 
 import pytest
 from web_site import BASE, act, agent_status, fields, sign_in
 
 from coordinator.web.access import WRONG_AT_ONCE, WRONG_EVERY_S, Access, WrongTokens, is_known_host, token_path
+from coordinator.web.folder_view import FolderView
 from edge_agent.errors import StateError
 
 ORIGIN = {"origin": BASE}
@@ -293,3 +295,16 @@ def test_token_is_on_no_page_and_in_no_header(released):
 def test_over_long_address_is_refused(released):
     with released.client() as client:
         assert client.get("/?find=" + "x" * 9000).status_code == 414
+
+
+def test_what_follows_an_action_waits_for_a_reading_under_way_and_reads_what_it_has_missed(released):
+    view = FolderView(released.path)
+    view.refresh()
+    with view._reading:  # the watcher is in the middle of its look
+        released.run(2, end="run_finished")
+        assert view.refresh() is False
+        waiting = threading.Thread(target=view.refresh, kwargs={"wait": True}, daemon=True)
+        waiting.start()
+        assert "run-0002" not in view.runs
+    waiting.join(30)
+    assert "run-0002" in view.runs
