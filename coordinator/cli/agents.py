@@ -15,8 +15,9 @@ from edge_agent.cli.output import pairs
 from edge_agent.errors import UsageError, nearest
 from edge_agent.identity import shown as shown_time
 from edge_agent.moments import shown as shown_moment
+from edge_agent.storage import IDENTITY
 
-from ..identity.ledger import AgentRecord
+from ..identity.ledger import AgentRecord, Ledger
 from ..state.history import SCOPES, history_of
 from ..state.releases import book_of
 from ..state.store import StateFolder
@@ -80,6 +81,12 @@ def show_agents(
         rows = rows_of(folder)
         if name is not None:
             if (row := next((one for one in rows if one["id"] == name), None)) is None:
+                record = Ledger(path / IDENTITY / "agents").get(name)
+                if record is not None:
+                    raise UsageError(
+                        f"agent '{name}' ({_described(record, time.time())['state']}) was not heard yet; on the device "
+                        "'edge-agent run' starts it and 'edge-agent doctor' says what keeps it away"
+                    )
                 close = nearest(name, [one["id"] for one in rows])
                 hint = f"did you mean '{close}'? " if close else ""
                 raise UsageError(f"unknown agent '{name}': {hint}'headwater agents' shows those that are known")

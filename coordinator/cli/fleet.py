@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import Any, Literal
 
 from rich.table import Table
@@ -13,8 +14,10 @@ from ..identity.revoked import revoked_agents
 from ..state.fleet_rows import AgentRow, FleetFacts, reported_by
 from ..state.fleet_rows import rows_of as fleet_rows
 from ..state.history import SCOPES
+from ..state.journal import utc_now
 from ..state.releases import book_of
 from ..state.store import StateFolder, read_agents, read_status
+from .follow import is_serving
 from .output import table
 
 Row = dict[str, Any]
@@ -31,24 +34,33 @@ SortKey = Literal[
 
 def rows_of(folder: StateFolder) -> list[Row]:
     """All agents that are known, as JSON: heard since the coordinator's start, kept out lately, or with results."""
-    refused = [one for one in read_status(folder.path).get("refused_agents", ()) if one["id"]]
+    status, now = read_status(folder.path), utc_now()
+    refused = [one for one in status.get("refused_agents", ()) if one["id"]]
     facts = FleetFacts(
         {one["id"]: one for one in read_agents(folder.path)},
         reported_by(folder.journal.newest_of("release_reported", "device_reported")),
         book_of(folder.journal),
         refused={one["id"]: {name: str(one[name]) for name in FAULT} for one in refused},
         revoked=revoked_agents(folder.path),
+        is_serving=is_serving(folder.path),
+        now=now,
     )
-    return [*map(_row, fleet_rows(facts))]
+    age_s = 0.0 if facts.is_serving else status_age_s(status, now)
+    return [_row(one, age_s) for one in fleet_rows(facts)]
 
 
-def _row(agent: AgentRow) -> Row:
+def status_age_s(status: dict[str, Any], now: datetime) -> float:
+    """How long ago the coordinator wrote its status; 0 where it says no time."""
+    return max(0.0, (now - datetime.fromisoformat(status["at"])).total_seconds()) if "at" in status else 0.0
+
+
+def _row(agent: AgentRow, age_s: float) -> Row:
     return {
         "id": agent.id,
         "state": agent.state,
         "tier": agent.tier or None,
         "transport": agent.transport or None,
-        "last_seen_s": agent.silent_s,
+        "last_seen_s": None if agent.silent_s is None else agent.silent_s + age_s,
         "software": agent.software or None,
         "bundle_id": agent.bundle_id or None,
         "samples": agent.samples,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
 import typer
@@ -22,7 +21,7 @@ from ..state.journal import utc_now
 from ..state.retention import usage
 from ..state.store import RunFolder, StateFolder, read_agents, read_status
 from ..text import counted, listed
-from .fleet import NO_AGENTS, notes_of
+from .fleet import NO_AGENTS, notes_of, status_age_s
 from .follow import advice, is_serving
 from .options import Config, Json, State, state_path
 from .output import fitted, is_live, present, print_line, stdout_console, table
@@ -209,7 +208,7 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
     serving, runs, agents = result["serving"], result["runs"], result.get("agents", [])
     age = ""
     if "at" in result:
-        seconds = (datetime.now(timezone.utc) - datetime.fromisoformat(result["at"])).total_seconds()
+        seconds = status_age_s(result, utc_now())
         age = f" (heard {seconds:.0f} s ago)"
     yield f"coordinator: {'serving' if serving else 'not running'}{age}, state in {result['state']}"
     if serving and (waiting := result.get("waiting")):
@@ -254,7 +253,8 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
 def _agents(result: dict[str, Any]) -> Table | str:
     """The table of those that were chosen, or why there is none."""
     if agents := result.get("agents"):
-        return _table_of_agents(agents)
+        age_s = 0.0 if result["serving"] else status_age_s(result, utc_now())
+        return _table_of_agents(agents, is_serving=result["serving"], age_s=age_s)
     if count := (result.get("fleet") or {}).get("agents"):
         return f"none of {counted(count, 'agent')} is chosen (--page, --only, --find)"
     return NO_AGENTS
@@ -274,7 +274,7 @@ def _table_of_runs(runs: list[dict[str, Any]]) -> Table:
     return table("runs", ("run", "method", "status", "round", "note"), rows, left=5)
 
 
-def _table_of_agents(agents: list[dict[str, Any]]) -> Table:
+def _table_of_agents(agents: list[dict[str, Any]], *, is_serving: bool, age_s: float) -> Table:
     conditions = {"ok": "online", "fault": "online, fault", "stalled": "online, stalled"}
     rows = [
         (
@@ -283,11 +283,13 @@ def _table_of_agents(agents: list[dict[str, Any]]) -> Table:
             agent.get("transport", "mqtt"),
             "revoked"
             if agent["revoked"]
+            else "unknown"
+            if not is_serving
             else conditions[agent.get("condition", "ok")]
             if agent["present"]
             else "offline",
             agent["bundle_id"][:12],
-            None if agent["silent_s"] is None else f"{agent['silent_s']:.0f} s",
+            None if agent["silent_s"] is None else f"{agent['silent_s'] + age_s:.0f} s",
         )
         for agent in agents
     ]

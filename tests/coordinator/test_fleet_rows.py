@@ -14,6 +14,7 @@ from coordinator.state.fleet_rows import FleetFacts, Reported, reported_by, rows
 from coordinator.state.journal import Entry
 from coordinator.state.releases import Book
 from coordinator.web.folder_view import FolderView
+from edge_agent.storage import folder_lock
 
 AT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
@@ -47,7 +48,7 @@ def test_terminal_and_web_view_show_the_same_of_each_agent(site, capsys):
         [agent_status("a", acc={"personal": 0.8}, rss_mb=77.0), agent_status("c", present=False, fault=fault)],
         refused_agents=[refused],
     )
-    with contextlib.suppress(SystemExit):
+    with contextlib.suppress(SystemExit), folder_lock(site.path, "a coordinator"):
         headwater(["agents", "--json", "--limit", "0", "--state", str(site.path)])
     printed = {one["id"]: one for one in json.loads(capsys.readouterr().out)["agents"]}
     view = FolderView(site.path)

@@ -128,6 +128,9 @@ def test_revocation_says_what_it_ends_and_the_list_what_follows(fleet):
 
     token = issuer.token("porch", timedelta(days=1))
     assert listed() == {"porch": ("invited", None)}
+    with StateFolder(issuer.ledger.folder.parents[1]).open("a coordinator"):
+        code, _, err = fleet.call("agents", "porch", "--config", fleet.config)
+    assert (code, "agent 'porch' (invited) was not heard yet" in err) == (2, True)
     assert "porch is invited no more" in revoke("porch")
     assert listed() == {"porch": ("revoked", None)}
     token = issuer.token("porch", timedelta(days=1))

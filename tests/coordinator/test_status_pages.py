@@ -130,3 +130,20 @@ def test_agents_are_selected_by_condition_and_id(fed, options, expected):
     assert ids(fed, *options) == expected
     nobody = "none of 450 agents is chosen (--page, --only, --find)"
     assert (nobody in told(fed, *options)) is not bool(expected), "and not that none has been heard"
+
+
+def test_nobody_is_online_once_the_coordinator_has_ended(fed):
+    assert "online" in told(fed)
+    fed.kill_coordinator()
+    path = fed.config.state / "status.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"at": "2026-01-01T00:00:00+00:00"}))
+    shown = told(fed)
+    assert "not running" in shown
+    assert "unknown" in shown
+    assert not re.search(r"mqtt +online", shown)
+    result = CliRunner().invoke(
+        command_tree(["agents"]), ["agents", "show", "m0001", "--state", str(path.parent), "--json"]
+    )
+    agent = json.loads(result.stdout)
+    assert agent["state"] == "unknown"
+    assert agent["last_seen_s"] > 86400, "it was heard before the status was written"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal as signals
 import subprocess
 import sys
 import time
@@ -139,7 +140,9 @@ def test_status_of_a_device_without_data_shows_what_there_is(tmp_path, capsys):
 
 def died(number):
     """The error of a renewal whose child ended by that signal, which it really got."""
-    child = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {number})"]
+    # Where the tests run in the background of a script, SIGINT is ignored, which children inherit.
+    as_by_default = "" if number == signals.SIGKILL else f"signal.signal({number}, signal.SIG_DFL); "
+    child = [sys.executable, "-c", f"import os, signal; {as_by_default}os.kill(os.getpid(), {number})"]
     try:
         subprocess.run(child, check=True)
     except subprocess.CalledProcessError as error:
