@@ -105,11 +105,11 @@ def run(
             raise UsageError(f"{resume} is {record.status} already; ask for another run without --resume")
     record = _follow(settings, target, invocation)
     summary = result_of(StateFolder(settings.state), record)
-    parts = [*result_parts(summary), *next_steps(settings.state, summary)]
+    parts = [*result_parts(summary), *next_steps(settings.state, summary, invocation)]
     present(summary, parts, as_json=as_json)
 
 
-def next_steps(state: Path, summary: dict[str, Any]) -> Iterator[str]:
+def next_steps(state: Path, summary: dict[str, Any], invocation: Invocation) -> Iterator[str]:
     """The commands that bring a run's bundle to devices, where it does not go to them by itself."""
     from ..fleet.release_commands import releases_of_run
     from ..state.store import StateFolder
@@ -121,7 +121,7 @@ def next_steps(state: Path, summary: dict[str, Any]) -> Iterator[str]:
             return
     from ..state.release_keys import ReleaseKeys
 
-    create, keys = f"'headwater release create {summary['run_id']}'", ReleaseKeys(state)
+    create, keys = invocation.command(f"release create {summary['run_id']}"), ReleaseKeys(state)
     if keys.sign_alone:
         yield f"next: {create} releases it to devices"
         return

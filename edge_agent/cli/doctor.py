@@ -195,7 +195,12 @@ def walk(broker: BrokerConfig, ca: Path | None, timeout_s: float, config: AgentC
     def tls() -> str:
         import ssl
 
+        from ..config import credential
+
         context = ssl.create_default_context(cafile=str(ca) if ca is not None else None)
+        if broker.tls is not None and broker.tls.cert is not None:  # else the broker reports a refused device
+            key = broker.tls.key
+            context.load_cert_chain(credential(broker.tls.cert), credential(key) if key is not None else None)
         with (
             socket.create_connection(address, timeout_s) as plain,
             context.wrap_socket(plain, server_hostname=broker.host) as secure,

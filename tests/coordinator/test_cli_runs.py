@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli.export import near_one
-from coordinator.cli.follow import _waiting, follow, result_of
+from coordinator.cli.follow import Invocation, _waiting, follow, result_of
 from coordinator.cli.run import next_steps, result_parts
 from coordinator.config import load_config
 from coordinator.state.journal import utc_now
@@ -350,16 +350,17 @@ def test_a_run_ends_with_the_bundle_id_that_status_shows():
 
 
 def test_a_run_ends_with_the_commands_that_bring_its_bundle_to_devices(tmp_path):
-    state, summary = tmp_path / "state", {"run_id": "run-0001"}
+    state, summary, invocation = tmp_path / "state", {"run_id": "run-0001"}, Invocation(Path("c.toml"), None)
     with StateFolder(state).look(create=True) as folder:
-        assert [*next_steps(state, summary)] == []
+        assert [*next_steps(state, summary, invocation)] == []
         summary["bundle"] = {"bundle_id": "a" * 64, "path": "b.hwb"}
-        assert [*next_steps(state, summary)] == ["next: 'headwater release create run-0001' releases it to devices"]
+        create = "'headwater release create run-0001 --config c.toml'"
+        assert [*next_steps(state, summary, invocation)] == [f"next: {create} releases it to devices"]
         for name in ("alice", "bob", "carol"):
             write_key(tmp_path / name, new_key(), name=name)
         people = [read_public(tmp_path / f"{name}.pub") for name in ("alice", "bob", "carol")]
         ReleaseKeys(state).create("home", utc_now(), people, 2)
-        (line,) = next_steps(state, summary)
+        (line,) = next_steps(state, summary, invocation)
         assert line.startswith("next: 2 of 3 people sign it ('headwater keys sign b.hwb --key FILE'), then 'headwater ")
         folder.journal.append("release_made", run="run-0001", digest="b" * 64, body={"bundle_id": "a" * 64})
-        assert [*next_steps(state, summary)] == []
+        assert [*next_steps(state, summary, invocation)] == []

@@ -185,6 +185,8 @@ def test_what_cannot_be_read_is_left_out_unless_strict(way, place, capsys):
     assert "cat/broken.png: cannot be read as an image" in found["skipped"][0]
     assert main([*words]) == 0
     assert "left out" in capsys.readouterr().out
+    assert main(["add", "--state", "state", "--label", "cat", str(photos / "broken.png")]) == 2, "nothing is left"
+    assert "broken.png" in capsys.readouterr().err
 
 
 def test_status_shows_added_samples_and_files_that_cannot_be_used(place, capsys):
