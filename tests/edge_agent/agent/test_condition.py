@@ -351,7 +351,6 @@ def test_both_status_commands_show_fault_and_remedy(fed, tmp_path, capsys):
     agent.write_status()
     fed.wait(2)
     fed.coordinator.catch_up()
-    fed.kill_coordinator()
     config = tmp_path / "agent.toml"
     config.write_text('id = "a0"\nstate = "a0"\n[data]\nsource = "none:"\n')
     assert edge_agent(["status", "--config", str(config)]) == 1
