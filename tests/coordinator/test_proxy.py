@@ -189,15 +189,15 @@ def test_each_round_is_evaluated_and_everybody_can_read_it(tmp_path, own):
     with Watched(tmp_path, ProxyConfig(data=own, device="cpu")) as fed:
         fed.request("fedavg", rounds=3, params=SMALL)
         fed.finish()
-        told, folder = fed.proxy_results(), fed.state.run(fed.run)
+        results, folder = fed.proxy_results(), fed.state.run(fed.run)
         summary, metrics = folder.summary(), [one for one in folder.metrics() if one["kind"] == "proxy"]
         page = write_report(folder).read_text()
         assert list(folder.folder.glob("proxy-*")) == [], "states are kept only until they are evaluated"
-    assert sorted(told) == [1, 2, 3]
-    assert {one["round"]: one["acc"] for one in summary["proxy"]} == told
-    assert {one["round"]: one["acc"] for one in metrics} == told
+    assert sorted(results) == [1, 2, 3]
+    assert {one["round"]: one["acc"] for one in summary["proxy"]} == results
+    assert {one["round"]: one["acc"] for one in metrics} == results
     assert "acc.proxy" in page
-    assert f"acc.proxy: {told[1]:.1%} after round 1, {told[3]:.1%} after round 3".replace("%", " %") in page
+    assert f"acc.proxy: {results[1]:.1%} after round 1, {results[3]:.1%} after round 3".replace("%", " %") in page
 
 
 def test_every_other_round_and_the_last_one(tmp_path, own):

@@ -39,7 +39,7 @@ def fed(tmp_path):
         yield federation
 
 
-def told(fed, *arguments):
+def printed(fed, *arguments):
     command = ["status", "--state", str(fed.config.state), *arguments]
     result = CliRunner().invoke(command_tree(["status"]), command)
     assert result.exit_code == 0, result.output
@@ -47,7 +47,7 @@ def told(fed, *arguments):
 
 
 def ids(fed, *arguments):
-    return [agent["id"] for agent in json.loads(told(fed, *arguments, "--json"))["agents"]]
+    return [agent["id"] for agent in json.loads(printed(fed, *arguments, "--json"))["agents"]]
 
 
 def test_the_status_file_lists_no_more_agents_however_many_there_are(fed):
@@ -99,7 +99,7 @@ def test_an_open_round_of_a_large_cohort_is_counted_and_not_listed(tmp_path):
 
 
 def test_a_page_shows_twenty_agents_and_problems_first(fed):
-    out = told(fed)
+    out = printed(fed)
     assert len(re.findall(r"^m\d{4}", out, re.MULTILINE)) == 20 + len(FAILING)  # their notes follow the table
     assert "fleet: 450 agents, 447 online, 2 fault, 0 stalled; page 1 of 23 of 450 agents" in out
     assert ids(fed)[:6] == [*FAILING, *AWAY, "m0000"]
@@ -129,15 +129,15 @@ def test_pages_show_every_agent_once(fed):
 def test_agents_are_selected_by_condition_and_id(fed, options, expected):
     assert ids(fed, *options) == expected
     nobody = "none of 450 agents is chosen (--page, --only, --find)"
-    assert (nobody in told(fed, *options)) is not bool(expected), "and not that none has been heard"
+    assert (nobody in printed(fed, *options)) is not bool(expected), "and not that none has been heard"
 
 
 def test_nobody_is_online_once_the_coordinator_has_ended(fed):
-    assert "online" in told(fed)
+    assert "online" in printed(fed)
     fed.kill_coordinator()
     path = fed.config.state / "status.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"at": "2026-01-01T00:00:00+00:00"}))
-    shown = told(fed)
+    shown = printed(fed)
     assert "not running" in shown
     assert "unknown" in shown
     assert not re.search(r"mqtt +online", shown)

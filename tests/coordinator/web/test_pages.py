@@ -28,7 +28,7 @@ HOSTILE = (
 
 
 @pytest.fixture
-def told(site):
+def populated(site):
     """A federation with two runs, two releases, and agents of all states."""
     run = site.run(4, ("a", "b"), end="run_finished")
     site.report(run, "a", 0.5, 0.6, 0.75)
@@ -65,8 +65,8 @@ def test_page_of_an_empty_folder_says_what_to_do_next(site, path):
     assert "headwater" in answer.text or "token" in answer.text
 
 
-def test_fleet_shows_each_agent_with_state_accuracies_and_what_to_do(told):
-    with told.client() as client:
+def test_fleet_shows_each_agent_with_state_accuracies_and_what_to_do(populated):
+    with populated.client() as client:
         page = client.get("/").text
     assert re.findall(r'href="/agent\?id=(\w)"', page)[:1] == ["b"], "the faulty one first"
     for part in ("75.0 %", "No class folders.", "Make one folder for each class.", "Rolled back the encoder.", "0.0.9"):
@@ -178,9 +178,9 @@ def test_agent_without_accuracies_says_when_there_will_be_some(site):
     assert "acc.local and the gain over it are not known yet" in device
 
 
-def test_analysis_of_a_run_is_linked_and_has_no_part_in_the_session(told):
-    folder = told.folder.run("run-0001").folder / "analysis"
-    with told.client() as client:
+def test_analysis_of_a_run_is_linked_and_has_no_part_in_the_session(populated):
+    folder = populated.folder.run("run-0001").folder / "analysis"
+    with populated.client() as client:
         assert "/analysis/" not in client.get("/run?id=run-0001").text
         missing = client.get("/analysis/run-0001/index.html")
         assert missing.status_code == 404
@@ -208,8 +208,8 @@ def test_methods_are_text_without_markup(site):
     assert "**" not in page
 
 
-def test_accuracies_are_percentages_in_tables_charts_and_their_data(told):
-    with told.client() as client:
+def test_accuracies_are_percentages_in_tables_charts_and_their_data(populated):
+    with populated.client() as client:
         page = client.get("/").text
     chart = json.loads(re.search(r'id="gains".*?<script type="application/json">(.*?)</script>', page, re.DOTALL)[1])
     assert chart["value"]["share"] is True
@@ -217,8 +217,8 @@ def test_accuracies_are_percentages_in_tables_charts_and_their_data(told):
     assert "<td>75.0 %</td>" in page[page.index('id="gains"') :]
 
 
-def test_fleet_is_searched_filtered_and_sorted_by_the_server(told):
-    with told.client() as client:
+def test_fleet_is_searched_filtered_and_sorted_by_the_server(populated):
+    with populated.client() as client:
         ids = lambda query: re.findall(
             r'<tr><th scope="row"><a class="id" href="/agent\?id=(\w)"', client.get("/" + query).text
         )
@@ -230,8 +230,8 @@ def test_fleet_is_searched_filtered_and_sorted_by_the_server(told):
         assert "None of 4 agents is chosen" in client.get("/?find=zzz").text
 
 
-def test_agent_page_has_history_fault_and_pin(told):
-    with told.client() as client:
+def test_agent_page_has_history_fault_and_pin(populated):
+    with populated.client() as client:
         page = client.get("/agent", params={"id": "c"}).text
         assert "pinned to release 1" in page
         assert "for the paper" in page
@@ -242,16 +242,18 @@ def test_agent_page_has_history_fault_and_pin(told):
         assert "finished run-0001" in page
 
 
-def test_faults_that_are_over_stay_on_the_page_of_the_agent(told):
+def test_faults_that_are_over_stay_on_the_page_of_the_agent(populated):
     from coordinator.state.fault_log import FaultLog
 
-    FaultLog(told.path).note("a", {"error": "DiskFull", "message": "no space", "remedy": "make room", "code": "disk"})
-    with told.client() as client:
+    FaultLog(populated.path).note(
+        "a", {"error": "DiskFull", "message": "no space", "remedy": "make room", "code": "disk"}
+    )
+    with populated.client() as client:
         assert "Make room." in client.get("/agent?id=a").text
 
 
-def test_run_page_says_for_whom_the_round_waits_and_until_when(told):
-    with told.client() as client:
+def test_run_page_says_for_whom_the_round_waits_and_until_when(populated):
+    with populated.client() as client:
         page = client.get("/run?id=run-0002").text
     assert "round 3: 1 of 2 updates are here" in page
     assert 'data-until="' in page
@@ -298,8 +300,8 @@ def test_report_of_a_run_is_linked_and_has_no_part_in_the_session(site):
         assert client.get("/report?id=../run-0001").status_code == 404
 
 
-def test_chart_of_a_run_has_all_rounds_and_its_numbers_as_a_table(told):
-    with told.client() as client:
+def test_chart_of_a_run_has_all_rounds_and_its_numbers_as_a_table(populated):
+    with populated.client() as client:
         page = client.get("/run?id=run-0001").text
     data = re.search(
         r'<figure class="chart" id="accuracy".*?<script type="application/json">(.*?)</script>', page, re.DOTALL
@@ -310,8 +312,8 @@ def test_chart_of_a_run_has_all_rounds_and_its_numbers_as_a_table(told):
     assert '<th scope="col">acc.personal, mean</th>' in page
 
 
-def test_releases_show_the_canary_and_what_can_be_done(told):
-    with told.client() as client:
+def test_releases_show_the_canary_and_what_can_be_done(populated):
+    with populated.client() as client:
         page = client.get("/releases").text
         assert "Canary: 0 of 1 successes needed" in page
         assert "do=promote&amp;number=2" in page
@@ -330,12 +332,12 @@ def test_compare_begins_with_the_last_ten_runs_that_have_started(site):
     assert shown == {*started[2:]}
 
 
-def test_files_are_read_without_the_lock_of_the_pages(told, monkeypatch):
+def test_files_are_read_without_the_lock_of_the_pages(populated, monkeypatch):
     """The journal, a summary of all agents, a bundle: a slow disk holds up the one who asks, and nobody else."""
-    run = told.folder.run("run-0001")
+    run = populated.folder.run("run-0001")
     run.summary_path.write_text(json.dumps({"agents": [{"id": "a", "acc": {"local": 0.5}}]}), encoding="utf-8")
     read = []
-    with told.client() as client:
+    with populated.client() as client:
 
         def free(owner, name):
             real = getattr(owner, name)
@@ -350,7 +352,7 @@ def test_files_are_read_without_the_lock_of_the_pages(told, monkeypatch):
         free(Journal, "_selected")
         free(pages, "read_json")
         free(pages, "_manifest")
-        told.journal.append("bundle_exported", run="run-0001", digest="0" * 64, body={"bundle_id": "a" * 64})
+        populated.journal.append("bundle_exported", run="run-0001", digest="0" * 64, body={"bundle_id": "a" * 64})
         for path in ("/agent?id=a", "/run?id=run-0001", *PAGES):
             assert client.get(path).status_code == 200, path
     assert {*read} == {"_selected", "read_json", "_manifest"}
@@ -387,12 +389,12 @@ def test_compare_shows_settings_that_differ_and_all_when_asked(site):
         ("/act?do=format", 404),
     ],
 )
-def test_bad_address_is_a_clear_page_and_no_leak(told, path, status):
-    with told.client() as client:
+def test_bad_address_is_a_clear_page_and_no_leak(populated, path, status):
+    with populated.client() as client:
         answer = client.get(path)
     assert answer.status_code == status
     assert "Traceback" not in answer.text
-    assert str(told.path.parent / "x") not in answer.text
+    assert str(populated.path.parent / "x") not in answer.text
     assert 'role="alert"' in answer.text or status == 404
 
 
@@ -423,13 +425,13 @@ def check(answer):
         json.loads(data)
 
 
-def test_half_written_files_cost_their_content_and_no_page(told):
-    (told.path / "status.json").write_text('{"at": "2026', encoding="utf-8")
-    folder = told.folder.run("run-0001")
+def test_half_written_files_cost_their_content_and_no_page(populated):
+    (populated.path / "status.json").write_text('{"at": "2026', encoding="utf-8")
+    folder = populated.folder.run("run-0001")
     folder.summary_path.write_text("{", encoding="utf-8")
     with folder.metrics_path.open("a") as file:
         file.write('not json\n{"kind":"round","round":5,"acc":{"per')
-    with told.client() as client:
+    with populated.client() as client:
         page = client.get("/run?id=run-0001")
         assert page.status_code == 200
         assert "Damaged and left out: 1 line of metrics.jsonl." in page.text
@@ -437,35 +439,35 @@ def test_half_written_files_cost_their_content_and_no_page(told):
             assert client.get(path).status_code == 200
 
 
-def test_damaged_journal_is_named_and_the_status_still_shown(told, tmp_path):
-    told.journal.close()
-    (told.path / "journal.db").write_bytes(b"not a database" * 100)
+def test_damaged_journal_is_named_and_the_status_still_shown(populated, tmp_path):
+    populated.journal.close()
+    (populated.path / "journal.db").write_bytes(b"not a database" * 100)
     for end in ("-wal", "-shm"):
-        (told.path / f"journal.db{end}").unlink(missing_ok=True)
-    with told.client() as client:
+        (populated.path / f"journal.db{end}").unlink(missing_ok=True)
+    with populated.client() as client:
         page = client.get("/").text
     assert "The journal cannot be read" in page
     assert "No class folders." in page
 
 
-def test_folder_without_a_coordinator_says_so_and_shows_what_was(told):
-    content = json.loads((told.path / "status.json").read_text())
-    told.status(content["agents"], at="2026-01-01T00:00:00.000+00:00")
-    with told.client() as client:
+def test_folder_without_a_coordinator_says_so_and_shows_what_was(populated):
+    content = json.loads((populated.path / "status.json").read_text())
+    populated.status(content["agents"], at="2026-01-01T00:00:00.000+00:00")
+    with populated.client() as client:
         page = client.get("/").text
     assert "No coordinator is at work on this folder" in page
     assert page.count('data-word="unknown"') == 4
     assert "75.0 %" in page
 
 
-def test_state_folder_that_is_replaced_is_read_again(told):
-    with told.client() as client:
+def test_state_folder_that_is_replaced_is_read_again(populated):
+    with populated.client() as client:
         assert client.get("/run?id=run-0002").status_code == 200
-        told.journal.close()
-        for path in told.path.glob("journal.db*"):
+        populated.journal.close()
+        for path in populated.path.glob("journal.db*"):
             path.unlink()
-        told.journal.open()
-        told.run(1, end="run_finished")
+        populated.journal.open()
+        populated.run(1, end="run_finished")
         assert client.get("/run?id=run-0002").status_code == 404
         assert client.get("/run?id=run-0001").status_code == 200
 
@@ -483,8 +485,8 @@ def test_pages_of_long_tables_follow_each_other_without_a_gap(site):
     assert seen == [f"run-{number:04d}" for number in range(120, 0, -1)]
 
 
-def test_every_page_has_the_headers_that_keep_browsers_safe(told):
-    with told.client() as client:
+def test_every_page_has_the_headers_that_keep_browsers_safe(populated):
+    with populated.client() as client:
         for path in (*PAGES, "/nothing", "/assets/web.js", "/run?id=x"):
             headers = client.get(path).headers
             policy = headers["content-security-policy"]
@@ -496,15 +498,15 @@ def test_every_page_has_the_headers_that_keep_browsers_safe(told):
                 assert headers["cache-control"] == "no-store" or path == "/nothing"
 
 
-def test_no_page_has_inline_script_or_style(told):
-    with told.client() as client:
+def test_no_page_has_inline_script_or_style(populated):
+    with populated.client() as client:
         for path in (*PAGES, "/run?id=run-0001", "/agent?id=a"):
             page = client.get(path).text
             assert not re.search(r"\sstyle=|\son\w+=", re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL))
 
 
-def test_scripts_and_styles_are_kept_by_their_hash_and_sent_compressed(told):
-    with told.client() as client:
+def test_scripts_and_styles_are_kept_by_their_hash_and_sent_compressed(populated):
+    with populated.client() as client:
         page = client.get("/").text
         addresses = re.findall(r'(?:src|href)="(/assets/[^"]+)"', page)
         assert len(set(addresses)) == 6
