@@ -49,7 +49,7 @@ COMMANDS: dict[str, str] = {
     "enroll": "Make a token by which a device gets a certificate.",
     "sign": "Answer a device's request for a certificate in a file.",
     "keys": "Make, show and change release keys; sign bundles.",
-    "agents": "Show all agents or one; list, revoke, rename certificates.",
+    "agents": "Show all agents or one; revoke or rename certificates.",
     "password": "Create an agent's password and key of its commands.",
     "doctor": "Check this machine and the way to the broker.",
     "bench": "Measure this machine: devices, rounds, simulations.",

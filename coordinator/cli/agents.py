@@ -1,4 +1,4 @@
-"""``headwater agents``: all agents or one of them; list, revoke and rename those that have certificates."""
+"""``headwater agents``: all agents or one of them; show, revoke and rename their certificates."""
 
 from __future__ import annotations
 
@@ -171,11 +171,11 @@ def _one(agent: dict[str, Any]) -> Iterator[Table | str]:
         yield f"{shown_moment(one['at'])} update of {one['run']}, round {one['round']}, rejected: {one['reason']}"
 
 
-@app.command("list")
-def list_agents(config: Config = None, state: State = None, as_json: Json = False) -> None:
+@app.command("certificates")
+def show_certificates(config: Config = None, state: State = None, as_json: Json = False) -> None:
     """Show all agents with their certificates and tokens.
 
-    Example: headwater agents list
+    Example: headwater agents certificates
     """
     now = time.time()
     agents = [_described(record, now) for record in enrolment(config, state).ledger.records()]
@@ -188,6 +188,12 @@ def list_agents(config: Config = None, state: State = None, as_json: Json = Fals
         else ["no agents; 'headwater enroll NAME'"]
     )
     present({"agents": agents}, parts, as_json=as_json)
+
+
+@app.command("list", hidden=True)
+def show_certificates_by_old_name(config: Config = None, state: State = None, as_json: Json = False) -> None:
+    """Do the same as 'agents certificates', which was called so."""
+    show_certificates(config, state, as_json)
 
 
 @app.command()
@@ -228,7 +234,7 @@ def rename(
     """
     issuer, life = enrolment(config, state), duration(expires)
     if issuer.ledger.get(name) is None:
-        raise UsageError(f"no agent '{name}' is enrolled; 'headwater agents list' shows all")
+        raise UsageError(f"no agent '{name}' is enrolled; 'headwater agents certificates' shows all")
     if (taken := issuer.ledger.get(new)) is not None and taken.certificates:
         raise UsageError(f"there is an agent '{new}' already; choose another name")
     print_token(issuer.token(new, life, replaces=name), as_json=as_json)

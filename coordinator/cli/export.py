@@ -14,7 +14,7 @@ from edge_agent.storage import write_tensors
 
 from ..config import DEFAULT_CONFIG, ExportConfig, HostedConfig, load_config
 from ..state.journal import RunRecord
-from .options import Config, Json, State
+from .options import Config, Json, RunOption, State, one_of
 from .output import console, is_live, present, ready_for, set_up_logging, table, text
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from export import Report
 
-Run = Annotated[str | None, typer.Option("--run", help="Run; default: the latest one with a closed round.")]
+Run = Annotated[
+    str | None, typer.Argument(metavar="RUN", help="Default: the latest one with a closed round.", show_default=False)
+]
 Out = Annotated[
     Path, typer.Option("--out", "-o", help="Bundle file to write; *.safetensors: the encoder's weights alone.")
 ]
@@ -40,9 +42,10 @@ Calibration = Annotated[
 
 def export(
     out: Out,
+    run: Run = None,
     config: Config = None,
     state: State = None,
-    run: Run = None,
+    run_option: RunOption = None,
     calibration: Calibration = None,
     as_json: Json = False,
 ) -> None:
@@ -52,11 +55,12 @@ def export(
     which needs no configuration. A file that ends in .safetensors gets the weights as they are, for --weights of other
     runs and for PyTorch.
 
-    Example: headwater export -c coordinator.toml --run run-0001 --out encoder.hwb
+    Example: headwater export -c coordinator.toml run-0001 --out encoder.hwb
     """
     from ..api import TrainedModel, export_run
 
     set_up_logging(quiet=True)
+    run = one_of(run, run_option, "RUN")
     if config is None and state is not None and not DEFAULT_CONFIG.exists():
         folder, settings, hosted = state, ExportConfig(), tuple[HostedConfig, ...]()
     else:

@@ -25,6 +25,9 @@ Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file; default: coordinator.toml in this folder.")
 ]
 State = Annotated[Path | None, typer.Option("--state", help="State folder; default: the one in the configuration.")]
+RunOption = Annotated[
+    str | None, typer.Option("--run", metavar="RUN", help="The same as RUN, as earlier versions named it.")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; logs go to stderr.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Verbose logging on stderr.")]
 Logs = Annotated[LogFormat, typer.Option("--log-format", help="json: one JSON object a line on stderr.")]
@@ -48,6 +51,7 @@ FLAGS = {
 """Flags of fields that have more than, or another than, their own name."""
 
 Command = TypeVar("Command", bound=Callable[..., None])
+T = TypeVar("T")
 
 
 def from_model(
@@ -93,6 +97,22 @@ def from_model(
 def flag(field: str) -> str:
     """The flag that a field is usually given by, such as ``--keep-every``."""
     return _flags(field)[0]
+
+
+def one_of(by_position: T | None, by_option: T | None, name: str) -> T | None:
+    """Return the value that was given by position or by an option of the same meaning; None: it was not given.
+
+    Args:
+        by_position: The value of the argument.
+        by_option: The value of the option.
+        name: What both name, such as RUN, for the message.
+
+    Raises:
+        UsageError: both were given, and differ.
+    """
+    if by_position is not None and by_option is not None and by_position != by_option:
+        raise UsageError(f"{name} is given twice, as {by_position} and as {by_option}; give one of them")
+    return by_option if by_position is None else by_position
 
 
 def state_path(config: Path | None, state: Path | None) -> Path:

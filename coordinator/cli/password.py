@@ -17,7 +17,7 @@ from edge_agent.storage import Access, access_of, write_atomic
 
 from ..broker.access import BROKER_ACCOUNT, COORDINATOR_USER, access_for, add_rules, check_user, set_password
 from ..state.command_keys import MASTER, CommandKeys
-from .options import Json, state_path
+from .options import Config, Json, state_path
 from .output import present, ready_for
 
 Agent = Annotated[
@@ -44,7 +44,7 @@ State = Annotated[
     typer.Option(
         "--state",
         help="The coordinator's state folder, for a key by which the agent knows its commands; default: that of "
-        "coordinator.toml in this folder, if there is one.",
+        "the configuration, if there is one.",
     ),
 ]
 
@@ -58,6 +58,7 @@ def password(
     acl: Acl = None,
     federation: Federation = "home",
     account: Account = None,
+    config: Config = None,
     state: State = None,
     as_json: Json = False,
 ) -> None:
@@ -74,6 +75,8 @@ def password(
     check_user(agent)
     if not re.fullmatch(NAME_PATTERN, federation):
         raise UsageError(f"federation '{federation[:80]}' does not match {NAME_PATTERN}")
+    if state is None and (config is not None or Path("coordinator.toml").exists()):
+        state = state_path(config, None)
     has_secret = state is None or (state / MASTER).exists()
     for file in (users, path, *([acl] if acl else [])):
         ready_for(file)
@@ -121,12 +124,8 @@ def password(
 
 def _write_key(password_file: Path, agent: str, federation: str, state: Path | None) -> Path | None:
     """The file of the agent's key, beside that of its password; None where no state folder is known."""
-    if agent == COORDINATOR_USER:
+    if agent == COORDINATOR_USER or state is None:
         return None
-    if state is None:
-        if not Path("coordinator.toml").exists():
-            return None
-        state = state_path(None, None)
     path = password_file.with_name(f"{agent}.commands.key")
     key = CommandKeys.of(state, federation).of_agent(agent)
     write_atomic(path, key.text().encode(), access=access_of(path) if path.exists() else Access.private())

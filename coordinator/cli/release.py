@@ -17,7 +17,7 @@ from ..state.releases import Book, Plan, Release, book_of
 from ..state.store import StateFolder
 from ..text import listed
 from .follow import is_serving
-from .options import Config, Json, State, state_path
+from .options import Config, Json, State, one_of, state_path
 from .output import present
 from .release_text import device_lines, other_tiers, release_line, release_lines
 
@@ -140,9 +140,19 @@ def rollback(
 @app.command()
 def pin(
     device: DeviceName,
-    reason: Annotated[str, typer.Option("--reason", help="Why, for the status and the journal.")],
     number: Annotated[
-        int | None, typer.Option("--release", min=1, help="Release that it is to run; default: the one that it runs.")
+        int | None,
+        typer.Argument(
+            metavar="RELEASE",
+            min=1,
+            help="The one that it is to run; default: that which it runs.",
+            show_default=False,
+        ),
+    ] = None,
+    reason: Reason = "",
+    number_option: Annotated[
+        int | None,
+        typer.Option("--release", metavar="RELEASE", min=1, help="The same as RELEASE, as earlier versions named it."),
     ] = None,
     until: Annotated[str, typer.Option("--until", help="Date or time when the pin ends; default: at 'unpin'.")] = "",
     config: Config = None,
@@ -153,10 +163,12 @@ def pin(
 
     It stays there whatever is released, held or rolled back.
 
-    Example: headwater release pin porch --reason "measurements for the paper" --until 2030-01-31
+    Example: headwater release pin porch 3 --reason "measurements for the paper" --until 2030-01-31
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        body, before = commands.pin(folder, device, number, reason, until, commands.author())
+        body, before = commands.pin(
+            folder, device, one_of(number, number_option, "RELEASE"), reason, until, commands.author()
+        )
     ends = f" until {body['until']}" if body["until"] else ""
     lines = [f"{device} stays with release {body['release']}{ends}: {body['reason']}"]
     if before is not None:

@@ -16,22 +16,32 @@ from ..report.page import accuracy_svg
 from ..runs.result_notes import standing
 from ..state.journal import RunRecord
 from ..state.store import StateFolder
-from .options import Config, Json, State, state_path
+from .options import Config, Json, RunOption, State, one_of, state_path
 from .output import console, present, ready_for
 
-Run = Annotated[str | None, typer.Option("--run", help="Run; default: the latest that has finished.")]
+Run = Annotated[
+    str | None, typer.Argument(metavar="RUN", help="Default: the latest that has finished.", show_default=False)
+]
 Svg = Annotated[Path | None, typer.Option("--svg", help="Also write the devices' accuracies as an SVG to this file.")]
 
 
-def report(config: Config = None, state: State = None, run: Run = None, svg: Svg = None, as_json: Json = False) -> None:
+def report(
+    run: Run = None,
+    config: Config = None,
+    state: State = None,
+    run_option: RunOption = None,
+    svg: Svg = None,
+    as_json: Json = False,
+) -> None:
     """Write a run's page with tables and plots, and say where it is.
 
-    Without --run it is the latest run that has finished, or else the latest that has figures. Of a run that has not
+    Without RUN it is the latest run that has finished, or else the latest that has figures. Of a run that has not
     finished, the page and a line on stderr say how far it is. Releases of the run's bundle are part of the page: where
     each stands, and what it scored on which device.
 
     Example: headwater report --state headwater-demo/coordinator
     """
+    run = one_of(run, run_option, "RUN")
     folder = StateFolder(state_path(config, state))
     record, releases = None, list[dict[str, Any]]()
     if folder.journal.path.exists():

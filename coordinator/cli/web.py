@@ -23,9 +23,18 @@ if TYPE_CHECKING:
 Listen = Annotated[
     str | None, typer.Option("--listen", help="Address and port, as 127.0.0.1:8470; port 0 = any free one.")
 ]
+Port = Annotated[
+    int | None, typer.Option("--port", min=0, max=65535, help="Port on this machine alone; short for --listen.")
+]
 
 
-def web(config: Config = None, state: State = None, listen: Listen = None, verbose: Verbose = False) -> None:
+def web(
+    config: Config = None,
+    state: State = None,
+    listen: Listen = None,
+    port: Port = None,
+    verbose: Verbose = False,
+) -> None:
     """Show fleet, runs, releases and bundles of a state folder in a browser, with or without a coordinator at work.
 
     Looking needs no token. Promote, hold, roll back, pin, cancel and the like do: the first start prints an address
@@ -36,7 +45,9 @@ def web(config: Config = None, state: State = None, listen: Listen = None, verbo
     from ..web.server import listening, serve
 
     set_up_logging(verbose=verbose, quiet=True)
-    settings = _settings(config, state, listen)
+    if port is not None and listen is not None:
+        raise UsageError(f"--listen {listen} names a port already; leave --port {port} out")
+    settings = _settings(config, state, listen if port is None else f"127.0.0.1:{port}")
     if not settings.state.is_dir():
         raise UsageError(f"{settings.state}: no such folder; name the state folder of a coordinator with --state")
     with listening(settings.web) as at, stop_on_signals() as stop:

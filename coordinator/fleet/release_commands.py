@@ -112,14 +112,12 @@ def rollback(folder: StateFolder, number: int | None, reason: str, by: str) -> i
     Returns the number of the release that does so.
 
     Raises:
-        UsageError: no such release, it was rolled back, or there is none before it.
+        UsageError: no such release, it was rolled back, or there is none before it; or none is named and the newest is
+            itself a rollback.
     """
     book = book_of(folder.journal)
-    if number is None and book.releases and (newest := book.releases[-1]).rolls_back:
-        raise UsageError(
-            f"the newest release, {newest.number}, is itself a rollback, of release {newest.rolls_back}; name the "
-            "release to roll back, see 'headwater release status'"
-        )
+    if number is None and book.releases and book.releases[-1].rolls_back:
+        raise UsageError(_after_rollback(book))
     release = chosen(book, number)
     if release.rolled_back_by:
         raise UsageError(_is_already(release, f"by release {release.rolled_back_by}"))
@@ -136,8 +134,9 @@ def pin(
     Raises:
         UsageError: no such device or release, or ``until`` is over or no date.
     """
-    if not (reason := reason.strip()):
-        raise UsageError("--reason is empty; say why, for those who look at the status later")
+    if reason and not reason.strip():
+        raise UsageError("--reason is empty; say why, or leave it out")
+    reason = reason.strip() or f"pinned by {by}"
     if until and moment_of(until) <= utc_now():
         raise UsageError(f"--until {until} is over; give a date to come")
     until = moment_of(until).isoformat(timespec="minutes") if until else ""
@@ -153,7 +152,7 @@ def pin(
     if number is None:
         number = Running(book).number(known, book.wanted(known, utc_now()))
         if number is None:
-            raise UsageError(f"{device} runs no release that is known here; name one with --release")
+            raise UsageError(f"{device} runs no release that is known here; name one")
     release = chosen(book, number)
     body = {"release": release.number, "reason": reason, "until": until, "by": by}
     folder.journal.append("device_pinned", agent=device, body=body)
@@ -362,6 +361,16 @@ def chosen(book: Book, number: int | None) -> Release:
         there = f"there are 1 to {len(book.releases)}" if book.releases else "'headwater release create' makes one"
         raise UsageError(f"no release {number or ''}".rstrip() + f"; {there}")
     return release
+
+
+def _after_rollback(book: Book) -> str:
+    """Return why the newest release, a rollback, is not rolled back itself, and which command goes one step further."""
+    newest = book.releases[-1]
+    said = f"the newest release, {newest.number}, is itself a rollback, of release {newest.rolls_back}"
+    older = book.before(newest)
+    if older is None:
+        return f"{said}; no earlier one is left to return to, see 'headwater release status'"
+    return f"{said}; 'headwater release rollback {newest.number}' goes further back, to release {older.number}"
 
 
 def _is_already(release: Release, why: str) -> str:

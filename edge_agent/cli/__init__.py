@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
-from ..errors import HeadwaterError, UsageError, cause, remedy, without_home
+from ..errors import HeadwaterError, UsageError, cause, nearest, remedy, without_home
 from ..limits import limit_threads
 from ..logs import TEXT
 
@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of one command: 0 done, else that of the error (see `edge_agent.errors`), 130 after Ctrl-C."""
     given = list(sys.argv[1:] if argv is None else argv)
-    arguments = _parser(given).parse_args(given)
+    arguments = _parse(given)
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.INFO if arguments.verbose else logging.WARNING,
@@ -74,18 +74,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints, too, are one JSON object where ``--json`` was given."""
+    """A parser that states a mistake in one line, and as one JSON object where ``--json`` was given."""
 
     as_json = False
 
     def error(self, message: str) -> NoReturn:
-        """Usage and message to stderr; exit code 2."""
+        """Print the mistake and where the options are explained to stderr; exit code 2."""
         if _Parser.as_json:
             print(json.dumps({"error": {"kind": "UsageError", "message": message, "exit_code": UsageError.exit_code}}))
-        super().error(message)
+        print(f"{self.prog}: {message}; '{self.prog} --help' explains the options", file=sys.stderr)
+        sys.exit(UsageError.exit_code)
+
+    def refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
+        """End the program because of arguments that this command does not take; similar options are named."""
+        # Only flags are compared: a value may look like an option by chance.
+        options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+        hints = []
+        for argument in unknown:
+            name = argument.partition("=")[0]
+            similar = nearest(name, options) if name.startswith("--") else None
+            if similar is not None:
+                hints.append(f", did you mean {similar}?")
+        self.error(f"unknown arguments: {' '.join(unknown)}{''.join(hints)}")
 
 
-def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+def _parse(given: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of one command; a mistake is reported by the command's own parser, not by the program's."""
+    arguments, unknown = _parser(given).parse_known_args(given)
+    if unknown:
+        command: _Parser = arguments.parser
+        command.refuse_unknown(unknown)
+    return arguments
+
+
+def _parser(given: Sequence[str]) -> _Parser:
     _Parser.as_json = "--json" in given
     parser = _Parser(
         prog="edge-agent",
@@ -106,7 +128,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
             getattr(module, f"add_{name}_arguments")(command)
             command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
             command.add_argument("-v", "--verbose", action="store_true", help="verbose logging on stderr")
-            command.set_defaults(run=run)
+            command.set_defaults(run=run, parser=command)
     return parser
 
 

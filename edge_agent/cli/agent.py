@@ -20,6 +20,7 @@ from ..storage import folder_lock, read_json, read_toml
 from ..trust import TrustStore
 from ..wire.authentic import key_file
 from . import output
+from .where import add_agent, check_exists, config_of_folder
 
 _REPORTED = (
     "tier",
@@ -99,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``edge-agent status``."""
-    parser.add_argument("--config", type=Path, default=Path("agent.toml"), help="TOML file (default: agent.toml)")
+    add_agent(parser)
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -113,14 +114,13 @@ def status(arguments: argparse.Namespace) -> int:
     the exit code is 1 unless it is ok. Bundle, head and its metrics are those that are installed now, also while no
     agent runs. It also shows samples that were added on this device, whether the head has learned from them, files that
     wait in the watch folder, how many images or recordings of the data source cannot be used, and what the agent has on
-    its disk beside the bounds of its configuration.
+    its disk beside the bounds of its configuration. With --state, in place of --config, what only the configuration
+    says is left out: the bounds, the watch folder, and whether unsigned bundles are installed.
 
     Example:
       edge-agent status --config agent.toml --json
     """
-    data = read_toml(arguments.config).get("data", {})
-    lacks_data = isinstance(data, dict) and "source" not in data  # as 'edge-agent enroll' leaves it without --data
-    config = load(AgentConfig, arguments.config, {"data": {"source": "none"}} if lacks_data else {})
+    config, lacks_data = _config_of(arguments)
     reported = read_json(config.state / "status.json") or {}
     running = False
     if config.state.is_dir():
@@ -130,7 +130,7 @@ def status(arguments: argparse.Namespace) -> int:
         except StateError:
             running = True
     result: dict[str, Any] = {
-        "id": config.id,
+        "id": config.id if arguments.state is None else reported.get("id"),
         "running": running,
         "state": str(config.state),
         **{key: reported.get(key) for key in _REPORTED},
@@ -149,16 +149,13 @@ def status(arguments: argparse.Namespace) -> int:
         "disk": None,
         "privacy": None,
     }
-    result["tier"] = result["tier"] or config.tier
-    result["commands"] = {
-        "refused": 0,
-        "replayed": 0,
-        **(result["commands"] or {}),
-        "authenticated": key_file(config) is not None,
-    }
+    if arguments.state is None:
+        result["tier"] = result["tier"] or config.tier
+    result["commands"] = _commands(config, result["commands"] or {}, by_folder=arguments.state is not None)
     try:
         trust = TrustStore(config.state / "bundles").described(time.time())
-        result["trust"] = {**trust, "unsigned": trust["root"] is None and config.takes_unsigned}
+        takes_unsigned = config.takes_unsigned if arguments.state is None else None
+        result["trust"] = {**trust, "unsigned": takes_unsigned if trust["root"] is None else False}
         result.update(_installed(config.state, reported, running=running))
     except HeadwaterError as error:
         result.update(condition="fault", fault=problem_of("bundle", error).as_json())
@@ -170,7 +167,7 @@ def status(arguments: argparse.Namespace) -> int:
         from ..agent.local_state import disk_usage
         from ..agent.privacy import spent
 
-        result["disk"] = disk_usage(config)
+        result["disk"] = disk_usage(config) if arguments.state is None else None
         result["privacy"] = spent(config)
     if lacks_data:
         missing = problem_of("data", ConfigError(str(arguments.config), ["data.source: is missing"]))
@@ -180,6 +177,24 @@ def status(arguments: argparse.Namespace) -> int:
         result.update(condition="stalled", fault=problem)  # which the agent itself could not write down
     output.result(arguments, result, lambda: output.pairs(_rows(result)))
     return 0 if result["condition"] in {None, "ok"} else 1
+
+
+def _config_of(arguments: argparse.Namespace) -> tuple[AgentConfig, bool]:
+    """Return the configuration that was named by its file or by its state folder, and whether it lacks its data."""
+    if arguments.state is not None:
+        check_exists(arguments.state, "an agent's state folder")
+        return config_of_folder(arguments.state), False
+    data = read_toml(arguments.config).get("data", {})
+    lacks_data = isinstance(data, dict) and "source" not in data  # as 'edge-agent enroll' leaves it without --data
+    return load(AgentConfig, arguments.config, {"data": {"source": "none"}} if lacks_data else {}), lacks_data
+
+
+def _commands(config: AgentConfig, reported: dict[str, Any], *, by_folder: bool) -> dict[str, Any]:
+    """Return how many commands were refused, and whether the device knows its coordinator's ones by a key."""
+    has_key = key_file(config) is not None
+    if by_folder:  # a key that only the configuration names is known from what the agent wrote
+        has_key = has_key or bool(reported.get("authenticated"))
+    return {"refused": 0, "replayed": 0, **reported, "authenticated": has_key}
 
 
 def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[str, Any]:
@@ -233,6 +248,9 @@ def _added(config: AgentConfig) -> dict[str, Any]:
     return result
 
 
+_WITHOUT_KEYS = {True: "unsigned bundles are installed: ", False: "no bundle is installed: ", None: ""}
+"""What follows where no keys are trusted, by whether unsigned bundles are installed; None: not known."""
+
 _TEXTS: dict[str, Callable[[Any], str]] = {
     "commands": lambda it: (
         f"authenticated; refused: {it['refused']} without a proof, {it['replayed']} recorded ones"
@@ -240,7 +258,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
         else "not authenticated; enroll the agent, or name its key in broker.command_key_file"
     ),
     "trust": lambda it: (
-        f"{'unsigned bundles are installed' if it['unsigned'] else 'no bundle is installed'}: no keys are trusted"
+        f"{_WITHOUT_KEYS[it['unsigned']]}no keys are trusted"
         if it["root"] is None
         else f"root {it['root']} of federation '{it['federation']}'; newest version installed: "
         + (

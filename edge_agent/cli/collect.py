@@ -8,10 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import AgentConfig, DataConfig, HeadConfig, load
+from ..config import AgentConfig, load
 from ..errors import HeadwaterError, StateError, UsageError
 from ..storage import check_writable, folder_lock, read_json
 from . import output
+from .where import config_of_folder
 
 if TYPE_CHECKING:
     from ..bundle import Manifest
@@ -155,20 +156,12 @@ def _opened(arguments: argparse.Namespace) -> tuple[AgentConfig, Manifest, Colle
             f"{arguments.config}: it is not there; name the agent's file (--config FILE), or, without one, a state "
             "folder (--state DIR), into which 'edge-agent import' has put a bundle"
         )
-    config = load(AgentConfig, arguments.config) if arguments.state is None else _alone(arguments.state)
+    config = load(AgentConfig, arguments.config) if arguments.state is None else config_of_folder(arguments.state)
     manifest = current_manifest(config.state / "bundles") if config.state.is_dir() else None
     if manifest is None:
         raise StateError(f"{config.state}: no bundle is in use; install one first with 'edge-agent import'")
     check_writable(config.state)
     return config, manifest, collection_of(config)
-
-
-def _alone(state: Path) -> AgentConfig:
-    """Configuration of a device whose only samples are the added ones."""
-    folder = (state / "samples").absolute()
-    return AgentConfig(
-        id="device", state=state, data=DataConfig(source=f"collected:{folder}"), head=HeadConfig(own_classes=True)
-    )
 
 
 def _refitted(

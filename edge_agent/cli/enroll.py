@@ -38,6 +38,11 @@ def add_enroll_arguments(parser: argparse.ArgumentParser) -> None:
     by_file.add_argument("--answer", type=Path, metavar="FILE", help="install what 'headwater sign' wrote for it")
     parser.add_argument("--data", metavar="SOURCE", help="local data, as for 'edge-agent fit'")
     parser.add_argument(
+        "--tier",
+        choices=("auto", "train", "head"),
+        help="train: this device trains encoders; head: it takes releases; auto: train where torch is installed",
+    )
+    parser.add_argument(
         "--rename", action="store_true", help="take the token's name on a device that is enrolled by another one"
     )
 
@@ -69,6 +74,7 @@ def enroll(arguments: argparse.Namespace) -> int:
     if arguments.csr is not None:
         write_atomic(arguments.csr, requested(token, folder).model_dump_json().encode() + b"\n")
         given = "" if arguments.data is None else f" --data {shlex.quote(arguments.data)}"
+        given += "" if arguments.tier is None else f" --tier {arguments.tier}"
         steps = (
             f"headwater sign {arguments.csr} --out answer.json",
             f"edge-agent enroll TOKEN --answer answer.json{given}",
@@ -101,7 +107,7 @@ def _tier_note(path: Path) -> list[str]:
     if "tier" in read_toml(path) or importlib.util.find_spec("torch") is None:
         return []
     note = "note: torch is installed, so this device trains where its memory allows that, and takes no releases then"
-    return [f'{note}; tier = "head" in {path} takes them']
+    return [f'{note}; tier = "head" in {path} takes them, as does --tier head when it is enrolled']
 
 
 def _patiently(ask: Callable[[], Identity], pause: Callable[[float], None] = time.sleep) -> Identity:
@@ -137,7 +143,11 @@ def _state(arguments: argparse.Namespace, token: Token) -> Path:
         if arguments.data is not None:
             check_own(DataConfig(source=arguments.data, folder=Path.cwd()), token.name)
         return Path(arguments.state or "agent-state").absolute()
-    named = read_toml(path).get("data", {}).get("source")
+    written = read_toml(path)
+    tier = written.get("tier", "auto")
+    named = written.get("data", {}).get("source")
+    if arguments.tier not in {None, tier}:
+        raise UsageError(f"config: {path} says tier = \"{tier}\", not '{arguments.tier}'; change it there")
     config = _configured(path, named or arguments.data)
     if arguments.data is not None:
         if named not in {None, arguments.data}:
@@ -183,11 +193,12 @@ def _write_config(arguments: argparse.Namespace, token: Token, state: Path, befo
             return [f'set id = "{token.name}" in {path}, then: edge-agent run --config {path}']
         return [next_step]
     folder = IdentityFolder(state)
+    tier = "" if arguments.tier is None else f'tier = "{arguments.tier}"\n'
     text = f"""\
 # Written by 'edge-agent enroll'. All keys: configs/README.md of the project.
 id = "{token.name}"
 federation = "{token.federation}"
-state = {json.dumps(str(state))}
+{tier}state = {json.dumps(str(state))}
 
 [broker]
 url = "{token.url}"

@@ -15,7 +15,7 @@ from .where import add_agent, named, state_of
 def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``edge-agent pin``."""
     add_agent(parser)
-    parser.add_argument("--reason", required=True, help="why; the coordinator shows it")
+    parser.add_argument("--reason", help="why; the coordinator shows it")
     parser.add_argument(
         "--until", default="", metavar="DATE", help="when the pin ends, UTC without a zone (default: at unpin)"
     )
@@ -34,8 +34,11 @@ def pin(arguments: argparse.Namespace) -> int:
     from ..bundle import current_id
 
     state, until = state_of(arguments), ""
-    if not (reason := printable(arguments.reason).strip()[:500]):
-        raise UsageError("--reason is empty; say why, for those who look at the status later")
+    reason = "pinned on the device"
+    if arguments.reason is not None:
+        reason = printable(arguments.reason).strip()[:500]
+        if not reason:
+            raise UsageError("--reason is empty; say why, or leave it out")
     if arguments.until:
         if moment_of(arguments.until).timestamp() <= time.time():
             raise UsageError(f"--until {arguments.until} is over on this device's clock; give a date to come")

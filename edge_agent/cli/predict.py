@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UsageError
 from . import output
 from .arguments import add_bundle, add_strict, bundle_of, encoder_of, head_folder, own_head
 
@@ -24,10 +25,10 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
         help="saved head, or a state folder; default: that of a device whose state folder is the bundle, else the "
         "bundle's shared classifier",
     )
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--data", metavar="SOURCE", help="data as for 'edge-agent fit'; they need no labels")
-    where.add_argument(
-        "--input", action="append", metavar="FILE", help="image, or recording (*.npy, *.csv); may be repeated"
+    parser.add_argument("files", nargs="*", metavar="FILE", help="images, or recordings (*.npy, *.csv)")
+    parser.add_argument("--data", metavar="SOURCE", help="data as for 'edge-agent fit'; they need no labels")
+    parser.add_argument(
+        "--input", action="append", default=[], metavar="FILE", help="one more FILE, as earlier versions named it"
     )
     add_strict(parser)
 
@@ -39,11 +40,12 @@ def predict(arguments: argparse.Namespace) -> int:
     than chance explains are drift: the inputs have changed since the head was fitted.
 
     Example:
-      edge-agent predict --bundle b.hwb --head head --input cat.png --input dog.png
+      edge-agent predict --bundle b.hwb --head head cat.png dog.png
     """
     from ..heads.saved import is_numeric
     from ..personalize import load_head, probabilities, saved_features
 
+    _check_inputs(arguments)
     arguments.head = head_folder(arguments.head) or own_head(arguments.bundle)
     bundle = bundle_of(arguments)
     if arguments.head is not None and is_numeric(arguments.head):
@@ -104,13 +106,34 @@ def _predict_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:
     return output.result(arguments, content, lambda: [*output.table(header, shown), *notes])
 
 
+def _files(arguments: argparse.Namespace) -> list[str]:
+    """Return the files that were named, by position first."""
+    return [*arguments.files, *arguments.input]
+
+
+def _check_inputs(arguments: argparse.Namespace) -> None:
+    """Require either files or a data source, before a bundle is opened.
+
+    Raises:
+        UsageError: both or none were given, or a file is a folder.
+    """
+    files = _files(arguments)
+    if (arguments.data is None) == (not files):
+        raise UsageError("expected FILE ... or --data SOURCE: which inputs are to be classified?")
+    for file in files:
+        if Path(file).is_dir():
+            raise UsageError(
+                f"{file}: is a folder; give a folder of images as --data images:{file}, and recordings by their files"
+            )
+
+
 def _inputs(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, tuple[str, ...]]:
     """What is to be predicted, without labels, and a name for each input."""
     from ..data import from_files, load
 
-    spec = bundle.manifest.task.input
+    spec, files = bundle.manifest.task.input, _files(arguments)
     if arguments.data is not None:
         samples = load(arguments.data, spec, strict=arguments.strict, labelled=False)
     else:
-        samples = from_files(arguments.input, spec, strict=arguments.strict, positions=True)
+        samples = from_files(files, spec, strict=arguments.strict, positions=True)
     return samples, samples.names or tuple(map(str, range(len(samples))))

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from ..storage import read_toml
+
+if TYPE_CHECKING:
+    from ..config import AgentConfig
 
 
 def add_agent(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +42,19 @@ def state_of(arguments: argparse.Namespace) -> Path:
     data = read_toml(path).get("data", {})
     lacks_data = isinstance(data, dict) and "source" not in data  # as 'edge-agent enroll' leaves it without --data
     return load(AgentConfig, path, {"data": {"source": "none"}} if lacks_data else {}).state
+
+
+def config_of_folder(state: Path) -> AgentConfig:
+    """Return the configuration of a device that is known by its state folder alone: its samples are the added ones.
+
+    Everything that only a configuration file says has its default there.
+    """
+    from ..config import AgentConfig, DataConfig, HeadConfig
+
+    folder = (state / "samples").absolute()
+    return AgentConfig(
+        id="device", state=state, data=DataConfig(source=f"collected:{folder}"), head=HeadConfig(own_classes=True)
+    )
 
 
 def named(arguments: argparse.Namespace) -> str:

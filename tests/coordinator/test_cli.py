@@ -249,6 +249,24 @@ def test_export_before_the_first_round_says_so(call, config, tmp_path):
     assert not (tmp_path / "b.hwb").exists()
 
 
+def test_runs_are_named_by_position_or_as_before_by_an_option(call, config, tmp_path):
+    run = finished_run(tmp_path / "state")
+    by_position = call("report", run, "--config", config)
+    assert by_position == call("report", "--run", run, "--config", config)
+    assert by_position[0] == 0
+    code, _, err = call("export", run, "--config", config, "--out", tmp_path / "b.hwb")
+    assert (code, "no closed round yet" in err) == (2, True)
+    code, _, err = call("report", run, "--run", "run-0002", "--config", config)
+    assert (code, "RUN is given twice, as run-0001 and as run-0002" in err) == (2, True)
+
+
+def test_web_takes_a_port_alone_but_not_beside_an_address(call, tmp_path):
+    code, _, err = call("web", "--state", tmp_path, "--port", 8470, "--listen", "127.0.0.1:1")
+    assert (code, "names a port already" in err) == (2, True)
+    code, _, err = call("web", "--state", tmp_path / "none", "--port", 0)
+    assert (code, "no such folder" in err) == (2, True)
+
+
 def test_export_of_an_unknown_run_names_the_nearest(call, config, tmp_path):
     finished_run(tmp_path / "state")
     code, _, err = call("export", "--config", config, "--run", "run-0009", "--out", tmp_path / "b.hwb")

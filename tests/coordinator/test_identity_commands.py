@@ -141,7 +141,7 @@ def test_revocation_says_what_it_ends_and_the_list_what_follows(fleet):
     assert "porch was revoked before" in revoke("porch")
     issuer.token("porch", timedelta(days=1))
     assert listed()["porch"] == ("invited", None)
-    assert "1 agents" not in fleet.call("agents", "list", "--config", fleet.config)[1]
+    assert "1 agents" not in fleet.call("agents", "certificates", "--config", fleet.config)[1]
     code, _, err = fleet.call("agents", "revoke", "hall", "--config", fleet.config)
     assert (code, "there is no agent 'hall'; known are: garden, porch" in err) == (2, True)
 

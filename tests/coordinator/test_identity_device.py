@@ -81,6 +81,14 @@ def test_a_device_that_will_train_is_said_to_take_no_releases(device, monkeypatc
     assert "takes no releases" not in device.enroll(device.token("porch"))[1]
 
 
+def test_the_tier_is_named_when_a_device_is_enrolled(device):
+    out = device.enroll(device.token("porch"), "--data", DIGITS, "--tier", "train")[1]
+    assert (load(AgentConfig, device.config).tier, "takes no releases" in out) == ("train", False)
+    assert device.enroll(device.token("porch"), "--tier", "train")[0] == 0
+    code, _, err = device.call(device.token("porch"), "--csr", device.request, "--tier", "head")
+    assert (code, "says tier = \"train\", not 'head'; change it there" in err) == (2, True)
+
+
 @pytest.mark.parametrize("source", ["nosuch:thing", "images:/nosuch", "npz:data.npz?nosuch=1"])
 def test_data_that_are_not_there_use_no_token_up(device, source):
     code, _, err = device.call(device.token("porch"), "--csr", device.request, "--data", source)

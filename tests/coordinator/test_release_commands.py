@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -205,8 +206,28 @@ def test_a_rollback_of_a_rollback_asks_which_release_is_meant(desk):
     for letter in "ab":
         desk.release(letter, "--canary", "all")
     desk.shown("rollback", 2)
-    assert "the newest release, 3, is itself a rollback, of release 2; name the release" in desk.refused("rollback")
+    said = desk.refused("rollback")
+    assert "the newest release, 3, is itself a rollback, of release 2; no earlier one is left to return to" in said
     assert "release 3 (stable, rolls back 2, everybody)" in desk.shown("status")
+
+
+def test_a_rollback_of_a_rollback_names_the_command_that_goes_further_back(desk):
+    for letter in "abc":
+        desk.release(letter, "--canary", "all")
+    desk.shown("rollback", 3)
+    assert "'headwater release rollback 4' goes further back, to release 1" in desk.refused("rollback")
+    desk.shown("rollback", 4)
+    status = desk.shown("status")
+    assert re.search(r"5 +stable +rolls back 4, everybody +a{12}", status), status
+
+
+def test_a_pin_takes_device_and_release_by_position_and_needs_no_reason(desk):
+    desk.device("hall", "b")
+    for letter in "ab":
+        desk.release(letter, "--canary", "all")
+    assert "hall stays with release 1: pinned by " in desk.shown("pin", "hall", 1)
+    assert "hall stays with release 2: why" in desk.shown("pin", "hall", "--release", 2, "--reason", "why")
+    assert "RELEASE is given twice, as 1 and as 2" in desk.refused("pin", "hall", 1, "--release", 2)
 
 
 @pytest.mark.parametrize("group, command", [("release", "promote"), ("keys", "rotate")])

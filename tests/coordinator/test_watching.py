@@ -135,7 +135,8 @@ def test_sub_commands_about_certificates_stay(capsys):
         headwater(["agents", "--help"])
     out = capsys.readouterr().out
     assert ended.value.code == 0
-    assert all(re.search(rf"^  {name} ", out, re.MULTILINE) for name in ("show", "list", "revoke", "rename"))
+    assert all(re.search(rf"^  {name} ", out, re.MULTILINE) for name in ("show", "certificates", "revoke", "rename"))
+    assert not re.search(r"^  list ", out, re.MULTILINE), "the old name works and is not advertised"
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------

@@ -146,6 +146,14 @@ def test_a_head_for_own_classes_is_fitted_used_and_scored(pets, capsys):
     assert "cat, dog, tree" in fitted["no_global"]
     found = answer(capsys, "predict", "--bundle", "b.hwb", "--head", "own", "--input", "photos/tree/0.png")
     assert found["predictions"][0]["class"] == "tree"
+    several = ("photos/tree/0.png", "photos/cat/0.png", "photos/dog/0.png")
+    found = answer(capsys, "predict", "--bundle", "b.hwb", "--head", "own", *several)
+    assert [row["class"] for row in found["predictions"]] == ["tree", "cat", "dog"]
+    for folder in (("photos",), ("--input", "photos")):
+        said = answer(capsys, "predict", "--bundle", "b.hwb", "--head", "own", *folder, code=2)["error"]["message"]
+        assert "photos: is a folder; give a folder of images as --data images:photos" in said
+    said = answer(capsys, "predict", "--bundle", "b.hwb", "--head", "own", code=2)["error"]["message"]
+    assert "expected FILE ... or --data SOURCE" in said
     scored = answer(capsys, "evaluate", "--bundle", "b.hwb", "--data", "images:photos", "--head", "own")
     assert (scored["acc.personal"], scored["acc.global"]) == (fitted["acc.personal"], None)
     assert main([*words, "--own-classes"]) == 0

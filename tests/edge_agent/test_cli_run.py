@@ -71,6 +71,36 @@ def test_wrong_usage_exits_with_2(words, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_wrong_usage_is_one_line_that_names_the_command_and_similar_options(capsys):
+    for words, said in (
+        (["fit"], "edge-agent fit: the following arguments are required: --bundle, --data, --out; "),
+        (["status", "--confg=x"], "edge-agent status: unknown arguments: --confg=x, did you mean --config?; "),
+        (["rnu"], "edge-agent: argument COMMAND: invalid choice: 'rnu'"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        err = capsys.readouterr().err
+        assert ended.value.code == 2
+        assert err.startswith(said)
+        assert err.count("\n") == 1
+        assert "--help' explains the options" in err
+
+
+def test_status_of_a_state_folder_needs_no_configuration(tmp_path, capsys):
+    state = tmp_path / "state"
+    state.mkdir()
+    write_json(state / "status.json", {"id": "porch", "tier": "head", "condition": "ok"})
+    assert main(["status", "--state", str(state), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["id"], found["tier"], found["running"], found["state"]) == ("porch", "head", False, str(state))
+    assert found["disk"] is None, "its bounds are in the configuration alone"
+    assert found["trust"] == {**found["trust"], "root": None, "unsigned": None}
+    assert main(["status", "--state", str(state)]) == 0
+    assert "no keys are trusted" in capsys.readouterr().out
+    assert main(["status", "--state", str(tmp_path / "none")]) == 2
+    assert "expected an agent's state folder" in capsys.readouterr().err
+
+
 def test_missing_configuration_is_told(tmp_path, capsys):
     assert main(["run", "--config", str(tmp_path / "agent.toml")]) == 2
     said = capsys.readouterr()
@@ -237,6 +267,12 @@ def test_status_names_the_release_of_the_bundle_and_wraps_its_metrics(config, pi
     shown = "".join(f"{line} " for line in lines[begin : begin + 10]).rstrip().split(", ")
     assert [part.split()[-1] for part in shown] == [f"{number / 7:.3f}" for number in range(20)]
     assert all(len(line) <= 80 for line in lines[begin : begin + 10])
+
+
+def test_pin_needs_no_reason(config, pinnable, capsys, monkeypatch):
+    monkeypatch.chdir(config.parent)
+    assert main(["pin"]) == 0
+    assert ", without end: pinned on the device" in capsys.readouterr().out
 
 
 def test_pin_takes_the_agents_file_and_says_what_it_replaces(config, pinnable, capsys, monkeypatch):
