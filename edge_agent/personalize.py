@@ -25,8 +25,8 @@ from .heads import AUTO, FitData, Head, saved
 from .heads.base import softmax
 from .heads.saved import SavedHead, SavedNumeric
 from .local.choice import FOLDS, HeadChoice, candidates, choose, cross_validated, thinned
-from .local.confidence import Confidence, estimated
-from .local.details import ClassCount, WorstSample, class_counts, worst_samples
+from .local.confidence import LEAST_FOR_CALIBRATION, Confidence, OutOfFold, estimated, out_of_fold
+from .local.details import ClassCount, LabelConflict, WorstSample, class_counts, label_conflicts, worst_samples
 from .local.models import MAJORITY, LocalModel, fit_local, refitting
 from .local.validation import Fold, LearningCurve, folds, is_better, learning_curve, sitting_of
 from .own_norm import OwnNorm, grade, remains
@@ -47,7 +47,8 @@ class FitOptions:
     ``unknown``: share of inputs like the training samples, 0..1, that may be called unknown; 0: none ever is.
     ``local``: whether to find what the device reaches alone, which takes a second or two. ``allow_local``: whether that
     model is used where it is better than the head beyond noise, or surer than the head in cross-validation.
-    ``progress``: name of a step -> how its progress is reported.
+    ``progress``: name of a step -> how its progress is reported. ``doubtful_labels``: whether labels that may be wrong
+    are looked for among all samples, which takes a fit for each of five folds and compares all pairs.
     """
 
     head: str = "lr"
@@ -58,6 +59,7 @@ class FitOptions:
     progress: Callable[[str], Progress | None] = lambda _step: None
     local: bool = True
     allow_local: bool = False
+    doubtful_labels: bool = False
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
@@ -138,8 +140,9 @@ class Result:
     ``one_class``: the data have a single class, so the scores are meaningless. ``no_global``: why there is no
     ``acc.global``; None where there is one. ``false_alarms``: share of the held-out samples, 0..1, that ``confidence``
     calls unknown; None where it has no rule for that. ``local``: the model that is used instead of encoder and head.
-    ``steps``: seconds of each step. ``classes``, ``worst``: what lies behind the accuracy of the head. ``budget``: what
-    the head costs; measured by `evaluate_heads`. ``choice``: how the head was chosen; None where it was named.
+    ``steps``: seconds of each step. ``classes``, ``worst``, ``conflicts``: what lies behind the accuracy of the head,
+    of the held-out samples alone unless doubtful labels were asked for. ``budget``: what the head costs; measured by
+    `evaluate_heads`. ``choice``: how the head was chosen; None where it was named.
     ``n_collected``: how many of the samples were added one by one. ``skipped``: as of `Samples`, of all of them.
     ``learned``: digests of the training samples, as of `SavedHead`. ``same_sitting``: share of the held-out samples,
     0..1, whose recording is learned from, too, so that the scores say less about a new recording; None without any.
@@ -166,6 +169,7 @@ class Result:
     steps: Mapping[str, float] = field(default_factory=dict)
     classes: tuple[ClassCount, ...] = ()
     worst: tuple[WorstSample, ...] = ()
+    conflicts: tuple[LabelConflict, ...] = ()
     budget: Budget | None = None
     choice: HeadChoice | None = None
     learned: np.ndarray | None = None
@@ -182,8 +186,12 @@ class Result:
         return self.scores.personal if self.local is None else self.scores.local
 
     def details(self) -> dict[str, Any]:
-        """Counts of the classes and the worst samples, as JSON has them."""
-        return {"per_class": [asdict(one) for one in self.classes], "worst": [asdict(one) for one in self.worst]}
+        """Counts of the classes, the worst samples and the doubtful labels, as JSON has them."""
+        return {
+            "per_class": [asdict(one) for one in self.classes],
+            "worst": [asdict(one) for one in self.worst],
+            "conflicts": [asdict(one) for one in self.conflicts],
+        }
 
     def metrics(self) -> dict[str, float | int | str | None]:
         """Everything that is reported about the fit, by name."""
@@ -278,6 +286,8 @@ def personalize(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOp
     result = _fit_and_score(features, options)
     fitted = options.clock()
     confidence = confidence_of(bundle, result.head, features.train, features.train_features, options)
+    if options.doubtful_labels:
+        result = with_doubtful_labels(features, result)
     unknown = confidence.is_unknown(features.test_features)
     false_alarms = None if unknown is None or not len(unknown) else round(float(unknown.mean()), 4)
     steps = {**features.steps, "head": fitted - fit_begin, "confidence": options.clock() - fitted}
@@ -344,6 +354,23 @@ def _measured(features: Features, options: FitOptions) -> Result:
     return replace(result, seconds=seconds, budget=Budget(peak - before, size, answer_s))
 
 
+def with_doubtful_labels(features: Features, result: Result) -> Result:
+    """Return the result of a head with the worst of all samples, and near-duplicates that have different labels."""
+    train = features.train
+    test = features.test
+    try:
+        answers = answers_in_folds(features.bundle, result.head, train, features.train_features, features.options)
+    except HeadwaterError as error:  # a head that needs more samples than a fold has
+        _log.warning("labels_not_looked_at head=%s reason=%s", result.head.name, error)
+        answers = None
+    probabilities = result.head.predict_proba(features.test_features)
+    return replace(
+        result,
+        worst=tuple(worst_samples(train, answers, test, probabilities)),
+        conflicts=tuple(label_conflicts(train, features.train_features, test, features.test_features)),
+    )
+
+
 def curve(features: Features, head: str) -> LearningCurve:
     """Accuracy of a head by number of samples, cross-validated on the training samples."""
     options, labels = replace(features.options, head=head, params={}), features.train.labels
@@ -382,7 +409,7 @@ def _fit_and_score(features: Features, options: FitOptions) -> Result:
         one_class=of_one_class(train, features.test),
         no_global=why_no_global(features.bundle, names),
         classes=tuple(class_counts(train, test, answers.argmax(axis=1))),
-        worst=tuple(worst_samples(test, answers)),
+        worst=tuple(worst_samples(train, None, test, answers)),
         choice=choice,
         same_sitting=same_sitting(train, features.test),
     )
@@ -485,12 +512,25 @@ def confidence_of(
     bundle: Bundle, fitted: Head, samples: Samples, features: np.ndarray, options: FitOptions
 ) -> Confidence:
     """Confidence of a fitted head, from heads like it that were fitted on parts of the same samples."""
+    answers = None
+    if len(samples) >= LEAST_FOR_CALIBRATION:
+        answers = answers_in_folds(bundle, fitted, samples, features, options)
+    return estimated(samples, features, answers, options.unknown)
+
+
+def answers_in_folds(
+    bundle: Bundle, fitted: Head, samples: Samples, features: np.ndarray, options: FitOptions
+) -> OutOfFold | None:
+    """Return the answers to training samples of heads like ``fitted`` that were fitted on the other folds.
+
+    None where the samples cannot be divided.
+    """
     alike = replace(options, head=fitted.name, params=fitted.params.model_dump())
 
     def fit_rows(rows: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
         return fit(bundle, features[rows], samples.labels[rows], alike, samples.class_names).predict_proba
 
-    return estimated(samples, features, fit_rows, options.unknown, options.seed)
+    return out_of_fold(samples, features, fit_rows, options.seed)
 
 
 def accuracy(predict: Callable[[np.ndarray], np.ndarray], features: np.ndarray, labels: np.ndarray) -> float | None:

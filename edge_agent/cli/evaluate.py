@@ -146,8 +146,9 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
 def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
     from .. import heads
     from ..data.base import same_sitting
+    from ..local.choice import FOLDS
     from ..local.details import not_held_out
-    from ..personalize import curve, evaluate_heads, extract
+    from ..personalize import curve, evaluate_heads, extract, with_doubtful_labels
 
     names = arguments.heads.split(",") if arguments.heads is not None else None
     for name in names or ():
@@ -155,6 +156,8 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
     encoder = encoder_of(arguments, bundle, train=parts[0])
     features = extract(bundle, parts, encoder, fit_options(arguments))
     results, failed = evaluate_heads(features, names)
+    if results and FOLDS * results[0].seconds <= _CURVE_BUDGET_S:
+        results[0] = with_doubtful_labels(features, results[0])
     lines = output.table(
         ("head", "acc.personal", "95 %", "exactness", "fit", "memory", "saved", "answer"),
         [_costs(result) for result in results],

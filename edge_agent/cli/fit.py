@@ -103,7 +103,10 @@ def fit(arguments: argparse.Namespace) -> int:
     parts = samples_of(arguments, bundle)
     encoder = encoder_of(arguments, bundle, train=parts[0])
     result = personalize(
-        bundle, parts, encoder, fit_options(arguments, head=arguments.head, params=params, unknown=arguments.unknown)
+        bundle,
+        parts,
+        encoder,
+        fit_options(arguments, head=arguments.head, params=params, unknown=arguments.unknown, doubtful_labels=True),
     )
     result.save(arguments.out)
     skipped, figures = skipped_of(parts), variant_figures(bundle.manifest)

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from ..heads.saved import SavedNumeric
     from ..personalize import Result, Scores
 
+_KINDS = {True: "the head", False: "cross-validation"}
+"""What has answered a sample without having learned it, by whether the sample is held out."""
+
 _MOST_CLASSES = 20
 """A table of the classes is printed up to so many; JSON has all of them."""
 
@@ -45,8 +48,16 @@ def detail_tables(result: Result) -> list[str]:
             *output.table(columns, [(one.name, one.train, one.held_out, one.right) for one in result.classes]),
         ]
     if result.worst:
-        rows = [(one.sample, one.label, one.answer, output.percent(one.probability)) for one in result.worst]
-        lines += ["", *output.table(("worst samples", "class", "answer", "probability of its class"), rows)]
+        rows = [
+            (worst.sample, worst.label, worst.answer, output.percent(worst.probability), _KINDS[worst.held_out])
+            for worst in result.worst
+        ]
+        header = ("worst samples", "class", "answer", "probability of its class", "answered by")
+        lines += ["", *output.table(header, rows)]
+    if result.conflicts:
+        pairs = [(one.sample, one.label, one.other, one.other_label) for one in result.conflicts]
+        lines += ["", *output.table(("nearly the same", "class", "as", "of class"), pairs)]
+        lines.append("one label of each of these pairs is wrong: look at them")
     return lines
 
 

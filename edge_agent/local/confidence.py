@@ -211,27 +211,55 @@ class Confidence:
         return None if self.unknown is None else self.unknown.is_unknown(features)
 
 
-def estimated(
+@dataclass(frozen=True)
+class OutOfFold:
+    """Answers to training samples by heads that were fitted on the other folds.
+
+    ``rows`` (m,): positions of the samples, each at most once. ``probabilities`` (m, K). ``folds`` (m,): number of the
+    fold that each was tested in.
+    """
+
+    rows: np.ndarray
+    probabilities: np.ndarray
+    folds: np.ndarray
+
+
+def out_of_fold(
     samples: Samples,
     features: np.ndarray,
     fit: Callable[[np.ndarray], Callable[[np.ndarray], np.ndarray]],
-    rate: float,
     seed: int = 0,
-) -> Confidence:
-    """Confidence of a head that learns from ``samples`` with their ``features`` (n, d).
+) -> OutOfFold | None:
+    """Return the answers of cross-validation to training samples; None where they cannot be divided.
 
-    ``fit`` takes the rows to learn from and gives a function from features to probabilities (m, K); it is called once
-    for each of five folds, not at all below `LEAST_FOR_CALIBRATION` samples. ``rate``: false alarms of the unknown
-    rule, 0..1; 0: no rule.
+    Args:
+        samples: The training samples.
+        features: Their features, (n, d).
+        fit: Takes the rows to learn from, and gives a function from features to probabilities (m, K). It is called
+            once for each of five folds.
+        seed: That of the folds.
+    """
+    parts = folds(samples, _FOLDS, np.random.default_rng(seed))
+    if not parts:
+        return None
+    answers = [fit(fold.train)(features[fold.test]) for fold in parts]
+    sizes = [len(fold.test) for fold in parts]
+    return OutOfFold(
+        np.concatenate([fold.test for fold in parts]),
+        np.concatenate(answers),
+        np.repeat(np.arange(len(parts)), sizes),
+    )
+
+
+def estimated(samples: Samples, features: np.ndarray, answers: OutOfFold | None, rate: float) -> Confidence:
+    """Return the confidence of a head that learns from ``samples`` with their ``features`` (n, d).
+
+    ``answers``: those of cross-validation of that head, None where there are none; from `LEAST_FOR_CALIBRATION` on they
+    calibrate it. ``rate``: false alarms of the unknown rule, 0..1; 0: no rule.
     """
     calibration = None
-    if len(samples) >= LEAST_FOR_CALIBRATION:
-        parts = folds(samples, _FOLDS, np.random.default_rng(seed))
-        tested = [fold.test for fold in parts]
-        answers = [fit(fold.train)(features[fold.test]) for fold in parts]
-        if tested:
-            rows, number = np.concatenate(tested), np.repeat(np.arange(len(tested)), [len(test) for test in tested])
-            calibration = calibrate(np.concatenate(answers), samples.labels[rows], number)
+    if answers is not None:
+        calibration = calibrate(answers.probabilities, samples.labels[answers.rows], answers.folds)
     return Confidence(calibration, UnknownRule.fit(features, rate, samples.groups) if rate else None)
 
 

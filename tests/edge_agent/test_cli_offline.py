@@ -706,6 +706,27 @@ def test_evaluate_says_what_heads_cost_and_whether_more_samples_would_help(place
     assert all(word in text for word in ("(95 %:", "worst samples", "held out", " MB", " kB", " ms", "twice as many"))
 
 
+def test_wrong_labels_are_found_among_all_samples_not_only_the_held_out_ones(pets, capsys):
+    moved = [f"wrong{number}.png" for number in range(4)]
+    for number, name in enumerate(moved):  # four dogs among the cats
+        (pets / "photos" / "dog" / f"{number}.png").rename(pets / "photos" / "cat" / name)
+    (pets / "photos" / "tree" / "copy.png").write_bytes((pets / "photos" / "dog" / "9.png").read_bytes())
+    words = ("--bundle", "b.hwb", "--data", "images:photos", "--own-classes")
+    for found in (
+        answer(capsys, "fit", *words, "--head", "lr", "--out", "own"),
+        answer(capsys, "evaluate", *words, "--heads", "lr")["heads"][0],
+    ):
+        worst = {one["sample"].rpartition("/")[2] for one in found["worst"]}
+        assert {*moved, "copy.png"} <= worst
+        assert {one["held_out"] for one in found["worst"]} == {True, False}
+        pairs = [{(one["sample"], one["label"]), (one["other"], one["other_label"])} for one in found["conflicts"]]
+        assert any({name.rpartition("/")[2] for name, _ in pair} == {"copy.png", "9.png"} for pair in pairs)
+    assert main(["fit", *words, "--head", "lr", "--out", "own"]) == 0
+    text = capsys.readouterr().out
+    assert "cross-validation" in text
+    assert "one label of each of these pairs is wrong" in text
+
+
 def _arrays(place, head):
     assert main(["fit", "--bundle", "b.hwb", "--data", "digits?n=300", "--head", head, "--out", "head"]) == 0
     return saved.load(place / "head").head.arrays.values()
