@@ -11,7 +11,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -294,8 +294,38 @@ def admit(config: AgentConfig, opened: BundleFile) -> Envelope | None:
     return None
 
 
+@dataclass(frozen=True)
+class Refitted:
+    """A head that was fitted again for the bundle in use, beside the one before on the same held-out samples.
+
+    ``before``: the head before; None: there was none. ``right_before`` and ``right_now`` (n,) bool: which held-out
+    samples of the classes that the head before knows each of them answers right, whose classes are ``classes`` (n,).
+    """
+
+    bundle_id: str
+    result: Result
+    before: SavedHead | None = None
+    right_before: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    right_now: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    classes: tuple[str, ...] = ()
+
+
 def refit_current(config: AgentConfig) -> tuple[str, int]:
     """Fit a head for the bundle in use and save it; returns the bundle's id and how many samples it was fitted on.
+
+    Raises:
+        HeadwaterError: as `refit`.
+    """
+    refitted = refit(config)
+    return refitted.bundle_id, refitted.result.n_train
+
+
+def refit(config: AgentConfig, *, compare: bool = False) -> Refitted:
+    """Fit a head for the bundle in use and save it.
+
+    Args:
+        config: The device's configuration.
+        compare: Whether to have the head before answer the held-out samples, too.
 
     Raises:
         BundleError: damaged, or it does not do here what it did where it was made.
@@ -307,13 +337,35 @@ def refit_current(config: AgentConfig) -> tuple[str, int]:
         raise StateError(f"{config.state / 'bundles'}: no bundle is in use; import one, or wait for a release")
     collection = collection_of(config)
     version = collection.index().version
-    result = _refit(config, bundle, _samples(config, bundle.manifest.task))
+    samples = _samples(config, bundle.manifest.task)
+    result = _refit(config, bundle, samples)
+    refitted = Refitted(bundle.id, result)
+    # The head before is read, and has its features, before the new one takes its place.
+    before = _old_pair(config) if compare and (config.state / "head" / saved.CARD).is_file() else None
     result.save(config.state / "head")
+    if before is not None:
+        refitted = _beside(config, refitted, before, samples[1])
     collection.fitted(version)
     _remove_features(config)
     log.info("refitted bundle=%s acc.personal=%s", bundle.id[:12], result.scores.personal)
     log_if_better_alone(result.scores)
-    return bundle.id, result.n_train
+    return refitted
+
+
+def _beside(config: AgentConfig, refitted: Refitted, before: Pair, test: Samples) -> Refitted:
+    """Return the new head with the answers of the one before to the held-out samples of the classes that it knows."""
+    bundle, old = before
+    now = load_head(config.state / "head", bundle)
+    names = np.array(test.class_names)[test.labels]
+    rows = np.flatnonzero(np.isin(names, old.class_names))
+    known = test.take(rows)
+    right = []
+    for head in (old, now):
+        encoder = Encoder.open(bundle, head.precision, config.training.threads, norm=head.norm)
+        features = saved_features(head, encoder, known, config.state / "features")
+        answers = head.head.predict_proba(features).argmax(axis=1)
+        right.append(np.array(head.class_names)[answers] == names[rows])
+    return replace(refitted, before=old, right_before=right[0], right_now=right[1], classes=tuple(names[rows].tolist()))
 
 
 def collection_of(config: AgentConfig) -> Collection:

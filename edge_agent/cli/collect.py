@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import asdict
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +14,16 @@ from ..config import AgentConfig, load
 from ..errors import HeadwaterError, StateError, UsageError
 from ..storage import check_writable, folder_lock, read_json
 from . import output
-from .where import config_of_folder
+from .where import config_of_folder, named
 
 if TYPE_CHECKING:
+    from ..agent.head_tier import Refitted
     from ..bundle import Manifest
     from ..data.collected import Collection
+
+
+FEW_SAMPLES = 20
+"""Of a class with fewer samples to fit its owner is told when the head has become worse."""
 
 
 def add_add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +43,11 @@ def add(arguments: argparse.Namespace) -> int:
     The class may be new: the head then knows it behind the others, whose order stays. Every fourth sample of a class is
     held out for evaluation. At most data.budget samples (2000) are kept: beyond, the oldest one of the class with most
     samples is dropped. While the device's agent runs, that fits the head in the background; otherwise it is done at
-    once, from features that are stored. The head before stays: 'edge-agent rollback --head' returns to it.
+    once, from features that are stored. The head before stays: 'edge-agent rollback --head' returns to it. Where the
+    new head answers fewer of the known classes' held-out samples, a warning says so.
+
+    The heads that are compared are those of 'edge-agent fit'; its figures differ, because it holds out a random quarter
+    of the samples, and this every fourth one of a class.
 
     Example:
       edge-agent add --state /var/lib/headwater-agent --label scarf photo1.png photo2.png
@@ -168,19 +179,21 @@ def _refitted(
     arguments: argparse.Namespace, config: AgentConfig, content: dict[str, Any], rows: Sequence[tuple[str, object]]
 ) -> int:
     """Fit the head again where no agent does, and print what was done."""
-    from ..agent.head_tier import refit_current
+    from ..agent.head_tier import refit
     from ..local.validation import interval
 
     before = _metrics_of(config)
     why = _why_not_here(arguments, config)
+    refitted: Refitted | None = None
     if not why:
         try:
             with folder_lock(config.state, "edge-agent add"):
-                refit_current(config)
+                refitted = refit(config, compare=True)
         except StateError as error:
             if "is in use by" not in str(error):
                 raise
             why = "the agent of this device is running and fits it"
+            why += "; the head before answers until then" if before else ""
     metrics = _metrics_of(config) if not why else {}
     content = {**content, "refitted": not why, "not_refitted": why or None, "metrics": metrics or None}
     content["acc.personal_before"] = before.get("acc.personal")
@@ -194,12 +207,88 @@ def _refitted(
     if before:
         of = f"{before.get('n_test')} held-out samples"
         text += f"; before {output.percent(before.get('acc.personal'))} of {of}, which were others in part"
-    shown = [*rows, ("head", f"{metrics.get('head')}, fitted again"), ("acc.personal", text)]
+    shown = [*rows, ("head", _head_text(metrics, before)), ("acc.personal", text)]
     shown += [("learned from", f"{metrics.get('n_train')} samples to fit, {count} held out")]
     notes = []
     if metrics.get("classes") == 1:
         notes = ["note: the head knows one class alone, and answers every input so; add samples of another class"]
-    return output.result(arguments, content, lambda: [*output.pairs(shown), *notes])
+    by_class: list[str] = []
+    if refitted is not None:
+        content["per_class"] = [asdict(row) for row in class_rows(refitted)]
+        content["warnings"] = [*warnings_about(refitted, named(arguments))]
+        by_class = ["", *_class_table(refitted)] if len(content["per_class"]) > 1 else []
+        notes += [f"warning: {line}" for line in content["warnings"]]
+    return output.result(arguments, content, lambda: [*output.pairs(shown), *by_class, *notes])
+
+
+def _head_text(metrics: dict[str, Any], before: dict[str, Any]) -> str:
+    """Return the name of the head, why this kind was chosen, and of which kind the one before was."""
+    text = f"{metrics.get('head')}, fitted again"
+    if before and before.get("head") != metrics.get("head"):
+        text += f"; before it was {before.get('head')}"
+    if metrics.get("choice"):
+        text += f"; chosen for {metrics['choice']}"
+    return text
+
+
+@dataclass(frozen=True)
+class ClassRow:
+    """One class after a fit: samples to fit and held out, and how many of these both heads answer right.
+
+    ``right_before`` is None where there was no head before, or none that knows the class.
+    """
+
+    name: str
+    train: int
+    held_out: int
+    right: int
+    right_before: int | None
+
+
+def class_rows(refitted: Refitted) -> list[ClassRow]:
+    """Return the classes of a head that was fitted again, in its order."""
+    known = refitted.before.class_names if refitted.before is not None else ()
+    right_before = Counter(itertools.compress(refitted.classes, refitted.right_before.tolist()))
+    return [
+        ClassRow(one.name, one.train, one.held_out, one.right, right_before[one.name] if one.name in known else None)
+        for one in refitted.result.classes
+    ]
+
+
+def warnings_about(refitted: Refitted, agent: str) -> Iterator[str]:
+    """Yield what the owner should know of a head that answers less than the one before, with the way back.
+
+    Args:
+        refitted: The head, and the one before.
+        agent: The option by which the next command names the same device, such as " --state dev"; empty: none.
+    """
+    from ..local.validation import is_better
+
+    before = int(refitted.right_before.sum())
+    now = int(refitted.right_now.sum())
+    if refitted.before is None or now >= before:
+        return
+    noise = "by more than noise"
+    if not is_better(refitted.right_before, refitted.right_now):
+        noise = "which may be noise"
+    yield (
+        f"of {len(refitted.classes)} held-out samples of the classes known before, the head before answers {before} "
+        f"right and this one {now}, {noise}; 'edge-agent rollback --head{agent}' brings back the head before"
+    )
+    fewest = min(refitted.result.classes, key=lambda one: one.train)
+    if fewest.train < FEW_SAMPLES:
+        yield (
+            f"class '{fewest.name}' has {fewest.train} samples to fit, the fewest; fewer than {FEW_SAMPLES} make "
+            "a head unsure of all classes: add more of it"
+        )
+
+
+def _class_table(refitted: Refitted) -> list[str]:
+    rows = [
+        (row.name, row.train, row.held_out, row.right, "–" if row.right_before is None else row.right_before)
+        for row in class_rows(refitted)
+    ]
+    return output.table(("class", "to fit", "held out", "right", "right before"), rows)
 
 
 def _metrics_of(config: AgentConfig) -> dict[str, Any]:

@@ -151,6 +151,40 @@ def test_a_new_accuracy_stands_beside_the_one_before(place, capsys):
     assert f"{saved.load(place / 'state' / 'head').head.name}, fitted again" in text
 
 
+def test_a_class_that_makes_the_head_worse_is_told_with_the_way_back(place, capsys):
+    for name in ("cat", "dog"):
+        add(capsys, name)
+    kind = saved.load(place / "state" / "head").head.name
+    rng = np.random.default_rng(1)
+    for number in range(40):  # foxes look as cats do, so held-out cats are taken for them
+        pixels = rng.integers(0, 60, (8, 8, 3), dtype=np.uint8)
+        pixels[..., 0] += 190
+        Image.fromarray(pixels).save(f"fox{number}.png")
+    found = add(capsys, "fox", range(40))
+    rows = {row["name"]: row for row in found["per_class"]}
+    assert (rows["cat"]["train"], rows["cat"]["held_out"], rows["cat"]["right_before"]) == (6, 2, 2)
+    assert rows["cat"]["right"] < 2
+    assert rows["fox"]["right_before"] is None, "the head before does not know it"
+    first, second = found["warnings"]
+    assert first.startswith("of 4 held-out samples of the classes known before, the head before answers 4 right and ")
+    assert "which may be noise" in first
+    assert first.endswith("'edge-agent rollback --head --state state' brings back the head before")
+    assert "has 6 samples to fit, the fewest" in second
+    assert answer(capsys, "rollback", "--state", "state", "--head")["head"] == kind
+    assert main(["add", "--state", "state", "--label", "tree", *(f"tree{number}.png" for number in range(8))]) == 0
+    text = capsys.readouterr().out
+    assert "right before" in text
+    assert "; chosen for " in text
+
+
+def test_add_and_fit_compare_the_same_heads_on_the_same_data(place, capsys):
+    fitted = answer(capsys, "fit", "--bundle", "b.hwb", "--data", "digits?n=100", "--out", "head")
+    added = answer(capsys, "add", "--data", "digits?n=100", "--state", "state")["metrics"]
+    compared = [{key for key in metrics if key.startswith("cv.")} for metrics in (fitted, added)]
+    assert compared[0] == compared[1]
+    assert "cv.tuned" in compared[0], "the classes are the bundle's, so its shared classifier is a candidate of both"
+
+
 def test_a_data_source_is_added_with_its_own_labels_beside_those_of_the_agent(place, capsys):
     (place / "agent.toml").write_text('id = "dev"\nstate = "state"\n[data]\nsource = "digits?n=100"\nbudget = 6\n')
     found = answer(capsys, "add", "--data", "digits?n=10&seed=7", "--config", "agent.toml")
@@ -223,6 +257,7 @@ def test_a_running_agent_fits_the_head_itself(place, capsys):
     with folder_lock(place / "state", "edge-agent run"):
         found = add(capsys, "cat")
     assert (found["added"], found["refitted"]) == (8, False)
+    assert found["not_refitted"] == "the agent of this device is running and fits it"
     assert not (place / "state" / "head").exists()
     assert states(capsys) == {"cat": "collected"}
 
