@@ -189,7 +189,9 @@ def test_devices_elsewhere_reach_both_ports_of_the_manifest(fleet_manifests):
     assert spec["serviceName"] == by_kind["Service"]["metadata"]["name"]
     (rule,) = by_kind["NetworkPolicy"]["spec"]["ingress"]
     assert {port["port"] for port in rule["ports"]} == wanted
-    volumes = {one["name"] for one in pod["volumes"]} | {one["metadata"]["name"] for one in spec["volumeClaimTemplates"]}
+    volumes = {one["name"] for one in pod["volumes"]} | {
+        one["metadata"]["name"] for one in spec["volumeClaimTemplates"]
+    }
     assert pod["securityContext"]["runAsNonRoot"]
     for one in (container, init):
         assert one["securityContext"]["readOnlyRootFilesystem"]
