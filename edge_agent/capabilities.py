@@ -73,7 +73,9 @@ class Capabilities(Frozen):
         return "lr"
 
     def advice(self) -> tuple[str, ...]:
-        """What would let this device do more, one sentence each."""
+        """Return what would let this device do more, one sentence each."""
+        from .installation import install_command
+
         result = []
         if not self.is_64bit:
             result.append(
@@ -81,10 +83,10 @@ class Capabilities(Frozen):
             )
         elif "onnxruntime" not in self.packages:
             result.append(
-                "no onnxruntime: pip install 'headwater[agent]' (on a Jetson: NVIDIA's wheel) to run encoders"
+                f"no onnxruntime, which runs encoders: {install_command('agent')} (on a Jetson: NVIDIA's wheel)"
             )
         if "pillow" not in self.packages:
-            result.append("no pillow: pip install 'headwater[agent]' to read image files")
+            result.append(f"no pillow, which reads image files: {install_command('agent')}")
         if "scikit-learn" not in self.packages:
             result.append(
                 "no scikit-learn: head 'svm' cannot be fitted with kernel rbf here; linear and other heads can"

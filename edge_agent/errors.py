@@ -52,14 +52,16 @@ class HeadwaterError(Exception):
     """Root of the tree; catching it catches every error that Headwater raises on purpose.
 
     The message of an error on a device stays there, unless it says ``is_public``: then no path, file name, class name
-    or other text of the device's own is in it, and the coordinator gets it.
+    or other text of the device's own is in it, and the coordinator gets it. ``public_message`` is what the coordinator
+    gets in place of a message that does hold some.
     """
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, *args: object, is_public: bool = False) -> None:
+    def __init__(self, *args: object, is_public: bool = False, public_message: str | None = None) -> None:
         super().__init__(*args)
         self.is_public = is_public
+        self.public_message = public_message
 
 
 class UsageError(HeadwaterError):
@@ -148,9 +150,14 @@ class MissingCapability(HeadwaterError):
 
     @classmethod
     def package(cls, module: str, extra: str, purpose: str) -> MissingCapability:
-        """An error that names the extra which brings ``module``."""
-        text = f"{purpose} needs '{module}', which is not installed; pip install 'headwater[{extra}]'"
-        return cls(text, is_public=True)
+        """Return an error that names the extra which brings ``module``, and how to add it to this copy of Headwater.
+
+        The command holds paths of this machine, so the coordinator gets the name of the extra alone.
+        """
+        from .installation import install_command
+
+        what = f"{purpose} needs '{module}', which is not installed"
+        return cls(f"{what}; {install_command(extra)}", public_message=f"{what}; install the extra '{extra}' there")
 
 
 class CodecError(HeadwaterError):

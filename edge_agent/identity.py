@@ -202,7 +202,7 @@ def need_cryptography() -> None:
         import cryptography  # noqa: F401 - only whether it is there
     except ImportError as error:
         raise MissingCapability(
-            "identity needs 'cryptography', which is not installed; pip install headwater"
+            "identity needs 'cryptography', which is not installed; pip install cryptography"
         ) from error
 
 

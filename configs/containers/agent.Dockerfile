@@ -1,9 +1,11 @@
 # An agent, for amd64 and arm64. From the repository's root:
 #   docker build -f configs/containers/agent.Dockerfile -t headwater-agent .
 #   docker buildx build --platform linux/arm64 -f configs/containers/agent.Dockerfile -t headwater-agent .
-# A device that trains encoders: --build-arg EXTRAS=agent,train. A mirror of packages: --build-arg PIP_INDEX_URL=…
+# A device that trains encoders: --build-arg EXTRAS=agent,train, and on amd64 a place that has torch for CPUs, as for the
+# coordinator: --build-arg PIP_EXTRA_INDEX_URL=ADDRESS, or --build-arg DEVICE=gpu. A mirror: --build-arg PIP_INDEX_URL=…
 FROM python:3.11-slim-bookworm AS build
 ARG EXTRAS=agent
+ARG DEVICE=cpu
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 WORKDIR /src
@@ -12,8 +14,12 @@ COPY configs ./configs
 COPY edge_agent ./edge_agent
 COPY export ./export
 COPY coordinator ./coordinator
-RUN python -m venv /opt/headwater \
- && /opt/headwater/bin/pip install --no-cache-dir --disable-pip-version-check -c configs/constraints-cpu.txt ".[$EXTRAS]"
+RUN python -m venv /opt/headwater && : >/tmp/constraints \
+ && if [ "$DEVICE" != gpu ]; then cp configs/constraints-cpu.txt /tmp/constraints \
+ && /opt/headwater/bin/pip install --quiet --disable-pip-version-check --dry-run --report /tmp/report.json -c /tmp/constraints \
+      ".[$EXTRAS]" \
+ && python configs/containers/check_torch.py /tmp/report.json; fi
+RUN /opt/headwater/bin/pip install --no-cache-dir --disable-pip-version-check -c /tmp/constraints ".[$EXTRAS]"
 
 FROM python:3.11-slim-bookworm
 RUN useradd --uid 10001 --create-home --home-dir /var/lib/headwater headwater

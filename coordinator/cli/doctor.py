@@ -11,10 +11,12 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from edge_agent import capabilities
+from edge_agent import __version__, capabilities
 from edge_agent.cli.doctor import Step, attempted, walk
+from edge_agent.cli.output import other_version
 from edge_agent.config import BrokerConfig
 from edge_agent.errors import UsageError
+from edge_agent.storage import lock_holder
 from edge_agent.wire.messages import Topics
 from edge_agent.wire.mqtt import MqttTransport, user_of
 from edge_agent.wire.transport import Message, Subscribed
@@ -23,6 +25,7 @@ from edge_agent.worker import in_child
 from ..broker import find_mosquitto
 from ..config import CoordinatorConfig, load_config
 from ..service.preflight import check_defaults, without_lost_weights
+from ..state.store import read_status
 from .options import Json
 from .output import present, table
 
@@ -56,6 +59,9 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
     advice = list(device.advice())
     if not mosquitto:
         advice.append("no mosquitto: the embedded broker serves trials and small fleets")
+    serving = _serving_version(settings.state) if settings is not None else ""
+    if serving:
+        advice.append(serving)
     runs = attempted("runs", lambda: _check_runs(settings, config)) if settings is not None else None
     steps = list(_steps(settings)) if settings is not None else []
     looked = [("runs", runs)] if runs is not None else []
@@ -69,6 +75,16 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
     present(result, parts, as_json=as_json)
     if failed := next((step for _, step in looked if not step.is_ok), None):
         raise typer.Exit(failed.exit_code)
+
+
+def _serving_version(state: Path) -> str:
+    """Return a note that the coordinator at work on ``state`` is of another version; empty where it is not."""
+    try:
+        is_held = lock_holder(state) is not None
+    except OSError:
+        return ""
+    serving = read_status(state).get("version") if is_held else None
+    return other_version(serving, __version__, "'headwater serve'")
 
 
 def _shown(step: Step) -> dict[str, object]:

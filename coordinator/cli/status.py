@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from edge_agent.cli.output import value_text
+from edge_agent import __version__
+from edge_agent.cli.output import other_version, value_text
 from edge_agent.errors import StateError
 from edge_agent.moments import shown
 
@@ -211,6 +212,7 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
         seconds = status_age_s(result, utc_now())
         age = f" (heard {seconds:.0f} s ago)"
     yield f"coordinator: {'serving' if serving else 'not running'}{age}, state in {result['state']}"
+    yield from _version_note(result)
     if serving and (waiting := result.get("waiting")):
         whom = f"; not yet from {listed(waiting['whom'])}" if waiting["whom"] else ""
         left = f", at most {waiting['seconds_left']:.0f} s more" if waiting["seconds_left"] is not None else ""
@@ -248,6 +250,13 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
     yield from (f"acc.{scope}: {_accuracy(acc)}" for scope, acc in (result.get("acc") or {}).items())
     yield _agents(result)
     yield from (f"{agent['id']} *: {note}" for agent in agents for note in notes_of(agent))
+
+
+def _version_note(result: dict[str, Any]) -> Iterator[str]:
+    """Yield a line where the coordinator at work is of another version than this command."""
+    other = other_version(result.get("version"), __version__, "'headwater serve'")
+    if result["serving"] and other:
+        yield f"version: {other}"
 
 
 def _agents(result: dict[str, Any]) -> Table | str:

@@ -585,6 +585,7 @@ class Coordinator:
         if stall is not None:
             run = {**(run or {"id": stall.run, "left_out": {}}), "stalled": stall.body()}
         return {
+            "version": __version__,
             "federation": self.config.federation,
             "settings": self._settings,
             "broker": self.broker_url,

@@ -107,7 +107,9 @@ def _error_of(answer: dict[str, Any]) -> Exception:
         return OSError(number, os.strerror(number), answer["filename"] or None)
     kind = _KINDS.get(answer["error"], HeadwaterError)
     made = kind.__new__(kind, answer["message"])  # some make their message from parts, which it is made of already
-    HeadwaterError.__init__(made, answer["message"], is_public=answer["is_public"])
+    HeadwaterError.__init__(
+        made, answer["message"], is_public=answer["is_public"], public_message=answer["public_message"]
+    )
     return made
 
 
@@ -143,8 +145,13 @@ def _answer(
     try:
         made = prepare_here(config, message, Path(question["bundle"]), question["now"], progress)
     except HeadwaterError as error:
-        about = {"error": type(error).__name__, "message": str(error)[:4000], "is_public": error.is_public}
-        return {**about, "errno": None}
+        return {
+            "error": type(error).__name__,
+            "message": str(error)[:4000],
+            "is_public": error.is_public,
+            "public_message": error.public_message,
+            "errno": None,
+        }
     except OSError as error:
         if error.errno is None:
             raise

@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+from pydantic import ValidationError
 
 from .. import errors
 from ..config import AgentConfig
 from ..errors import HeadwaterError, StateError, UsageError
+from ..storage import read_json, write_json
 from ..task import Task
 from ..worker import answer_of_child
 from .privacy import check_policy
 
 LIMIT_S = 600.0
 """The child may take so long."""
+
+LAST_TASK = "last-task.json"
+"""File in the state folder: the task that a coordinator named last. It may be removed at any time."""
 
 _KINDS = {kind.__name__: kind for kind in (errors.DataError, errors.MissingCapability, errors.StateError)}
 
@@ -33,6 +40,36 @@ def check(config: AgentConfig, task: Task | None = None) -> None:
     check_policy(config.privacy)
     heads.check(config.head.name, config.head.params)
     check_own(config.data, config.id, task, own_classes=config.head.own_classes)
+
+
+def note_task(state: Path, task: Task) -> None:
+    """Write down which task a coordinator has named, so that 'edge-agent doctor' can compare the local data with it.
+
+    Raises:
+        OSError: the state folder cannot be written.
+    """
+    write_json(state / LAST_TASK, task.model_dump(mode="json"), durable=False)
+
+
+def last_task(state: Path) -> Task | None:
+    """Return the task that a coordinator named last, else that of the bundle in use; None where neither is there.
+
+    Raises:
+        StateError: the file cannot be read.
+        BundleError: the manifest of the bundle in use cannot be read.
+    """
+    from ..bundle import current_manifest
+
+    noted = read_json(state / LAST_TASK)
+    if noted is not None:
+        try:
+            return Task.model_validate(noted)
+        except ValidationError as error:
+            raise StateError(f"{state / LAST_TASK}: holds no task; remove it, it is sent again") from error
+    if not (state / "bundles").is_dir():
+        return None
+    manifest = current_manifest(state / "bundles")
+    return None if manifest is None else manifest.task
 
 
 def check_beside(config: AgentConfig, task: Task) -> None:

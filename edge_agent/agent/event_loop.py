@@ -39,6 +39,7 @@ from ..wire.chunks import BlobCache, decode_frame
 from ..wire.messages import SPOKEN, Topics, run_name
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
 from ..worker import InlineWorker, Worker, is_stopped
+from .data_check import note_task
 from .health import FINAL_S, HELLO_AGAIN_S, Disk, Mismatch, OtherClock, Problem, Silence, disk_error
 from .local_state import Membership
 from .new_samples import NewSamples
@@ -441,6 +442,7 @@ class Agent:
 
         def done(_: object, error: BaseException | None) -> None:
             self._checked = task
+            self.disk.safely(lambda: note_task(self.config.state, task))
             if error is None:
                 self.condition.clear("data")
                 return
@@ -544,6 +546,7 @@ class Agent:
         problem, pin = self.problem, self._operator_pin
         status = {
             "id": self.config.id,
+            "version": __version__,
             "tier": self.tasks.tier,
             "welcomed": self.welcomed,
             "waits_for": self.uploads.waits_for or None if self.welcomed else self._silence.waits_for(self.config),

@@ -155,7 +155,10 @@ def _name(error: BaseException) -> str:
 
 
 def public_text(error: BaseException) -> str:
-    """What the coordinator may know of an error, without a name of this device's own."""
+    """Return what the coordinator may know of an error, without a name of this device's own."""
+    public_message = getattr(error, "public_message", None)
+    if public_message is not None:
+        return printable(public_message)[:2000]
     if getattr(error, "is_public", False):
         return printable(str(error))[:2000]
     return next((known.text for known in _KNOWN if isinstance(error, known.kind)), _OTHER.text)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+from .. import __version__
 from ..agent.health import look_at_disk, problem_of
 from ..config import AgentConfig, check_tls, load
 from ..errors import BrokerAway, ConfigError, HeadwaterError, StateError
@@ -23,6 +24,7 @@ from . import output
 from .where import add_agent, check_exists, config_of_folder
 
 _REPORTED = (
+    "version",
     "tier",
     "welcomed",
     "federation_id",
@@ -42,6 +44,7 @@ _REPORTED = (
 
 
 _AT_REST = {
+    "version": None,
     "welcomed": False,
     "other_coordinator": None,
     "waits_for": None,
@@ -252,6 +255,7 @@ _WITHOUT_KEYS = {True: "unsigned bundles are installed: ", False: "no bundle is 
 """What follows where no keys are trusted, by whether unsigned bundles are installed; None: not known."""
 
 _TEXTS: dict[str, Callable[[Any], str]] = {
+    "version": lambda version: output.other_version(version, __version__, "the agent"),
     "commands": lambda it: (
         f"authenticated; refused: {it['refused']} without a proof, {it['replayed']} recorded ones"
         if it["authenticated"]
@@ -307,8 +311,16 @@ def _wrapped(parts: Iterable[str]) -> list[str]:
     return [line.replace(NO_BREAK, " ") for line in lines]
 
 
-def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
+def _values_to_show(status: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a status that say something; its version only where it is not that of this command."""
     known = {name: value for name, value in status.items() if name in _ALWAYS or value not in (None, "", [])}
+    if known.get("version") == __version__:
+        del known["version"]
+    return known
+
+
+def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    known = _values_to_show(status)
     if number := known.pop("release", None):
         known["bundle_id"] = f"{status['bundle_id'][:12]}, release {number}"
     elif bundle := known.get("bundle_id"):

@@ -51,9 +51,10 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     With --config, the steps of an agent are tried as far as they succeed: tier, state folder, data, head, then the
     broker's name, port, certificate and login, the topics of the agent, and whether a coordinator answers on them. An
-    agent with this configuration may run meanwhile, undisturbed. --broker checks the steps to a broker alone. The
-    verdict at the end is "ready" only when nothing has failed, and then the exit code is 0; else it is that of the
-    first step that failed, 75 where the broker is not reached.
+    agent with this configuration may run meanwhile, undisturbed; a fault of it counts. Classes of the data are compared
+    with the task that a coordinator named last, or with that of the bundle in use. --broker checks the steps to a
+    broker alone. The verdict at the end is "ready" only when nothing has failed, and then the exit code is 0; else it
+    is that of the first step that failed, 75 where the broker is not reached.
 
     Example:
       edge-agent doctor --config agent.toml
@@ -122,7 +123,7 @@ def look(config: AgentConfig) -> Iterator[Step]:
     head = config.head
     yield attempted("tier", lambda: _check_tier(find(), choose_tier(config)))
     yield attempted("state", lambda: check_writable(config.state), f"{config.state} can be written")
-    yield attempted("data", lambda: _check_data(config), f"{config.data.source} is there")
+    yield attempted("data", lambda: _check_data(config))
     yield attempted("privacy", lambda: check_policy(config.privacy) or "'edge-agent privacy' shows what leaves")
     yield attempted("commands", lambda: _check_key(config))
     yield attempted("head", lambda: heads.check(head.name, head.params), f"'{head.name}' with its parameters is known")
@@ -132,15 +133,57 @@ def look(config: AgentConfig) -> Iterator[Step]:
         yield attempted("clock", lambda: _compare_clocks(config))
     elif not config.broker.uses_tls and not is_loopback(config.broker.host):
         yield attempted("tls", lambda: check_tls(config.broker))
+    yield from _look_at_running_agent(config)
 
 
-def _check_data(config: AgentConfig) -> None:
+def _check_data(config: AgentConfig) -> str:
+    """Return what the local data fit.
+
+    Raises:
+        HeadwaterError: they are not there, cannot be used, or are not those of the last task.
+    """
+    from ..agent.data_check import last_task
     from ..data import probe
     from ..data.partition import check_own
 
-    check_own(config.data, config.id)
+    task = last_task(config.state)
+    check_own(config.data, config.id, task, own_classes=config.head.own_classes)
     if config.data.partition is None:
         probe(config.data.source, config.data.folder)
+    if task is None:
+        return f"{config.data.source} is there; which classes it needs is known after the first contact"
+    return f"{config.data.source} is there and fits the last task"
+
+
+def _look_at_running_agent(config: AgentConfig) -> Iterator[Step]:
+    """Yield a step about the agent that runs with this state folder: it fails where that agent has a fault.
+
+    Its status file is renewed every few seconds, so what it says of a running agent is true now.
+    """
+    from .. import __version__, errors
+    from ..storage import lock_holder, read_json
+
+    try:
+        holder = lock_holder(config.state)
+        status = read_json(config.state / "status.json") or {}
+    except (HeadwaterError, OSError) as error:
+        yield Step("running agent", is_ok=False, detail=str(error), exit_code=HeadwaterError.exit_code)
+        return
+    if holder is None:
+        return
+    fault = status.get("fault")
+    if status.get("condition") in {"fault", "stalled"} and isinstance(fault, dict):
+        kind = getattr(errors, str(fault.get("error")), HeadwaterError)
+        yield Step(
+            "running agent",
+            is_ok=False,
+            detail=f"{fault.get('error')}: {fault.get('message')}; {fault.get('remedy')}",
+            exit_code=getattr(kind, "exit_code", HeadwaterError.exit_code),
+        )
+        return
+    other = output.other_version(status.get("version"), __version__, "the agent")
+    detail = f"{holder} has no fault; {other}" if other else f"{holder} has no fault"
+    yield Step("running agent", is_ok=True, detail=detail)
 
 
 def _ask_standing(config: AgentConfig) -> str:

@@ -19,6 +19,13 @@ def result(arguments: argparse.Namespace, content: Mapping[str, Any], text: Call
     return 0
 
 
+def other_version(serving: object, own: str, what: str) -> str:
+    """Return a note that ``what`` runs another version than this command; empty where it does not."""
+    if not isinstance(serving, str) or serving == own:
+        return ""
+    return f"version {serving} runs, this command is of version {own}: restart {what} to change it"
+
+
 def pairs(rows: Iterable[tuple[str, object]]) -> list[str]:
     """Lines ``name  value``, values in one column."""
     shown = [(name, value_text(value)) for name, value in rows]

@@ -112,10 +112,8 @@ def _photos() -> tuple[np.ndarray, ...]:
 def _folder() -> Path:
     spec = importlib.util.find_spec("sklearn")
     if spec is None or not spec.submodule_search_locations:
-        raise MissingCapability(
-            "these digits come with scikit-learn, which is not installed; pip install 'headwater[heads]', "
-            "or use 'digits:rendered', which needs none"
-        )
+        purpose = "data source 'digits' ('digits:rendered' does without)"
+        raise MissingCapability.package("sklearn", "heads", purpose)
     return Path(spec.submodule_search_locations[0]) / "datasets"
 
 

@@ -252,7 +252,7 @@ def test_coordinator_keeps_its_password_and_is_put_back_where_somebody_removed_i
 
 def test_missing_amqtt_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "amqtt", None)
-    with pytest.raises(MissingCapability, match=r"'amqtt'.*headwater\[coordinator\]"):
+    with pytest.raises(MissingCapability, match=r"'amqtt'.*pip install .*\.\[coordinator\]'"):
         EmbeddedBroker().start()
 
 

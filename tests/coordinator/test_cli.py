@@ -13,9 +13,9 @@ from coordinator import cli as headwater
 from coordinator.cli.follow import _Lines
 from coordinator.cli.methods import describe, parameters
 from coordinator.cli.output import console, show, table
-from coordinator.state.journal import RunRecord
+from coordinator.state.journal import RunRecord, utc_now
 from coordinator.state.store import StateFolder
-from edge_agent import methods
+from edge_agent import __version__, methods
 from edge_agent.disclosure import HEADINGS, section
 
 ROOT = Path(__file__).parents[2]
@@ -223,6 +223,25 @@ def test_status_as_json_is_one_object(call, tmp_path):
 def test_status_knows_that_a_coordinator_is_at_work(call, tmp_path):
     with StateFolder(tmp_path).open("test"):
         assert json.loads(call("status", "--state", tmp_path, "--json")[1])["serving"] is True
+
+
+def test_status_and_doctor_name_the_version_that_serves_where_it_is_another(call, tmp_path):
+    """After an upgrade whose link was not set, nothing said that the old version still served."""
+    config = tmp_path / "coordinator.toml"
+    config.write_text(f'state = "{tmp_path}"\n[task]\nclass_names = ["0", "1"]\n')
+    note = f"version 0.0.7 runs, this command is of version {__version__}: restart 'headwater serve'"
+
+    def are_told() -> set[bool]:
+        status, doctor = (call(*words)[1] for words in (("status", "--state", tmp_path), ("doctor", "-c", config)))
+        return {note in status, note in doctor}
+
+    with StateFolder(tmp_path).open("headwater serve"):
+        (tmp_path / "status.json").write_text(json.dumps({"version": "0.0.7", "at": utc_now().isoformat()}))
+        assert are_told() == {True}
+        (tmp_path / "status.json").write_text(json.dumps({"version": __version__, "at": utc_now().isoformat()}))
+        assert are_told() == {False}
+    (tmp_path / "status.json").write_text(json.dumps({"version": "0.0.7", "at": utc_now().isoformat()}))
+    assert are_told() == {False}, "nobody serves"
 
 
 def test_report_names_the_page_and_writes_a_picture(call, tmp_path):

@@ -17,6 +17,7 @@ from coordinator.cli import traces as cli_traces
 from coordinator.cli.traces import Ended, sender
 from coordinator.state.journal import Journal
 from coordinator.state.spans import spans_of
+from edge_agent.installation import install_command
 
 BEGIN = datetime(2030, 1, 1, tzinfo=timezone.utc)
 
@@ -153,4 +154,4 @@ coordinator.cli.main(["traces", "--state", sys.argv[1]])
         [sys.executable, "-c", code, str(tmp_path)], check=False, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 5
-    assert "pip install 'headwater[otel]'" in done.stderr
+    assert install_command("otel") in done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from edge_agent import __version__
 from edge_agent.agent.release_record import ReleaseRecord
 from edge_agent.bundle import current_id, current_manifest, install
 from edge_agent.cli import COMMANDS, main
@@ -162,6 +163,19 @@ def test_status_tells_what_a_running_agent_wrote(config, capsys):
     assert re.search(r"^metrics +acc.personal 0.903, n_test 113$", said, re.MULTILINE)
     found = json.loads(capsys.readouterr().out)
     assert (found["running"], found["head"], found["metrics"]["n_test"]) == (True, "lr", 113)
+
+
+@pytest.mark.parametrize("version, is_shown", [("0.0.7", True), (__version__, False), (None, False)])
+def test_status_names_the_version_that_runs_where_it_is_not_that_of_the_command(config, capsys, version, is_shown):
+    """After an upgrade whose link was not set, nothing said that the old version still ran."""
+    state = config.parent / "state"
+    write_json(state / "status.json", {"tier": "head", "condition": "ok", "version": version})
+    with folder_lock(state, "edge-agent porch"):
+        assert status_of(config, capsys)["version"] == version
+        main(["status", "--config", str(config)])
+    note = f"version 0.0.7 runs, this command is of version {__version__}: restart the agent"
+    assert (note in capsys.readouterr().out) is is_shown
+    assert status_of(config, capsys)["version"] is None, "no agent runs"
 
 
 def test_status_says_why_a_fit_failed_and_when_it_is_tried_again(config, capsys):

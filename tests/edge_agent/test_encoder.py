@@ -174,7 +174,7 @@ def test_large_inputs_go_one_by_one_and_small_ones_by_32(make_bundle, tmp_path):
 def test_without_onnxruntime_the_extra_is_named(installed, monkeypatch):
     _, bundle = installed
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(MissingCapability, match=r"headwater\[agent\]"):
+    with pytest.raises(MissingCapability, match=r"pip install .*\.\[agent\]'"):
         Encoder.open(bundle, "fp32")
 
 

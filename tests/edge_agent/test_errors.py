@@ -17,6 +17,7 @@ from edge_agent.errors import (
     nearest,
     remedy,
 )
+from edge_agent.installation import install_command
 
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
 # As systemd does to all processes of a service that stops.
@@ -45,7 +46,9 @@ def test_only_a_name_that_is_close_is_suggested(name, close):
 
 def test_a_missing_package_is_told_with_the_extra_that_brings_it():
     error = MissingCapability.package("torch", "train", "tier 'train'")
-    assert str(error) == "tier 'train' needs 'torch', which is not installed; pip install 'headwater[train]'"
+    what = "tier 'train' needs 'torch', which is not installed"
+    assert str(error) == f"{what}; {install_command('train')}"
+    assert error.public_message == f"{what}; install the extra 'train' there", "without a path of this machine"
     assert error.exit_code == 5
 
 

@@ -276,6 +276,51 @@ def helped():
     return shown
 
 
+STAND_INS = {
+    "sudo": 'exec "$@"',
+    "python3": 'mkdir -p "$3/bin"; for name in pip headwater edge-agent; do '
+    'printf "#!/bin/sh\\necho $3\\n" >"$3/bin/$name"; chmod +x "$3/bin/$name"; done',
+}
+"""Programs of another machine: a virtual environment is a folder whose programs print its name."""
+
+
+@pytest.mark.parametrize(
+    "install, upgrade, program",
+    [("data-center", "operations", "headwater"), ("raspberry-pi", "raspberry-pi", "edge-agent")],
+)
+def test_an_upgrade_changes_what_the_service_starts_and_the_way_back_works(tmp_path, install, upgrade, program):
+    """The link was set inside of the folder that the installation had made, and the old version went on serving."""
+    programs, opt = tmp_path / "stand-ins", tmp_path / "opt"
+    programs.mkdir()
+    opt.mkdir()
+    for name, script in STAND_INS.items():
+        (programs / name).write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        (programs / name).chmod(0o755)
+
+    def run(lines):
+        script = "\n".join(lines).replace("/opt/", f"{opt}/").replace("/usr/local/bin", str(tmp_path))
+        environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+        subprocess.run(["bash", "-euc", script], cwd=tmp_path, env=environment, check=True, timeout=60)
+
+    def lines_about_a_version(page, version):
+        """What makes the folder of a version and sets the link."""
+        found = [block for block in blocks(page) if f"-m venv /opt/headwater-{version}" in block.text]
+        assert len(found) == 1
+        return [line for line in found[0].text.splitlines() if "-m venv" in line or "ln -" in line]
+
+    def version_that_is_served():
+        done = subprocess.run([opt / "headwater/bin" / program], check=True, capture_output=True, text=True, timeout=60)
+        return Path(done.stdout.strip()).name
+
+    run(lines_about_a_version(install, "0.1"))
+    assert version_that_is_served() == "headwater-0.1"
+    run(lines_about_a_version(upgrade, "0.2"))
+    assert version_that_is_served() == "headwater-0.2"
+    run(["ln -sfnT /opt/headwater-0.1 /opt/headwater"])
+    assert version_that_is_served() == "headwater-0.1"
+    assert sorted(path.name for path in opt.iterdir()) == ["headwater", "headwater-0.1", "headwater-0.2"]
+
+
 def test_index_has_every_page_and_each_page_says_what_is_next():
     index = (GUIDES / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"\]\(([\w-]+)\.md\)", index)) == set(PAGES) - {"README"}

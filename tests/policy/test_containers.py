@@ -16,11 +16,13 @@ import pytest
 import yaml
 from starlette.applications import Starlette
 
-from coordinator.config import CoordinatorConfig
+from coordinator.config import CoordinatorConfig, IdentityConfig
+from coordinator.identity import serving
 from coordinator.state.journal import utc_now
 from coordinator.web import health, metrics
 from coordinator.web.app import ROUTES, Guard
 from edge_agent.config import AgentConfig, load, parse
+from edge_agent.errors import MissingCapability
 from edge_agent.storage import read_toml
 
 PROGRAMS = ("coordinator", "agent")
@@ -95,6 +97,128 @@ def test_commands_of_an_image_are_commands_of_the_program(folder, program):
     if check[0] == "python":
         done = subprocess.run([sys.executable, *check[1:3], "--help"], check=True, capture_output=True, timeout=60)
         assert b"--state" in done.stdout
+
+
+def report_of(*names):
+    return {"install": [{"metadata": {"name": name, "version": "1"}} for name in names]}
+
+
+@pytest.mark.parametrize(
+    "report, code",
+    [
+        (report_of("torch", "torchvision", "numpy"), 0),
+        (report_of("torch", "nvidia-cublas-cu12", "triton"), 1),
+        (report_of("torch", "cuda-bindings"), 1),
+        (report_of(), 0),
+    ],
+)
+def test_the_build_stops_before_cuda_is_downloaded_and_says_what_to_do(folder, tmp_path, report, code):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report), encoding="utf-8")
+    command = [sys.executable, folder / "check_torch.py", path]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert ("--build-arg PIP_EXTRA_INDEX_URL=ADDRESS" in done.stderr) is bool(code)
+    assert ("DEVICE=gpu" in done.stderr) is bool(code)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_torch_is_for_cpus_unless_a_gpu_is_asked_for(folder, program):
+    """The default brought CUDA, 5.7 GB, without a word."""
+    steps = instructions(folder / f"{program}.Dockerfile")
+    assert ("ARG", "DEVICE=cpu") in steps
+    (check,) = (rest for name, rest in steps if name == "RUN" and "check_torch.py" in rest)
+    (install,) = (number for number, (name, rest) in enumerate(steps) if name == "RUN" and "--no-cache-dir" in rest)
+    assert steps.index(("RUN", check)) < install, "before anything large is downloaded"
+    assert "--dry-run --report /tmp/report.json" in " ".join(check.split())
+    assert 'if [ "$DEVICE" != gpu ]' in check
+
+
+def test_the_image_of_the_coordinator_has_what_serve_starts_for_devices_elsewhere(folder, monkeypatch):
+    """'headwater init' was documented for an image in which 'serve' then ended: Mosquitto was not in it."""
+    steps = instructions(folder / "coordinator.Dockerfile")
+    final = steps[[number for number, (name, _) in enumerate(steps) if name == "FROM"][1] :]
+    installed = " ".join(rest for name, rest in final if name == "RUN" and "apt-get install" in rest)
+    needed = ("mosquitto",)
+    monkeypatch.setattr("coordinator.identity.serving.find_mosquitto", lambda: None)
+    identity = parse(IdentityConfig, {"host": "coordinator.example"}, where="[identity]")
+    lacking = dict(serving.checks(folder, "home", identity))["mosquitto"]
+    with pytest.raises(MissingCapability, match=needed[0]):
+        lacking()
+    assert all(re.search(rf"\b{name}\b", installed) for name in needed)
+    exposed = {int(port) for name, rest in final if name == "EXPOSE" for port in rest.split()}
+    assert {identity.port, identity.enroll_port} <= exposed
+
+
+@pytest.fixture(scope="module")
+def fleet_compose(folder):
+    return yaml.safe_load((folder / "compose-fleet.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def fleet_manifests(root):
+    return list(yaml.safe_load_all((root / "configs/kubernetes/fleet.yaml").read_text(encoding="utf-8")))
+
+
+def test_devices_elsewhere_reach_both_ports_of_the_compose_file(fleet_compose):
+    identity = parse(IdentityConfig, {"host": "coordinator.example"}, where="[identity]")
+    (service,) = fleet_compose["services"].values()
+    assert service["ports"] == [f"{port}:{port}" for port in (identity.port, identity.enroll_port)]
+    assert service["read_only"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["volumes"] == ["coordinator:/var/lib/headwater"]
+    assert "--insecure" not in service["command"]
+
+
+def test_devices_elsewhere_reach_both_ports_of_the_manifest(fleet_manifests):
+    identity = parse(IdentityConfig, {"host": "coordinator.example"}, where="[identity]")
+    wanted = {identity.port, identity.enroll_port}
+    by_kind = {one["kind"]: one for one in fleet_manifests}
+    spec = by_kind["StatefulSet"]["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    (init,) = pod["initContainers"]
+    named = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert set(named.values()) == wanted
+    service = by_kind["Service"]["spec"]
+    assert service["type"] == "LoadBalancer"
+    assert {named[port["targetPort"]] for port in service["ports"]} == wanted
+    assert all(named[port["targetPort"]] == port["port"] for port in service["ports"])
+    assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"] == service["selector"]
+    assert spec["serviceName"] == by_kind["Service"]["metadata"]["name"]
+    (rule,) = by_kind["NetworkPolicy"]["spec"]["ingress"]
+    assert {port["port"] for port in rule["ports"]} == wanted
+    volumes = {one["name"] for one in pod["volumes"]} | {
+        one["metadata"]["name"] for one in spec["volumeClaimTemplates"]
+    }
+    assert pod["securityContext"]["runAsNonRoot"]
+    for one in (container, init):
+        assert one["securityContext"]["readOnlyRootFilesystem"]
+        assert {mount["name"] for mount in one["volumeMounts"]} == volumes
+    assert "--insecure" not in container["args"]
+
+
+def test_the_first_start_in_a_volume_makes_a_federation_that_the_next_ones_keep(fleet_manifests, tmp_path):
+    """The command of the manifest, in a volume as the image has it: not empty, and without a configuration."""
+    (init,) = fleet_manifests[0]["spec"]["template"]["spec"]["initContainers"]
+    (args,) = (one["args"] for one in fleet_manifests[0]["spec"]["template"]["spec"]["containers"])
+    (tmp_path / ".profile").touch()
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "headwater").write_text(f'#!/bin/sh\nexec {sys.executable} -m coordinator "$@"\n', encoding="utf-8")
+    (programs / "headwater").chmod(0o755)
+    named = {one["name"]: one["value"] for one in init["env"]}
+    environment = {**os.environ, **named, "PATH": f"{programs}:{os.environ['PATH']}"}
+    authorities = []
+    for _ in range(2):
+        subprocess.run(init["command"], cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=300)
+        authorities.append((tmp_path / "state/identity/ca.pem").read_bytes())
+    assert authorities[0] == authorities[1]
+    assert args[args.index("--config") + 1] == "/var/lib/headwater/coordinator.toml"
+    config = load(CoordinatorConfig, tmp_path / "coordinator.toml")
+    assert config.identity.host == named["DEVICES_CONNECT_TO"]
+    assert config.state == tmp_path / "state", "which the health check looks at, too"
 
 
 def test_every_service_is_hardened_and_watched(compose, folder):
@@ -220,10 +344,10 @@ def test_the_web_view_answers_what_a_cluster_asks(root, folder, manifests, tmp_p
 
 
 @validator
-def test_manifests_are_valid_by_the_schema_of_kubernetes(manifests):
+def test_manifests_are_valid_by_the_schema_of_kubernetes(manifests, fleet_manifests):
     import kubernetes_validate
 
-    for manifest in manifests:
+    for manifest in (*manifests, *fleet_manifests):
         kubernetes_validate.validate(manifest, "1.31", strict=True)
     broken = {**manifests[0], "spec": {**manifests[0]["spec"], "replicas": "one"}}
     with pytest.raises(kubernetes_validate.ValidationError):

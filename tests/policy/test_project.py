@@ -331,6 +331,15 @@ def test_a_unit_waits_for_a_notice_only_from_a_program_that_gives_one(units, sou
             assert packages[name] & gives, f"{name} would be killed as hung"
 
 
+def test_the_unit_of_a_device_is_in_the_groups_of_the_devices_that_it_allows(root):
+    """Its user was in no group, and /dev/video0 belongs to root and video."""
+    text = (root / "configs/systemd/headwater-agent.service").read_text(encoding="utf-8")
+    allowed = set(re.findall(r"^DeviceAllow=char-([\w-]+)", text, re.MULTILINE))
+    groups = set(re.search(r"^SupplementaryGroups=(.*)$", text, re.MULTILINE)[1].split())
+    needed = {"video4linux": "video", "alsa": "audio", "drm": "video"}
+    assert {needed[kind] for kind in allowed & needed.keys()} <= groups
+
+
 def test_units_do_not_restart_what_restarting_cannot_help(units):
     """Exit codes 2 (configuration), 3 (protocol) and 5 (missing package) need a person; 75 (broker away) does not."""
     for unit in units.values():

@@ -16,6 +16,7 @@ from typing import Any
 from edge_agent.capabilities import cores
 from edge_agent.client import choose_device
 from edge_agent.errors import MissingCapability, RunFailed
+from edge_agent.installation import install_command
 from edge_agent.task import Tensors
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Job, UpdateManifest
@@ -66,7 +67,7 @@ def import_ray() -> Any:
         import ray
     except ImportError as error:
         raise MissingCapability(
-            f"engine ray needs the package ray ({error}): pip install 'headwater[ray]', or use --engine pool"
+            f"engine ray needs the package ray ({error}): {install_command('ray')}, or use --engine pool"
         ) from error
     return ray
 

@@ -23,7 +23,7 @@ from mqtt_harness import PATIENCE_S
 from coordinator.broker import EmbeddedBroker
 from coordinator.cli import main as headwater
 from edge_agent.agent import event_loop
-from edge_agent.agent.data_check import check_beside
+from edge_agent.agent.data_check import check_beside, last_task
 from edge_agent.agent.health import Condition, disk_error, look_at_disk, problem_of, try_disk
 from edge_agent.agent.tasks import TaskRunner
 from edge_agent.cli import main as edge_agent
@@ -413,6 +413,7 @@ def test_a_device_with_wrong_classes_is_seen_before_any_run(fed, tmp_path, tier)
     assert (found["condition"], found["fault"]["error"]) == ("fault", "DataError")
     assert "Hund" not in json.dumps(found)
     assert "'Hund', 'katze'" in local(agent)["fault"]["message"]
+    assert last_task(agent.config.state) == fed.task, "with which 'edge-agent doctor' compares the folders"
     for name, right in (("Hund", "a"), ("katze", "b")):
         (tmp_path / "pictures" / name).rename(tmp_path / "pictures" / right)
     if tier == "head":

@@ -201,7 +201,7 @@ def test_one_class_only_is_allowed(tmp_path, caplog):
 
 def test_without_pillow_the_extra_is_named(folder, monkeypatch):
     monkeypatch.setattr("edge_agent.data.images.has_pillow", lambda: False)
-    with pytest.raises(MissingCapability, match=r"headwater\[agent\]"):
+    with pytest.raises(MissingCapability, match=r"pip install .*\.\[agent\]'"):
         load(f"images:{folder}", SPEC)
 
 

@@ -123,7 +123,7 @@ def test_cameras_that_give_nothing_are_explained(opencv, source, words):
 def test_without_opencv_the_extra_is_named(monkeypatch, videos):
     monkeypatch.setitem(sys.modules, "cv2", None)
     for source in (f"video:{videos}", "camera:0"):
-        with pytest.raises(MissingCapability, match=r"needs 'cv2', .* 'headwater\[camera\]'"):
+        with pytest.raises(MissingCapability, match=r"needs 'cv2', .*pip install .*\.\[camera\]'"):
             load(source, SPEC)
 
 

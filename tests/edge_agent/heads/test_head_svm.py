@@ -78,7 +78,7 @@ def test_without_scikit_learn_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "sklearn" else real(name, *rest)
     )
-    with pytest.raises(MissingCapability, match=r"headwater\[heads\]"):
+    with pytest.raises(MissingCapability, match=r"pip install .*\.\[heads\]'"):
         heads.create("svm", RBF).fit(data(2), np.random.default_rng(0))
 
 

@@ -57,5 +57,5 @@ def test_a_missing_torchvision_names_the_extra(monkeypatch):
         raise ModuleNotFoundError(f"No module named '{name}'")
 
     monkeypatch.setattr(torchvision_networks.importlib, "import_module", fail)
-    with pytest.raises(MissingCapability, match=r"headwater\[train\]"):
+    with pytest.raises(MissingCapability, match=r"pip install .*\.\[train\]'"):
         torchvision_networks.networks()

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from edge_agent import installation
+from edge_agent.errors import MissingCapability
+from edge_agent.installation import find_origin, install_command, parse_origin
+
+ROOT = Path(installation.__file__).parents[1]
+PYTHON = shlex.quote(sys.executable)
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """Have pip noted this in the place of ``direct_url.json``; None: it came from an index."""
+
+    class Noted:
+        text: str | None = None
+
+        def read_text(self, name):
+            assert name == "direct_url.json"
+            return self.text
+
+    found = Noted()
+    monkeypatch.setattr(metadata, "distribution", lambda _: found)
+    find_origin.cache_clear()
+    yield found
+    find_origin.cache_clear()
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A folder that pip can install from, with a blank in its name."""
+    folder = tmp_path / "a copy"
+    folder.mkdir()
+    (folder / "pyproject.toml").touch()
+    return folder
+
+
+def note_of(folder, **about):
+    return json.dumps({"url": folder.as_uri(), "dir_info": about})
+
+
+@pytest.mark.parametrize("about, option", [({}, ""), ({"editable": False}, ""), ({"editable": True}, "-e ")])
+def test_a_copy_from_a_folder_is_extended_from_that_folder(noted, copy, about, option):
+    noted.text = note_of(copy, **about)
+    assert install_command("camera") == f"cd '{copy}' && {PYTHON} -m pip install {option}'.[camera]'"
+
+
+def test_a_folder_that_is_gone_is_described_instead_of_named(noted, tmp_path):
+    noted.text = note_of(tmp_path / "removed")
+    hint = f"{PYTHON} -m pip install '.[camera]' (in the folder of your copy of the repository)"
+    assert install_command("camera") == hint
+
+
+def test_a_copy_from_an_index_is_extended_from_there(noted):
+    assert install_command("camera") == f"{PYTHON} -m pip install 'headwater[camera]'"
+
+
+@pytest.mark.parametrize(
+    "note, requirement",
+    [
+        (
+            {"url": "file:///srv/headwater-1-py3-none-any.whl", "archive_info": {}},
+            "headwater[heads] @ file:///srv/headwater-1-py3-none-any.whl",
+        ),
+        (
+            {"url": "https://example.org/{x}.git", "vcs_info": {"vcs": "git", "commit_id": "ab12"}},
+            "headwater[heads] @ git+https://example.org/{x}.git@ab12",
+        ),
+    ],
+)
+def test_a_copy_from_a_file_or_a_repository_is_extended_from_the_same(note, requirement):
+    assert parse_origin(note).install_command("heads") == f"{PYTHON} -m pip install '{requirement}'"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"url": 7}', '{"url": "file:///x", "vcs_info": {}}'])
+def test_a_note_that_cannot_be_read_names_no_package_of_others(noted, text):
+    noted.text = text
+    assert "'.[heads]'" in install_command("heads")
+
+
+def test_sources_without_an_installation_are_extended_from_their_folder(monkeypatch):
+    def distribution(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", distribution)
+    find_origin.cache_clear()
+    assert install_command("heads") == f"cd {shlex.quote(str(ROOT))} && {PYTHON} -m pip install '.[heads]'"
+    find_origin.cache_clear()
+
+
+def test_the_coordinator_learns_the_extra_and_no_path(noted, copy):
+    noted.text = note_of(copy)
+    error = MissingCapability.package("cv2", "camera", "reading cameras")
+    assert str(copy) in str(error)
+    assert "camera" in error.public_message
+    assert "/" not in error.public_message
