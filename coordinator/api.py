@@ -115,8 +115,8 @@ class SimulationResult:
 def simulate(
     method: str | type[Method] = "fedavg",
     *,
-    data: str | Sequence[str] | Mapping[str, Any],
-    partition: str | None = None,
+    data: object,
+    partition: str | Mapping[str, Any] | None = None,
     clients: int | None = None,
     rounds: int = 10,
     seed: int = 0,
@@ -131,8 +131,13 @@ def simulate(
     ``method``: a name (see 'headwater methods'), ``"path.py:Class"``, or a subclass of `edge_agent.methods.Method`.
 
     ``data``: a source such as ``"digits"`` (see `edge_agent.data`), several of them for ``partition="domains"``,
-    ``"path.py:function"``, or a mapping: client -> ``(X, y)`` or torch ``Dataset``. X holds images (n, h, w, c) or
-    (n, c, h, w), integers 0..255 or floats 0..1, or windows (n, channels, length) of floats; y integers or text.
+    ``"path.py:function"``, or samples: ``(X, y)``, a torch ``Dataset``, or rows like ``{"image": …, "label": …}``, as
+    Hugging Face's data sets have them. A mapping client -> samples needs no partition; its clients may also have
+    ``(X, y, X_test, y_test)``. X holds images (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1, or windows
+    (n, channels, length) of floats; y integers or text.
+
+    ``partition``: a rule (see 'headwater partition'), the file of one, or a mapping: client -> rows of the data, or
+    -> ``(training rows, test rows)``.
 
     ``encoder``: a name, ``"path.py:Name"``, or a class or function that makes a ``torch.nn.Module`` whose result are
     features (n, d); it is called with ``encoder_params``, and with ``task`` where it has such a parameter.
@@ -169,7 +174,7 @@ def simulate(
 def _plan(
     method: str | type[Method],
     encoder: str | Callable[..., nn.Module] | None,
-    data: str | Sequence[str] | Mapping[str, Any],
+    data: object,
     fields: dict[str, Any],
     folder: Path,
 ) -> Plan:
@@ -196,18 +201,37 @@ def _plan(
                 "into a file and give 'path.py:Name', or use engine='serial'"
             )
         fields["engine"] = "serial"
+    chosen = _data_fields(data, fields, folder.with_name(f"{folder.name}-data"))
+    if "partition" in chosen:  # its file has the rows that are held out
+        fields.pop("test_fraction", None)
+    fields |= chosen
+    return parse(Plan, fields, where="simulate()")
+
+
+def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The plan's fields ``data`` and ``partition``; what the caller holds in memory is written into ``folder``."""
+    from .simulation import own_data
+
+    rule, seed = fields.get("partition"), int(fields.get("seed", 0))
+    share = float(fields.get("test_fraction", Plan.model_fields["test_fraction"].default))
     if isinstance(data, Mapping):
         if wrong := [name for name in ("partition", "clients") if name in fields]:
             raise UsageError(f"{' and '.join(wrong)}: a mapping of clients is a partition already; leave that out")
-        share = float(fields.pop("test_fraction", 0.25))
-        samples = folder.with_name(f"{folder.name}-data")
-        source, fields["partition"] = own_parts.save_clients(
-            data, samples, test_fraction=share, seed=int(fields.get("seed", 0))
-        )
-        fields["data"] = (source,)
+        clients = own_data.save_clients(data, folder, test_fraction=share, seed=seed)
+        return {"data": (clients.source,), "partition": clients.partition}
+    if own_data.is_source(data):
+        sources = (absolute(data),) if isinstance(data, str) else tuple(map(absolute, data))
     else:
-        fields["data"] = (absolute(data),) if isinstance(data, str) else tuple(map(absolute, data))
-    return parse(Plan, fields, where="simulate()")
+        sources = (own_data.save_pool(data, folder).source,)
+    if not isinstance(rule, Mapping):
+        return {"data": sources}
+    if "clients" in fields:
+        raise UsageError("clients: a mapping of client -> rows names the clients already; leave that out")
+    if len(sources) > 1:
+        raise UsageError(f"partition: a mapping of client -> rows is for one data source, found {len(sources)}")
+    base = Path(fields["folder"])
+    file = own_data.save_rows(rule, sources[0], folder, base=base, test_fraction=share, seed=seed)
+    return {"data": sources, "partition": file}
 
 
 def _run(plan: Plan, folder: Path, watch: Callable[[Job], None]) -> SimulationResult:

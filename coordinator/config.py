@@ -306,7 +306,7 @@ class HostedConfig(Frozen):
             heartbeat_s=min(15.0, lease_s / 3),
             data=self.data,
             training=TrainingConfig(device=self.device, threads=self.threads, precision=self.precision),
-            privacy=PrivacyConfig(min_class_count=1),  # its data are the coordinator's own
+            privacy=PrivacyConfig(min_class_count=1, statistics=("*",)),  # its data are the coordinator's own
         )
 
 

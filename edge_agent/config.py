@@ -254,6 +254,14 @@ class PrivacyConfig(Frozen):
         description="rounded: counts of samples leave as the nearest power of two, and methods whose updates carry "
         "statistics of classes are refused, because these tell the counts",
     )
+    statistics: tuple[str, ...] = Field(
+        (),
+        max_length=100,
+        description="names of arrays beside the model that updates may carry ('extra.gram'; * stands for any text) "
+        "although this device cannot tell what they say of single samples. Methods that ship with Headwater need no "
+        "entry; updates of others are refused without one, unless these arrays are statistics of classes that obey "
+        "min_class_count",
+    )
     metrics: tuple[str, ...] = Field(
         ("*",), description="names of the metrics that may leave, * stands for any text; [] for none"
     )

@@ -138,13 +138,39 @@ def _small_task() -> Task:
     )
 
 
-def example(method: Method) -> tuple[Tensors, Tensors]:
-    """What a client receives of a small model, and an update without a change, to ask a policy about; needs torch."""
+@dataclass(frozen=True)
+class Example:
+    """One round of a method on a small model, to ask a policy about.
+
+    Attributes:
+        received: The shared tensors that a client receives.
+        update: An update without a change, with zeros for what it carries beside the model.
+        model_shapes: Shape of each tensor of the model, by name.
+        features: Number of the encoder's features.
+        classes: Number of classes.
+    """
+
+    received: Tensors
+    update: Tensors
+    model_shapes: dict[str, tuple[int, ...]]
+    features: int
+    classes: int
+
+
+def example(method: Method) -> Example:
+    """Make the example of a method; needs torch."""
     from .training.parts import to_arrays
 
-    model = method.build(_small_task())
+    task = _small_task()
+    model = method.build(task)
     shared = to_arrays(model, method.shared_names(model))
-    return shared, {**shared, **method.sends(model, _small_task())}
+    return Example(
+        received=shared,
+        update={**shared, **method.sends(model, task)},
+        model_shapes={name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
+        features=int(task.encoder_params["feature_dim"]),
+        classes=task.num_classes,
+    )
 
 
 def tensors(method: Method) -> Iterator[Item]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -45,7 +45,13 @@ from .personalize import (
 from .precision import Refit, WantedNorm, with_norm
 from .storage import check_writable, shared_folder_lock
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 _log = logging.getLogger(__name__)
+
+Inputs: TypeAlias = "ArrayLike | Samples | str | Path | Sequence[str | Path] | Image | Sequence[Image]"
+"""What `Personalizer` takes as X."""
 
 LabelKind: TypeAlias = Literal["text", "integers", "positions"]
 """What labels are given as: names of classes, names that are integers, or positions of classes."""
@@ -112,9 +118,13 @@ class Personalizer:
     """A bundle's frozen encoder and a personal head: ``fit``, ``predict``, ``evaluate``, ``save``, ``load``.
 
     Inputs X are arrays as a device's data have them: images (n, h, w), (n, h, w, c) or (n, c, h, w), integers 0..255 or
-    floats 0..1, or windows (n, channels, length). Labels y are names of classes, as text or as integers, or their
+    floats 0..1, or windows (n, channels, length). Also the path of a file or a list of paths, a Pillow image or a list
+    of them; one image as an array is ``X[None]``. Labels y are names of classes, as text or as integers, or their
     positions in ``classes``; ``predict`` answers with what ``fit`` was given. X may also be `Samples`, or a data source
     such as ``"images:photos"``, which bring their own labels.
+
+    Files and images that cannot be used are an error that names them, because answers would move up in the place of
+    theirs; with ``strict=False`` they are left out with a warning, as the commands do, which name each input.
     """
 
     def __init__(
@@ -190,7 +200,7 @@ class Personalizer:
 
     def fit(
         self,
-        X: ArrayLike | Samples | str,  # noqa: N803 - as scikit-learn calls it
+        X: Inputs,  # noqa: N803 - as scikit-learn calls it
         y: ArrayLike | None = None,
         *,
         head: str = AUTO,
@@ -199,6 +209,7 @@ class Personalizer:
         own_classes: bool = False,
         unknown: float = 0.05,
         local: bool = False,
+        strict: bool | None = None,
     ) -> Personalizer:
         """This object, with a head fitted on all samples that are given.
 
@@ -227,7 +238,7 @@ class Personalizer:
             return self
         heads.check(head, params or {})  # a misspelt name does not wait for the features
         options = FitOptions(head, params or {}, seed, unknown=unknown)
-        samples = self._samples(X, y, self.bundle.manifest.task.class_names, own_classes=own_classes)
+        samples = self._samples(X, y, self.bundle.manifest.task.class_names, own_classes=own_classes, strict=strict)
         encoder = self._encoder_for(samples, seed)
         features = encoder.features(samples.inputs)
         kind = _kind_of_labels(y, samples)
@@ -255,7 +266,7 @@ class Personalizer:
 
     def partial_fit(
         self,
-        X: ArrayLike,  # noqa: N803 - as scikit-learn calls it
+        X: Inputs,  # noqa: N803 - as scikit-learn calls it
         y: ArrayLike,
         classes: ArrayLike | None = None,
         *,
@@ -339,25 +350,25 @@ class Personalizer:
         names = np.array(self.classes)
         return names.astype(np.int64) if kind == "integers" and all(map(_is_integer, self.classes)) else names
 
-    def predict_proba(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
+    def predict_proba(self, X: Inputs, *, strict: bool | None = None) -> np.ndarray:  # noqa: N803 - as scikit-learn
         """Probabilities (n, K) of the classes: the personal head's, before ``fit`` the bundle's shared classifier's.
 
         Raises:
             DataError: inputs that do not fit the bundle's task.
             UsageError: there is neither a head nor a shared classifier.
         """
-        samples = self._samples(X, None, self.classes, is_labelled=False)
+        samples = self._samples(X, None, self.classes, is_labelled=False, strict=strict)
         return probabilities(self.bundle, self.head, saved_features(self.head, self.encoder, samples))
 
-    def predict(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
+    def predict(self, X: Inputs, *, strict: bool | None = None) -> np.ndarray:  # noqa: N803 - as scikit-learn
         """The most probable of `classes_` for each input (n,), as `predict_proba`; of a numeric head its number."""
         if self.numeric is not None:
-            samples = self._samples(X, None, self.classes, is_labelled=False)
+            samples = self._samples(X, None, self.classes, is_labelled=False, strict=strict)
             return self.numeric.head.predict(self.encoder.features(samples.inputs))
-        result: np.ndarray = self.classes_[self.predict_proba(X).argmax(axis=1)]
+        result: np.ndarray = self.classes_[self.predict_proba(X, strict=strict).argmax(axis=1)]
         return result
 
-    def is_unknown(self, X: ArrayLike | Samples | str) -> np.ndarray:  # noqa: N803 - as scikit-learn calls it
+    def is_unknown(self, X: Inputs, *, strict: bool | None = None) -> np.ndarray:  # noqa: N803 - as scikit-learn
         """Which inputs are unlike all training samples, (n,) bool: what is predicted for them means nothing.
 
         Raises:
@@ -369,10 +380,16 @@ class Personalizer:
             raise UsageError(
                 "no threshold for unknown inputs; fit a head on at least 1 / unknown - 1 samples, 19 for unknown=0.05"
             )
-        samples = self._samples(X, None, self.classes, is_labelled=False)
+        samples = self._samples(X, None, self.classes, is_labelled=False, strict=strict)
         return rule.is_unknown(saved_features(self.head, self.encoder, samples))
 
-    def evaluate(self, X: ArrayLike | Samples | str, y: ArrayLike | None = None) -> dict[str, float | None]:  # noqa: N803 - as scikit-learn
+    def evaluate(
+        self,
+        X: Inputs,  # noqa: N803 - as scikit-learn calls it
+        y: ArrayLike | None = None,
+        *,
+        strict: bool | None = None,
+    ) -> dict[str, float | None]:
         """Accuracy 0..1 on held-out samples: ``acc.personal`` of the head, ``acc.global`` of the shared classifier.
 
         None where there is no head, or no shared classifier that knows the classes. After ``fit(local=True)`` also
@@ -386,7 +403,7 @@ class Personalizer:
         if self.numeric is not None:
             samples = self._numeric_samples(X, y, self.numeric.head)
             return score_numeric(self.numeric.head, samples, self.encoder.features(samples.inputs))
-        samples = self._samples(X, y, self.classes)
+        samples = self._samples(X, y, self.classes, strict=strict)
         features = self.encoder.features(samples.inputs)
         right, overall = np.zeros(0, bool), score_global(self.bundle, features, samples)
         if self.head is not None:
@@ -437,37 +454,35 @@ class Personalizer:
         """Drop what belongs to the head before: it is of no use with another one, or with another encoder."""
         self.head = self.numeric = self.local = self.choice = self._seen = None
 
-    def _numeric_samples(
-        self, inputs: ArrayLike | Samples | str, labels: ArrayLike | None, head: NumericHead
-    ) -> Samples:
+    def _numeric_samples(self, inputs: Inputs, labels: ArrayLike | None, head: NumericHead) -> Samples:
         """Samples with the numbers or the classes that a numeric head learns from."""
         spec = self.bundle.manifest.task.input
-        if isinstance(inputs, str):
+        if isinstance(inputs, str) and not data.is_file(inputs):
             return data.load(inputs, spec, labelled=False if head.predicts_targets else None)
         if isinstance(inputs, Samples):
             return inputs.ready()
-        array = np.asarray(inputs)
         if head.predicts_targets and labels is not None:
-            samples = data.from_arrays(array, None, spec, ())
+            samples = data.from_python(inputs, None, spec, ())
             targets = np.asarray(labels, np.float64)
-            if targets.shape != (len(array),):
-                raise DataError(f"{len(array)} inputs, targets {targets.shape}; expected one number for each input")
+            if targets.shape != (len(samples),):
+                raise DataError(f"{len(samples)} inputs, targets {targets.shape}; expected one number for each input")
             return replace(samples, targets=targets)
         given = None if labels is None else data.label_array(labels)
-        return data.from_arrays(array, given, spec, (), own_classes=True)
+        return data.from_python(inputs, given, spec, (), own_classes=True)
 
     def _samples(
         self,
-        inputs: ArrayLike | Samples | str,
+        inputs: Inputs,
         labels: ArrayLike | None,
         names: tuple[str, ...],
         *,
         is_labelled: bool = True,
         own_classes: bool = False,
+        strict: bool | None = None,
     ) -> Samples:
         spec = self.bundle.manifest.task.input
-        if isinstance(inputs, str):
-            return data.load(inputs, spec, names, labelled=is_labelled, own_classes=own_classes)
+        if isinstance(inputs, str) and not data.is_file(inputs):
+            return data.load(inputs, spec, names, labelled=is_labelled, own_classes=own_classes, strict=strict)
         if isinstance(inputs, data.Samples):
             if is_labelled and inputs.class_names != names and not own_classes:
                 raise DataError(
@@ -478,7 +493,7 @@ class Personalizer:
         if labels is None and is_labelled:
             raise UsageError("y is missing: give one label for each row of X, or a data source that has labels")
         given = None if labels is None else data.label_array(labels)
-        return data.from_arrays(np.asarray(inputs), given, spec, names, own_classes=own_classes)
+        return data.from_python(inputs, given, spec, names, own_classes=own_classes, strict=strict)
 
 
 def _is_integer(name: str) -> bool:

@@ -96,6 +96,10 @@ class Registry:
         """Whether a file of ours, or of an installed package, has this name."""
         return name in self._files or name in self.families or name in self._plugins
 
+    def is_shipped(self, name: str) -> bool:
+        """Whether what `load` gives for this name is a file of Headwater itself, neither plugged in nor registered."""
+        return name not in self._extra and (name in self._files or name in self.families)
+
     # Both are read once in a process: to look up what is installed takes milliseconds, on a small device tens of them,
     # and fitting a head by cross-validation asks for its class a hundred times.
 

@@ -287,11 +287,16 @@ def footnotes(summary: dict[str, Any]) -> Iterator[str]:
         yield f"acc.local, alone and without the federation: {models}"
     yield from (f"{a['id']} *: {note}" for a in summary.get("agents", []) for note in notes_of(a))
     yield from (f"{agent} failed: {reason}" for agent, reason in summary.get("faults", {}).items())
+    if incomplete := summary.get("incomplete"):
+        yield f"incomplete: {incomplete}"
     if stopped := summary.get("stopped"):
         yield f"ended early: {stopped}"
     if privacy := summary.get("privacy"):
         yield spent(privacy)
+    said = {agent for one in (summary.get("updates") or {}).get("left_out", ()) for agent in one["agents"]}
     for agent, one in summary.get("left_out", {}).items():
+        if agent in said:  # its reason is above
+            continue
         rounds = [str(number) for number in one["rounds"]]
         yield f"{agent} was left out of {counted(len(rounds), 'round')} ({listed(rounds)}): {one['reason']}"
     for agent, one in summary.get("bounded", {}).items():

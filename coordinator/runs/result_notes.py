@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from ..state.journal import Journal, RunRecord
 from ..text import counted, listed, worst_tenth
 from .good_state import reason_of_restoration
+
+log = logging.getLogger(__name__)
 
 STANDARD_ERRORS = 2.0
 """A difference of more than so many standard errors is more than noise."""
@@ -72,6 +76,72 @@ def bounded_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]
             one["rounds"].append(record["round"])
             one["last"] = note
     return dict(sorted(result.items()))
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Agents without an update in a round, for one reason that is the same for all of them."""
+
+    agents: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class LastUpdates:
+    """How many updates the last round of a run has, of the agents that could have contributed to it.
+
+    Attributes:
+        round: Number of that round.
+        accepted: Updates that are in its aggregate.
+        expected: Those, and the agents that were asked without success, or not asked because of an earlier refusal.
+        left_out: Agents whose update was refused or rejected, or that were left out, by reason.
+    """
+
+    round: int
+    accepted: int
+    expected: int
+    left_out: tuple[LeftOut, ...]
+
+    @classmethod
+    def from_records(cls, records: Sequence[Mapping[str, Any]]) -> LastUpdates:
+        """Count those of the last of the records of closed rounds."""
+        if not records:
+            return cls(round=0, accepted=0, expected=0, left_out=())
+        record = records[-1]
+        reasons = {one["agent"]: str(one["reason"]) for one in (*record["left_out"], *record["rejected"])}
+        agents_by_reason: dict[str, list[str]] = {}
+        for agent, reason in sorted(reasons.items()):
+            agents_by_reason.setdefault(reason, []).append(agent)
+        contributors = {*record["agents"], *record["missing"], *record["working"], *reasons}
+        return cls(
+            round=record["round"],
+            accepted=len(record["agents"]),
+            expected=len(contributors),
+            left_out=tuple(LeftOut(tuple(agents), reason) for reason, agents in agents_by_reason.items()),
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """What the summary of a run says of it, as JSON: ``updates``, and the `note` as ``incomplete``."""
+        left_out = [{"agents": [*one.agents], "reason": one.reason} for one in self.left_out]
+        updates = {"round": self.round, "accepted": self.accepted, "expected": self.expected, "left_out": left_out}
+        return {"updates": updates, "incomplete": self.note or None}
+
+    def reason(self) -> dict[str, Any]:
+        """What the journal says of it at the end of a run: the `note` as ``reason``, which status and pages show."""
+        return {"reason": self.note} if self.left_out else {}
+
+    def log(self, run: str) -> None:
+        """Log the `note`, where there is one."""
+        if self.left_out:
+            log.warning("run_incomplete run=%s: %s", run, self.note)
+
+    @property
+    def note(self) -> str:
+        """What is to be known beside "finished", each reason once; empty where no agent was left out."""
+        if not self.left_out:
+            return ""
+        reasons = "; ".join(f"without {listed(one.agents)}: {one.reason}" for one in self.left_out)
+        return f"{self.accepted} of {counted(self.expected, 'update')} in round {self.round}, {reasons}"
 
 
 def restored_of(records: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:

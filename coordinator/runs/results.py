@@ -17,7 +17,15 @@ from .aggregation import notes
 from .context import Run, RunContext, Steps
 from .privacy import PrivacyBudget
 from .release import Released, encoder_sha256, export_bundle, release
-from .result_notes import absent_of, bounded_of, coordinator_metrics, lines, restored_of, warnings_of
+from .result_notes import (
+    LastUpdates,
+    absent_of,
+    bounded_of,
+    coordinator_metrics,
+    lines,
+    restored_of,
+    warnings_of,
+)
 from .selection import Exclusions
 
 log = logging.getLogger(__name__)
@@ -179,6 +187,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     warnings = [*absent, *restored_of(records), *warnings_of(agents, losses, request.task.num_classes)]
     for line in lines(warnings):
         log.warning("result_warning run=%s: %s", run.id, line)
+    updates = LastUpdates.from_records(records)
     folder.write_summary(
         {
             "run_id": run.id,
@@ -188,6 +197,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             "rounds": request.rounds,
             "seed": request.seed,
             "status": "finished",
+            **updates.summary(),
             "at": utc_now().isoformat(timespec="seconds"),
             "seconds": round(stats.seconds(context), 3),
             "encoder_sha256": sha,
@@ -204,8 +214,9 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
         },
     )
     write_report(folder)
-    state.journal.append("run_finished", run=run.id, body={"encoder_sha256": sha})
+    state.journal.append("run_finished", run=run.id, body={"encoder_sha256": sha, **updates.reason()})
     log.info("run_finished run=%s encoder_sha256=%s", run.id, sha[:12] or "none")
+    updates.log(run.id)
 
 
 def _agent_record(run: Run, stats: Stats, agent: str, report: Report) -> dict[str, Any]:

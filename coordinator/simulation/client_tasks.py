@@ -148,7 +148,7 @@ class SimulatedResources(Resources):
             data=DataConfig(source="simulation:"),
             head=HeadConfig(local=plan.local),
             training=TrainingConfig(device=plan.device, precision=plan.precision, threads=plan.threads, checkpoint_s=0),
-            privacy=PrivacyConfig(min_class_count=1),  # whatever a paper asks for
+            privacy=PrivacyConfig(min_class_count=1, statistics=("*",)),  # whatever a paper asks for
         )
         super().__init__(config)
         self._shared, self.outbox, self.evaluate_after = shared, MemoryOutbox(), plan.evaluate_after

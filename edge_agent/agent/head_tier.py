@@ -56,6 +56,7 @@ from ..trust import Envelope, Member, TrustStore, followed, parse, roots_in
 from ..wire.messages import Install, Job, Report
 from .health import public_text
 from .new_samples import file_mark, is_settled, samples_folder
+from .privacy import UpdateFacts, check_update, declared_least
 from .release_record import candidate_folder, clean
 
 log = logging.getLogger(__name__)
@@ -535,6 +536,7 @@ def contribute_round(
 
     Raises:
         MissingCapability: the method has nothing for a device that trains no encoder.
+        PrivacyRefused: the update holds more than ``[privacy]`` lets out.
         BundleUntrusted: the bundle is not signed as this device demands.
         BundleError: the bundle is damaged.
         TrainingFailed: training on this device diverged.
@@ -559,7 +561,22 @@ def contribute_round(
     )
     rng = np.random.default_rng([job.seed, zlib.crc32(config.id.encode()), job.round])
     sent = contribute(result, received, rng)
+    check_update(config.privacy, sent, _update_facts(job, result))
     return sent, _scores(session, test, received, sent) if job.evaluate else {}
+
+
+def _update_facts(job: Job, data: FitData) -> UpdateFacts:
+    """What the arrays of an update of this device are judged by; of the model it knows the linear classifier alone."""
+    classes, features = data.num_classes, data.features.shape[1]
+    classifier = {"head.weight": (classes, features), "head.bias": (classes,)}
+    return UpdateFacts(
+        method=job.method,
+        declared_least=declared_least(job.params),
+        shared=frozenset(classifier),
+        model_shapes=classifier,
+        features=features,
+        class_counts=np.bincount(data.labels, minlength=classes),
+    )
 
 
 def _scores(encoder: Encoder, test: Samples, received: Tensors, sent: Tensors) -> dict[str, float]:

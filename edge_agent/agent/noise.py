@@ -115,9 +115,10 @@ def objection(method: Method) -> str:
 
     from ..disclosure import example
 
-    received, update = example(method)
+    round_example = example(method)
+    mechanism = Mechanism(clip=1.0, clip_statistics=1.0, noise=1.0)
     try:
-        Mechanism(clip=1.0, clip_statistics=1.0, noise=1.0).apply(method, update, received, np.random.default_rng(0))
+        mechanism.apply(method, round_example.update, round_example.received, np.random.default_rng(0))
     except PrivacyRefused as error:
         return str(error)
     return ""

@@ -5,18 +5,24 @@ The ledger on its disk has what its updates have cost in differential privacy.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..accountant import cost, epsilon_of
 from ..config import AgentConfig, PrivacyConfig
 from ..errors import PrivacyRefused, StateError, UnknownName
 from ..storage import read_json, write_json
-from ..task import RUNNING_STATISTICS
+from ..task import RUNNING_STATISTICS, Tensors
 from ..wire.messages import EXCHANGES, OUTSIDE_ROUNDS, Job, Report
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CLASS_COUNT = "min_class_count"
 """The parameter of methods whose updates carry statistics of classes: of how many samples such a class is at least."""
@@ -101,6 +107,163 @@ def check_tensors(policy: PrivacyConfig, names: Iterable[str]) -> None:
             "'local_stats'",
             is_public=True,
         )
+
+
+EXTRA = "extra."
+"""How the names of arrays begin that are no tensors of the model."""
+
+
+class Content(Enum):
+    """What an array of an update is, by its name, its shape and its dtype."""
+
+    MODEL = "a tensor of the model"
+    CLASSES = "statistics of classes"
+    OTHER = "other statistics"
+
+
+@dataclass(frozen=True)
+class UpdateFacts:
+    """What the arrays of one update are judged by.
+
+    Attributes:
+        method: Name of the run's method.
+        declared_least: The run's ``min_class_count``; None where its method has no such parameter.
+        shared: Names of the tensors of the model that may leave as they are.
+        buffers: Those of them that no gradient moves, and that are not batch norm's: a method may put statistics there.
+        received: What the device received for the round; a buffer that is as it was received tells nothing.
+        model_shapes: Shape of each tensor of the model that this device knows, by name.
+        features: Number of the encoder's features, d.
+        class_counts: Training samples of each class on this device, (K,) int64.
+    """
+
+    method: str
+    declared_least: int | None
+    shared: frozenset[str]
+    model_shapes: Mapping[str, tuple[int, ...]]
+    features: int
+    class_counts: np.ndarray
+    buffers: frozenset[str] = frozenset()
+    received: Tensors = field(default_factory=dict)
+
+
+def content_of(name: str, array: np.ndarray, facts: UpdateFacts) -> Content:
+    """Tell what an array of an update is.
+
+    A tensor of the model is one that is shared and trained, or a copy or a change of one, which is named ``extra.*.``
+    and then as the tensor, in its shape. Statistics of classes are counts (K,) of integers, and what has one vector of
+    features for each class: (K, d) or (d, K).
+    """
+    shape = array.shape
+    if name in facts.shared and facts.model_shapes.get(name) == shape:
+        if name not in facts.buffers or _is_as_received(name, array, facts.received):
+            return Content.MODEL
+    elif not name.startswith(EXTRA):
+        return Content.OTHER
+    else:
+        words = name.removeprefix(EXTRA).split(".")
+        if any(facts.model_shapes.get(".".join(words[begin:])) == shape for begin in range(len(words))):
+            return Content.MODEL
+    classes = len(facts.class_counts)
+    if shape == (classes,) and array.dtype.kind in "iu":
+        return Content.CLASSES
+    if shape in {(classes, facts.features), (facts.features, classes)}:
+        return Content.CLASSES
+    return Content.OTHER
+
+
+def _is_as_received(name: str, array: np.ndarray, received: Tensors) -> bool:
+    import numpy as np
+
+    return name in received and np.array_equal(array, received[name])
+
+
+def check_update(policy: PrivacyConfig, update: Tensors, facts: UpdateFacts) -> None:
+    """Return quietly when the policy allows every array of an update, by what is in it; both tiers ask this.
+
+    Tensors of the model may leave. Statistics of classes may where the method says of how many samples a class is at
+    least, and where they are zero for classes of fewer samples on this device. All else that a method sends which is
+    not shipped with Headwater needs an entry in ``privacy.statistics``; what shipped ones send is on the page "What
+    leaves a device". An update of zeros, in the names and shapes of a method, may be asked about before the training.
+
+    Raises:
+        PrivacyRefused: it does not; all reasons are listed.
+    """
+    from .. import methods
+
+    check_tensors(policy, update)
+    is_shipped = methods.registry.is_shipped(facts.method)
+    unchecked: dict[str, np.ndarray] = {}
+    reasons: list[str] = []
+    for name, array in sorted(update.items()):
+        content = content_of(name, array, facts)
+        if content is Content.MODEL or allows_statistics(policy, name):
+            continue
+        is_declared = is_shipped or facts.declared_least is not None
+        if content is Content.CLASSES and is_declared:
+            reasons += _objections_to_classes(policy, name, array, facts)
+        elif not is_shipped:
+            unchecked[name] = array
+    if unchecked:
+        reasons.append(_objection_to_unchecked(unchecked, facts))
+    if reasons:
+        raise PrivacyRefused("; ".join(reasons), is_public=True)
+
+
+def allows_statistics(policy: PrivacyConfig, name: str) -> bool:
+    """Whether the owner lets an array of this name out, whatever it tells."""
+    return any(fnmatchcase(name, pattern) for pattern in policy.statistics)
+
+
+def declared_least(params: Mapping[str, Any]) -> int | None:
+    """Return the ``min_class_count`` among the parameters of a run; None where its method has no such parameter."""
+    least = params.get(CLASS_COUNT)
+    return least if isinstance(least, int) and not isinstance(least, bool) else None
+
+
+def _objections_to_classes(policy: PrivacyConfig, name: str, array: np.ndarray, facts: UpdateFacts) -> list[str]:
+    """Tell why these statistics of classes may not leave."""
+    import numpy as np
+
+    if policy.samples == "rounded":
+        return [f"'{name}' holds statistics of classes, which tell their sample counts; privacy.samples is 'rounded'"]
+    # Of a class of one sample the "mean" is that sample's own features. Classes that are absent here tell nothing.
+    least = max(policy.min_class_count, facts.declared_least or 1)
+    counts = facts.class_counts
+    is_small = (counts > 0) & (counts < least)
+    is_class_first = array.shape[0] == len(counts)
+    rows = array if is_class_first else array.T
+    is_told = rows.reshape(len(counts), -1).any(axis=1)
+    told = np.flatnonzero(is_small & is_told)
+    if not told.size:
+        return []
+    fewest = int(counts[told].min())
+    reason = (
+        f"'{name}' of method '{facts.method}' holds values of {told.size} of {len(counts)} classes that have fewer "
+        f"than {least} training samples here, the smallest {fewest}; the method has to leave zeros in their place"
+    )
+    return [reason]
+
+
+def _objection_to_unchecked(arrays: Mapping[str, np.ndarray], facts: UpdateFacts) -> str:
+    """Tell which arrays the owner would have to allow, and how."""
+    listed = [f"'{name}' {array.dtype} {[*array.shape]}" for name, array in arrays.items()]
+    shown = ", ".join(listed[:_SHOWN_ARRAYS])
+    more = f" and {len(listed) - _SHOWN_ARRAYS} more" if len(listed) > _SHOWN_ARRAYS else ""
+    reason = (
+        f"method '{facts.method}' sends {shown}{more}, and this device cannot tell what they say of single samples; "
+        f"its owner may allow them by privacy.statistics = {json.dumps([*arrays][:_SHOWN_ARRAYS])}"
+    )
+    has_classes = any(content_of(name, array, facts) is Content.CLASSES for name, array in arrays.items())
+    if has_classes:
+        reason += (
+            f" (statistics of classes do not need that once the method has a parameter {CLASS_COUNT}, and leaves "
+            "zeros for classes of fewer samples)"
+        )
+    return reason
+
+
+_SHOWN_ARRAYS = 4
+"""Arrays that a reason names; a message holds 1,000 characters."""
 
 
 def sample_count(policy: PrivacyConfig, exact: int) -> int:

@@ -45,10 +45,12 @@ from .data_check import check_beside
 from .health import Condition, Kind, whole_message
 from .local_state import ClientStateFiles, TrainingCheckpointFile, make_room, note_receipt, remove_ended_runs
 from .privacy import (
-    CLASS_COUNT,
     Ledger,
+    UpdateFacts,
     check_job,
     check_tensors,
+    check_update,
+    declared_least,
     public_report,
     sample_count,
     without_withheld,
@@ -224,8 +226,33 @@ class TaskRunner:
         if job.purpose == "activation_ranges":
             train, _ = self._samples(job.task)
             return self._offer(job, session.activation_ranges(received), len(train), {})
-        check_tensors(self.config.privacy, session.shared)
+        self._check_announced(job, session)
         return self._train(job, session, received, kept, given)
+
+    def _check_announced(self, job: Job, session: Session) -> None:
+        """Refuse before the training what is known to be refused after it, by the names and shapes of the method."""
+        from .. import methods
+
+        policy = self.config.privacy
+        check_tensors(policy, session.shared)
+        if not methods.registry.is_shipped(job.method):
+            check_update(policy, session.announced_extras(), self._update_facts(job, session, {}))
+
+    def _update_facts(self, job: Job, session: Session, received: Tensors) -> UpdateFacts:
+        """What the arrays of an update of this session are judged by."""
+        import numpy as np
+
+        train, _ = self._samples(job.task)
+        return UpdateFacts(
+            method=job.method,
+            declared_least=session.method.least_class_count,
+            shared=frozenset(session.shared),
+            model_shapes=session.model_shapes,
+            features=session.features,
+            class_counts=np.bincount(train.labels, minlength=job.task.num_classes),
+            buffers=session.shared_buffers,
+            received=received,
+        )
 
     def _secure_sums(self) -> SecureSums:
         if self._secure is None:
@@ -242,7 +269,7 @@ class TaskRunner:
             return self._secure_sums().unmask(job, given)
         session = self.session(job)
         check_job(self.config.privacy, job, session.method.least_class_count)
-        check_tensors(self.config.privacy, session.shared)
+        self._check_announced(job, session)
         return self._secure_sums().begin(job)
 
     def _train(
@@ -263,6 +290,8 @@ class TaskRunner:
         outcome = session.train(
             received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate, control=control
         )
+        # Before noise and masks, which hide what an array holds.
+        check_update(self.config.privacy, outcome.update, self._update_facts(job, session, received))
         if noise is not None:
             outcome = noise(session.method, received, outcome)
         if job.session:
@@ -342,8 +371,8 @@ class TaskRunner:
         """
         from .head_tier import contribute_round
 
-        # The method's file, which has the default, needs torch; without a count the policy assumes the least.
-        check_job(self.config.privacy, job, int(job.params.get(CLASS_COUNT, 1)))
+        # The method's file needs torch; its parameters are all in the job.
+        check_job(self.config.privacy, job, declared_least(job.params))
         self._remove_ended(job.run)
         samples = self._samples(job.task)
         sent, metrics = contribute_round(self.config, job, received, encoder, samples, self.now)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import methods
-from ..agent.privacy import allows_metric, check_policy, check_tensors, objections, spent
+from ..agent.privacy import UpdateFacts, allows_metric, check_policy, check_update, objections, spent
 from ..config import AgentConfig, load
 from ..disclosure import BESIDE, SECURE_SUM, Item, example, messages, tensors, travels
 from ..errors import PrivacyRefused, UnknownName
@@ -18,6 +18,7 @@ from . import output
 
 if TYPE_CHECKING:
     from ..methods.base import Method
+    from ..task import Tensors
 
 
 def add_privacy_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,14 +93,31 @@ def refusal(config: AgentConfig, method: Method) -> str:
     """
     from ..agent.noise import objection
 
-    policy, (received, _) = config.privacy, example(method)
-    if reasons := objections(policy, method.name, method.least_class_count):
+    policy = config.privacy
+    reasons = objections(policy, method.name, method.least_class_count)
+    if reasons:
         return "; ".join(reasons)
     try:
-        check_tensors(policy, received)
+        check_update(policy, *_example_of(method))
     except PrivacyRefused as error:
         return str(error)
     return objection(method) if policy.wants_noise else ""
+
+
+def _example_of(method: Method) -> tuple[Tensors, UpdateFacts]:
+    """An update of the method on a small model of a device without samples, and what it is judged by."""
+    import numpy as np
+
+    made = example(method)
+    facts = UpdateFacts(
+        method=method.name,
+        declared_least=method.least_class_count,
+        shared=frozenset(made.received),
+        model_shapes=made.model_shapes,
+        features=made.features,
+        class_counts=np.zeros(made.classes, np.int64),
+    )
+    return made.update, facts
 
 
 def lines(content: dict[str, Any]) -> Iterator[str]:

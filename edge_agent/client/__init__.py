@@ -14,7 +14,7 @@ from ..errors import DataError
 from ..methods.base import Method
 from ..methods.values import Client, TrainingControl
 from ..storage import sha256_of
-from ..task import Task, Tensors
+from ..task import RUNNING_STATISTICS, Task, Tensors
 from ..training.loops import accuracy
 from ..training.parts import (
     Parts,
@@ -194,6 +194,27 @@ class Session:
         """SHA-256 (hex) of the training samples, which the result of a training depends on."""
         inputs, labels = (tensor.cpu().numpy() for tensor in self._train)
         return sha256_of(*pieces({"inputs": inputs, "labels": labels}))
+
+    @functools.cached_property
+    def model_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor of the model, by name."""
+        return {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
+
+    @property
+    def features(self) -> int:
+        """Number of the encoder's features; 0 for a model whose encoder does not say it."""
+        encoder = dict(self._model.named_children()).get("encoder")
+        return int(getattr(encoder, "feature_dim", 0))
+
+    @functools.cached_property
+    def shared_buffers(self) -> frozenset[str]:
+        """Names of the shared tensors that no gradient moves, and that are not batch norm's running statistics."""
+        trained = dict(self._model.named_parameters())
+        return frozenset(name for name in self._shared if name not in trained and not name.endswith(RUNNING_STATISTICS))
+
+    def announced_extras(self) -> Tensors:
+        """What an update carries beside the shared tensors, as zeros of the very shapes and dtypes."""
+        return self.method.sends(self._model, self.task)
 
     @property
     def nbytes(self) -> int:

@@ -24,6 +24,7 @@ from ..errors import ConfigError, DataError, UnknownName, UsageError
 from ..registry import Registry, absolute, is_reference
 from ..task import ImageInput, InputSpec, WindowInput
 from . import preprocess
+from ._in_memory import files_in, items_in
 from .base import (
     DataSource,
     FileItems,
@@ -48,6 +49,8 @@ __all__ = [
     "domains",
     "from_arrays",
     "from_files",
+    "from_python",
+    "is_file",
     "label_array",
     "load",
     "location",
@@ -125,13 +128,70 @@ def from_arrays(
     Raises:
         DataError: arrays of different lengths or of another form, or unknown classes.
     """
+    return _from_memory(inputs, labels, spec, class_names, own_classes=own_classes)
+
+
+def is_file(source: str) -> bool:
+    """Whether this text is the path of a single file, and not the name of a source."""
+    return files_in(source, registry.names()) is not None
+
+
+def from_python(
+    inputs: Any,
+    labels: np.ndarray | None,
+    spec: InputSpec,
+    class_names: Sequence[str],
+    *,
+    own_classes: bool = False,
+    strict: bool | None = None,
+) -> Samples:
+    """Samples of what a Python program has: arrays as of `from_arrays`, one file or a list of them, Pillow images.
+
+    One file and one Pillow image are a batch of one. ``strict``: as in `load`, for files and images.
+
+    Raises:
+        DataError: as `from_arrays`; files that cannot be read; an array that looks like one image.
+    """
+    paths = files_in(inputs, registry.names())
+    if paths is None:
+        items = items_in(inputs, spec, None if labels is None else len(labels))
+        return _from_memory(items, labels, spec, class_names, own_classes=own_classes, strict=strict)
     if labels is None:
-        raw = npz_arrays(inputs, np.full(inputs.shape[:1], -1), class_names=(), groups=None, kind=spec.kind, where="X")
-        return _unlabelled(raw, spec, class_names, "X")
-    by_name = own_classes or labels.dtype.kind == "U" or {str(label) for label in np.unique(labels)} <= set(class_names)
-    values, names = labels_by_name(labels, () if by_name else class_names, "y")
-    raw = npz_arrays(inputs, values, class_names=names, groups=None, kind=spec.kind, where="X")
-    return _samples(raw, spec, class_names, "X", own_classes=own_classes)
+        return from_files(paths, spec, strict=strict is not False)
+    if not isinstance(spec, ImageInput):
+        raise DataError(f"X: {len(paths)} files of recordings with labels; give a data source, such as 'windows:FILE'")
+    from .images import ImageFiles
+
+    images = ImageFiles([Path(path).expanduser() for path in paths])
+    names = tuple(paths)
+    return _from_memory(images, labels, spec, class_names, own_classes=own_classes, strict=strict, names=names)
+
+
+def _from_memory(
+    items: np.ndarray | Sequence[Any],
+    labels: np.ndarray | None,
+    spec: InputSpec,
+    class_names: Sequence[str],
+    *,
+    own_classes: bool = False,
+    strict: bool | None = None,
+    names: tuple[str, ...] = (),
+) -> Samples:
+    """Samples of an array, or of images one by one, which have ``names`` where they are files."""
+    values = np.full(len(items), -1)
+    own_names: tuple[str, ...] = ()
+    if labels is not None:
+        is_named = labels.dtype.kind == "U" or {str(label) for label in np.unique(labels)} <= set(class_names)
+        values, own_names = labels_by_name(labels, () if own_classes or is_named else class_names, "y")
+    if isinstance(items, np.ndarray):
+        raw = npz_arrays(items, values, class_names=own_names, groups=None, kind=spec.kind, where="X")
+    elif len(items) != len(values):
+        raise DataError(f"X: {len(items)} inputs, {len(values)} labels; expected one label for each input")
+    else:
+        raw = Raw("image", items, values, own_names, names=names)
+    if labels is None:
+        return _unlabelled(raw, spec, class_names, "X", strict=strict)
+    return _samples(raw, spec, class_names, "X", strict=strict, own_classes=own_classes)
 
 
 def label_array(labels: ArrayLike) -> np.ndarray:

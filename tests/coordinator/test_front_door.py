@@ -17,6 +17,7 @@ import coordinator
 import edge_agent
 import export
 from edge_agent import methods, models
+from edge_agent.data.partition import Division
 from edge_agent.errors import ConfigError, DataError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -156,6 +157,112 @@ def test_own_parts_with_mistakes_get_one_clear_error(changed, error, words, tmp_
 def test_data_with_mistakes_name_the_client_and_the_field(given, words):
     with pytest.raises(DataError, match=words):
         coordinator.simulate(data=given)
+
+
+class Items:
+    """A data set as torch and Hugging Face have them: a length, and items by index."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+def pairs():
+    inputs, labels = samples()
+    return list(zip(inputs, labels, strict=True))
+
+
+def rows():
+    return [{"image": x, "label": int(y)} for x, y in pairs()]
+
+
+def pictures():
+    from PIL import Image
+
+    return [{"img": Image.fromarray(x[..., 0]), "labels": int(y)} for x, y in pairs()]
+
+
+def row_counts(result):
+    """Client -> number of training and of test rows."""
+    division = Division.read(result.folder / "partition.json")
+    return {name: (len(share.train), len(share.test)) for name, share in division.clients.items()}
+
+
+IN_PROCESS = {"encoder": "linear", "rounds": 1, "engine": "serial", "local": False, "params": {"local_epochs": 1}}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [samples, lambda: [*samples()], lambda: Items(pairs()), pairs, lambda: Items(rows()), rows, pictures],
+    ids=["pair", "list", "dataset", "list of pairs", "rows", "list of rows", "pictures"],
+)
+def test_samples_in_memory_are_divided_by_a_rule(form):
+    result = coordinator.simulate(data=form(), partition="iid", clients=2, **IN_PROCESS)
+    assert [*result.clients] == ["c0", "c1"]
+    assert sum(map(sum, row_counts(result).values())) == 20
+
+
+def test_a_mapping_of_rows_is_a_partition():
+    shares = {"kitchen": np.arange(0, 12), "porch": ([12, 13, 14, 15], [16, 17])}
+    result = coordinator.simulate(data=samples(), partition=shares, **IN_PROCESS)
+    counts = row_counts(result)
+    assert counts["porch"] == (4, 2)
+    assert sum(counts["kitchen"]) == 12
+    assert counts["kitchen"][1] > 0
+
+
+def test_a_mapping_of_rows_divides_a_source_too():
+    shares = {"a": range(20), "b": range(20, 50)}
+    result = coordinator.simulate(data="digits:optdigits?n=60", partition=shares, test_fraction=0.5, **IN_PROCESS)
+    counts = row_counts(result)
+    assert sum(counts["a"]) == 20
+    assert sum(counts["b"]) == 30
+    assert counts["a"][1] >= 8
+
+
+def test_clients_may_bring_their_own_test_samples():
+    (x, y), both = samples(), {}
+    both["a"] = x[:10], y[:10], x[10:], y[10:]
+    both["b"] = samples()
+    result = coordinator.simulate(data=both, **IN_PROCESS)
+    counts = row_counts(result)
+    assert counts["a"] == (10, 10)
+    assert sum(counts["b"]) == 20
+    assert counts["b"][1] > 0
+
+
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        ({"data": np.zeros((4, 8, 8), np.uint8)}, DataError, "an array without labels; expected a pair"),
+        ({"data": 5}, DataError, "int, expected a pair"),
+        ({"data": None}, DataError, "NoneType, expected a pair"),
+        ({"data": (x for x in ())}, DataError, r"generator, expected .* give list\(dataset\)"),
+        ({"data": []}, DataError, "the data set is empty"),
+        ({"data": [{"photo": 1, "label": 2}]}, DataError, "keys photo, label; expected one of image, img"),
+        ({"data": [(np.zeros((8, 8)), 0), (np.zeros((9, 9)), 1)]}, DataError, "of one shape: ValueError"),
+        ({"data": (*samples(), *samples())}, UsageError, "is for one client"),
+        ({"data": {"train": samples(), "test": samples()}}, UsageError, "looks like the parts of one data set"),
+        ({"data": samples(), "partition": {}}, DataError, "no client"),
+        ({"data": samples(), "partition": {"A": [1]}}, DataError, "client 'A': expected a name"),
+        ({"data": samples(), "partition": {"a": [1, 20]}}, DataError, "client 'a': rows 1 to 20, expected 0 to 19"),
+        ({"data": samples(), "partition": {"a": [-1, 2]}}, DataError, "client 'a': rows -1 to 2"),
+        ({"data": samples(), "partition": {"a": [1, 1]}}, DataError, "client 'a': a row is given twice"),
+        ({"data": samples(), "partition": {"a": [0.5]}}, DataError, "client 'a': float64 of shape"),
+        ({"data": samples(), "partition": {"a": [[0], [1, 2]]}}, DataError, "client 'a': no array"),
+        ({"data": samples(), "partition": {"a": ([1, 2], [2])}}, DataError, "row 2 is to be trained on and held out"),
+        ({"data": samples(), "partition": {"a": [1]}, "clients": 2}, UsageError, "names the clients already"),
+        ({"data": ["digits", "idx:x"], "partition": {"a": [1]}}, UsageError, "is for one data source, found 2"),
+    ],
+)  # fmt: skip
+def test_data_and_rows_with_mistakes_get_one_clear_error(given, error, words):
+    with pytest.raises(error, match=words):
+        coordinator.simulate(**{**IN_PROCESS, **given})
 
 
 def test_a_mapping_of_clients_is_a_partition_already():

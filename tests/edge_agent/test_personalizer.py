@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from edge_agent import Personalizer
 from edge_agent.data import load
@@ -242,3 +243,80 @@ def test_samples_are_split_as_the_command_line_splits_them(opened):
     assert opened.fit(train).evaluate(test)["acc.personal"] > 0.2
     with pytest.raises(UsageError, match="which client's rows"):
         opened.samples("digits?n=40", partition="p.json")
+
+
+# --- one input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Paths of five photos of three sizes, whose brightness is their class."""
+    paths = []
+    for number, side in enumerate((8, 40, 8, 24, 40)):
+        pixels = np.full((side, side + 2, 3), number % 3 * 100, np.uint8)
+        paths.append(tmp_path / f"{number}.png")
+        Image.fromarray(pixels).save(paths[-1])
+    return paths
+
+
+@pytest.fixture
+def fitted(opened):
+    return opened.fit(*samples(), head="prototype")
+
+
+@pytest.mark.parametrize("shape", [(96, 96, 3), (96, 80, 4), (8, 9, 3), (3, 96, 96), (3, 8, 8)])
+def test_one_image_is_not_taken_for_a_batch_of_its_rows(fitted, shape):
+    image = np.full(shape, 200, np.uint8)
+    for ask in (fitted.predict, fitted.predict_proba, fitted.is_unknown):
+        with pytest.raises(DataError, match=r"give X\[None\]"):
+            ask(image)
+    assert fitted.predict(image[None]).tolist() == [2]
+
+
+@pytest.mark.parametrize("shape", [(96, 8, 8), (96, 8, 8, 3), (96, 3, 8, 8), (4, 30, 30), (96, 28, 28), (3, 1, 9, 9)])
+def test_batch_stays_a_batch(fitted, shape):
+    assert len(fitted.predict(np.full(shape, 200, np.uint8))) == shape[0]
+
+
+def test_rows_with_a_label_each_are_a_batch(opened):
+    grey = np.arange(30)[:, None, None] % 3 * 100 + np.zeros((30, 20, 4))
+    assert opened.fit(grey.astype(np.uint8), np.arange(30) % 3, head="prototype").head.metrics["n_train"] == 30
+
+
+def test_paths_and_pictures_are_answered_one_by_one(fitted, photos):
+    expected = [0, 1, 2, 0, 1]
+    assert fitted.predict(photos).tolist() == expected
+    assert fitted.predict([str(path) for path in photos]).tolist() == expected
+    assert fitted.predict(np.array([str(path) for path in photos])).tolist() == expected
+    assert fitted.predict(photos[1]).tolist() == fitted.predict(str(photos[1])).tolist() == [1]
+    pictures = [Image.open(path) for path in photos]
+    assert fitted.predict(pictures).tolist() == expected
+    assert fitted.predict(pictures[2]).tolist() == [2]
+    assert fitted.predict([np.asarray(picture) for picture in pictures]).tolist() == expected
+    assert fitted.evaluate(photos, expected)["acc.personal"] == 1.0
+
+
+def test_photos_are_fitted_with_a_label_each(opened, photos):
+    opened.fit(photos, ["cat", "dog", "cow", "cat", "dog"], own_classes=True, head="prototype")
+    assert opened.predict(photos).tolist() == ["cat", "dog", "cow", "cat", "dog"]
+    with pytest.raises(DataError, match="5 inputs, 2 labels"):
+        opened.fit(photos, ["cat", "dog"], own_classes=True)
+
+
+def test_broken_photos_are_named_and_left_out_where_the_call_says_so(fitted, photos, caplog):
+    photos[3].write_bytes(b"no image")
+    folder = f"images:{photos[0].parent}"
+    for given in (folder, photos):
+        with pytest.raises(DataError, match=r"(?s)1 of 5 images cannot be used.*3\.png.*strict=False in Python"):
+            fitted.predict(given)
+        caplog.clear()
+        assert fitted.predict(given, strict=False).tolist() == [0, 1, 2, 1]
+        assert "3.png" in caplog.text
+    assert fitted.evaluate(photos, [0, 1, 2, 0, 1], strict=False)["acc.personal"] == 1.0
+
+
+def test_file_that_is_not_there_is_named(fitted, tmp_path):
+    with pytest.raises(DataError, match=r"absent\.png"):
+        fitted.predict(tmp_path / "absent.png")
+    with pytest.raises(DataError, match=r"absent\.png"):
+        fitted.predict("absent.png")

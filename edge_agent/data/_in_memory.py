@@ -1,0 +1,89 @@
+"""What a Python program gives as inputs: a batch of arrays, files, or Pillow images; one alone is a batch of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+from ..registry import is_reference
+from ..task import ImageInput, InputSpec
+from .images import SUFFIXES
+
+_RECORDINGS = frozenset({".npy", ".csv"})
+_FEWEST_PIXELS = 4
+"""Height and width of the smallest image that a task may have."""
+
+
+def files_in(inputs: Any, kinds: Sequence[str]) -> list[str] | None:
+    """Return the paths of single files that ``inputs`` are; None where they are something else.
+
+    Text is the name of a data source where it begins with one of ``kinds``, and else a path if a file is there, or if
+    its name ends as that of an image or a recording.
+    """
+    if isinstance(inputs, Path):
+        return [str(inputs)]
+    if isinstance(inputs, str):
+        return [inputs] if _is_path(inputs, kinds) else None
+    if isinstance(inputs, np.ndarray) and inputs.dtype.kind == "U" and inputs.ndim == 1:
+        return [str(path) for path in inputs]
+    if isinstance(inputs, list | tuple) and inputs and all(isinstance(one, str | Path) for one in inputs):
+        return [str(path) for path in inputs]
+    return None
+
+
+def _is_path(text: str, kinds: Sequence[str]) -> bool:
+    name = text.partition("?")[0]
+    if name.partition(":")[0] in kinds or is_reference(name):
+        return False
+    path = Path(text).expanduser()
+    return path.is_file() or path.suffix.lower() in SUFFIXES | _RECORDINGS
+
+
+def items_in(inputs: Any, spec: InputSpec, labels: int | None) -> np.ndarray | list[Any]:
+    """Return inputs in memory as an array, or as a list of images that may differ in size.
+
+    ``labels``: how many labels came with them; None: none did.
+
+    Raises:
+        DataError: they are no array of one shape, or they look like one image instead of a batch.
+    """
+    if _is_pillow(inputs):
+        return [inputs]
+    if isinstance(inputs, list | tuple) and any(map(_is_pillow, inputs)):
+        return [one if _is_pillow(one) else np.asarray(one) for one in inputs]
+    try:
+        array = np.asarray(inputs)
+    except (ValueError, TypeError) as error:  # of different shapes, or on a GPU
+        if isinstance(spec, ImageInput) and isinstance(inputs, list | tuple):
+            return [np.asarray(one) for one in inputs]
+        raise DataError(f"X: no array ({error}); expected inputs of one shape, in memory of the CPU") from error
+    if isinstance(spec, ImageInput) and array.ndim == 3 and labels != len(array):
+        _check_is_batch(array.shape, spec)
+    return array
+
+
+def _check_is_batch(shape: tuple[int, ...], spec: ImageInput) -> None:
+    """Refuse (h, w, 3) and (3, h, w), of which the rows would count as grey images."""
+    if shape[1:] == (spec.height, spec.width) and shape[0] != spec.channels:
+        return
+    has_colours_last = shape[2] in {3, 4} and min(shape[:2]) >= _FEWEST_PIXELS
+    if has_colours_last and shape[1:] != (spec.height, spec.width):
+        raise DataError(
+            f"X of shape {shape} is one image, and would count as {shape[0]} grey ones of {shape[1]} x {shape[2]} "
+            "pixels; give X[None], or a batch (n, height, width, channels)"
+        )
+    has_colours_first = spec.channels == 3 and shape[0] == 3 and min(shape[1:]) >= _FEWEST_PIXELS
+    if has_colours_first:
+        raise DataError(
+            f"X of shape {shape} may be one image, channels first, or three grey ones; give X[None] for one image, or "
+            "X[:, None] for three"
+        )
+
+
+def _is_pillow(value: Any) -> bool:
+    """Whether this is an image of Pillow, which is not imported to find out."""
+    return any(kind.__module__.partition(".")[0] == "PIL" for kind in type(value).__mro__)
