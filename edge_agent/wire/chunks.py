@@ -315,8 +315,12 @@ class Incoming:
 _NAME = re.compile(r"[0-9a-f]{64}")
 
 
+MOST_BLOBS = 256
+"""Files in a cache: a run brings one for each round, and tiny models would fill a disk with entries before bytes."""
+
+
 class BlobCache:
-    """A folder of blobs, bounded by bytes; their content is checked when read, so nothing is synced."""
+    """A folder of blobs, bounded by bytes and number; their content is checked when read, so nothing is synced."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self.folder, self.limit_bytes = folder, limit_bytes
@@ -372,8 +376,15 @@ class BlobCache:
         return path
 
     def make_room(self, size_bytes: int) -> None:
-        """Remove the least recently used blobs until ``size_bytes`` more fit; abandoned partial ones, too."""
+        """Remove the least recently used blobs until ``size_bytes`` more fit; abandoned partial ones, too.
+
+        At most `MOST_BLOBS` are left, with those that are under way.
+        """
         idle = self._idle()
+        surplus = max(0, len(idle) + len(self._under_way) - MOST_BLOBS)
+        for path in idle[:surplus]:
+            _remove_file(path)
+        idle = idle[surplus:]
         used = sum(map(_length, idle)) + sum(one.ref.size_bytes for one in self._under_way)
         _remove(idle, used + size_bytes - self.limit_bytes, _length)
 
@@ -403,6 +414,11 @@ def _remove(files: Iterable[Path], least_bytes: int, size: Callable[[Path], int]
         if gone >= least_bytes:
             break
         gone += size(path)
-        path.unlink(missing_ok=True)
-        path.with_suffix(".chunks").unlink(missing_ok=True)
+        _remove_file(path)
     return gone
+
+
+def _remove_file(path: Path) -> None:
+    """Remove the file of a blob, and the notes of one that is partial."""
+    path.unlink(missing_ok=True)
+    path.with_suffix(".chunks").unlink(missing_ok=True)
