@@ -79,6 +79,32 @@ def limit_bytes() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
+OPEN_FILES = 65_536
+"""Files that a process with thousands of peers may have open: as many as the shipped systemd unit allows."""
+
+
+def allow_open_files(wanted: int) -> int | None:
+    """Let this process and the children it starts have ``wanted`` files open, or as many as the system allows.
+
+    A limit that is higher already stays.
+
+    Returns:
+        How many files it may have open now; None where there is no such limit.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if most <= soft:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
+
+
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 LARGEST_BYTES, KEPT_BYTES = 32 << 20, 128 << 20
 """Largest block that is kept (glibc takes no larger number here), and most bytes of free blocks."""

@@ -34,18 +34,37 @@ IDENTITY = "identity"
 """Folder of keys and certificates in a state folder, on both sides."""
 
 
+MOST_PENDING_FILES = 64
+"""Files that `PendingSyncs` keep open; a process that has 1,024 open may be unable to wait for a new connection."""
+
+
 class PendingSyncs:
     """Files and folders that have yet to reach the disk, so that all of them are waited for together by `finish`."""
 
     def __init__(self) -> None:
         self._files: list[int] = []
         self._folders: set[Path] = set()
+        self._failure: OSError | None = None
+        """Why a file that was waited for before `finish` could not be written."""
+
         self._lock = threading.Lock()
 
     def add(self, descriptor: int) -> None:
-        """The bytes of an open file, which may be closed meanwhile."""
+        """Note the bytes of an open file, which may be closed meanwhile.
+
+        At most `MOST_PENDING_FILES` stay open: the oldest of more is waited for here.
+        """
         with self._lock:
             self._files.append(os.dup(descriptor))
+            if len(self._files) <= MOST_PENDING_FILES:
+                return
+            oldest = self._files.pop(0)
+            try:
+                os.fsync(oldest)
+            except OSError as error:  # it is raised by `finish`, before anything that depends on the file is written
+                self._failure = error
+            finally:
+                os.close(oldest)
 
     def add_folder(self, folder: Path) -> None:
         """The names of the files in a folder."""
@@ -58,8 +77,10 @@ class PendingSyncs:
         Raises:
             OSError: something cannot be written; nothing of it is tried again.
         """
-        files, folders = self._taken()
+        files, folders, failure = self._taken()
         try:
+            if failure is not None:
+                raise failure
             for descriptor in files:
                 os.fsync(descriptor)
             for folder in folders:
@@ -70,15 +91,20 @@ class PendingSyncs:
 
     def discard(self) -> None:
         """Wait for nothing: what was to be on the disk is not needed any more."""
-        files, _ = self._taken()
+        files, _, _ = self._taken()
         for descriptor in files:
             os.close(descriptor)
 
-    def _taken(self) -> tuple[list[int], set[Path]]:
+    def _taken(self) -> tuple[list[int], set[Path], OSError | None]:
+        """Return everything that waits, and forget it."""
         with self._lock:
-            files, folders = self._files, self._folders
-            self._files, self._folders = [], set()
-        return files, folders
+            files = self._files
+            folders = self._folders
+            failure = self._failure
+            self._files = []
+            self._folders = set()
+            self._failure = None
+        return files, folders, failure
 
 
 _syncs: ContextVar[bool | PendingSyncs] = ContextVar("syncs", default=True)

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from edge_agent.config import NAME_PATTERN, BrokerConfig, is_loopback
 from edge_agent.errors import BrokerAway, MissingCapability, UsageError
+from edge_agent.limits import OPEN_FILES, allow_open_files
 from edge_agent.storage import Access, write_atomic
 
 from ..processes.supervisor import ChildProcess, Supervisor, worker_command
@@ -261,10 +262,6 @@ def _own_password(password_file: Path) -> Path:
     return password_file.with_name(f"{password_file.name}.coordinator")
 
 
-MAX_FILES = 1 << 16
-"""Mosquitto keeps one file open for each client, and for each stranger who says nothing for 90 s; many systems give a
-process 1,024."""
-
 MAX_PACKET_BYTES = 1 << 20
 MAX_INFLIGHT = 256
 """Unacknowledged messages for one client: about as many frames as a coordinator has of updates under way at once."""
@@ -278,17 +275,6 @@ def find_mosquitto() -> Path | None:
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin"])
     program = shutil.which("mosquitto", path=path)
     return Path(program) if program else None
-
-
-def _raise_file_limit() -> None:
-    """Let this process and its children have `MAX_FILES` open, or as many as the system allows."""
-    with contextlib.suppress(ImportError):  # there are no such limits on Windows
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Mosquitto(SupervisedBroker):
@@ -309,7 +295,9 @@ class Mosquitto(SupervisedBroker):
             raise MissingCapability(
                 "mosquitto is not installed; 'apt-get install mosquitto', or use the embedded broker"
             )
-        _raise_file_limit()
+        # Mosquitto keeps one file open for each client, and for each stranger who says nothing for 90 s; many systems
+        # give a process 1,024.
+        allow_open_files(OPEN_FILES)
         super().start()
 
     def started_with(self, settings: Path) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,9 @@ MIN_CHUNK_BYTES, MAX_SMALL_CHUNKS = 1024, 1024
 
 BUDGET_BYTES = 16 << 20
 """What all updates under way may have under way together; a broker keeps it in memory while the coordinator is busy."""
+
+MOST_OPEN_UPLOADS = 64
+"""Uploads whose files are open at once; those of others are opened again when a chunk comes."""
 
 LEAST_BUDGET_BYTES = 128 << 10
 QUEUED_AGAIN_S = 30.0
@@ -225,6 +229,9 @@ class Collector:
         self._queue: dict[str, UpdateManifest] = {}
         """Updates that wait for their turn, in the order in which they were announced."""
 
+        self._open_files: OrderedDict[str, Receiving] = OrderedDict()
+        """Agents whose uploads have an open file, and what they upload; the one that was heard last comes last."""
+
         self._rates: dict[str, float] = {}
         """Bytes per second of each agent's last upload."""
 
@@ -294,8 +301,10 @@ class Collector:
         self.bytes_from[agent] = self.bytes_from.get(agent, 0) + len(frame.data)
         upload.heard_at = self._clock()
         upload.received_bytes += len(frame.data)
+        self._keep_open(agent, upload.receiving)
         if upload.receiving.add(frame, upload.heard_at):
             del self._uploads[agent]
+            self._open_files.pop(agent, None)
             self._rates[agent] = upload.received_bytes / max(upload.heard_at - upload.begun_at, LEAST_UPLOAD_S)
             self._finish(agent, upload)
             self._admit_next()
@@ -403,6 +412,7 @@ class Collector:
             incoming = chunks.Incoming(message.blob, self._folder(agent))
             upload = self._uploads[agent] = _Upload(message, Receiving(incoming, self._clock(), UPLOAD_REPORT_BYTES))
             upload.begun_at = self._clock()
+            self._keep_open(agent, upload.receiving)
         if self._clock() - upload.granted_at < GRANT_APART_S:
             return
         upload.granted_at = upload.heard_at = self._clock()
@@ -414,6 +424,14 @@ class Collector:
         credit = min(MAX_CREDITS, max(1, WINDOW_BYTES // message.blob.chunk_bytes))
         missing = upload.receiving.missing
         self._send(agent, Grant(run=message.run, digest=message.blob.digest, credits=credit, missing=missing))
+
+    def _keep_open(self, agent: str, receiving: Receiving) -> None:
+        """Leave the file of this upload open, and close the one that was not written for the longest time."""
+        self._open_files[agent] = receiving
+        self._open_files.move_to_end(agent)
+        if len(self._open_files) > MOST_OPEN_UPLOADS:
+            _, longest_idle = self._open_files.popitem(last=False)
+            longest_idle.incoming.release_file()
 
     def _acknowledge(self, agent: str, upload: _Upload) -> None:
         run, digest, receiving = upload.manifest.run, upload.manifest.blob.digest, upload.receiving

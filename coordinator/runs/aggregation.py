@@ -26,7 +26,6 @@ Federated Learning", IEEE TSP 2022 (smoothed Weiszfeld).
 from __future__ import annotations
 
 import functools
-import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median, median_high
@@ -36,6 +35,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from edge_agent.errors import TrainingFailed
+from edge_agent.limits import allow_open_files
 from edge_agent.methods import Method, Update
 from edge_agent.methods.base import CLASS_MEANS, is_learned, weighted_mean
 from edge_agent.storage import mapped
@@ -369,16 +369,14 @@ def _allow_open(updates: int) -> None:
     Raises:
         TrainingFailed: the system does not allow so many.
     """
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if (needed := updates + OTHER_FILES) <= soft or soft == resource.RLIM_INFINITY:
-        return
-    if most != resource.RLIM_INFINITY and needed > most:
+    needed = updates + OTHER_FILES
+    allowed = allow_open_files(needed)
+    if allowed is not None and allowed < needed:
         raise TrainingFailed(
             f"the rule looks at {updates} updates at once, which takes {needed} open files, and this process may have "
-            f"{most}; raise that limit (LimitNOFILE= of the unit, ulimit -Hn), set cohort.max_agents, or use "
+            f"{allowed}; raise that limit (LimitNOFILE= of the unit, ulimit -Hn), set cohort.max_agents, or use "
             "aggregation.rule = 'mean' or 'clipped'"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
 
 
 def by_coordinate(updates: Sequence[Update], trim: int | None) -> Tensors:

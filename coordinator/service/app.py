@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from edge_agent.agent.health import LOGIN_REFUSED
 from edge_agent.errors import BrokerAway, DuplicateCoordinator, StateError, UsageError
+from edge_agent.limits import OPEN_FILES, allow_open_files
 from edge_agent.storage import lock_holder
 from edge_agent.wire.messages import Topics
 from edge_agent.wire.mqtt import MqttTransport
@@ -99,6 +100,8 @@ def coordinator(
         DuplicateCoordinator: another coordinator serves the federation.
         BrokerAway: the broker does not answer and ``broker.wait`` is false.
     """
+    # Sockets, files of uploads and of updates that are aggregated: a plain shell allows 1,024 of them together.
+    allow_open_files(OPEN_FILES)
     with contextlib.ExitStack() as stack:
         folder = StateFolder(config.state)
         state = _when_there_is_room(config.state, stop, lambda: stack.enter_context(folder.open("headwater serve")))

@@ -191,13 +191,13 @@ class Incoming:
         folder.mkdir(parents=True, exist_ok=True)
         self._resume()
         self._saved = self.chunks.present
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(self._file, ref.size_bytes)
-
-    @property
-    def is_open(self) -> bool:
+        self.is_open = True
         """Whether it is still being assembled here: not finished, closed or discarded."""
-        return self._file >= 0
+
+        self._file: int | None = None
+        """The descriptor of the file; None while the file is not needed."""
+
+        os.ftruncate(self._descriptor(), ref.size_bytes)
 
     def add(self, frame: Frame) -> int:
         """Store the chunks of a frame that were not present; returns how many chunks it holds.
@@ -221,7 +221,7 @@ class Incoming:
     def _store(self, start: int, stop: int, data: bytes | memoryview) -> None:
         """Chunks that are present are never written again: they may have been hashed."""
         try:
-            if os.pwrite(self._file, data, start * self.ref.chunk_bytes) != len(data):
+            if os.pwrite(self._descriptor(), data, start * self.ref.chunk_bytes) != len(data):
                 raise OSError(errno.ENOSPC, "no space left for all of it")
         except OSError as error:
             raise ChunkError(f"chunk {start} cannot be kept in {self.path.parent}: {cause(error)}") from error
@@ -237,7 +237,7 @@ class Incoming:
             ChunkError: the bytes are not those that the digest names; all of them are discarded, to be sent again.
         """
         for position in range(self._hashed * self.ref.chunk_bytes, self.ref.size_bytes, _READ_BYTES):
-            self._digest.update(os.pread(self._file, _READ_BYTES, position))
+            self._digest.update(os.pread(self._descriptor(), _READ_BYTES, position))
         digest = self._digest.hexdigest()
         if digest != self.ref.digest:
             self.discard()
@@ -246,8 +246,8 @@ class Incoming:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         if durable:
-            sync(self._file)
-        self._close_file()
+            sync(self._descriptor())
+        self._end()
         self.path.replace(path)
         self._notes.unlink(missing_ok=True)
 
@@ -262,18 +262,36 @@ class Incoming:
         """Stop for now; what has arrived stays on disk."""
         if self.is_open:
             self.save_notes()
-            self._close_file()
+            self._end()
 
     def discard(self) -> None:
         """Remove everything that has arrived."""
-        self._close_file()
+        self._end()
         self.path.unlink(missing_ok=True)
         self._notes.unlink(missing_ok=True)
 
-    def _close_file(self) -> None:
-        if self.is_open:
+    def release_file(self) -> None:
+        """Close the file until the next chunk comes; nothing else changes."""
+        if self._file is not None:
             os.close(self._file)
-            self._file = -1
+            self._file = None
+
+    def _descriptor(self) -> int:
+        """Return the descriptor of the file, which is opened where it is not open.
+
+        Raises:
+            OSError: it cannot be opened, or the blob is finished, closed or discarded.
+        """
+        if not self.is_open:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF), str(self.path))
+        if self._file is None:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        return self._file
+
+    def _end(self) -> None:
+        """Close the file for good."""
+        self.release_file()
+        self.is_open = False
 
     def _resume(self) -> None:
         """Continue with what an earlier process left, where both of its files are intact."""
@@ -297,8 +315,12 @@ class Incoming:
 _NAME = re.compile(r"[0-9a-f]{64}")
 
 
+MOST_BLOBS = 256
+"""Files in a cache: a run brings one for each round, and tiny models would fill a disk with entries before bytes."""
+
+
 class BlobCache:
-    """A folder of blobs, bounded by bytes; their content is checked when read, so nothing is synced."""
+    """A folder of blobs, bounded by bytes and number; their content is checked when read, so nothing is synced."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self.folder, self.limit_bytes = folder, limit_bytes
@@ -354,8 +376,15 @@ class BlobCache:
         return path
 
     def make_room(self, size_bytes: int) -> None:
-        """Remove the least recently used blobs until ``size_bytes`` more fit; abandoned partial ones, too."""
+        """Remove the least recently used blobs until ``size_bytes`` more fit; abandoned partial ones, too.
+
+        At most `MOST_BLOBS` are left, with those that are under way.
+        """
         idle = self._idle()
+        surplus = max(0, len(idle) + len(self._under_way) - MOST_BLOBS)
+        for path in idle[:surplus]:
+            _remove_file(path)
+        idle = idle[surplus:]
         used = sum(map(_length, idle)) + sum(one.ref.size_bytes for one in self._under_way)
         _remove(idle, used + size_bytes - self.limit_bytes, _length)
 
@@ -385,6 +414,11 @@ def _remove(files: Iterable[Path], least_bytes: int, size: Callable[[Path], int]
         if gone >= least_bytes:
             break
         gone += size(path)
-        path.unlink(missing_ok=True)
-        path.with_suffix(".chunks").unlink(missing_ok=True)
+        _remove_file(path)
     return gone
+
+
+def _remove_file(path: Path) -> None:
+    """Remove the file of a blob, and the notes of one that is partial."""
+    path.unlink(missing_ok=True)
+    path.with_suffix(".chunks").unlink(missing_ok=True)

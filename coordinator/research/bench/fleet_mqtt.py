@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 import queue
-import resource
 import selectors
 import socket
 import struct
@@ -18,6 +17,7 @@ import time
 from collections.abc import Iterator
 
 from edge_agent.errors import MeasuringFailed
+from edge_agent.limits import OPEN_FILES, allow_open_files
 from edge_agent.wire.messages import Topics
 
 from .fleet_agents import FleetAgent, Models, Timers
@@ -256,8 +256,7 @@ def main() -> None:
     for name, kind in (("host", str), ("port", int), ("agents", int), ("federation", str)):
         parser.add_argument(name, type=kind)
     given = parser.parse_args()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allow_open_files(2 * given.agents + OPEN_FILES)
     fleet = MqttFleet(given.agents, given.federation, (given.host, given.port))
     asked, stop = queue.SimpleQueue[str](), threading.Event()
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from edge_agent.errors import ChunkError, StateError
+from edge_agent.wire import chunks
 from edge_agent.wire.chunks import BlobCache, Outgoing, decode_frame
 from edge_agent.wire.messages import BlobRef
 
@@ -150,3 +151,14 @@ def test_a_download_under_way_is_never_dropped(tmp_path):
         under_way.add(decode_frame(outgoing.frame(index)))
     assert cache.finish(under_way).read_bytes() == first
     cache.finish(second)
+
+
+def test_blobs_of_many_rounds_are_bounded_by_their_number_and_the_newest_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunks, "MOST_BLOBS", 8)
+    cache = BlobCache(tmp_path, 10_000_000)
+    digests = []
+    for number in range(20):
+        digest = put(cache, noise(10, number))
+        age(cache, digest, number)
+        digests.append(digest)
+    assert sorted(path.name for path in cache.folder.iterdir() if path.is_file()) == sorted(digests[-8:])
