@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 from edge_agent.config import parse
 from edge_agent.errors import MissingCapability, RunFailed, UsageError
 from edge_agent.registry import absolute
-from edge_agent.storage import check_writable, write_atomic, write_json
+from edge_agent.storage import (
+    FolderKind,
+    check_writable,
+    mark_folder,
+    remove_folder,
+    write_atomic,
+    write_json,
+)
 
 from .config import CoordinatorConfig, ExportConfig, HostedConfig
 from .runs.request import Request
@@ -31,6 +37,10 @@ if TYPE_CHECKING:
     from export import Report
 
     from .simulation.run import Simulation
+
+
+TEMPORARY_RUN = FolderKind("temporary simulation")
+"""The folder of a simulation that goes with its result."""
 
 
 class Rounds(list[dict[str, Any]]):
@@ -161,13 +171,15 @@ def simulate(
     fields |= {"params": dict(params or {}), "folder": str(Path.cwd())}
     if out is not None:
         return _run(_plan(method, encoder, data, fields, Path(out)), Path(out), watch)
-    temporary = Path(tempfile.mkdtemp(prefix="headwater-"))
+    # The folder that holds temporary ones may be reached by a link, and `remove_folder` follows none.
+    temporary = Path(tempfile.mkdtemp(prefix="headwater-")).resolve()
+    mark_folder(temporary, TEMPORARY_RUN, temporary.name)
     try:
         result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", watch)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_folder(temporary, TEMPORARY_RUN)
         raise
-    weakref.finalize(result, shutil.rmtree, temporary, ignore_errors=True)
+    weakref.finalize(result, remove_folder, temporary, TEMPORARY_RUN)
     return result
 
 

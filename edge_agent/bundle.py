@@ -11,9 +11,10 @@ all that a device computes with: the manifest names every file with its hash. It
 logs and reports show, and exporting one encoder again gives it again. The **fingerprint** belongs to one variant of the
 encoder (fp32 or int8): features, heads and figures of one variant are of no use with another.
 
-On a device each bundle is unpacked into its own folder. ``root/current.json`` lists folder names, the one in use
-first, its predecessors after it. A crash during an install leaves the old pointer and perhaps a folder that the next
-install removes.
+On a device each bundle is unpacked into its own folder, with a mark inside (`storage.mark_folder`).
+``root/current.json`` lists folder names, the one in use first, its predecessors after it. A crash during an install
+leaves the old pointer and perhaps a folder that the next install removes. Folders under ``root`` that this program has
+not made stay.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import hashlib
 import json
 import math
 import secrets
-import shutil
 import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,10 +38,15 @@ from .config import mistakes_of
 from .errors import BundleDamaged, BundleError, BundleUntrusted, StateError, cause
 from .methods.values import Grade
 from .storage import (
+    FolderKind,
+    check_own_folder,
     mapped,
+    mark_folder,
     naming,
+    open_regular,
     read_json,
     read_tensors,
+    remove_folder,
     sha256_file,
     sha256_of,
     sync,
@@ -95,6 +100,7 @@ _COPY_BYTES = 1 << 20
 _MOST_HEADER_BYTES = 1 << 16
 _GOLDEN_INPUTS = 8
 _POINTER = "current.json"
+_MADE = ".made"
 
 
 class FileEntry(Frozen):
@@ -467,7 +473,7 @@ def open_bundle(path: Path) -> BundleFile:
         BundleError: written for another schema version.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             manifest = _read_manifest(file, path)
             offsets: dict[str, int] = {}
             before = _CHECKSUM_BYTES
@@ -539,6 +545,7 @@ def unpack(path: Path, folder: Path) -> Manifest:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir()
+    mark_folder(temporary, BUNDLE_FOLDER, folder.name)
     raw = dump_manifest(bundle.manifest)
     contents: dict[str, Iterable[bytes]] = {MANIFEST: [raw], CHECKSUM: [_checksum(raw)]}
     contents |= {name: bundle.blocks(name) for name in bundle.manifest.files}
@@ -553,9 +560,30 @@ def unpack(path: Path, folder: Path) -> Manifest:
         sync_folder(temporary)
         temporary.rename(folder)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_folder(temporary, BUNDLE_FOLDER)
     sync_folder(folder.parent)
     return bundle.manifest
+
+
+def _is_earlier_bundle(folder: Path) -> bool:
+    """Whether an earlier version unpacked a bundle there: its manifest's hashes give the folder its name."""
+    try:
+        raw = _read(folder / MANIFEST, MAX_MANIFEST_BYTES + 1)
+        if _read(folder / CHECKSUM, 100) != _checksum(raw):
+            return False
+        manifest = parse_manifest(raw, str(folder))
+    except BundleError:
+        return False
+    name = manifest.bundle_id[:24]
+    if folder.name not in {name, f"{name}-{sha256_of(raw)[:8]}"}:
+        return False
+    # What the device made from the bundle is the only thing beside the bundle's own files.
+    files = {MANIFEST, CHECKSUM, RELEASE, _MADE, *manifest.files}
+    return all(path.name in files and not path.is_symlink() for path in folder.iterdir())
+
+
+BUNDLE_FOLDER = FolderKind("bundle", _is_earlier_bundle)
+"""A folder into which a bundle was unpacked."""
 
 
 def _header(name: str, size: int) -> bytes:
@@ -644,7 +672,7 @@ class Bundle:
     @property
     def made(self) -> Path:
         """Folder of what this device makes from the bundle, and believes: no file of a bundle has a leading dot."""
-        return self.folder / ".made"
+        return self.folder / _MADE
 
     @property
     def fingerprints(self) -> dict[EncoderPrecision, str]:
@@ -792,8 +820,11 @@ def staged(opened: BundleFile, root: Path) -> Bundle:
 
     Raises:
         BundleDamaged: as `open_bundle`.
+        UsageError: ``root`` is a link, or others can write it.
     """
-    name, raw = opened.manifest.bundle_id[:24], dump_manifest(opened.manifest)
+    check_own_folder(root)
+    name = opened.manifest.bundle_id[:24]
+    raw = dump_manifest(opened.manifest)
     if opened.release is not None and (root / name / MANIFEST).exists():
         if (root / name / MANIFEST).read_bytes() != raw:  # exported again: the signatures are about its new time
             name = f"{name}-{sha256_of(raw)[:8]}"
@@ -803,7 +834,9 @@ def staged(opened: BundleFile, root: Path) -> Bundle:
     with contextlib.suppress(BundleError):
         if (bundle := open_folder(folder)).id == opened.manifest.bundle_id:
             return bundle
-    shutil.rmtree(folder, ignore_errors=True)
+    if not remove_folder(folder, BUNDLE_FOLDER):
+        # What is in the way is not ours to remove, so the bundle goes beside it.
+        folder = root / f"{name}-{secrets.token_hex(4)}"
     unpack(opened.path, folder)
     return open_folder(folder)
 
@@ -828,13 +861,19 @@ def switch(
 def remove_unused(root: Path) -> None:
     """Remove what is unpacked under ``root`` and neither current nor kept: refused bundles, and what a crash left.
 
+    Folders that this program has not made stay, and a warning names them.
+
     Raises:
         StateError: it is not known which are kept.
+        UsageError: ``root`` is a link, or others can write it.
     """
+    check_own_folder(root)
+    if not root.is_dir():
+        return
     names = _history(root)
-    for other in root.iterdir() if root.is_dir() else ():
-        if other.is_dir() and other.name not in names:
-            shutil.rmtree(other, ignore_errors=True)
+    for other in root.iterdir():
+        if other.is_dir() and not other.is_symlink() and other.name not in names:
+            remove_folder(other, BUNDLE_FOLDER)
 
 
 def current(root: Path) -> Bundle | None:
@@ -921,7 +960,7 @@ def _manifest_in(folder: Path) -> Manifest:
 
 def _read(path: Path, limit: int) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(limit)
     except OSError as error:
         raise BundleDamaged(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
+import logging
 import mmap
 import os
+import re
 import secrets
+import shutil
 import stat
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +31,8 @@ else:
 
 if TYPE_CHECKING:
     from .task import Tensors
+
+log = logging.getLogger(__name__)
 
 LOCK_PAUSES_S = (0.02, 0.05, 0.1)
 
@@ -279,15 +285,272 @@ def check_writable(folder: Path) -> None:
                 path.rmdir()
 
 
+_TEMPORARY = re.compile(r"\.(.+\.)?([0-9a-f]{8}|[0-9]+)(\.onnx)?\.tmp")
+"""Names of the files that `write_atomic`, `check_writable` and the encoder's cache write beside their place."""
+
+
 def sweep(folder: Path) -> int:
     """Remove the temporary files that a power cut or a kill left below ``folder``; returns how many there were.
 
     Only for the holder of the folder's lock: no other process may be writing there.
     """
-    left = [path for path in folder.rglob(".*.tmp") if path.is_file() and not path.is_symlink()]
+    left = [
+        path
+        for path in folder.rglob(".*.tmp")
+        if _TEMPORARY.fullmatch(path.name) and path.is_file() and not path.is_symlink()
+    ]
     for path in left:
         path.unlink(missing_ok=True)
     return len(left)
+
+
+# --- folders that are ours, and their removal ------------------------------------------------------------------------
+#
+# A folder that is removed again gets a mark when it is made. `remove_folder` is the only place that removes a folder
+# with what is in it: it looks at the mark through the folder that it has opened, and removes by that descriptor, so
+# that neither a link nor a folder that is put there meanwhile leads elsewhere. What has no mark, and is not recognised
+# as the work of an earlier version, stays, and a warning names it.
+
+MARK = ".headwater-folder.json"
+"""File in each folder that may be removed: what the folder is, its name, and a SHA-256 of both."""
+
+
+@dataclass(frozen=True)
+class FolderKind:
+    """A kind of folder that is made to be removed later."""
+
+    name: str
+    """What the mark says that the folder is."""
+
+    is_earlier: Callable[[Path], bool] | None = None
+    """Whether a folder without a mark was made by an earlier version; None: these left none behind."""
+
+
+def holds_only(folder: Path, names: re.Pattern[str]) -> bool:
+    """Return whether ``folder`` holds something, and nothing but files and folders of these names; no links."""
+    entries = list(os.scandir(folder))
+    if not entries:
+        return False
+    return all(names.fullmatch(entry.name) and not entry.is_symlink() for entry in entries)
+
+
+def make_folder(folder: Path, kind: FolderKind) -> None:
+    """Make a folder that `remove_folder` may remove; of one that is there, an empty one is marked, any other stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        if folder.is_symlink() or any(folder.iterdir()):
+            return
+    mark_folder(folder, kind, folder.name)
+
+
+def mark_folder(folder: Path, kind: FolderKind, name: str) -> None:
+    """Mark a folder that was just made as one of this ``kind``, which is, or will be, called ``name``."""
+    write_json(folder / MARK, _mark(kind, name), durable=False)
+
+
+def _mark(kind: FolderKind, name: str) -> dict[str, str]:
+    """What the mark of a folder of that kind and name holds."""
+    digest = hashlib.sha256(f"headwater folder\n{kind.name}\n{name}".encode()).hexdigest()
+    return {"kind": kind.name, "folder": name, "sha256": digest}
+
+
+def remove_folder(folder: Path, kind: FolderKind) -> bool:
+    """Remove a folder of this kind that this program has made, with everything below it.
+
+    No link is followed: neither in place of the folder, nor of the one that it is in, nor below it. Below it, other
+    file systems are left alone. A folder that this program has not made stays, and a warning in the log names it.
+
+    Returns:
+        Whether nothing is there any more.
+    """
+    try:
+        with _opened_folder(folder.parent, None) as parent, _opened_folder(folder, parent) as opened:
+            if not _is_ours(folder, opened, kind):
+                log.warning(
+                    "folder_not_removed path=%s reason=it was not made by this program; move it elsewhere", folder
+                )
+                return False
+            # A kill during the removal leaves a folder that is still recognised, also one of an earlier version.
+            if _read_mark(folder, opened) is None:
+                mark_folder(folder, kind, folder.name)
+            if _has_descriptors():
+                _remove_below(opened)
+                os.rmdir(folder.name, dir_fd=parent)
+            else:  # pragma: no cover - Windows
+                shutil.rmtree(folder)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        log.warning("folder_not_removed path=%s reason=%s", folder, cause(error))
+        return False
+    return True
+
+
+def is_own_folder(folder: Path, kind: FolderKind) -> bool:
+    """Return whether `remove_folder` would remove what is there, which is no link."""
+    try:
+        with _opened_folder(folder.parent, None) as parent, _opened_folder(folder, parent) as opened:
+            return _is_ours(folder, opened, kind)
+    except OSError:
+        return False
+
+
+def _has_descriptors() -> bool:
+    """Whether the system removes files relative to an opened folder."""
+    return os.open in os.supports_dir_fd and hasattr(os, "fwalk")
+
+
+@contextlib.contextmanager
+def _opened_folder(folder: Path, parent: int | None) -> Iterator[int]:
+    """The descriptor of a folder that is no link; ``parent``: that of the folder that it is in.
+
+    Raises:
+        OSError: it is a link, or cannot be opened.
+    """
+    if parent is None or not _has_descriptors():
+        status = folder.lstat()
+    else:
+        status = os.stat(folder.name, dir_fd=parent, follow_symlinks=False)
+    is_service_folder = parent is None and _is_service_folder(folder)
+    if stat.S_ISLNK(status.st_mode) and not is_service_folder:
+        raise OSError(errno.ELOOP, "it is a symbolic link, and links are not followed", str(folder))
+    if not _has_descriptors():  # pragma: no cover - Windows
+        yield -1
+        return
+    flags = os.O_RDONLY | os.O_DIRECTORY | (0 if is_service_folder else os.O_NOFOLLOW)
+    name = str(folder) if parent is None else folder.name
+    descriptor = os.open(name, flags, dir_fd=parent)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_ours(folder: Path, opened: int, kind: FolderKind) -> bool:
+    """Whether this program has made the folder: by its mark, or as an earlier version did."""
+    mark = _read_mark(folder, opened)
+    if mark is not None:
+        name = str(mark.get("folder"))
+        temporary = re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp", folder.name)
+        return (folder.name == name or temporary is not None) and mark == _mark(kind, name)
+    if kind.is_earlier is None or not kind.is_earlier(folder):
+        return False
+    # What was looked at by its path has to be the opened folder: another one may be there now.
+    return opened < 0 or os.path.samestat(folder.lstat(), os.fstat(opened))
+
+
+def _read_mark(folder: Path, opened: int) -> dict[str, Any] | None:
+    """The mark in an opened folder; None where there is none, or it cannot be read."""
+    try:
+        if opened < 0:  # pragma: no cover - Windows
+            raw = (folder / MARK).read_bytes()
+        else:
+            descriptor = os.open(MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened)
+            with os.fdopen(descriptor, "rb") as file:
+                raw = file.read(4096)
+        mark = json.loads(raw)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return mark if isinstance(mark, dict) else None
+
+
+def _remove_below(opened: int) -> None:
+    """Remove everything in an opened folder, its mark last; what is on another file system stays.
+
+    Raises:
+        OSError: something cannot be removed, or is on another file system.
+    """
+    device = os.fstat(opened).st_dev
+    # The folders are looked through once before anything goes: a file system that is mounted below stays whole.
+    for _, _, _, descriptor in os.fwalk(".", dir_fd=opened, follow_symlinks=False):
+        if os.fstat(descriptor).st_dev != device:
+            raise OSError(errno.EXDEV, "another file system is mounted below it; unmount that first")
+    for path, folders, files, descriptor in os.fwalk(".", topdown=False, dir_fd=opened, follow_symlinks=False):
+        for name in files:
+            if path != "." or name != MARK:
+                os.unlink(name, dir_fd=descriptor)
+        for name in folders:
+            # A link to a folder is listed among the folders.
+            if stat.S_ISLNK(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
+                os.unlink(name, dir_fd=descriptor)
+            else:
+                os.rmdir(name, dir_fd=descriptor)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(MARK, dir_fd=opened)
+
+
+def _is_service_folder(folder: Path) -> bool:
+    """Whether it is the link that systemd makes for DynamicUser=: root's, to the same name in ``private`` beside it."""
+    try:
+        return folder.lstat().st_uid == 0 and os.readlink(folder) == f"private/{folder.name}"  # noqa: PTH115 - as text
+    except OSError:
+        return False
+
+
+def check_own_folder(folder: Path) -> None:
+    """Return quietly where a folder may hold state that this program removes again, or is not there yet.
+
+    Raises:
+        UsageError: it is a link, or no folder, or others can write it.
+    """
+    try:
+        status = folder.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if _is_service_folder(folder):
+        return
+    if stat.S_ISLNK(status.st_mode):
+        raise UsageError(
+            f"{folder}: a symbolic link, expected a folder of this program's own: files are removed in it; name the "
+            f"folder itself ({folder.resolve()}), or mount the other disk there"
+        )
+    if not stat.S_ISDIR(status.st_mode):
+        raise UsageError(f"{folder}: not a folder, expected one of this program's own; name another path")
+    if not _others_can_write(status) or not any(folder.iterdir()):
+        return
+    raise UsageError(
+        f"{folder}: others can write it (mode {stat.S_IMODE(status.st_mode):o}), expected a folder of one user's own: "
+        f"what they put there would be believed and removed; 'chmod go-w {folder}', or name a new folder below it"
+    )
+
+
+def _others_can_write(status: os.stat_result) -> bool:
+    """Whether a folder can be written by users beside its owner and the group that this process runs as."""
+    if os.name == "nt":  # pragma: no cover - folders have no such bits there
+        return False
+    of_everybody = bool(status.st_mode & stat.S_IWOTH)
+    of_another_group = bool(status.st_mode & stat.S_IWGRP) and status.st_gid != os.getegid()
+    return of_everybody or of_another_group
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file that somebody names for reading, and never wait for one: a FIFO has no end until somebody writes.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file; links to one are followed.
+    """
+    if os.name == "nt":  # pragma: no cover - there are no such files
+        return path.open("rb")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "it is a FIFO, socket or device, expected a regular file", str(path))
+
+
+def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
+    """The bytes of a file that somebody names, at most so many; see `open_regular`.
+
+    Raises:
+        OSError: as `open_regular`.
+    """
+    with open_regular(path) as file:
+        return file.read() if most_bytes is None else file.read(most_bytes)
 
 
 def oldest_first(paths: Iterable[Path]) -> list[Path]:
@@ -335,7 +598,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         StateError: the file is there and is not a JSON object.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
@@ -352,7 +615,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read or is not TOML.
     """
     try:
-        content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = tomllib.loads(read_regular(path).decode("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), [f"cannot be read: {cause(error)}"]) from error
     except tomllib.TOMLDecodeError as error:
@@ -404,14 +667,14 @@ def read_tensors(path: Path) -> Tensors:
     from .wire.tensors import decode
 
     try:
-        return decode(path.read_bytes())
+        return decode(read_regular(path))
     except OSError as error:
         raise StateError(f"{path}: cannot be read: {cause(error)}") from error
 
 
 def mapped(path: Path) -> memoryview:
     """The bytes of a file, mapped instead of read."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
             return memoryview(b"")
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -419,7 +682,7 @@ def mapped(path: Path) -> memoryview:
 
 def sha256_file(path: Path) -> str:
     """SHA-256 (hex) of a file's content."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest = hashlib.sha256()
         while block := file.read(1 << 20):
             digest.update(block)
@@ -470,6 +733,7 @@ def folder_lock(folder: Path, owner: str) -> Iterator[HeldLock]:
 
     Raises:
         StateError: another live process holds it.
+        UsageError: it is a link, or others can write it.
     """
     with private_files(), shared_folder_lock(folder, owner, private=True) as held:
         yield held
@@ -482,6 +746,8 @@ def shared_folder_lock(folder: Path, owner: str, *, private: bool = False) -> It
     Raises:
         StateError: another process holds it, which the message names, or the folder cannot be written.
     """
+    if private:
+        check_own_folder(folder)
     for pause_s in (*LOCK_PAUSES_S, None):  # 'edge-agent status' holds the lock for an instant
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ import typer
 
 from edge_agent.config import parse
 from edge_agent.errors import HeadwaterError, UsageError
+from edge_agent.storage import FolderKind, make_folder, remove_folder
 from edge_agent.task import ImageInput, Task
 from edge_agent.worker import stop_on_signals
 
@@ -33,6 +33,15 @@ if TYPE_CHECKING:
 
 
 MARKER = ".headwater-demo"
+"""File in the folder of a demonstration."""
+
+
+def _is_earlier_demo(folder: Path) -> bool:
+    return (folder / MARKER).is_file()
+
+
+DEMO_FOLDER = FolderKind("demonstration", _is_earlier_demo)
+
 TRAIN_STYLES = ("optdigits", "inverted", "photo", "rendered")
 HEAD_STYLES = ("photo", "rendered")
 STYLES = (*TRAIN_STYLES, *HEAD_STYLES)
@@ -97,12 +106,8 @@ def demo(
 
     set_up_logging(verbose=verbose, quiet=True)
     begin = time.monotonic()
-    folder = folder.absolute()
-    if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
-        raise UsageError(f"{folder} is not empty and not of an earlier demo; choose another with --dir")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / MARKER).touch()
+    folder = folder.parent.resolve() / folder.name
+    _make_demo_folder(folder)
     options = {"method": "fedavg_ft", "rounds": 25, "seed": 0, **given}
     config = _coordinator_config(folder)
     request = request_for(config, **options, params=SETTINGS.get(options["method"], {}))
@@ -188,6 +193,23 @@ def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
         source = f"digits:{HEAD_STYLES[0]}?client={len(TRAIN_STYLES)}&clients={len(STYLES)}"
         yield f"  edge-agent fit --bundle {bundle['path']} --data '{source}' --out my-head"
         yield f"  edge-agent evaluate --bundle {bundle['path']} --data '{source}' --head my-head"
+
+
+def _make_demo_folder(folder: Path) -> None:
+    """Make the folder of the demonstration anew; an earlier demonstration there is removed.
+
+    Raises:
+        UsageError: what is there is not an earlier demonstration, or cannot be removed.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / MARKER).exists():
+            raise UsageError(f"{folder} is not empty and not of an earlier demo; choose another with --dir")
+        if not remove_folder(folder, DEMO_FOLDER):
+            raise UsageError(
+                f"{folder}: the earlier demo cannot be removed (see the warning); choose another with --dir"
+            )
+    make_folder(folder, DEMO_FOLDER)
+    (folder / MARKER).touch()
 
 
 def _coordinator_config(folder: Path) -> CoordinatorConfig:

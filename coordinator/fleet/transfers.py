@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -50,6 +51,9 @@ from .carousel import Carousel, bits_of
 from .registry import Rejections
 
 log = logging.getLogger(__name__)
+
+_UPLOAD_FILE = re.compile(r"[0-9a-f]{64}\.(part|chunks)")
+"""Names of the files of updates that are arriving: no other file below their folders is ours to remove."""
 
 GRANT_APART_S = 1.0
 """A manifest repeated within this time is a duplicate: a second grant would have all chunks sent twice."""
@@ -254,7 +258,8 @@ class Collector:
             upload.receiving.incoming.discard()
         self.pause()
         for path in (self._blobs.folder / "partial").glob("*/*"):
-            path.unlink(missing_ok=True)
+            if _UPLOAD_FILE.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
     def pause(self) -> None:
         """The coordinator stops, or the run is stalled: incomplete updates stay on disk, to be resumed."""

@@ -8,7 +8,7 @@ reads states and updates from the blob store and writes new states there.
 
 from __future__ import annotations
 
-import shutil
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 from edge_agent import methods
 from edge_agent.errors import RunFailed
 from edge_agent.methods import Method
-from edge_agent.storage import read_tensors
+from edge_agent.storage import FolderKind, holds_only, make_folder, read_tensors, remove_folder
 from edge_agent.task import Tensors
 from edge_agent.wire.tensors import Spec
 
@@ -92,6 +92,14 @@ def described(method: Method) -> dict[str, Any]:
     }
 
 
+def _is_earlier_answers(folder: Path) -> bool:
+    """Whether an earlier version, when it was killed, left the numbered files of answers there."""
+    return folder.name in {"broadcast", "downlink"} and holds_only(folder, re.compile(r"[0-9]+|\..+\.tmp"))
+
+
+ANSWERS_FOLDER = FolderKind("answers of the compute process", _is_earlier_answers)
+
+
 @dataclass
 class OwnFunctions:
     """What a method computes for the coordinator by functions of its own, called in the compute process.
@@ -151,12 +159,12 @@ class OwnFunctions:
 
     def _answers(self, function: str, names: tuple[str, ...], **fields: Any) -> dict[str, Tensors]:
         into = {name: self.folder / function / str(n) for n, name in enumerate(names)}
-        (self.folder / function).mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder / function, ANSWERS_FOLDER)
         try:
             self._ask(function, into={name: str(path) for name, path in into.items()}, **fields)
             return {name: read_tensors(path) for name, path in into.items()}
         finally:
-            shutil.rmtree(self.folder / function)
+            remove_folder(self.folder / function, ANSWERS_FOLDER)
 
 
 def method_of(

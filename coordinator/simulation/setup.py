@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from edge_agent.config import Precision, parse
 from edge_agent.data.partition import Division
 from edge_agent.errors import StateError, UsageError
 from edge_agent.methods import Method
-from edge_agent.storage import read_json, write_atomic, write_json
+from edge_agent.storage import MARK, FolderKind, holds_only, mark_folder, read_json, write_atomic, write_json
 from edge_agent.task import Task
 from edge_agent.training.precision import time_steps
 from edge_agent.training.weights import read_weights
@@ -167,8 +168,22 @@ class Prepared:
 
 _LOCK = "lock"
 _JOURNAL = ("journal.db", "journal.db-journal", "journal.db-shm", "journal.db-wal")
-_LEFT_BY_A_BEGINNING = {_LOCK, *_JOURNAL, PLAN, PARTITION, WEIGHTS}
+_LEFT_BY_A_BEGINNING = {_LOCK, *_JOURNAL, PLAN, PARTITION, WEIGHTS, MARK}
 _LEFT_BY_ROUNDS = (CLIENTS, "blobs", "runs")
+
+_RECORDS = ("result.json", "failed.json", "curves.svg", "status.json", "workers")
+"""What is written beside the state of a simulation while it runs and when it ends."""
+
+_TOP_LEVEL = re.compile(
+    "|".join(map(re.escape, (*sorted(_LEFT_BY_A_BEGINNING), *_LEFT_BY_ROUNDS, *_RECORDS))) + r"|\..+\.tmp"
+)
+
+
+def _is_earlier_simulation(folder: Path) -> bool:
+    return holds_only(folder, _TOP_LEVEL)
+
+
+SIMULATION_FOLDER = FolderKind("simulation", _is_earlier_simulation)
 
 
 def planned(folder: Path) -> Plan | None:
@@ -198,6 +213,7 @@ def begin(prepared: Prepared, folder: Path) -> None:
     prepared.division.write(folder / PARTITION)
     if plan.weights_path is not None:
         write_atomic(folder / WEIGHTS, plan.weights_path.read_bytes())
+    mark_folder(folder, SIMULATION_FOLDER, folder.name)
     write_json(folder / PLAN, _as_json(plan))
 
 

@@ -7,6 +7,7 @@ the end of a round removes those that it no longer needs; only then they are cop
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -17,11 +18,16 @@ from typing import Any
 from edge_agent.errors import StateError, UsageError
 from edge_agent.storage import (
     IDENTITY,
+    MARK,
     Access,
+    FolderKind,
     access_of,
     folder_lock,
+    holds_only,
+    make_folder,
     mapped,
     read_json,
+    remove_folder,
     sha256_file,
     sha256_of,
     write_atomic,
@@ -45,6 +51,18 @@ _APPENDED = ".jsonl"
 
 _LEFT_OUT, _CACHES = ("lock", ".log", ".tmp"), {"cache", "features"}
 """Ends of names, and folders of hosted clients, that a restored folder does without."""
+
+
+_PINNED = re.compile(rf"{'|'.join(_FOLDERS)}|journal\.db(-wal|-shm|-journal)?|\..+\.tmp")
+
+
+def _is_earlier_pins(folder: Path) -> bool:
+    """Whether an earlier version, when it was killed, left the links of a backup there."""
+    return re.fullmatch(r"[0-9a-f]{8}", folder.name) is not None and holds_only(folder, _PINNED)
+
+
+PINS_FOLDER = FolderKind("pins of a backup", _is_earlier_pins)
+"""Links to all files of one backup, while it is made."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +91,13 @@ def back_up(state: StateFolder, target: Path) -> Backup:
         StateError: a blob is missing or damaged, or another backup is being made.
         OSError: ``target`` cannot be written.
     """
+    target = target.resolve()  # the user's choice, perhaps by a link
     _check_target(state, target)
     pins = state.path / _PINS
     with folder_lock(pins, _OWNER):
         for left in pins.iterdir():  # of a backup that was killed
             if left.is_dir():
-                shutil.rmtree(left)
+                remove_folder(left, PINS_FOLDER)
         pinned = StateFolder(pins / secrets.token_hex(4))
         try:
             _pin(state, pinned)
@@ -89,7 +108,7 @@ def back_up(state: StateFolder, target: Path) -> Backup:
                 _check_target(state, target)  # again: a standby may have taken it over meanwhile
                 return _copy(pinned.path, target, first, entries, runs)
         finally:
-            shutil.rmtree(pinned.path, ignore_errors=True)
+            remove_folder(pinned.path, PINS_FOLDER)
 
 
 def _check_target(state: StateFolder, target: Path) -> None:
@@ -136,7 +155,8 @@ def _pin(state: StateFolder, pinned: StateFolder) -> None:
     """A snapshot of the journal, with links to everything that belongs to it."""
     missing = list[str]()
     for _ in range(TRIES):
-        shutil.rmtree(pinned.path, ignore_errors=True)
+        remove_folder(pinned.path, PINS_FOLDER)
+        make_folder(pinned.path, PINS_FOLDER)
         pinned.blobs.folder.mkdir(parents=True)
         # Before the snapshot: figures of rounds that these files lack are restored from it.
         _link_below(state.path, pinned.path, "runs")
@@ -201,7 +221,8 @@ def _is_linked(path: Path, other: Path) -> bool:
 def _copy(source: Path, target: Path, first: str, entries: int, runs: int) -> Backup:
     """Copy pinned files: what the new journal needs first, then the journal, and what goes last."""
     write_json(target / MARKER, {"journal": first, "is_complete": False})
-    files = {path.relative_to(source): path for path in source.rglob("*") if path.is_file()}
+    pinned = (path for path in source.rglob("*") if path.is_file() and path != source / MARK)
+    files = {path.relative_to(source): path for path in pinned}
     journal = files.pop(Path("journal.db"))
     blobs = {path for path in files if path.parts[0] == "blobs"}
     copied = sum(_copied(files[path], target / path, path.name) for path in sorted(blobs))
@@ -220,6 +241,9 @@ def _copy(source: Path, target: Path, first: str, entries: int, runs: int) -> Ba
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
+    """The files of a backup below one of its folders; none where that is a link, which leads out of the backup."""
+    if folder.is_symlink():
+        return iter(())
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 

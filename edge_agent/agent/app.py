@@ -16,7 +16,7 @@ from .. import capabilities
 from ..config import AgentConfig
 from ..errors import BrokerAway, CodecError, HeadwaterError, MissingCapability, StateError
 from ..identity import Renewal, check_name, renew_beside
-from ..storage import folder_lock, read_json, sweep, write_atomic
+from ..storage import check_own_folder, folder_lock, read_json, sweep, write_atomic
 from ..wire.mqtt import MqttTransport, refused_topics
 from ..worker import ThreadWorker, in_child, is_stopped, stop_on_signals
 from .data_check import check
@@ -44,6 +44,7 @@ def run(config: AgentConfig) -> None:
         ProtocolMismatch: the coordinator speaks another protocol.
         DuplicateId: another agent with this id is online.
     """
+    check_own_folder(config.state)  # before anything is written there, also the status that names an error
     try:
         tier = choose_tier(config)
         check_name(config)
@@ -59,6 +60,7 @@ def run(config: AgentConfig) -> None:
 def _run(config: AgentConfig, tier: str) -> None:
     boot = secrets.token_hex(8)
     with folder_lock(config.state, f"edge-agent {config.id}"), stop_on_signals() as stop:
+        check_own_folder(config.state / "bundles")
         if count := sweep(config.state):
             log.info("swept files=%d: temporary files of an earlier start", count)
         renewal = Renewal(config.state)

@@ -51,13 +51,15 @@ from ..personalize import (
     saved_features,
 )
 from ..precision import Refit, open_encoder
+from ..storage import make_folder
 from ..task import Task, Tensors
 from ..trust import Envelope, Member, TrustStore, followed, parse, roots_in
 from ..wire.messages import Install, Job, Report
 from .health import public_text
+from .local_state import RUN_FOLDER
 from .new_samples import file_mark, is_settled, samples_folder
 from .privacy import UpdateFacts, check_update, declared_least
-from .release_record import candidate_folder, clean
+from .release_record import CANDIDATE_FOLDER, candidate_folder, clean
 
 log = logging.getLogger(__name__)
 
@@ -207,6 +209,7 @@ def prepare_here(
             metrics |= {name: v for name, v in result.choice.metrics().items() if isinstance(v, float)}
         if not rejection:
             progress("save")
+            make_folder(candidate_folder(config), CANDIDATE_FOLDER)
             result.save(candidate_folder(config))
     report = Report(
         run=message.run,
@@ -548,11 +551,11 @@ def contribute_round(
             "the coordinator's cohort.tier should be 'train'",
             is_public=True,
         )
-    first, folder, trust = (
-        admit(config, bundles.open_bundle(encoder)),
-        config.state / "runs" / job.run / "encoders",
-        config.state / "bundles",
-    )
+    first = admit(config, bundles.open_bundle(encoder))
+    run_folder = config.state / "runs" / job.run
+    make_folder(run_folder, RUN_FOLDER)
+    folder = run_folder / "encoders"
+    trust = config.state / "bundles"
     bundle = bundles.install(encoder, folder, keep=1, now=now, first=first, round_of=TrustStore(trust))
     session = Encoder.open(bundle, "fp32", config.training.threads)
     train, test = samples

@@ -12,6 +12,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,19 @@ from pydantic import ValidationError
 
 from ..config import AgentConfig
 from ..errors import CodecError, StateError, cause
-from ..storage import oldest_first, read_json, read_tensors, size_of, write_json, write_tensors
+from ..storage import (
+    FolderKind,
+    holds_only,
+    is_own_folder,
+    make_folder,
+    oldest_first,
+    read_json,
+    read_tensors,
+    remove_folder,
+    size_of,
+    write_json,
+    write_tensors,
+)
 from ..task import Frozen, Tensors
 from ..wire.chunks import BlobCache
 from ..wire.messages import Command, Epoch, FederationId, UpdateManifest
@@ -33,6 +46,23 @@ log = logging.getLogger(__name__)
 _PERSONAL, _MEMORY = "personal.", "memory."
 GENERATIONS = 2
 
+RECEIPTS = "receipts.jsonl"
+
+TRAINING_FILE = "training.safetensors"
+"""In the folder of a run: the checkpoint inside the training under way."""
+
+_OF_A_RUN = re.compile(
+    rf"kept-[0-9]+\.safetensors|{re.escape(TRAINING_FILE)}|{re.escape(RECEIPTS)}|encoders|\..+\.[0-9a-f]{{8}}\.tmp"
+)
+
+
+def _is_earlier_run(folder: Path) -> bool:
+    return holds_only(folder, _OF_A_RUN)
+
+
+RUN_FOLDER = FolderKind("run of an agent", _is_earlier_run)
+"""The folder of one run on a device."""
+
 
 def remove_ended_runs(folder: Path, current: str, keep: int) -> list[str]:
     """Remove the oldest runs' folders below ``folder``, so that ``keep`` are left, ``current`` among them.
@@ -40,11 +70,14 @@ def remove_ended_runs(folder: Path, current: str, keep: int) -> list[str]:
     Returns the names of those removed. A device that takes part in run after run would fill its disk otherwise; a run
     that is resumed after so many others begins afresh here, as on a device that is new to it.
     """
-    others = [path for path in folder.glob("*") if path.is_dir() and path.name != current]
-    removed = oldest_first(others)[: max(0, len(others) - max(keep - 1, 0))]
-    for path in removed:
-        shutil.rmtree(path, ignore_errors=True)
-    return sorted(path.name for path in removed)
+    others = [path for path in folder.glob("*") if path.name != current and is_own_folder(path, RUN_FOLDER)]
+    oldest = oldest_first(others)[: max(0, len(others) - max(keep - 1, 0))]
+    return sorted(path.name for path in oldest if remove_folder(path, RUN_FOLDER))
+
+
+def remove_all_runs(folder: Path) -> int:
+    """Remove the folders of all runs below ``folder``; returns their number. What is not of a run stays."""
+    return sum(remove_folder(path, RUN_FOLDER) for path in folder.glob("*") if is_own_folder(path, RUN_FOLDER))
 
 
 def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, wanted: Collection[str]) -> int:
@@ -59,8 +92,8 @@ def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, wanted: 
         return 0
     downloads = cache.free(short, wanted)
     features = 0
-    # No hidden files: those are being written, by the worker or another process (`storage.write_atomic`).
-    for path in oldest_first((state / "features").glob("[!.]*")):
+    # Files of the cache alone. Hidden ones are being written, here or by another process (`storage.write_atomic`).
+    for path in oldest_first((state / "features").glob("features-*.safetensors")):
         if downloads + features >= short:
             break
         features += size_of(path)
@@ -85,9 +118,6 @@ def disk_usage(config: AgentConfig) -> dict[str, int]:
     }
 
 
-RECEIPTS = "receipts.jsonl"
-
-
 def note_receipt(folder: Path, agent: str, update: UpdateManifest, *, accepted: bool) -> None:
     """Add a line to the receipts of a run, in its ``folder``: what became of an update of this agent.
 
@@ -97,7 +127,7 @@ def note_receipt(folder: Path, agent: str, update: UpdateManifest, *, accepted: 
     about = {"agent": agent, "round": update.round, "purpose": update.purpose, "digest": update.blob.digest}
     line = json.dumps({**about, "accepted": accepted}).encode() + b"\n"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, RUN_FOLDER)
         with (folder / RECEIPTS).open("ab+", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 1))
@@ -124,6 +154,7 @@ class ClientStateFiles:
         both, before = merge(personal, memory), self.rounds()
         if not both and not before:
             return
+        make_folder(self.folder, RUN_FOLDER)
         write_tensors(self._path(round_number), both)
         for later in (number for number in before if number > round_number):
             self._path(later).unlink(missing_ok=True)
@@ -161,9 +192,6 @@ class ClientStateFiles:
 CHECKPOINT_BYTES_PER_S = 200_000
 """What checkpoints inside trainings may write on average, 17 GB in a whole day of training: SD cards wear out."""
 
-TRAINING_FILE = "training.safetensors"
-"""In the folder of a run: the checkpoint inside the training under way."""
-
 
 class TrainingCheckpointFile:
     """The checkpoint inside one training (`methods.values.TrainingCheckpoint`), of which the last one stays.
@@ -185,7 +213,7 @@ class TrainingCheckpointFile:
         """Save a state; on disk when this returns. Where it cannot be written, training continues without."""
         begin = self._clock()
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self._path.parent, RUN_FOLDER)
             write_tensors(self._path, tensors, {"training": self._training, "notes": json.dumps(notes)})
         except OSError as error:
             log.warning("checkpoint_not_written path=%s reason=%s", self._path, cause(error))

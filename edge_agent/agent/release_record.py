@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
+import re
 import threading
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from ..config import AgentConfig
 from ..errors import HeadwaterError, StateError, UsageError, cause
 from ..moments import moment_of
-from ..storage import read_json, waited_lock, write_json
+from ..storage import FolderKind, holds_only, read_json, remove_folder, waited_lock, write_json
 from ..task import Frozen
 from ..wire.messages import FederationId, Install
 
@@ -426,6 +426,16 @@ class WaitFile:
             self._path.unlink(missing_ok=True)
 
 
+_OF_A_HEAD = re.compile(r"head\.json|before\.json|arrays-[0-9a-f]{16}\.safetensors|\..+\.[0-9a-f]{8}\.tmp")
+
+
+def _is_earlier_candidate(folder: Path) -> bool:
+    return holds_only(folder, _OF_A_HEAD)
+
+
+CANDIDATE_FOLDER = FolderKind("candidate head", _is_earlier_candidate)
+
+
 def candidate_folder(config: AgentConfig) -> Path:
     """Where the head of a bundle that is not in use yet is put."""
     return config.state / "candidate"
@@ -437,7 +447,7 @@ def clean(config: AgentConfig) -> None:
     from ..heads import saved
 
     root = config.state / "bundles"
-    shutil.rmtree(candidate_folder(config), ignore_errors=True)
+    remove_folder(candidate_folder(config), CANDIDATE_FOLDER)
     try:
         if (manifest := bundles.current_manifest(root)) is not None:
             fingerprints = {name: variant.fingerprint for name, variant in manifest.variants.items()}

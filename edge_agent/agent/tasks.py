@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import sys
 import time
 from collections import Counter, deque
@@ -43,7 +42,14 @@ from ..wire.messages import Install, Job, JobKey, Report, UpdateManifest, job_ke
 from ..worker import Done, Worker
 from .data_check import check_beside
 from .health import Condition, Kind, whole_message
-from .local_state import ClientStateFiles, TrainingCheckpointFile, make_room, note_receipt, remove_ended_runs
+from .local_state import (
+    ClientStateFiles,
+    TrainingCheckpointFile,
+    make_room,
+    note_receipt,
+    remove_all_runs,
+    remove_ended_runs,
+)
 from .privacy import (
     Ledger,
     UpdateFacts,
@@ -355,10 +361,7 @@ class TaskRunner:
     def forget_runs(self) -> int:
         """Remove the client state of all runs, which are of another federation; returns the number of runs."""
         self.resources.forget_session()
-        folders = [path for path in (self.config.state / "runs").glob("*") if path.is_dir()]
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        return len(folders)
+        return remove_all_runs(self.config.state / "runs")
 
     def contribute(self, job: Job, received: Tensors, encoder: Path) -> UpdateManifest:
         """A round without training the encoder, which is in the bundle at ``encoder``: the update, in the outbox.

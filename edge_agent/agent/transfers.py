@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,10 @@ def manifest_of(
     size = sum(memoryview(piece).nbytes for piece in data)
     blob = wire.BlobRef(digest=sha256_of(*data), size_bytes=size, chunk_bytes=chunks.CHUNK_BYTES)
     return wire.UpdateManifest(**about._asdict(), blob=blob, samples=samples, metrics=wire.metrics_of(metrics))
+
+
+_UPDATE_FILE = re.compile(r"update(-[0-9a-f]{64})?\.safetensors")
+"""Names of updates in the outbox, also of earlier versions: no other file there is ours to remove."""
 
 
 class Outbox:
@@ -149,7 +154,7 @@ class Outbox:
 
     def _remove_all_but(self, kept: Path | None) -> None:
         for path in self.folder.glob("update*.safetensors"):
-            if path != kept:
+            if path != kept and _UPDATE_FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)
 
 

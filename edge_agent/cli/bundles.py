@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BundleDamaged, BundleUntrusted, UsageError, cause
-from ..storage import check_writable, folder_lock
+from ..storage import check_own_folder, check_writable, folder_lock
 from . import output
 from .where import add_agent, check_exists, state_of
 
@@ -51,6 +51,7 @@ def import_bundle(arguments: argparse.Namespace) -> int:
     check_exists(arguments.bundle, "a bundle file (*.hwb)")
     state = state_of(arguments)
     check_writable(state)
+    check_own_folder(state / "bundles")
     with folder_lock(state, "edge-agent import"):
         notes: dict[str, str] = {}
         check = None if arguments.no_self_test else lambda unpacked: notes.update(_self_test(unpacked))

@@ -9,6 +9,7 @@ index alone, and hold for the device's other samples, too.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,10 @@ BUDGET = 2000
 
 _EVERY = 4
 """One of so many samples of a class is held out."""
+
+
+_SAMPLE_FILE = re.compile(r"[0-9a-f]{32}\.safetensors")
+"""Names of the files of samples: no other file in the folder is ours to remove."""
 
 
 class Entry(Frozen):
@@ -245,7 +250,8 @@ class Collection:
         write_json(self.folder / INDEX, new.model_dump(mode="json"))
         names = {_file(entry) for entry in new.samples}
         for path in self.folder.glob("*.safetensors"):
-            if path.name not in names:
+            is_of_a_sample = _SAMPLE_FILE.fullmatch(path.name) is not None
+            if is_of_a_sample and path.name not in names:
                 path.unlink(missing_ok=True)
 
     def _entries(self, samples: Samples, index: Index) -> list[tuple[int, Entry]]:

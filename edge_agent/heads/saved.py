@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ MAX_CARD_BYTES = 1 << 20
 MAX_ARRAYS_BYTES = 1 << 28
 _CONFIDENCE, _LOCAL, _LEARNED = "confidence.", "local.", "learned"
 _SHA256 = r"^[0-9a-f]{64}$"
+_ARRAYS_FILE = re.compile(r"arrays-[0-9a-f]{16}\.safetensors")
+"""Names of the arrays of heads: no other file in the folder is ours to remove."""
 
 
 class LocalCard(Frozen):
@@ -176,7 +179,8 @@ def _replace(folder: Path, card: bytes) -> None:
         kept.add(_read_card(folder / BEFORE).arrays_file)
     write_atomic(folder / CARD, card)
     for path in folder.glob("arrays-*.safetensors"):
-        if path.name not in kept:
+        is_of_a_head = _ARRAYS_FILE.fullmatch(path.name) is not None
+        if is_of_a_head and path.name not in kept:
             with contextlib.suppress(OSError):
                 path.unlink()
 

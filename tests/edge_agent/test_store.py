@@ -210,7 +210,7 @@ def test_a_lock_is_given_back_when_the_work_ends_in_an_error(tmp_path):
 
 def test_sweeping_removes_what_writes_left_behind_and_nothing_else(tmp_path):
     (tmp_path / "deep" / "er").mkdir(parents=True)
-    left = [tmp_path / ".a.json.12ab.tmp", tmp_path / "deep" / "er" / ".b.77.tmp"]
+    left = [tmp_path / ".a.json.0012abcd.tmp", tmp_path / "deep" / "er" / ".b.77.tmp"]
     kept = [tmp_path / "a.json", tmp_path / "deep" / "notes.tmp", tmp_path / ".hidden", tmp_path / "lock"]
     for path in [*left, *kept]:
         path.write_bytes(b"x")

@@ -28,6 +28,10 @@ UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib
 UNSAFE_CALLS = {"torch.load", "torch.save", "np.save", "joblib.load", "eval", "exec", "pd.read_pickle"}
 
 
+REMOVES_FOLDERS = {"shutil.rmtree", "rmtree", "shutil.move", "move", "os.removedirs", "removedirs", "os.renames"}
+"""Names in the code by which a folder goes with what is in it, or is moved across disks, which removes it."""
+
+
 def functions(source):
     return [node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
@@ -168,3 +172,21 @@ def test_silenced_lint_names_its_rule_and_says_why(sources):
             if not says_why:
                 wrong.append(f"{source.name}:{number}")
     assert wrong == []
+
+
+def test_only_the_guarded_function_removes_folders(sources):
+    """`storage.remove_folder` removes what this program has made, and follows no link."""
+    wrong = [
+        f"{source.name}:{node.lineno} {ast.unparse(node)}"
+        for source in sources
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node) in REMOVES_FOLDERS
+    ]
+    wrong += [
+        f"{source.name}:{imported.line} imports {imported.name}"
+        for source in sources
+        for imported in source.imports
+        if imported.name in REMOVES_FOLDERS
+    ]
+    assert [place for place in wrong if not place.startswith("edge_agent.storage:")] == []
+    assert any(place.startswith("edge_agent.storage:") for place in wrong), "the search finds nothing"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shlex
-import shutil
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +17,12 @@ from edge_agent import data, methods, models
 from edge_agent.config import mistakes_of, parse
 from edge_agent.data.partition import Division
 from edge_agent.errors import ConfigError, DataError, StateError, UnknownName, UsageError
-from edge_agent.storage import read_json, read_toml, write_json
+from edge_agent.storage import read_json, read_toml, remove_folder, write_json
 from edge_agent.task import Frozen
 
 from ...runs.request import Weights
 from ...simulation.plan import Plan
-from ...simulation.setup import WEIGHTS, planned
+from ...simulation.setup import SIMULATION_FOLDER, WEIGHTS, planned
 from ...state.store import StateFolder
 
 FOLDER = Path("reproduce")
@@ -221,7 +220,13 @@ class Cell:
     def forgive(self) -> None:
         """Remove the record of a failure. The run stays and is resumed, unless it has to restart from round 1."""
         if self.must_restart:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            # The folder of all cells is the user's choice, and may be reached by a link.
+            folder = self.folder.parent.resolve() / self.folder.name
+            if folder.exists() and not remove_folder(folder, SIMULATION_FOLDER):
+                raise UsageError(
+                    f"{self.folder}: cannot be removed to start again (see the warning); remove it, or choose another "
+                    "--out"
+                )
         else:
             (self.folder / FAILED).unlink(missing_ok=True)
 

@@ -54,7 +54,7 @@ def test_missed_rounds_are_bridged(files):
 def test_only_the_last_generations_stay_on_disk(files):
     for number in range(1, 8):
         files.write(number, *arrays(number))
-    assert len(list(files.folder.iterdir())) == GENERATIONS
+    assert len(list(files.folder.glob("kept-*"))) == GENERATIONS
     assert value_before(files, 7) == 6
 
 
@@ -82,7 +82,7 @@ def test_what_stood_after_rounds_that_are_kept_stays(tmp_path):
     for number in (1, 2, 5, 6, 7, 8, 11, 12, 13, 14):
         files.write(number, *arrays(number))
     assert [value_before(files, kept + 1) for kept in (3, 6, 9, 12)] == [2, 6, 8, 12]
-    assert sorted(int(path.stem[-7:]) for path in files.folder.iterdir()) == [2, 6, 8, 12, 13, 14]
+    assert sorted(int(path.stem[-7:]) for path in files.folder.glob("kept-*")) == [2, 6, 8, 12, 13, 14]
 
 
 @pytest.mark.parametrize("last", [10, LAST_ROUND])

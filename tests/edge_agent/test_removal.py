@@ -1,0 +1,288 @@
+"""What is removed with everything in it: folders that this program has made, and nothing else.
+
+Every folder here is a decoy below the test's own temporary folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edge_agent import bundle as bundles
+from edge_agent import storage
+from edge_agent.agent.local_state import RUN_FOLDER, remove_all_runs, remove_ended_runs
+from edge_agent.errors import UsageError
+from edge_agent.storage import MARK, FolderKind
+
+KIND = FolderKind("decoy")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with its bytes, and every folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"folder"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def make_decoy(folder: Path) -> dict[str, bytes]:
+    """Somebody's own files; returns what is there."""
+    (folder / "photos" / "deep").mkdir(parents=True)
+    (folder / "photos" / "one.txt").write_text("one")
+    (folder / "photos" / "deep" / "two.txt").write_text("two")
+    return contents(folder)
+
+
+def test_importing_a_bundle_removes_no_folder_of_somebody_else(make_bundle, tmp_path, caplog):
+    root = tmp_path / "state" / "bundles"
+    before = make_decoy(root)
+    bundles.install(make_bundle("a.hwb").path, root)
+    after = contents(root)
+    assert {name: after.get(name) for name in before} == before
+    assert "photos" in caplog.text, "nobody is told which folder stays"
+
+
+def test_installing_through_a_link_is_refused_and_leaves_the_other_folder_as_it_was(make_bundle, tmp_path):
+    decoy = tmp_path / "somebody"
+    before = make_decoy(decoy)
+    root = tmp_path / "state" / "bundles"
+    root.parent.mkdir()
+    root.symlink_to(decoy)
+    with pytest.raises(UsageError, match="a symbolic link, expected a folder"):
+        bundles.install(make_bundle("a.hwb").path, root)
+    with pytest.raises(UsageError, match="a symbolic link, expected a folder"):
+        bundles.remove_unused(root)
+    assert contents(decoy) == before
+
+
+@pytest.mark.parametrize("link", ["state", "state/bundles"])
+def test_the_command_refuses_a_linked_state_folder_with_exit_code_2(make_bundle, tmp_path, link):
+    decoy = tmp_path / "somebody"
+    before = make_decoy(decoy)
+    place = tmp_path / link
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(decoy)
+    made = make_bundle("a.hwb")
+    command = [sys.executable, "-m", "edge_agent", "import", str(made.path), "--state", str(tmp_path / "state")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "a symbolic link, expected a folder" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert contents(decoy) == before
+
+
+def test_bundles_that_are_not_kept_are_removed(make_bundle, tmp_path):
+    root = tmp_path / "bundles"
+    folders = [bundles.install(make_bundle(f"{n}.hwb", seed=n).path, root, keep=2).folder for n in range(3)]
+    assert [folder.exists() for folder in folders] == [False, True, True]
+
+
+def test_a_bundle_that_an_earlier_version_unpacked_is_still_removed(make_bundle, tmp_path):
+    root = tmp_path / "bundles"
+    folders = [bundles.install(make_bundle(f"{n}.hwb", seed=n).path, root, keep=2).folder for n in range(2)]
+    for folder in folders:
+        (folder / MARK).unlink()
+        (folder / ".made").mkdir()
+    bundles.install(make_bundle("3.hwb", seed=3).path, root, keep=1)
+    assert [folder.exists() for folder in folders] == [False, False]
+
+
+@pytest.mark.parametrize("change", ["renamed", "own_file", "linked_file", "damaged_manifest"])
+def test_what_only_resembles_an_earlier_bundle_stays(make_bundle, tmp_path, change):
+    root = tmp_path / "bundles"
+    folder = bundles.install(make_bundle("a.hwb").path, root).folder
+    (folder / MARK).unlink()
+    if change == "renamed":
+        folder = folder.rename(root / "copy")
+    elif change == "own_file":
+        (folder / "notes.txt").write_text("mine")
+    elif change == "linked_file":
+        name = next(path.name for path in folder.glob("*.onnx"))
+        (folder / name).rename(tmp_path / name)
+        (folder / name).symlink_to(tmp_path / name)
+    else:
+        (folder / "manifest.json").write_text("{}")
+    bundles.install(make_bundle("b.hwb", seed=1).path, root, keep=1)
+    assert folder.exists()
+
+
+def test_a_folder_in_the_way_of_a_bundle_stays_and_the_bundle_goes_beside_it(make_bundle, tmp_path, caplog):
+    made, root = make_bundle("a.hwb"), tmp_path / "bundles"
+    in_the_way = root / made.manifest.bundle_id[:24]
+    before = make_decoy(in_the_way)
+    bundle = bundles.install(made.path, root)
+    assert bundle.folder != in_the_way
+    assert bundles.current(root).id == made.manifest.bundle_id
+    assert contents(in_the_way) == before
+    assert in_the_way.name in caplog.text
+
+
+def test_the_mark_of_one_folder_makes_no_other_one_ours(tmp_path):
+    made = tmp_path / "made"
+    storage.make_folder(made, KIND)
+    copy = tmp_path / "copy"
+    shutil.copytree(made, copy)
+    (copy / "own.txt").write_text("mine")
+    assert not storage.remove_folder(copy, KIND)
+    assert not storage.remove_folder(made, FolderKind("another kind"))
+    assert (copy / "own.txt").read_text() == "mine"
+    assert storage.remove_folder(made, KIND)
+    assert not made.exists()
+
+
+@pytest.mark.parametrize(
+    "mark", ["", "{", "[]", "{}", '{"kind": "decoy", "folder": "made", "sha256": "0"}', "[" * 4000]
+)
+def test_a_damaged_or_forged_mark_removes_nothing(tmp_path, mark):
+    folder = tmp_path / "made"
+    before = make_decoy(folder)
+    (folder / MARK).write_text(mark)
+    assert not storage.remove_folder(folder, KIND)
+    assert contents(folder) == {MARK: mark.encode(), **before}
+
+
+def test_a_mark_that_is_a_link_counts_as_none(tmp_path):
+    made, other = tmp_path / "made", tmp_path / "elsewhere"
+    storage.make_folder(made, KIND)
+    shutil.move(made / MARK, other)
+    (made / MARK).symlink_to(other)
+    assert not storage.remove_folder(made, KIND)
+
+
+def test_links_inside_a_folder_are_removed_and_not_followed(tmp_path):
+    decoy = tmp_path / "somebody"
+    before = make_decoy(decoy)
+    made = tmp_path / "made"
+    storage.make_folder(made, KIND)
+    (made / "below").mkdir()
+    (made / "below" / "folder").symlink_to(decoy)
+    (made / "file").symlink_to(decoy / "photos" / "one.txt")
+    (made / "dangling").symlink_to(tmp_path / "nothing")
+    assert storage.remove_folder(made, KIND)
+    assert not made.exists()
+    assert contents(decoy) == before
+
+
+@pytest.mark.parametrize("depth", ["folder", "parent"])
+def test_a_link_in_place_of_a_folder_or_of_its_parent_is_not_followed(tmp_path, depth, caplog):
+    real = tmp_path / "real"
+    storage.make_folder(real / "made", KIND)
+    (real / "made" / "file").write_text("x")
+    if depth == "parent":
+        (tmp_path / "link").symlink_to(real)
+        path = tmp_path / "link" / "made"
+    else:
+        path = tmp_path / "made"
+        path.symlink_to(real / "made")
+    assert not storage.remove_folder(path, KIND)
+    assert (real / "made" / "file").read_text() == "x"
+    assert "links are not followed" in caplog.text
+
+
+def test_a_folder_that_is_swapped_for_a_link_during_the_removal_leads_nowhere(tmp_path, monkeypatch):
+    """The check sees the folder; then somebody puts a link to another one into its place."""
+    decoy = tmp_path / "somebody"
+    before = make_decoy(decoy)
+    made = tmp_path / "made"
+    storage.make_folder(made, KIND)
+    walk = os.fwalk
+
+    def swap_then_walk(*arguments, **options):
+        if not made.is_symlink():
+            made.rename(tmp_path / "moved")
+            made.symlink_to(decoy)
+        return walk(*arguments, **options)
+
+    monkeypatch.setattr(os, "fwalk", swap_then_walk)
+    storage.remove_folder(made, KIND)
+    assert contents(decoy) == before
+
+
+def test_a_removal_that_was_interrupted_is_completed_by_the_next(tmp_path, monkeypatch):
+    made = tmp_path / "made"
+    storage.make_folder(made, KIND)
+    (made / "file").write_text("x")
+    real = os.rmdir
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        assert not storage.remove_folder(made, KIND)
+    assert (made / MARK).exists(), "the mark has to go last"
+    assert os.rmdir is real
+    assert storage.remove_folder(made, KIND)
+    assert storage.remove_folder(made, KIND), "what is gone is gone"
+
+
+def test_runs_are_removed_and_folders_of_somebody_else_among_them_stay(tmp_path):
+    runs = tmp_path / "runs"
+    before = make_decoy(runs)
+    (runs / "link").symlink_to(runs / "photos")
+    for number in range(3):
+        storage.make_folder(runs / f"run-{number}", RUN_FOLDER)
+        os.utime(runs / f"run-{number}", (number, number))
+    earlier = runs / "run-of-before"
+    earlier.mkdir()
+    (earlier / "kept-0000001.safetensors").write_text("x")
+    os.utime(earlier, (9, 9))
+    assert remove_ended_runs(runs, "run-new", 3) == ["run-0", "run-1"]
+    assert remove_all_runs(runs) == 2
+    (runs / "link").unlink()
+    assert contents(runs) == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="folders have no such bits there")
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o707])
+def test_a_state_folder_that_everybody_can_write_is_refused(tmp_path, mode):
+    state = tmp_path / "state"
+    (state / "bundles").mkdir(parents=True)
+    state.chmod(mode)
+    with pytest.raises(UsageError, match=r"others can write it.*chmod go-w"), storage.folder_lock(state, "test"):
+        pass
+
+
+@pytest.mark.skipif(os.name == "nt" or not hasattr(os, "chown") or os.getuid() != 0, reason="only root gives groups")
+def test_a_state_folder_that_another_group_can_write_is_refused(tmp_path):
+    state = tmp_path / "state"
+    (state / "bundles").mkdir(parents=True)
+    os.chown(state, -1, os.getegid() + 1)
+    state.chmod(0o770)
+    with pytest.raises(UsageError, match="others can write it"), storage.folder_lock(state, "test"):
+        pass
+
+
+@pytest.mark.skipif(os.name == "nt", reason="folders have no such bits there")
+def test_an_empty_folder_that_everybody_can_write_is_closed_and_used(tmp_path):
+    """A volume that was just mounted for a container looks so."""
+    state = tmp_path / "state"
+    state.mkdir()
+    state.chmod(0o777)
+    with storage.folder_lock(state, "test"):
+        assert state.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.name == "nt" or os.getuid() != 0, reason="the link has to belong to root")
+def test_the_link_that_systemd_makes_for_a_state_folder_is_followed(make_bundle, tmp_path):
+    """DynamicUser=yes, as in the unit files: /var/lib/NAME is a link to private/NAME."""
+    real = tmp_path / "private" / "headwater-agent"
+    real.mkdir(parents=True)
+    state = tmp_path / "headwater-agent"
+    state.symlink_to("private/headwater-agent")
+    with storage.folder_lock(state, "test"):
+        bundles.install(make_bundle("a.hwb").path, state / "bundles")
+        storage.make_folder(state / "candidate", KIND)
+        assert storage.remove_folder(state / "candidate", KIND)
+    assert json.loads((real / "bundles" / "current.json").read_text())["bundles"]
+
+
+def test_only_temporary_files_of_ours_are_swept(tmp_path):
+    ours = [".head.json.0123abcd.tmp", ".0123abcd.tmp", ".x.ort.4711.tmp", ".x.ort.4711.onnx.tmp"]
+    theirs = [".notes.tmp", "a.tmp", ".draft.odt.tmp"]
+    for name in (*ours, *theirs):
+        (tmp_path / name).write_text("x")
+    assert storage.sweep(tmp_path) == len(ours)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(theirs)
