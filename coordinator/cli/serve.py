@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from edge_agent.errors import UsageError
 from edge_agent.worker import in_child, stop_on_signals
 
 from ..config import DEFAULT_CONFIG, load_config
@@ -16,13 +18,28 @@ from .options import INTERRUPTED, Config, Logs, State, Verbose
 from .output import console, set_up_logging
 from .web import announcement
 
-TakesOver = Annotated[
+StandsBy = Annotated[
     bool, typer.Option("--standby", help="Only watch the coordinator that serves, and take over when it is silent.")
 ]
 TakeoverAfter = Annotated[
     float, typer.Option("--takeover-s", min=5, max=86_400, help="Seconds without an answer after which it is replaced.")
 ]
-
+TakesOver = Annotated[
+    bool,
+    typer.Option("--take-over", help="Replace a coordinator that serves, whose journal may be newer; for a backup."),
+]
+AcceptsIdentities = Annotated[
+    bool,
+    typer.Option("--accept-identities", help="At the first start from a backup: let in the agents that it names."),
+]
+RevocationPaths = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--revocations",
+        metavar="PATH",
+        help="At the first start from a backup: former state folder or crl.pem, for what was revoked since.",
+    ),
+]
 
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Allow a broker without TLS that other machines reach, or are on.")
@@ -33,8 +50,11 @@ def serve(
     config: Config = None,
     state: State = None,
     insecure: Insecure = False,
-    standby: TakesOver = False,
+    standby: StandsBy = False,
     takeover_s: TakeoverAfter = TAKEOVER_S,
+    take_over: TakesOver = False,
+    accept_identities: AcceptsIdentities = False,
+    revocations: RevocationPaths = None,
     verbose: Verbose = False,
     log_format: Logs = "text",
 ) -> None:
@@ -52,16 +72,22 @@ def serve(
     backup DIR --every 60' keeps up to date, and resumes the runs when the first is offline. One that was only suspended
     ends with exit code 2 when it is back; nothing that it does then counts.
 
+    A backup is not started beside a coordinator that answers (exit code 2), unless --take-over says so. Where agents
+    have certificates, its first start names those that it would let in, and wants --accept-identities.
+
     Example: headwater serve --config configs/coordinator.toml
 
     Example: headwater serve --standby --takeover-s 60 --config configs/coordinator.toml
     """
     from ..runs.result_notes import standing
-    from ..service.app import coordinator, take_over
+    from ..service import app
+    from ..service.first_start import Decisions
     from ..service.preflight import check_defaults, check_private, without_lost_weights
     from .follow import Invocation
 
     set_up_logging(verbose=verbose, log_format=log_format)
+    if standby and take_over:
+        raise UsageError("--standby waits until nobody serves, and --take-over does not; give one of them")
     settings = load_config(config, state)
     if not insecure:
         check_private(settings)
@@ -73,9 +99,16 @@ def serve(
     with stop_on_signals() as stop, contextlib.ExitStack() as stack:
         if standby:
             console.print(f"standing by for federation '{settings.federation}'; Ctrl-C stops", soft_wrap=True)
-            service = take_over(settings, stop, stack, takeover_s)
+            service = app.take_over(settings, stop, stack, takeover_s)
         else:
-            service = stack.enter_context(coordinator(settings, stop))
+            decisions = Decisions(
+                takes_over=take_over,
+                accepts_identities=accept_identities,
+                revocations=tuple(revocations or ()),
+                # A copy is usually given by --state: then the configuration names the former folder.
+                former_states=() if state is None else (load_config(config).state,),
+            )
+            service = stack.enter_context(app.coordinator(settings, stop, decisions=decisions))
         if service is None:
             console.print("stopped; nothing was taken over")
             raise typer.Exit(INTERRUPTED if stop.signal == signal.SIGINT else 0)

@@ -10,7 +10,7 @@ import heapq
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -20,10 +20,10 @@ from edge_agent import __version__
 from edge_agent.errors import DuplicateId, MessageError, RunFailed
 from edge_agent.moments import shown
 from edge_agent.wire import messages as wire
-from edge_agent.wire.messages import Topics, new_id, run_name
+from edge_agent.wire.messages import Topics, run_name
 
 from ..state.command_keys import CommandKeys
-from ..state.journal import Entry, Journal, utc_now
+from ..state.journal import Journal, run_number, utc_now
 from ..text import worst_tenth
 
 log = logging.getLogger(__name__)
@@ -546,39 +546,8 @@ class Rejections:
         return dict(sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))[:most])
 
 
-EPOCHS_OF_A_COPY = 1000
-"""The epochs of a copy begin at the next multiple of it, so that restarts of the original stay below them."""
-
-
-def record_start(
-    journal: Journal,
-    *,
-    version: str,
-    boot: str,
-    is_copy: bool = False,
-    is_held: Callable[[], bool] = lambda: True,
-    make_id: Callable[[], str] = new_id,
-) -> tuple[str, int]:
-    """Federation id and epoch of a coordinator that starts now; the start is in the journal when this returns.
-
-    The first start of a state folder draws the federation id, all later ones keep it. The epoch counts the starts;
-    ``is_copy``: that of a backup, whose original may be started again. From now on no earlier start writes entries.
-    ``is_held``: whether the lock of the state folder is that of this process.
-    """
-    starts = journal.entries(kinds=("coordinator_started",))
-    known = [str(entry.body["federation"]) for entry in starts if "federation" in entry.body]
-    federation = known[0] if known else make_id()
-    epoch = epoch_of(starts) + 1
-    if is_copy:
-        epoch += -epoch % EPOCHS_OF_A_COPY
-    body = {"version": version, "boot": boot, "federation": federation, "epoch": epoch}
-    journal.serve_from(journal.append("coordinator_started", body=body).id, is_held)
-    return federation, epoch
-
-
-def epoch_of(starts: Sequence[Entry]) -> int:
-    """The epoch of the last of these starts, 0 without any; earlier versions did not write it, and counted them."""
-    return max((int(start.body.get("epoch", number)) for number, start in enumerate(starts, 1)), default=0)
+MOST_SKIPPED_NAMES = 1000
+"""By how many the word of one agent may move the number of the next run: a hostile one could use them up."""
 
 
 class RunIds:
@@ -587,6 +556,27 @@ class RunIds:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._known: dict[str, str] = {}
+        self._skips_names = False
+        self._believed: set[str] = set()
+        """Agents whose word has moved the number of the next run since the start."""
+
+    def skip_names_that_agents_know(self) -> None:
+        """Give no new run the name of one that an agent worked for and this journal, which began as a copy, lacks."""
+        self._skips_names = True
+
+    def note_elsewhere(self, agent: str, run_id: str) -> None:
+        """Note that an agent has worked for a run that was requested after the backup that this journal began as.
+
+        Agents know runs by their ids, so nothing is mixed up; people and figures know them by their names.
+        """
+        number = run_number(run_name(run_id))
+        if not self._skips_names or agent in self._believed or number is None:
+            return
+        newest = self._journal.newest_run()
+        if newest < number <= newest + MOST_SKIPPED_NAMES:
+            self._believed.add(agent)
+            self._journal.append("run_heard", agent=agent, body={"newest_run": number})
+            log.info("run_names_skipped until=%s: agent %s has worked for it", run_name(run_id), agent)
 
     def check(self, name: str) -> None:
         """Return quietly when agents can work for the run of that name.
@@ -697,6 +687,7 @@ class CommandSender:
         name = self._run_ids.name(run_id)
         if name is not None:
             return message.model_copy(update={"run": name})
+        self._run_ids.note_elsewhere(agent, run_id)
         if isinstance(message, wire.Heartbeat | wire.Fault):  # its condition counts; the job is of another coordinator
             return message.model_copy(update={"run": "", "round": 0})
         if isinstance(message, wire.UpdateManifest):

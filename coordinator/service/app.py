@@ -34,8 +34,10 @@ from ..state.backup import MARKER
 from ..state.command_keys import CommandKeys
 from ..state.journal import utc_now
 from ..state.log_file import logging_to
+from ..state.starts import Takeover
 from ..state.store import StateFolder
 from .coordinator import Coordinator
+from .first_start import Decisions, prepare_start
 from .peers import PROBE_S
 from .preflight import overlaps
 from .standby import Standby, wait_for_folder
@@ -63,6 +65,7 @@ def take_over(
         StateError: there is no journal in the state folder, or it is damaged.
     """
     while True:
+        takeover = Takeover()
         if config.broker is None:
             if (config.state / MARKER).exists():
                 raise UsageError(
@@ -74,10 +77,12 @@ def take_over(
         else:
             transport = MqttTransport(config.broker, f"{config.federation}-standby-{secrets.token_hex(4)}")
             with contextlib.closing(transport):
-                if not Standby(config.federation, config.state, transport, takeover_s=takeover_s).wait(stop):
+                standby = Standby(config.federation, config.state, transport, takeover_s=takeover_s)
+                if not standby.wait(stop):
                     return None
+                takeover = standby.replaced
         try:
-            return stack.enter_context(coordinator(config, stop))
+            return stack.enter_context(coordinator(config, stop, takeover=takeover))
         except (DuplicateCoordinator, BrokerAway) as error:
             log.warning("not_taken_over reason=%s", error)
         except StateError as error:
@@ -88,16 +93,26 @@ def take_over(
 
 @contextlib.contextmanager
 def coordinator(
-    config: CoordinatorConfig, stop: threading.Event | None = None, compute: Compute | None = None
+    config: CoordinatorConfig,
+    stop: threading.Event | None = None,
+    compute: Compute | None = None,
+    *,
+    decisions: Decisions | None = None,
+    takeover: Takeover | None = None,
 ) -> Iterator[Coordinator]:
     """A started coordinator; it is closed with the context, and the next start resumes.
 
-    With ``stop`` it waits while the disk is full, until that is set. ``compute``: default: a process
-    that the coordinator starts when it needs torch.
+    Args:
+        config: Its configuration.
+        stop: With it, a start waits while the disk is full, until it is set.
+        compute: Builds models and exports; by default a process that is started when torch is needed.
+        decisions: What an operator has decided about a start on a backup; by default nothing.
+        takeover: The coordinator that a standby has found silent; then nobody has to decide anything.
 
     Raises:
         StateError: another process works in the state folder, or it is damaged.
         DuplicateCoordinator: another coordinator serves the federation.
+        UsageError: the state folder is a backup, and nobody has confirmed whom its certificates let in.
         BrokerAway: the broker does not answer and ``broker.wait`` is false.
     """
     # Sockets, files of uploads and of updates that are aggregated: a plain shell allows 1,024 of them together.
@@ -106,6 +121,8 @@ def coordinator(
         folder = StateFolder(config.state)
         state = _when_there_is_room(config.state, stop, lambda: stack.enter_context(folder.open("headwater serve")))
         stack.enter_context(logging_to(config.state))
+        if takeover is None:
+            takeover = prepare_start(config, state, decisions or Decisions(), stop)
         broker, embedded, identity = config.broker, config.embedded, None
         keys, refusals = CommandKeys.of(config.state, config.federation), Refusals(time.monotonic)
 
@@ -160,6 +177,7 @@ def coordinator(
             identity=identity,
             keys=keys,
             refusals=refusals,
+            takeover=takeover,
         )
         for overlap in overlaps(config):
             log.warning("samples_serve_twice %s", overlap)

@@ -46,7 +46,6 @@ from ..fleet.registry import (
     Rejections,
     Roster,
     RunIds,
-    record_start,
 )
 from ..fleet.rollout import Rollout
 from ..fleet.transfers import Collector, Distributor, reason_of
@@ -60,6 +59,7 @@ from ..state.backup import MARKER
 from ..state.command_keys import CommandKeys
 from ..state.fault_log import FaultLog
 from ..state.journal import utc_now
+from ..state.starts import EPOCHS_OF_A_COPY, Takeover, record_start
 from ..state.store import MOST_LISTED, StateFolder
 from .peers import PROBE_S, Peers
 from .status import AgentStatus, StatusReport, StatusWriter
@@ -108,13 +108,15 @@ class Coordinator:
         keys: CommandKeys | None = None,
         now: Callable[[], datetime] = utc_now,
         refusals: Refusals | None = None,
+        takeover: Takeover | None = None,
     ) -> None:
         """``probe_s``: how long another coordinator of the federation may take to answer before this one serves.
 
         ``run_ids``: ids of runs in messages; by default unique among all state folders. ``limits``: those that the
         transport applies to what it receives. ``identity``: who has a certificate, where agents need one. ``keys``:
         those that agents know its commands by. ``now``: the wall clock, for windows of releases and ends of pins.
-        ``refusals``: devices that broker or enrolment port do not let in.
+        ``refusals``: devices that broker or enrolment port do not let in. ``takeover``: the coordinator that this one
+        was told to replace.
         """
         self.config, self.state, self.transport, self.clock = config, state, transport, clock
         self.stopwatch = stopwatch or clock
@@ -150,6 +152,7 @@ class Coordinator:
             wire.Renew: self._on_renew,
         }
         self._marker = state.path / MARKER
+        self._takeover = takeover
         self._status_writer = StatusWriter(state.path / "status.json", self.stopwatch)
         self._faults = FaultLog(state.path)
         self._unsent: list[tuple[str, wire.Command]] = []
@@ -171,15 +174,18 @@ class Coordinator:
         """
         if not self.state.is_held():  # a long start, during which a standby has given it up
             raise DuplicateCoordinator(f"{self.state.path}: another process has taken over this state folder")
-        federation, epoch = record_start(
+        start = record_start(
             self.state.journal,
             version=__version__,
             boot=self._boot,
             is_copy=self._marker.exists(),
+            takeover=self._takeover,
             is_held=self.state.is_held,
         )
-        self.commands.serve_as(federation, epoch)
-        self.peers.start(federation, epoch)
+        self.commands.serve_as(start.federation, start.epoch)
+        self.peers.start(start, self.state.journal.progress)
+        if start.epoch >= EPOCHS_OF_A_COPY:  # there may be runs that were requested after the backup
+            self._run_ids.skip_names_that_agents_know()
         self.roster.remember(
             {
                 one.agent: Figures.of_record(one.body)

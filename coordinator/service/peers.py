@@ -2,12 +2,20 @@
 
 A coordinator announces its start and serves when no answer comes for a while. An answer names the boot that it
 answers, so that a late, duplicate or once forged message does not prove that another coordinator is running. Of two
-that are, one stops: with the same federation id that with the lower epoch, because the other is its successor; with
-different federation ids, or equal epochs, that which has been serving for less time.
+that are, one stops. Their state folders have one beginning where the federation id is the same; then, in this order:
+
+1. The later takeover stays (`coordinator.state.starts`): a standby, or an operator by ``--take-over``, decided that.
+2. One that starts ends none that serves. But where a backup is served that nobody told to take over, and the one that
+   starts has the newer journal and is no copy, the backup was served too early, and stops.
+3. The newer journal stays, as after a network that was split. The work that only the other one has done is lost to
+   the federation; it stays in the folder of that one.
+
+With different federation ids, or where all of this is equal, that stays which has been serving longer.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import socket
@@ -17,6 +25,8 @@ from edge_agent.errors import DuplicateCoordinator
 from edge_agent.wire.messages import Present
 
 from ..runs.context import Waiting
+from ..state.journal import Progress
+from ..state.starts import Start
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +49,16 @@ SAME_TIME_S = 5.0
 MOST_ANSWERED = 100
 
 
+class Reason(enum.Enum):
+    """Why one of two coordinators stops, and the other stays."""
+
+    TAKEOVER = "its state folder is the same or a copy, and it has taken over"
+    SERVES = "it serves already"
+    BACKUP = "it has the newer journal, and this one serves a backup that nobody told to take over"
+    NEWER = "it has the newer journal"
+    LONGER = "it has been serving longer"
+
+
 class Peers:
     """What one coordinator knows of the others. `is_serving` is true once no other one has answered."""
 
@@ -51,9 +71,15 @@ class Peers:
         probe_s: float = PROBE_S,
     ) -> None:
         """``name`` of the federation."""
-        self._name, self._boot, self._send, self._clock, self._probe_s = name, boot, send, clock, probe_s
-        self._host, self._process = socket.gethostname()[:255], os.getpid()
-        self._federation, self._epoch = "", 0
+        self._name = name
+        self._boot = boot
+        self._send = send
+        self._clock = clock
+        self._probe_s = probe_s
+        self._host = socket.gethostname()[:255]
+        self._process = os.getpid()
+        self._start = Start(federation="", epoch=0, takeover=0, is_copy=False)
+        self._progress: Callable[[], Progress] = lambda: Progress(0, 0)
         self._queried_at: float | None = None
         self._serves_since: float | None = None
         self._announced_at = float("-inf")
@@ -78,9 +104,10 @@ class Peers:
         known = sorted(self._standbys.values())
         return [f"{what}, heard {now - at:.0f} s ago" for what, at in known if (now := self._clock()) - at < KNOWN_S]
 
-    def start(self, federation: str, epoch: int) -> None:
-        """The federation id and epoch of this coordinator."""
-        self._federation, self._epoch = federation, epoch
+    def start(self, start: Start, progress: Callable[[], Progress]) -> None:
+        """Take what the journal says of this start; ``progress`` says how far the journal is at any moment."""
+        self._start = start
+        self._progress = progress
 
     def listening(self, can_receive: bool) -> None:
         """The broker has answered a subscription; ``can_receive``: messages of other coordinators arrive."""
@@ -131,21 +158,11 @@ class Peers:
             self._announce(message.boot)
         if message.standby or message.answers != self._boot:
             return
-        serves = "is starting" if message.serving_s is None else f"has been serving for {message.serving_s:.0f} s"
-        about = (
-            f"another coordinator of federation '{self._name}' {serves}: host '{message.host}', process "
-            f"{message.process}, start {message.boot}, federation id {message.federation[:12]}, epoch {message.epoch} "
-            f"(this one: host '{self._host}', process {self._process}, start {self._boot}, federation id "
-            f"{self._federation[:12]}, epoch {self._epoch})"
-        )
-        if self._yields_to(message):
-            what_to_do = (
-                "its state folder is the same or a copy, with a higher epoch, so this one stops; work with that one"
-                if message.federation == self._federation and message.epoch > self._epoch
-                else "this one stops. Stop the other first, or give one of them another 'federation' in its "
-                "configuration"
-            )
-            raise DuplicateCoordinator(f"{about}; {what_to_do}")
+        own_entries = self._progress().entries
+        about = self._describe(message, own_entries)
+        reason = self._yields_to(message, own_entries)
+        if reason is not None:
+            raise DuplicateCoordinator(f"{about}; {_advice(reason, is_same=self._is_same_federation(message))}")
         self._note, self._noted_at = f"{about}; it has to stop; this one continues", now
         if message.boot not in self._named and len(self._named) < MOST_ANSWERED:
             self._named.add(message.boot)
@@ -158,15 +175,82 @@ class Peers:
     def _announce(self, answers: str = "") -> None:
         if not answers:
             self._announced_at = self._clock()
-        self._send(Present(host=self._host, process=self._process, serving_s=self._serving_s(), answers=answers))
+        progress = self._progress()
+        message = Present(
+            host=self._host,
+            process=self._process,
+            serving_s=self._serving_s(),
+            answers=answers,
+            takeover=self._start.takeover,
+            is_copy=self._start.is_copy,
+            entries=progress.entries,
+            newest_run=progress.newest_run,
+        )
+        self._send(message)
 
     def _serving_s(self) -> float | None:
         return None if self._serves_since is None else self._clock() - self._serves_since
 
-    def _yields_to(self, other: Present) -> bool:
-        if other.federation == self._federation and other.epoch != self._epoch:
-            return other.epoch > self._epoch
-        mine, its = self._serving_s(), other.serving_s
-        if mine is None or its is None:
-            return its is not None or (mine is None and other.boot < self._boot)
-        return its > mine if abs(its - mine) > SAME_TIME_S else other.boot < self._boot
+    def _is_same_federation(self, other: Present) -> bool:
+        return other.federation == self._start.federation
+
+    def _describe(self, other: Present, own_entries: int) -> str:
+        """Say who the other coordinator is, and who this one is."""
+        serves = "is starting" if other.serving_s is None else f"has been serving for {other.serving_s:.0f} s"
+        start = self._start
+        return (
+            f"another coordinator of federation '{self._name}' {serves}: host '{other.host}', process {other.process}, "
+            f"start {other.boot}, federation id {other.federation[:12]}, epoch {other.epoch}, {other.entries} journal "
+            f"entries (this one: host '{self._host}', process {self._process}, start {self._boot}, federation id "
+            f"{start.federation[:12]}, epoch {start.epoch}, {own_entries} journal entries)"
+        )
+
+    def _yields_to(self, other: Present, own_entries: int) -> Reason | None:
+        """Decide by the rules of the module which of the two stops; None: the other one does."""
+        if not self._is_same_federation(other):
+            return self._serves_less(other)
+        # 1. A takeover was decided by a standby or an operator.
+        if other.takeover != self._start.takeover:
+            return Reason.TAKEOVER if other.takeover > self._start.takeover else None
+        # 2. A start ends none that serves, but for a backup that was served too early.
+        other_serves = other.serving_s is not None
+        if self.is_serving != other_serves:
+            return self._yields_at_start(other, own_entries)
+        # 3. Both serve, because a network was split, or both start: the newer journal has done more work.
+        if other.entries != own_entries:
+            return Reason.NEWER if other.entries > own_entries else None
+        return self._serves_less(other)
+
+    def _yields_at_start(self, other: Present, own_entries: int) -> Reason | None:
+        """Decide between one that starts and one that serves."""
+        if self.is_serving:
+            is_early_backup = self._start.is_copy and not other.is_copy and other.entries > own_entries
+            return Reason.BACKUP if is_early_backup else None
+        replaces_backup = other.is_copy and not self._start.is_copy and own_entries > other.entries
+        return None if replaces_backup else Reason.SERVES
+
+    def _serves_less(self, other: Present) -> Reason | None:
+        """Decide by who has been serving longer, and by the boot where that is no difference."""
+        own_s = self._serving_s()
+        if own_s is None and other.serving_s is not None:
+            return Reason.SERVES
+        if own_s is not None and other.serving_s is None:
+            return None
+        has_smaller_boot = other.boot < self._boot
+        if own_s is None or other.serving_s is None or abs(other.serving_s - own_s) <= SAME_TIME_S:
+            return Reason.LONGER if has_smaller_boot else None
+        return Reason.LONGER if other.serving_s > own_s else None
+
+
+def _advice(reason: Reason, *, is_same: bool) -> str:
+    """Say why this coordinator stops and what an operator can do about it."""
+    if not is_same:
+        return "this one stops. Stop the other first, or give one of them another 'federation' in its configuration"
+    if reason is Reason.SERVES:
+        return (
+            f"{reason.value}, so this one does not start, and no agent has heard of it. Stop the other first, watch it "
+            "with 'headwater serve --standby', or replace it with 'headwater serve --take-over'"
+        )
+    return (
+        f"{reason.value}, so this one stops; work with that one. What only this one has done stays in its state folder"
+    )

@@ -30,6 +30,7 @@ from edge_agent.wire.transport import Connected, Disconnected, Message, Subscrib
 
 from ..state.backup import MARKER
 from ..state.journal import can_write
+from ..state.starts import Takeover, federation_of
 from ..state.store import StateFolder
 
 log = logging.getLogger(__name__)
@@ -126,9 +127,12 @@ class Standby:
 
         with StateFolder(state).look() as folder:
             starts = folder.journal.entries(kinds=("coordinator_started",))
-        self._federation = next((str(start.body["federation"]) for start in starts if "federation" in start.body), "")
+        self._federation = federation_of(starts)
         self.serving = ""
         """The coordinator that serves, as text; empty until it was heard."""
+
+        self.replaced = Takeover()
+        """What is known of the coordinator that serves: its successor begins with a higher epoch."""
 
     def wait(self, stop: threading.Event) -> bool:
         """True once this process is to take over; False when ``stop`` is set before.
@@ -200,6 +204,7 @@ class Standby:
         if about != self.serving:
             log.info("standing_by serving=%s takeover_s=%.0f", about, self._takeover_s)
         self.serving = about
+        self.replaced = Takeover(message.epoch, message.newest_run)
 
     def _mismatch(self, message: Present) -> str:
         """Why the state folder is not that of this coordinator, nor a copy of it; empty where it is."""

@@ -80,6 +80,37 @@ class Backup:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class BackupFacts:
+    """What a folder says of itself that is a backup, on which nobody has started yet."""
+
+    at: str
+    """When it was made, ISO 8601 UTC; empty where that is not known."""
+
+    entries: int
+    """Entries of its journal."""
+
+    source: Path | None
+    """The state folder that it was made of, on the machine where it was made; None where that is not known."""
+
+
+def backup_facts(folder: Path) -> BackupFacts | None:
+    """Return what a state folder says of the backup that it is; None for one that is none, or was started since."""
+    if not (folder / MARKER).exists():
+        return None
+    try:
+        marker = read_json(folder / MARKER) or {}
+    except StateError:  # damaged, and still a backup
+        marker = {}
+    source = marker.get("source")
+    entries = marker.get("entries")
+    return BackupFacts(
+        at=str(marker.get("at") or ""),
+        entries=entries if isinstance(entries, int) else 0,
+        source=Path(source) if isinstance(source, str) else None,
+    )
+
+
 def back_up(state: StateFolder, target: Path) -> Backup:
     """Copy an opened state folder to ``target``, which is new, empty, or an earlier backup of the same folder.
 
@@ -106,7 +137,7 @@ def back_up(state: StateFolder, target: Path) -> Backup:
                 first = pinned.journal.first_hash()
             with folder_lock(target, _OWNER):
                 _check_target(state, target)  # again: a standby may have taken it over meanwhile
-                return _copy(pinned.path, target, first, entries, runs)
+                return _copy(pinned.path, target, first, entries, runs, of=state.path.resolve())
         finally:
             remove_folder(pinned.path, PINS_FOLDER)
 
@@ -218,9 +249,13 @@ def _is_linked(path: Path, other: Path) -> bool:
     return True
 
 
-def _copy(source: Path, target: Path, first: str, entries: int, runs: int) -> Backup:
-    """Copy pinned files: what the new journal needs first, then the journal, and what goes last."""
-    write_json(target / MARKER, {"journal": first, "is_complete": False})
+def _copy(source: Path, target: Path, first: str, entries: int, runs: int, *, of: Path) -> Backup:
+    """Copy pinned files: what the new journal needs first, then the journal, and what goes last.
+
+    ``of``: the state folder, where a restore looks for what was revoked after the backup.
+    """
+    named = {"journal": first, "source": str(of)}
+    write_json(target / MARKER, {**named, "is_complete": False})
     pinned = (path for path in source.rglob("*") if path.is_file() and path != source / MARK)
     files = {path.relative_to(source): path for path in pinned}
     journal = files.pop(Path("journal.db"))
@@ -236,7 +271,7 @@ def _copy(source: Path, target: Path, first: str, entries: int, runs: int) -> Ba
     size = sum(path.stat().st_size for path in (journal, *files.values()))
     result = Backup(entries, runs, len(blobs), size, copied)
     made = {"at": utc_now().isoformat(timespec="seconds"), **result.as_json()}
-    write_json(target / MARKER, {"journal": first, "is_complete": True, **made})
+    write_json(target / MARKER, {**named, "is_complete": True, **made})
     return result
 
 

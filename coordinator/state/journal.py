@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ __all__ = ["FINAL", "KINDS", "Accepted", "Entry", "Journal", "Kind", "OpenRound"
 
 Kind = Literal[
     "coordinator_started",
+    "run_heard",
     "run_requested",
     "cancel_requested",
     "run_started",
@@ -82,6 +84,17 @@ class Entry:
     body: dict[str, Any]
     previous_hash: str
     hash: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a journal is; of two journals with one beginning, the newer has more entries."""
+
+    entries: int
+    """Its entries, without those of starts: a restart is no progress."""
+
+    newest_run: int
+    """Number of the newest run that it knows; 0: of none."""
 
 
 _HASHED = ("id", "at", "kind", "run", "round", "agent", "digest", "body", "previous_hash")
@@ -222,6 +235,15 @@ def _with_update(opened: OpenRound, entry: Entry) -> OpenRound:
 
 def _contradiction(entry: Entry, what: str) -> StateError:
     return StateError(f"journal entry {entry.id} of run '{entry.run}' {what}. {WHAT_TO_DO}")
+
+
+_RUN_NAME = re.compile(r"run-([0-9]{4,9})")
+
+
+def run_number(name: str) -> int | None:
+    """The number in the name of a run, such as ``run-0001``; None for a name of another form."""
+    match = _RUN_NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 SCHEMA = 1
@@ -489,8 +511,7 @@ class Journal:
         from edge_agent.wire.messages import new_id  # pydantic and all messages, which readers do not need
 
         with self._transaction(writes=True) as connection:
-            requested = _value(connection, "SELECT count(*) FROM entries WHERE kind = 'run_requested'")
-            run = f"run-{requested + 1:04d}"
+            run = f"run-{_newest_run(connection) + 1:04d}"
             columns = {"run": run, "round": None, "agent": None, "digest": None}
             self._write(connection, "run_requested", columns, {**body, "id": f"{run}-{new_id()}"})
             return run
@@ -544,6 +565,18 @@ class Journal:
         """Hash of the first entry, which no other journal has but copies of this one; empty in an empty journal."""
         with self._transaction() as connection:
             return _value(connection, "SELECT hash FROM entries WHERE id = 1") or ""
+
+    def progress(self) -> Progress:
+        """How far this journal is now."""
+        with self._transaction() as connection:
+            newest = _value(connection, "SELECT max(id) FROM entries") or 0
+            starts = _value(connection, "SELECT count(*) FROM entries WHERE kind = 'coordinator_started'")
+            return Progress(int(newest - starts), _newest_run(connection))
+
+    def newest_run(self) -> int:
+        """Number of the newest run that is known, here or of another coordinator of the federation; 0: of none."""
+        with self._transaction() as connection:
+            return _newest_run(connection)
 
     def version(self) -> tuple[int, int]:
         """Another value whenever entries were appended since it was asked for, here or by another process."""
@@ -827,3 +860,12 @@ def _value(connection: sqlite3.Connection, query: str) -> Any:
     """The first column of the first row; None where there is no row."""
     row = connection.execute(query).fetchone()
     return None if row is None else row[0]
+
+
+def _newest_run(connection: sqlite3.Connection) -> int:
+    """The highest number among the runs that were requested here, and those that were heard of elsewhere; 0: none."""
+    requested = connection.execute("SELECT run FROM entries WHERE kind = 'run_requested'").fetchall()
+    numbers = [run_number(run or "") for (run,) in requested]
+    heard = connection.execute("SELECT body FROM entries WHERE kind IN ('coordinator_started', 'run_heard')")
+    numbers += [json.loads(body).get("newest_run") for (body,) in heard]
+    return max([len(requested), *(number for number in numbers if number is not None)])

@@ -729,6 +729,12 @@ class Present(Command):
     serving_s: float | None = Field(None, ge=0, description="for how long it has served; None: it has yet to begin")
     answers: Start = Field("", description="the boot of the coordinator whose message this answers")
     standby: bool = Field(default=False, description="it only watches, and takes over when no other one answers")
+    takeover: Epoch = Field(0, description="epoch of the newest takeover in its journal; 0: there was none")
+    is_copy: bool = Field(
+        default=False, description="its state folder began as a backup, and nobody told it to take over"
+    )
+    entries: Epoch = Field(0, description="entries of its journal beside starts: of two journals the newer has more")
+    newest_run: int = Field(0, ge=0, le=999_999_999, description="number of the newest run that it knows; 0: none")
 
 
 FromAgent = Hello | Have | Want | Progress | UpdateManifest | Report | Fault | Heartbeat | Bye | Renew

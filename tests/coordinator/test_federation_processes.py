@@ -120,6 +120,54 @@ def test_a_run_that_is_lost_with_its_disk_resumes_elsewhere_from_a_backup_taken_
 
 
 @pytest.mark.slow
+def test_a_backup_that_is_restored_beside_a_live_primary_waits_to_be_told_to_take_over(tmp_path):
+    """A drill: plain 'serve' on an old backup changes nothing; '--take-over' replaces the primary, and names go on."""
+    with Site(tmp_path, DIGITS) as site:
+
+        def headwater(*command):
+            words = [sys.executable, "-m", "coordinator", *command, "--config", "coordinator.toml"]
+            return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+        site.finish(site.request(2))
+        assert headwater("backup", "drill").returncode == 0
+        site.finish(site.request(2))
+        run = site.request(6, local_epochs=6)
+        site.until(lambda: (2, 1) in site.opened(run), "round 2 of run-0003 opens")
+
+        beside = headwater("serve", "--state", "drill")
+        assert beside.returncode == 2, beside.stderr
+        assert "starts_from_backup" in beside.stderr
+        assert "another coordinator of federation 'home' has been serving for" in beside.stderr
+        assert f"process {site.processes['serve'].pid}" in beside.stderr
+        assert "3 runs; " in beside.stderr
+        assert "Nothing was started, and the folder is unchanged" in beside.stderr
+        assert "Traceback" not in beside.stderr
+        assert site.processes["serve"].poll() is None
+        with StateFolder(tmp_path / "drill").look() as copy:
+            assert len(copy.journal.entries(kinds=("coordinator_started",))) == 1, "it has not written its start"
+        site.finish(run)
+        assert site.opened(run) == [(number, 1) for number in range(1, 7)], "the primary was not disturbed"
+        logs = [(tmp_path / f"{name}.log").read_text() for name in AGENTS]
+        assert [log.count("welcomed") for log in logs] == [1] * len(AGENTS), "no agent has followed another one"
+        shutil.copytree(tmp_path / "drill", tmp_path / "old")
+        assert headwater("backup", "drill").returncode == 0, "it is still a backup"
+
+        site.start("other", "coordinator", "serve", "--take-over", "--config", "coordinator.toml", "--state", "old")
+        primary = site.processes["serve"]
+        site.until(lambda: primary.poll() is not None, "the primary ends")
+        assert primary.returncode == 2
+        assert "it has taken over, so this one stops" in (tmp_path / "serve.log").read_text()
+        site.state = StateFolder(tmp_path / "old")
+        site.until(lambda: "serving federation" in (tmp_path / "other.log").read_text(), "the copy serves")
+        run = site.request(2)
+        assert run == "run-0004", "run-0002 and run-0003 are of the primary"
+        site.finish(run)
+        again = headwater("serve")
+        assert again.returncode == 2, "the primary's folder has been taken over"
+        assert "it has taken over, so this one stops" in again.stderr
+
+
+@pytest.mark.slow
 def test_a_coordinator_on_a_full_disk_neither_ends_nor_loses_a_run_and_starts_when_there_is_room(tmp_path, small_disk):
     """A real file system of 2 MiB, full from round 2 on; killed and started again while it is full."""
     with Site(tmp_path, DIGITS) as site:

@@ -13,10 +13,12 @@ from federation_disturbances import lose
 from federation_duties import TASK, TinyDuties
 from federation_harness import Federation, vanish
 
-from coordinator.fleet.registry import RunIds, record_start
+from coordinator.fleet.registry import RunIds
 from coordinator.runs.request import Request
 from coordinator.service.coordinator import Coordinator
+from coordinator.state.backup import MARKER
 from coordinator.state.journal import Journal
+from coordinator.state.starts import Takeover, record_start
 from coordinator.state.store import StateFolder
 from edge_agent.agent.local_state import FOLLOW_S
 from edge_agent.errors import DuplicateCoordinator
@@ -224,7 +226,7 @@ def test_the_federation_id_is_made_once_and_the_epoch_counts_the_starts(tmp_path
     with Journal(tmp_path / "journal.db") as journal:
         made = iter("ab")
         starts = [record_start(journal, version="1", boot="b", make_id=lambda: next(made) * 32) for _ in range(3)]
-        assert starts == [("a" * 32, 1), ("a" * 32, 2), ("a" * 32, 3)]
+        assert [(start.federation, start.epoch) for start in starts] == [("a" * 32, 1), ("a" * 32, 2), ("a" * 32, 3)]
 
 
 def test_a_run_id_is_known_to_its_own_journal_alone(tmp_path):
@@ -263,12 +265,18 @@ def test_a_run_of_a_version_without_run_ids_fails_at_once_and_says_what_to_do(tm
 class Second:
     """Another coordinator at the same broker, with its own state folder."""
 
-    def __init__(self, fed, folder, boot):
+    def __init__(self, fed, folder, boot, takeover=None):
         self.fed, self._opened = fed, contextlib.ExitStack()
         state = StateFolder(folder)
         self._opened.enter_context(state.open("test"))
         self.coordinator = Coordinator(
-            fed.config, state, fed.broker.transport(), clock=fed.clock, boot=boot, probe_s=fed.probe_s
+            fed.config,
+            state,
+            fed.broker.transport(),
+            clock=fed.clock,
+            boot=boot,
+            probe_s=fed.probe_s,
+            takeover=takeover,
         )
         self.coordinator.start()
         self.stopped = None
@@ -330,22 +338,147 @@ def test_of_two_that_start_at_the_same_moment_one_serves(tmp_path):
         assert "is starting" in str(second.stopped)
 
 
-def test_the_same_state_folder_started_elsewhere_is_the_successor_and_the_older_one_stops(tmp_path):
+@pytest.fixture
+def parted(tmp_path):
+    """A federation whose state folder was copied by hand after its first run; it has finished another run since."""
     with Federation(tmp_path, agents=2, probe_s=3.0) as fed:
-        fed.until(lambda: len(fed.coordinator.roster.present()) == 2)
+        fed.request(rounds=1)
+        fed.finish()
         fed.kill_coordinator()
         shutil.copytree(fed.config.state, tmp_path / "copy")
         fed.start_coordinator()
         fed.until(lambda: len(fed.coordinator.roster.present()) == 2)
-        with StateFolder(tmp_path / "copy").look() as copy:
-            copy.journal.append("coordinator_started", body={"version": "x", "boot": "lost"})
-        with Second(fed, tmp_path / "copy", "s1") as successor:
-            with pytest.raises(DuplicateCoordinator, match=r"epoch 3 .*its state folder is the same or a copy"):
-                fed.until(lambda: False, limit_s=5)
-            fed.kill_coordinator()
-            fed.until(lambda: len(successor.coordinator.roster.present()) == 2)
-            assert {agent.membership.epoch for agent in fed.agents.values()} == {3}
-            assert successor.stopped is None
+        fed.request(rounds=1)
+        fed.finish()
+        yield fed
+
+
+def as_backup(folder):
+    (folder / MARKER).write_text("{}")
+    return folder
+
+
+def with_more_entries(folder, count=100):
+    with StateFolder(folder).look() as state:
+        for _ in range(count):
+            state.journal.append("run_heard", body={})
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["copied by hand", "started often", "backup", "newer journal"])
+def test_a_copy_that_starts_beside_a_coordinator_that_serves_never_ends_it(parted, tmp_path, kind):
+    """The epoch of a copy is higher: of a backup by a thousand, of a copy by hand after a few starts elsewhere."""
+    fed, copy = parted, tmp_path / "copy"
+    if kind == "started often":
+        with Journal(copy / "journal.db") as journal:
+            for _ in range(5):
+                record_start(journal, version="x", boot="drill")
+    if kind == "backup":
+        as_backup(copy)
+    if kind == "newer journal":  # of a drill, for example
+        with_more_entries(copy)
+    followed = {agent.membership.epoch for agent in fed.agents.values()}
+    with Second(fed, copy, "s1") as second:
+        assert fed.until(lambda: second.stopped) <= 3
+        assert "it serves already, so this one does not start" in str(second.stopped)
+        assert "headwater serve --take-over" in str(second.stopped)
+        assert second.stopped.exit_code == 2
+        fed.wait(40)
+        assert {agent.membership.epoch for agent in fed.agents.values()} == followed
+    fed.request(rounds=1)
+    fed.finish()
+    assert fed.run == "run-0003"
+
+
+@pytest.mark.parametrize("is_backup", [True, False])
+def test_a_copy_that_is_told_to_take_over_ends_the_coordinator_that_serves(parted, tmp_path, is_backup):
+    fed, copy = parted, tmp_path / "copy"
+    if is_backup:
+        as_backup(copy)
+    replaced = Takeover(epoch=fed.coordinator.commands.epoch, newest_run=2)
+    with Second(fed, copy, "s1", takeover=replaced) as successor:
+        with pytest.raises(DuplicateCoordinator, match=r"is the same or a copy, and it has taken over, so this one"):
+            fed.until(lambda: False, limit_s=5)
+        fed.kill_coordinator()
+        fed.until(lambda: len(successor.coordinator.roster.present()) == 2)
+        assert {agent.membership.epoch for agent in fed.agents.values()} == {1000 if is_backup else 3}
+        assert successor.stopped is None
+        journal = successor.coordinator.state.journal
+        assert journal.request_run({}) == "run-0003", "run-0002 is one of the coordinator that was replaced"
+
+
+def test_of_a_copy_and_an_original_that_serve_after_a_split_the_newer_journal_stays(parted, tmp_path):
+    """The copy was started while nobody could hear the original; it has done less."""
+    fed = parted
+    epoch = fed.coordinator.commands.epoch
+    away = fed.coordinator
+    filters = list(away.transport._filters)
+    vanish(away.transport)
+    with Second(fed, as_backup(tmp_path / "copy"), "s1") as copy:
+        fed.until(lambda: len(copy.coordinator.roster.present()) == 2)
+        away.transport._filters = filters
+        away.transport.start()
+        fed.until(lambda: copy.stopped, limit_s=60)
+        assert "it has the newer journal, so this one stops" in str(copy.stopped)
+        fed.until(lambda: len(fed.coordinator.roster.present()) == 2, limit_s=120)
+        assert fed.coordinator.commands.epoch == epoch
+    fed.request(rounds=1)
+    fed.finish()
+    assert fed.record.status == "finished", "the agents obey the original again"
+
+
+def test_of_a_copy_and_an_original_that_serve_after_a_split_the_copy_stays_where_it_has_done_more(parted, tmp_path):
+    fed = parted
+    away = fed.coordinator
+    filters = list(away.transport._filters)
+    vanish(away.transport)
+    copy = with_more_entries(as_backup(tmp_path / "copy"))
+    with Second(fed, copy, "s1") as second:
+        fed.until(lambda: len(second.coordinator.roster.present()) == 2)
+        away.transport._filters = filters
+        away.transport.start()
+        with pytest.raises(DuplicateCoordinator, match="it has the newer journal, so this one stops"):
+            fed.until(lambda: False, limit_s=60)
+        assert second.stopped is None
+
+
+def test_an_original_that_comes_back_ends_a_backup_that_was_started_meanwhile(parted, tmp_path):
+    fed = parted
+    fed.kill_coordinator()
+    with Second(fed, as_backup(tmp_path / "copy"), "s1") as copy:
+        fed.until(lambda: len(copy.coordinator.roster.present()) == 2)
+        fed.start_coordinator()
+        fed.until(lambda: copy.stopped, limit_s=10)
+        assert "this one serves a backup that nobody told to take over" in str(copy.stopped)
+        fed.until(lambda: len(fed.coordinator.roster.present()) == 2, limit_s=120)
+
+
+def test_a_backup_that_is_served_gives_no_run_the_name_of_one_that_an_agent_has_worked_for(tmp_path):
+    """The run was requested after the backup; the agent still sends its update of it."""
+    with Federation(tmp_path, agents=1) as fed:
+        fed.request(rounds=1)
+        fed.finish()
+        fed.kill_coordinator()
+        as_backup(fed.config.state)
+        fed.start_coordinator()
+        fed.settle()
+        later = wire.Heartbeat(boot=fed.agents["a0"].boot, run=f"run-0007-{'0' * 32}", round=1)
+        far = wire.Heartbeat(boot=fed.agents["a0"].boot, run=f"run-99999-{'0' * 32}", round=1)
+        for message in (far, later, later):
+            fed.coordinator.handle("a0", "up", wire.encode(message))
+        assert [entry.body for entry in fed.state.journal.entries(kinds=("run_heard",))] == [{"newest_run": 7}]
+        assert fed.request(rounds=1) == "run-0008"
+        fed.finish()
+        assert fed.record.status == "finished"
+
+
+def test_starts_of_versions_that_wrote_no_takeover_are_read_as_they_were_meant(tmp_path):
+    """The first epoch of a copy said that it replaces its original."""
+    with Journal(tmp_path / "journal.db") as journal:
+        for epoch in (1, 2, 1000, 1001):
+            journal.append("coordinator_started", body={"federation": "f" * 32, "epoch": epoch})
+        start = record_start(journal, version="x", boot="b")
+    assert (start.epoch, start.takeover, start.is_copy) == (1002, 1000, False)
 
 
 def test_two_that_both_serve_because_they_could_not_hear_each_other_become_one(tmp_path):

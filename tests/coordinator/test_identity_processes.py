@@ -150,6 +150,49 @@ def test_standby_takes_folder_and_broker_over_from_a_coordinator_that_was_killed
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("former", ["in reach", "gone"])
+def test_a_device_that_was_revoked_after_the_backup_does_not_come_back_with_it(fleet, former):
+    """A drill: the backup is started beside the live primary, then in its place, with or without the former folder."""
+    fleet.init().serve()
+    for number, name in enumerate(("porch", "hall")):
+        assert fleet.enroll(fleet.token(name), name, number)[0] == 0
+        fleet.run(name)
+    fleet.until(lambda: fleet.online() == {"porch", "hall"}, "both are online")
+    backup = fleet.folder / "copy"
+    assert fleet.call("backup", backup, "--config", fleet.config)[0] == 0
+    assert fleet.call("agents", "revoke", "porch", "--config", fleet.config)[0] == 0
+    fleet.until(lambda: fleet.online() == {"hall"}, "the revoked one is shut out")
+
+    restore = ("serve", "--config", fleet.config, "--state", backup)
+    code, _, err = fleet.call(*restore, "--accept-identities")
+    assert code == 2, err
+    assert f"serves at localhost:{fleet.enroll_port}" in err
+    assert fleet.processes["serve"].poll() is None
+
+    fleet.stop("serve")
+    if former == "gone":
+        shutil.rmtree(fleet.folder / "state")
+    code, _, err = fleet.call(*restore)
+    assert code == 2, err
+    assert "is a backup made at 20" in err
+    who = "1 agent: hall" if former == "in reach" else "2 agents: hall, porch"
+    assert f"Its certificates let in {who}." in err
+    known = "revoked since the backup, and kept out: porch" if former == "in reach" else "no former state folder is in"
+    assert known in err
+    assert "'headwater serve --accept-identities' confirms it" in err
+    if former == "gone":
+        assert fleet.call("agents", "revoke", "porch", "--config", fleet.config, "--state", backup)[0] == 0
+
+    fleet.start("restored", "coordinator", *restore, "--accept-identities")
+    fleet.until(lambda: "agent_joined agent=hall" in fleet.said("restored"), "the other one is back")
+    fleet.until(lambda: fleet.said("porch").count("it was revoked at") >= 1, "the revoked one is told that it is")
+    assert "agent=porch" not in fleet.said("restored").replace("certificate_refused", "")
+    fleet.stop("restored")
+    fleet.start("again", "coordinator", *restore)
+    fleet.until(lambda: "agent_joined agent=hall" in fleet.said("again"), "it is a backup no more, and asks nothing")
+
+
+@pytest.mark.slow
 def test_certificate_is_renewed_under_a_running_agent_over_its_own_connection(fleet):
     fleet.init(certificate_days=8 / 86_400, grace_days=1).serve()
     assert fleet.enroll(fleet.token("porch"), "porch")[0] == 0

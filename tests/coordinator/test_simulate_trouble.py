@@ -13,7 +13,7 @@ from federation_duties import SMALL, quick_params
 from simulation_harness import learned, run, small_plan, write_images
 
 from coordinator.cli.simulate import reading
-from coordinator.fleet import registry, transfers
+from coordinator.fleet import transfers
 from coordinator.research.reproduce import outcome
 from coordinator.runs.round_loop import RunLoop
 from coordinator.simulation import results
@@ -21,6 +21,7 @@ from coordinator.simulation.client_pool import SimulatedClients
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, PLAN, Prepared, planned
 from coordinator.state.journal import Journal
+from coordinator.state.starts import record_start
 from coordinator.state.store import BlobStore, StateFolder
 from edge_agent import methods
 from edge_agent.agent.local_state import ClientStateFiles
@@ -220,7 +221,7 @@ def test_a_simulation_whose_journal_was_lost_does_not_begin_again_over_what_clie
         path.unlink()
     with Journal(folder / "journal.db") as journal:  # what is left when all was in a log that a power cut took
         if started:
-            registry.record_start(journal, version="0.1.0", boot="later")
+            record_start(journal, version="0.1.0", boot="later")
     with pytest.raises(StateError, match=words):
         run(plan, folder)
     assert list((folder / "clients").rglob("kept-*"))

@@ -10,13 +10,13 @@ import pytest
 from federation_duties import WIDE_TASK
 from federation_harness import Federation, undisturbed_hash, vanish
 
-from coordinator.fleet.registry import record_start
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.standby import QUIET_S, TAKEOVER_S, Standby, wait_for_folder
 from coordinator.state import backup as backups
 from coordinator.state import store
 from coordinator.state.backup import back_up
 from coordinator.state.journal import Journal
+from coordinator.state.starts import record_start
 from coordinator.state.store import StateFolder
 from edge_agent.errors import DuplicateCoordinator, StateError, UsageError
 from edge_agent.storage import folder_lock, lock_holder, remove_lock
@@ -66,7 +66,7 @@ class Beside:
         """The federation's coordinator is this process now; the one before is left as it stands."""
         fed, self.before, self.before_opened = self.fed, self.fed.coordinator, self.fed._opened
         fed.config = fed.config.model_copy(update={"state": self.folder})
-        fed.start_coordinator()
+        fed.start_coordinator(takeover=self.standby.replaced)
 
 
 def started(fed):
@@ -185,7 +185,7 @@ def test_a_replica_resumes_the_run_with_the_same_bits(replicated, tmp_path, undi
     with StateFolder(tmp_path / "found again").open("the machine is back") as state:
         back = Coordinator(fed.config, state, fed.broker.transport(), clock=fed.clock, boot="zz", probe_s=3.0)
         back.start()
-        with pytest.raises(DuplicateCoordinator, match="with a higher epoch, so this one stops") as raised:
+        with pytest.raises(DuplicateCoordinator, match="and it has taken over, so this one stops") as raised:
             fed.until(lambda: back.step(0) and False, limit_s=5)
         assert "epoch 2" in str(raised.value)
         assert back.is_serving is False, "no agent has heard of it"

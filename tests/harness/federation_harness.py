@@ -23,6 +23,7 @@ from coordinator.processes.compute import Compute
 from coordinator.runs.request import Request
 from coordinator.service.coordinator import Coordinator
 from coordinator.state.command_keys import CommandKeys
+from coordinator.state.starts import Takeover
 from coordinator.state.store import StateFolder
 from edge_agent.agent.event_loop import Agent, will_of
 from edge_agent.config import AgentBrokerConfig, AgentConfig, DataConfig
@@ -160,7 +161,10 @@ class Federation:
 
     # --- coordinator -----------------------------------------------------------------------------------------------
 
-    def start_coordinator(self, prepare: Callable[[Coordinator], None] = lambda _: None) -> Coordinator:
+    def start_coordinator(
+        self, prepare: Callable[[Coordinator], None] = lambda _: None, takeover: Takeover | None = None
+    ) -> Coordinator:
+        """``takeover``: the coordinator that it replaces, as a standby or an operator has decided."""
         self.state = StateFolder(self.config.state)
         self._opened = contextlib.ExitStack()
         self._opened.enter_context(self.state.open("test"))
@@ -175,6 +179,7 @@ class Federation:
             keys=self.keys(),
             compute=self.compute,
             now=lambda: self.now(),
+            takeover=takeover,
         )
         prepare(self.coordinator)
         self.coordinator.start()

@@ -1,0 +1,217 @@
+"""The first start on a backup: whether somebody serves already, and whom its certificates let in.
+
+A backup is a moment of the past. Its coordinator may still serve, and then agents would follow an old journal; a device
+that was revoked since is enrolled in it. So the first start asks, says what it found, and goes on only where nobody
+answers or `Decisions` say so. A standby needs no decisions: it has followed the coordinator that it replaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edge_agent.errors import DuplicateCoordinator, HeadwaterError, UsageError
+from edge_agent.moments import shown
+from edge_agent.wire.messages import Present
+from edge_agent.wire.mqtt import MqttTransport
+
+from ..config import CoordinatorConfig, IdentityConfig
+from ..state.backup import BackupFacts, backup_facts
+from ..state.journal import utc_now
+from ..state.starts import Takeover, federation_of
+from ..state.store import StateFolder
+from ..text import counted, listed
+from .inquiry import Inquiry
+
+if TYPE_CHECKING:
+    from ..identity.restore import Review
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What an operator has decided about a start."""
+
+    takes_over: bool = False
+    """Replace the coordinator that serves, whose journal may be newer."""
+
+    accepts_identities: bool = False
+    """Let in the agents that the backup lets in."""
+
+    revocations: tuple[Path, ...] = ()
+    """Former state folders, and lists of revoked certificates of their brokers, to be merged."""
+
+    former_states: tuple[Path, ...] = ()
+    """Folders that may be the former state folder; read where they are."""
+
+
+def prepare_start(
+    config: CoordinatorConfig, state: StateFolder, decisions: Decisions, stop: threading.Event | None = None
+) -> Takeover | None:
+    """Check a start before its first word: on a backup, and where another coordinator is to be replaced.
+
+    Args:
+        config: The coordinator's configuration.
+        state: Its state folder, opened and locked.
+        decisions: What the operator has decided.
+        stop: Ends waiting for a broker that is away.
+
+    Returns:
+        What is known of the coordinator to replace; None where none is replaced.
+
+    Raises:
+        DuplicateCoordinator: another coordinator answers, and is not to be replaced.
+        UsageError: nobody has confirmed whom the backup lets in.
+        StateError: the backup is damaged.
+    """
+    backup = backup_facts(state.path)
+    if backup is None and not decisions.takes_over:
+        return None
+    if backup is not None:
+        log.warning("starts_from_backup folder=%s %s", state.path, _described(backup))
+    other = _who_serves(config, state, stop)
+    if other is not None:
+        _check_other(config, state, backup, other, decisions)
+    if backup is not None and config.identity is not None:
+        _check_identities(config.identity, config.federation, state.path, backup, decisions)
+    if not decisions.takes_over:
+        return None
+    return Takeover() if other is None else Takeover(other.epoch, other.newest_run)
+
+
+def _described(backup: BackupFacts) -> str:
+    made = shown(backup.at) if backup.at else "an unknown time"
+    return f"made at {made}"
+
+
+# --- another coordinator ---------------------------------------------------------------------------------------------
+
+
+def _who_serves(config: CoordinatorConfig, state: StateFolder, stop: threading.Event | None) -> Present | None:
+    """Ask which coordinator of the federation serves; None where nobody answers, or nobody can be asked.
+
+    Raises:
+        DuplicateCoordinator: one with its own broker answers at the address that devices connect to.
+    """
+    if config.identity is not None:
+        _check_enrolment_port(config.identity, state.path)
+        return None
+    if config.broker is None:
+        return None  # its own broker has no other coordinator, and its port can be taken once
+    transport = MqttTransport(config.broker, f"{config.federation}-start-{secrets.token_hex(4)}")
+    with contextlib.closing(transport):
+        return Inquiry(config.federation, transport).ask(stop)
+
+
+def _check_enrolment_port(identity: IdentityConfig, state: Path) -> None:
+    """Ask at the address that devices connect to: with [identity] each coordinator has its own broker.
+
+    Raises:
+        DuplicateCoordinator: a coordinator of this federation's authority answers there.
+    """
+    from edge_agent.identity import ask
+
+    from ..identity.authority import Authority
+    from ..identity.ledger import identity_folder
+
+    authority = Authority.open(identity_folder(state))
+    address = (identity.host, identity.enroll_port)
+    try:
+        ask(address, authority.der, {"ask": "authority"})
+    except HeadwaterError as error:  # nobody is there, or another program
+        log.info("nobody_serves host=%s port=%d reason=%s", *address, error)
+        return
+    raise DuplicateCoordinator(
+        f"{state} is not started: a coordinator with this federation's certificates serves at "
+        f"{identity.host}:{identity.enroll_port}, where devices connect to. It has a broker of its own, which no other "
+        "coordinator can replace over the network; stop it first"
+    )
+
+
+def _check_other(
+    config: CoordinatorConfig, state: StateFolder, backup: BackupFacts | None, other: Present, decisions: Decisions
+) -> None:
+    """Return quietly where the coordinator that answers is to be replaced, and can be.
+
+    Raises:
+        DuplicateCoordinator: it is not, or it is of another federation.
+    """
+    own_id = federation_of(state.journal.entries(kinds=("coordinator_started",)))
+    serves = "is starting" if other.serving_s is None else f"has been serving for {other.serving_s:.0f} s"
+    own = state.journal.progress()
+    kind = "a state folder" if backup is None else f"a backup {_described(backup)}"
+    about = (
+        f"another coordinator of federation '{config.federation}' {serves}: host '{other.host}', process "
+        f"{other.process}, federation id {other.federation[:12]}, epoch {other.epoch}, {other.entries} journal entries "
+        f"and {counted(other.newest_run, 'run')}; {state.path} is {kind}, federation id {own_id[:12]}, {own.entries} "
+        f"journal entries and {counted(own.newest_run, 'run')}"
+    )
+    if other.federation != own_id:
+        raise DuplicateCoordinator(
+            f"{about}. It is of another state folder, so nothing is started; stop it first, or give one of them "
+            "another 'federation' in its configuration"
+        )
+    if decisions.takes_over:
+        log.warning("takes_over %s", about)
+        return
+    raise DuplicateCoordinator(
+        f"{about}. Nothing was started, and the folder is unchanged. To watch that one, use 'headwater serve "
+        "--standby'; to replace it, and give up what only it has done, 'headwater serve --take-over'"
+    )
+
+
+# --- identities ------------------------------------------------------------------------------------------------------
+
+
+def _check_identities(
+    identity: IdentityConfig, federation: str, state: Path, backup: BackupFacts, decisions: Decisions
+) -> None:
+    """Merge later revocations into the backup, say whom it lets in, and go on where that is confirmed.
+
+    Raises:
+        UsageError: it is not; nothing was changed.
+    """
+    from ..identity.enrolment import Enrolment
+    from ..identity.restore import apply, read_revocations, review, sources_in_reach
+
+    enrolment = Enrolment(state, federation, identity)
+    named = [read_revocations(source, enrolment.authority) for source in decisions.revocations]
+    candidates = [*decisions.former_states, *([backup.source] if backup.source is not None else [])]
+    reviewed = review(enrolment, [*named, *sources_in_reach(state, candidates, enrolment.authority)], utc_now())
+    lines = [*_admitted_lines(state, backup, reviewed), *_revoked_lines(reviewed)]
+    if not decisions.accepts_identities:
+        way_out = (
+            "Nobody is let in until this is confirmed, and nothing was changed. 'headwater serve --accept-identities' "
+            f"confirms it; 'headwater agents revoke NAME --state {state}' shuts an agent out before; --revocations "
+            "PATH reads a former state folder, or its broker's list of revoked certificates (identity/crl.pem)."
+        )
+        raise UsageError("\n".join([*lines, way_out]))
+    for line in lines:
+        log.warning("backup_accepted %s", line)
+    apply(enrolment, reviewed)
+
+
+def _admitted_lines(state: Path, backup: BackupFacts, reviewed: Review) -> Sequence[str]:
+    agents = counted(len(reviewed.admitted), "agent")
+    names = f": {listed(reviewed.admitted)}" if reviewed.admitted else ""
+    lines = [f"{state} is a backup {_described(backup)}. Its certificates let in {agents}{names}."]
+    lines.append(f"'headwater agents list --state {state}' shows all as of the backup.")
+    if reviewed.invited:
+        lines.append(f"Unused tokens let in, besides: {listed(reviewed.invited)}.")
+    return lines
+
+
+def _revoked_lines(reviewed: Review) -> Sequence[str]:
+    if not reviewed.sources:
+        return ["Devices that were revoked after the backup are let in: no former state folder is in reach."]
+    sources = listed([str(source) for source in reviewed.sources])
+    kept_out = [one.agent for one in reviewed.kept_out]
+    who = f"revoked since the backup, and kept out: {listed(kept_out)}" if kept_out else "no agent was revoked since"
+    return [f"Revocations read from {sources}: {who}."]
