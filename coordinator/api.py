@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge_agent.config import parse
-from edge_agent.errors import MissingCapability, RunFailed, UsageError
+from edge_agent.errors import MissingCapability, RunFailed, TrainingFailed, UsageError
 from edge_agent.registry import absolute
 from edge_agent.storage import check_writable, write_atomic, write_json
 
 from .config import CoordinatorConfig, ExportConfig, HostedConfig
 from .runs.request import Request
+from .simulation.failures import add_note
 from .simulation.plan import Plan
 from .state.journal import RunRecord
 from .state.store import StateFolder
@@ -142,7 +143,7 @@ def simulate(
     ``encoder``: a name, ``"path.py:Name"``, or a class or function that makes a ``torch.nn.Module`` whose result are
     features (n, d); it is called with ``encoder_params``, and with ``task`` where it has such a parameter.
 
-    ``out``: folder of the run; default: a temporary one, which is removed with the result.
+    ``out``: folder of the run; default: a temporary one, removed with the result and kept where the run fails.
 
     ``watch`` is called after each finished task of a client. ``settings``: further fields of
     `coordinator.simulation.plan.Plan`, such as ``alpha``, ``fraction``, ``engine``, ``workers``, ``device``.
@@ -164,6 +165,9 @@ def simulate(
     temporary = Path(tempfile.mkdtemp(prefix="headwater-"))
     try:
         result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", watch)
+    except (TrainingFailed, RunFailed) as error:  # logs and state say more than the message
+        add_note(error, f"The folder of this run is kept: {temporary}")
+        raise
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -53,7 +53,7 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
         "mosquitto": str(mosquitto) if mosquitto else None,
         **device.packages,
     }
-    advice = list(device.advice())
+    advice = [*device.advice(), *capabilities.torchvision_advice()]
     if not mosquitto:
         advice.append("no mosquitto: the embedded broker serves trials and small fleets")
     runs = attempted("runs", lambda: _check_runs(settings, config)) if settings is not None else None
