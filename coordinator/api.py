@@ -435,7 +435,7 @@ class TrainedModel:
         if (plan := planned(folder)) is not None:
             register(plan)
         request = Request.from_body(record.request)
-        method = methods.create(request.method, request.params)
+        method = methods.create(request.method_reference, request.params)
         pooled = pooled or pooled_batch_norm(folder, record.run, record.round, method, request.task)
         model = model_from_state(method, request.task, {**weights, **pooled})
         return cls(record, request, method, model, weights, pooled, client_ranges)

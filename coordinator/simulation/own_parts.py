@@ -10,9 +10,9 @@ from typing import Any
 
 from edge_agent import methods, models
 from edge_agent.errors import MissingCapability, UsageError
-from edge_agent.registry import absolute, is_reference, load_reference
+from edge_agent.registry import absolute, is_reference, load_reference, own_name
 
-from .plan import Plan, own_name
+from .plan import Plan
 
 
 def register(plan: Plan) -> None:
@@ -44,17 +44,8 @@ def prepare_torchvision(references: Iterable[str]) -> None:
 
 
 def add_method(kind: Any) -> str:
-    """Make a class known to this process under its own name, which is returned.
-
-    Raises:
-        UsageError: it is no subclass of `edge_agent.methods.Method`, or has the name of a method that ships.
-    """
-    if not (isinstance(kind, type) and issubclass(kind, methods.Method)):
-        raise UsageError(f"method {_shown(kind)}: expected a subclass of edge_agent.methods.Method")
-    name = _free_name("method", kind, methods.registry)
-    kind.name = name  # type: ignore[method-assign, assignment]
-    methods.registry.add(name, kind)
-    return name
+    """As `edge_agent.methods.add`."""
+    return methods.add(kind)
 
 
 def add_encoder(factory: Any) -> str:

@@ -44,6 +44,7 @@ from ..worker import Done, Worker
 from .data_check import check_beside
 from .health import Condition, Kind, whole_message
 from .local_state import ClientStateFiles, TrainingCheckpointFile, make_room, note_receipt, remove_ended_runs
+from .own_method import method_for
 from .privacy import (
     Ledger,
     UpdateFacts,
@@ -577,7 +578,7 @@ class TaskRunner:
             torch.set_num_threads(self.config.training.threads)
         train, test = self._samples(job.task)
         session = Session(
-            methods.create(job.method, job.params),
+            methods.create(method_for(self.config.training, job), job.params),
             job.task,
             self.config.id,
             Arrays(train.inputs, train.labels),
