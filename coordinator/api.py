@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge_agent.config import parse
-from edge_agent.errors import MissingCapability, RunFailed, UsageError
+from edge_agent.errors import MissingCapability, RunFailed, TrainingFailed, UsageError
 from edge_agent.registry import absolute
 from edge_agent.storage import (
     FolderKind,
@@ -23,6 +23,7 @@ from edge_agent.storage import (
 
 from .config import CoordinatorConfig, ExportConfig, HostedConfig
 from .runs.request import Request
+from .simulation.failures import add_note
 from .simulation.plan import Plan
 from .state.journal import RunRecord
 from .state.store import StateFolder
@@ -152,7 +153,7 @@ def simulate(
     ``encoder``: a name, ``"path.py:Name"``, or a class or function that makes a ``torch.nn.Module`` whose result are
     features (n, d); it is called with ``encoder_params``, and with ``task`` where it has such a parameter.
 
-    ``out``: folder of the run; default: a temporary one, which is removed with the result.
+    ``out``: folder of the run; default: a temporary one, removed with the result and kept where the run fails.
 
     ``watch`` is called after each finished task of a client. ``settings``: further fields of
     `coordinator.simulation.plan.Plan`, such as ``alpha``, ``fraction``, ``engine``, ``workers``, ``device``.
@@ -176,6 +177,9 @@ def simulate(
     mark_folder(temporary, TEMPORARY_RUN, temporary.name)
     try:
         result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", watch)
+    except (TrainingFailed, RunFailed) as error:  # logs and state say more than the message
+        add_note(error, f"The folder of this run is kept: {temporary}")
+        raise
     except BaseException:
         remove_folder(temporary, TEMPORARY_RUN)
         raise
@@ -443,7 +447,7 @@ class TrainedModel:
         if (plan := planned(folder)) is not None:
             register(plan)
         request = Request.from_body(record.request)
-        method = methods.create(request.method, request.params)
+        method = methods.create(request.method_reference, request.params)
         pooled = pooled or pooled_batch_norm(folder, record.run, record.round, method, request.task)
         model = model_from_state(method, request.task, {**weights, **pooled})
         return cls(record, request, method, model, weights, pooled, client_ranges)

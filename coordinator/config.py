@@ -295,6 +295,7 @@ class HostedConfig(Frozen):
     )
     threads: int = Field(1, ge=0, le=256, description="torch threads; 0 = torch's default. 1 keeps results repeatable")
     precision: Precision = Field("float32", description=PRECISION)
+    methods: tuple[str, ...] = Field((), max_length=100, description="as [training] methods of an agent")
 
     def agent(self, federation: str, state: Path, lease_s: float) -> AgentConfig:
         """The configuration of the agent that it is."""
@@ -305,7 +306,13 @@ class HostedConfig(Frozen):
             state=state / "hosted" / self.id,
             heartbeat_s=min(15.0, lease_s / 3),
             data=self.data,
-            training=TrainingConfig(device=self.device, threads=self.threads, precision=self.precision),
+            training=TrainingConfig(
+                device=self.device,
+                threads=self.threads,
+                precision=self.precision,
+                methods=self.methods,
+                folder=self.data.folder,
+            ),
             privacy=PrivacyConfig(min_class_count=1, statistics=("*",)),  # its data are the coordinator's own
         )
 

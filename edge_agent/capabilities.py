@@ -8,6 +8,7 @@ import importlib.util
 import os
 import platform
 import struct
+import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -94,6 +95,35 @@ class Capabilities(Frozen):
         if "torch" in self.packages and self.tier != "train":
             result.append(f"torch is installed, but less than {_TRAIN_BYTES >> 20} MB of memory: tier head is safer")
         return tuple(result)
+
+
+_CHILD_S = 60.0
+
+
+def torchvision_advice() -> tuple[str, ...]:
+    """What a real import of torchvision says, in a child process, which needs torch; empty where it works.
+
+    It is looked up in no other way: a wheel whose compiled part does not match torch is installed as any other.
+    """
+    if not {"torch", "torchvision"} <= packages().keys():
+        return ()
+    from .errors import cause
+    from .worker import answer_of_child
+
+    try:
+        said = answer_of_child("edge_agent.models._torchvision", "main", {}, _CHILD_S)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return (f"torchvision could not be tried: {cause(error)}",)
+    if not said["plain"]:
+        return ()
+    if said["ours"]:
+        return (f"{said['ours']}: its encoders cannot be used",)
+    mismatch = (
+        f"'import torchvision' fails here ({said['plain']}): its compiled part is not for this torch. Headwater's "
+        "encoders and files of yours that it loads work all the same; a script of yours calls "
+        "edge_agent.models.import_torchvision() first, or install the pair from one index"
+    )
+    return (mismatch,)
 
 
 def find() -> Capabilities:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
 
 from .errors import ConfigError, UsageError, cause, nearest
+from .registry import is_reference, own_name
 from .storage import read_toml
 from .task import Frozen
 
@@ -202,6 +203,12 @@ PRECISION = (
 )
 
 
+def _reference(text: str) -> str:
+    if not is_reference(text):
+        raise ValueError("expected PATH.py:CLASS")
+    return text
+
+
 class TrainingConfig(Frozen):
     """How a train-tier device works."""
 
@@ -213,6 +220,13 @@ class TrainingConfig(Frozen):
         description="threads of torch, ONNX Runtime and numpy; 0 = their default. 1 keeps results repeatable",
     )
     precision: Precision = Field("float32", description=PRECISION)
+    methods: tuple[Annotated[str, AfterValidator(_reference)], ...] = Field(
+        (),
+        max_length=100,
+        description="methods in files of this device, as 'my.py:Class', for runs that the operator starts with such a "
+        "file; it has to be the same, byte for byte",
+    )
+    folder: Path = Field(Path(), description="base of relative paths in methods; default: this file's folder")
     checkpoint_s: float = Field(
         5.0,
         ge=0,
@@ -220,6 +234,11 @@ class TrainingConfig(Frozen):
         description="seconds between checkpoints inside local training, from which a killed agent resumes, more where "
         "the model is large (5 for each MB); 0 = none",
     )
+
+
+def own_methods(training: TrainingConfig) -> tuple[str, ...]:
+    """Names of the methods in files of this device; nothing is read."""
+    return tuple(own_name(reference.rpartition(":")[2]) for reference in training.methods)
 
 
 LEAST_NOISE = 1e-3

@@ -11,14 +11,16 @@ import hashlib
 import importlib
 import importlib.util
 import pkgutil
+import re
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from .errors import UnknownName, UsageError, nearest
+from .errors import UnknownName, UsageError, cause, nearest
 
 T = TypeVar("T")
 
@@ -96,6 +98,12 @@ class Registry:
         """Whether a file of ours, or of an installed package, has this name."""
         return name in self._files or name in self.families or name in self._plugins
 
+    def plugged_in(self, name: str) -> str:
+        """The module that another package offers under this name; empty: none does, or `load` gives something else."""
+        if name in self._extra or name in self._files or name in self.families or name not in self._plugins:
+            return ""
+        return self._plugins[name].module
+
     def is_shipped(self, name: str) -> bool:
         """Whether what `load` gives for this name is a file of Headwater itself, neither plugged in nor registered."""
         return name not in self._extra and (name in self._files or name in self.families)
@@ -125,6 +133,82 @@ def is_reference(name: str) -> bool:
     return path.endswith(".py") and attribute.isidentifier()
 
 
+def own_name(name: str) -> str:
+    """The name by which a class or function of a user's is known: names of methods and encoders are in lower case."""
+    return name.lower().strip("_<>")
+
+
+@dataclass(frozen=True)
+class PinnedFile:
+    """A class in a file of a user, and the hash of that file: what is loaded is what was hashed.
+
+    As text it is ``PATH.py:NAME#SHA256``. Only this file is compared, not what it imports.
+
+    Attributes:
+        path: The file, absolute.
+        name: The class in it.
+        sha256: Hash (hex) of the file's bytes.
+    """
+
+    path: Path
+    name: str
+    sha256: str
+
+    @classmethod
+    def of(cls, kind: str, reference: str, folder: Path | None = None) -> PinnedFile:
+        """Pin ``PATH.py:NAME`` to what the file holds now; relative paths count from ``folder``.
+
+        Raises:
+            UsageError: not of that form, or the file cannot be read.
+        """
+        if not is_reference(reference):
+            raise UsageError(f"{kind} '{reference}': expected PATH.py:NAME")
+        path, _, name = absolute(reference, folder).rpartition(":")
+        content = _content(kind, reference, Path(path))
+        return cls(Path(path), name, hashlib.sha256(content).hexdigest())
+
+    @classmethod
+    def parse(cls, text: str) -> PinnedFile | None:
+        """Read ``PATH.py:NAME#SHA256``; None where the text has another form."""
+        reference, _, sha256 = text.rpartition("#")
+        if not is_reference(reference) or not re.fullmatch(r"[0-9a-f]{64}", sha256):
+            return None
+        path, _, name = reference.rpartition(":")
+        return cls(Path(path), name, sha256)
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}#{self.sha256}"
+
+    @property
+    def known_as(self) -> str:
+        """The name by which others know what is in it."""
+        return own_name(self.name)
+
+    def load(self, kind: str) -> Any:
+        """Run the file, once in a process for each content, and return what it names.
+
+        Raises:
+            UsageError: the file is gone or has changed, its import fails, or it does not have the name.
+        """
+        content = _content(kind, f"{self.path}:{self.name}", self.path)
+        found = hashlib.sha256(content).hexdigest()
+        if found != self.sha256:
+            raise UsageError(
+                f"{kind} '{self.path}:{self.name}': the file has changed: its SHA-256 is {found[:16]}, expected "
+                f"{self.sha256[:16]}; put the file back as it was, or request the run again"
+            )
+        return _load_name(kind, self.path, self.name, f"headwater_own_{self.sha256[:16]}.{self.path.stem}", content)
+
+
+def _content(kind: str, reference: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"{kind} '{reference}': {path} cannot be read: {cause(error)}; expected PATH.py:NAME"
+        ) from error
+
+
 def absolute(reference: str, folder: Path | None = None) -> str:
     """``PATH.py:NAME`` with an absolute path (from ``folder`` or the working folder); other names as they are."""
     reference, mark, options = reference.partition("?")
@@ -147,6 +231,12 @@ def load_reference(kind: str, reference: str) -> Any:
     if not file.is_file():
         raise UsageError(f"{kind} '{reference}': there is no file {file}; expected PATH.py:NAME")
     module = f"headwater_own_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}.{file.stem}"
+    return _load_name(kind, file, name, module, None)
+
+
+def _load_name(kind: str, file: Path, name: str, module: str, content: bytes | None) -> Any:
+    """The object called ``name`` in a file, which is imported as ``module``; ``content``: what the file holds."""
+    reference = f"{file}:{name}"
     if module not in sys.modules:
         spec = importlib.util.spec_from_file_location(module, file)
         if spec is None or spec.loader is None:
@@ -155,7 +245,10 @@ def load_reference(kind: str, reference: str) -> Any:
         if str(file.parent) not in sys.path:
             sys.path.append(str(file.parent))  # it may import what is beside it
         try:
-            spec.loader.exec_module(sys.modules[module])
+            if content is None:
+                spec.loader.exec_module(sys.modules[module])
+            else:
+                exec(compile(content, str(file), "exec"), vars(sys.modules[module]))  # noqa: S102 - as the loader does
         # Whatever the import of a user's file raises is that file's matter, and no reason for a traceback.
         except Exception as error:
             del sys.modules[module]

@@ -56,7 +56,7 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
         "mosquitto": str(mosquitto) if mosquitto else None,
         **device.packages,
     }
-    advice = list(device.advice())
+    advice = [*device.advice(), *capabilities.torchvision_advice()]
     if not mosquitto:
         advice.append("no mosquitto: the embedded broker serves trials and small fleets")
     serving = _serving_version(settings.state) if settings is not None else ""

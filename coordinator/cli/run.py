@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from edge_agent.errors import UsageError
+from edge_agent.registry import PinnedFile, is_reference
 from edge_agent.worker import stop_on_signals
 
 from ..config import CoordinatorConfig, RunConfig, load_config
@@ -43,7 +44,7 @@ NoWait = Annotated[
 @from_model(
     RunConfig,
     help={
-        "method": "Method; default: run.method of the configuration.",
+        "method": "Method, or FILE.py:CLASS, which agents need, too; default: run.method of the configuration.",
         "rounds": "Number of rounds; default: run.rounds.",
         "seed": "Seed of weights, cohorts and agents; default: run.seed.",
         "keep_every": "Keep the states of every so many rounds, for 'headwater analyze'; default: run.keep_every.",
@@ -222,6 +223,10 @@ def request_for(
     defaults = settings.run
     name = method or defaults.method
     base = defaults.params if name == defaults.method else {}
+    method_file = ""
+    if is_reference(name):
+        method_file = str(PinnedFile.of("method", name))
+        name = method_file
     made = checked_method(settings, name, {**base, **(params or {})}, paper=paper)
     for overlap in overlaps(settings):
         console.print(f"note: {overlap}", soft_wrap=True)
@@ -229,7 +234,8 @@ def request_for(
         note = f"{counted(len(staying), 'tensor')} that stay on devices begin fresh there, not from {defaults.weights}"
         console.print(f"note: {note}: {listed(staying)}", soft_wrap=True)
     return Request(
-        method=name,
+        method=made.name,
+        method_file=method_file,
         params=made.params.model_dump(mode="json"),
         rounds=rounds if rounds is not None else defaults.rounds,
         seed=seed if seed is not None else defaults.seed,

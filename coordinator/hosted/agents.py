@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edge_agent.agent.event_loop import Agent, will_of
+from edge_agent.agent.own_method import method_for
 from edge_agent.agent.tasks import Resources, TaskRunner
-from edge_agent.config import AgentConfig
+from edge_agent.config import AgentConfig, TrainingConfig
 from edge_agent.storage import folder_lock, sweep
 from edge_agent.task import Task, Tensors
 from edge_agent.wire.messages import Job, Report, Topics, UpdateManifest
@@ -45,14 +46,16 @@ class ProcessResources:
         self._model: tuple[tuple[str, str], Built] | None = None
         self._pools: tuple[tuple[str, Path, Task], Pools] | None = None
 
-    def model(self, job: Job, device: str) -> Built:
+    def model(self, job: Job, training: TrainingConfig) -> Built:
         """The model of the job's run, built once."""
         from edge_agent import methods
         from edge_agent.client import Built
 
+        device = training.device
         key = (job.run, device)
         if self._model is None or self._model[0] != key:
-            made = Built.of(methods.create(job.method, job.params), job.task, seed=job.seed, device=device)
+            method = methods.create(method_for(training, job), job.params)
+            made = Built.of(method, job.task, seed=job.seed, device=device)
             self._model = (key, made)
         return self._model[1]
 
@@ -76,7 +79,7 @@ class HostedResources(Resources):
 
     def model(self, job: Job) -> Built:
         """The model of the process."""
-        return self._shared.model(job, self.config.training.device)
+        return self._shared.model(job, self.config.training)
 
     def read(self, task: Task) -> tuple[Samples, Samples]:
         """The samples that the configuration names, out of the pool of the process where there is a partition."""

@@ -145,7 +145,7 @@ def audit(state: StateFolder, run: str, agent_states: Iterable[Path] = ()) -> Au
     _compare_figures(state.run(run).metrics_path, figures, closed, with_figures, result.breaks.append)
     sound = _compare_blobs(state, entries, result)
     request = Request.from_body(record.request)
-    method = methods.create(request.method, request.params)
+    method = methods.create(request.method_reference, request.params)
     _compare_states(state, method, entries, closed, sound, result)
     if record.status == "finished" and record.checkpoint in sound:
         try:

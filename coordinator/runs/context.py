@@ -180,8 +180,13 @@ class Run:
     def for_compute(self) -> dict[str, Any]:
         """As JSON, for a function in the compute process."""
         request = self.request.body()
-        wanted = {name: request[name] for name in ("method", "params", "task", "seed", "weights")}
-        return {**wanted, "run": self.id, "blobs": str(self.context.state.blobs.folder)}
+        wanted = {name: request[name] for name in ("params", "task", "seed", "weights")}
+        return {
+            **wanted,
+            "method": self.request.method_reference,
+            "run": self.id,
+            "blobs": str(self.context.state.blobs.folder),
+        }
 
     def model_for_compute(self) -> dict[str, Any]:
         """As `for_compute`, with the digests of the tensors that the run has reached."""

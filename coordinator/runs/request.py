@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from edge_agent.errors import WeightsError, cause
+from edge_agent.registry import PinnedFile
 from edge_agent.storage import sha256_file
 from edge_agent.task import Frozen, Task
 
@@ -81,6 +82,20 @@ class Request:
 
     weights: Weights | None = None
     """Initial weights of the encoder, before a warm start; None: initialised from the seed."""
+
+    method_file: str = ""
+    """`edge_agent.registry.PinnedFile` as text, of a method in a file of the operator's; empty: it is installed."""
+
+    @property
+    def method_reference(self) -> str:
+        """What `edge_agent.methods.create` takes for the method, in every process on this machine."""
+        return self.method_file or self.method
+
+    @property
+    def method_sha256(self) -> str:
+        """Hash of the method's file, which agents compare with that of theirs; empty: it is installed."""
+        pinned = PinnedFile.parse(self.method_file)
+        return "" if pinned is None else pinned.sha256
 
     def body(self) -> dict[str, Any]:
         """As JSON."""

@@ -760,6 +760,7 @@ class RunLoop:
             rounds=run.request.rounds,
             seed=run.request.seed,
             method=method.name,
+            method_sha256=run.request.method_sha256,
             params=method.all_params(),
             given=run.request.task if large is None else large.ref,
             blobs=(),

@@ -193,10 +193,10 @@ def _check(done: Done) -> None:
     where = f"round {job.round}" if job.purpose == "train" else "the end of the run"
     if reply.error == NOT_KEPT:
         raise StateError(f"{where}, client {client}: {reply.message}")
-    message = f"{where} has failed at {client}: {reply.error}: {reply.message}"
+    message = f"{where} has failed at {client}: {reply.error}: {reply.message}{done.failure.where}"
     if is_training_failure:
         raise TrainingFailed(f"{message}; retrying will fail again; start a new run with different settings")
-    raise RunFailed(f"{message}{RESUMABLE}")
+    raise done.failure.attach_to(RunFailed(f"{message}{RESUMABLE}"))
 
 
 class Durations:

@@ -31,6 +31,7 @@ from edge_agent.wire.tensors import pieces
 
 from ..fleet.transfers import reason_of
 from .datasets import Pools
+from .failures import NONE, Failure
 from .plan import Plan
 
 log = logging.getLogger(__name__)
@@ -54,20 +55,25 @@ _ALLOCATION_FAILED = ("can't allocate memory", "not enough memory", "out of memo
 
 @dataclass(frozen=True)
 class Answer:
-    """A client's reply to a job, the bytes of its update in pieces, and how long it took."""
+    """A client's reply to a job, the bytes of its update in pieces, and how long it took.
+
+    ``failure``: where the unexpected error came from that the reply tells of.
+    """
 
     reply: Reply
     content: Sequence[bytes | memoryview]
     seconds: float
+    failure: Failure = NONE
 
     def to_json(self) -> dict[str, Any]:
         """The reply without its update, for another process; `from_json` reads it."""
-        return {"reply": self.reply.model_dump_json(), "seconds": self.seconds}
+        return {"reply": self.reply.model_dump_json(), "seconds": self.seconds, "failure": self.failure.to_json()}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], content: memoryview) -> Answer:
         """The reply of another process, with its update as one piece."""
-        return cls(_REPLY.validate_json(fields["reply"]), [content], float(fields["seconds"]))
+        failure = Failure(**fields.get("failure", {}))
+        return cls(_REPLY.validate_json(fields["reply"]), [content], float(fields["seconds"]), failure)
 
 
 class MemoryOutbox(Outbox):
@@ -224,21 +230,24 @@ def answer(shared: Shared, client: str, job: wire.Job, received: Tensors) -> Ans
         content.extend(resources.outbox.content)
         return reply
 
-    return Answer(attempt(client, job, work), content, time.perf_counter() - begin)
+    reply, failure = attempt(client, job, work)
+    return Answer(reply, content, time.perf_counter() - begin, failure)
 
 
-def attempt(client: str, job: wire.Job, work: Callable[[], T]) -> T | wire.Fault:
-    """The result of a client's work, or its `Fault`; unexpected errors are logged."""
+def attempt(client: str, job: wire.Job, work: Callable[[], T]) -> tuple[T | wire.Fault, Failure]:
+    """The result of a client's work, or its `Fault`; unexpected errors are logged, and where they came from is told."""
     try:
-        return work()
+        return work(), NONE
     except OSError as error:
-        return wire.Fault(error=NOT_KEPT, message=reason_of(error)[:2000], run=job.run, round=job.round)
+        return wire.Fault(error=NOT_KEPT, message=reason_of(error)[:2000], run=job.run, round=job.round), NONE
     except Exception as error:
         if is_out_of_memory(error):
-            return no_memory(client, job, str(error))
+            return no_memory(client, job, str(error)), NONE
+        failure = NONE
         if not isinstance(error, HeadwaterError):
             log.exception("work_broke client=%s", client)
-        return fault(error, job.run, job.round)
+            failure = Failure.of(error)
+        return fault(error, job.run, job.round), failure
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from edge_agent import methods, models
-from edge_agent.errors import UsageError
-from edge_agent.registry import is_reference, load_reference
+from edge_agent.errors import MissingCapability, UsageError
+from edge_agent.registry import absolute, is_reference, load_reference, own_name
 
-from .plan import Plan, own_name
+from .plan import Plan
 
 
 def register(plan: Plan) -> None:
@@ -20,24 +21,31 @@ def register(plan: Plan) -> None:
     Raises:
         UsageError: no such file or name, the file cannot be imported, or what it names is no method or encoder.
     """
+    prepare_torchvision([plan.method, plan.encoder or "", *plan.data])
     if is_reference(plan.method):
         add_method(load_reference("method", plan.method))
     if plan.encoder is not None and is_reference(plan.encoder):
         add_encoder(load_reference("encoder", plan.encoder))
 
 
-def add_method(kind: Any) -> str:
-    """Make a class known to this process under its own name, which is returned.
+def prepare_torchvision(references: Iterable[str]) -> None:
+    """Make ``import torchvision`` work in this process where one of the files that are named mentions it.
 
-    Raises:
-        UsageError: it is no subclass of `edge_agent.methods.Method`, or has the name of a method that ships.
+    To import it takes a second and 90 MB, so that it is not done for files that have nothing to do with it. What is
+    wrong with torchvision beyond its compiled part, the import in the file says itself.
     """
-    if not (isinstance(kind, type) and issubclass(kind, methods.Method)):
-        raise UsageError(f"method {_shown(kind)}: expected a subclass of edge_agent.methods.Method")
-    name = _free_name("method", kind, methods.registry)
-    kind.name = name  # type: ignore[method-assign, assignment]
-    methods.registry.add(name, kind)
-    return name
+    for reference in references:
+        file, _, _ = reference.partition("?")
+        path = Path(absolute(file).rpartition(":")[0])
+        if is_reference(file) and path.is_file() and b"torchvision" in path.read_bytes():
+            with contextlib.suppress(MissingCapability):
+                models.import_torchvision()
+            return
+
+
+def add_method(kind: Any) -> str:
+    """As `edge_agent.methods.add`."""
+    return methods.add(kind)
 
 
 def add_encoder(factory: Any) -> str:

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from edge_agent.config import PRECISION, Precision, mistakes_of
 from edge_agent.errors import ConfigError
-from edge_agent.registry import is_reference
+from edge_agent.registry import is_reference, own_name
 from edge_agent.task import Frozen, ImageInput, InputSpec
 
 CLIENTS, SIZE, MIN_SIZE = 20, 600, 10
@@ -28,11 +28,6 @@ _OPTIONS_OF = {
     "clients": ("dirichlet", "fedpac", "iid", "pathological", "quantity", *_GIVEN_BY_DATA),
 }
 """Option -> rules that use it; with any other rule it is an error."""
-
-
-def own_name(name: str) -> str:
-    """The name by which a class or function of a user's is known: names of methods and encoders are in lower case."""
-    return name.lower().strip("_<>")
 
 
 EngineName = Literal["serial", "pool", "ray", "stacked"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from .. import errors
-from ..config import AgentConfig
+from ..config import AgentConfig, own_methods
 from ..errors import HeadwaterError, StateError, UsageError
 from ..storage import read_json, write_json
 from ..task import Task
@@ -37,7 +37,7 @@ def check(config: AgentConfig, task: Task | None = None) -> None:
     from .. import heads
     from ..data.partition import check_own
 
-    check_policy(config.privacy)
+    check_policy(config.privacy, own_methods(config.training))
     heads.check(config.head.name, config.head.params)
     check_own(config.data, config.id, task, own_classes=config.head.own_classes)
 

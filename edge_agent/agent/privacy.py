@@ -58,16 +58,17 @@ def check_job(policy: PrivacyConfig, job: Job, least: int | None) -> None:
         raise PrivacyRefused("; ".join(reasons), is_public=True)
 
 
-def check_policy(policy: PrivacyConfig) -> str:
-    """What is to be known of a policy before any run; empty: nothing.
+def check_policy(policy: PrivacyConfig, own: Iterable[str] = ()) -> str:
+    """What is to be known of a policy before any run; empty: nothing. ``own``: methods in files of this device.
 
     Raises:
         UnknownName: it names a method that there is not.
     """
     from .. import methods
 
-    if unknown := [name for name in policy.methods or () if name not in methods.names()]:
-        raise UnknownName("method", unknown[0], methods.names())
+    known = (*methods.names(), *own)
+    if unknown := [name for name in policy.methods or () if name not in known]:
+        raise UnknownName("method", unknown[0], known)
     if policy.clip is None and policy.wants_noise:
         return (
             "privacy.noise or privacy.epsilon without privacy.clip: runs are refused whose coordinator has no clip in "

@@ -50,6 +50,7 @@ from .local_state import (
     remove_all_runs,
     remove_ended_runs,
 )
+from .own_method import method_for
 from .privacy import (
     Ledger,
     UpdateFacts,
@@ -580,7 +581,7 @@ class TaskRunner:
             torch.set_num_threads(self.config.training.threads)
         train, test = self._samples(job.task)
         session = Session(
-            methods.create(job.method, job.params),
+            methods.create(method_for(self.config.training, job), job.params),
             job.task,
             self.config.id,
             Arrays(train.inputs, train.labels),

@@ -116,7 +116,7 @@ def look(config: AgentConfig) -> Iterator[Step]:
     from ..agent.app import choose_tier
     from ..agent.privacy import check_policy
     from ..capabilities import find
-    from ..config import check_tls, is_loopback
+    from ..config import check_tls, is_loopback, own_methods
     from ..identity import IdentityFolder, check_identity
     from ..storage import check_writable
 
@@ -124,7 +124,10 @@ def look(config: AgentConfig) -> Iterator[Step]:
     yield attempted("tier", lambda: _check_tier(find(), choose_tier(config)))
     yield attempted("state", lambda: check_writable(config.state), f"{config.state} can be written")
     yield attempted("data", lambda: _check_data(config))
-    yield attempted("privacy", lambda: check_policy(config.privacy) or "'edge-agent privacy' shows what leaves")
+    yield attempted(
+        "privacy",
+        lambda: check_policy(config.privacy, own_methods(config.training)) or "'edge-agent privacy' shows what leaves",
+    )
     yield attempted("commands", lambda: _check_key(config))
     yield attempted("head", lambda: heads.check(head.name, head.params), f"'{head.name}' with its parameters is known")
     if IdentityFolder(config.state).file.exists():

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from .. import methods
 from ..agent.privacy import UpdateFacts, allows_metric, check_policy, check_update, objections, spent
-from ..config import AgentConfig, load
+from ..config import AgentConfig, load, own_methods
 from ..disclosure import BESIDE, SECURE_SUM, Item, example, messages, tensors, travels
 from ..errors import PrivacyRefused, UnknownName
+from ..registry import PinnedFile, own_name
 from ..wire.messages import OUTSIDE_ROUNDS
 from . import output
 
@@ -38,12 +39,13 @@ def privacy(arguments: argparse.Namespace) -> int:
       edge-agent privacy --config agent.toml --method fedpac
     """
     config = load(AgentConfig, arguments.config)
-    if arguments.method is not None and arguments.method not in methods.names():
-        raise UnknownName("method", arguments.method, methods.names())
+    known = (*methods.names(), *own_methods(config.training))
+    if arguments.method is not None and arguments.method not in known:
+        raise UnknownName("method", arguments.method, known)
     fields = [*BESIDE, *messages()]
     content: dict[str, Any] = {
         "policy": config.privacy.model_dump(mode="json"),
-        "note": check_policy(config.privacy) or None,
+        "note": check_policy(config.privacy, own_methods(config.training)) or None,
         "fields": [{**asdict(item), "state": state(config, item)} for item in fields],
         "spent": spent(config),
         "method": None,
@@ -77,13 +79,21 @@ def state(config: AgentConfig, item: Item) -> str:
 def of_method(config: AgentConfig, name: str) -> dict[str, Any]:
     """What a method sends: in its own words, and, where torch is installed, by tensor; and why it is refused."""
     try:
-        method = methods.create(name)
+        method = methods.create(_reference_of(config, name))
         refused = refusal(config, method)
         listed = [{**asdict(item), "state": state(config, item)} for item in tensors(method)]
     except ModuleNotFoundError:
         refused, listed = "; ".join(objections(config.privacy, name, None)), None
     content = {"name": name, "allowed": not refused, "refused": refused or None}
     return {**content, "travels": travels(name), "tensors": listed}
+
+
+def _reference_of(config: AgentConfig, name: str) -> str:
+    """What the method is created by: its name, or its file where the configuration names that."""
+    for reference in config.training.methods:
+        if own_name(reference.rpartition(":")[2]) == name:
+            return str(PinnedFile.of("method", reference, config.training.folder))
+    return name
 
 
 def refusal(config: AgentConfig, method: Method) -> str:

@@ -6,11 +6,13 @@ first used: names alone need neither numpy nor pydantic.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..registry import Registry
+from ..errors import UsageError
+from ..registry import PinnedFile, Registry, own_name
 
 if TYPE_CHECKING:
     from .base import Method, weighted_mean
@@ -21,6 +23,7 @@ __all__ = [
     "Method",
     "MethodParams",
     "Update",
+    "add",
     "create",
     "get",
     "grades",
@@ -45,13 +48,41 @@ def names() -> tuple[str, ...]:
 def get(name: str) -> type[Method]:
     """The method's class; imports that one file (which may import torch).
 
+    ``name`` may also be a `PinnedFile` as text, from this process's own configuration, journal or command line: that
+    file is run, and its class is known under its own name from then on. No other side can name a file.
+
     Raises:
         UnknownName: no such method; the nearest name is suggested.
-        UsageError: what another package offers under this name is no whole method.
+        UsageError: what another package offers under this name is no whole method; a file has changed.
     """
     from .base import Method
 
+    pinned = PinnedFile.parse(name)
+    if pinned is not None:
+        name = add(pinned.load("method"))
     return registry.load_class(name, Method)
+
+
+def add(kind: Any) -> str:
+    """Make a class known to this process under its own name, which is returned.
+
+    Raises:
+        UsageError: it is no subclass of `Method`, or has the name of a method that ships, or one that cannot be sent.
+    """
+    from ..config import NAME_PATTERN
+    from .base import Method
+
+    shown = getattr(kind, "__name__", f"of type {type(kind).__name__}")
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        raise UsageError(f"method '{shown}': expected a subclass of edge_agent.methods.Method")
+    name = own_name(shown)
+    if registry.ships(name):
+        raise UsageError(f"method '{name}': there is one of this name already; give yours another name")
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise UsageError(f"method '{name}': expected a name of letters, digits, '-' and '_', at most 63")
+    kind.name = name  # type: ignore[method-assign, assignment]
+    registry.add(name, kind)
+    return name
 
 
 def create(name: str, params: Mapping[str, Any] | None = None, *, paper: bool = False) -> Method:

@@ -21,7 +21,7 @@ from ..task import Frozen, Task
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Encoder", "NoParams", "check", "create", "names", "registry"]
+__all__ = ["Encoder", "NoParams", "check", "create", "import_torchvision", "names", "registry"]
 
 FAMILIES = {
     "papers": ("alexnet_bn", "digits_cnn", "fedpac_cnn", "fedrir_cnn", "mobilenet_v1"),
@@ -50,6 +50,20 @@ class Encoder:
     accepts: tuple[str, ...] = ("image", "window")
     smallest: int = 1
     """Pixels or samples that each side of an input needs at least."""
+
+
+def import_torchvision() -> ModuleType:
+    """Import torchvision also where its compiled part does not match the installed torch; returns it.
+
+    A CPU build of torch beside the wheel of torchvision from PyPI makes a plain ``import torchvision`` fail. After this
+    call it works in this process, without the compiled operators (``ops.nms``, decoding of images).
+
+    Raises:
+        MissingCapability: torchvision is not installed, or does not work with the installed torch.
+    """
+    from ._torchvision import import_torchvision as ready
+
+    return ready()
 
 
 def names() -> tuple[str, ...]:

@@ -1,31 +1,17 @@
-"""Encoders that are networks of torchvision, without their classifiers and without pretrained weights.
-
-The only place that imports torchvision: also where its compiled part does not match the installed torch. A CPU build of
-torch beside torchvision's PyPI wheel makes ``import torchvision`` fail with "operator torchvision::nms does not exist",
-although the networks need none of the compiled operators. Declaring the operators' schemas lets the import pass. A
-matching pair never comes this way.
-"""
+"""Encoders that are networks of torchvision, without their classifiers and without pretrained weights."""
 
 from __future__ import annotations
 
 import importlib
-import sys
 from types import ModuleType
 from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import nn
 
-from ..errors import MissingCapability
 from ..task import Frozen, Task
+from ._torchvision import import_torchvision
 from .base import encoder
-
-_SCHEMAS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
-_declared: list[torch.library.Library] = []  # a library object that is collected takes its operators with it
 
 
 class StemParams(Frozen):
@@ -102,19 +88,5 @@ def networks() -> ModuleType:
     Raises:
         MissingCapability: torchvision is not installed, or does not work with the installed torch.
     """
-    try:
-        return importlib.import_module("torchvision.models")
-    except ImportError as error:
-        raise MissingCapability.package("torchvision", "train", "this encoder") from error
-    except RuntimeError as error:
-        if "operator torchvision::" not in str(error):
-            advice = f"install the torchvision release made for torch {torch.__version__}"
-            raise MissingCapability(f"torchvision cannot be imported: {error}; {advice}") from error
-    if not _declared:
-        library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-        for schema in _SCHEMAS:
-            library.define(schema)  # type: ignore[no-untyped-call]
-        _declared.append(library)
-    for name in [n for n in sys.modules if n == "torchvision" or n.startswith("torchvision.")]:
-        del sys.modules[name]  # half imported
+    import_torchvision()
     return importlib.import_module("torchvision.models")

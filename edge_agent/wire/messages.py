@@ -542,6 +542,11 @@ class Job(Command):
     rounds: RoundNumber
     seed: int = Field(ge=0, lt=1 << 63)
     method: Name
+    method_sha256: str = Field(
+        "",
+        pattern=f"({SHA256})|^$",
+        description="hash of the method's file, where it is in one; empty: it is installed",
+    )
     params: dict[str, Any] = Field(default_factory=dict)
     given: Task | BlobRef = Field(alias="task", description="the task; where it is large, the blob that holds it")
     blobs: tuple[BlobRef, ...] = Field(max_length=4, description="tensors that the job starts from")

@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +18,10 @@ from torch import nn
 import coordinator
 import edge_agent
 import export
+from coordinator.simulation.failures import Failure, add_note
 from edge_agent import methods, models
 from edge_agent.data.partition import Division
-from edge_agent.errors import ConfigError, DataError, UsageError
+from edge_agent.errors import ConfigError, DataError, RunFailed, UsageError
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"data": "digits:optdigits?n=60", "clients": 2, "rounds": 1, "engine": "serial"}
@@ -278,3 +281,92 @@ def test_a_script_without_a_guard_may_simulate_in_processes(tmp_path):
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert 0 <= float(done.stdout.splitlines()[-1]) <= 1
+
+
+# --- errors of own parts ---------------------------------------------------------------------------------------------
+
+BROKEN = """
+from edge_agent.methods.fedavg import FedAvg
+
+class Broken(FedAvg):
+    def local_update(self, client, received):
+        return self.helper(client)
+
+    def helper(self, client):
+        if client.round == 2:
+            raise ValueError(f"my bug on {client.id}")
+        return self.sent(client)
+"""
+
+
+@pytest.mark.parametrize("engine", [{"engine": "serial"}, {"engine": "pool", "workers": 2}])
+def test_an_error_in_an_own_method_has_its_place_its_traceback_and_its_log(engine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    file = tmp_path / "mine.py"
+    file.write_text(BROKEN, encoding="utf-8")
+    given = {**IN_PROCESS, "rounds": 3, "clients": 2, **engine}
+    with pytest.raises(RunFailed) as caught:
+        coordinator.simulate("mine.py:Broken", data="digits:optdigits?n=60", **given)
+    line = BROKEN.splitlines().index('            raise ValueError(f"my bug on {client.id}")') + 1
+    assert "ValueError: my bug on c" in str(caught.value)
+    assert f"({file}, line {line}, in helper" in str(caught.value)
+    told = "".join(traceback.format_exception(caught.value))
+    assert f'File "{file}", line {line}, in helper' in told
+    assert told.count("ValueError: my bug on c") >= 2, "in the message, and in the traceback of the client's process"
+    (kept,) = tmp_path.glob("headwater-*")
+    assert f"The folder of this run is kept: {kept}" in told
+    if engine["engine"] == "pool":
+        log = Path(re.search(r"whole traceback is in (\S+\.log)\)", str(caught.value))[1])
+        assert log.is_relative_to(kept)
+        assert f'File "{file}", line {line}, in helper' in log.read_text(encoding="utf-8")
+
+
+def test_mistakes_of_the_call_leave_no_folder_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(UsageError):
+        coordinator.simulate(data=samples(), partition="domains", **IN_PROCESS)
+    assert list(tmp_path.glob("headwater-*")) == []
+
+
+def test_a_traceback_is_the_cause_where_errors_take_no_notes():
+    """As in Python 3.10."""
+
+    class WithoutNotes(RunFailed):
+        @property
+        def add_note(self):
+            raise AttributeError
+
+    error = WithoutNotes("round 2 has failed")
+    Failure(trace="Traceback: my bug\n").attach_to(error)
+    add_note(error, "the folder is kept")
+    assert str(error.__cause__) == "Traceback of the client's process:\nTraceback: my bug\nthe folder is kept"
+
+
+WITH_TORCHVISION = """
+from torch import nn
+from torchvision import models, transforms
+
+def net(task):
+    network = models.squeezenet1_0(num_classes=4)
+    return nn.Sequential(nn.Upsample(32), nn.Conv2d(task.input.channels, 3, 1), network)
+
+def data(n="24"):
+    import numpy as np
+    from torchvision import datasets
+    rows = [(np.asarray(image), int(label) % 2) for image, label in datasets.FakeData(int(n), (3, 8, 8))]
+    return np.stack([image for image, _ in rows]), np.array([label for _, label in rows])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [{"engine": "serial"}, {"engine": "pool", "workers": 2}])
+def test_files_that_import_torchvision_are_loaded_in_every_process(engine, tmp_path):
+    """In a process of its own: torchvision may be imported here already."""
+    (tmp_path / "mine.py").write_text(WITH_TORCHVISION, encoding="utf-8")
+    given = {**IN_PROCESS, "clients": 2, "encoder": "mine.py:net", "data": "mine.py:data", **engine}
+    code = f"import coordinator; print(len(coordinator.simulate(**{given!r}).clients))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path
+    )
+    assert done.stdout.strip() == "2", done.stderr

@@ -374,7 +374,7 @@ class RunTarget(StoredRun):
 
     def __init__(self, folder: StateFolder, run: str, request: Request, held: dict[str, ClientSamples]) -> None:
         super().__init__(
-            str(folder.path), folder, run, methods.create(request.method, request.params), request.task, held
+            str(folder.path), folder, run, methods.create(request.method_reference, request.params), request.task, held
         )
         self._held = held
         self.left_out.note("personal parts (projector, mask, classifiers)", "they never leave their devices")

@@ -10,7 +10,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edge_agent.capabilities import cores
@@ -23,6 +23,7 @@ from edge_agent.wire.messages import Job, UpdateManifest
 from edge_agent.wire.tensors import decode
 
 from ..client_tasks import Answer, Reply, Shared, answer
+from ..failures import NONE, Failure
 from ..plan import EngineName, Plan
 
 
@@ -87,22 +88,27 @@ class Work:
 
 @dataclass(frozen=True)
 class Done:
-    """A job that is done: the client's reply, its update if it made one, and how long it took."""
+    """A job that is done: the client's reply, its update if it made one, and how long it took.
+
+    ``failure``: where the unexpected error came from that the reply tells of.
+    """
 
     work: Work
     reply: Reply
     blob: Outgoing | None
     seconds: float
+    failure: Failure = NONE
 
     @classmethod
-    def of(cls, work: Work, answer: Answer) -> Done:
-        """From what a client has computed."""
+    def of(cls, work: Work, answer: Answer, log: str = "") -> Done:
+        """From what a client has computed; ``log``: that of the worker that has computed it."""
         reply, blob = answer.reply, None
         if isinstance(reply, UpdateManifest):
             is_whole = len(answer.content) == 1  # as from another process: no copy
             content = answer.content[0] if is_whole else b"".join(answer.content)
             blob = Outgoing(reply.blob, memoryview(content))
-        return cls(work, reply, blob, answer.seconds)
+        failure = replace(answer.failure, log=log) if answer.failure.trace else answer.failure
+        return cls(work, reply, blob, answer.seconds, failure)
 
 
 def received(blobs: Sequence[memoryview]) -> Tensors:

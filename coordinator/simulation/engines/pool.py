@@ -78,6 +78,9 @@ class Workers(Protocol[Handle, Placed]):
     def wait(self) -> Iterable[tuple[Worker[Handle], Answer | str | None]]:
         """What workers report, as soon as one does: None when it is ready, a reply, or why it has exited."""
 
+    def log_of(self, worker: Worker[Handle]) -> str:
+        """The file with what a worker has printed; empty: it is not on this machine."""
+
     def close(self) -> None:
         """End all workers at once."""
 
@@ -175,7 +178,7 @@ class WorkerPool(Engine, Generic[Handle, Placed]):
             else:
                 work = self._busy.pop(worker)
                 self._submit()  # before anything else: no worker is idle while this reply is processed
-                self._done.append(Done.of(work, report))
+                self._done.append(Done.of(work, report, self._hosts.log_of(worker)))
 
     def _on_exit(self, worker: Worker[Handle], reason: str) -> None:
         """Start another worker, and do the job again unless workers have crashed at it repeatedly."""
@@ -251,11 +254,18 @@ class LocalWorkers:
 
     def spawn(self, number: int) -> Worker[ChildProcess]:
         """Start a worker and send what it needs."""
-        child = ChildProcess(COMMAND, self._logs / f"worker-{number}.log", self._limits)
+        child = ChildProcess(COMMAND, self._log(number), self._limits)
         worker = Worker(number, child, child.pid)
         self._send(worker, "init", self._init, [self._pools])
         self._selector.register(child.pipe, selectors.EVENT_READ, worker)
         return worker
+
+    def log_of(self, worker: Worker[ChildProcess]) -> str:
+        """One file for each worker, in the folder of the run."""
+        return str(self._log(worker.number))
+
+    def _log(self, number: int) -> Path:
+        return self._logs / f"worker-{number}.log"
 
     def put(self, blob: Outgoing) -> SharedBuffer:
         """In shared memory."""

@@ -159,6 +159,10 @@ class RayWorkers:
         self._pending[actor.ready.remote()] = (worker, None)
         return worker
 
+    def log_of(self, worker: Worker[Any]) -> str:  # noqa: ARG002 - Ray has the logs, on the machines of the cluster
+        """None here."""
+        return ""
+
     def put(self, blob: Outgoing) -> Any:
         """In Ray's store."""
         return self._ray.put(as_bytes([blob.data]))

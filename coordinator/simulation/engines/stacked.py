@@ -177,9 +177,9 @@ class Stacked(Serial):
         for position, (work, half) in enumerate(begun):
             stack.put(position)
             end = functools.partial(_end, half, schedules[position], losses[:, position], method)
-            reply = attempt(work.client, work.job, end)
+            reply, failure = attempt(work.client, work.job, end)
             content = half.resources.outbox.content if isinstance(reply, UpdateManifest) else []
-            self._done.append(Done.of(work, Answer(reply, content, seconds)))
+            self._done.append(Done.of(work, Answer(reply, content, seconds, failure)))
         self._done.extend(Done.of(work, Answer(reply, [], seconds)) for work, reply in failed)
         self._stacked += len(begun)
 

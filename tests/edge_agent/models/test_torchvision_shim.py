@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -7,7 +9,7 @@ import textwrap
 import pytest
 
 from edge_agent.errors import MissingCapability
-from edge_agent.models import torchvision_networks
+from edge_agent.models import _torchvision, torchvision_networks
 
 # A package that fails as the real one does beside a torch that it was not compiled for.
 MISMATCHED = """
@@ -18,9 +20,10 @@ CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from edge_agent.models import torchvision_networks
+from edge_agent.models import _torchvision, torchvision_networks
 found = torchvision_networks.networks()
-print(found.answer, hasattr(torch.ops.torchvision, "nms"), len(torchvision_networks._declared))
+import torchvision
+print(found.answer, hasattr(torch.ops.torchvision, "nms"), len(_torchvision._declared))
 """
 
 
@@ -47,7 +50,7 @@ def test_another_failure_is_not_papered_over(monkeypatch):
     def fail(name: str) -> None:
         raise RuntimeError("libtorch_cuda.so is of another version")
 
-    monkeypatch.setattr(torchvision_networks.importlib, "import_module", fail)
+    monkeypatch.setattr(_torchvision.importlib, "import_module", fail)
     with pytest.raises(MissingCapability, match="another version"):
         torchvision_networks.networks()
 
@@ -56,6 +59,53 @@ def test_a_missing_torchvision_names_the_extra(monkeypatch):
     def fail(name: str) -> None:
         raise ModuleNotFoundError(f"No module named '{name}'")
 
-    monkeypatch.setattr(torchvision_networks.importlib, "import_module", fail)
+    monkeypatch.setattr(_torchvision.importlib, "import_module", fail)
     with pytest.raises(MissingCapability, match=r"pip install .*\.\[train\]'"):
         torchvision_networks.networks()
+
+
+DOCTOR = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from edge_agent import capabilities
+print(json.dumps(capabilities.torchvision_advice()))
+"""
+
+
+@pytest.mark.parametrize(
+    "init, words",
+    [
+        ("", None),
+        (MISMATCHED, "'import torchvision' fails here (RuntimeError: operator torchvision::nms does not exist)"),
+        ("raise RuntimeError('of another world')", "torchvision cannot be imported: of another world"),
+    ],
+    ids=["matching", "mismatched", "broken"],
+)
+def test_doctor_really_imports_it(tmp_path, init, words):
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").write_text(textwrap.dedent(init))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", DOCTOR, str(tmp_path)],
+        capture_output=True, text=True, check=True, timeout=180, env=environment,
+    )  # fmt: skip
+    advice = json.loads(done.stdout)
+    if words is None:
+        assert advice == []
+        return
+    assert words in advice[0]
+    assert ("import_torchvision()" in advice[0]) == (init == MISMATCHED)
+
+
+SCRIPT = """
+from edge_agent.models import import_torchvision
+import_torchvision()
+from torchvision import datasets, models, transforms
+print(len(datasets.FakeData(4, (3, 8, 8))), type(models.resnet18(weights=None)).__name__)
+"""
+
+
+def test_a_script_imports_the_installed_torchvision():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=180)
+    assert done.stdout.split() == ["4", "ResNet"], done.stderr

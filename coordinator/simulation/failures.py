@@ -1,0 +1,74 @@
+"""Where an unexpected error of a client came from: the place in a user's file, the traceback, and the log that has it.
+
+The error happened in another process, or was turned into a `Fault` in this one. The coordinator raises another error
+for it, which gets the traceback as a note (Python 3.11 and later) or as its cause.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_OWN = tuple(str(Path(__file__).resolve().parents[2] / name) for name in ("coordinator", "edge_agent", "export"))
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an error of another process, as text; it is the cause of the error raised here."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An unexpected error of a client's work.
+
+    Attributes:
+        place: File, line and function in which a user's code raised it, or the innermost ones; empty: not known.
+        trace: The whole traceback.
+        log: The log of the worker, which has it too; empty: there is none on this machine.
+    """
+
+    place: str = ""
+    trace: str = ""
+    log: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """That of an error that was caught."""
+        frames = traceback.extract_tb(error.__traceback__)
+        foreign = [frame for frame in frames if not frame.filename.startswith((*_OWN, *_INSTALLED))]
+        chosen = (foreign or frames)[-1:]
+        place = "".join(f"{frame.filename}, line {frame.lineno}, in {frame.name}" for frame in chosen)
+        return cls(place, "".join(traceback.format_exception(error)))
+
+    @property
+    def where(self) -> str:
+        """What a message says of it, in brackets; empty where nothing is known."""
+        parts = [self.place, f"the whole traceback is in {self.log}" if self.log else ""]
+        known = "; ".join(part for part in parts if part)
+        return f" ({known})" if known else ""
+
+    def attach_to(self, error: BaseException) -> BaseException:
+        """The same error, with the traceback."""
+        if not self.trace:
+            return error
+        add_note(error, f"Traceback of the client's process:\n{self.trace.rstrip()}")
+        return error
+
+    def to_json(self) -> dict[str, Any]:
+        """For another process; the constructor takes it."""
+        return {"place": self.place, "trace": self.trace}
+
+
+NONE = Failure()
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note, which tracebacks show; Python 3.10 has none, and shows the cause of an error in its place."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        before = str(error.__cause__ or "")
+        error.__cause__ = RemoteTraceback(f"{before}\n{note}" if before else note)
