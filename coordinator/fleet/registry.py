@@ -255,13 +255,22 @@ class Roster:
             member.offline_at = self._clock()
             self._note_ready(member)
 
-    def expire(self) -> list[str]:
-        """Agents whose lease has just expired; none expires while the coordinator itself cannot be reached."""
-        now, since = self._clock(), self._connected_at
+    def expire(self, unread_s: float = 0.0) -> list[str]:
+        """Return the agents whose lease has just expired.
+
+        None expires while the coordinator itself cannot be reached, and none because of messages that wait here unread:
+        silence is known up to the arrival of the oldest of them only.
+
+        Args:
+            unread_s: how long the oldest message that has arrived here has waited to be handled.
+        """
+        now = self._clock()
+        since = self._connected_at
         if since is None:
             return []
+        heard_until = now - unread_s
         silent = []
-        while self._leases and self._leases[0][0] < now:
+        while self._leases and self._leases[0][0] < heard_until:
             at, agent = heapq.heappop(self._leases)
             if self._lease_at.get(agent) != at:
                 continue
@@ -269,7 +278,7 @@ class Roster:
             member = self._members[agent]
             if not member.is_present:
                 continue
-            if self._lease_end(member, since) >= now:
+            if self._lease_end(member, since) >= heard_until:
                 self._enter_lease(member, since)
             else:
                 member.offline_at = now

@@ -74,6 +74,9 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 """Longest time between two checks of leases and acknowledgements during a run."""
 MAX_PRESENCE_BYTES = 100
+BEHIND_S = 1.0
+"""A message that has waited for so long to be handled means that more must not be asked for now."""
+
 ADVANCE_S = 0.02
 """Longest time from a look at timers and the run to the next one after a message: it serves all messages in between."""
 ADVANCE_SHARE = 0.05
@@ -133,7 +136,14 @@ class Coordinator:
         self.storage = Storage(clock)
         self.limits, self.identity, self._settings = limits, identity, config.digests()
         self.receipts = ReceiptMemory(self._send_durable)
-        self.collector = Collector(state.blobs, state.journal, self.receipts.send, clock, self.storage.is_stalled)
+        self.collector = Collector(
+            state.blobs,
+            state.journal,
+            self.receipts.send,
+            clock,
+            self.storage.is_stalled,
+            is_behind=lambda: self.transport.unread_s > BEHIND_S,
+        )
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of, config.retention.runs)
         self.rejected = Rejections(clock)
         self.refusals = refusals or Refusals(clock, now)
@@ -297,7 +307,7 @@ class Coordinator:
             for agent in self.identity.tick(self.clock(), utc_now()):
                 self._lose(agent)
         if self.is_serving:
-            for agent in self.roster.expire():
+            for agent in self.roster.expire(self.transport.unread_s):
                 log.warning("agent_lost agent=%s silent_s=%.0f", agent, self.roster.lease_s)
                 self.distributor.forget(agent)
             self.collector.tick()
