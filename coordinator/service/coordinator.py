@@ -324,6 +324,7 @@ class Coordinator:
     def _flush(self) -> None:
         """Bring the updates that have arrived to disk, all at once, and only then send their receipts."""
         unsent, self._unsent = self._unsent, []
+        has_updates = self.state.journal.has_deferred
         try:
             self.state.journal.flush()
         except (StateError, OSError) as error:  # the agents offer them again; the run resumes from the journal
@@ -333,6 +334,8 @@ class Coordinator:
             else:
                 self.storage.note(error, "updates")
             return
+        if has_updates:
+            self.storage.wrote()
         for agent, receipt in unsent:
             self.send(agent, receipt)
 
