@@ -650,7 +650,10 @@ class Coordinator:
         """At most `MOST_LISTED` agents, sorted by id: where there are more, those with a fault, a note, or offline."""
         members = self.roster.members()
         if len(members) > MOST_LISTED:
-            members = heapq.nsmallest(MOST_LISTED, members, key=lambda one: (one.is_well, one.id))
+            now = self.clock()
+            members = heapq.nsmallest(
+                MOST_LISTED, members, key=lambda member: (member.is_well and not member.breaks.note(now), member.id)
+            )
         return sorted(members, key=lambda member: member.id)
 
     def _described(self, members: Iterable[Member], run: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
@@ -659,6 +662,8 @@ class Coordinator:
         bounded = {} if run is None else run.get("bounded", {})
         for member in members:
             others = list(hosted_notes.get(member.id, ()))
+            if link_note := member.breaks.note(self.clock()):
+                others.insert(0, link_note)
             if member.id in bounded:
                 others.insert(0, bounded[member.id])
             if run is not None and (exclusion := left_out.get(member.id)) is not None:
