@@ -412,7 +412,9 @@ class AgentConfig(Frozen):
     )
     state: Path = Field(Path("agent-state"), description="folder for bundles, heads and client state")
     cache_bytes: int = Field(
-        512 * 1024 * 1024, ge=1 << 20, description="downloaded blobs kept on disk, at most 256 of them, oldest dropped first"
+        512 * 1024 * 1024,
+        ge=1 << 20,
+        description="downloaded blobs kept on disk, at most 256 of them, oldest dropped first",
     )
     features_bytes: int = Field(
         128 * 1024 * 1024,

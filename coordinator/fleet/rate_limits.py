@@ -52,6 +52,12 @@ _HEAD_BYTES = 256
 LEAST_BUCKETS = 10_000
 
 
+def type_of(payload: bytes) -> str:
+    """Return the type that a control message names, without reading it whole; empty where it names none."""
+    match = _TYPE.search(payload, 0, _HEAD_BYTES)
+    return "" if match is None else match[1].decode()
+
+
 class RateLimits:
     """Token buckets by agent and kind. `admits` may be called in another thread than the rest."""
 
@@ -71,8 +77,7 @@ class RateLimits:
         except MessageError:
             return True
         if kind == "up":
-            match = _TYPE.search(payload, 0, _HEAD_BYTES)
-            kind = match[1].decode() if match is not None else ""
+            kind = type_of(payload)
             kind = kind if kind in RATES else "other"
         if self._spend(agent, kind, 1.0):
             return True

@@ -25,6 +25,7 @@ from edge_agent.wire.messages import Topics, run_name
 from ..state.command_keys import CommandKeys
 from ..state.journal import Journal, run_number, utc_now
 from ..text import worst_tenth
+from .link_breaks import LinkBreaks
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,9 @@ class Member:
     connection: int = 0
     """Number of its connection to the broker; the last will of an earlier one says nothing of it."""
 
+    breaks: LinkBreaks = field(default_factory=LinkBreaks)
+    """How often its connection to the broker has broken."""
+
     @property
     def is_present(self) -> bool:
         """Whether it counts as online."""
@@ -158,6 +162,9 @@ class Roster:
         self._accuracies = None
         if before is not None:
             member.samples = member.samples or before.samples
+            member.breaks = before.breaks
+            if self._has_lost_connection(before, member):
+                member.breaks.add(self._clock(), utc_now())
             if before.boot == member.boot:
                 member.notes, member.fault, member.condition = before.notes, before.fault, before.condition
                 member.stalled_at, member.asked_at = before.stalled_at, before.asked_at
@@ -255,13 +262,22 @@ class Roster:
             member.offline_at = self._clock()
             self._note_ready(member)
 
-    def expire(self) -> list[str]:
-        """Agents whose lease has just expired; none expires while the coordinator itself cannot be reached."""
-        now, since = self._clock(), self._connected_at
+    def expire(self, unread_s: float = 0.0) -> list[str]:
+        """Return the agents whose lease has just expired.
+
+        None expires while the coordinator itself cannot be reached, and none because of messages that wait here unread:
+        silence is known up to the arrival of the oldest of them only.
+
+        Args:
+            unread_s: how long the oldest message that has arrived here has waited to be handled.
+        """
+        now = self._clock()
+        since = self._connected_at
         if since is None:
             return []
+        heard_until = now - unread_s
         silent = []
-        while self._leases and self._leases[0][0] < now:
+        while self._leases and self._leases[0][0] < heard_until:
             at, agent = heapq.heappop(self._leases)
             if self._lease_at.get(agent) != at:
                 continue
@@ -269,7 +285,7 @@ class Roster:
             member = self._members[agent]
             if not member.is_present:
                 continue
-            if self._lease_end(member, since) >= now:
+            if self._lease_end(member, since) >= heard_until:
                 self._enter_lease(member, since)
             else:
                 member.offline_at = now
@@ -376,6 +392,16 @@ class Roster:
         if until < self._lease_at.get(member.id, float("inf")):  # an earlier entry leads to this one when it is due
             self._lease_at[member.id] = until
             heapq.heappush(self._leases, (until, member.id))
+
+    def _has_lost_connection(self, before: Member, member: Member) -> bool:
+        """Return whether an agent's connection broke, while its program went on and the broker was there.
+
+        Where the coordinator has lost its own connection since it heard the agent, the broker was away.
+        """
+        is_same_start = before.boot == member.boot
+        is_new_connection = before.connection != member.connection
+        was_broker_here = self._connected_at is not None and before.heard_at >= self._connected_at
+        return is_same_start and is_new_connection and was_broker_here
 
     def _note_ready(self, member: Member) -> None:
         is_ready = member.is_present and member.condition != "stalled"

@@ -222,10 +222,15 @@ class Collector:
         send: Send,
         clock: Callable[[], float],
         is_stalled: Callable[[], bool] = lambda: False,
+        is_behind: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``is_stalled``: whether the run under way cannot open its round for now."""
+        """``is_stalled``: whether the run under way cannot open its round for now.
+
+        ``is_behind``: whether messages arrive faster than they are handled; no further upload begins then.
+        """
         self._blobs, self._journal, self._send, self._clock = blobs, journal, send, clock
         self._is_stalled = is_stalled
+        self._is_behind = is_behind
         self._uploads: dict[str, _Upload] = {}
         self._judged: dict[str, _Upload] = {}
         """Updates that are complete, and wait for their `Judge`."""
@@ -401,6 +406,8 @@ class Collector:
             self._grant(agent, self._queue.pop(agent))
 
     def _has_room(self, agent: str, message: UpdateManifest) -> bool:
+        if self._uploads and self._is_behind():
+            return False
         more = budget_bytes(message, 0.0, self._rates.get(agent, 0.0), 0)
         return self.under_way_bytes() + more <= BUDGET_BYTES
 

@@ -17,6 +17,7 @@ from edge_agent import capabilities
 from edge_agent.config import AgentConfig
 from edge_agent.errors import DuplicateId, HeadwaterError, MessageError
 from edge_agent.wire import messages as wire
+from edge_agent.wire.inbox import Inbox
 from edge_agent.wire.messages import Topics
 from edge_agent.wire.transport import DEFAULT_MAX_PAYLOAD_BYTES, Event, Message, Traffic, Transport
 
@@ -111,6 +112,11 @@ class CombinedTransport:
                 return event
         return self._from_main(timeout_s) if timeout_s > 0 else None
 
+    @property
+    def unread_s(self) -> float:
+        """Seconds that the oldest event has waited, at the broker's side or that of the hosted clients."""
+        return max(self._main.unread_s, self._side.unread_s)
+
     def wake(self) -> None:
         """Make a waiting `receive` return at once."""
         self._main.wake()
@@ -172,7 +178,8 @@ class HostedTransport:
         """``folder``: for the logs of the processes, among which the clients are divided."""
         self.max_payload_bytes, self.traffic = DEFAULT_MAX_PAYLOAD_BYTES, Traffic()
         self._topics, self._wake = Topics(configs[0].federation), wake
-        self._events, self._is_called = queue.SimpleQueue[Message](), False
+        self._inbox = Inbox()
+        self._is_called = False
         self.processes = [
             HostedProcess(number, configs[number::processes], folder, self._deliver)
             for number in range(min(processes, len(configs)))
@@ -217,16 +224,22 @@ class HostedTransport:
         """The next message, if there is one; never waits."""
         self._is_called = False  # before the queue is read: a message that is added afterwards calls again
         try:
-            return self._events.get_nowait()
+            return self._inbox.get(0)
         except queue.Empty:
             return None
+
+    @property
+    def unread_s(self) -> float:
+        """Seconds that the oldest message has waited for `receive`; 0 where none waits."""
+        return self._inbox.oldest_s
 
     def away(self) -> dict[str, str]:
         """Client -> why it is offline, for those whose process is starting or restarting."""
         return {client: why for process in self.processes for client, why in process.away().items()}
 
     def _deliver(self, message: Message) -> None:
-        self._events.put(message)
+        if not self._inbox.put_message(message):
+            self.traffic.dropped += 1
         if not self._is_called:  # one call is enough for all messages that wait
             self._is_called = True
             self._wake()

@@ -172,7 +172,10 @@ OVER_S = 120.0
 """A resumed run that is stalled again within this time continues the series of growing pauses."""
 
 RECENT_S = 20.0
-"""How long the status reports a file error after its last occurrence: agents repeat messages every 5 s."""
+"""How long the status reports a file error after its last occurrence: agents repeat messages every 5 s.
+
+That the disk was full is over as soon as something could be written again.
+"""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -204,6 +207,9 @@ class Storage:
         self._clock = clock
         self._logged = Rejections(clock)
         self._last: tuple[float, str] = (float("-inf"), "")
+        self._is_full = False
+        """Whether the last error was that there is no room on the disk."""
+
         self._times, self._stalled_at = 0, float("-inf")
 
     def is_stalled(self) -> bool:
@@ -231,12 +237,20 @@ class Storage:
         """The run continues, or has ended."""
         if self.stall is not None:
             log.info("run_resumed run=%s after=%s", self.stall.run, self.stall.reason)
+            self.wrote()
         self.stall = None
+
+    def wrote(self) -> None:
+        """Note that something was written that takes room: a disk that was full is so no longer."""
+        if self._is_full:
+            self._last = (float("-inf"), "")
+            self._is_full = False
 
     def note(self, error: BaseException, what: str) -> str:
         """Record an error; returns it as text, which is logged at most once a minute for each cause."""
         reason = f"{reason_of(error) if isinstance(error, OSError) else error}".rstrip(".")
-        reason += ": make room on that disk." if getattr(error, "errno", None) in _NO_ROOM else "."
+        self._is_full = getattr(error, "errno", None) in _NO_ROOM
+        reason += ": make room on that disk." if self._is_full else "."
         self._last = (self._clock(), reason)
         if (times := self._logged.note(reason)) is not None:
             log.warning("files_unusable for=%s times=%d reason=%s", what, times, reason)

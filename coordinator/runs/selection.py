@@ -482,7 +482,10 @@ class Selection:
             number, needed = collection.round, max(1, self.context.config.cohort.min_agents)
             got = f"round {number}: {collection.delivered} of the {counted(needed, 'update')} that it needs"
             failed = f"; failed: {failures(collection)}" if collection.rejected else ""
-            what = f"{got} (cohort.min_agents) are here{failed}; a train agent has to come, or come back"
+            missing = "a train agent has to come"
+            if collection.outstanding:
+                missing = f"{listed(collection.outstanding)} must come back, or another train agent has to come"
+            what = f"{got} (cohort.min_agents) are here{failed}; {missing}"
             yield Waiting(what, collection.outstanding, None, f"round {number}")
 
     def closed(self, done: OpenRound, ended: Mapping[str, Any], run: str) -> None:

@@ -25,6 +25,7 @@ from edge_agent.worker import ThreadWorker
 
 from ..broker import EmbeddedBroker, OnRefused
 from ..config import CoordinatorConfig
+from ..fleet.message_ranks import rank_by
 from ..fleet.rate_limits import RateLimits
 from ..fleet.refusals import By, Refusals
 from ..hosted.run_hooks import OwnDataHooks
@@ -147,12 +148,12 @@ def coordinator(
             broker = served.config()
             log.info("broker_started url=%s", broker.url)
         topics, boot = Topics(config.federation), secrets.token_hex(8)
-        limits, heartbeats = RateLimits(topics), topics.heartbeat("")
+        limits = RateLimits(topics)
         mqtt = MqttTransport(
             broker,
             f"{config.federation}-coordinator-{boot}",  # two with one id would end each other's connection for ever
             admits=limits.admits,
-            is_urgent=lambda topic: topic.startswith(heartbeats),
+            rank_of=rank_by(topics),
         )
         worker = ThreadWorker(mqtt.wake)
         transport: Transport = mqtt

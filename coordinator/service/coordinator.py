@@ -74,6 +74,9 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 """Longest time between two checks of leases and acknowledgements during a run."""
 MAX_PRESENCE_BYTES = 100
+BEHIND_S = 1.0
+"""A message that has waited for so long to be handled means that more must not be asked for now."""
+
 ADVANCE_S = 0.02
 """Longest time from a look at timers and the run to the next one after a message: it serves all messages in between."""
 ADVANCE_SHARE = 0.05
@@ -135,7 +138,14 @@ class Coordinator:
         self.storage = Storage(clock)
         self.limits, self.identity, self._settings = limits, identity, config.digests()
         self.receipts = ReceiptMemory(self._send_durable)
-        self.collector = Collector(state.blobs, state.journal, self.receipts.send, clock, self.storage.is_stalled)
+        self.collector = Collector(
+            state.blobs,
+            state.journal,
+            self.receipts.send,
+            clock,
+            self.storage.is_stalled,
+            is_behind=lambda: self.transport.unread_s > BEHIND_S,
+        )
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of, config.retention.runs)
         self.rejected = Rejections(clock)
         self.refusals = refusals or Refusals(clock, now)
@@ -303,7 +313,7 @@ class Coordinator:
             for agent in self.identity.tick(self.clock(), utc_now()):
                 self._lose(agent)
         if self.is_serving:
-            for agent in self.roster.expire():
+            for agent in self.roster.expire(self.transport.unread_s):
                 log.warning("agent_lost agent=%s silent_s=%.0f", agent, self.roster.lease_s)
                 self.distributor.forget(agent)
             self.collector.tick()
@@ -320,6 +330,7 @@ class Coordinator:
     def _flush(self) -> None:
         """Bring the updates that have arrived to disk, all at once, and only then send their receipts."""
         unsent, self._unsent = self._unsent, []
+        has_updates = self.state.journal.has_deferred
         try:
             self.state.journal.flush()
         except (StateError, OSError) as error:  # the agents offer them again; the run resumes from the journal
@@ -329,6 +340,8 @@ class Coordinator:
             else:
                 self.storage.note(error, "updates")
             return
+        if has_updates:
+            self.storage.wrote()
         for agent, receipt in unsent:
             self.send(agent, receipt)
 
@@ -644,7 +657,10 @@ class Coordinator:
         """At most `MOST_LISTED` agents, sorted by id: where there are more, those with a fault, a note, or offline."""
         members = self.roster.members()
         if len(members) > MOST_LISTED:
-            members = heapq.nsmallest(MOST_LISTED, members, key=lambda one: (one.is_well, one.id))
+            now = self.clock()
+            members = heapq.nsmallest(
+                MOST_LISTED, members, key=lambda member: (member.is_well and not member.breaks.note(now), member.id)
+            )
         return sorted(members, key=lambda member: member.id)
 
     def _described(self, members: Iterable[Member], run: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
@@ -653,6 +669,8 @@ class Coordinator:
         bounded = {} if run is None else run.get("bounded", {})
         for member in members:
             others = list(hosted_notes.get(member.id, ()))
+            if link_note := member.breaks.note(self.clock()):
+                others.insert(0, link_note)
             if member.id in bounded:
                 others.insert(0, bounded[member.id])
             if run is not None and (exclusion := left_out.get(member.id)) is not None:

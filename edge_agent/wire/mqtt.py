@@ -16,7 +16,6 @@ import socket
 import ssl
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 
 import paho.mqtt.client as paho
@@ -34,6 +33,7 @@ from ..errors import (
     cause,
     is_of_another_time,
 )
+from .inbox import ORDINARY, Inbox, RankOf
 from .messages import matches
 from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, WillOf, Woken
 
@@ -41,9 +41,6 @@ log = logging.getLogger(__name__)
 
 _SHUT_OUT = frozenset({"Not authorized", "Bad user name or password"})
 INFLIGHT = 96  # QoS 1 publishes that paho may have unacknowledged; more wait in its queue, which our windows bound
-INBOX_BYTES = 64 << 20
-"""More than this unread means that the reader is stuck: further messages are dropped, and asked for again."""
-
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 30.0
 CONNECT_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 2.0
@@ -61,22 +58,18 @@ class MqttTransport:
         will: WillOf | None = None,
         rng: random.Random | None = None,
         admits: Callable[[str, bytes], bool] = lambda *_: True,
-        is_urgent: Callable[[str], bool] = lambda _: False,
+        rank_of: RankOf = lambda _: ORDINARY,
     ) -> None:
         """``admits(topic, payload)``: whether a message is received at all; called in the network thread.
 
-        ``is_urgent(topic)``: whether its messages are received before all others that wait.
+        ``rank_of(message)``: how it is treated while it waits to be received; called in the network thread.
         """
         self.config, self.client_id, self.will = config, client_id, will
         self.max_payload_bytes = config.max_packet_bytes
         self.traffic = Traffic()
         self._rng = rng or random.Random()  # noqa: S311 - spreads reconnects, guards nothing
-        self._admits, self._is_urgent = admits, is_urgent
-        self._events = queue.SimpleQueue[Event | None]()
-        """None: look into ``_urgent``."""
-
-        self._urgent = deque[Message]()
-        self._unread_bytes, self._counting = 0, threading.Lock()
+        self._admits = admits
+        self._inbox = Inbox(rank_of)
         self._filters: list[str] = []
         self._pending_filters: dict[int, tuple[str, ...]] = {}
         self._subscribing = threading.RLock()
@@ -152,27 +145,19 @@ class MqttTransport:
 
     def receive(self, timeout_s: float) -> Event | None:
         """The next event, waiting at most ``timeout_s`` seconds."""
-        until = time.monotonic() + timeout_s
-        event: Event | None = self._first_urgent()
-        while event is None:
-            left_s = until - time.monotonic()
-            try:
-                event = self._events.get(timeout=left_s) if left_s > 0 else self._events.get_nowait()
-            except queue.Empty:
-                return None
-            if event is None:
-                event = self._first_urgent()
-        if isinstance(event, Message):
-            with self._counting:
-                self._unread_bytes -= len(event.payload)
-        return event
+        try:
+            return self._inbox.get(timeout_s)
+        except queue.Empty:
+            return None
+
+    @property
+    def unread_s(self) -> float:
+        """Seconds that the oldest event has waited for `receive`; 0 where none waits."""
+        return self._inbox.oldest_s
 
     def wake(self) -> None:
         """Make a waiting `receive` return at once, from any thread."""
-        self._events.put(Woken())
-
-    def _first_urgent(self) -> Message | None:
-        return self._urgent.popleft() if self._urgent else None
+        self._inbox.put(Woken())
 
     # --- network thread --------------------------------------------------------------------------------------------
 
@@ -188,7 +173,7 @@ class MqttTransport:
                 return
             pause_s = self._rng.uniform(0.05, longest_pause_s(failures))
             log.warning("broker_away url=%s reason=%s retry_in_s=%.1f", self.config.url, reason, pause_s)
-            self._events.put(Disconnected(reason, pause_s, self._remedy))
+            self._inbox.put(Disconnected(reason, pause_s, self._remedy))
             self._stopping.wait(pause_s)
 
     def _session(self) -> tuple[str, bool]:
@@ -242,7 +227,7 @@ class MqttTransport:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._up.set()
         self._tried.set()
-        self._events.put(Connected(self._connection))
+        self._inbox.put(Connected(self._connection))
         self._ask_for(tuple(self._filters))
 
     def _ask_for(self, filters: tuple[str, ...]) -> None:
@@ -263,7 +248,7 @@ class MqttTransport:
         rejected = [f for f, code in zip(filters, codes, strict=False) if code.is_failure]
         if rejected:
             log.error("subscription_refused filters=%s", ",".join(rejected))
-        self._events.put(Subscribed(tuple(f for f in filters if f not in rejected)))
+        self._inbox.put(Subscribed(tuple(f for f in filters if f not in rejected)))
 
     def _on_message(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
         # amqtt greets each new session with whatever is retained under the filters of others, past all its rules.
@@ -276,17 +261,8 @@ class MqttTransport:
         size = len(payload)
         self.traffic.bytes_down += size
         self.traffic.messages_down += 1
-        with self._counting:
-            if self._unread_bytes + size > INBOX_BYTES:
-                self.traffic.dropped += 1
-                return
-            self._unread_bytes += size
-        event = Message(topic, payload, message.retain)
-        if self._is_urgent(topic):
-            self._urgent.append(event)
-            self._events.put(None)
-        else:
-            self._events.put(event)
+        if not self._inbox.put_message(Message(topic, payload, message.retain)):
+            self.traffic.dropped += 1
 
 
 def longest_pause_s(failures: int) -> float:

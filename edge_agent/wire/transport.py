@@ -88,6 +88,10 @@ class Transport(Protocol):
     max_payload_bytes: int
     traffic: Traffic
 
+    @property
+    def unread_s(self) -> float:
+        """Seconds that the oldest event has waited for `receive`; 0 where none waits."""
+
     def start(self) -> None:
         """Begin connecting; `Connected` follows as an event.
 
@@ -184,6 +188,8 @@ class MemoryTransport:
     _events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
     _connected: bool = False
     connection: int = 0
+    unread_s: float = 0.0
+    """Always 0, but where a test says otherwise: both sides share one process."""
 
     def start(self) -> None:
         """Connect at once."""

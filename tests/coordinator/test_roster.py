@@ -146,3 +146,10 @@ def test_figures_outlive_the_coordinator(tmp_path):
         fed.start_coordinator()
         fed.wait(5)
         assert fed.coordinator.roster.get("a0").figures.acc == before.acc
+
+
+def test_a_lease_is_judged_up_to_what_has_been_read(roster, clock):
+    roster.hello("a", hello())
+    clock.now += 60
+    assert roster.expire(unread_s=20) == [], "its heartbeat of 20 s ago may wait to be read"
+    assert roster.expire(unread_s=5) == ["a"]

@@ -210,3 +210,30 @@ def test_a_coordinator_whose_state_folder_is_removed_ends_and_leaves_no_half_sta
         fed.coordinator.close()
         assert sorted(folder.rglob("*")) == before
         assert folder.exists() is recreated
+
+
+def test_a_disk_that_was_full_is_in_the_status_no_longer_than_that(tmp_path, monkeypatch):
+    with fleet(tmp_path) as fed:
+        fed.request(rounds=3)
+        with full_disk(monkeypatch):
+            fed.until(lambda: fed.coordinator.storage.stall is not None)
+            assert "make room on that disk" in fed.coordinator.status()["storage"]
+        fed.until(lambda: fed.coordinator.storage.stall is None)
+        assert fed.coordinator.status()["storage"] is None, "the run goes on, so there is room"
+        fed.finish()
+
+
+def test_an_update_that_arrives_shows_that_a_full_disk_has_room_again(tmp_path):
+    with fleet(tmp_path) as fed:
+        fed.request(rounds=1)
+        fed.coordinator.storage.note(OSError(errno.ENOSPC, "No space left on device", "/srv/state"), "a message of a0")
+        assert "make room" in fed.coordinator.status()["storage"]
+        fed.until(lambda: fed.entries("update_accepted"))
+        assert fed.coordinator.status()["storage"] is None
+
+
+def test_another_file_error_stays_in_the_status_for_a_while(tmp_path):
+    with fleet(tmp_path) as fed:
+        fed.coordinator.storage.note(OSError(errno.EIO, "Input/output error", "/srv/state"), "a message of a0")
+        fed.coordinator.storage.wrote()
+        assert "Input/output error" in fed.coordinator.status()["storage"]

@@ -151,6 +151,8 @@ class FleetTransport:
         self.kind = ""
         """Of the message that was received last; empty: of no message."""
 
+        self.unread_s = 0.0
+
     def start(self) -> None:
         """Connected at once."""
         self.inbox.append((Connected(1), ""))

@@ -18,6 +18,7 @@ from coordinator.broker import MosquittoBroker
 from edge_agent.config import BrokerConfig
 from edge_agent.errors import BrokerAway
 from edge_agent.wire import mqtt
+from edge_agent.wire.inbox import MESSAGE_BYTES, RESERVED_SHARE, Inbox, Rank
 from edge_agent.wire.mqtt import MqttTransport, longest_pause_s
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed
 
@@ -186,9 +187,10 @@ def test_a_refused_filter_is_not_reported_as_confirmed(open_transport, listener,
     assert "subscription_refused filters=bad" in caplog.text
 
 
-def test_a_reader_that_is_stuck_costs_messages_but_not_memory(open_transport, listener, monkeypatch):
-    monkeypatch.setattr(mqtt, "INBOX_BYTES", 1000)
+def test_a_reader_that_is_stuck_costs_messages_but_not_memory(open_transport, listener):
     transport = open_transport(BrokerConfig(url=url_of(listener)))
+    room_bytes = 5 * (200 + MESSAGE_BYTES)
+    transport._inbox = Inbox(limit_bytes=int(room_bytes / (1 - RESERVED_SHARE)) + 1)
     transport.subscribe("t")
     transport.start()
     with listener.accept()[0] as peer:
@@ -257,15 +259,15 @@ def arrived(topic, payload=b"x"):
 
 
 def test_urgent_messages_are_received_before_all_that_wait():
-    transport = MqttTransport(BrokerConfig(), "c", is_urgent=lambda topic: topic.startswith("h/"))
+    transport = MqttTransport(BrokerConfig(), "c", rank_of=lambda m: Rank(is_urgent=m.topic.startswith("h/")))
     transport.subscribe("#")
     for topic in ("a", "b", "h/1", "c", "h/2"):
         transport._on_message(None, None, arrived(topic))
     received = [transport.receive(0) for _ in range(5)]
     assert [event.topic for event in received] == ["h/1", "h/2", "a", "b", "c"]
     assert transport.receive(0) is None
-    assert transport.receive(0.01) is None, "what made it look for urgent ones is used up"
-    assert transport._unread_bytes == 0
+    assert transport.receive(0.01) is None
+    assert transport.unread_s == 0
 
 
 def test_messages_that_are_not_admitted_are_not_received():

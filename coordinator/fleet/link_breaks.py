@@ -1,0 +1,47 @@
+"""How often an agent's connection to the broker has broken, and whether that is worth telling."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from edge_agent.moments import shown
+
+MOST_BREAKS = 5
+"""So many breaks within `RECENT_S` make a flapping link; a device that moves, or restarts its radio, has fewer."""
+
+RECENT_S = 600.0
+"""A link that has not broken for so long is a good one again."""
+
+
+@dataclass
+class LinkBreaks:
+    """The breaks of one agent's link since it was a good one."""
+
+    times: int = 0
+    since: datetime | None = None
+    """Wall clock of the first of them; None: there was none."""
+
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_BREAKS))
+    """Monotonic times of the last ones, the newest at the end."""
+
+    def add(self, now: float, at: datetime) -> None:
+        """Count one more break, at ``now`` of the monotonic clock and ``at`` of the wall clock."""
+        if self.recent and now - self.recent[-1] > RECENT_S:
+            self.times = 0
+            self.recent.clear()
+        if not self.recent:
+            self.since = at
+        self.times += 1
+        self.recent.append(now)
+
+    def note(self, now: float) -> str:
+        """Return what to tell about the link; empty where it is a good one, or has broken a few times only."""
+        is_flapping = len(self.recent) == MOST_BREAKS and now - self.recent[0] <= RECENT_S
+        if not is_flapping or self.since is None:
+            return ""
+        return (
+            f"its connection to the broker has broken {self.times} times since {shown(self.since.isoformat())}, last "
+            f"{now - self.recent[-1]:.0f} s ago; it goes on where it was, slowly: look at its network"
+        )

@@ -1,0 +1,141 @@
+"""The events that a client's network thread has received and its program has not handled yet.
+
+Memory is bounded, and what says that an agent is alive is handled first. Reading no more from the connection would not
+do instead: brokers keep some 1,000 messages for a client that does not read, and drop all others without looking,
+heartbeats included. So everything is read, a message that repeats one that still waits replaces it, and beyond the
+bound ordinary messages are dropped. Their senders repeat them, because they get no answer.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .transport import Event, Message, Woken
+
+LIMIT_BYTES = 64 << 20
+"""What all waiting messages may take together, with `MESSAGE_BYTES` for each."""
+
+MESSAGE_BYTES = 600
+"""About what Python keeps for a message beside its payload."""
+
+RESERVED_SHARE = 1 / 8
+"""The share of the bound that is kept for urgent messages."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How a message is treated while it waits."""
+
+    is_urgent: bool = False
+    """Whether it is handled before all messages that are not."""
+
+    replaces: str = ""
+    """Messages with the same text here replace each other: only the newest counts. Empty: it replaces none."""
+
+
+ORDINARY = Rank()
+
+RankOf = Callable[[Message], Rank]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """An event that waits, since when, and how many bytes are counted for it."""
+
+    event: Event
+    since: float
+    size: int = 0
+
+
+class Inbox:
+    """A bounded queue with two lanes. One thread puts, another one gets; both may do so at any time."""
+
+    def __init__(
+        self,
+        rank_of: RankOf = lambda _: ORDINARY,
+        limit_bytes: int = LIMIT_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Make an empty inbox.
+
+        Args:
+            rank_of: says how a message is treated; called in the thread that puts.
+            limit_bytes: what all waiting messages may take together.
+            clock: monotonic seconds, for `oldest_s`.
+        """
+        self._rank_of = rank_of
+        self._limit_bytes = limit_bytes
+        self._clock = clock
+        self._urgent: OrderedDict[str, _Waiting] = OrderedDict()
+        self._ordinary: OrderedDict[str, _Waiting] = OrderedDict()
+        self._tickets = 0
+        self._bytes = 0
+        self._changed = threading.Condition()
+
+    def put(self, event: Event) -> None:
+        """Add an event of the transport itself; such events are few and never dropped."""
+        key = "woken" if isinstance(event, Woken) else ""
+        with self._changed:
+            if key not in self._ordinary:
+                self._add(self._ordinary, key, _Waiting(event, self._clock()))
+
+    def put_message(self, message: Message) -> bool:
+        """Add a message, in place of the one that it replaces; False where there is no room for it."""
+        rank = self._rank_of(message)
+        size = len(message.payload) + MESSAGE_BYTES
+        with self._changed:
+            lane = self._urgent if rank.is_urgent else self._ordinary
+            before = lane.get(rank.replaces) if rank.replaces else None
+            if before is not None:
+                # It keeps its place: whoever repeats himself often is not handled later for that.
+                lane[rank.replaces] = _Waiting(message, before.since, size)
+                self._bytes += size - before.size
+                return True
+            room = self._limit_bytes
+            if not rank.is_urgent:
+                room -= int(self._limit_bytes * RESERVED_SHARE)
+            if self._bytes + size > room:
+                return False
+            self._add(lane, rank.replaces, _Waiting(message, self._clock(), size))
+            return True
+
+    def get(self, timeout_s: float) -> Event:
+        """Remove and return the next event, waiting at most ``timeout_s`` seconds.
+
+        Raises:
+            queue.Empty: there was none.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._urgent or self._ordinary, max(0.0, timeout_s)):
+                raise queue.Empty
+            lane = self._urgent or self._ordinary
+            _, waiting = lane.popitem(last=False)
+            self._bytes -= waiting.size
+            return waiting.event
+
+    @property
+    def oldest_s(self) -> float:
+        """Seconds that the oldest waiting event has waited; 0 where none waits."""
+        with self._changed:
+            oldest = [next(iter(lane.values())).since for lane in (self._urgent, self._ordinary) if lane]
+            return self._clock() - min(oldest) if oldest else 0.0
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What all waiting messages take together."""
+        with self._changed:
+            return self._bytes
+
+    def _add(self, lane: OrderedDict[str, _Waiting], key: str, waiting: _Waiting) -> None:
+        """Put something at the end of a lane; the lock is held."""
+        if not key:
+            self._tickets += 1
+            key = f"#{self._tickets}"
+        lane[key] = waiting
+        self._bytes += waiting.size
+        self._changed.notify()
