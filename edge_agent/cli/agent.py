@@ -12,12 +12,12 @@ from typing import Any, get_args
 
 from .. import __version__
 from ..agent.health import look_at_disk, problem_of
-from ..config import AgentConfig, check_tls, load
+from ..config import AgentConfig, check_tls, load, read_file
 from ..errors import BrokerAway, ConfigError, HeadwaterError, StateError
 from ..limits import limit_threads
 from ..logs import LogFormat, log_json
 from ..moments import shown
-from ..storage import folder_lock, read_json, read_toml
+from ..storage import folder_lock, read_json
 from ..trust import TrustStore
 from ..wire.authentic import key_file
 from . import output
@@ -121,7 +121,7 @@ def status(arguments: argparse.Namespace) -> int:
     Example:
       edge-agent status --config agent.toml --json
     """
-    data = read_toml(arguments.config).get("data", {})
+    data = read_file(AgentConfig, arguments.config).get("data", {})
     lacks_data = isinstance(data, dict) and "source" not in data  # as 'edge-agent enroll' leaves it without --data
     config = load(AgentConfig, arguments.config, {"data": {"source": "none"}} if lacks_data else {})
     reported = read_json(config.state / "status.json") or {}
