@@ -10,7 +10,7 @@ import hashlib
 import ipaddress
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
@@ -22,6 +22,7 @@ from edge_agent.config import (
     AgentConfig,
     BrokerConfig,
     DataConfig,
+    FileKind,
     Precision,
     PrivacyConfig,
     TrainingConfig,
@@ -29,7 +30,6 @@ from edge_agent.config import (
     load,
     zero_or_from,
 )
-from edge_agent.errors import ConfigError
 from edge_agent.task import Frozen, Task
 
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
@@ -457,6 +457,16 @@ class WebConfig(Frozen):
 class CoordinatorConfig(Frozen):
     """One coordinator. Without ``[broker]`` it runs its own, see ``[embedded]``."""
 
+    file_kind: ClassVar[FileKind] = FileKind(
+        if_missing=(
+            "'headwater init DIR' makes one for a federation over a network, --config FILE names another; "
+            "configs/coordinator.toml is an example"
+        ),
+        foreign_keys=frozenset({"id", "tier", "data", "head", "training"}),
+        foreign="this is the configuration of an agent, for 'edge-agent run'; that of a coordinator is made by "
+        "'headwater init DIR' (example: configs/coordinator.toml)",
+    )
+
     federation: str = Field("home", pattern=NAME_PATTERN, description="name of the federation; agents use the same")
     state: Path = Field(Path("state"), description="folder for journal, blobs and runs")
     broker: BrokerConfig | None = Field(None, description="an existing broker")
@@ -597,6 +607,4 @@ def load_config(path: Path | str | None = None, state: Path | None = None) -> Co
         ConfigError: no such file, or mistakes, all of them listed.
     """
     chosen = DEFAULT_CONFIG if path is None else Path(path)
-    if not chosen.exists():
-        raise ConfigError(str(chosen), ["no such file; give one with --config, configs/coordinator.toml is an example"])
     return load(CoordinatorConfig, chosen, {"state": str(state.absolute())} if state else None)

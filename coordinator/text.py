@@ -27,6 +27,17 @@ def listed(names: Sequence[str], empty: str = "none") -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
+def about_time(seconds: float) -> str:
+    """Return an estimate of a time in the unit that people would use: ``40 s``, ``12 min``, ``5 h 20 min``."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, rest = divmod(minutes, 60)
+    return f"{hours} h {rest} min" if rest else f"{hours} h"
+
+
 def sentence(text: str) -> str:
     """The text as a sentence: with a capital, unless it begins with a name, a path or a command, and a full stop."""
     first = re.match(r"[a-z]+(?=[ ,;])", text)

@@ -10,8 +10,9 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
@@ -395,8 +396,31 @@ class MetricsConfig(Frozen):
         return path
 
 
+@dataclass(frozen=True)
+class FileKind:
+    """What a configuration file is for; the model of such a file has one as ``file_kind``, with the hints of `load`."""
+
+    if_missing: str
+    """What to do where there is no such file."""
+    foreign_keys: frozenset[str]
+    """Top-level keys of another kind of file, which this one never has."""
+    foreign: str
+    """What a file with such keys is, and what to do."""
+
+
 class AgentConfig(Frozen):
     """One device's agent."""
+
+    file_kind: ClassVar[FileKind] = FileKind(
+        if_missing=(
+            "'edge-agent enroll TOKEN' makes it for a federation (a coordinator's 'headwater enroll NAME' prints the "
+            "token), --config FILE names another; a device without a coordinator needs none: 'edge-agent import "
+            "BUNDLE --state DIR', then --state DIR"
+        ),
+        foreign_keys=frozenset({"task", "cohort", "round", "run", "embedded", "identity"}),
+        foreign="this is the configuration of a coordinator, for 'headwater serve'; that of an agent is made by "
+        "'edge-agent enroll TOKEN' (example: configs/agent-train.toml)",
+    )
 
     id: str = Field(
         default_factory=default_agent_id,
@@ -457,12 +481,31 @@ class AgentConfig(Frozen):
 
 
 def load(model: type[Model], path: Path, overrides: Mapping[str, Any] | None = None) -> Model:
-    """The model that a TOML file describes; ``overrides`` (nested) win over the file.
+    """Return the model that a TOML file describes; ``overrides`` (nested) win over the file.
 
     Raises:
-        ConfigError: no such file, not TOML, or mistakes; every mistake is listed with the nearest known key.
+        ConfigError: no such file, not TOML, a file of another program, or mistakes; every mistake is listed with the
+            nearest known key.
     """
-    return parse(model, _merge(read_toml(path), overrides or {}), where=str(path), base=path.parent)
+    return parse(model, _merge(read_file(model, path), overrides or {}), where=str(path), base=path.parent)
+
+
+def read_file(model: type[BaseModel], path: Path) -> dict[str, Any]:
+    """Return what a TOML file for ``model`` says, before it is checked.
+
+    Raises:
+        ConfigError: no such file, not TOML, or a file of another program.
+    """
+    kind: FileKind | None = getattr(model, "file_kind", None)
+    if kind is None:
+        return read_toml(path)
+    if not path.exists():
+        raise ConfigError(str(path), [f"no such file; {kind.if_missing}"])
+    raw = read_toml(path)
+    foreign_keys = sorted(kind.foreign_keys & raw.keys())
+    if foreign_keys:
+        raise ConfigError(str(path), [f"it has {', '.join(foreign_keys)}: {kind.foreign}"])
+    return raw
 
 
 def parse(model: type[Model], raw: Mapping[str, Any], *, where: str, base: Path | None = None) -> Model:

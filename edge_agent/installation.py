@@ -10,6 +10,7 @@ import functools
 import json
 import re
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -18,6 +19,9 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION = "headwater"
+
+_MODULES = {"headwater": "coordinator", "edge-agent": "edge_agent"}
+"""Program -> the package that it runs."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,23 @@ class Origin:
 def install_command(extra: str) -> str:
     """Return the command that adds ``extra`` to the copy of Headwater at work; it may hold paths of this machine."""
     return find_origin().install_command(extra)
+
+
+def program_command(name: str) -> str:
+    """Return how a shell starts the program ``name`` of the copy at work: its name where that finds it, else its path.
+
+    An environment that is not activated has its programs in a folder that is not on the path.
+    """
+    program = Path(sys.executable).parent / name
+    if not program.is_file():  # started as a module, from the sources
+        return f"{shlex.quote(sys.executable)} -m {_MODULES[name]}"
+    on_path = shutil.which(name)
+    if on_path is not None and Path(on_path).resolve() == program.resolve():
+        return name
+    here = Path.cwd()
+    if program.parent != here and program.is_relative_to(here):
+        program = program.relative_to(here)
+    return shlex.quote(str(program))
 
 
 @functools.cache

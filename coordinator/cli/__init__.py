@@ -26,7 +26,7 @@ __all__ = ["COMMANDS", "main"]
 T = TypeVar("T")
 
 COMMANDS: dict[str, str] = {
-    "demo": "Train, export and personalize on this machine in a minute.",
+    "demo": "Train, export and personalize here, in one to two minutes.",
     "init": "Make a federation whose devices have certificates.",
     "serve": "Serve a federation until stopped.",
     "run": "Start a run and follow it to its end.",

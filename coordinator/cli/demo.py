@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,10 +25,14 @@ from edge_agent.task import ImageInput, Task
 from edge_agent.worker import stop_on_signals
 
 from ..config import CoordinatorConfig, RunConfig, WebConfig
+from ..runs.result_notes import Comparison, compare_with_alone
+from ..text import counted
 from .options import Given, Json, Verbose, from_model
-from .output import console, present, set_up_logging
+from .output import console, present, set_up_logging, table
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ..processes.supervisor import ChildProcess
     from ..state.store import RunFolder
     from ..web.server import Settings
@@ -86,7 +92,7 @@ def demo(
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """The whole way on this machine in under a minute: no network, no GPU, no download.
+    """The whole way on this machine in one to two minutes: no network, no GPU, no download.
 
     Starts a broker, a coordinator and six agents, each in its own process. Four agents train a shared encoder, each on
     digits of another style; the frozen encoder then goes to two new agents without torch, which have few samples, of
@@ -156,7 +162,7 @@ def _present(results: RunFolder, folder: Path, seconds: float, *, as_json: bool)
     Raises:
         HeadwaterError: it left no summary.
     """
-    from .run import agents_table, footnotes
+    from .run import footnotes
 
     summary = results.summary()
     if summary is None:
@@ -169,11 +175,53 @@ def _present(results: RunFolder, folder: Path, seconds: float, *, as_json: bool)
         "folder": str(folder),
     }
     took = f"All of it took {seconds:.0f} s. Plots: {results.report_path}"
-    present(result, [agents_table(summary), *footnotes(summary), *_reading(summary, took)], as_json=as_json)
+    present(result, [gains_table(summary), *footnotes(summary), *_reading(summary, took)], as_json=as_json)
+
+
+def gains_table(summary: Mapping[str, Any]) -> Table:
+    """Return what each device gains, new devices first and the largest gain first; what is within noise is grey."""
+    from ..report.figures import notes_of
+
+    agents = sorted(summary["agents"], key=_order_of_gain)
+    comparisons = [compare_with_alone(agent) for agent in agents]
+    rows = []
+    for agent, comparison in zip(agents, comparisons, strict=True):
+        gain = _gain_points(agent)
+        rows.append(
+            (
+                f"{agent['id']} *" if notes_of(agent) else agent["id"],
+                "new" if agent["tier"] == "head" else "trains",
+                comparison.value,
+                "" if gain is None else f"{gain:+.1f}",
+                *(agent["acc"][scope] for scope in ("local", "global", "personal")),
+                agent["samples"],
+            )
+        )
+    columns = ("device", "is", "with the federation", "gain,\npoints", "acc.local\nalone", "acc.global\nshared")
+    title = f"{summary['run_id']}: {summary['method']}, {counted(summary['rounds'], 'round')}"
+    result = table(title, (*columns, "acc.personal\npersonal", "samples"), rows, left=3)
+    for row, comparison in zip(result.rows, comparisons, strict=True):
+        if comparison is Comparison.AS_GOOD:
+            row.style = "bright_black"
+    return result
+
+
+def _order_of_gain(agent: Mapping[str, Any]) -> tuple[bool, float]:
+    """Return what sorts new devices before those that train, and larger gains before smaller and unknown ones."""
+    gain = _gain_points(agent)
+    return agent["tier"] != "head", math.inf if gain is None else -gain
+
+
+def _gain_points(agent: Mapping[str, Any]) -> float | None:
+    """Return how many points ``acc.personal`` is above ``acc.local``; None where one of them is not known."""
+    personal, local = agent["acc"]["personal"], agent["acc"]["local"]
+    return None if personal is None or local is None else 100 * (personal - local)
 
 
 def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
-    """What the table means, and what to try next."""
+    """Yield what the table means, and what to try next."""
+    from edge_agent.installation import program_command
+
     from ..runs.result_notes import lines
 
     heads = [agent["acc"] for agent in summary["agents"] if agent["tier"] == "head"]
@@ -183,16 +231,24 @@ def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
             f"The {len(heads)} new devices, without torch and with few samples, get {fmean(personal):.3f} with the "
             f"best head on the shared encoder, {fmean(local):.3f} with the best model that each can fit alone."
         )
+    unchanged = [agent for agent in summary["agents"] if compare_with_alone(agent) is Comparison.AS_GOOD]
+    if unchanged:
+        yield (
+            f"As good as alone: the difference of {counted(len(unchanged), 'device')} is within the noise of "
+            f"{min(agent['support'] for agent in unchanged)} held-out samples or more. Devices with few samples gain "
+            "from the federation; devices with many samples of one style do as well alone."
+        )
     yield from (f"warning: {line}" for line in lines(summary["warnings"]))
     if settings := SETTINGS.get(summary["method"]):
         options = " ".join(f"--set {name}={json.dumps(value)}" for name, value in settings.items())
-        yield f"Settings of this run that are no defaults of {summary['method']}: {options}"
+        yield f"Parameters that differ from the defaults of {summary['method']}: {options}"
     yield took
     if bundle := summary.get("bundle"):
         yield "Next, on this machine or any other, without torch and without a network:"
         source = f"digits:{HEAD_STYLES[0]}?client={len(TRAIN_STYLES)}&clients={len(STYLES)}"
-        yield f"  edge-agent fit --bundle {bundle['path']} --data '{source}' --out my-head"
-        yield f"  edge-agent evaluate --bundle {bundle['path']} --data '{source}' --head my-head"
+        program, path = program_command("edge-agent"), shlex.quote(str(bundle["path"]))
+        yield f"  {program} fit --bundle {path} --data '{source}' --out my-head"
+        yield f"  {program} evaluate --bundle {path} --data '{source}' --head my-head"
 
 
 def _make_demo_folder(folder: Path) -> None:

@@ -22,7 +22,7 @@ from ..runs.result_notes import standing
 from ..state.history import SCOPES
 from ..state.journal import Journal, RunRecord, utc_now
 from ..state.store import StateFolder, read_status
-from ..text import counted, listed
+from ..text import about_time, counted, listed
 from .output import console, fitted, is_live, table
 
 LOOK_EVERY_S = 0.2
@@ -86,10 +86,30 @@ def lost(state: StateFolder, run: str) -> StateError:
     )
 
 
+class _TimeLeft:
+    """An estimate of how long the rest of a run takes, from the rounds that were closed while this command watched."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+        """The first round that was seen closed, and when."""
+
+    def after(self, closed: int, rounds: int) -> float | None:
+        """Return the seconds that are left once ``closed`` of ``rounds`` are; None before two rounds were seen."""
+        now = time.monotonic()
+        if self._first is None or closed < self._first[0]:
+            self._first = (closed, now)
+            return None
+        first_round, began_at = self._first
+        if closed == first_round:
+            return None
+        return (now - began_at) / (closed - first_round) * (rounds - closed)
+
+
 class _Lines:
     """Progress for a pipe or a log file: one line for each closed round, and one for each wait that lasts."""
 
     def __init__(self, run: str) -> None:
+        self._time_left = _TimeLeft()
         self._run, self._closed, self._since, self._is_shown = run, -1, time.monotonic(), False
         self._last: tuple[RunRecord | None, str] = None, ""
         self._without: dict[str, str] = {}
@@ -98,8 +118,7 @@ class _Lines:
         rounds = record.request.get("rounds")
         if record.round != self._closed:
             self._closed = record.round
-            requested = f"asked for {counted(int(rounds or 0), 'round')}"
-            self._show(f"round {record.round} of {rounds} is closed" if record.round else requested)
+            self._show(self._closed_line(record.round, int(rounds or 0)))
         if record.open_round is not None:  # agents that are left out, unless they were in the previous round
             before, self._without = self._without, dict(record.open_round.body.get("left_out", {}))
             for agent, reason in self._without.items():
@@ -110,6 +129,14 @@ class _Lines:
         elif waiting and not self._is_shown and time.monotonic() - self._since >= WAIT_IS_LONG_S:
             self._show(f"waits: {waiting}")
             self._is_shown = True
+
+    def _closed_line(self, closed: int, rounds: int) -> str:
+        """Return how far the run is, with the time that the rest takes where that can be estimated."""
+        left_s = self._time_left.after(closed, rounds)
+        if not closed:
+            return f"queued with {counted(rounds, 'round')}"
+        line = f"round {closed} of {rounds} is closed"
+        return line if left_s is None or closed == rounds else f"{line}; about {about_time(left_s)} left"
 
     def _show(self, line: str) -> None:
         console.print(f"{self._run}: {line}", soft_wrap=True)
@@ -128,10 +155,11 @@ def _progress(run: str) -> Iterator[Callable[[RunRecord, str, dict[str, Any]], N
         return
     from rich.console import Group, RenderableType
     from rich.live import Live
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
     from rich.text import Text
 
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "rounds", TimeElapsedColumn())
+    counts = (MofNCompleteColumn(), "rounds", TimeElapsedColumn())
+    columns = ("{task.description}", BarColumn(), *counts, "left", TimeRemainingColumn())
     progress = Progress(*columns, console=console, auto_refresh=False)
     bar = progress.add_task(run, total=None)
     newest: tuple[str, dict[str, Any]] = "", {}

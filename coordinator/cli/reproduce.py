@@ -59,6 +59,7 @@ def reproduce(
 ) -> None:
     """Run the cells of a published table, and compare with the published values.
 
+    A whole table takes hours to days; --row and --rounds make it minutes, and each line says how long all cells take.
     The same command again continues where it was stopped. Writes table.md, table.json and curves.svg into --out after
     each cell. Exit code 1 where a cell failed.
 
@@ -115,7 +116,8 @@ def _run_all(reproduction: Reproduction, cells: Sequence[Cell], *, again: bool) 
             cell.forgive()
         try:
             with with_advice(reproduction.table), sigterm_as_ctrl_c():
-                run_plan(cell.plan, cell.folder, resume=is_begun[cell.folder])
+                later_rounds = sum(later.plan.rounds for later in missing[number:])
+                run_plan(cell.plan, cell.folder, resume=is_begun[cell.folder], later_rounds=later_rounds)
         except (RunFailed, TrainingFailed, UsageError) as error:
             reason = str(error).removesuffix(RESUMABLE)
             cell.fail(reason, would_again=isinstance(error, TrainingFailed))

@@ -19,7 +19,7 @@ from edge_agent.storage import check_writable, read_toml
 from ..api import finish
 from ..simulation.plan import HOW_NOT_WHAT, Plan
 from ..state.store import StateFolder
-from ..text import counted, encoder_named
+from ..text import about_time, counted, encoder_named
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
 from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c, table
 
@@ -162,8 +162,14 @@ def _resumed(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
     return parse(Plan, {**plan.model_dump(exclude_unset=True), **how}, where="--resume"), out
 
 
-def run_plan(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
+def run_plan(plan: Plan, folder: Path, *, resume: bool, later_rounds: int = 0) -> dict[str, Any]:
     """Simulate to the end, showing how far it is; all files of the result are in ``folder``.
+
+    Args:
+        plan: What is simulated.
+        folder: Where the simulation is, or will be.
+        resume: Whether a simulation in ``folder`` is continued.
+        later_rounds: Rounds of the simulations that follow this one; the time that is left counts them, too.
 
     Raises:
         HeadwaterError: it cannot be done, or failed.
@@ -175,7 +181,7 @@ def run_plan(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
     busy = console.status("reading the data") if is_live(console) else contextlib.nullcontext()
     with busy:
         prepared = Prepared.of(plan, folder / PARTITION if resume else None).shared()
-    with open_simulation(prepared, folder) as simulation, shown(simulation) as watch:
+    with open_simulation(prepared, folder) as simulation, shown(simulation, later_rounds) as watch:
         return finish(simulation, folder, watch)
 
 
@@ -199,12 +205,13 @@ AT_THE_END = 0.25
 class _RunProgress:
     """Progress of a run, in trainings of a client; the final evaluation of a client counts `AT_THE_END`."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: Simulation, later_rounds: int = 0) -> None:
         self._simulation, plan = simulation, simulation.prepared.plan
         clients = len(simulation.prepared.division.clients)
         share = (plan.fraction + (plan.fraction_max or plan.fraction)) / 2
         cohort = max(1, round(share * (clients - plan.new_clients)))
         self.rounds, self.total = plan.rounds, plan.rounds * cohort + AT_THE_END * clients
+        self._later = self.total * later_rounds / plan.rounds
         record = simulation.state.journal.replay(simulation.run)
         self._closed = record.round
         updates = len(record.open_round.updates) if record.open_round is not None else 0
@@ -224,9 +231,21 @@ class _RunProgress:
         return round_of(simulation.state, simulation.run, closed, simulation.prepared.division)
 
     def left_s(self) -> float:
-        """Estimate of the seconds that the rest takes."""
+        """Return an estimate of the seconds that the rest of this simulation takes."""
+        return self._seconds_for(self.total - self.done)
+
+    def time_left(self) -> str:
+        """Return the time that the rest takes; with simulations that follow, that of all of them beside it."""
+        text = f"about {about_time(self.left_s())} left"
+        if not self._later:
+            return text
+        # Later simulations have other methods: their rounds are taken to cost what those of this one do.
+        return f"{text}, {about_time(self._seconds_for(self.total - self.done + self._later))} with all that follow"
+
+    def _seconds_for(self, trainings: float) -> float:
+        """Return how long so many trainings take, if they take as long as those so far."""
         done = max(AT_THE_END, self.done - self._begun)
-        return (time.monotonic() - self._began_at) / done * (self.total - self.done)
+        return (time.monotonic() - self._began_at) / done * trainings
 
 
 def _scores(figures: dict[str, Any]) -> str:
@@ -236,16 +255,16 @@ def _scores(figures: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def shown(simulation: Simulation) -> Iterator[Callable[[Job], None]]:
+def shown(simulation: Simulation, later_rounds: int = 0) -> Iterator[Callable[[Job], None]]:
     """What to call after each job, for as long as the context lasts: prints a line for each round, or updates a bar."""
-    run_progress = _RunProgress(simulation)
+    run_progress = _RunProgress(simulation, later_rounds)
 
     def print_line(job: Job) -> None:
         if (figures := run_progress.count(job)) is not None:
             seconds = "" if figures["seconds"] is None else f"{figures['seconds']:.1f} s; "
             scores = f"{_scores(figures)}, " if _scores(figures) else ""
             line = f"round {figures['round']} of {run_progress.rounds}: {scores}{seconds}"
-            console.print(f"{line}about {run_progress.left_s():.0f} s left", soft_wrap=True)
+            console.print(f"{line}{run_progress.time_left()}", soft_wrap=True)
 
     if not is_live(console):
         yield print_line
@@ -261,6 +280,8 @@ def shown(simulation: Simulation) -> Iterator[Callable[[Job], None]]:
             figures = run_progress.count(job)
             is_training = job.purpose == "train"
             text = f"round {job.round} of {run_progress.rounds}" if is_training else "clients evaluate the end"
+            if later_rounds:
+                text = f"{text}; {run_progress.time_left()};"
             progress.update(bar, completed=run_progress.done, description=text)
             if figures is not None:
                 progress.update(bar, scores=_scores(figures))

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from statistics import fmean
 from typing import Any
 
@@ -27,6 +28,16 @@ EXPLODED = 2.0
 
 SHOWN_CLIENTS = 10
 """Clients below their local baseline that get a line each in text and log; the result has all of them."""
+
+
+class Comparison(Enum):
+    """How the personal head of a client compares with the best model that the client fits alone."""
+
+    BETTER = "better"
+    AS_GOOD = "as good as alone"
+    WORSE = "better off alone"
+    UNKNOWN = ""
+
 
 Warned = dict[str, Any]
 """One warning: ``kind``, the ``clients`` it is about, and ``message`` for people."""
@@ -187,6 +198,25 @@ def standard_error(accuracy: float, samples: int) -> float:
     """Binomial standard error of an accuracy on so many held-out samples."""
     rate = adjusted(accuracy, samples)
     return math.sqrt(rate * (1 - rate) / (samples + 2))
+
+
+def compare_with_alone(agent: Mapping[str, Any]) -> Comparison:
+    """Return whether a client gains by more than noise.
+
+    A loss is judged on the device, by McNemar's test on the same samples. The answers of single samples stay there, so
+    a gain has to exceed two standard errors of a difference of independent samples, which is the stricter test.
+
+    Args:
+        agent: A record of the run's summary with ``acc`` by scope, ``support`` and ``better_alone``.
+    """
+    personal = agent["acc"].get("personal")
+    local = agent["acc"].get("local")
+    if personal is None or local is None or not agent.get("support"):
+        return Comparison.UNKNOWN
+    if agent.get("better_alone"):
+        return Comparison.WORSE
+    error = math.hypot(*(standard_error(accuracy, agent["support"]) for accuracy in (personal, local)))
+    return Comparison.BETTER if personal - local > STANDARD_ERRORS * error else Comparison.AS_GOOD
 
 
 def _below_local(scored: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:

@@ -12,12 +12,12 @@ from typing import Any, get_args
 
 from .. import __version__
 from ..agent.health import look_at_disk, problem_of
-from ..config import AgentConfig, check_tls, load
+from ..config import AgentConfig, check_tls, load, read_file
 from ..errors import BrokerAway, ConfigError, HeadwaterError, StateError
 from ..limits import limit_threads
 from ..logs import LogFormat, log_json
 from ..moments import shown
-from ..storage import folder_lock, read_json, read_toml
+from ..storage import folder_lock, read_json
 from ..trust import TrustStore
 from ..wire.authentic import key_file
 from . import output
@@ -187,7 +187,7 @@ def _config_of(arguments: argparse.Namespace) -> tuple[AgentConfig, bool]:
     if arguments.state is not None:
         check_exists(arguments.state, "an agent's state folder")
         return config_of_folder(arguments.state), False
-    data = read_toml(arguments.config).get("data", {})
+    data = read_file(AgentConfig, arguments.config).get("data", {})
     lacks_data = isinstance(data, dict) and "source" not in data  # as 'edge-agent enroll' leaves it without --data
     return load(AgentConfig, arguments.config, {"data": {"source": "none"}} if lacks_data else {}), lacks_data
 

@@ -416,9 +416,25 @@ def test_progress_in_a_pipe_is_a_line_for_each_round_and_each_long_wait(capsys, 
     lines(record, waiting)  # shown once
     lines(RunRecord("run-0001", {"rounds": 2}, round=1), "round 2: 0 of 2 updates are here (from a, b)")
     assert capsys.readouterr().err.splitlines() == [
-        "run-0001: asked for 2 rounds",
+        "run-0001: queued with 2 rounds",
         "run-0001: waits: round 1: 0 of 2 updates are here (from a, b)",
-        "run-0001: round 1 of 2 is closed",
+        "run-0001: round 1 of 2 is closed; about 5 s left",
+    ]
+
+
+def test_progress_estimates_what_is_left_from_the_rounds_that_it_has_seen(capsys, monkeypatch):
+    """A command that begins to follow in round 10 does not count the nine before."""
+    now = [0.0]
+    monkeypatch.setattr("coordinator.cli.follow.time.monotonic", lambda: now[0])
+    lines = _Lines("run-0001")
+    for closed, at in ((10, 0.0), (11, 30.0), (12, 90.0), (100, 90.0)):
+        now[0] = at
+        lines(RunRecord("run-0001", {"rounds": 100}, round=closed), "")
+    assert capsys.readouterr().err.splitlines() == [
+        "run-0001: round 10 of 100 is closed",
+        "run-0001: round 11 of 100 is closed; about 44 min left",
+        "run-0001: round 12 of 100 is closed; about 1 h 6 min left",
+        "run-0001: round 100 of 100 is closed",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from coordinator.broker import EmbeddedBroker
 from coordinator.broker.access import set_password
 from coordinator.cli import main as headwater
 from coordinator.cli.follow import follow
+from coordinator.config import CoordinatorConfig
 from coordinator.state.store import StateFolder
 from edge_agent.cli import main as edge_agent
+from edge_agent.config import AgentConfig
 from edge_agent.errors import RunFailed
 from edge_agent.storage import folder_lock, write_json
 
@@ -76,7 +79,9 @@ def meaning(code: int) -> str:
     "words, code, because",
     [
         ("headwater doctor", 0, "done"),
-        ("headwater status --config c.toml", 1, "cannot be read"),
+        ("headwater status --config c.toml", 1, "a state folder without a journal"),
+        ("headwater logs run-0001 --state .", 1, "a state folder without a journal"),
+        ("edge-agent add --state . --label up x.png", 1, "a state folder without a journal or bundle"),
         ("headwater serve --config wrong.toml", 2, "configuration"),
         ("edge-agent run --config wrong.toml", 2, "configuration"),
         ("headwater serve --config nowhere.toml", 2, "files that are not there"),
@@ -100,6 +105,48 @@ def meaning(code: int) -> str:
 def test_a_command_ends_with_the_code_of_the_table(words, code, because):
     assert code_of(words) == code
     assert because in meaning(code)
+
+
+def test_a_port_that_another_program_uses_ends_with_2(place):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        broker = f"[embedded]\nport = {other.getsockname()[1]}\n"
+        task = COORDINATOR[COORDINATOR.index("[task]") :].format()
+        (place / "busy.toml").write_text(f'state = "busy"\n{broker}{task}')
+        assert code_of("headwater serve --config busy.toml") == 2
+    assert "a port that is in use" in meaning(2)
+
+
+@pytest.mark.parametrize("words", ["run", "status", "doctor", "privacy"])
+def test_a_missing_agent_file_names_the_commands_that_make_one(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert code_of(f"edge-agent {words} --config agent.toml") == 2
+    said = capsys.readouterr().err
+    assert "no such file; 'edge-agent enroll TOKEN' makes it" in said
+    assert "'edge-agent import BUNDLE --state DIR'" in said
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("edge-agent run --config c.toml", "it has run, task: this is the configuration of a coordinator"),
+        ("edge-agent status --config c.toml", "it has run, task: this is the configuration of a coordinator"),
+        ("edge-agent doctor --config c.toml", "it has run, task: this is the configuration of a coordinator"),
+        ("headwater serve --config a.toml", "it has data, id, tier: this is the configuration of an agent"),
+        ("headwater run --config a.toml", "it has data, id, tier: this is the configuration of an agent"),
+        ("headwater serve --config none.toml", "no such file; 'headwater init DIR' makes one"),
+    ],
+)
+@pytest.mark.usefixtures("place")
+def test_a_file_of_the_other_program_is_recognised(words, said, capsys):
+    """It listed five unknown keys instead."""
+    assert code_of(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_keys_that_tell_the_two_files_apart_are_in_one_of_them_alone():
+    agent, coordinator = set(AgentConfig.model_fields), set(CoordinatorConfig.model_fields)
+    assert AgentConfig.file_kind.foreign_keys <= coordinator - agent
+    assert CoordinatorConfig.file_kind.foreign_keys <= agent - coordinator
 
 
 @pytest.mark.parametrize("end", ["run_failed", "run_cancelled"])

@@ -345,7 +345,7 @@ def test_the_time_that_is_left_knows_that_the_end_is_cheaper(tmp_path, images, m
         data=(images[1],), folder=tmp_path, clients=3, rounds=2, encoder="linear", device="cpu", engine="serial"
     )
     with open_simulation(Prepared.of(plan), tmp_path / "sim") as simulation:
-        told = simulate._RunProgress(simulation)
+        told = simulate._RunProgress(simulation, later_rounds=2 * plan.rounds)
         trained = 0
         while trained < 6:
             job = simulation.step()
@@ -353,6 +353,7 @@ def test_the_time_that_is_left_knows_that_the_end_is_cheaper(tmp_path, images, m
                 trained, seconds[0] = trained + 1, seconds[0] + 4.0
                 told.count(job)
         assert told.left_s() == pytest.approx(3 * 0.25 * 4.0)
+        assert told.time_left() == "about 3 s left, 57 s with all that follow", "twice 6.75 trainings more"
         told.count(job.model_copy(update={"purpose": "personalize"}))
         assert told.left_s() == pytest.approx(24.0 / 6.25 * 0.5)
 

@@ -10,7 +10,7 @@ import pytest
 
 from edge_agent import installation
 from edge_agent.errors import MissingCapability
-from edge_agent.installation import find_origin, install_command, parse_origin
+from edge_agent.installation import find_origin, install_command, parse_origin, program_command
 
 ROOT = Path(installation.__file__).parents[1]
 PYTHON = shlex.quote(sys.executable)
@@ -102,3 +102,37 @@ def test_the_coordinator_learns_the_extra_and_no_path(noted, copy):
     assert str(copy) in str(error)
     assert "camera" in error.public_message
     assert "/" not in error.public_message
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """A virtual environment with both programs, whose folder is not on the path."""
+    programs = tmp_path / "copy/.venv/bin"
+    programs.mkdir(parents=True)
+    for name in ("headwater", "edge-agent", "python3"):
+        (programs / name).write_text("#!/bin/sh\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(programs / "python3"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    return programs
+
+
+def test_a_program_is_named_so_that_a_shell_here_finds_it(environment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path / "copy")
+    assert program_command("edge-agent") == ".venv/bin/edge-agent"
+    monkeypatch.chdir(environment)
+    assert program_command("edge-agent") == str(environment / "edge-agent"), "a shell does not look into this folder"
+    monkeypatch.setenv("PATH", str(environment))
+    assert program_command("edge-agent") == "edge-agent"
+    (environment / "edge-agent").unlink()
+    assert program_command("edge-agent") == f"{environment}/python3 -m edge_agent"
+
+
+def test_a_program_of_another_copy_on_the_path_is_not_taken_for_this_one(environment, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "edge-agent").write_text("#!/bin/sh\n")
+    (other / "edge-agent").chmod(0o755)
+    monkeypatch.setenv("PATH", str(other))
+    monkeypatch.chdir(other)
+    assert program_command("edge-agent") == str(environment / "edge-agent")
