@@ -55,6 +55,7 @@ def partition(
 
     Example: headwater partition dirichlet --alpha 0.3 --clients 10 --data digits:optdigits --plot who-has-what.svg
     """
+    from ..report.page import source_name
     from ..report.pictures import format_of, picture
     from ..report.run_charts import MOST_PLOTTED
     from ..report.run_charts import partition as chart_of
@@ -70,6 +71,7 @@ def partition(
     pools, division, task = prepare(plan)
     shown = class_counts(division, pools, task.class_names)
     shown |= {"file": None if file is None else str(file), "plot": None if plot is None else str(plot)}
+    shown["data"] = ", ".join(source_name(source) for source in plan.data)
     if file is not None:
         _check_replaceable(file, division)
         division.write(file)

@@ -324,8 +324,9 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
     yield from (f"warning: {line}" for line in lines(result["warnings"]))
     yield from (f"missing at the end: client '{client}': {reason}" for client, reason in result["failed"].items())
     workers = f" with {counted(result['workers'], 'worker')}" if result["workers"] > 1 else ""
+    start = f", {result['start_s']:.1f} s to start it" if result.get("start_s", 0.0) >= 0.1 else ""  # 0: it had none
     yield (
-        f"{result['seconds']:.1f} s of rounds on engine {result['engine']}{workers}, "
+        f"{result['seconds']:.1f} s of rounds on engine {result['engine']}{workers}{start}, "
         f"partition {result['partition_hash'][:16]}, {encoder_named(result['encoder_sha256'])}"
     )
     if result["weights"]:

@@ -171,9 +171,24 @@ class Lines(Curves):
 
 @dataclass(frozen=True)
 class Bars(Curves):
-    """Vertical bars over a common x of whole numbers, as bytes by round; ``stacked``: on top of each other."""
+    """Vertical bars over a common x of whole numbers, as bytes by round; ``stacked``: on top of each other.
+
+    A bar that reaches beyond the axis is drawn broken, with its value beside it.
+    """
 
     stacked: bool = False
+
+    def cut(self) -> list[tuple[float, float]]:
+        """Return (x, height) of each bar that reaches beyond the axis."""
+        high = self.y.high
+        if high is None:
+            return []
+        heights: dict[float, float] = {}
+        for series in self.series:
+            for x, y in series.points:
+                value = y or 0.0
+                heights[x] = heights.get(x, 0.0) + value if self.stacked else max(heights.get(x, 0.0), value)
+        return [(x, height) for x, height in heights.items() if height > high]
 
 
 @dataclass(frozen=True)
@@ -230,7 +245,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Cells from pale (``low`` and less) to full (``high``), with numbers of ``digits`` decimals; None: not defined."""
+    """Cells from pale (``low`` and less) to full (``high``), with numbers of ``digits`` decimals; None: not defined.
+
+    ``zero``: what a cell with 0 shows; empty: the number.
+    """
 
     title: str
     summary: str
@@ -243,6 +261,11 @@ class Matrix:
     high: float
     digits: int = 2
     caption: str = ""
+    zero: str = ""
+
+    def cell(self, value: float) -> str:
+        """Return the text of a cell."""
+        return self.zero if self.zero and value == 0 else f"{value:.{self.digits}f}"
 
 
 @dataclass(frozen=True)
@@ -413,6 +436,8 @@ def _drawn(chart: Chart) -> dict[str, Any]:
             notes.append(f"Drawn from {MOST_POINTS} of {longest} points of a line, the extremes among them.")
         result |= {"x": _axis(chart.x), "y": _axis(chart.y), "series": [_series(one) for one in chart.series]}
         result |= {"stacked": True} if isinstance(chart, Bars) and chart.stacked else {}
+        if isinstance(chart, Bars) and (cut := chart.cut()):
+            result["cut"] = [[_short(x), _short(height)] for x, height in cut]
         result |= {"bare": True} if isinstance(chart, Scatter) and chart.bare else {}
     elif isinstance(chart, Rows):
         keys = {key.name: clean(key.name) for key in chart.keys}
@@ -434,6 +459,7 @@ def _drawn(chart: Chart) -> dict[str, Any]:
         result |= {"rows": [clean(name) for name in chart.rows], "columns": [clean(name) for name in chart.columns]}
         result |= {"values": [[_short(value) for value in line] for line in chart.values]}
         result |= {"low": chart.low, "high": chart.high, "digits": chart.digits}
+        result |= {"zero": chart.zero} if chart.zero else {}
     else:
         result |= {"x": _axis(chart.x), "rows": [_spans(name, spans) for name, spans in chart.rows]}
     return result | {"summary": clean(chart.summary, 2000), "caption": clean(" ".join(notes), 2000)}

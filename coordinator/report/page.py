@@ -66,7 +66,7 @@ def render(run: RunFigures, releases: Sequence[Mapping[str, Any]] = ()) -> str:
         closed=f"{len(run.rounds) if closed is None else closed:g}",
         member="client" if simulation else "agent",
         agent_count=run.agent_count,
-        data=", ".join(map(_source_name, simulation.get("data", []))),
+        data=", ".join(map(source_name, simulation.get("data", []))),
         warm_start=_warm_start(summary.get("warm_start")),
         warnings=[one for one in warnings if isinstance(one, dict)] if isinstance(warnings, list) else [],
         cards=list(_cards(run)),
@@ -92,7 +92,7 @@ def _title(run: RunFigures) -> str:
     """What was done, by which method on what: one run among many is recognised by it."""
     method, simulation = _text(run.summary.get("method")), run.simulation
     if simulation:
-        data = ", ".join(map(_source_name, simulation.get("data", [])))
+        data = ", ".join(map(source_name, simulation.get("data", [])))
         rule = simulation.get("partition", {}).get("rule", "")
         return clean(f"{method} on {data}, {counted(run.agent_count, 'client')}, {rule}", 160)
     rounds = as_number(run.summary.get("rounds"))
@@ -100,7 +100,7 @@ def _title(run: RunFigures) -> str:
     return clean(", ".join([*parts, counted(run.agent_count, "agent")]), 160)
 
 
-def _source_name(source: object) -> str:
+def source_name(source: object) -> str:
     """A data source without the folders of its path: ``windows:watch.npz``."""
     kind, colon, path = str(source).partition(":")
     return f"{kind}{colon}{path.rpartition('/')[2]}"
@@ -113,7 +113,8 @@ def _figures(charts: Sequence[Chart | None], name: str) -> list[str]:
 def _partition(run: RunFigures) -> Chart | None:
     shown = run.simulation.get("partition")
     if shown and shown.get("clients"):
-        return run_charts.partition(shown)
+        data = ", ".join(map(source_name, run.simulation.get("data", [])))
+        return run_charts.partition({**shown, "data": data})
     sizes = [(agent.id, agent.samples) for agent in run.agents if agent.samples is not None]
     return run_charts.sample_counts(sizes) if sizes else None
 

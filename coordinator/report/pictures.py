@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 import warnings
 from collections.abc import Sequence
 from html import escape
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from edge_agent.errors import UsageError
 
-from .charts import THEMES, Axis, Bars, Chart, Curves, Matrix, Rows, Scatter, Series, Timeline, clean
+from .charts import THEMES, Bars, Chart, Curves, Matrix, Rows, Scatter, Series, Timeline, clean, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,6 +99,10 @@ def _style() -> Any:
     }
 
 
+_TITLE_CHARS_PER_INCH = 9.5
+"""Of a panel's title in its font, with some room: a longer line would squeeze the panel."""
+
+
 def _size(chart: Chart) -> tuple[float, float]:
     if isinstance(chart, Rows | Timeline):
         return _PANEL_WIDTH, 1.5 + 0.3 * len(chart.rows)
@@ -125,7 +130,8 @@ def _described(content: bytes, text: str) -> bytes:
 
 
 def _draw(panel: Axes, chart: Chart) -> None:
-    panel.set_title(clean(chart.title, 200), pad=10)
+    title = textwrap.fill(clean(chart.title, 200), int(_TITLE_CHARS_PER_INCH * _size(chart)[0]))
+    panel.set_title(title, pad=10)
     if isinstance(chart, Rows):
         _rows(panel, chart)
     elif isinstance(chart, Matrix):
@@ -152,7 +158,9 @@ def _curves(panel: Axes, chart: Curves) -> None:
             below.update({x: bottom + y for x, y, bottom in zip(xs, ys, bottoms, strict=True)})
         else:
             _line(panel, one, xs, ys, look)
-    _scale(panel, chart.x, chart.y)
+    _scale(panel, chart)
+    if isinstance(chart, Bars):
+        _mark_cut_bars(panel, chart)
     if isinstance(chart, Scatter) and chart.bare:
         panel.tick_params(labelbottom=False, labelleft=False)
     if chart.series:
@@ -168,7 +176,23 @@ def _line(panel: Axes, one: Series, xs: list[float], ys: list[float], look: dict
         panel.fill_between([x for x, _ in one.points], lows, highs, color=look["color"], alpha=0.15, linewidth=0)
 
 
-def _scale(panel: Axes, x: Axis, y: Axis) -> None:
+def _mark_cut_bars(panel: Axes, chart: Bars) -> None:
+    """Break the bars that reach beyond the plot, and write how long they are."""
+    for x, value in chart.cut():
+        top = chart.y.high or 0.0
+        for height in (0.86 * top, 0.9 * top):
+            panel.plot([x - 0.45, x + 0.45], [height - 0.02 * top, height + 0.02 * top], color=_COLOURS["sheet"])
+        label = f"{number(value)} {chart.y.unit}".rstrip()
+        panel.annotate(label, (x + 0.42, top), (2, -2), textcoords="offset points", va="top", annotation_clip=False)
+
+
+def _scale(panel: Axes, chart: Curves) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    x, y = chart.x, chart.y
+    is_whole = all(float(point[0]).is_integer() for line in chart.series for point in line.points)
+    if is_whole and not x.log:  # there is no round 1.2
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.set(xlabel=clean(x.text), ylabel=clean(y.text))
     panel.set_xlim(x.low, x.high)
     panel.set_ylim(y.low, y.high)
@@ -239,7 +263,7 @@ def _matrix(panel: Axes, chart: Matrix) -> None:
     if len(chart.columns) <= _MOST_NUMBERED:
         for row, line in enumerate(chart.values):
             for column, value in enumerate(line):
-                text = "–" if value is None else f"{value:.{chart.digits}f}"
+                text = "–" if value is None else chart.cell(value)
                 panel.text(column, row, text, ha="center", va="center", fontsize=8)
     for names, set_ticks, turn in ((chart.columns, panel.set_xticks, 90), (chart.rows, panel.set_yticks, 0)):
         if len(names) <= _MOST_NAMED:

@@ -95,7 +95,20 @@ def benefit(agents: Sequence[AgentFigures]) -> Rows | None:
         shown = [*known[:half], *known[-half:]]
         caption = f"The {half} devices that gain most and the {half} that gain least, of {len(known)}. "
     keys = tuple(key for key in KEYS if any(key.role in one.acc for one in known))
-    title = "Benefit of each device" if any("local" in one.acc for one in known) else "Accuracy of each device"
+    has_local = any("local" in one.acc for one in known)
+    has_interval = any(one.support for one in shown)
+    title = "Accuracy of each device"
+    if has_local:
+        title = "Benefit of each device"
+        caption += "From the best model that the device fits alone to its personal model. "
+    if has_interval:
+        scopes = "acc.local and acc.personal" if has_local else "acc.personal"
+        caption += f"Shaded: 95 % Wilson intervals of {scopes} for the device's held-out samples"
+        caption += (
+            "; both are of the same samples, so overlapping intervals do not exclude a difference."
+            if has_local
+            else "."
+        )
     return Rows(
         title,
         benefit_sentence(agents) or _listed_accuracies(known),
@@ -108,9 +121,7 @@ def benefit(agents: Sequence[AgentFigures]) -> Rows | None:
         ),
         keys,
         tuple(_row(one, keys) for one in shown),
-        f"{caption}From the best model that the device fits alone to its personal model. Shaded: 95 % Wilson intervals "
-        "of acc.local and acc.personal for the device's held-out samples; both are of the same samples, so overlapping "
-        "intervals do not exclude a difference.",
+        caption.rstrip(),
     )
 
 
@@ -224,7 +235,7 @@ def slow_first(number: int, seconds: Sequence[float]) -> tuple[float | None, str
     first, others = seconds[0], seconds[1:]
     if not others or max(others) <= 0 or first <= max(SLOW_FIRST * median(others), 1.1 * max(others)):
         return None, ""
-    return 1.1 * max(others), f"Round {number} took {first:.1f} s and reaches beyond the plot."
+    return 1.1 * max(others), f"Round {number} took {first:.1f} s; its bar is broken."
 
 
 def _traffic(rounds: Sequence[RoundFigures]) -> Iterator[tuple[str, Bars | None]]:
@@ -261,7 +272,8 @@ def _are_equal(values: Sequence[float]) -> bool:
 def partition(shown: Mapping[str, Any], most: int = MOST_CELLS) -> Matrix:
     """Who has how many training samples of which class; the first ``most`` of more clients or classes.
 
-    ``shown``: ``rule``, ``classes`` (names), and ``clients`` with ``id`` and ``train`` (counts by class).
+    ``shown``: ``rule``, ``classes`` (names), and ``clients`` with ``id`` and ``train`` (counts by class); where they
+    are known also the ``settings`` of the rule, such as alpha and seed, and the name of the ``data``.
     """
     clients, classes = shown["clients"], list(shown["classes"])
     sizes = [sum(one["train"]) for one in clients]
@@ -275,8 +287,10 @@ def partition(shown: Mapping[str, Any], most: int = MOST_CELLS) -> Matrix:
         for items, name in ((clients, "clients"), (classes, "classes"))
         if len(items) > most
     ]
+    settings = ", ".join(f"{name} {_setting(value)}" for name, value in shown.get("settings", {}).items())
+    of_data = f" of {shown['data']}" if shown.get("data") else ""
     return Matrix(
-        f"Partition {shown['rule']}: training samples of each class",
+        f"Partition {shown['rule']}{of_data}{f' ({settings})' if settings else ''}: training samples of each class",
         summary,
         "class",
         "client",
@@ -286,8 +300,14 @@ def partition(shown: Mapping[str, Any], most: int = MOST_CELLS) -> Matrix:
         0.0,
         float(max((max(one["train"]) for one in clients), default=1) or 1),
         digits=0,
+        zero="·",
         caption=f"{summary} Shown: {' and '.join(left_out)}." if left_out else summary,
     )
+
+
+def _setting(value: object) -> str:
+    """Return a setting of a partition as text."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def sample_counts(sizes: Sequence[tuple[str, float]]) -> Rows:

@@ -83,6 +83,7 @@ class Simulation:
         """Start the engine and the coordinator, and connect all clients."""
         self.engine.start()
         self.coordinator.start()
+        self.engine.wait_until_ready()  # while the workers start, the coordinator reads its journal
         record = self.state.journal.replay(self.run)
         begun = record.round + (record.open_round is not None)
         self.clients.start(is_late=begun >= self.prepared.plan.rounds)
@@ -156,7 +157,8 @@ class Simulation:
             raise RunFailed(f"{self.run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
         with files_kept(self.state.path):
             describe(self.state, self.run, self.prepared)
-        return {**result_of(self.state, self.run, self.prepared), **self.engine.figures}
+        result = result_of(self.state, self.run, self.prepared)
+        return {**result, "start_s": round(self.engine.start_s, 3), **self.engine.figures}
 
     def _pooled_norm(self, job: Job) -> tuple[Outgoing, ...]:
         """Batch norm that stays with clients, pooled as for a bundle: without it new clients have no encoder."""

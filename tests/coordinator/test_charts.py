@@ -237,3 +237,40 @@ def test_shares_are_percentages_in_what_is_read_and_stay_shares_in_what_is_drawn
     assert chart_json(rows)["table"]["rows"] == [("a", "50.0 % (25.0 % to 75.0 %)")]
     assert b">100</text>" in picture([rows])
     assert (percent(None), points(0.05), points(-0.05), points(None)) == ("–", "+5.0", "−5.0", "–")
+
+
+def test_ticks_of_rounds_are_whole_numbers_also_in_a_picture_of_two_rounds():
+    line = Series("mean", ((0.0, 0.1), (1.0, 0.2), (2.0, 0.3)), "personal")
+    chart = Lines("Accuracy", "Accuracy.", Axis("rounds done"), Axis("accuracy", low=0.0, high=1.0), (line,))
+    drawn = picture([chart]).decode()
+    assert ">2</text>" in drawn
+    assert not re.search(r">[012]\.(?:25|5|50|75)</text>", drawn)
+
+
+def test_a_bar_that_reaches_beyond_the_axis_is_broken_and_has_its_value():
+    waits = Series("waits", ((1.0, 0.5), (2.0, 0.5)), "c1")
+    works = Series("works", ((1.0, 14.5), (2.0, 2.0)), "plain")
+    chart = Bars("Time", "Time.", Axis("round"), Axis("time", "s", 0.0, 3.0), (waits, works), stacked=True)
+    assert chart.cut() == [(1.0, 15.0)]
+    assert chart_json(chart)["cut"] == [[1, 15]]
+    assert b">15 s</text>" in picture([chart])
+    whole = Bars("Time", "Time.", Axis("round"), Axis("time", "s", 0.0), (waits, works), stacked=True)
+    assert whole.cut() == []
+    assert "cut" not in chart_json(whole)
+    beside = Bars("Time", "Time.", Axis("round"), Axis("time", "s", 0.0, 14.6), (waits, works))
+    assert beside.cut() == [], "bars beside each other are not added up"
+
+
+def test_zeros_of_a_matrix_are_shown_as_the_table_shows_them():
+    chart = Matrix("M", "M.", "class", "client", ("a",), ("c0", "c1"), ((0.0, 4.0),), 0.0, 4.0, digits=0, zero="·")
+    drawn = picture([chart])
+    assert "·".encode() in drawn
+    assert b">0</text>" not in drawn
+    assert chart_json(chart)["zero"] == "·"
+
+
+def test_a_long_title_of_a_picture_is_broken_into_lines():
+    title = "Partition dirichlet of digits:optdigits (alpha 0.3, clients 6, seed 0): training samples of each class"
+    chart = Matrix(title, "M.", "class", "client", ("a",), ("c0",), ((1.0,),), 0.0, 1.0)
+    assert title.encode() not in picture([chart]), "in one line it would squeeze the panel"
+    assert b"Partition dirichlet of" in picture([chart])

@@ -53,8 +53,10 @@ def test_a_saved_file_is_looked_at_again(call):
 
 
 def test_a_table_and_a_picture_for_people(call, tmp_path):
-    code, out, err = call("iid", "--clients", 3, "--data", "npz:i.npz", "--plot", "plots/who.svg")
+    code, out, err = call("iid", "--clients", 3, "--data", "npz:i.npz", "--plot", "plots/who.svg", "--seed", 7)
     assert code == 0, err
+    drawn = (tmp_path / "plots" / "who.svg").read_text()
+    assert all(word in drawn for word in ("iid", "npz:i.npz", "seed 7")), "the title says which partition it is"
     assert [line.split()[:2] for line in out.splitlines() if line.startswith("c")][1:] == [
         ["c0", "23"], ["c1", "23"], ["c2", "23"],
     ] or "c0" in out  # fmt: skip

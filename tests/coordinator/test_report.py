@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coordinator.report import write_report
 from coordinator.report.charts import percent
-from coordinator.report.figures import read_run
+from coordinator.report.figures import AgentFigures, read_run
 from coordinator.report.page import duration, megabytes, render
 from coordinator.report.run_charts import accuracy, accuracy_floor, benefit, cost, wilson
 from coordinator.state.store import RunFolder
@@ -188,7 +188,7 @@ def test_a_slow_first_round_does_not_squash_the_others():
         "the longest is round 1 with 50.00 s."
     )
     assert charts[0].y.high == pytest.approx(4.4)
-    assert charts[0].caption == "Round 1 took 50.0 s and reaches beyond the plot."
+    assert charts[0].caption == "Round 1 took 50.0 s; its bar is broken."
     assert charts[0].series[0].name == "waiting for enough agents"
     assert len(charts) == 1, "bytes are the same in each round: a sentence has it"
 
@@ -207,7 +207,7 @@ def test_simulations_are_named_after_what_they_are(tmp_path):
     page = page_of(summary, [agent_record("a")])
     assert "dualfed on windows:watch.npz, 1 client, dirichlet finished" in page.text
     assert "Headwater simulation · run-0001" in page.text
-    assert page.charts[-1]["title"] == "Partition dirichlet: training samples of each class"
+    assert page.charts[-1]["title"] == "Partition dirichlet of windows:watch.npz: training samples of each class"
     assert "1 client with 3 training samples of 1 of 2 classes each." in page.text
     settings = next(text for text in page.words if text.startswith("method = "))
     (tmp_path / "simulation.toml").write_text(settings, encoding="utf-8")
@@ -313,6 +313,17 @@ def test_any_records_make_a_page(summary, records):
 def test_huge_and_negative_figures_make_a_page():
     records = [round_record(10**12, seconds=1e300, bytes_up=-5), round_record(1, acc={"global": {"a": -4e9}})]
     assert "nan" not in page_of(SUMMARY, records).text.lower()
+
+
+def test_captions_explain_only_figures_that_are_there():
+    agents = [AgentFigures(id=f"a{n}", acc={"personal": 0.5, "global": 0.4}, support=20) for n in range(2)]
+    caption = benefit(agents).caption
+    assert "acc.local" not in caption
+    assert caption == "Shaded: 95 % Wilson intervals of acc.personal for the device's held-out samples."
+    assert "best model that the device fits alone" not in caption
+    assert benefit([AgentFigures(id="a", acc={"personal": 0.5})]).caption == "", "no interval without samples"
+    both = [one.model_copy(update={"acc": {"personal": 0.5, "local": 0.4}}) for one in agents]
+    assert "acc.local and acc.personal" in benefit(both).caption
 
 
 def test_report_of_a_run_without_figures_is_refused(tmp_path):

@@ -152,6 +152,14 @@ def test_a_client_at_which_workers_die_again_and_again_is_named_with_a_smaller_b
     assert (pool.is_busy, pool.room) == (False, 2)
 
 
+def test_the_start_of_the_workers_is_measured_apart_from_the_rounds(pool_of):
+    pool = pool_of(WAITS, workers=2)
+    assert pool.start_s == 0.0
+    pool.wait_until_ready()
+    assert pool.start_s > 0.0
+    assert len(pool._starting) < 2, "the first worker is ready before the first round is opened"
+
+
 def test_workers_that_cannot_start_end_the_run_with_their_last_words(pool_of):
     pool = pool_of(NEVER_STARTS)
     pool.give(work_for())

@@ -86,7 +86,7 @@ def updates_of(simulation: Simulation) -> dict[tuple[int, str], tuple[str, dict[
 def learned(result: dict[str, Any]) -> dict[str, Any]:
     """All but time and traffic, which are those of the process that closed a round."""
     rounds = [{**one, "seconds": None, "bytes_up": None, "bytes_down": None} for one in result["rounds"]]
-    return {**result, "rounds": rounds, "seconds": None}
+    return {**result, "rounds": rounds, "seconds": None, "start_s": None}
 
 
 def learned_anywhere(result: dict[str, Any]) -> dict[str, Any]:

@@ -147,6 +147,7 @@
         focus: { prox: 1e6 },
       },
       hooks: {
+        draw: [(plot) => markCutBars(plot, chart, font)],
         setCursor: [(plot) => moved(state, plot, xs, ys)],
         setScale: [(plot, name) => {
           if (name === "x" && plot.status === 1) {
@@ -162,6 +163,34 @@
     state.columns = { xs, ys, at };
     plot.over.addEventListener("dblclick", () => { state.zoom = null; });
     plot.over.addEventListener("mouseleave", () => { state.tip.hidden = true; });
+  }
+
+  /* Breaks the bars that reach beyond the plot by two lines in the colour of the page, and writes how long they are. */
+  function markCutBars(plot, chart, font) {
+    if (!chart.cut) return;
+    const { ctx, bbox } = plot, unit = devicePixelRatio;
+    const step = bbox.width / Math.max(1, plot.scales.x.max - plot.scales.x.min);
+    const half = 0.5 * Math.max(unit, Math.min(46 * unit, 0.78 * step)) + 2 * unit;
+    ctx.save();
+    ctx.font = font.replace("12px", `${12 * unit}px`);
+    ctx.textBaseline = "top";
+    for (const [x, height] of chart.cut) {
+      if (x < plot.scales.x.min || x > plot.scales.x.max) continue;
+      const middle = plot.valToPos(x, "x", true);
+      ctx.strokeStyle = theme("sheet");
+      ctx.lineWidth = 2.5 * unit;
+      for (const below of [22, 28]) {
+        ctx.beginPath();
+        ctx.moveTo(middle - half, bbox.top + (below + 4) * unit);
+        ctx.lineTo(middle + half, bbox.top + (below - 4) * unit);
+        ctx.stroke();
+      }
+      ctx.fillStyle = theme("ink");
+      const isRight = middle + half + 60 * unit > bbox.left + bbox.width;
+      ctx.textAlign = isRight ? "right" : "left";
+      ctx.fillText(withUnit(height, chart.y), middle + (isRight ? -half : half) , bbox.top + 2 * unit);
+    }
+    ctx.restore();
   }
 
   function xRange(chart, low, high) {
@@ -367,6 +396,12 @@
     const at = (value) => Math.min(1, Math.max(0, (value - low) / (high - low)));
     const lines = ticks(low, high);
     const list = make("ul", "rows");
+    const said = isTimeline ? [] : chart.keys.filter((key) => !key.quiet && chart.rows.some((row) => row.marks[key.name]));
+    if (said.length > 1) { // what the numbers beside the marks are
+      const head = make("li", "axis head");
+      head.append(make("span"), make("span"), make("span", "values", said.map((key) => key.name).join(" → ")));
+      list.append(head);
+    }
     for (const row of chart.rows) {
       const item = make("li"), track = make("div", "track"), name = make("span", "name", row.name);
       name.title = row.name;
@@ -455,7 +490,7 @@
       const row = make("tr");
       row.append(named("row", chart.rows[index]));
       line.forEach((value, column) => {
-        const cell = make("td", known(value) ? "" : "empty", known(value) ? value.toFixed(chart.digits) : "–");
+        const cell = make("td", known(value) ? "" : "empty", known(value) ? (chart.zero && value === 0 ? chart.zero : value.toFixed(chart.digits)) : "–");
         const share = known(value) ? Math.min(1, Math.max(0, (value - chart.low) / (chart.high - chart.low || 1))) : 0;
         cell.style.setProperty("--share", share.toFixed(3));
         cell.title = `${chart.row_label} ${chart.rows[index]}, ${chart.column_label} ${chart.columns[column]}: ${digits(value)}`;

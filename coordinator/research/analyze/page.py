@@ -49,6 +49,9 @@ MOST_OF_CLASSES = 4
 ALIKE = 0.005
 """Pairs of clients whose values all lie so close to each other need a sentence, not a matrix."""
 
+SAME = 1e-4
+"""CKA that is closer to 1 is that of equal features: float32 rounds."""
+
 _MEASURES = {
     "separation": ("Class separation", "1 - cosine distance within classes / overall; higher is more apart", 1.0),
     "before_after": ("CKA with the encoder's features", "Linear CKA of encoder features and those made of them", 1.0),
@@ -132,13 +135,16 @@ def sentences(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     last: Mapping[str, Any] = next((one for one in reversed(result["rounds"]) if "separation" in one), {})
     for kind, pairs in last.get("cka", {}).items():
         if values := _alike(pairs):
-            yield (
-                _BETWEEN,
-                (
-                    f"Linear CKA between clients, {kind} features: all pairs lie between {min(values):.3f} and "
-                    f"{max(values):.3f} after {last['round']} rounds."
-                ),
+            what = f"Linear CKA between clients, {kind} features"
+            text = (
+                f"{what}: all pairs lie between {min(values):.3f} and {max(values):.3f} after {last['round']} rounds."
             )
+            if min(values) > 1 - SAME:
+                text = (
+                    f"{what}: 1 for all pairs after {last['round']} rounds, because the features are the same: these "
+                    "clients use one shared encoder, for which CKA is 1 whatever it has learned."
+                )
+            yield _BETWEEN, text
     sent = result["communication"]
     if sent is not None and _is_steady(sent):
         yield (
@@ -240,7 +246,9 @@ def _between(states: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
     if "cka" in last:
         means = [(one["round"], {kind: one["cka"][kind]["mean"] for kind in last["cka"]}) for one in states]
         caption = "Linear CKA of two clients' features of the same samples; mean over all pairs of clients."
-        yield from _over_rounds("cka-rounds", "CKA between clients by round", caption, means, 1.0)
+        known = [mean for _, of_kinds in means for mean in of_kinds.values() if mean is not None]
+        if known and min(known) <= 1 - SAME:  # otherwise a sentence says that the features are the same
+            yield from _over_rounds("cka-rounds", "CKA between clients by round", caption, means, 1.0)
         for kind, result in last["cka"].items():
             title = f"CKA between clients, {kind} features, after {last['round']} rounds"
             if not _alike(result):

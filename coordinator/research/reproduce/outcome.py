@@ -243,21 +243,64 @@ def sentence(claim: Mapping[str, Any]) -> str:
     )
 
 
+_AVERAGES = {"clients_mean": "mean over clients", "samples_mean": "over all test samples"}
+
+
 def _curves(table: Table, cells: Sequence[Cell]) -> bytes:
-    """An SVG with a panel for each column: accuracy in percent by rounds done, one line for each row and seed."""
+    """Return an SVG with a panel for each column, with the accuracies of its rows by rounds done."""
     charts = []
     for column in table.columns:
         shown = [cell for cell in cells if cell.column.name == column.name]
-        rows = list(dict.fromkeys(cell.row.name for cell in shown))
-        series = []
-        for cell in shown:
-            result = cell.result
-            if result is None or not (points := curve(result, cell.row.scope, table.average)):
-                continue
-            number = rows.index(cell.row.name)
-            percents = tuple((done, HUNDRED * value) for done, value in points)
-            series.append(Series(cell.row.name, percents, f"c{number % CLASSES}", dashed=number // CLASSES % 2 == 1))
         if shown:
-            text = f"{column.name}: accuracy by rounds done. {ends(series, 'after round')}"
-            charts.append(Lines(column.name, text, Axis("rounds done"), Axis("accuracy", "%"), tuple(series)))
-    return picture(charts)
+            charts.append(panel(table, column, shown))
+    return picture(charts, title=f"{table.title} ({table.source})")
+
+
+def panel(table: Table, column: Column, cells: Sequence[Cell]) -> Lines:
+    """Return the chart of one column: a line for each row, and a dashed one at the value that was published for it.
+
+    The line of several seeds is their mean, with a band from the lowest to the highest of them.
+    """
+    rows = {cell.row.name: cell.row for cell in cells}
+    series: list[Series] = []
+    for number, row in enumerate(rows.values()):
+        results = [cell.result for cell in cells if cell.row.name == row.name]
+        curves = [curve(result, row.scope, table.average) for result in results if result is not None]
+        role = f"c{number % CLASSES}"
+        line = _over_seeds(row.name, [points for points in curves if points], role)
+        if line is None:
+            continue
+        series.append(line)
+        published = row.paper.get(column.name)
+        if published is not None:
+            # From the first round on, also where only one point of a line is known yet.
+            last = max(line.points[-1][0], 1.0)
+            name = f"{row.name}, published {published:g} %"
+            series.append(Series(name, ((0.0, published), (last, published)), role, dashed=True))
+    return Lines(
+        f"{column.name}: {_data_of(cells)}",
+        f"{column.name}: accuracy by rounds done. {ends(series, 'after round')}",
+        Axis("rounds done"),
+        Axis(f"accuracy, {_AVERAGES[table.average]}", "%"),
+        tuple(series),
+    )
+
+
+def _over_seeds(name: str, curves: Sequence[Sequence[tuple[float, float]]], role: str) -> Series | None:
+    """Return the mean of the curves of several seeds in percent, at the rounds that all of them have; None: of none."""
+    if not curves:
+        return None
+    by_round = [dict(points) for points in curves]
+    common = sorted(set(by_round[0]).intersection(*by_round[1:]))
+    values = [[HUNDRED * points[done] for points in by_round] for done in common]
+    means = tuple((done, fmean(of_round)) for done, of_round in zip(common, values, strict=True))
+    if len(curves) == 1:
+        return Series(name, means, role)
+    band = tuple((min(of_round), max(of_round)) for of_round in values)
+    return Series(f"{name}, mean of {len(curves)} seeds", means, role, band=band)
+
+
+def _data_of(cells: Sequence[Cell]) -> str:
+    """Return the kinds of data of some cells, without the folders that they are in."""
+    sources = dict.fromkeys(source for cell in cells for source in cell.plan.data)
+    return ", ".join(dict.fromkeys(source.partition(":")[0] for source in sources))

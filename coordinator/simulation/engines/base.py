@@ -130,6 +130,8 @@ class Engine(ABC):
         self._most = most
         self._given: list[Work] = []
         self._done = deque[Done]()
+        self.start_s = 0.0
+        """Seconds from the start of the engine until it could compute; no round's time contains them."""
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -154,6 +156,14 @@ class Engine(ABC):
     @abstractmethod
     def start(self) -> None:
         """Get ready; called once before the first job."""
+
+    def wait_until_ready(self) -> None:
+        """Wait until a job that is given is computed at once; called once, before the first round is opened.
+
+        Raises:
+            RunFailed: the engine cannot start.
+        """
+        self.start_s = 0.0  # an engine of this process is ready at once
 
     def give(self, work: Work) -> None:
         """Queue a job."""

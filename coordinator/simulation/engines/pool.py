@@ -13,6 +13,7 @@ import json
 import logging
 import queue
 import selectors
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ class WorkerPool(Engine, Generic[Handle, Placed]):
 
         self._crashes = Counter[tuple[str, int, str]]()
         self._crashes_at_start = 0
+        self._started_s = 0.0
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -126,9 +128,20 @@ class WorkerPool(Engine, Generic[Handle, Placed]):
         Raises:
             HeadwaterError: workers cannot run there.
         """
+        self._started_s = time.perf_counter()
         self.workers = self._hosts.start(self.workers)
         for number in range(self.workers):
             self._spawn(number)
+
+    def wait_until_ready(self) -> None:
+        """Wait for the first worker: what follows is work, and what came before is no part of the first round.
+
+        Raises:
+            RunFailed: workers cannot start.
+        """
+        while len(self._starting) == len(self._all):
+            self._advance()
+        self.start_s = time.perf_counter() - self._started_s
 
     def give(self, work: Work) -> None:
         """Submit to an idle worker, or to the first that is ready."""

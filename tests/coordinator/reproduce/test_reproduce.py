@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from reproduction_harness import TABLE
 from safetensors.numpy import save_file
 
 from coordinator.research.reproduce import outcome
-from coordinator.research.reproduce.cells import Reproduction, Table, names, read_table
-from coordinator.research.reproduce.outcome import sentence
+from coordinator.research.reproduce.cells import Column, Reproduction, Row, Table, names, read_table
+from coordinator.research.reproduce.outcome import panel, sentence
 from coordinator.simulation.client_pool import SimulatedClients
 from edge_agent.errors import ConfigError, UsageError
 
@@ -319,3 +320,31 @@ def test_the_order_in_words(place, mine, others, words):
     table = read_table("order.toml")
     ours = {name: (None, value) for name, value in {"Best": mine, **others}.items()}
     assert sentence(outcome.promises(table, found(ours, table))[0]).startswith(words)
+
+
+def curve_of(*means):
+    """A result whose personal accuracy after 0, 1, ... rounds was so."""
+    *before, last = [{"personal": {"clients_mean": mean}} for mean in means]
+    rounds = [{"round": number, "acc": acc} for number, acc in enumerate(before, 1)]
+    return {"rounds": rounds, "last": {"rounds_done": len(before), "acc": last}}
+
+
+def test_curves_have_the_published_value_a_band_over_seeds_and_say_what_they_are_of():
+    column = Column(name="20 clients")
+    rows = [Row(name="FedPAC", method="fedpac", paper={"20 clients": 91.8}), Row(name="Local", method="fedavg")]
+    table = Table(title="T", source="S", measure="M", columns=(column,), rows=tuple(rows))
+    plan = SimpleNamespace(data=("idx:/data/fmnist",))
+    results = {"FedPAC": [curve_of(0.5, 0.7, 0.8), curve_of(0.3, 0.5)], "Local": [curve_of(0.4, 0.6)]}
+    cells = [
+        SimpleNamespace(row=row, column=column, plan=plan, result=result)
+        for row in rows
+        for result in [*results[row.name], None]
+    ]
+    chart = panel(table, column, cells)
+    assert (chart.title, chart.y.text) == ("20 clients: idx", "accuracy, mean over clients (%)")
+    mean, published, local = chart.series
+    assert (mean.name, published.name) == ("FedPAC, mean of 2 seeds", "FedPAC, published 91.8 %")
+    assert mean.points == ((0.0, pytest.approx(40.0)), (1.0, pytest.approx(60.0))), "rounds that both seeds have"
+    assert mean.band == ((pytest.approx(30.0), pytest.approx(50.0)), (pytest.approx(50.0), pytest.approx(70.0)))
+    assert (published.points, published.dashed, published.role) == (((0.0, 91.8), (1.0, 91.8)), True, mean.role)
+    assert (local.name, local.band) == ("Local", ())

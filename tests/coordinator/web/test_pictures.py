@@ -19,7 +19,7 @@ def point(number, seconds=1.0):
 
 def test_slow_first_round_reaches_beyond_the_plot_of_times():
     chart = of_run([point(1, 50.0), point(2, 2.0), point(3, 3.0)])["phases"]
-    assert (round(chart.y.high, 6), chart.caption) == (3.3, "Round 1 took 50.0 s and reaches beyond the plot.")
+    assert (round(chart.y.high, 6), chart.caption) == (3.3, "Round 1 took 50.0 s; its bar is broken.")
     assert of_run([point(1, 3.5), point(2, 2.0), point(3, 3.0)])["phases"].y.high is None
     assert of_run([point(7, 50.0)])["phases"].caption == ""
 
