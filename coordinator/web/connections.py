@@ -70,7 +70,7 @@ class MakingRoom(H11Protocol):
 
     def waits_for_peer(self) -> bool:
         """Whether nothing happens here until the peer sends, or reads, something."""
-        if self.cycle is None or self.cycle.response_complete:
+        if getattr(self.cycle, "response_complete", True):  # None: no request yet
             return True
         return self.cycle.more_body or self.flow.write_paused
 
