@@ -138,7 +138,7 @@ def check_tls(broker: BrokerConfig) -> None:
     if not broker.uses_tls and not is_loopback(broker.host):
         raise UsageError(
             f"broker {broker.url} is without TLS and not on this machine: everybody on the way reads and changes "
-            "models and passwords; use mqtts:// ('headwater init' makes certificates, 'edge-agent enroll TOKEN' gets "
+            "models and passwords; use mqtts:// ('headwater init' makes certificates, 'edge-agent enroll -' gets "
             "one), or say --insecure"
         )
 

@@ -7,6 +7,7 @@ HeadwaterError                  exit 1   something failed
 │   ├── DataError               exit 2   local data are missing, empty, or not of the expected form
 │   ├── WeightsError            exit 2   a file of weights is missing, unreadable, or of another network
 │   ├── EnrolmentRefused        exit 2   a token or certificate does not count, or is of another federation
+│   │   ├── NotProven           exit 2   a request for a certificate is not signed by what it names
 │   │   └── NotTheCoordinator   exit 2   who answers a request for a certificate is somebody else
 │   ├── DuplicateId             exit 2   another agent with the same id is alive
 │   └── DuplicateCoordinator    exit 2   another coordinator serves the same federation
@@ -101,6 +102,13 @@ class WeightsError(UsageError):
 
 class EnrolmentRefused(UsageError):
     """A token or a certificate does not count; the message names the step, the cause and the next command."""
+
+
+class NotProven(EnrolmentRefused):
+    """A request for a certificate is not signed by a token or key of the agent that it names: a stranger may send it.
+
+    The message is the same whether or not there is such an agent, and tells nothing of one.
+    """
 
 
 class NotTheCoordinator(EnrolmentRefused):

@@ -33,6 +33,9 @@ MOST_WORK = 100_000_000_000
 """Multiplications for one input; ResNet18 takes 1.8e9 for an image of 224 pixels, ViT-B 1.7e10."""
 
 MOST_NODES = 10_000
+MOST_GRAPHS = 8
+"""Graphs of one file, which are read as one: an encoder, and the probe of its batch norm."""
+
 _MOST = {"fields": 100_000, "bytes of integers": 1 << 18, "bytes of texts": 1 << 20, "numbers in sizes": 1 << 19}
 """What is read of a graph, before memory is taken for it: 0.5 s and 50 MB together.
 
@@ -204,6 +207,8 @@ class _Reader:
     def model(self, data: memoryview) -> _Graph:
         graph, known = _Graph(), self._known(data, _MODEL, _MODEL_SKIPPED, "model")
         beside = len(data)
+        if (count := len(known["graph"])) > MOST_GRAPHS:
+            raise BundleDamaged(f"{count} graphs, at most {MOST_GRAPHS} are allowed")
         for part in known["graph"]:  # several are read as one: an encoder, and the probe of its batch norm
             content = self._known(_bytes(part), _GRAPH, _GRAPH_SKIPPED, "graph")
             if (count := len(graph.nodes) + len(content["node"])) > MOST_NODES:

@@ -611,7 +611,7 @@ def _check_name(config: AgentConfig, identity: Identity) -> None:
 
 
 def _again(config: AgentConfig) -> str:
-    return f"'headwater enroll {config.id}' on the coordinator makes a token, 'edge-agent enroll TOKEN' takes it here"
+    return f"'headwater enroll {config.id}' on the coordinator makes a token, 'edge-agent enroll -' takes it here"
 
 
 def check_identity(config: AgentConfig, now: float) -> str:

@@ -12,7 +12,9 @@ import typer
 from edge_agent.errors import StateError, cause
 from edge_agent.worker import stop_on_signals
 
+from ..identity.ledger import identity_folder
 from ..state.backup import back_up
+from ..state.release_keys import ReleaseKeys
 from ..state.store import StateFolder
 from ..text import counted
 from .options import INTERRUPTED, Config, Json, State, state_path
@@ -36,6 +38,9 @@ def backup(
     of runs and the client state of hosted clients. To restore it, stop the coordinator and start one with the copy as
     its state folder: it resumes the runs. With --every it stays up to date for 'headwater serve --standby'; then an
     error ends the command only the first time, and later ones are reported and tried again.
+
+    With certificates, the copy holds the secret keys of the federation, also root.key where it is still in the state
+    folder: without it, release keys could never be changed after a restore. Whoever reads the copy can release bundles.
 
     Example: headwater backup backups/home --config coordinator.toml
 
@@ -68,4 +73,19 @@ def _back_up(path: Path, target: Path, *, as_json: bool) -> None:
         f"{made.size_bytes / 1e6:.1f} MB, of which {made.copied_bytes / 1e6:.1f} MB are new; to restore, stop the "
         "coordinator and start 'headwater serve --state DIR' on a copy of it"
     )
-    present({"path": str(target), "state": str(path), **made.as_json()}, [line], as_json=as_json)
+    holds_root_key = ReleaseKeys(target).root_key.exists()
+    lines = [line]
+    if identity_folder(target).is_dir():
+        lines.append(_about_keys(target, holds_root_key=holds_root_key))
+    content = {"path": str(target), "state": str(path), **made.as_json(), "holds_root_key": holds_root_key}
+    present(content, lines, as_json=as_json)
+
+
+def _about_keys(target: Path, *, holds_root_key: bool) -> str:
+    """Which secrets are in a backup, and how to keep them."""
+    if not holds_root_key:
+        return f"{target} holds the federation's secret keys: keep it as safe as the state folder"
+    return (
+        f"{target} holds the federation's secret keys, root.key among them, which can change all others: keep it as "
+        "safe as the state folder, and move root.key to a place without network before the next backup"
+    )

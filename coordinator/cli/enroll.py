@@ -93,7 +93,10 @@ def duration(text: str) -> timedelta:
 
 
 def print_token(token: Token, *, as_json: bool) -> None:
-    """The token alone on stdout, what to do with it on stderr."""
+    """The token alone on stdout, what to do with it on stderr.
+
+    The command reads the token from its input: on the command line everybody on the device could see it.
+    """
     from edge_agent.identity import shown
 
     if as_json:
@@ -101,6 +104,7 @@ def print_token(token: Token, *, as_json: bool) -> None:
         print_json(content)
         return
     console.print(f"on the device, once, until {shown(token.expires)}:", soft_wrap=True)
-    console.print("  edge-agent enroll TOKEN --data SOURCE", soft_wrap=True)
-    console.print(f"authority {token.authority}; the token is a secret", soft_wrap=True)
+    console.print("  edge-agent enroll - --data SOURCE", soft_wrap=True)
+    console.print("it asks for the token, which is a secret: paste the line below", soft_wrap=True)
+    console.print(f"authority {token.authority}", soft_wrap=True)
     print(token.text())

@@ -14,10 +14,10 @@ from edge_agent.storage import Access, write_atomic
 from .options import Config, Json, State
 from .output import present, ready_for
 
-Request = Annotated[Path, typer.Argument(metavar="FILE", help="What 'edge-agent enroll TOKEN --csr FILE' wrote.")]
+Request = Annotated[Path, typer.Argument(metavar="FILE", help="What 'edge-agent enroll - --csr FILE' wrote.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="File for the answer.")]
 
-WRITES = "'edge-agent enroll TOKEN --csr FILE' on the device writes one"
+WRITES = "'edge-agent enroll - --csr FILE' on the device writes one"
 
 
 def sign(
@@ -54,6 +54,6 @@ def sign(
     write_atomic(out, json.dumps(answer).encode() + b"\n", access=Access.private())
     line = (
         f"{asked.name}: certificate until {shown(made.not_after)} for the key {made.key}, in {out}; on the device: "
-        f"edge-agent enroll TOKEN --answer {out.name}"
+        f"edge-agent enroll - --answer {out.name}"
     )
     present({"name": asked.name, "key": made.key, "until": made.not_after, "answer": str(out)}, [line], as_json=as_json)

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import NameOID
 
-from edge_agent.errors import EnrolmentRefused, StateError, UsageError
+from edge_agent.errors import EnrolmentRefused, NotProven, StateError, UsageError
 from edge_agent.identity import (
     CertificateRequest,
     Token,
@@ -141,23 +141,28 @@ class Enrolment:
         """A certificate for a device that shows a token, or the certificate that it has.
 
         Raises:
+            NotProven: it shows neither; the message is the same whether or not there is such an agent.
             EnrolmentRefused: it may have none; the message says why and what to do.
             UsageError: no agent can have that name.
         """
         self._check_federation(request)
         key = self._key_of(request)
         with self.ledger.changing():
-            return (self._renew if request.serial else self._enroll)(self._record(request), request, key)
+            record = self.ledger.get(request.name)
+            if request.serial:
+                return self._renew(record, request, key)
+            return self._enroll(record, request, key)
 
     def standing(self, request: CertificateRequest) -> CertificateRecord:
         """The certificate of a device that asks whether it counts.
 
         Raises:
+            NotProven: it does not sign with the key of one; as in `certify`.
             EnrolmentRefused: it counts no more; the message says why and what to do.
             UsageError: no agent can have that name.
         """
         self._check_federation(request)
-        return self._proven(self._record(request), request)
+        return self._proven(self.ledger.get(request.name), request)
 
     def answer(self, name: str, made: CertificateRecord) -> dict[str, str]:
         """What a device is sent, signed by the authority: in a file nothing else would show that it was changed.
@@ -261,16 +266,10 @@ class Enrolment:
 
     def _check_federation(self, request: CertificateRequest) -> None:
         if request.federation != self.federation:
-            raise EnrolmentRefused(
+            raise NotProven(
                 f"federation: the request is for '{request.federation}', and this coordinator serves "
                 f"'{self.federation}'; 'headwater enroll {request.name}' on the right coordinator makes a token"
             )
-
-    def _record(self, request: CertificateRequest) -> AgentRecord:
-        record = self.ledger.get(request.name)
-        if record is None:
-            raise EnrolmentRefused(f"name: nobody made a token for '{request.name}' here; {_again(request.name)}")
-        return record
 
     def _key_of(self, request: CertificateRequest) -> ec.EllipticCurvePublicKey:
         try:
@@ -278,28 +277,22 @@ class Enrolment:
             named = [str(one.value) for one in csr.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
             key, is_signed = csr.public_key(), csr.is_signature_valid
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-            raise EnrolmentRefused(
+            raise NotProven(
                 f"request: it is no certificate signing request ({error}); run the command again"
             ) from error
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1) or not is_signed:
-            raise EnrolmentRefused("request: its key is not of EC P-256, or it is not signed with that key")
+            raise NotProven("request: its key is not of EC P-256, or it is not signed with that key")
         if named != [request.name]:
-            raise EnrolmentRefused(f"request: it is for {named}, and the message for '{request.name}'")
+            raise NotProven(f"request: it is for {named}, and the message for '{request.name}'")
         return key
 
     def _enroll(
-        self, record: AgentRecord, request: CertificateRequest, key: ec.EllipticCurvePublicKey
+        self, known: AgentRecord | None, request: CertificateRequest, key: ec.EllipticCurvePublicKey
     ) -> CertificateRecord:
-        name, token, now = record.name, record.token, self.now().timestamp()
-        if token is None:
-            raise EnrolmentRefused(f"token: none counts for '{name}' (its agent was revoked); {_again(name)}")
-        try:
-            public = Ed25519PublicKey.from_public_bytes(base64.b64decode(token.public_key))
-            public.verify(base64.b64decode(request.signature), request.signed())
-        except (InvalidSignature, ValueError) as error:
-            raise EnrolmentRefused(
-                f"token: it is not the newest one for '{name}', made at {shown(token.made_at)}; {_again(name)}"
-            ) from error
+        name = request.name
+        now = self.now().timestamp()
+        # Whoever cannot sign with the token's secret gets one answer, whatever is known of that name.
+        record, token = _shown_token(known, request)
         used_by = key_fingerprint(key)
         if token.used_at is not None:
             repeated = next((one for one in record.certificates if one.key == used_by and one.revoked_at is None), None)
@@ -323,14 +316,11 @@ class Enrolment:
         self._write(ended, made, token.model_copy(update={"used_at": now, "used_by": used_by}))
         return made
 
-    def _proven(self, record: AgentRecord, request: CertificateRequest) -> CertificateRecord:
+    def _proven(self, record: AgentRecord | None, request: CertificateRequest) -> CertificateRecord:
         """The certificate whose key has signed the request, where it counts or may be renewed."""
-        name, now = record.name, self.now()
-        shown_one = next((one for one in record.certificates if one.serial == request.serial), None)
-        if shown_one is None:
-            raise EnrolmentRefused(
-                f"certificate: '{name}' has none with the serial {request.serial} here; {_again(name)}"
-            )
+        name, now = request.name, self.now()
+        # Whoever cannot sign with the certificate's key gets one answer, whatever is known of that name.
+        shown_one = _shown_certificate(record, request)
         if shown_one.revoked_at is not None:
             raise EnrolmentRefused(f"certificate: it was revoked at {shown(shown_one.revoked_at)}; {_again(name)}")
         last = shown_one.not_after + self.config.grace_days * 86_400
@@ -339,21 +329,14 @@ class Enrolment:
                 f"certificate: it expired at {shown(shown_one.not_after)}, and could be renewed until {shown(last)}; "
                 f"{_again(name)}"
             )
-        try:
-            owner = x509.load_der_x509_certificate(base64.b64decode(shown_one.der)).public_key()
-            if not isinstance(owner, ec.EllipticCurvePublicKey):
-                raise InvalidSignature
-            owner.verify(base64.b64decode(request.signature), request.signed(), ec.ECDSA(hashes.SHA256()))
-        except (InvalidSignature, ValueError) as error:
-            raise EnrolmentRefused(
-                f"certificate: the request of '{name}' is not signed with its key; {_again(name)}"
-            ) from error
         return shown_one
 
     def _renew(
-        self, record: AgentRecord, request: CertificateRequest, key: ec.EllipticCurvePublicKey
+        self, known: AgentRecord | None, request: CertificateRequest, key: ec.EllipticCurvePublicKey
     ) -> CertificateRecord:
-        name, now, shown_one = record.name, self.now(), self._proven(record, request)
+        shown_one = self._proven(known, request)
+        record = known or AgentRecord(name=request.name)  # it is known: a certificate of it was shown
+        name, now = record.name, self.now()
         valid = [one for one in record.certificates if one.revoked_at is None]
         for one in valid:
             if one.renews == request.serial and one.key == key_fingerprint(key):
@@ -389,6 +372,51 @@ class Enrolment:
         old = [one for one in record.certificates if one.revoked_at is None and until < one.not_after <= now - LISTED_S]
         kept = [one for one in record.certificates if one.not_after > now - LISTED_S or one in old[-MOST_CERTIFICATES:]]
         self.ledger.put(record.model_copy(update={"certificates": (*kept, made), "token": token}))
+
+
+def _shown_token(record: AgentRecord | None, request: CertificateRequest) -> tuple[AgentRecord, TokenRecord]:
+    """Return the agent, and its newest token, with whose secret the request is signed.
+
+    Raises:
+        NotProven: there is no such agent or token, or the request is not signed with its secret.
+    """
+    name = request.name
+    refusal = NotProven(
+        f"token: it is not the newest one for '{name}': it was replaced, its agent was revoked, or it was never made "
+        f"here; {_again(name)}"
+    )
+    if record is None or record.token is None:
+        raise refusal
+    try:
+        public = Ed25519PublicKey.from_public_bytes(base64.b64decode(record.token.public_key))
+        public.verify(base64.b64decode(request.signature), request.signed())
+    except (InvalidSignature, ValueError) as error:
+        raise refusal from error
+    return record, record.token
+
+
+def _shown_certificate(record: AgentRecord | None, request: CertificateRequest) -> CertificateRecord:
+    """Return the certificate that the request names and with whose key it is signed; it may count no more.
+
+    Raises:
+        NotProven: there is no such agent or certificate, or the request is not signed with its key.
+    """
+    name = request.name
+    refusal = NotProven(
+        f"certificate: none of '{name}' is known here with the serial and the key of this request; {_again(name)}"
+    )
+    known = () if record is None else record.certificates
+    certificate = next((one for one in known if one.serial == request.serial), None)
+    if certificate is None:
+        raise refusal
+    try:
+        owner = x509.load_der_x509_certificate(base64.b64decode(certificate.der)).public_key()
+        if not isinstance(owner, ec.EllipticCurvePublicKey):
+            raise refusal
+        owner.verify(base64.b64decode(request.signature), request.signed(), ec.ECDSA(hashes.SHA256()))
+    except (InvalidSignature, ValueError) as error:
+        raise refusal from error
+    return certificate
 
 
 def _again(name: str) -> str:

@@ -18,12 +18,13 @@ import ssl
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from edge_agent.errors import HeadwaterError, UsageError, cause
+from edge_agent.errors import EnrolmentRefused, HeadwaterError, NotProven, UsageError, cause
 from edge_agent.identity import TIMEOUT_S, CertificateRequest, read_line, shown
 from edge_agent.task import parse_json
 from edge_agent.wire.messages import printable
@@ -42,6 +43,9 @@ AT_ONCE_OF_ONE = 8
 HANDSHAKE_S = 3.0
 """For TLS: two round trips and 3 kB, which take 1.5 s over a link of 64 kbit/s with a delay of 300 ms."""
 
+STRANGERS_LOGGED, STRANGERS_EVERY_S = 10, 60.0
+"""Lines of the log in so many seconds for requests that prove nothing: anybody could fill it with them."""
+
 ACCEPT_AGAIN_S = 0.1
 """Pause after a connection could not be accepted: without files or threads the next one fails, too."""
 
@@ -55,8 +59,19 @@ class EnrolmentPort:
         self._free, self._is_over = threading.Semaphore(AT_ONCE), threading.Event()
         self._served, self._lock = Counter[str](), threading.Lock()
         self.on_refused: OnRefused = lambda *_: None
-        """Called with agent, reason and remedy when a certificate does not count; in a thread of the connection."""
+        """Called with agent, reason and remedy when a certificate does not count; in a thread of the connection.
 
+        Only where the request is signed by the agent's token or key, which nobody else has.
+        """
+
+        self.unproven_requests = 0
+        """Requests that were refused and are not signed by a token or key that is known here."""
+
+        self.clock: Callable[[], float] = time.monotonic
+        """For the lines of the log, in seconds."""
+
+        self._strangers = 0
+        self._strangers_until = 0.0
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
 
@@ -157,17 +172,44 @@ class EnrolmentPort:
             made = self.enrolment.certify(asked)
             answer = self.enrolment.answer(asked.name, made)
         except (ValidationError, ValueError, RecursionError):
-            log.warning("enrolment_refused from=%s reason=%d bytes that are no request", address, len(line))
+            self._note_stranger(address, f"{len(line)} bytes that are no request")
             return {"refused": "request: it is malformed; coordinator and device run different versions"}
         except UsageError as error:
-            self.on_refused(asked.name, str(error), f"'headwater enroll {asked.name}' makes a token for it")
-            log.warning("enrolment_refused from=%s reason=%s", address, printable(str(error)))
+            self._note_refusal(asked.name, error, address)
             return {"refused": str(error)}
         except (HeadwaterError, OSError) as error:
             log.error("enrolment_failed from=%s reason=%s", address, error)
             return {"refused": "coordinator: it cannot make certificates now; its log says why, try again later"}
         log.info("certified agent=%s key=%s until=%s from=%s", asked.name, made.key, shown(made.not_after), address)
         return dict(answer)
+
+    def _note_refusal(self, name: str, error: UsageError, address: str) -> None:
+        """Tell the operator of an agent that is refused, where the request proves to be that agent's."""
+        is_proven = isinstance(error, EnrolmentRefused) and not isinstance(error, NotProven)
+        if not is_proven:
+            self._note_stranger(address, printable(str(error)))
+            return
+        self.on_refused(name, str(error), f"'headwater enroll {name}' makes a token for it")
+        log.warning("enrolment_refused from=%s reason=%s", address, printable(str(error)))
+
+    def _note_stranger(self, address: str, reason: str) -> None:
+        """Count a refused request that proves nothing; the first ones of each `STRANGERS_EVERY_S` are in the log.
+
+        No agent is named to the operator for it: anybody who reaches the port could accuse one.
+        """
+        with self._lock:
+            now = self.clock()
+            if now >= self._strangers_until:
+                if self._strangers > STRANGERS_LOGGED:
+                    count = self._strangers - STRANGERS_LOGGED
+                    log.warning("enrolment_refused more=%d since the last line, of requests that prove nothing", count)
+                self._strangers_until = now + STRANGERS_EVERY_S
+                self._strangers = 0
+            self._strangers += 1
+            self.unproven_requests += 1
+            is_logged = self._strangers <= STRANGERS_LOGGED
+        if is_logged:
+            log.warning("enrolment_refused from=%s reason=%s", address, reason)
 
 
 def _origin(address: str) -> str:

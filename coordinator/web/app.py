@@ -85,6 +85,13 @@ class Guard:
             await self._app(scope, receive, with_headers)
 
 
+async def too_busy(scope: Scope, receive: Receive, send: Send) -> None:
+    """Refuse a page for now."""
+    response = Response("Too many requests are open; load this page again in a few seconds.\n", 503)
+    response.headers["retry-after"] = "5"
+    await response(scope, receive, send)
+
+
 async def events(request: Request) -> Response:
     """The stream of a page."""
     watch: Watch = request.app.state.site.watch

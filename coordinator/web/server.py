@@ -28,7 +28,6 @@ from .access import Access, token_path
 
 log = logging.getLogger(__name__)
 
-MOST_CONNECTIONS = 256
 KEEP_ALIVE_S = 15
 END_S = 2
 """How long open requests may take at the end; streams end at once."""
@@ -108,6 +107,7 @@ def serve(settings: Settings, at: socket.socket, ready: Callable[[str], None], s
 
     from . import health, metrics
     from .app import ROUTES, make_app
+    from .connections import MakingRoom
     from .events import Watch
     from .folder_view import FolderView
     from .served import Site
@@ -148,8 +148,7 @@ def serve(settings: Settings, at: socket.socket, ready: Callable[[str], None], s
         lifespan="on",
         ws="none",
         loop="asyncio",
-        http=_protocol(),
-        limit_concurrency=MOST_CONNECTIONS,
+        http=MakingRoom,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=END_S,
         h11_max_incomplete_event_size=32768,
@@ -168,27 +167,6 @@ def serve(settings: Settings, at: socket.socket, ready: Callable[[str], None], s
 
     threading.Thread(target=end, name="web-stop", daemon=True).start()
     asyncio.run(server.serve(sockets=[at]))
-
-
-def _protocol() -> type[asyncio.Protocol]:
-    """HTTP where idle connections make room for new ones: however many there are, requests are still answered."""
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class MakingRoom(H11Protocol):
-        made_at = 0.0
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self.made_at = self.loop.time()
-            if len(self.connections) < MOST_CONNECTIONS:
-                return
-            others = (one for one in self.connections if isinstance(one, MakingRoom) and one is not self)
-            idle = [one for one in others if getattr(one.cycle, "response_complete", True)]  # None: no request yet
-            for one in sorted(idle, key=lambda one: one.made_at)[: len(self.connections) - MOST_CONNECTIONS + 1]:
-                self.connections.discard(one)
-                one.transport.close()
-
-    return MakingRoom
 
 
 def address(settings: Settings, port: int) -> str:

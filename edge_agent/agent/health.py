@@ -79,7 +79,7 @@ _KNOWN = (
         errors.EnrolmentRefused,
         "identity",
         "its certificate does not count",
-        "stop the agent and enroll the device again: 'headwater enroll NAME', 'edge-agent enroll TOKEN'",
+        "stop the agent and enroll the device again: 'headwater enroll NAME', 'edge-agent enroll -'",
     ),
     _Known(errors.UsageError, "usage", "what is asked of this device cannot be done as written", _SEE),
     _Known(

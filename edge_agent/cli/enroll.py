@@ -28,7 +28,11 @@ START_S, AGAIN_S = 20.0, 2.0
 
 def add_enroll_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``edge-agent enroll``."""
-    parser.add_argument("token", metavar="TOKEN", help="the line that 'headwater enroll NAME' prints; - reads stdin")
+    parser.add_argument(
+        "token",
+        metavar="TOKEN",
+        help="the line that 'headwater enroll NAME' prints; -: asked for, or from stdin, so that nobody else sees it",
+    )
     parser.add_argument(
         "--config", type=Path, default=Path("agent.toml"), help="TOML file that is written (default: agent.toml)"
     )
@@ -57,9 +61,9 @@ def enroll(arguments: argparse.Namespace) -> int:
     installs that.
 
     Example:
-      edge-agent enroll TOKEN --data images:/srv/photos
+      edge-agent enroll - --data images:/srv/photos
     """
-    token = Token.parse(arguments.token if arguments.token != "-" else sys.stdin.readline())  # noqa: S105 - where it is read
+    token = Token.parse(_token_text(arguments))
     state = _state(arguments, token)
     if (holder := lock_holder(state)) is not None:
         raise StateError(f"state: {state} is in use by {holder}; stop that agent, then enroll")
@@ -77,7 +81,7 @@ def enroll(arguments: argparse.Namespace) -> int:
         given += "" if arguments.tier is None else f" --tier {arguments.tier}"
         steps = (
             f"headwater sign {arguments.csr} --out answer.json",
-            f"edge-agent enroll TOKEN --answer answer.json{given}",
+            f"edge-agent enroll - --answer answer.json{given}",
         )
         lines = [f"next, on the coordinator: {steps[0]}", f"then, here: {steps[1]}"]
         output.result(arguments, {"name": token.name, "request": str(arguments.csr)}, lambda: lines)
@@ -100,6 +104,15 @@ def enroll(arguments: argparse.Namespace) -> int:
     }
     output.result(arguments, result, lambda: [*output.pairs(result.items()), *_tier_note(arguments.config), *written])
     return 0
+
+
+def _token_text(arguments: argparse.Namespace) -> str:
+    """The token: the argument, or a line of the input, which no other user of this device sees."""
+    if arguments.token != "-":  # noqa: S105 - where it is read
+        return str(arguments.token)
+    if sys.stdin.isatty():
+        print("token: ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline()
 
 
 def _tier_note(path: Path) -> list[str]:

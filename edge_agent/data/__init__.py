@@ -72,7 +72,7 @@ registry = Registry(
     __name__,
     f"{__name__}.sets",
     entry_points="headwater.data",
-    besides=("partition", "preprocess", "sets"),
+    besides=("expansion", "partition", "preprocess", "sets"),
     families={"tables": ("csv",)},  # a module cannot be called csv, as one of the standard library is
 )
 

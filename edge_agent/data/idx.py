@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from ..errors import DataError, cause
+from ..storage import open_regular
 from .base import DataSource, PartOptions, Raw, Strings, labels_by_name
 
 MAX_BYTES = 1 << 30
@@ -61,7 +62,7 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
         DataError: not an idx file of bytes with that many dimensions, cut short, or too large.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if path.suffix != ".gz":
                 return _parse(file, dimensions, path)
             with gzip.GzipFile(fileobj=file) as unpacked:

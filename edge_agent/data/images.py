@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from ..errors import DataError, MissingCapability, cause
+from ..storage import open_regular
 from .base import DataSource, FileItems, Options, Raw
 from .preprocess import has_pillow
 
@@ -61,7 +62,7 @@ def decoded(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
+            with open_regular(path) as file, Image.open(file) as image:
                 image.load()
                 return image
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # before a pixel is decoded

@@ -8,15 +8,20 @@ one of decimal numbers holds targets of a numeric head.
 
 from __future__ import annotations
 
+import math
+import os
+import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import IO, BinaryIO, Literal
 
 import numpy as np
 from pydantic import Field
 
 from ..errors import DataError, cause
+from ..storage import open_regular
 from .base import DataSource, Options, Raw, labels_by_name
+from .expansion import check_expansion
 
 
 class NpzOptions(Options):
@@ -59,11 +64,16 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
     """All arrays of an archive.
 
     Raises:
-        DataError: no such file, not an archive, or one with pickled objects.
+        DataError: no such file, not an archive, one with pickled objects, or one that would take too much memory.
     """
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
+        with open_regular(path) as file:
+            _check_sizes(file, path)
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as archive:
+                return {name: archive[name] for name in archive.files}
+    except DataError:
+        raise
     except FileNotFoundError as error:
         raise DataError(f"npz: no file '{path}'; expected a NumPy archive written by numpy.savez") from error
     # zipfile, zlib and numpy each have their own ways of saying that an archive is damaged.
@@ -73,6 +83,37 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         ) from error
 
 
+def _check_sizes(file: BinaryIO, path: Path) -> None:
+    """Look at the sizes of all arrays before one of them is read: NumPy takes memory for what a header promises.
+
+    Raises:
+        DataError: together they would take too much memory, or a header promises more than is there.
+    """
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        content_bytes = sum(member.file_size for member in members)
+        advice = "if it is meant so, save it by numpy.savez, which does not compress"
+        check_expansion(path, os.fstat(file.fileno()).st_size, content_bytes, advice)
+        for member in members:
+            with archive.open(member) as unpacked:
+                promised = _promised_bytes(unpacked)
+            if promised > member.file_size:
+                raise DataError(
+                    f"npz: '{path}': the array '{member.filename}' promises {promised} bytes and has "
+                    f"{member.file_size}; it is damaged, save it again"
+                )
+
+
+def _promised_bytes(file: IO[bytes]) -> int:
+    """Return the bytes of the array that the header of a .npy file promises; 0 where it is no array of numbers."""
+    version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call,unused-ignore]
+    if version == (1, 0):
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call,unused-ignore]
+    else:
+        shape, _, dtype = np.lib.format.read_array_header_2_0(file)  # type: ignore[no-untyped-call,unused-ignore]
+    return 0 if dtype.hasobject else math.prod(shape) * int(dtype.itemsize)
+
+
 def load_array(path: Path) -> np.ndarray:
     """The array in a ``.npy`` file.
 
@@ -80,7 +121,8 @@ def load_array(path: Path) -> np.ndarray:
         DataError: no such file, another one, or one with pickled objects.
     """
     try:
-        result = np.load(path, allow_pickle=False)
+        with open_regular(path) as file:
+            result = np.load(file, allow_pickle=False)
     except Exception as error:  # as in `load_arrays`
         raise DataError(f"cannot be read: {cause(error)}; expected an array of numbers, no objects") from error
     if not isinstance(result, np.ndarray) or result.dtype.kind not in "iufb":

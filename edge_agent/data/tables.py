@@ -17,6 +17,7 @@ an image, ``shape=height,width`` or ``height,width,channels`` (default: square a
 from __future__ import annotations
 
 import gzip
+import io
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,14 +26,16 @@ from csv import reader
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import BinaryIO, Literal, TextIO, cast
 
 import numpy as np
 from pydantic import Field
 
 from ..errors import DataError, cause
+from ..storage import open_regular
 from ..task import WindowInput
 from .base import DataSource, Integers, Options, Raw, Strings, near
+from .expansion import BoundedReader
 from .images import files_by_class
 
 SUFFIXES = (".csv", ".csv.gz")
@@ -357,9 +360,13 @@ class _Table:
 
 
 def _opened(path: Path) -> TextIO:
+    file = open_regular(path)
+    content: BinaryIO = file
     if path.suffix.lower() == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
-    return path.open(encoding="utf-8-sig", newline="")
+        unpacked = cast("BinaryIO", gzip.GzipFile(fileobj=file))
+        bounded = BoundedReader(unpacked, file, path, "if it is meant so, unpack it first (gunzip)")
+        content = cast("BinaryIO", io.BufferedReader(bounded))
+    return io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
 
 
 def _lines(file: TextIO) -> Iterator[str]:

@@ -25,6 +25,7 @@ import numpy as np
 from pydantic import Field
 
 from ..errors import DataError, cause
+from ..storage import open_regular
 from ..task import ImageInput, WindowInput
 from .base import DataSource, FileItems, Options, Raw
 from .images import ClassFiles, files_by_class
@@ -85,7 +86,7 @@ class Sound:
         size = self.count * self.channels * self.bits // 8
         if size > _LONGEST:
             raise DataError(f"holds {size} bytes of sound, at most {_LONGEST} are read; cut it into several files")
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self.offset)
             data = file.read(size)
         if self.is_float:
@@ -108,7 +109,7 @@ def open_sound(path: Path) -> Sound:
         DataError: no WAV file, without samples, or compressed.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return _header(path, file)
     except OSError as error:
         raise DataError(f"cannot be read: {cause(error)}") from error

@@ -24,7 +24,7 @@ from ..errors import FingerprintMismatch, HeadwaterError, StateError, cause, rem
 from ..local.confidence import Confidence
 from ..local.models import MAJORITY, LocalModel, candidates
 from ..own_norm import OwnNorm
-from ..storage import write_atomic
+from ..storage import read_regular, write_atomic
 from ..task import Frozen, InputSpec, Tensors
 from ..wire.tensors import decode, encode, first_non_finite
 from . import create, numeric
@@ -384,8 +384,7 @@ def _probe(folder: Path, card: SavedCard, predict: Callable[[np.ndarray], np.nda
 
 def _read(path: Path, limit: int) -> bytes:
     try:
-        with path.open("rb") as file:
-            data = file.read(limit + 1)
+        data = read_regular(path, limit + 1)
     except OSError as error:
         advice = remedy(error) or "expected a head saved by 'edge-agent fit'"
         raise StateError(f"{path}: cannot be read: {cause(error)}; {advice}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from datetime import timedelta
 
@@ -9,6 +10,9 @@ import pytest
 from identity_harness import DATA, Fleet
 
 from coordinator.cli.enroll import enrolment
+from coordinator.config import load_config
+from coordinator.state.release_keys import ReleaseKeys
+from coordinator.state.store import StateFolder
 from edge_agent.cli import enroll
 from edge_agent.config import AgentConfig, load
 from edge_agent.errors import BrokerAway
@@ -131,3 +135,38 @@ def test_enroll_says_each_reason_for_waiting_once(capsys):
     assert enroll._patiently(ask, pause=lambda _: None) == "certificate"
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(";")[0] for line in said] == ["nobody listens on port 1", "cut"]
+
+
+class Terminal(io.StringIO):
+    """An input at which a person sits."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_printed_advice_asks_for_the_token_so_that_no_other_user_sees_it(device, monkeypatch, kind):
+    code, token, advice = device.fleet.call("enroll", "porch", "--config", device.fleet.config)
+    assert code == 0
+    assert "edge-agent enroll - --data SOURCE" in advice
+    monkeypatch.setattr("sys.stdin", kind(token))
+    code, _, err = device.call("-", "--csr", device.request, "--data", DIGITS)
+    assert code == 0, err
+    assert err.startswith("token: ") == (kind is Terminal)
+    assert json.loads(device.request.read_text())["name"] == "porch"
+
+
+def test_backup_says_that_it_holds_the_root_key_until_that_is_moved_away(device, tmp_path):
+    state = load_config(device.fleet.config).state
+    with StateFolder(state).look(create=True):
+        pass
+    code, out, err = device.fleet.call("backup", tmp_path / "backup", "--config", device.fleet.config)
+    assert code == 0, err
+    said = " ".join(out.split())
+    assert "root.key among them" in said
+    keys = ReleaseKeys(tmp_path / "backup")
+    assert keys.root_key.read_bytes() == ReleaseKeys(state).root_key.read_bytes(), "a restore can change keys"
+    ReleaseKeys(state).root_key.unlink()
+    code, out, _ = device.fleet.call("backup", tmp_path / "backup", "--config", device.fleet.config)
+    said = " ".join(out.split())
+    assert (code, "secret keys" in said, "root.key" in said, keys.root_key.exists()) == (0, True, False, False)

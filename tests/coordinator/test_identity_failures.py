@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from identity_harness import free_ports
 
 from coordinator.config import IdentityConfig
+from coordinator.identity import port
 from coordinator.identity.authority import Authority, pem_of
 from coordinator.identity.enrolment import MOST_CERTIFICATES, Enrolment
 from coordinator.identity.ledger import Revoked, identity_folder, is_revoked
@@ -46,6 +47,7 @@ from edge_agent.identity import (
     ask,
     enroll,
     fingerprint,
+    new_secret,
     renew_beside,
     shown,
     signing_request,
@@ -304,10 +306,10 @@ def test_a_renewal_needs_the_key_of_the_certificate_that_it_names(side, device):
     with pytest.raises(EnrolmentRefused, match=r"^request: it is for \['mallory'\], and the message for 'porch'"):
         side.enrolment.certify(request)
     request = mine.request("home", "porch")
-    with pytest.raises(EnrolmentRefused, match=r"^certificate: 'porch' has none with the serial"):
+    with pytest.raises(EnrolmentRefused, match=r"^certificate: none of 'porch' is known here with"):
         side.enrolment.certify(request)
     serial = theirs.read().serial
-    with pytest.raises(EnrolmentRefused, match=r"^certificate: the request of 'porch' is not signed with its key"):
+    with pytest.raises(EnrolmentRefused, match=r"^certificate: none of 'porch' is known here with"):
         side.enrolment.certify(request.model_copy(update={"serial": serial}))
 
 
@@ -529,7 +531,7 @@ def test_names_that_are_no_topic_level_or_no_file_are_refused(side, name):
 
 def test_nobody_asks_for_a_name_without_a_token(side, device):
     with pytest.raises(
-        EnrolmentRefused, match=r"^name: nobody made a token for 'ghost' here; 'headwater enroll ghost'"
+        EnrolmentRefused, match=r"^token: it is not the newest one for 'ghost'.*'headwater enroll ghost'"
     ):
         side.enrolment.certify(device().request("home", "ghost", side.token().secret))
 
@@ -746,7 +748,7 @@ def test_device_asks_whether_its_certificate_counts_and_is_told_what_a_renewal_w
     renewal, records = Renewal(folder.path.parent), side.enrolment.ledger.get("porch").certificates
     assert renewal.standing() == shown(identity.not_after)
     forged = {**other.question("home", "garden").model_dump(), "name": "porch", "serial": identity.serial}
-    with pytest.raises(EnrolmentRefused, match=r"the request of 'porch' is not signed with its key"):
+    with pytest.raises(EnrolmentRefused, match=r"none of 'porch' is known here with the serial and the key"):
         ask(("localhost", side.config.enroll_port), folder.ca_der(), forged)
     side.enrolment.revoke("porch")
     reason = r"^certificate: it was revoked at .*; 'headwater enroll porch' on the coordinator makes a token"
@@ -855,3 +857,61 @@ def test_a_backup_has_the_authority_and_the_ledger_and_its_key_stays_private(sid
     restored = Enrolment(tmp_path / "copy", "home", side.config)
     assert restored.authority.fingerprint == side.enrolment.authority.fingerprint
     assert restored.ledger.get("porch") == side.enrolment.ledger.get("porch")
+
+
+def forged_requests(side, device):
+    """Requests that a stranger may send, for names of which nothing, and of which something, is known."""
+    token_only, enrolled, revoked = "token-only", "enrolled", "revoked"
+    side.token(token_only)
+    enroll(side.token(enrolled), device())
+    serial = side.enrolment.ledger.get(enrolled).certificates[0].serial
+    enroll(side.token(revoked), device())
+    side.enrolment.revoke(revoked)
+    side.token("withdrawn")
+    side.enrolment.revoke("withdrawn")
+    names = ("ghost", token_only, enrolled, revoked, "withdrawn", "coordinator")
+    stranger = device()
+    for name in names:
+        by_token = stranger.request("home", name, new_secret())
+        yield name, "token", by_token
+        by_certificate = by_token.model_copy(update={"serial": serial, "signature": by_token.signature})
+        yield name, "certificate", by_certificate
+        yield name, "standing", by_certificate.model_copy(update={"csr": ""})
+
+
+def test_stranger_accuses_no_agent_and_learns_nothing_of_any(side, device):
+    accused, answers = [], {}
+    side.port.on_refused = lambda *about: accused.append(about)
+    for name, how, request in forged_requests(side, device):
+        answer = side.port.answer(request.model_dump_json().encode(), "192.0.2.1")
+        uniform = json.dumps(answer).replace(f"'{name}'", "NAME").replace(f"enroll {name}'", "NAME")
+        answers.setdefault(how, set()).add(uniform)
+    assert accused == []
+    assert {how: len(different) for how, different in answers.items()} == {"token": 1, "certificate": 1, "standing": 1}
+    assert not any("UTC" in text for (text,) in answers.values()), "a time is told"
+
+
+def test_refused_device_that_proves_its_identity_is_named_to_the_operator(side, device):
+    accused = []
+    folder = device()
+    enroll(side.token(), folder)
+    side.enrolment.revoke("porch")
+    side.port.on_refused = lambda *about: accused.append(about)
+    question = folder.question("home", "porch").model_dump_json().encode()
+    assert "it was revoked at" in side.port.answer(question, "192.0.2.1")["refused"]
+    assert [about[0] for about in accused] == ["porch"]
+
+
+def test_flood_of_requests_that_prove_nothing_leaves_a_few_lines_in_the_log(side, device, caplog, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(side.port, "clock", lambda: clock[0])
+    request = device().request("home", "porch", new_secret()).model_dump_json().encode()
+    for number in range(300):
+        side.port.answer(request if number % 2 else b"{", "192.0.2.1")
+    lines = [record for record in caplog.records if record.getMessage().startswith("enrolment_refused")]
+    assert len(lines) == port.STRANGERS_LOGGED
+    assert side.port.unproven_requests == 300
+    clock[0] += port.STRANGERS_EVERY_S
+    side.port.answer(request, "192.0.2.1")
+    messages = [record.getMessage() for record in caplog.records]
+    assert f"more={300 - port.STRANGERS_LOGGED} " in "\n".join(messages)

@@ -305,4 +305,4 @@ def test_device_that_reaches_the_broker_alone_enrolls_by_two_files(fleet):
     fleet.until(lambda: fleet.online() == {"porch"}, "the device is online")
     request.write_bytes(request.read_bytes()[:-20])
     code, _, err = fleet.call("sign", request, "--config", fleet.config)
-    assert (code, "no request; 'edge-agent enroll TOKEN --csr FILE'" in err) == (2, True)
+    assert (code, "no request; 'edge-agent enroll - --csr FILE'" in err) == (2, True)

@@ -490,6 +490,7 @@ LONG = {  # how the file begins, how many zeros follow, and what is said
     "empty names": (lambda: beginning(0, 7, 1, (RELU + b"\x0a\x00" * MIB, 2)), 0, "fields"),
     "small nodes": (lambda: with_field(b"", 7, b"\x0a\x06\x22\x04Relu" * MIB), 0, "fields"),
     "nodes": (lambda: with_field(b"", 7, b"\x0a\x06\x22\x04Relu" * 30_000), 0, "30000 nodes"),
+    "empty graphs": (lambda: b"\x3a\x00" * 99_999, 0, "99999 graphs, at most 8"),
     "axes": (lambda: slices(9000), 0, "numbers in sizes"),
     "sums": (lambda: remembered(9000), 0, "numbers in sizes"),
 }

@@ -22,9 +22,11 @@ from coordinator.config import CoordinatorConfig, WebConfig
 from coordinator.processes.supervisor import command
 from coordinator.state.journal import utc_now
 from coordinator.state.store import StateFolder, read_status
+from coordinator.web import connections
 from coordinator.web.access import Access, token_path
+from coordinator.web.connections import MOST_CONNECTIONS
 from coordinator.web.health import is_fresh
-from coordinator.web.server import MOST_CONNECTIONS, Settings, WebProcess, listening, login_text, serve
+from coordinator.web.server import Settings, WebProcess, listening, login_text, serve
 
 LIMIT_S = 30.0
 TASK = {
@@ -161,6 +163,71 @@ def test_idle_connections_and_half_requests_make_room_for_others(site):
             if number % 2:
                 one.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")  # its end never comes
         assert running.get("/")[0] == 200
+
+
+UNFINISHED = b"POST /login HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\ntoken="
+"""A form whose end never comes."""
+
+PIPELINED = b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" + UNFINISHED
+
+
+@pytest.mark.parametrize("count", [MOST_CONNECTIONS - 1, MOST_CONNECTIONS + 44])
+def test_unfinished_forms_leave_pages_probes_and_figures_to_others(site, count):
+    site.status([])
+    with Running(site) as running, contextlib.ExitStack() as opened:
+        for _ in range(count):
+            one = opened.enter_context(socket.create_connection(("127.0.0.1", running.port)))
+            one.sendall(UNFINISHED)
+        answers = [running.get(path)[0] for path in ("/live", "/metrics", "/", "/live")]
+    assert answers == [200, 200, 200, 200]
+    written = "".join(path.read_text() for path in (site.path / "web").glob("*.log"))
+    assert "Traceback" not in written, "anybody could fill the log"
+
+
+@contextlib.contextmanager
+def serving_here(site):
+    """The port of a view that serves in a thread of this process."""
+    ready, stop = threading.Event(), threading.Event()
+    settings, urls = Settings(site.path, WebConfig(listen="127.0.0.1:0")), []
+    with listening(settings.web) as at:
+        thread = threading.Thread(target=serve, args=(settings, at, lambda url: (urls.append(url), ready.set()), stop))
+        thread.start()
+        try:
+            assert ready.wait(LIMIT_S)
+            yield int(urls[0].rsplit(":", 1)[1].strip("/"))
+        finally:
+            stop.set()
+            thread.join(LIMIT_S)
+
+
+def answered_until_closed(connection):
+    """What comes before the other side closes the connection."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(4096):
+            received += part
+    return received
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost:", UNFINISHED, PIPELINED])
+def test_request_that_does_not_arrive_in_time_is_closed(site, monkeypatch, sent):
+    monkeypatch.setattr(connections, "REQUEST_S", 0.2)
+    site.status([])
+    with serving_here(site) as port, contextlib.closing(socket.create_connection(("127.0.0.1", port), LIMIT_S)) as one:
+        one.sendall(sent)
+        assert answered_until_closed(one).count(b"HTTP/1.1 200") == (sent == PIPELINED)
+
+
+def test_probes_are_answered_where_pages_are_refused(site, monkeypatch):
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 0)
+    site.status([])
+    answers = {}
+    with serving_here(site) as port:
+        for path in ("/", "/live", "/ready", "/metrics"):
+            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)) as one:
+                one.request("GET", path)
+                answers[path] = one.getresponse().status
+    assert answers == {"/": 503, "/live": 200, "/ready": 200, "/metrics": 200}
 
 
 def test_figures_and_health_are_answered_beside_the_pages(site):

@@ -1,0 +1,92 @@
+"""How far a compressed file may expand, known before memory is taken: 2 MB of zeros in an archive are 1.9 GB."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from ..errors import DataError
+from ..limits import available_bytes, limit_bytes
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+SMALL_BYTES = 32 << 20
+"""Up to here a file may expand however small it is."""
+
+MOST_EXPANSION = 30
+"""Beyond that, so many times its size. Sensor recordings and photos in archives expand 2 to 10 times."""
+
+MEMORY_SHARE = 4
+"""Data may take one in so many bytes of the free memory: preprocessing holds copies of them."""
+
+
+def memory_budget_bytes() -> int:
+    """Return how many bytes of memory the data of one file may take: a share of what this process can still have."""
+    known = [count for count in (available_bytes(), limit_bytes()) if count is not None]
+    if not known:  # no system that says so
+        return sys.maxsize
+    return min(known) // MEMORY_SHARE
+
+
+def most_content_bytes(compressed_bytes: int) -> int:
+    """Return how many bytes a compressed file of that size may hold."""
+    by_size = max(SMALL_BYTES, MOST_EXPANSION * compressed_bytes)
+    return min(by_size, memory_budget_bytes())
+
+
+def check_expansion(path: Path, compressed_bytes: int, content_bytes: int, advice: str) -> None:
+    """Return quietly where a compressed file may hold so many bytes.
+
+    Raises:
+        DataError: it expands too far, or takes more memory than there is; ``advice`` says what to do if it is meant so.
+    """
+    most = most_content_bytes(compressed_bytes)
+    if content_bytes > most:
+        raise DataError(
+            f"'{path}' has {compressed_bytes / 1e6:.1f} MB and would expand to {content_bytes / 1e6:.0f} MB; expected "
+            f"at most {most / 1e6:.0f} MB, for its size and the free memory here; {advice}"
+        )
+
+
+class BoundedReader(io.RawIOBase):
+    """The content of a compressed file while it is unpacked, which ends with an error where it is too long."""
+
+    def __init__(self, unpacked: BinaryIO, file: BinaryIO, path: Path, advice: str) -> None:
+        """``unpacked`` reads the compressed ``file`` at ``path``; ``advice``: what to do if it is meant so."""
+        self._unpacked = unpacked
+        self._file = file
+        self._path = path
+        self._advice = advice
+        self._most_bytes = most_content_bytes(os.fstat(file.fileno()).st_size)
+        self._read_bytes = 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        """Unpack the next bytes.
+
+        Raises:
+            DataError: there are more than the file may have.
+        """
+        view = memoryview(buffer).cast("B")
+        part = self._unpacked.read(len(view))
+        self._read_bytes += len(part)
+        if self._read_bytes > self._most_bytes:
+            raise DataError(
+                f"'{self._path}' expands to more than {self._most_bytes / 1e6:.1f} MB, expected at most that for its "
+                f"size and the free memory here; {self._advice}"
+            )
+        view[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        """Close the compressed file."""
+        self._unpacked.close()
+        self._file.close()
+        super().close()

@@ -1,0 +1,137 @@
+"""Files that would take far more memory than they have bytes, and files that have no end."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import re
+import threading
+import tracemalloc
+import zipfile
+
+import numpy as np
+import pytest
+
+from edge_agent import bundle as bundles
+from edge_agent.config import AgentConfig, load
+from edge_agent.data import expansion
+from edge_agent.data import load as load_data
+from edge_agent.data.npz import NpzOptions, load_array, load_arrays
+from edge_agent.data.npz import read as read_npz
+from edge_agent.data.tables import CsvOptions
+from edge_agent.data.tables import read as read_csv
+from edge_agent.data.wav import open_sound
+from edge_agent.errors import DataError, HeadwaterError
+from edge_agent.heads import saved
+
+LIMIT_S = 60.0
+"""No function here waits for anything; one that does is stuck."""
+
+EXPANDED_BYTES = 200 << 20
+
+
+def peak_bytes(function, *arguments):
+    """The most memory that Python and NumPy take while a function refuses, and what it says."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError) as refused:
+            function(*arguments)
+        return tracemalloc.get_traced_memory()[1], str(refused.value)
+    finally:
+        tracemalloc.stop()
+
+
+def test_archive_of_zeros_is_refused_before_memory_is_taken(tmp_path):
+    path = tmp_path / "zeros.npz"
+    np.savez_compressed(path, inputs=np.zeros((EXPANDED_BYTES // 64, 8, 8), np.uint8), labels=np.zeros(1, np.int64))
+    assert path.stat().st_size < EXPANDED_BYTES // 500
+    peak, message = peak_bytes(read_npz, str(path), NpzOptions())
+    assert peak < 4 << 20
+    assert re.search(r"has 0\.\d MB and would expand to 210 MB; expected at most 34 MB.*numpy\.savez", message)
+
+
+def test_array_that_promises_more_than_it_has_is_refused(tmp_path):
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": (1 << 40,)})
+    path = tmp_path / "lies.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("inputs.npy", head.getvalue() + bytes(64))
+    peak, message = peak_bytes(load_arrays, path)
+    assert peak < 4 << 20
+    assert "promises 4398046511104 bytes and has" in message
+
+
+def test_table_of_zeros_is_refused_while_it_is_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(expansion, "SMALL_BYTES", 1 << 18)
+    path = tmp_path / "zeros.csv.gz"
+    with gzip.open(path, "wb") as file:
+        file.write(b"x,y\n" + b"0,0\n" * (1 << 20))
+    assert path.stat().st_size < 10_000
+    # Of the 262 kB that are read, each cell of two characters is a number of 8 bytes, and each row has its line.
+    peak, message = peak_bytes(read_csv, str(path), CsvOptions())
+    assert peak < 4 << 20, "the whole table takes 25 MB"
+    assert re.search(r"expands to more than 0.3 MB.*unpack it first \(gunzip\)", message)
+
+
+def test_what_honest_data_expand_to_is_read(tmp_path):
+    images = np.random.default_rng(0).integers(0, 2, (4000, 16, 16)).astype(np.uint8)
+    np.savez_compressed(tmp_path / "data.npz", inputs=images, labels=np.arange(4000) % 3)
+    assert len(read_npz(str(tmp_path / "data.npz"), NpzOptions()).items) == 4000
+    with gzip.open(tmp_path / "data.csv.gz", "wt") as file:
+        file.write("x,y\n" + "".join(f"{row},{row * 2}\n" for row in range(20_000)))
+    assert len(read_csv(str(tmp_path / "data.csv.gz"), CsvOptions()).items) == 1
+
+
+def test_free_memory_bounds_what_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(expansion, "available_bytes", lambda: 4 << 20)
+    np.savez(tmp_path / "data.npz", inputs=np.zeros((2 << 20, 1), np.uint8), labels=np.zeros(1, np.int64))
+    with pytest.raises(DataError, match="expected at most 1 MB, for its size and the free memory here"):
+        load_arrays(tmp_path / "data.npz")
+
+
+def read_configuration(path):
+    return load(AgentConfig, path)
+
+
+def read_head(path):
+    return saved.load(path.parent)
+
+
+def read_images(path):
+    return load_data(f"images:{path.parent}")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has none")
+@pytest.mark.parametrize(
+    "name, read",
+    [
+        ("b.hwb", bundles.open_bundle),
+        ("manifest.json", lambda path: bundles.open_folder(path.parent)),
+        ("head.json", read_head),
+        ("agent.toml", read_configuration),
+        ("data.npz", load_arrays),
+        ("data.npy", load_array),
+        ("data.csv", lambda path: read_csv(str(path), CsvOptions())),
+        ("data.csv.gz", lambda path: read_csv(str(path), CsvOptions())),
+        ("sound.wav", open_sound),
+        ("photo.png", read_images),
+    ],
+)
+def test_file_without_an_end_is_refused_and_not_waited_for(tmp_path, name, read):
+    path = tmp_path / "folder" / name
+    path.parent.mkdir()
+    os.mkfifo(path)
+    outcome = []
+
+    def try_it():
+        try:
+            outcome.append(read(path))
+        except HeadwaterError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=try_it, daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert outcome, f"it waits for {name}"
+    assert isinstance(outcome[0], HeadwaterError)
