@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
-from edge_agent.cli.output import pairs
+from edge_agent.cli.output import pairs, value_text
 from edge_agent.errors import UsageError, nearest
 from edge_agent.identity import shown as shown_time
 from edge_agent.moments import shown as shown_moment
@@ -136,6 +136,8 @@ def _one(agent: dict[str, Any]) -> Iterator[Table | str]:
         "better off alone": alone[agent["better_alone"]] if known else None,
         "memory": None if agent["rss_mb"] is None else f"{agent['rss_mb']:.1f} MB",
     }
+    if candidate := agent["candidate"]:
+        facts["tried, not in use"] = _candidate_text(candidate)
     yield from pairs(facts.items())
     if fault := agent["fault"]:
         yield from pairs([("fault", f"{fault['error']}: {fault['message']}"), ("remedy", fault["remedy"])])
@@ -169,6 +171,13 @@ def _one(agent: dict[str, Any]) -> Iterator[Table | str]:
         yield f"{shown_moment(fault['at'])} fault: {fault['error']}: {fault['message']}; {fault['remedy']}"
     for one in history["rejected"]:
         yield f"{shown_moment(one['at'])} update of {one['run']}, round {one['round']}, rejected: {one['reason']}"
+
+
+def _candidate_text(candidate: dict[str, Any]) -> str:
+    """Say which bundle an agent went back from, and what it reached there."""
+    by = f"release {candidate['release']}" if candidate["release"] else candidate["run"]
+    acc = ", ".join(f"acc.{scope} {value_text(value)}" for scope, value in candidate["acc"].items())
+    return f"bundle {candidate['bundle_id'][:12] or 'unknown'} of {by}{f': {acc}' if acc else ''}"
 
 
 @app.command("certificates")

@@ -11,7 +11,7 @@ from rich.table import Table
 from edge_agent.moments import shown
 
 from ..identity.revoked import revoked_agents
-from ..state.fleet_rows import AgentRow, FleetFacts, reported_by
+from ..state.fleet_rows import REPORTS, AgentRow, FleetFacts, reported_by
 from ..state.fleet_rows import rows_of as fleet_rows
 from ..state.history import SCOPES
 from ..state.journal import utc_now
@@ -36,10 +36,11 @@ def rows_of(folder: StateFolder) -> list[Row]:
     """All agents that are known, as JSON: heard since the coordinator's start, kept out lately, or with results."""
     status, now = read_status(folder.path), utc_now()
     refused = [one for one in status.get("refused_agents", ()) if one["id"]]
+    book = book_of(folder.journal)
     facts = FleetFacts(
         {one["id"]: one for one in read_agents(folder.path)},
-        reported_by(folder.journal.newest_of("release_reported", "device_reported")),
-        book_of(folder.journal),
+        reported_by(folder.journal.newest_of(*REPORTS), book),
+        book,
         refused={one["id"]: {name: str(one[name]) for name in FAULT} for one in refused},
         revoked=revoked_agents(folder.path),
         is_serving=is_serving(folder.path),
@@ -67,6 +68,7 @@ def _row(agent: AgentRow, age_s: float) -> Row:
         "head": agent.head or None,
         "acc": dict(zip(SCOPES, (agent.local, agent.shared, agent.personal), strict=True)),
         "better_alone": agent.better_alone,
+        "candidate": None if agent.candidate is None else agent.candidate.body(),
         "rss_mb": agent.rss_mb,
         "fault": agent.fault,
         "notes": list(agent.notes),

@@ -87,9 +87,12 @@ def _details(release: Shown) -> Iterator[str]:
     """When and by whom it was made, where it comes from, what it scored where, who failed it, what it waits for."""
     plan, scored = release["plan"], release["scored"]
     by = f" by {release['by']}" if release["by"] else ""
-    note = f": {plan['note']}" if plan["note"] else ""
+    note = f": {release['note']}" if release["note"] else ""
     made = f"made {shown(release['at'])}{by}"
     yield f"release {release['release']} ({plan['channel']}, {stage_text(release)}), {made}{note}"
+    if release["undone_because"]:
+        undone = release["rolls_back"] or release["release"]
+        yield f"  release {undone} was rolled back: {release['undone_because']}"
     yield f"  from {', '.join(_origin(release['lineage']))}"
     yield f"  signed by {_signers(release['signed'])}"
     where = {"run": "in the run", "devices": "on devices"}

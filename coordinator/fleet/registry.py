@@ -22,6 +22,7 @@ from edge_agent.moments import shown
 from edge_agent.wire import messages as wire
 from edge_agent.wire.messages import Topics, run_name
 
+from ..state.candidate import Candidate
 from ..state.command_keys import CommandKeys
 from ..state.journal import Journal, run_number, utc_now
 from ..text import worst_tenth
@@ -45,7 +46,7 @@ RETURN_S = 10.0
 
 @dataclass(frozen=True)
 class Figures:
-    """What an agent last said of its models and its memory; None and empty: nothing yet."""
+    """What an agent last said of the models that it runs, and of its memory; None and empty: nothing yet."""
 
     acc: Mapping[str, float] = field(default_factory=dict)
     """Scope (local, global, personal) -> accuracy, 0..1."""
@@ -68,11 +69,21 @@ class Figures:
         return replace(self, acc={**self.acc, **acc}) if acc else self
 
     def of_report(self, message: wire.Report) -> Figures:
-        """With what a report says; accuracies on no samples are none."""
+        """With what a report says of the bundle that the agent runs; accuracies on no samples are none."""
+        rss_mb = message.rss_mb or self.rss_mb
+        if Candidate.from_report(message) is not None:
+            # All figures are of a bundle that it went back from, but for that of its own pair beside it.
+            before = message.metrics.get("acc.before")
+            if before is None or not 0 <= before <= 1:
+                return replace(self, rss_mb=rss_mb)
+            return replace(self, acc={**self.acc, "personal": before}, rss_mb=rss_mb)
         acc = {"local": message.acc_local, "global": message.acc_global, "personal": message.acc_personal}
         known = {scope: value for scope, value in acc.items() if value is not None} if message.samples else {}
-        rss_mb = message.rss_mb or self.rss_mb
         return Figures({**self.acc, **known}, message.head or self.head, message.better_alone, rss_mb)
+
+    def body(self) -> dict[str, Any]:
+        """As JSON, for the journal; `of_record` reads it."""
+        return {"acc": dict(self.acc), "head": self.head, "better_alone": self.better_alone, "rss_mb": self.rss_mb}
 
     def of_facts(self, facts: Mapping[str, object]) -> Figures:
         """With the memory that a hello says."""
@@ -100,6 +111,8 @@ class Member:
     """Its last fault, if that still stands: error, message, remedy, and when it was reported."""
 
     figures: Figures = field(default_factory=Figures)
+    candidate: Candidate | None = None
+    """A bundle that it has tried last and does not run."""
 
     condition: wire.ConditionName = "ok"
     stalled_at: float = 0.0
@@ -124,7 +137,8 @@ class Member:
     @property
     def is_well(self) -> bool:
         """Whether it is online and there is nothing to say about it."""
-        return self.is_present and self.condition == "ok" and self.fault is None and not self.notes
+        has_nothing_to_say = self.fault is None and self.candidate is None and not self.notes
+        return self.is_present and self.condition == "ok" and has_nothing_to_say
 
 
 class Roster:
@@ -146,11 +160,15 @@ class Roster:
         self._deaf_since, self._deaf_s = 0.0, 0.0
         self._faults = Rejections(clock)
         self._before = dict[str, Figures]()
+        self._candidates = dict[str, Candidate]()
+        """What agents had tried before this start, by their ids."""
+
         self._accuracies: dict[str, dict[str, float]] | None = None
 
-    def remember(self, figures: Mapping[str, Figures]) -> None:
-        """What agents said before this start, by their ids."""
+    def remember(self, figures: Mapping[str, Figures], candidates: Mapping[str, Candidate]) -> None:
+        """What agents said before this start, of what they run and of what they tried, by their ids."""
         self._before = dict(figures)
+        self._candidates = dict(candidates)
 
     def hello(self, agent: str, message: wire.Hello) -> Member:
         """An agent introduces itself (again)."""
@@ -159,6 +177,9 @@ class Roster:
         before = self._members.get(agent)
         figures = self._before.pop(agent, Figures()) if before is None else before.figures
         member.figures = figures.of_facts(message.facts)
+        candidate = self._candidates.pop(agent, None) if before is None else before.candidate
+        if candidate is not None and (candidate.bundle_id != member.bundle_id or not member.bundle_id):
+            member.candidate = candidate
         self._accuracies = None
         if before is not None:
             member.samples = member.samples or before.samples
@@ -205,11 +226,12 @@ class Roster:
         member.samples = message.samples or member.samples
         member.figures = member.figures.of_report(message)
         self._accuracies = None
+        candidate = Candidate.from_report(message)
         if message.bundle_id:
             member.bundle_id = message.bundle_id
-            member.notes.pop("rolled_back", None)
-        if message.rolled_back:
-            member.notes["rolled_back"] = f"rolled back the encoder of {message.run}: {message.rolled_back}"
+            member.candidate = None
+        if candidate is not None:
+            member.candidate = candidate
             log.warning("rolled_back agent=%s run=%s why=%s", agent, message.run, message.rolled_back)
         return True
 

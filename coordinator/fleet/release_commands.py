@@ -196,10 +196,12 @@ def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
     return {
         "release": release.number,
         "bundle_id": release.bundle_id,
-        **_standing(book, release, now),
+        **standing(book, release, now),
         "waits_for": "; ".join(steps),
         "steps": steps,
-        "by": body.get("by"),
+        "by": release.author or None,
+        "note": release.note,
+        "undone_because": book.undone_because(release),
         "signed": body.get("signed"),
         "at": release.at,
         "plan": asdict(release.plan),
@@ -211,7 +213,8 @@ def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
     }
 
 
-def _standing(book: Book, release: Release, now: datetime) -> dict[str, Any]:
+def standing(book: Book, release: Release, now: datetime) -> dict[str, Any]:
+    """Where a release stands, as JSON; `stage_text` says it to people."""
     newer = book.replaced_by(release)
     return {
         "stage": book.stage(release, now),
@@ -315,7 +318,7 @@ def open_releases(folder: StateFolder) -> list[dict[str, Any]]:
         {
             "release": one.number,
             "channel": one.plan.channel,
-            **_standing(book, one, now),
+            **standing(book, one, now),
             "bundle_id": one.bundle_id,
             "waits_for": "; ".join(waits_for(book, one, now)),
         }

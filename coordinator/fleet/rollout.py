@@ -18,7 +18,19 @@ from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import MAX_WAIT_S, Cancel, Command, Fault, Hello, Install, Pinned, Report, Who
 
 from ..state.journal import utc_now
-from ..state.releases import HEARD_AGAIN, Book, Device, Outcome, Pin, Plan, Release, Result, plan_body, rollback_of
+from ..state.releases import (
+    AUTOMATIC,
+    HEARD_AGAIN,
+    Book,
+    Device,
+    Outcome,
+    Pin,
+    Plan,
+    Release,
+    Result,
+    plan_body,
+    rollback_of,
+)
 from ..state.store import StateFolder
 from .registry import Roster
 from .transfers import Distributor
@@ -45,9 +57,6 @@ OFFERS_S = 0.02
 
 MOST_CHANGES = 20
 """Changes of one device in an hour that are journaled at once; of more, as of a hostile one, the last one follows."""
-
-FAILURES = "failures"
-"""Who makes the rollback of a release that failed."""
 
 MOST_SIGNATURES = 3
 """How often in an hour a release is signed again for one device."""
@@ -263,6 +272,9 @@ class Rollout:
             return
         self._changes[device.id] += 1
         body: dict[str, Any] = {"runs": device.runs, "channel": device.channel, "kept": device.kept}
+        if (member := self._roster.get(device.id)) is not None:
+            body["running"] = member.figures.body()
+            body["candidate"] = None if member.candidate is None else member.candidate.body()
         if release is not None and result is not None:
             body |= {"release": release.number, "result": {k: v for k, v in asdict(result).items() if k != "at"}}
         self._state.journal.append("device_reported", agent=device.id, body=body)
@@ -358,7 +370,7 @@ class Rollout:
         is_first, self._has_read = not self._has_read, True
         entries = self.book.read(self._state.journal)
         for entry in () if is_first else entries:
-            if (by := entry.body.get("by")) not in {None, FAILURES}:  # a command's, which others are to see as well
+            if (by := entry.body.get("by")) not in {None, AUTOMATIC}:  # a command's, which others are to see as well
                 about = f"device={entry.agent}" if entry.agent else f"release={entry.body.get('release', 'new')}"
                 log.info("%s %s by=%s reason=%s", entry.kind, about, by, entry.body.get("reason", ""))
         return any(entry.kind != "device_reported" for entry in entries)
@@ -389,7 +401,7 @@ class Rollout:
         from ..state.release_keys import file_to_release  # loads cryptography
 
         try:
-            older, body = rollback_of(self.book, release, reason, FAILURES)
+            older, body = rollback_of(self.book, release, reason, AUTOMATIC)
             content, signed = file_to_release(self._state, older.run, older.bundle_id, older.digest, self._now())
             body, digest = {**body, "signed": signed}, self._state.blobs.put(content)
         except (UsageError, BundleError, StateError, OSError) as error:  # no older one, unsigned, or its file is gone

@@ -56,9 +56,12 @@ from ..runs.request import Request
 from ..runs.round_loop import RunLoop
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.backup import MARKER
+from ..state.candidate import accuracies_of
 from ..state.command_keys import CommandKeys
 from ..state.fault_log import FaultLog
+from ..state.fleet_rows import REPORTS, reported_by
 from ..state.journal import utc_now
+from ..state.releases import book_of
 from ..state.starts import EPOCHS_OF_A_COPY, Takeover, record_start
 from ..state.store import MOST_LISTED, StateFolder
 from .peers import PROBE_S, Peers
@@ -196,17 +199,21 @@ class Coordinator:
         self.peers.start(start, self.state.journal.progress)
         if start.epoch >= EPOCHS_OF_A_COPY:  # there may be runs that were requested after the backup
             self._run_ids.skip_names_that_agents_know()
-        self.roster.remember(
-            {
-                one.agent: Figures.of_record(one.body)
-                for one in self.state.journal.newest_of("release_reported")
-                if one.agent is not None
-            }
-        )
+        self._remember_reports()
         self.hooks.start(self.state)
         self.roster.disconnected()
         self.transport.subscribe(*self.topics.for_coordinator())
         self.transport.start()
+
+    def _remember_reports(self) -> None:
+        """Tell the roster what agents reported before this start, as the journal has it."""
+        reported = reported_by(self.state.journal.newest_of(*REPORTS), book_of(self.state.journal))
+        figures = {
+            agent: Figures(accuracies_of(one.acc), one.head, one.better_alone, one.rss_mb)
+            for agent, one in reported.items()
+        }
+        candidates = {agent: one.candidate for agent, one in reported.items() if one.candidate is not None}
+        self.roster.remember(figures, candidates)
 
     def serve(self, stop: threading.Event) -> None:
         """`step` until ``stop`` is set.
@@ -668,6 +675,7 @@ class Coordinator:
         hosted_notes, left_out = self._hosted_notes(), {} if run is None else run["left_out"]
         bounded = {} if run is None else run.get("bounded", {})
         for member in members:
+            candidate = member.candidate
             others = list(hosted_notes.get(member.id, ()))
             if link_note := member.breaks.note(self.clock()):
                 others.insert(0, link_note)
@@ -686,12 +694,13 @@ class Coordinator:
                     samples=member.samples or None,
                     bundle_id=member.bundle_id,
                     software=member.software,
-                    notes=[*member.notes.values(), *others],
+                    notes=[*([] if candidate is None else [candidate.note]), *member.notes.values(), *others],
                     condition=member.condition,
                     fault=member.fault,
                     acc=dict(member.figures.acc),
                     head=member.figures.head,
                     better_alone=member.figures.better_alone,
+                    candidate=None if candidate is None else candidate.body(),
                     rss_mb=member.figures.rss_mb,
                     silent_s=round(self.clock() - member.heard_at, 1),
                     bytes_up=self.collector.bytes_from.get(member.id, 0),

@@ -126,7 +126,7 @@ def _check_enrolment_port(identity: IdentityConfig, state: Path) -> None:
     try:
         ask(address, authority.der, {"ask": "authority"})
     except HeadwaterError as error:  # nobody is there, or another program
-        log.info("nobody_serves host=%s port=%d reason=%s", *address, error)
+        log.info("nobody_serves host=%s port=%d answer=%s", *address, type(error).__name__)
         return
     raise DuplicateCoordinator(
         f"{state} is not started: a coordinator with this federation's certificates serves at "
@@ -162,7 +162,7 @@ def _check_other(
         log.warning("takes_over %s", about)
         return
     raise DuplicateCoordinator(
-        f"{about}. Nothing was started, and the folder is unchanged. To watch that one, use 'headwater serve "
+        f"{about}. Nothing was started, and this journal is unchanged. To watch that one, use 'headwater serve "
         "--standby'; to replace it, and give up what only it has done, 'headwater serve --take-over'"
     )
 
@@ -189,8 +189,9 @@ def _check_identities(
     if not decisions.accepts_identities:
         way_out = (
             "Nobody is let in until this is confirmed, and nothing was changed. 'headwater serve --accept-identities' "
-            f"confirms it; 'headwater agents revoke NAME --state {state}' shuts an agent out before; --revocations "
-            "PATH reads a former state folder, or its broker's list of revoked certificates (identity/crl.pem)."
+            f"confirms it; with the same --config and --state {state}, 'headwater agents list' shows all, and "
+            "'headwater agents revoke NAME' shuts one out before; --revocations PATH reads a former state folder, or "
+            "its broker's list of revoked certificates (identity/crl.pem)."
         )
         raise UsageError("\n".join([*lines, way_out]))
     for line in lines:
@@ -202,7 +203,6 @@ def _admitted_lines(state: Path, backup: BackupFacts, reviewed: Review) -> Seque
     agents = counted(len(reviewed.admitted), "agent")
     names = f": {listed(reviewed.admitted)}" if reviewed.admitted else ""
     lines = [f"{state} is a backup {_described(backup)}. Its certificates let in {agents}{names}."]
-    lines.append(f"'headwater agents list --state {state}' shows all as of the backup.")
     if reviewed.invited:
         lines.append(f"Unused tokens let in, besides: {listed(reviewed.invited)}.")
     return lines

@@ -50,6 +50,9 @@ class AgentStatus:
 
     head: str = ""
     better_alone: bool = False
+    candidate: dict[str, Any] | None = None
+    """A bundle that it has tried and does not run, with its accuracies there: `coordinator.state.candidate`."""
+
     rss_mb: float | None = None
     silent_s: float | None = None
     bytes_up: int = 0

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from .candidate import Candidate, accuracies_of
 from .history import SCOPES
-from .journal import Entry, utc_now
+from .journal import Entry, Kind, utc_now
 from .releases import Book
 from .values import as_number, as_text
 
 PRESENT = ("online", "fault", "stalled")
-REPORTS = ("release_reported", "device_reported")
+REPORTS: tuple[Kind, ...] = ("release_reported", "device_reported")
 """Kinds of entries that `Reported` is made from."""
 
 
@@ -50,6 +51,9 @@ class AgentRow:
 
     personal: float | None = None
     better_alone: bool = False
+    candidate: Candidate | None = None
+    """A bundle that it has tried and does not run; the accuracies above are of what it runs."""
+
     rss_mb: float | None = None
     head: str = ""
     pinned: int | None = None
@@ -68,7 +72,7 @@ class AgentRow:
 
 @dataclass(slots=True)
 class Reported:
-    """What an agent last reported at the end of a run, or for a release."""
+    """What an agent last reported at the end of a run, or for a release, of the bundle that it runs."""
 
     acc: dict[str, float | None] = field(default_factory=dict)
     better_alone: bool = False
@@ -78,20 +82,68 @@ class Reported:
     samples: int | None = None
     bundle_id: str = ""
     head: str = ""
+    candidate: Candidate | None = None
+    """A bundle that it has tried last and does not run."""
 
-    def add(self, entry: Entry) -> None:
-        """Take what a newer entry of `REPORTS` says."""
+    def add(self, entry: Entry, book: Book) -> None:
+        """Take what a newer entry of `REPORTS` says. ``book``: has the releases before the entry."""
         body = entry.body
         if entry.kind == "release_reported":
-            acc = _mapping(body.get("acc"))
-            self.acc = {scope: as_number(acc.get(scope)) for scope in SCOPES}
-            self.better_alone, self.run = body.get("better_alone") is True, entry.run or ""
-            self.rss_mb, self.samples = as_number(body.get("rss_mb")) or None, _count(body.get("samples"))
-            self.tier, self.bundle_id, self.head = (as_text(body.get(name) or "") for name in ("tier", "runs", "head"))
+            self._add_result_of_run(entry)
         elif entry.kind == "device_reported":
             self.tier = "head"
-            if (personal := as_number(_mapping(body.get("result")).get("acc"))) is not None:
+            if "running" in body:
+                self._take_figures(_mapping(body["running"]))
+                self.candidate = Candidate.from_body(body.get("candidate"))
+            else:
+                self._add_older_result(body, book)
+
+    def _add_result_of_run(self, entry: Entry) -> None:
+        """Take the record of a device at the end of a run: its figures are of the encoder of that run."""
+        body = entry.body
+        self.run = entry.run or ""
+        self.tier = as_text(body.get("tier") or "")
+        self.bundle_id = as_text(body.get("runs") or "")
+        self.samples = _count(body.get("samples"))
+        reason = as_text(body.get("rolled_back") or "")
+        if not reason:
+            self._take_figures(body)
+            self.candidate = None
+            return
+        self._note_own_pair(body.get("before"))
+        acc = accuracies_of(_mapping(body.get("acc")))
+        number = _count(body.get("release")) or 0
+        self.candidate = Candidate(as_text(body.get("about") or ""), self.run, number, reason, acc)
+
+    def _take_figures(self, body: Mapping[str, Any]) -> None:
+        """Take figures of the bundle that the device runs."""
+        acc = _mapping(body.get("acc"))
+        self.acc = {scope: as_number(acc.get(scope)) for scope in SCOPES}
+        self.better_alone = body.get("better_alone") is True
+        self.rss_mb = as_number(body.get("rss_mb")) or None
+        self.head = as_text(body.get("head") or "")
+
+    def _add_older_result(self, body: Mapping[str, Any], book: Book) -> None:
+        """Take the result of a release as versions wrote it that did not say of which bundle it is."""
+        result = _mapping(body.get("result"))
+        personal = as_number(result.get("acc"))
+        number = _count(body.get("release")) or 0
+        release = book.get(number)
+        if not result or release is None or release.bundle_id == body.get("runs"):
+            if personal is not None:
                 self.acc = {**self.acc, "personal": personal}
+            if result:
+                self.candidate = None
+            return
+        self._note_own_pair(result.get("before"))
+        acc = {} if personal is None else {"personal": personal}
+        reason = as_text(result.get("reason") or "")
+        self.candidate = Candidate(release.bundle_id, release.run, number, reason, acc)
+
+    def _note_own_pair(self, before: object) -> None:
+        """Note acc.personal of the pair that the device kept, as measured beside the candidate."""
+        if (personal := as_number(before)) is not None:
+            self.acc = {**self.acc, "personal": personal}
 
 
 @dataclass(frozen=True)
@@ -129,12 +181,12 @@ def rows_of(facts: FleetFacts) -> list[AgentRow]:
     return rows
 
 
-def reported_by(entries: Iterable[Entry]) -> dict[str, Reported]:
+def reported_by(entries: Iterable[Entry], book: Book) -> dict[str, Reported]:
     """Agent -> what it last reported, of entries in order."""
     result = dict[str, Reported]()
     for entry in entries:
         if entry.agent is not None:
-            result.setdefault(entry.agent, Reported()).add(entry)
+            result.setdefault(entry.agent, Reported()).add(entry, book)
     return result
 
 
@@ -156,6 +208,7 @@ def _row(agent: str, facts: FleetFacts) -> AgentRow:
         row.personal = row.personal if personal is None else personal
     if status is not None:
         _fill_figures(row, status)
+    _note_candidate(row)
     if (row.gain or 0.0) > 0:
         row.better_alone = False  # that was said of older figures
     if agent in facts.refused and row.state not in PRESENT:
@@ -163,6 +216,12 @@ def _row(agent: str, facts: FleetFacts) -> AgentRow:
     if agent in facts.revoked:
         row.state = "revoked"
     return row
+
+
+def _note_candidate(row: AgentRow) -> None:
+    """Say of a device that it went back from a bundle, also where no coordinator has heard it since its start."""
+    if row.candidate is not None and row.candidate.note not in row.notes:
+        row.notes = (row.candidate.note, *row.notes)
 
 
 def _fill(row: AgentRow, status: Mapping[str, Any], facts: FleetFacts) -> None:
@@ -176,6 +235,7 @@ def _fill(row: AgentRow, status: Mapping[str, Any], facts: FleetFacts) -> None:
     row.seen_at = None if facts.status_at is None or silent_s is None else facts.status_at - silent_s
     row.software, row.samples = as_text(status.get("software") or ""), _count(status.get("samples"))
     row.bundle_id = as_text(status.get("bundle_id") or "")
+    row.candidate = Candidate.from_body(status.get("candidate"))
     fault = status.get("fault")
     row.fault = {as_text(k): as_text(v) for k, v in fault.items()} if isinstance(fault, dict) else None
     notes = status.get("notes")
@@ -187,6 +247,7 @@ def _fill_reported(row: AgentRow, reported: Reported) -> None:
     row.tier = row.tier or reported.tier
     row.local, row.shared, row.personal = (reported.acc.get(scope) for scope in SCOPES)
     row.better_alone, row.rss_mb, row.head = reported.better_alone, reported.rss_mb, reported.head
+    row.candidate = reported.candidate
     row.samples = row.samples if row.samples is not None else reported.samples
     row.bundle_id = row.bundle_id or reported.bundle_id
 

@@ -66,6 +66,13 @@ def amount(text: str, total: int, *, up: bool) -> int:
     return math.ceil(exact) if up else math.floor(exact)
 
 
+AUTOMATIC = "automatic rollback"
+"""The author of a rollback that no person asked for: the release before it has failed."""
+
+_AUTHORS = {"failures": AUTOMATIC}
+"""As versions before wrote it -> author."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a release goes out. Amounts are texts such as ``2`` or ``10%``; the defaults are a release at once."""
@@ -210,11 +217,22 @@ class Release:
         return "paused" if self.paused else "canary"
 
     @property
+    def author(self) -> str:
+        """Who made it, as text; empty: a run did."""
+        by = str(self.body.get("by") or "")
+        return _AUTHORS.get(by, by)
+
+    @property
+    def note(self) -> str:
+        """What its maker said of it. A rollback has none: its plan says why the release was undone that it undoes."""
+        return "" if self.rolls_back else self.plan.note
+
+    @property
     def is_open(self) -> bool:
         """Whether devices still get it or may."""
         return not self.rolled_back_by and not self.held
 
-    def note(self, agent: str, result: Result) -> None:
+    def add_result(self, agent: str, result: Result) -> None:
         """A device's newest word about this release."""
         if (before := self.results.get(agent)) is not None:
             self.count[before.outcome] -= 1
@@ -345,7 +363,7 @@ class Book:
             self._count(agent, 1)
         self.sizes[device.channel] += 1
         if (release := self.get(body.get("release", 0))) is not None and (result := body.get("result")):
-            release.note(agent, Result(**result, at=entry.at))
+            release.add_result(agent, Result(**result, at=entry.at))
 
     def _pinned(self, agent: str, entry: Entry) -> None:
         self.pins.pop(agent, None)
@@ -538,6 +556,11 @@ class Book:
         if release.stage == "everybody" and is_newest and self.sizes[release.plan.channel]:
             return release.stage if self.pending(release, now) else "done"
         return release.stage
+
+    def undone_because(self, release: Release) -> str:
+        """Why a release was rolled back, or what it rolls back was; empty where neither is so."""
+        rollback = release if release.rolls_back else self.get(release.rolled_back_by)
+        return "" if rollback is None else rollback.plan.note
 
     def gone(self, before: datetime) -> list[str]:
         """The devices whose newest entry is older than that."""

@@ -211,7 +211,7 @@ class FolderView:
             ids.append(entry.id)
             if len(ids) > 2 * MOST_HISTORY:
                 del ids[:MOST_HISTORY]
-            self._reported.setdefault(entry.agent, Reported()).add(entry)
+            self._reported.setdefault(entry.agent, Reported()).add(entry, self.book)
 
     def _add_to_run(self, entry: Entry, name: str) -> None:
         if entry.kind == "run_requested":

@@ -22,7 +22,7 @@ from edge_agent.errors import HeadwaterError, StateError, UnknownName, UsageErro
 from edge_agent.moments import shown as shown_time
 from edge_agent.storage import read_json
 
-from ..fleet.release_commands import described, waits_for
+from ..fleet.release_commands import described, stage_text, standing, waits_for
 from ..runs.result_notes import SHOWN_CLIENTS, spent
 from ..runs.timeline import Event
 from ..state.fleet_rows import AgentRow
@@ -109,8 +109,8 @@ def _agent_page(
     request: Request, view: FolderView, row: AgentRow, entries: Sequence[Entry], more: int | None
 ) -> Response:
     name = row.id
-    lines = [line for line in map(line_of, entries) if line is not None]
-    results = [acc for line in lines if (acc := _acc_of(*line))]
+    lines = [line for line in (line_of(entry, view.book) for entry in entries) if line is not None]
+    results = [acc for line in lines if (acc := _running_acc_of(*line))]
     runs = [run for run in reversed(list(view.runs)[-20:]) if run in view.begun_runs()]
     by_round, in_run = list[tuple[int, float | None, float | None]](), ""
     for run in runs:
@@ -282,7 +282,10 @@ def releases(request: Request) -> Response:
     rows = [
         {
             "release": one,
-            "stage": book.stage(one, now),
+            "stage": _stage_text(book, one, now),
+            "kind": _stage_kind(book, one, now),
+            "undone": one.rolls_back or (one.number if one.rolled_back_by else 0),
+            "undone_because": book.undone_because(one),
             "size": book.canary_size(one) if one.plan.canary else 0,
             "waits": [*waits_for(book, one, now)],
             "runs": running[one.bundle_id],
@@ -308,11 +311,12 @@ def bundles(request: Request) -> Response:
     """All exported bundles: how close they are to what was trained, and who signed them."""
     view, before = site_of(request).view, _whole(request, "before")
     view.refresh()
-    by_bundle = dict[str, list[tuple[int, str]]]()
+    by_bundle = dict[str, list[tuple[int, str, str]]]()
     with view.lock:
         numbered = [(number, one) for number, one in enumerate(view.runs.values(), 1) if one.bundle]
         for one in view.book.releases:
-            by_bundle.setdefault(one.bundle_id, []).append((one.number, view.book.stage(one, view.now())))
+            stage, kind = _stage_text(view.book, one, view.now()), _stage_kind(view.book, one, view.now())
+            by_bundle.setdefault(one.bundle_id, []).append((one.number, stage, kind))
     older = [(number, one) for number, one in numbered if before is None or number < before]
     chosen = older[-BUNDLES_ON_PAGE:][::-1]
     rows = [  # without the lock: files of some megabytes are read and compared with their hashes, once
@@ -323,6 +327,18 @@ def bundles(request: Request) -> Response:
     more = chosen[-1][0] if len(older) > len(chosen) else None
     with view.lock:
         return page(request, "bundles.html", topic="releases", rows=rows, more=more)
+
+
+def _stage_text(book: Book, release: Release, now: datetime) -> str:
+    """Where a release stands, in the words of 'headwater release status'."""
+    return stage_text(standing(book, release, now))
+
+
+def _stage_kind(book: Book, release: Release, now: datetime) -> str:
+    """The word that decides the colour of a release's stage."""
+    if not release.rolled_back_by and book.replaced_by(release) is not None:
+        return "replaced"
+    return book.stage(release, now)
 
 
 @shown
@@ -526,11 +542,21 @@ def _acc_of(name: str, line: Mapping[str, Any]) -> dict[str, float | None]:
     return {}
 
 
+def _running_acc_of(name: str, line: Mapping[str, Any]) -> dict[str, float | None]:
+    """The accuracies of what an agent ran after a line of its history: not those of a bundle that it went back from."""
+    went_back = line["rolled_back"] if name == "accuracy" else name == "bundles" and line["bundle_id"] != line["runs"]
+    if not went_back:
+        return _acc_of(name, line)
+    before = as_number(line["before"])
+    return {} if before is None else {"personal": before}
+
+
 def _history_line(name: str, line: Mapping[str, Any], book: Book) -> dict[str, Any]:
     """One line of an agent's history as the page shows it."""
     bundle = as_text(line.get("bundle_id") or "")
     what, note = _HISTORY[name](line)
-    number = next((one.number for one in reversed(book.releases) if bundle and one.bundle_id == bundle), None)
+    of_bundle = (one.number for one in reversed(book.releases) if bundle and one.bundle_id == bundle)
+    number = line["release"] if name == "bundles" and line["outcome"] else next(of_bundle, None)
     by = as_text(line.get("by") or "")
     acc = _acc_of(name, line)
     return {"at": line["at"], "what": what, "note": note, "bundle": bundle, "release": number, "acc": acc, "by": by}

@@ -140,7 +140,7 @@ def test_a_backup_that_is_restored_beside_a_live_primary_waits_to_be_told_to_tak
         assert "another coordinator of federation 'home' has been serving for" in beside.stderr
         assert f"process {site.processes['serve'].pid}" in beside.stderr
         assert "3 runs; " in beside.stderr
-        assert "Nothing was started, and the folder is unchanged" in beside.stderr
+        assert "Nothing was started, and this journal is unchanged" in beside.stderr
         assert "Traceback" not in beside.stderr
         assert site.processes["serve"].poll() is None
         with StateFolder(tmp_path / "drill").look() as copy:

@@ -213,9 +213,11 @@ def test_the_mark_goes_when_a_later_encoder_stays(tmp_path, exports):
         fed.settle()
         roster = fed.coordinator.roster
         roster.reported("h1", wire.Report(run="run-0001", samples=5, bundle_id="f" * 64, rolled_back="keeps it"))
-        assert roster.get("h1").notes
+        assert roster.get("h1").candidate.reason == "keeps it"
+        assert not roster.get("h1").is_well
         roster.reported("h1", wire.Report(run="run-0002", samples=5, bundle_id="e" * 64))
-        assert roster.get("h1").notes == {}
+        assert roster.get("h1").candidate is None
+        assert roster.get("h1").is_well
 
 
 def test_a_device_without_samples_has_no_accuracies(tmp_path, exports):

@@ -42,6 +42,9 @@ class Fleet:
     def present(self, _tier):
         return list(self.names)
 
+    def get(self, _agent):
+        return None
+
     def now_s(self):
         return self.clock() + self.waited_s
 

@@ -24,7 +24,7 @@ class Fleet:
     def __init__(self, folder):
         self.state, self.now, self.sent = StateFolder(folder), [0.0], []
         offers = SimpleNamespace(offer=lambda *_: None)
-        roster = SimpleNamespace(present=lambda _tier: ())
+        roster = SimpleNamespace(present=lambda _tier: (), get=lambda _agent: None)
         self.state.journal = Journal(folder / "journal.db", now=self.wall)
         self.rollout = Rollout(self.state, roster, offers, self.send, lambda: self.now[0], self.wall)
 

@@ -48,7 +48,7 @@ def test_accuracies_of_the_fleet_follow_each_message_and_are_kept_between(roster
     assert roster.accuracies() is first
     roster.reported("b", wire.Report(run="r" * 32, samples=1, acc_personal=0.25))
     assert roster.accuracies() == {"personal": {"mean": 0.375, "worst_tenth": 0.25, "agents": 2}}
-    roster.remember({"c": Figures(acc={"personal": 0.75})})
+    roster.remember({"c": Figures(acc={"personal": 0.75})}, {})
     roster.hello("c", hello())
     assert roster.accuracies()["personal"] == {"mean": 0.5, "worst_tenth": 0.25, "agents": 3}
 

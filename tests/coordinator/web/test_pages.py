@@ -9,7 +9,9 @@ import re
 import pytest
 from web_site import agent_status
 
+from coordinator.cli import main
 from coordinator.state.journal import Journal
+from coordinator.state.releases import AUTOMATIC
 from coordinator.web import pages
 from coordinator.web.folder_view import FolderView
 
@@ -550,3 +552,61 @@ def test_figures_of_single_agents_have_one_budget_over_all_runs(site, monkeypatc
         held = {name: curves.held for name, curves in view._curves.items()}
         assert held == {"run-0001": 0, "run-0002": 0, "run-0003": 26, "run-0004": 26}
         assert all(len(curves.points) == 3 for curves in view._curves.values()), "those over all agents stay"
+
+
+@pytest.fixture
+def went_back(site):
+    """Release 1 is for everybody, 2 was rolled back by itself, as release 3; the device refused release 2."""
+    site.release("a")
+    site.release("b", run="run-0002")
+    running = {"acc": {"local": 0.6, "global": 0.7, "personal": 0.75}, "head": "lr", "better_alone": False}
+    site.device("cam", "a", 1, "ok", acc=0.75)
+    candidate = {"bundle_id": "b" * 64, "run": "run-0002", "release": 2, "reason": "worse", "acc": {"personal": 0.25}}
+    result = {"outcome": "failed", "reason": "worse", "acc": 0.25, "before": 0.74}
+    body = {"runs": "a" * 64, "channel": "stable", "running": running, "candidate": candidate, "release": 2}
+    site.journal.append("device_reported", agent="cam", body={**body, "result": result})
+    plan = {"channel": "stable", "note": "1 of 1 devices failed"}
+    made = {"bundle_id": "a" * 64, "plan": plan, "by": AUTOMATIC, "rolls_back": 2}
+    site.journal.append("release_made", run="run-0001", round=1, digest="0" * 64, body=made)
+    return site
+
+
+def test_the_page_of_an_agent_keeps_what_it_runs_and_what_it_tried_apart(went_back):
+    with went_back.client() as client:
+        page = client.get("/agent?id=cam").text
+    cards = page[page.index('aria-label="Accuracies"') : page.index('aria-label="Actions"')]
+    assert "75.0 %" in cards
+    assert "25.0 %" not in cards
+    assert re.search(r"<dt>Tried, not in use</dt><dd><code[^>]*>bbbbbbbbbbbb</code>.*?25\.0 %", page)
+    history = page[page.index('id="history"') :]
+    assert re.search(r"release 2: failed</td><td><code[^>]*>bbbbbbbbbbbb</code>.*?25\.0 %", history, re.DOTALL)
+    assert "Rolled back the encoder of run-0002: worse." in page
+
+
+def test_pages_and_terminal_say_the_same_of_where_releases_stand(went_back, capsys):
+    with went_back.client() as client:
+        page = client.get("/releases").text
+    for words in (["release", "status", str(number), "--state", str(went_back.path)] for number in (1, 2, 3)):
+        with contextlib.suppress(SystemExit):
+            main(words)
+    printed = capsys.readouterr().out
+    badges = re.findall(r'class="badge" data-word="([^"]*)">([^<]*)</span></span>', page)
+    assert badges == [
+        ("done", "rolls back 2, done"),
+        ("rolled back", "rolled back by 3"),
+        ("replaced", "replaced by 3"),
+    ]
+    for _, stage in badges:
+        assert stage in printed
+    assert page.count("Release 2 was rolled back: 1 of 1 devices failed") == 2, "beside release 2, and the rollback"
+    assert "Note: 1 of 1 devices failed" not in page
+    assert printed.count("release 2 was rolled back: 1 of 1 devices failed") == 2
+    assert "by automatic rollback" in " ".join(printed.split())
+    assert ", automatic rollback</span>" in page
+
+
+def test_the_author_of_an_automatic_rollback_is_named_also_where_an_older_version_wrote_it(went_back):
+    body = {"bundle_id": "a" * 64, "plan": {"note": "bad"}, "by": "failures"}
+    went_back.journal.append("release_made", run="run-0001", round=1, digest="0" * 64, body=body)
+    with went_back.client() as client:
+        assert ", automatic rollback</span>" in client.get("/releases?number=4").text
