@@ -17,6 +17,7 @@ from edge_agent.storage import check_writable, write_atomic, write_json
 
 from .config import CoordinatorConfig, ExportConfig, HostedConfig
 from .runs.request import Request
+from .shadowed import check_export
 from .simulation.failures import add_note
 from .simulation.plan import Plan
 from .state.journal import RunRecord
@@ -105,8 +106,9 @@ class SimulationResult:
 
         Raises:
             ExportRejected: the method shares no encoder, or the bundle does not pass its checks.
-            UsageError: no file can be written there.
+            UsageError: no file can be written there, or something else called ``export`` is found by Python first.
         """
+        check_export()
         target = Path(path)
         check_writable(target.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -157,6 +159,7 @@ def simulate(
         TrainingFailed: a client's training has failed.
         RunFailed: the run failed otherwise.
     """
+    check_export()
     given = {"partition": partition, "clients": clients, "rounds": rounds, "seed": seed, **settings}
     fields = {name: value for name, value in given.items() if value is not None}
     fields |= {"params": dict(params or {}), "folder": str(Path.cwd())}
@@ -353,6 +356,7 @@ def export_run(
         UsageError: no run has a closed round.
         ExportRejected: the bundle does not pass its checks.
     """
+    check_export()
     from export import bundle, domains_of, synthetic_inputs
 
     from .runs.calibration import own_domains
