@@ -23,6 +23,7 @@ from edge_agent.storage import (
 
 from .config import CoordinatorConfig, ExportConfig, HostedConfig
 from .runs.request import Request
+from .shadowed import check_export
 from .simulation.failures import add_note
 from .simulation.plan import Plan
 from .state.journal import RunRecord
@@ -115,8 +116,9 @@ class SimulationResult:
 
         Raises:
             ExportRejected: the method shares no encoder, or the bundle does not pass its checks.
-            UsageError: no file can be written there.
+            UsageError: no file can be written there, or something else called ``export`` is found by Python first.
         """
+        check_export()
         target = Path(path)
         check_writable(target.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -167,6 +169,7 @@ def simulate(
         TrainingFailed: a client's training has failed.
         RunFailed: the run failed otherwise.
     """
+    check_export()
     given = {"partition": partition, "clients": clients, "rounds": rounds, "seed": seed, **settings}
     fields = {name: value for name, value in given.items() if value is not None}
     fields |= {"params": dict(params or {}), "folder": str(Path.cwd())}
@@ -365,6 +368,7 @@ def export_run(
         UsageError: no run has a closed round.
         ExportRejected: the bundle does not pass its checks.
     """
+    check_export()
     from export import bundle, domains_of, synthetic_inputs
 
     from .runs.calibration import own_domains

@@ -16,15 +16,15 @@ from collections.abc import Iterable
 import numpy as np
 
 from coordinator import simulate
-from edge_agent import methods
 from edge_agent.methods import Update
+from edge_agent.methods.fedavg import FedAvg
 from edge_agent.task import State
 
 ROUNDS = 5
 CLIENTS = 5
 
 
-class MedianAvg(methods.get("fedavg")):  # type: ignore[misc]
+class MedianAvg(FedAvg):
     """E epochs of SGD on everything, then the median of each weight."""
 
     source = "Yin, Chen, Ramchandran, Bartlett, ICML 2018"

@@ -18,6 +18,8 @@ from edge_agent import __version__
 from edge_agent.errors import HeadwaterError, MissingCapability, UsageError, cause, without_home
 from edge_agent.limits import limit_threads
 
+from ..shadowed import check_export
+
 if TYPE_CHECKING:
     import typer
 
@@ -63,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     limit_threads(spare_torch=True)  # with one numpy thread, results equal those of worker processes bit for bit
     failure: HeadwaterError
     try:
+        check_export()
         command_tree(given)(given, prog_name="headwater")
     except SystemExit as end:
         from typer import Exit

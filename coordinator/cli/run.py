@@ -257,8 +257,13 @@ def result_parts(summary: dict[str, Any]) -> Iterator[Table | str]:
         exported = f"bundle {bundle['bundle_id'][:12]} in {bundle['path']}"
     yield agents_table(summary)
     yield from footnotes(summary)
-    # Clients of one class have a footnote each.
-    warnings = [one for one in summary.get("warnings", []) if one["kind"] != "one_class"]
+    # Clients of one class have a footnote each; why an agent was left out of the last round is said there, too.
+    said = _left_out_of_last_round(summary)
+    warnings = [
+        one
+        for one in summary.get("warnings", [])
+        if one["kind"] != "one_class" and not (one["kind"] == "left_out" and said.issuperset(one["clients"]))
+    ]
     yield from (f"warning: {line}" for line in lines(warnings))
     yield from metric_lines(summary)
     yield f"{summary['seconds']:.1f} s, {exported}"
@@ -292,14 +297,16 @@ def footnotes(summary: dict[str, Any]) -> Iterator[str]:
     if models := local_models(summary.get("agents", [])):
         yield f"acc.local, alone and without the federation: {models}"
     yield from (f"{a['id']} *: {note}" for a in summary.get("agents", []) for note in notes_of(a))
-    yield from (f"{agent} failed: {reason}" for agent, reason in summary.get("faults", {}).items())
+    said = _left_out_of_last_round(summary)
+    for agent, reason in summary.get("faults", {}).items():
+        if agent not in said:
+            yield f"{agent} failed: {reason}"
     if incomplete := summary.get("incomplete"):
         yield f"incomplete: {incomplete}"
     if stopped := summary.get("stopped"):
         yield f"ended early: {stopped}"
     if privacy := summary.get("privacy"):
         yield spent(privacy)
-    said = {agent for one in (summary.get("updates") or {}).get("left_out", ()) for agent in one["agents"]}
     for agent, one in summary.get("left_out", {}).items():
         if agent in said:  # its reason is above
             continue
@@ -308,3 +315,9 @@ def footnotes(summary: dict[str, Any]) -> Iterator[str]:
     for agent, one in summary.get("bounded", {}).items():
         rounds = [str(number) for number in one["rounds"]]
         yield f"{agent} in {counted(len(rounds), 'round')} ({listed(rounds)}), in the last one {one['last']}"
+
+
+def _left_out_of_last_round(summary: dict[str, Any]) -> set[str]:
+    """Agents whose reason the line about the last round's updates gives."""
+    updates = summary.get("updates") or {}
+    return {agent for one in updates.get("left_out", ()) for agent in one["agents"]}

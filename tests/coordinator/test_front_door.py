@@ -370,3 +370,25 @@ def test_files_that_import_torchvision_are_loaded_in_every_process(engine, tmp_p
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path
     )
     assert done.stdout.strip() == "2", done.stderr
+
+
+@pytest.mark.parametrize("made", ["export/__init__.py", "export/notes.txt", "export.py"])
+def test_an_export_beside_a_script_is_named(made, tmp_path):
+    """A project of machine learning has a folder of that name more often than not."""
+    foreign = tmp_path / made
+    foreign.parent.mkdir(exist_ok=True)
+    foreign.write_text("", encoding="utf-8")
+    script = tmp_path / "script.py"
+    script.write_text("import coordinator\ncoordinator.simulate(data='digits')\n", encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    place = tmp_path / made.partition("/")[0]
+    assert last.startswith(f"edge_agent.errors.UsageError: {place}")
+    assert "shadows Headwater's package 'export'" in last
+    done = subprocess.run(
+        [sys.executable, "-m", "coordinator", "methods"],
+        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"headwater: {place}")
+    assert "Traceback" not in done.stderr

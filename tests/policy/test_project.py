@@ -72,6 +72,50 @@ def test_links_of_the_documents_lead_somewhere(root):
     assert broken == []
 
 
+def test_an_editable_install_puts_the_packages_where_type_checkers_look(root, tmp_path):
+    """Type checkers run no finders: with setuptools' default for several packages mypy found none of them."""
+    pytest.importorskip("setuptools", minversion="77")
+    copy = tmp_path / "copy"
+    for name in ("edge_agent", "export", "coordinator", "configs/reproduce"):
+        shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, copy / name)
+    code = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=copy, check=True, capture_output=True, timeout=300)
+    (wheel,) = tmp_path.glob("headwater-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (path_file,) = (name for name in archive.namelist() if name.endswith(".pth"))
+        assert archive.read(path_file).decode().strip() == str(copy)
+        assert not [name for name in archive.namelist() if "finder" in name]
+
+
+TYPED_SCRIPT = """
+from coordinator import simulate
+from edge_agent import Personalizer
+from edge_agent.methods.fedavg import FedAvg
+
+
+class Mine(FedAvg):
+    pass
+
+
+accuracy: float | None = simulate(Mine, data="digits").accuracy
+answers: int = Personalizer.open("b.hwb").predict("x.png")
+"""
+
+
+@pytest.mark.slow
+def test_scripts_outside_of_the_clone_are_type_checked_against_it(tmp_path):
+    """The last line has a mistake, which is found only if the packages are."""
+    (tmp_path / "script.py").write_text(TYPED_SCRIPT, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "script.py"],
+        cwd=tmp_path, check=False, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert "script.py:12: error: Incompatible types in assignment" in done.stdout, done.stdout
+    assert "Found 1 error in 1 file" in done.stdout, done.stdout
+
+
 def test_changelog_has_an_entry_for_this_version(root, project):
     text = (root / ".github/CHANGELOG.md").read_text(encoding="utf-8")
     version = __version__
