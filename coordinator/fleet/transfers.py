@@ -64,6 +64,12 @@ MOST_OPEN_UPLOADS = 64
 """Uploads whose files are open at once; those of others are opened again when a chunk comes."""
 
 LEAST_BUDGET_BYTES = 128 << 10
+LATE_S = 0.05
+"""Where messages wait for so long, more uploads at once would only make each one slower, in more and smaller parts."""
+
+COUNT_AGAIN_S = 0.1
+"""How long the parts that uploads have of the budget count as computed before."""
+
 QUEUED_AGAIN_S = 30.0
 LEAST_UPLOAD_S = 0.01
 SILENT_S = 5.0
@@ -191,6 +197,8 @@ class _Upload:
 
     begun_at: float = 0.0
     received_bytes: int = 0
+    counted_bytes: int = 0
+    """Its part of the budget when that was last computed."""
 
     def budget_bytes(self, now: float, before: float) -> int:
         """Its part of the budget; ``before``: the rate of the agent's last upload, 0 without one."""
@@ -218,15 +226,15 @@ class Collector:
         send: Send,
         clock: Callable[[], float],
         is_stalled: Callable[[], bool] = lambda: False,
-        is_behind: Callable[[], bool] = lambda: False,
+        unread_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """``is_stalled``: whether the run under way cannot open its round for now.
 
-        ``is_behind``: whether messages arrive faster than they are handled; no further upload begins then.
+        ``unread_s``: how long the oldest message that has arrived has waited to be handled (`Transport.unread_s`).
         """
         self._blobs, self._journal, self._send, self._clock = blobs, journal, send, clock
         self._is_stalled = is_stalled
-        self._is_behind = is_behind
+        self._unread_s = unread_s
         self._uploads: dict[str, _Upload] = {}
         self._judged: dict[str, _Upload] = {}
         """Updates that are complete, and wait for their `Judge`."""
@@ -237,8 +245,17 @@ class Collector:
         self._open_files: OrderedDict[str, Receiving] = OrderedDict()
         """Agents whose uploads have an open file, and what they upload; the one that was heard last comes last."""
 
+        self._unacknowledged: set[str] = set()
+        """Agents whose chunks are acknowledged at the next `tick`, once for all that have come until then."""
+
         self._rates: dict[str, float] = {}
         """Bytes per second of each agent's last upload."""
+
+        self._counted_at = float("-inf")
+        """When the parts of all uploads were last computed."""
+
+        self._counted_bytes = 0
+        """What all uploads have of the budget: their ``counted_bytes``."""
 
         self.open_round: Collection | None = None
         self.bytes_from: dict[str, int] = {}
@@ -250,6 +267,7 @@ class Collector:
         self.open_round = collection
         for agent in [a for a, upload in self._uploads.items() if not collection.awaits(a, upload.manifest)]:
             self._uploads.pop(agent).receiving.incoming.discard()
+        self._counted_at = float("-inf")
         self._judged = {a: upload for a, upload in self._judged.items() if collection.awaits(a, upload.manifest)}
         self._queue = {a: message for a, message in self._queue.items() if collection.awaits(a, message)}
 
@@ -266,6 +284,7 @@ class Collector:
         for upload in self._uploads.values():
             upload.receiving.incoming.close()
         self._uploads.clear()
+        self._counted_at = float("-inf")
         self._judged.clear()
         self._queue.clear()
         self.open_round = None
@@ -310,11 +329,15 @@ class Collector:
         if upload.receiving.add(frame, upload.heard_at):
             del self._uploads[agent]
             self._open_files.pop(agent, None)
+            self._counted_bytes -= upload.counted_bytes
             self._rates[agent] = upload.received_bytes / max(upload.heard_at - upload.begun_at, LEAST_UPLOAD_S)
             self._finish(agent, upload)
             self._admit_next()
         elif upload.receiving.report_due(self._clock()):
-            self._acknowledge(agent, upload)
+            if self._unread_s() > LATE_S:
+                self._unacknowledged.add(agent)
+            else:
+                self._acknowledge(agent, upload)
 
     def is_uploading(self, agent: str) -> bool:
         """Whether an update of this agent is being uploaded or judged, or waits for its turn."""
@@ -336,8 +359,10 @@ class Collector:
     def tick(self) -> None:
         """Acknowledge what has not been acknowledged for a while, and begin uploads for which there is room now."""
         now = self._clock()
+        unacknowledged = self._unacknowledged
+        self._unacknowledged = set()
         for agent, upload in self._uploads.items():
-            if upload.receiving.report_due(now):
+            if upload.receiving.report_due(now) or agent in unacknowledged:
                 self._acknowledge(agent, upload)
         self._admit_next()
 
@@ -387,8 +412,10 @@ class Collector:
     def _admit(self, agent: str, message: UpdateManifest) -> None:
         """Grant an upload, or queue it: what is under way together is bounded."""
         if agent not in self._uploads and (agent in self._queue or not self._has_room(agent, message)):
+            is_new = agent not in self._queue
             self._queue[agent] = message
-            before = list(self._queue).index(agent) + len(self._uploads)
+            place = len(self._queue) - 1 if is_new else list(self._queue).index(agent)
+            before = place + len(self._uploads)
             digest = message.blob.digest
             self._send(agent, Queued(run=message.run, digest=digest, before=before, again_s=QUEUED_AGAIN_S))
         else:
@@ -401,10 +428,24 @@ class Collector:
             self._grant(agent, self._queue.pop(agent))
 
     def _has_room(self, agent: str, message: UpdateManifest) -> bool:
-        if self._uploads and self._is_behind():
+        if self._uploads and self._unread_s() > LATE_S:
             return False
         more = budget_bytes(message, 0.0, self._rates.get(agent, 0.0), 0)
-        return self.under_way_bytes() + more <= BUDGET_BYTES
+        if self._clock() - self._counted_at >= COUNT_AGAIN_S:
+            self._count_all()
+        return self._counted_bytes + more <= BUDGET_BYTES
+
+    def _count_all(self) -> None:
+        """Compute the parts of all uploads again: rates change, and some agents fall silent.
+
+        Not for each update, whose cost would grow with the number of those under way.
+        """
+        now = self._clock()
+        self._counted_at = now
+        self._counted_bytes = 0
+        for agent, upload in self._uploads.items():
+            upload.counted_bytes = upload.budget_bytes(now, self._rates.get(agent, 0.0))
+            self._counted_bytes += upload.counted_bytes
 
     def under_way_bytes(self) -> int:
         """About how much of all updates may be under way."""
@@ -420,12 +461,15 @@ class Collector:
             upload = self._uploads[agent] = _Upload(message, Receiving(incoming, self._clock(), UPLOAD_REPORT_BYTES))
             upload.begun_at = self._clock()
             self._keep_open(agent, upload.receiving)
+            upload.counted_bytes = budget_bytes(message, 0.0, self._rates.get(agent, 0.0), 0)
+            self._counted_bytes += upload.counted_bytes
         if self._clock() - upload.granted_at < GRANT_APART_S:
             return
         upload.granted_at = upload.heard_at = self._clock()
         upload.receiving.restart(upload.granted_at)
         if upload.receiving.incoming.chunks.complete:  # everything was here before a restart
             del self._uploads[agent]
+            self._counted_at = float("-inf")
             self._finish(agent, upload)
             return
         credit = min(MAX_CREDITS, max(1, WINDOW_BYTES // message.blob.chunk_bytes))
@@ -648,6 +692,8 @@ class Distributor:
         self._sweep_at = 0.0
         self._paces: dict[str, Pace] = {}
         self.bytes_to: dict[str, int] = {}
+        self.published_bytes = 0
+        """What was published of blobs; a broadcast counts once, however many agents receive it."""
 
     def offer(self, blob: chunks.Outgoing, agents: Iterable[str]) -> None:
         """These agents may ask for the blob from now on, and are expected to answer."""
@@ -699,6 +745,11 @@ class Distributor:
             self._leave_abandoned(offer, agent)
         self._touch(offer)
         return True
+
+    def waiting_for_blobs(self, agents: Iterable[str]) -> int:
+        """Return how many of these agents have yet to say that they have all that they were offered."""
+        offers = self._offers.values()
+        return sum(any(offer.is_open_for(agent) for offer in offers) for agent in agents)
 
     def take(self, agent: str, digest: str) -> chunks.Outgoing | None:
         """The blob, for an agent in this process, counted as if it had been sent; None: not on offer."""
@@ -871,5 +922,6 @@ class Distributor:
         topic = self._topics.down_chunks(*listeners) if len(listeners) == 1 else self._topics.broadcast(digest)
         for frame in offer.carousel.due(now):
             self._publish(topic, frame)
+            self.published_bytes += len(frame)
             for agent in listeners:
                 self.bytes_to[agent] = self.bytes_to.get(agent, 0) + len(frame)
