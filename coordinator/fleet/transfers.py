@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median_high
+from statistics import median_high, median_low
 from typing import Any
 
 from edge_agent.errors import ChunkError, TensorsError, UpdateRejected, cause
@@ -634,6 +634,9 @@ OVERSHOOT = 0.1
 SLOW_SHARE, SLOW_SAMPLES = 1 / 8, 4
 """A link below this share of the median rate, measured so often, is too slow for a broadcast with the others."""
 
+FAR_TIMES = 4
+"""A round trip of so many times the median, that is long for a broadcast besides, keeps an agent out of it."""
+
 SWEEP_S = 0.5
 
 Publish = Callable[[str, bytes], None]
@@ -666,9 +669,17 @@ class _Offer:
     median_rate: float = 0.0
     """Bytes per second of the links of all who get it, as of the last sweep or start; 0: unknown."""
 
+    median_trip_s: float = 0.0
+    """The round trip of those links, likewise; 0: unknown."""
+
     def sending_to(self, agent: str) -> Sending | None:
         """What is sent to an agent now."""
         return self.direct.get(agent) or self.carousel.listeners.get(agent) or self.held.get(agent)
+
+    def is_open_for(self, agent: str) -> bool:
+        """Return whether the agent was offered the blob and has not said that it has it."""
+        is_asking = agent in self.unanswered or agent in self.waiting or agent in self.joining
+        return is_asking or self.sending_to(agent) is not None
 
     @property
     def sendings(self) -> tuple[Sending, ...]:
@@ -866,7 +877,9 @@ class Distributor:
             wanted |= need
         for agent, want in waiting.items():
             overshoot = (wanted & ~needs[agent]).bit_count()
-            is_apart = agent in offer.apart or overshoot > OVERSHOOT * offer.blob.count or self._is_slow(agent, offer)
+            has_most = overshoot > OVERSHOOT * offer.blob.count
+            is_unlike = self._is_slow(agent, offer) or self._is_far(agent, offer)
+            is_apart = agent in offer.apart or has_most or is_unlike
             if want.direct and (is_apart or not others or agent in offer.invited):
                 offer.direct[agent] = self._begin(offer, agent, want)
             elif want.direct:
@@ -890,14 +903,27 @@ class Distributor:
 
     def _measure(self, offer: _Offer) -> None:
         """Compute the median rate of the offer: not for each message, because all its agents count."""
-        paces = map(self._paces.get, {*offer.waiting, *offer.carousel.listeners, *offer.direct})
-        rates = [pace.rate for pace in paces if pace is not None and pace.rate]
+        agents = {*offer.waiting, *offer.carousel.listeners, *offer.direct}
+        paces = [pace for pace in map(self._paces.get, agents) if pace is not None]
+        rates = [pace.rate for pace in paces if pace.rate]
+        trips_s = [pace.round_trip_s for pace in paces if pace.samples]
         offer.median_rate = median_high(rates) if rates else 0.0
+        offer.median_trip_s = median_low(trips_s) if trips_s else 0.0
 
     def _is_slow(self, agent: str, offer: _Offer) -> bool:
         """Whether the others would have to wait for this agent's link."""
         mine = self._pace(agent)
         return mine.samples >= SLOW_SAMPLES and mine.rate < SLOW_SHARE * offer.median_rate
+
+    def _is_far(self, agent: str, offer: _Offer) -> bool:
+        """Return whether the others would get the blob while this agent is still about to listen.
+
+        To be asked, to subscribe, to hear that it has, and to say so takes two round trips. What is broadcast meanwhile
+        reaches it, too, and nobody knows: it would get the blob twice.
+        """
+        mine = self._pace(agent)
+        takes_s = 2 * mine.round_trip_s
+        return mine.samples > 0 and takes_s >= STALL_S and mine.round_trip_s > FAR_TIMES * offer.median_trip_s
 
     def _separate(self, offer: _Offer, agent: str) -> None:
         """Have an agent request the blob for itself."""
@@ -909,8 +935,10 @@ class Distributor:
         for agent, sending in offer.direct.items():
             for frame in sending.due(now):
                 self._publish(self._topics.down_chunks(agent), frame)
+                self.published_bytes += len(frame)
                 self.bytes_to[agent] = self.bytes_to.get(agent, 0) + len(frame)
-        for agent in [agent for agent, at in offer.joining.items() if now - at >= STALL_S]:
+        joins_within_s = max(STALL_S, 3 * offer.median_trip_s)
+        for agent in [agent for agent, at in offer.joining.items() if now - at >= joins_within_s]:
             del offer.joining[agent]
             self._separate(offer, agent)
         if offer.joining:
