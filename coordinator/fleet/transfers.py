@@ -634,6 +634,21 @@ OVERSHOOT = 0.1
 SLOW_SHARE, SLOW_SAMPLES = 1 / 8, 4
 """A link below this share of the median rate, measured so often, is too slow for a broadcast with the others."""
 
+FEW_LISTENERS = 8
+"""Of so few agents most may have bad links by chance."""
+
+
+def _is_general(silent: int, listeners: int) -> bool:
+    """Return whether so many of the listeners to a broadcast are silent that it is not for their links.
+
+    Broker or machine are slow then. Sent to each of them alone, the blob would be published once for every agent.
+    """
+    return silent > FEW_LISTENERS and 2 * silent > listeners
+
+
+LONGEST_JOIN_S = 10.0
+"""How long agents may take to listen where most of them take long; the broadcast waits for them."""
+
 FAR_TIMES = 4
 """A round trip of so many times the median, that is long for a broadcast besides, keeps an agent out of it."""
 
@@ -695,8 +710,17 @@ class _Offer:
 class Distributor:
     """All blobs on offer. `pump` does the sending; call it after each event and when it says."""
 
-    def __init__(self, topics: Topics, publish: Publish, send: Send, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        topics: Topics,
+        publish: Publish,
+        send: Send,
+        clock: Callable[[], float],
+        unread_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """``unread_s``: how long the oldest message that has arrived has waited to be handled."""
         self._topics, self._publish, self._say, self._clock = topics, publish, send, clock
+        self._unread_s = unread_s
         self._offers: dict[str, _Offer] = {}
         self._busy: dict[str, _Offer] = {}
         self._touched: dict[str, _Offer] = {}
@@ -925,6 +949,17 @@ class Distributor:
         takes_s = 2 * mine.round_trip_s
         return mine.samples > 0 and takes_s >= STALL_S and mine.round_trip_s > FAR_TIMES * offer.median_trip_s
 
+    def _late_to_join(self, offer: _Offer, heard_until: float) -> list[str]:
+        """Return the agents that were asked to listen long ago and have not said that they do.
+
+        Where most of those asked are late, it is not their links, and they have more time.
+        """
+        patience_s = max(STALL_S, 3 * offer.median_trip_s)
+        late = [agent for agent, at in offer.joining.items() if heard_until - at >= patience_s]
+        if not _is_general(len(late), len(offer.joining) + len(offer.carousel.listeners)):
+            return late
+        return [agent for agent in late if heard_until - offer.joining[agent] >= LONGEST_JOIN_S]
+
     def _separate(self, offer: _Offer, agent: str) -> None:
         """Have an agent request the blob for itself."""
         if agent not in offer.apart:
@@ -937,15 +972,18 @@ class Distributor:
                 self._publish(self._topics.down_chunks(agent), frame)
                 self.published_bytes += len(frame)
                 self.bytes_to[agent] = self.bytes_to.get(agent, 0) + len(frame)
-        joins_within_s = max(STALL_S, 3 * offer.median_trip_s)
-        for agent in [agent for agent, at in offer.joining.items() if now - at >= joins_within_s]:
+        # What has waited here unread may be the answer of those that seem silent.
+        heard_until = now - self._unread_s()
+        for agent in self._late_to_join(offer, heard_until):
             del offer.joining[agent]
             self._separate(offer, agent)
         if offer.joining:
             return
         listeners = offer.carousel.listeners
-        for agent in [agent for agent, sending in listeners.items() if not sending.is_moving(now)]:
-            self._separate(offer, agent)
+        silent = [agent for agent, sending in listeners.items() if not sending.is_moving(heard_until)]
+        if not _is_general(len(silent), len(listeners)):
+            for agent in silent:
+                self._separate(offer, agent)
         digest = offer.blob.ref.digest
         topic = self._topics.down_chunks(*listeners) if len(listeners) == 1 else self._topics.broadcast(digest)
         for frame in offer.carousel.due(now):

@@ -132,7 +132,9 @@ class Coordinator:
         self.peers = Peers(config.federation, self._boot, self.commands.to_coordinators, clock, probe_s)
         self.roster = Roster(clock, config.round.lease_s)
         self.duplicate_ids = DuplicateIds(self.roster, self.send, clock)
-        self.distributor = Distributor(self.topics, self._publish, self.send, clock)
+        self.distributor = Distributor(
+            self.topics, self._publish, self.send, clock, unread_s=lambda: self.transport.unread_s
+        )
         self.storage = Storage(clock)
         self.limits, self.identity, self._settings = limits, identity, config.digests()
         self.receipts = ReceiptMemory(self._send_durable)
