@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median_high
+from statistics import median_high, median_low
 from typing import Any
 
 from edge_agent.errors import ChunkError, TensorsError, UpdateRejected, cause
@@ -68,6 +68,12 @@ MOST_OPEN_UPLOADS = 64
 """Uploads whose files are open at once; those of others are opened again when a chunk comes."""
 
 LEAST_BUDGET_BYTES = 128 << 10
+LATE_S = 0.05
+"""Where messages wait for so long, more uploads at once would only make each one slower, in more and smaller parts."""
+
+COUNT_AGAIN_S = 0.1
+"""How long the parts that uploads have of the budget count as computed before."""
+
 QUEUED_AGAIN_S = 30.0
 LEAST_UPLOAD_S = 0.01
 SILENT_S = 5.0
@@ -195,6 +201,8 @@ class _Upload:
 
     begun_at: float = 0.0
     received_bytes: int = 0
+    counted_bytes: int = 0
+    """Its part of the budget when that was last computed."""
 
     def budget_bytes(self, now: float, before: float) -> int:
         """Its part of the budget; ``before``: the rate of the agent's last upload, 0 without one."""
@@ -222,15 +230,15 @@ class Collector:
         send: Send,
         clock: Callable[[], float],
         is_stalled: Callable[[], bool] = lambda: False,
-        is_behind: Callable[[], bool] = lambda: False,
+        unread_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """``is_stalled``: whether the run under way cannot open its round for now.
 
-        ``is_behind``: whether messages arrive faster than they are handled; no further upload begins then.
+        ``unread_s``: how long the oldest message that has arrived has waited to be handled (`Transport.unread_s`).
         """
         self._blobs, self._journal, self._send, self._clock = blobs, journal, send, clock
         self._is_stalled = is_stalled
-        self._is_behind = is_behind
+        self._unread_s = unread_s
         self._uploads: dict[str, _Upload] = {}
         self._judged: dict[str, _Upload] = {}
         """Updates that are complete, and wait for their `Judge`."""
@@ -241,8 +249,17 @@ class Collector:
         self._open_files: OrderedDict[str, Receiving] = OrderedDict()
         """Agents whose uploads have an open file, and what they upload; the one that was heard last comes last."""
 
+        self._unacknowledged: set[str] = set()
+        """Agents whose chunks are acknowledged at the next `tick`, once for all that have come until then."""
+
         self._rates: dict[str, float] = {}
         """Bytes per second of each agent's last upload."""
+
+        self._counted_at = float("-inf")
+        """When the parts of all uploads were last computed."""
+
+        self._counted_bytes = 0
+        """What all uploads have of the budget: their ``counted_bytes``."""
 
         self.open_round: Collection | None = None
         self.bytes_from: dict[str, int] = {}
@@ -254,6 +271,7 @@ class Collector:
         self.open_round = collection
         for agent in [a for a, upload in self._uploads.items() if not collection.awaits(a, upload.manifest)]:
             self._uploads.pop(agent).receiving.incoming.discard()
+        self._counted_at = float("-inf")
         self._judged = {a: upload for a, upload in self._judged.items() if collection.awaits(a, upload.manifest)}
         self._queue = {a: message for a, message in self._queue.items() if collection.awaits(a, message)}
 
@@ -271,6 +289,7 @@ class Collector:
         for upload in self._uploads.values():
             upload.receiving.incoming.close()
         self._uploads.clear()
+        self._counted_at = float("-inf")
         self._judged.clear()
         self._queue.clear()
         self.open_round = None
@@ -315,11 +334,15 @@ class Collector:
         if upload.receiving.add(frame, upload.heard_at):
             del self._uploads[agent]
             self._open_files.pop(agent, None)
+            self._counted_bytes -= upload.counted_bytes
             self._rates[agent] = upload.received_bytes / max(upload.heard_at - upload.begun_at, LEAST_UPLOAD_S)
             self._finish(agent, upload)
             self._admit_next()
         elif upload.receiving.report_due(self._clock()):
-            self._acknowledge(agent, upload)
+            if self._unread_s() > LATE_S:
+                self._unacknowledged.add(agent)
+            else:
+                self._acknowledge(agent, upload)
 
     def is_uploading(self, agent: str) -> bool:
         """Whether an update of this agent is being uploaded or judged, or waits for its turn."""
@@ -341,8 +364,10 @@ class Collector:
     def tick(self) -> None:
         """Acknowledge what has not been acknowledged for a while, and begin uploads for which there is room now."""
         now = self._clock()
+        unacknowledged = self._unacknowledged
+        self._unacknowledged = set()
         for agent, upload in self._uploads.items():
-            if upload.receiving.report_due(now):
+            if upload.receiving.report_due(now) or agent in unacknowledged:
                 self._acknowledge(agent, upload)
         self._admit_next()
 
@@ -392,8 +417,10 @@ class Collector:
     def _admit(self, agent: str, message: UpdateManifest) -> None:
         """Grant an upload, or queue it: what is under way together is bounded."""
         if agent not in self._uploads and (agent in self._queue or not self._has_room(agent, message)):
+            is_new = agent not in self._queue
             self._queue[agent] = message
-            before = list(self._queue).index(agent) + len(self._uploads)
+            place = len(self._queue) - 1 if is_new else list(self._queue).index(agent)
+            before = place + len(self._uploads)
             digest = message.blob.digest
             self._send(agent, Queued(run=message.run, digest=digest, before=before, again_s=QUEUED_AGAIN_S))
         else:
@@ -406,10 +433,24 @@ class Collector:
             self._grant(agent, self._queue.pop(agent))
 
     def _has_room(self, agent: str, message: UpdateManifest) -> bool:
-        if self._uploads and self._is_behind():
+        if self._uploads and self._unread_s() > LATE_S:
             return False
         more = budget_bytes(message, 0.0, self._rates.get(agent, 0.0), 0)
-        return self.under_way_bytes() + more <= BUDGET_BYTES
+        if self._clock() - self._counted_at >= COUNT_AGAIN_S:
+            self._count_all()
+        return self._counted_bytes + more <= BUDGET_BYTES
+
+    def _count_all(self) -> None:
+        """Compute the parts of all uploads again: rates change, and some agents fall silent.
+
+        Not for each update, whose cost would grow with the number of those under way.
+        """
+        now = self._clock()
+        self._counted_at = now
+        self._counted_bytes = 0
+        for agent, upload in self._uploads.items():
+            upload.counted_bytes = upload.budget_bytes(now, self._rates.get(agent, 0.0))
+            self._counted_bytes += upload.counted_bytes
 
     def under_way_bytes(self) -> int:
         """About how much of all updates may be under way."""
@@ -425,12 +466,15 @@ class Collector:
             upload = self._uploads[agent] = _Upload(message, Receiving(incoming, self._clock(), UPLOAD_REPORT_BYTES))
             upload.begun_at = self._clock()
             self._keep_open(agent, upload.receiving)
+            upload.counted_bytes = budget_bytes(message, 0.0, self._rates.get(agent, 0.0), 0)
+            self._counted_bytes += upload.counted_bytes
         if self._clock() - upload.granted_at < GRANT_APART_S:
             return
         upload.granted_at = upload.heard_at = self._clock()
         upload.receiving.restart(upload.granted_at)
         if upload.receiving.incoming.chunks.complete:  # everything was here before a restart
             del self._uploads[agent]
+            self._counted_at = float("-inf")
             self._finish(agent, upload)
             return
         credit = min(MAX_CREDITS, max(1, WINDOW_BYTES // message.blob.chunk_bytes))
@@ -595,6 +639,24 @@ OVERSHOOT = 0.1
 SLOW_SHARE, SLOW_SAMPLES = 1 / 8, 4
 """A link below this share of the median rate, measured so often, is too slow for a broadcast with the others."""
 
+FEW_LISTENERS = 8
+"""Of so few agents most may have bad links by chance."""
+
+
+def _is_general(silent: int, listeners: int) -> bool:
+    """Return whether so many of the listeners to a broadcast are silent that it is not for their links.
+
+    Broker or machine are slow then. Sent to each of them alone, the blob would be published once for every agent.
+    """
+    return silent > FEW_LISTENERS and 2 * silent > listeners
+
+
+LONGEST_JOIN_S = 10.0
+"""How long agents may take to listen where most of them take long; the broadcast waits for them."""
+
+FAR_TIMES = 4
+"""A round trip of so many times the median, that is long for a broadcast besides, keeps an agent out of it."""
+
 SWEEP_S = 0.5
 
 Publish = Callable[[str, bytes], None]
@@ -627,9 +689,17 @@ class _Offer:
     median_rate: float = 0.0
     """Bytes per second of the links of all who get it, as of the last sweep or start; 0: unknown."""
 
+    median_trip_s: float = 0.0
+    """The round trip of those links, likewise; 0: unknown."""
+
     def sending_to(self, agent: str) -> Sending | None:
         """What is sent to an agent now."""
         return self.direct.get(agent) or self.carousel.listeners.get(agent) or self.held.get(agent)
+
+    def is_open_for(self, agent: str) -> bool:
+        """Return whether the agent was offered the blob and has not said that it has it."""
+        is_asking = agent in self.unanswered or agent in self.waiting or agent in self.joining
+        return is_asking or self.sending_to(agent) is not None
 
     @property
     def sendings(self) -> tuple[Sending, ...]:
@@ -645,14 +715,25 @@ class _Offer:
 class Distributor:
     """All blobs on offer. `pump` does the sending; call it after each event and when it says."""
 
-    def __init__(self, topics: Topics, publish: Publish, send: Send, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        topics: Topics,
+        publish: Publish,
+        send: Send,
+        clock: Callable[[], float],
+        unread_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """``unread_s``: how long the oldest message that has arrived has waited to be handled."""
         self._topics, self._publish, self._say, self._clock = topics, publish, send, clock
+        self._unread_s = unread_s
         self._offers: dict[str, _Offer] = {}
         self._busy: dict[str, _Offer] = {}
         self._touched: dict[str, _Offer] = {}
         self._sweep_at = 0.0
         self._paces: dict[str, Pace] = {}
         self.bytes_to: dict[str, int] = {}
+        self.published_bytes = 0
+        """What was published of blobs; a broadcast counts once, however many agents receive it."""
 
     def offer(self, blob: chunks.Outgoing, agents: Iterable[str]) -> None:
         """These agents may ask for the blob from now on, and are expected to answer."""
@@ -704,6 +785,11 @@ class Distributor:
             self._leave_abandoned(offer, agent)
         self._touch(offer)
         return True
+
+    def waiting_for_blobs(self, agents: Iterable[str]) -> int:
+        """Return how many of these agents have yet to say that they have all that they were offered."""
+        offers = self._offers.values()
+        return sum(any(offer.is_open_for(agent) for offer in offers) for agent in agents)
 
     def take(self, agent: str, digest: str) -> chunks.Outgoing | None:
         """The blob, for an agent in this process, counted as if it had been sent; None: not on offer."""
@@ -820,7 +906,9 @@ class Distributor:
             wanted |= need
         for agent, want in waiting.items():
             overshoot = (wanted & ~needs[agent]).bit_count()
-            is_apart = agent in offer.apart or overshoot > OVERSHOOT * offer.blob.count or self._is_slow(agent, offer)
+            has_most = overshoot > OVERSHOOT * offer.blob.count
+            is_unlike = self._is_slow(agent, offer) or self._is_far(agent, offer)
+            is_apart = agent in offer.apart or has_most or is_unlike
             if want.direct and (is_apart or not others or agent in offer.invited):
                 offer.direct[agent] = self._begin(offer, agent, want)
             elif want.direct:
@@ -844,14 +932,38 @@ class Distributor:
 
     def _measure(self, offer: _Offer) -> None:
         """Compute the median rate of the offer: not for each message, because all its agents count."""
-        paces = map(self._paces.get, {*offer.waiting, *offer.carousel.listeners, *offer.direct})
-        rates = [pace.rate for pace in paces if pace is not None and pace.rate]
+        agents = {*offer.waiting, *offer.carousel.listeners, *offer.direct}
+        paces = [pace for pace in map(self._paces.get, agents) if pace is not None]
+        rates = [pace.rate for pace in paces if pace.rate]
+        trips_s = [pace.round_trip_s for pace in paces if pace.samples]
         offer.median_rate = median_high(rates) if rates else 0.0
+        offer.median_trip_s = median_low(trips_s) if trips_s else 0.0
 
     def _is_slow(self, agent: str, offer: _Offer) -> bool:
         """Whether the others would have to wait for this agent's link."""
         mine = self._pace(agent)
         return mine.samples >= SLOW_SAMPLES and mine.rate < SLOW_SHARE * offer.median_rate
+
+    def _is_far(self, agent: str, offer: _Offer) -> bool:
+        """Return whether the others would get the blob while this agent is still about to listen.
+
+        To be asked, to subscribe, to hear that it has, and to say so takes two round trips. What is broadcast meanwhile
+        reaches it, too, and nobody knows: it would get the blob twice.
+        """
+        mine = self._pace(agent)
+        takes_s = 2 * mine.round_trip_s
+        return mine.samples > 0 and takes_s >= STALL_S and mine.round_trip_s > FAR_TIMES * offer.median_trip_s
+
+    def _late_to_join(self, offer: _Offer, heard_until: float) -> list[str]:
+        """Return the agents that were asked to listen long ago and have not said that they do.
+
+        Where most of those asked are late, it is not their links, and they have more time.
+        """
+        patience_s = max(STALL_S, 3 * offer.median_trip_s)
+        late = [agent for agent, at in offer.joining.items() if heard_until - at >= patience_s]
+        if not _is_general(len(late), len(offer.joining) + len(offer.carousel.listeners)):
+            return late
+        return [agent for agent in late if heard_until - offer.joining[agent] >= LONGEST_JOIN_S]
 
     def _separate(self, offer: _Offer, agent: str) -> None:
         """Have an agent request the blob for itself."""
@@ -863,18 +975,24 @@ class Distributor:
         for agent, sending in offer.direct.items():
             for frame in sending.due(now):
                 self._publish(self._topics.down_chunks(agent), frame)
+                self.published_bytes += len(frame)
                 self.bytes_to[agent] = self.bytes_to.get(agent, 0) + len(frame)
-        for agent in [agent for agent, at in offer.joining.items() if now - at >= STALL_S]:
+        # What has waited here unread may be the answer of those that seem silent.
+        heard_until = now - self._unread_s()
+        for agent in self._late_to_join(offer, heard_until):
             del offer.joining[agent]
             self._separate(offer, agent)
         if offer.joining:
             return
         listeners = offer.carousel.listeners
-        for agent in [agent for agent, sending in listeners.items() if not sending.is_moving(now)]:
-            self._separate(offer, agent)
+        silent = [agent for agent, sending in listeners.items() if not sending.is_moving(heard_until)]
+        if not _is_general(len(silent), len(listeners)):
+            for agent in silent:
+                self._separate(offer, agent)
         digest = offer.blob.ref.digest
         topic = self._topics.down_chunks(*listeners) if len(listeners) == 1 else self._topics.broadcast(digest)
         for frame in offer.carousel.due(now):
             self._publish(topic, frame)
+            self.published_bytes += len(frame)
             for agent in listeners:
                 self.bytes_to[agent] = self.bytes_to.get(agent, 0) + len(frame)

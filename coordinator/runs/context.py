@@ -22,6 +22,12 @@ from ..state.store import StateFolder
 from .request import Request
 
 REPORT_DEADLINE_S = 120.0
+FEW_AGENTS = 256
+"""Agents whose answers are pending that are all looked at each time."""
+
+LOOK_AGAIN_S = 0.5
+"""Time between two looks at more of them: an agent that has gone is noticed so much later."""
+
 """How long the end of a run waits for the agents' metrics."""
 
 
@@ -78,6 +84,9 @@ class RunContext:
     compute: Compute = field(default_factory=InlineCompute)
     """Calls the functions that need torch."""
 
+    is_behind: Callable[[], bool] = lambda: False
+    """Whether messages arrive faster than they are handled: then no further agents are asked for anything."""
+
     def ask(self, function: str, request: dict[str, Any], what: str, limit_s: float) -> Generator[Waiting, None, Any]:
         """The result of a function of `computations`, as the generator's value; messages are handled meanwhile.
 
@@ -103,6 +112,9 @@ class Reports:
         self.faults: dict[str, str] = {}
         self._ask: Callable[[str], object] | None = None
         self._asked: frozenset[str] = frozenset()
+        self._unanswered: dict[str, None] = {}
+        """Those of ``_asked`` with neither report nor fault, in their order."""
+
         self._bundle_id = ""
 
     def add(self, agent: str, message: Report) -> None:
@@ -111,10 +123,12 @@ class Reports:
             return
         self.reports[agent] = message
         self.faults.pop(agent, None)
+        self._unanswered.pop(agent, None)
 
     def fault(self, agent: str, reason: str) -> None:
         """An agent failed: its report is not waited for."""
         self.faults[agent] = reason
+        self._unanswered.pop(agent, None)
 
     def is_asked(self, agent: str) -> bool:
         """Whether this agent is among those whose reports are being collected."""
@@ -131,16 +145,34 @@ class Reports:
 
         ``ask`` is called by `ask_again`.
         """
-        self._asked, self._ask = frozenset(agents), ask
-        until = self._context.roster.heard_s() + limit_s
-        while (pending := tuple(filter(self._is_pending, agents))) and self._context.roster.heard_s() < until:
-            limit = until + self._context.roster.deaf_s
-            yield Waiting("agents evaluate the final model", pending, limit, about="reports")
+        self._expect_from(agents, ask)
+        roster = self._context.roster
+        until = roster.heard_s() + limit_s
+        pending: tuple[str, ...] = ()
+        looked_at = float("-inf")
+        while roster.heard_s() < until:
+            # Who is still there changes slowly, and there may be ten thousand to look at: few of them, or all that
+            # have not answered, are looked at each time; many now and then.
+            now = self._context.clock()
+            if len(self._unanswered) <= FEW_AGENTS or now - looked_at >= LOOK_AGAIN_S:
+                looked_at = now
+                pending = tuple(agent for agent in self._unanswered if self._is_pending(agent))
+                if not pending:
+                    break
+            yield Waiting("agents evaluate the final model", pending, until + roster.deaf_s, about="reports")
         self._asked, self._ask = frozenset(), None
+        self._unanswered.clear()
+
+    def _expect_from(self, agents: Iterable[str], ask: Callable[[str], object]) -> None:
+        """Accept faults of these agents from now on, and have them asked again by ``ask`` (`ask_again`)."""
+        self._ask = ask
+        self._asked = frozenset(agents)
+        self._unanswered = {agent: None for agent in agents if agent not in self.reports and agent not in self.faults}
 
     def pop(self, agents: Iterable[str]) -> dict[str, Report]:
         """Remove and return the reports of these agents, and remove their faults, before they are asked again."""
         asked = set(agents)
+        self._unanswered.update(dict.fromkeys(sorted(asked & self._asked)))
         for agent in asked:
             self.faults.pop(agent, None)
         return {agent: self.reports.pop(agent) for agent in sorted(asked & self.reports.keys())}

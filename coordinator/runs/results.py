@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from ..fleet.transfers import Collection, is_by_policy, reason_of
 from ..state.journal import FINAL, OpenRound, RunRecord, step, utc_now
 from ..state.store import StateFolder
 from .aggregation import notes
-from .context import Run, RunContext, Steps
+from .context import Run, RunContext, Steps, Waiting
 from .privacy import PrivacyBudget
 from .release import Released, encoder_sha256, export_bundle, release
 from .result_notes import (
@@ -146,6 +146,10 @@ def restore(state: StateFolder, run: str) -> None:
             folder.append_metrics(round_record(record.open_round, closed[number].body))
 
 
+RECORDED_AT_ONCE = 500
+"""Agents whose results are written together."""
+
+
 def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> Steps:
     """Export, and release, where the configuration says so, then write summary and report.
 
@@ -176,9 +180,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             run.reports.fault(member.id, f"no report of the final model, it was not waited for: {reason}")
     folder = state.run(run.id)
     agents = [_agent_record(run, stats, agent, report) for agent, report in sorted(run.reports.reports.items())]
-    for record in agents:
-        folder.append_metrics({"kind": "agent", **record})
-        state.journal.append("release_reported", run=run.id, agent=record["id"], body=record)
+    yield from _record_agents(run, agents)
     sha = encoder_sha256(run)
     records = [record for record in folder.metrics() if record.get("kind") == "round"]
     losses = [record["loss"] for record in records]
@@ -217,6 +219,23 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     state.journal.append("run_finished", run=run.id, body={"encoder_sha256": sha, **updates.reason()})
     log.info("run_finished run=%s encoder_sha256=%s", run.id, sha[:12] or "none")
     updates.log(run.id)
+
+
+def _record_agents(run: Run, agents: Sequence[dict[str, Any]]) -> Steps:
+    """Write the results of all agents to metrics and journal.
+
+    In parts, each of which reaches the disk together: ten thousand agents would otherwise be ten thousand waits for the
+    disk, in which nobody's heartbeat is read.
+    """
+    state = run.context.state
+    for begin in range(0, len(agents), RECORDED_AT_ONCE):
+        some = agents[begin : begin + RECORDED_AT_ONCE]
+        with state.journal.deferring():
+            for record in some:
+                state.journal.append("release_reported", run=run.id, agent=record["id"], body=record)
+            state.run(run.id).append_metrics(*({"kind": "agent", **record} for record in some))
+        state.journal.flush()
+        yield Waiting(f"{run.id}: the results of its agents are written", about="results")
 
 
 def _agent_record(run: Run, stats: Stats, agent: str, report: Report) -> dict[str, Any]:

@@ -52,6 +52,12 @@ BEGIN_LIMIT_S = 600.0
 MOST_LISTED = 100
 """Agents in each list of `RunLoop.status`."""
 
+ASKED_AT_ONCE = 1000
+"""Agents that are asked together to evaluate the final model: they share its broadcast, and then answer together."""
+
+TURN_S = 5.0
+"""How long the next ones wait at most for those of them whose links are slow."""
+
 Make = Callable[[str, Tensors], tuple[Job, tuple[Outgoing, ...]]]
 """An agent's job with what the agent gets by the method's own `Method.downlink`, and the blobs that it refers to."""
 
@@ -962,10 +968,28 @@ class RunLoop:
         last = set(opened[-1].body["cohort"]) - set(opened[-1].body.get("joining", ())) if opened else set()
         refusing = self.selection.exclusions.refusing(self.selection.boot)
         agents = tuple(without(sorted({*last, *self.run.context.roster.present("train")}), refusing))
-        yield from self._ask(agents, JobSpec(self.run.request.rounds, "personalize"))
+        self.asked = yield from self._assignment(self.run, JobSpec(self.run.request.rounds, "personalize"))
+        yield from self._ask_in_turn(self.asked, agents)
         reliable = tuple(without(agents, self.selection.on_trial))
         yield from self.run.reports.collect(reliable or agents, self.invite)
         self.withdraw()
+
+    def _ask_in_turn(self, asked: Assignment, agents: tuple[str, ...]) -> Steps:
+        """Ask `ASKED_AT_ONCE` agents, and the next ones when most of those have got what they work on.
+
+        All at once would answer at once, and their messages wait for each other. Those whose links are slow delay the
+        next ones by at most `TURN_S`. An agent whose heartbeat says that it has nothing to do is asked out of turn.
+        """
+        context = self.run.context
+        for begin in range(0, len(agents), ASKED_AT_ONCE):
+            some = agents[begin : begin + ASKED_AT_ONCE]
+            yield from asked.ask(some)
+            is_last = begin + ASKED_AT_ONCE >= len(agents)
+            until = context.clock() + TURN_S
+            while not is_last and (context.is_behind() or context.clock() < until):
+                if not context.is_behind() and context.distributor.waiting_for_blobs(some) <= len(some) // 10:
+                    break
+                yield Waiting("agents evaluate the final model", some, about="reports")
 
     # --- inside ----------------------------------------------------------------------------------------------------
 

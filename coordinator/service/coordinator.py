@@ -80,12 +80,12 @@ MAX_PRESENCE_BYTES = 100
 BEHIND_S = 1.0
 """A message that has waited for so long to be handled means that more must not be asked for now."""
 
-ADVANCE_S = 0.02
+ADVANCE_S = 0.1
 """Longest time from a look at timers and the run to the next one after a message: it serves all messages in between."""
 ADVANCE_SHARE = 0.05
-"""The share of the time that those looks may take as long as `ADVANCE_S` allows it, which is up to 1 ms for a look.
+"""The share of the time that those looks may take as long as `ADVANCE_S` allows it, which is up to 5 ms for a look.
 
-With a few agents a look is so short that each message has its own; a look of 20 ms takes half of the time.
+With a few agents a look is so short that each message has its own; a look of 20 ms takes a sixth of the time.
 """
 
 
@@ -137,7 +137,9 @@ class Coordinator:
         self.peers = Peers(config.federation, self._boot, self.commands.to_coordinators, clock, probe_s)
         self.roster = Roster(clock, config.round.lease_s)
         self.duplicate_ids = DuplicateIds(self.roster, self.send, clock)
-        self.distributor = Distributor(self.topics, self._publish, self.send, clock)
+        self.distributor = Distributor(
+            self.topics, self._publish, self.send, clock, unread_s=lambda: self.transport.unread_s
+        )
         self.storage = Storage(clock)
         self.limits, self.identity, self._settings = limits, identity, config.digests()
         self.receipts = ReceiptMemory(self._send_durable)
@@ -147,7 +149,7 @@ class Coordinator:
             self.receipts.send,
             clock,
             self.storage.is_stalled,
-            is_behind=lambda: self.transport.unread_s > BEHIND_S,
+            unread_s=lambda: self.transport.unread_s,
         )
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of, config.retention.runs)
         self.rejected = Rejections(clock)
@@ -394,7 +396,12 @@ class Coordinator:
             clock=self.clock,
             stopwatch=self.stopwatch,
             compute=self.compute,
+            is_behind=self._is_inbox_late,
         )
+
+    def _is_inbox_late(self) -> bool:
+        """Return whether messages arrive faster than they are handled."""
+        return self.transport.unread_s > BEHIND_S
 
     # --- received messages -------------------------------------------------------------------------------------------
 
@@ -635,6 +642,7 @@ class Coordinator:
                 "messages_received": self.transport.traffic.messages_down,
                 "bytes_received": self.transport.traffic.bytes_down,
                 "bytes_published": self.transport.traffic.bytes_up,
+                "blob_bytes_published": self.distributor.published_bytes,
                 "dropped": self.transport.traffic.dropped,
             },
             "process": {"resident_bytes": resident_bytes()},

@@ -123,14 +123,16 @@ class RunFolder:
         self.report_path = folder / "report.html"
         """The page that `coordinator.report` writes."""
 
-    def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Add one line, on disk when this returns; an incomplete line of an earlier crash is removed first.
+    def append_metrics(self, *records: Mapping[str, Any]) -> None:
+        """Add a line for each record, on disk when this returns.
+
+        An incomplete line of an earlier crash is removed first.
 
         Raises:
-            StateError: the record is not JSON (NaN and infinity are not).
+            StateError: a record is not JSON (NaN and infinity are not).
         """
         try:
-            line = json.dumps(dict(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+            texts = [json.dumps(dict(record), separators=(",", ":"), allow_nan=False) for record in records]
         except (TypeError, ValueError) as error:
             raise StateError(f"{self.metrics_path}: a record is not JSON ({error}); nothing was written") from error
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -139,7 +141,7 @@ class RunFolder:
             if file.read() not in {b"", b"\n"}:
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
-            file.write(line)
+            file.writelines(text.encode() + b"\n" for text in texts)
             file.flush()
             sync(file.fileno())
 

@@ -367,6 +367,9 @@ class Downloads:
         self.cache, self._link, self.clock = cache, link, clock
         self._listens = False
         self._budget = Budget()
+        self._answer_s = 0.0
+        """How long the last request of this connection took to be answered; 0: not known."""
+
         self._under_way: dict[int, _Download] = {}
 
     def fetch(self, refs: Iterable[wire.BlobRef]) -> None:
@@ -392,6 +395,7 @@ class Downloads:
     def cut(self) -> None:
         """A new connection: the link may be another one, so nothing is requested by broadcast until it is known."""
         self._listens = False
+        self._answer_s = 0.0
         self._budget.forget()
         for download in self._under_way.values():
             self._leave(download)
@@ -472,7 +476,7 @@ class Downloads:
         self._under_way.clear()
 
     def _begin(self, ref: wire.BlobRef, *, is_direct: bool) -> _Download:
-        receiving = flow.Receiving(self.cache.receive(ref), self.clock(), flow.DOWNLOAD_REPORT_BYTES)
+        receiving = flow.Receiving(self.cache.receive(ref), self.clock(), flow.DOWNLOAD_REPORT_BYTES, self._answer_s)
         download = self._under_way[chunks.transfer_id(ref.digest)] = _Download(ref, receiving, is_direct)
         return download
 
@@ -520,5 +524,6 @@ class Downloads:
             raise
         if download.is_direct:
             self._budget.note(download.receiving.meter.rate, self.clock())
+        self._answer_s = download.receiving.answer_s
         self._leave(download)
         self._link.send(wire.Have(digest=ref.digest))

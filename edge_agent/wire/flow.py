@@ -205,8 +205,9 @@ class Sending:
         return self.need.find(1, self._first) < 0
 
     def is_moving(self, now: float) -> bool:
-        """Whether what is under way arrives, as far as is known."""
-        return not self._flight or now - self.moved_at < STALL_S
+        """Whether what is under way arrives, as far as is known; nothing can be known before one round trip."""
+        trip_s = self.pace.round_trip_s if self.pace.samples else 0.0
+        return not self._flight or now - self.moved_at < max(STALL_S, 2 * trip_s)
 
     def is_abandoned(self, now: float) -> bool:
         """Whether the receiver should have reported everything that is under way long ago."""
@@ -319,7 +320,10 @@ DOWNLOAD_REPORT_BYTES = AHEAD_BYTES // 2
 
 REPORT_AFTER_S = 0.5
 IDLE_S = 1.0
-"""Silence after which a receiver asks again for what it lacks, unless frames come more slowly than four times that."""
+"""Silence after which a receiver asks again for what it lacks.
+
+Longer where frames come more slowly than four times that, or where an answer was seen to take more than half of it.
+"""
 
 LONGEST_IDLE_S = 8.0
 
@@ -327,8 +331,15 @@ LONGEST_IDLE_S = 8.0
 class Receiving:
     """Chunks coming in for one blob, and when to report or to ask again."""
 
-    def __init__(self, incoming: Incoming, now: float, report_bytes: int) -> None:
+    def __init__(self, incoming: Incoming, now: float, report_bytes: int, answer_s: float = 0.0) -> None:
+        """``answer_s``: how long the last request on this link took to be answered; 0: not known."""
         self.incoming, self._report_bytes = incoming, report_bytes
+        self.answer_s = answer_s
+        """How long the last request took until a frame came: at least one round trip."""
+
+        self._requested_at: float | None = None
+        """When the first request was sent that has no answer yet; None: all are answered."""
+
         self._gap_s, self._asked = 0.0, 0
         self._frame_at: float | None = None
         self.meter = Meter()
@@ -338,6 +349,8 @@ class Receiving:
         """What is missing has just been asked for."""
         self._unreported, self._is_wanted = 0, False
         self._reported_at = self._heard_at = now
+        if self._requested_at is None:
+            self._requested_at = now
 
     def add(self, frame: Frame, now: float) -> bool:
         """Store the chunks of a frame; True when the blob is complete.
@@ -351,6 +364,9 @@ class Receiving:
         if self._frame_at is not None:
             self._gap_s = max(now - self._frame_at, 0.75 * self._gap_s)
         self._unreported += size
+        if self._requested_at is not None:
+            self.answer_s = now - self._requested_at
+            self._requested_at = None
         self._heard_at = self._frame_at = now
         self._asked = 0
         self._is_wanted |= frame.report
@@ -389,5 +405,5 @@ class Receiving:
         return max(0.0, min(report, self._heard_at + self._idle_s() - now))
 
     def _idle_s(self) -> float:
-        least = max(IDLE_S, 4 * min(self._gap_s, LONGEST_IDLE_S))
+        least = max(IDLE_S, 4 * min(self._gap_s, LONGEST_IDLE_S), 2 * min(self.answer_s, LONGEST_IDLE_S))
         return min(least * 2.0 ** min(self._asked, 8), max(least, LONGEST_IDLE_S))

@@ -8,6 +8,7 @@ Nothing is allocated before every size has been checked. The bytes are those tha
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -167,7 +168,16 @@ def first_non_finite(tensors: Mapping[str, np.ndarray]) -> str | None:
     return None
 
 
-def _header(view: memoryview) -> tuple[int, dict[str, tuple[Spec, int]], dict[str, str]]:
+LONGEST_KEPT_HEADER_BYTES = 1 << 16
+"""Longer headers are parsed each time: what is kept must not take the memory of a coordinator."""
+
+
+def _header(view: memoryview) -> tuple[int, Mapping[str, tuple[Spec, int]], dict[str, str]]:
+    """Return where the tensors begin, their forms and places, and the metadata.
+
+    Raises:
+        TensorsError: the bytes break the layout or one of our limits.
+    """
     if len(view) < 8:
         raise TensorsError(f"{len(view)} bytes cannot hold a tensor container; the transfer is cut short")
     length = int.from_bytes(view[:8], "little")
@@ -176,6 +186,32 @@ def _header(view: memoryview) -> tuple[int, dict[str, tuple[Spec, int]], dict[st
     if 8 + length > len(view):
         raise TensorsError(f"header of {length} bytes in a container of {len(view)} bytes")
     text = bytes(view[8 : 8 + length])
+    parse = _parse_header if length > LONGEST_KEPT_HEADER_BYTES else _parse_header_once
+    header = parse(text)
+    available = len(view) - 8 - length
+    if header.size_bytes != available:
+        raise TensorsError(f"tensors take {header.size_bytes} bytes, the container has {available}")
+    return 8 + length, header.entries, dict(header.metadata)
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What the header of a container says."""
+
+    entries: Mapping[str, tuple[Spec, int]]
+    """Name -> form, and the first byte behind the header."""
+
+    metadata: Mapping[str, str]
+    size_bytes: int
+    """What all tensors take together."""
+
+
+def _parse_header(text: bytes) -> _Header:
+    """Return what a header says.
+
+    Raises:
+        TensorsError: it breaks the layout or one of our limits.
+    """
     if not text.startswith(b"{"):
         raise TensorsError(f"header begins {text[:8]!r}, expected a JSON object")
     try:
@@ -190,19 +226,25 @@ def _header(view: memoryview) -> tuple[int, dict[str, tuple[Spec, int]], dict[st
     if len(raw) > MAX_TENSORS:
         raise TensorsError(f"{len(raw)} tensors, at most {MAX_TENSORS} are read")
     entries = {name: _entry(name, fields) for name, fields in raw.items()}
-    _check_layout(entries, len(view) - 8 - length)
-    return 8 + length, entries, metadata
+    return _Header(entries, metadata, _size_of_layout(entries))
 
 
-def _check_layout(entries: Mapping[str, tuple[Spec, int]], available: int) -> None:
-    """No holes, no overlaps, nothing after the last tensor."""
+_parse_header_once = functools.lru_cache(maxsize=8)(_parse_header)
+"""The updates of a round have one header, and each is read several times."""
+
+
+def _size_of_layout(entries: Mapping[str, tuple[Spec, int]]) -> int:
+    """Return how many bytes all tensors take together.
+
+    Raises:
+        TensorsError: there is a hole between them, or an overlap.
+    """
     position = 0
     for name, (spec, offset) in sorted(entries.items(), key=lambda item: (item[1][1], item[1][0].nbytes)):
         if offset != position:
             raise TensorsError(f"tensor {name!r} begins at byte {offset}, expected {position}: hole or overlap")
         position += spec.nbytes
-    if position != available:
-        raise TensorsError(f"tensors take {position} bytes, the container has {available}")
+    return position
 
 
 def _entry(name: str, fields: object) -> tuple[Spec, int]:

@@ -102,6 +102,22 @@ def test_agents_at_the_same_slow_rate_share_one_broadcast(tmp_path):
             assert fed.line(name, "down").slowest_control_s < 2.0
 
 
+@pytest.mark.parametrize("others", [3e5, 1e5])
+def test_a_far_agent_receives_each_byte_once_while_others_listen_to_a_broadcast(tmp_path, others):
+    """2 s of round trip: it would hear that it is to listen, and say that it does, when the broadcast is half over."""
+    rates = {"far": 1e6, "a1": others, "a2": others, "a3": others}
+    with federation(tmp_path, rates) as fed:
+        fed.agents["far"].transport.subscribes_late = True
+        fed.line("far", "down").delay_s = fed.line("far", "up").delay_s = 1.0
+        fed.settle()
+        fed.request(rounds=3)
+        fed.finish(900)
+        size = len(fed.state.blobs.read(fed.record.checkpoint))
+        assert [entry.body["clients"] for entry in fed.entries("round_closed")] == [4, 4, 4]
+        assert fed.line("far", "down").bytes < 1.05 * 4 * size
+        assert fed.line("far", "up").bytes < 1.05 * 3 * size
+
+
 def test_agents_that_ask_at_different_times_share_one_broadcast_in_every_round(tmp_path):
     """Their requests take 10 ms to 1 s; known or not, each blob is published once, and each agent receives it once."""
     names = [f"a{number:02}" for number in range(20)]

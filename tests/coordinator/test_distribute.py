@@ -8,7 +8,7 @@ from federation_disturbances import Stranger
 from federation_duties import WIDE_TASK
 from federation_harness import Federation
 
-from coordinator.fleet.transfers import GATHER_S, LONGEST_GATHER_S, Distributor
+from coordinator.fleet.transfers import GATHER_S, LONGEST_GATHER_S, SWEEP_S, Distributor
 from edge_agent.errors import ChunkError
 from edge_agent.wire import messages as wire
 from edge_agent.wire.chunks import Outgoing, decode_frame
@@ -273,6 +273,63 @@ def test_an_agent_whose_link_hangs_does_not_hold_up_the_others(bench):
     assert bench.taken() == []
     bench.now += STALL_S
     assert [index for _, index in bench.taken()][:2] == [2, 3]
+
+
+def test_a_fleet_that_falls_silent_together_goes_on_with_one_broadcast(bench):
+    """As where the machine of the broker is busy: sent to each alone, the blob would be published 20 times."""
+    offered = large(50)
+    bench.chunk_bytes = 4000
+    agents = [f"a{number:02}" for number in range(20)]
+    bench.distributor.offer(offered, agents)
+    for agent in agents:
+        bench.want(agent, offered)
+    assert [index for _, index in bench.taken()] == [0, 1]
+    bench.heard()
+    bench.now += 2 * STALL_S
+    assert bench.taken() == []
+    for agent in agents:
+        bench.report(agent, offered, (2, 50))
+    topics = {topic for topic, _ in bench.taken()}
+    assert topics == {TOPICS.broadcast(offered.ref.digest)}
+    assert bench.heard() == [], "nobody is asked to request it alone"
+
+
+def test_most_of_a_fleet_that_take_long_to_listen_get_more_time(bench):
+    offered = large(50)
+    bench.chunk_bytes = 4000
+    agents = [f"a{number:02}" for number in range(20)]
+    bench.distributor.offer(offered, agents)
+    for agent in agents:
+        bench.want(agent, offered, direct=True)
+    bench.taken()
+    bench.heard()
+    bench.now += 2 * STALL_S
+    assert bench.taken() == []
+    assert bench.heard() == []
+    for agent in agents[:19]:
+        bench.want(agent, offered)
+    bench.taken()
+    assert bench.heard() == [("a19", Listen(digest=offered.ref.digest, broadcast=False))]
+    bench.now += LONGEST_GATHER_S
+    assert {topic for topic, _ in bench.taken()} == {TOPICS.broadcast(offered.ref.digest)}
+
+
+def test_an_agent_whose_report_waits_to_be_read_is_not_silent(bench):
+    offered = large(50)
+    bench.chunk_bytes = 4000
+    unread_s = 2 * STALL_S
+    bench.distributor._unread_s = lambda: unread_s
+    bench.distributor.offer(offered, ("a", "b"))
+    for agent in ("a", "b"):
+        bench.want(agent, offered)
+    bench.taken()
+    bench.now += 1.5 * STALL_S
+    bench.taken()
+    assert bench.heard() == []
+    unread_s = 0.0
+    bench.now += SWEEP_S
+    bench.taken()
+    assert {agent for agent, _ in bench.heard()} == {"a", "b"}
 
 
 def test_nothing_is_published_again_because_it_is_asked_for_again(bench):

@@ -127,17 +127,17 @@ def feed(fed, messages, apart_s):
 
 
 def test_messages_share_a_look_at_the_run_where_it_takes_long(tmp_path):
-    """1,000 messages in a second, and 2 ms for a look: with one for each message nothing else would be done."""
+    """1,000 messages in a second, and 10 ms for a look: with one for each message nothing else would be done."""
     with Federation(tmp_path, agents=()) as fed:
         fed.settle()
         joined(fed, 1)
-        looks = Looks(fed, look_s=0.002)
-        feed(fed, 30, 0.001)
+        looks = Looks(fed, look_s=0.01)
+        feed(fed, 300, 0.001)
         looks.times.clear()
         feed(fed, 1000, 0.001)
         apart = [b - a for a, b in zip(looks.times, looks.times[1:], strict=False)]
-        assert 40 <= len(looks.times) <= 60
-        assert max(apart) <= service.ADVANCE_S + 0.002 + 0.0011  # the look itself, and the message after it
+        assert 8 <= len(looks.times) <= 12
+        assert max(apart) <= service.ADVANCE_S + 0.01 + 0.0011  # the look itself, and the message after it
 
 
 def test_looks_take_the_share_of_the_time_that_the_readme_names(tmp_path):
@@ -185,7 +185,7 @@ def test_one_long_look_does_not_delay_the_messages_after_it(tmp_path):
 
 
 def test_the_look_that_messages_wait_for_comes_without_another_message(tmp_path):
-    """It is due within 20 ms, and `idle_s` says when."""
+    """It is due within 100 ms, and `idle_s` says when."""
     with Federation(tmp_path, agents=()) as fed:
         fed.settle()
         joined(fed, 1)

@@ -82,17 +82,17 @@ def test_a_coordinator_that_is_behind_lets_one_upload_begin_at_a_time(tmp_path):
     tensors = {"w": np.arange(64, dtype=np.float32)}
     blob = Outgoing.of(encode(tensors))
     agents = ("a0", "a1", "a2")
-    behind = True
+    unread_s = 0.1
     said = []
     with StateFolder(tmp_path).open("test") as state:
         note = lambda agent, message: said.append((agent, type(message)))
-        collector = Collector(state.blobs, state.journal, note, lambda: 0.0, is_behind=lambda: behind)
+        collector = Collector(state.blobs, state.journal, note, lambda: 0.0, unread_s=lambda: unread_s)
         run = state.journal.request_run({})
         collector.open(Collection(run, 1, agents, specs_of(tensors)))
         for agent in agents:
             collector.manifest(agent, wire.UpdateManifest(run=run, round=1, blob=blob.ref, samples=1))
         collector.tick()
         assert said == [("a0", wire.Grant), ("a1", wire.Queued), ("a2", wire.Queued)]
-        behind = False
+        unread_s = 0.0
         collector.tick()
         assert said[3:] == [("a1", wire.Grant), ("a2", wire.Grant)]

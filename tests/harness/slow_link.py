@@ -73,6 +73,29 @@ class LinkTransport(FaultyTransport):
 
     up: Line = field(default_factory=Line)
     down: Line = field(default_factory=Line)
+    subscribes_late: bool = False
+    """Whether requests to subscribe take the time of the link, as with a real broker."""
+
+    def subscribe(self, *filters: str) -> None:
+        deliver = super().subscribe
+        if not self.subscribes_late or not self._connected:
+            deliver(*filters)
+            return
+        connection, now = self.connection, self.broker.clock()
+        confirmed_at = now + self.up.delay_s + self.down.delay_s
+        self.broker.later(now + self.up.delay_s, lambda: self._note_filters(connection, filters))
+        self.broker.later(confirmed_at, lambda: self._is(connection) and self._confirm(filters))
+
+    def unsubscribe(self, *filters: str) -> None:
+        deliver = super().unsubscribe
+        if not self.subscribes_late:
+            deliver(*filters)
+            return
+        self.broker.later(self.broker.clock() + self.up.delay_s, lambda: deliver(*filters))
+
+    def _note_filters(self, connection: int, filters: tuple[str, ...]) -> None:
+        if self._is(connection):
+            self._filters += [wanted for wanted in filters if wanted not in self._filters]
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
         connection, deliver = self.connection, super().publish

@@ -60,6 +60,9 @@ class FleetFigures:
     published_mb: float = 0.0
     """What the coordinator published in all rounds."""
 
+    models_mb: float = 0.0
+    """What of that were models; the rest are messages to single agents, of which there are more in a larger fleet."""
+
     received_mb: float = 0.0
     """What all agents received together."""
 
@@ -76,7 +79,11 @@ class FleetFigures:
         rows += [Row(f"round {number}", seconds, "s") for number, seconds in enumerate(self.seconds, 1)]
         rows += [
             Row("updates aggregated", self.updates, ""),
-            Row("published / needed", self.published_mb / (rounds + 1) / payload_mb, ""),
+            Row("CPU for each update", self._update_ms, "ms"),
+            Row("models published / needed", self.models_mb / (rounds + 1) / payload_mb, ""),
+            Row(
+                "other messages for each agent and round", 1e3 * (self.published_mb - self.models_mb) / downloads, "kB"
+            ),
             Row("received by agents / needed", self.received_mb / downloads / payload_mb, ""),
         ]
         if self.welcome_s:
@@ -87,6 +94,12 @@ class FleetFigures:
         if self.usage is not None:
             rows += [Row("coordinator now", self.usage.rss_mb, "MB"), Row("coordinator peak", self.usage.peak_mb, "MB")]
         return rows
+
+    @property
+    def _update_ms(self) -> float:
+        """CPU of the coordinator in all rounds and the final evaluation, divided by the updates, in milliseconds."""
+        messages, each_us = self.cpu_us.get(ROUNDS, (0, 0.0))
+        return messages * each_us / 1e3 / max(1, self.updates)
 
     def as_json(self) -> dict[str, Any]:
         """One JSON object."""
@@ -144,19 +157,30 @@ class FleetTransport:
 
     max_payload_bytes = 122_880
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.traffic = Traffic()
-        self.inbox: deque[tuple[Event, str]] = deque()
+        self.inbox: deque[tuple[Event, str, float]] = deque()
+        """Events with their kinds, and when they came."""
+
         self.outbox: deque[tuple[str, bytes]] = deque()
         self.kind = ""
         """Of the message that was received last; empty: of no message."""
 
-        self.unread_s = 0.0
+        self._clock = clock
 
     def start(self) -> None:
         """Connected at once."""
-        self.inbox.append((Connected(1), ""))
-        self.inbox.append((Subscribed(Topics(FEDERATION).for_coordinator()), ""))
+        self.add(Connected(1))
+        self.add(Subscribed(Topics(FEDERATION).for_coordinator()))
+
+    def add(self, event: Event, kind: str = "") -> None:
+        """Put an event into the coordinator's inbox."""
+        self.inbox.append((event, kind, self._clock()))
+
+    @property
+    def unread_s(self) -> float:
+        """Seconds that the oldest event has waited for `receive`; 0 where none waits."""
+        return self._clock() - self.inbox[0][2] if self.inbox else 0.0
 
     def close(self) -> None:
         """Nothing is left to do."""
@@ -175,7 +199,10 @@ class FleetTransport:
 
     def receive(self, timeout_s: float) -> Event | None:  # noqa: ARG002 - time leaps instead
         """The next event."""
-        event, self.kind = self.inbox.popleft() if self.inbox else (None, "")
+        if not self.inbox:
+            self.kind = ""
+            return None
+        event, self.kind, _ = self.inbox.popleft()
         if isinstance(event, Message):
             self.traffic.bytes_down += len(event.payload)
             self.traffic.messages_down += 1
@@ -190,7 +217,8 @@ class MemoryFleet:
 
     def __init__(self, plan: FleetPlan, state: StateFolder) -> None:
         config = CoordinatorConfig.model_validate({**settings(plan), "state": state.path})
-        self.clock, self.transport = LeapingClock(), FleetTransport()
+        self.clock = LeapingClock()
+        self.transport = FleetTransport(self.clock)
         self.coordinator = Coordinator(config, state, self.transport, clock=self.clock, probe_s=0.0)
         self.topics, models = Topics(FEDERATION), Models()
         self.subscribers: dict[str, set[FleetAgent]] = defaultdict(set)
@@ -204,7 +232,7 @@ class MemoryFleet:
 
     def publish(self, topic: str, payload: bytes, kind: str) -> None:
         """A message of an agent."""
-        self.transport.inbox.append((Message(topic, payload), kind))
+        self.transport.add(Message(topic, payload), kind)
 
     def until(self, condition: Callable[[], bool], limit_s: float = RUN_LIMIT_S) -> None:
         """Go on until ``condition()``, which is tested whenever the coordinator has no event left.
@@ -293,14 +321,16 @@ def measure_in_memory(plan: FleetPlan, folder: Path) -> FleetFigures:
         phases.end(IDLE)
         run = state.journal.request_run(request_for(plan).body())
         received, published = sum(agent.received_bytes for agent in agents), traffic.bytes_up
+        models = both.coordinator.distributor.published_bytes
         both.until(lambda: state.journal.replay(run).is_over)
         phases.end(ROUNDS)
         received, published = sum(a.received_bytes for a in agents) - received, traffic.bytes_up - published
+        models = both.coordinator.distributor.published_bytes - models
         both.coordinator.close()
         seconds = round_seconds(state.journal, run)
         updates = len(state.journal.entries(run, ("update_accepted",)))
     kinds = {kind: (count, both.cpu_ns[kind] / count / 1000) for kind, count in sorted(both.count.items()) if kind}
-    megabytes = (published / 1e6, received / 1e6)
+    megabytes = (published / 1e6, models / 1e6, received / 1e6)
     return FleetFigures("memory", plan, seconds, phases.figures | kinds, *megabytes, updates, usage(os.getpid()))
 
 
@@ -341,15 +371,17 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
         pause(plan.idle_s)
         phases.end(IDLE)
         received, published = asked()["received_bytes"], traffic()["bytes_published"]
+        models = traffic()["blob_bytes_published"]
         with StateFolder(state_path).look() as state:
             run = state.journal.request_run(request_for(plan).body())
             ends = ("run_finished", "run_failed", "run_cancelled")
             until(lambda: bool(state.journal.entries(run, ends)), "the run to end", RUN_LIMIT_S)
             phases.end(ROUNDS)
             received, published = asked()["received_bytes"] - received, traffic()["bytes_published"] - published
+            models = traffic()["blob_bytes_published"] - models
             seconds = round_seconds(state.journal, run)
             updates = len(state.journal.entries(run, ("update_accepted",)))
         used = usage(coordinator.pid)
         welcome_s = asked(plan.flood)["welcome_s"] if plan.flood != "none" else []
-    megabytes = (published / 1e6, received / 1e6)
+    megabytes = (published / 1e6, models / 1e6, received / 1e6)
     return FleetFigures(plan.transport, plan, seconds, phases.figures, *megabytes, updates, used, welcome_s)

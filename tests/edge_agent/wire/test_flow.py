@@ -356,6 +356,16 @@ def test_a_receiver_behind_a_slow_link_is_patient(receiver):
     assert receiving.ask_due(5 + 4.0)
 
 
+def test_a_receiver_whose_requests_take_long_to_be_answered_waits_for_twice_that(receiver):
+    """An answer after 2 s: the next question follows 4 s of silence, and not one."""
+    receiving, hear = receiver
+    receiving.restart(0.0)
+    hear(0, now=2.0)
+    assert receiving.answer_s == 2.0
+    assert not receiving.ask_due(5.9)
+    assert receiving.ask_due(6.1)
+
+
 def test_nothing_is_asked_once_everything_is_there(receiver):
     receiving, hear = receiver
     assert hear(*range(40), now=0.1) == [False] * 39 + [True]

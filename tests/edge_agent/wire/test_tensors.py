@@ -16,6 +16,8 @@ from safetensors.numpy import load, save
 from tensor_containers import box, containers, entry, same
 
 from edge_agent.errors import TensorsError
+from edge_agent.task import parse_json
+from edge_agent.wire import tensors as tensors_module
 from edge_agent.wire.tensors import (
     MAX_DIMENSIONS,
     MAX_TENSORS,
@@ -230,3 +232,25 @@ def test_two_infinities_do_not_cancel():
 @given(hnp.arrays(st.sampled_from([np.float16, np.float32, np.float64]), hnp.array_shapes(min_side=0)))
 def test_the_quick_way_agrees_with_looking_at_every_number(array):
     assert (first_non_finite({"a": array}) is None) is bool(np.isfinite(array).all())
+
+
+def test_one_header_of_many_containers_is_parsed_once(monkeypatch):
+    """As of the updates of a round: what differs between them is behind the header."""
+    parsed = []
+
+    def counting(text):
+        parsed.append(text)
+        return parse_json(text)
+
+    monkeypatch.setattr(tensors_module, "parse_json", counting)
+    for number in range(5):
+        arrays = decode(encode({"once.w": np.full((3, 2), number, np.float32)}))
+        assert arrays["once.w"].tolist() == [[number, number]] * 3
+    assert len(parsed) == 1
+
+
+def test_a_container_whose_header_is_known_and_whose_end_is_missing_is_refused():
+    whole = encode({"cut.w": np.arange(8, dtype=np.float32)})
+    decode(whole)
+    with pytest.raises(TensorsError, match="tensors take 32 bytes, the container has 28"):
+        decode(whole[:-4])
