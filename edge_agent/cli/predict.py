@@ -110,7 +110,8 @@ def _inputs(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, tup
 
     spec = bundle.manifest.task.input
     if arguments.data is not None:
-        samples = load(arguments.data, spec, strict=arguments.strict, labelled=False)
+        progress = output.progress("samples")
+        samples = load(arguments.data, spec, strict=arguments.strict, labelled=False, progress=progress)
     else:
         samples = from_files(arguments.input, spec, strict=arguments.strict, positions=True)
     return samples, samples.names or tuple(map(str, range(len(samples))))
