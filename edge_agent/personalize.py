@@ -132,7 +132,9 @@ class Alone:
 
 @dataclass(frozen=True)
 class Result:
-    """A fitted personal head, its scores, and the encoder it belongs to. ``seconds`` covers features, fit and scores.
+    """A fitted personal head, its scores, and the encoder it belongs to.
+
+    ``seconds`` covers features, fit and scores, and where `with_reading` added it, reading the samples.
 
     ``fingerprint`` is that of the encoder whose features the head was fitted on, ``norm`` its batch norm where that is
     not the bundle's.
@@ -216,6 +218,10 @@ class Result:
             **{f"{step}_seconds": round(seconds, 3) for step, seconds in self.steps.items()},
             **(self.choice.metrics() if self.choice is not None else {}),
         }
+
+    def with_reading(self, seconds: float) -> Result:
+        """Return this result with the seconds that reading its samples took, as the first of its steps."""
+        return replace(self, steps={"read": seconds, **self.steps}, seconds=self.seconds + seconds)
 
     def save(self, folder: Path) -> Path:
         """Write the head into ``folder``; returns the path of its JSON file."""

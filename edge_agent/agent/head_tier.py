@@ -172,11 +172,13 @@ def prepare_here(
     if config.data.watch is not None:  # of a device without any other samples these are its first
         _take_in(collection, config.data.watch, task, config.data.budget, lambda: now)
     version = collection.index().version
-    samples = _samples(config, task)
+    begin = time.perf_counter()
+    samples = _samples(config, task, progress)
+    read_s = time.perf_counter() - begin
     result, before, rejection = None, None, ""
     runs, why = bundle.id, ""
     try:
-        result = _refit(config, bundle, samples, progress)
+        result = _refit(config, bundle, samples, progress).with_reading(read_s)
         progress("compare")
         before = None if old is None else _score(config, old, samples)
         least, personal = config.head.min_gain, result.used_accuracy
@@ -429,12 +431,25 @@ def _take_in(collection: Collection, folder: Path, task: Task, budget: int, now:
                     log.warning("not_removed file=%s reason=%s", name, cause(error))
 
 
-def _samples(config: AgentConfig, task: Task) -> Split:
+_SAMPLES_REPORT_S = 1.0
+"""Seconds between two reports about samples that are read."""
+
+
+def _samples(config: AgentConfig, task: Task, progress: Progress = lambda _step: None) -> Split:
     """The device's samples: those of its source, and those that were labelled here one by one."""
+    reported_at = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        # Each report is a line to the agent, which gives up a child that is silent for long; folders hold thousands.
+        nonlocal reported_at
+        if time.monotonic() - reported_at >= _SAMPLES_REPORT_S:
+            reported_at = time.monotonic()
+            progress(f"samples {done}/{total}")
+
     own, collection = None, collection_of(config)
     if not is_collected(config.data):
         names = config.head.own_classes
-        own = own_samples(config.data, config.id, task.input, task.class_names, own_classes=names)
+        own = own_samples(config.data, config.id, task.input, task.class_names, own_classes=names, progress=report)
         if not collection.index().version:
             return own
     return collection.combined(own, task.input, task.class_names, saved.class_names(config.state / "head"))

@@ -154,7 +154,14 @@ def samples_of(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, 
     from ..data.partition import own_samples
 
     task = bundle.manifest.task
-    return own_samples(data_config(arguments), "", task.input, task.class_names, own_classes=arguments.own_classes)
+    return own_samples(
+        data_config(arguments),
+        "",
+        task.input,
+        task.class_names,
+        own_classes=arguments.own_classes,
+        progress=output.progress("samples"),
+    )
 
 
 def data_config(arguments: argparse.Namespace) -> DataConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,11 +224,12 @@ def _to_score(
     from ..local.validation import new_rows
 
     config, spec, own = data_config(arguments), bundle.manifest.task.input, class_names is not None
+    options: dict[str, Any] = {"own_classes": own, "labelled": labelled, "progress": output.progress("samples")}
     if config.partition is None and config.test is None:
-        read = functools.partial(load, folder=config.folder, strict=config.strict, labelled=labelled)
-        train = every = read(config.source, spec, class_names, own_classes=own)
+        train = load(config.source, spec, class_names, folder=config.folder, strict=config.strict, **options)
+        every = train
     else:
-        train, every = own_samples(config, "", spec, class_names, own_classes=own, labelled=labelled)
+        train, every = own_samples(config, "", spec, class_names, **options)
     new = new_rows(every, learned)
     known = np.isin(train.row_digests(), [] if learned is None else learned)
     return train.take(np.flatnonzero(known)), every.take(new), len(every) - len(new)

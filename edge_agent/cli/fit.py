@@ -100,14 +100,16 @@ def fit(arguments: argparse.Namespace) -> int:
     check_writable(arguments.out)
     check_writable(cache_of(arguments))
     bundle = bundle_of(arguments)
+    begin = time.perf_counter()
     parts = samples_of(arguments, bundle)
+    read_s = time.perf_counter() - begin
     encoder = encoder_of(arguments, bundle, train=parts[0])
     result = personalize(
         bundle,
         parts,
         encoder,
         fit_options(arguments, head=arguments.head, params=params, unknown=arguments.unknown, doubtful_labels=True),
-    )
+    ).with_reading(read_s)
     result.save(arguments.out)
     skipped, figures = skipped_of(parts), variant_figures(bundle.manifest)
     made = {"fingerprint": result.fingerprint, "out": str(arguments.out), "skipped": len(skipped), "figures": figures}
@@ -243,4 +245,6 @@ def _numeric_parts(arguments: argparse.Namespace, bundle: Bundle, head: NumericH
     from ..data.partition import own_samples
 
     labelled = False if head.predicts_targets else None
-    return own_samples(data_config(arguments), "", bundle.manifest.task.input, None, labelled=labelled)
+    spec = bundle.manifest.task.input
+    progress = output.progress("samples")
+    return own_samples(data_config(arguments), "", spec, None, labelled=labelled, progress=progress)

@@ -1,11 +1,13 @@
-"""How commands print: one JSON object, or small aligned tables; progress as one line on a terminal."""
+"""How commands print: one JSON object, or small aligned tables; progress as a line that is redrawn, or a few."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -136,12 +138,57 @@ def value_text(value: object) -> str:
     return f"{value:.3g}" if 0 < abs(value) < 0.0005 else f"{value:.3f}"
 
 
-def progress(what: str) -> Callable[[int, int], None] | None:
-    """A function that redraws one line on a terminal; None where stderr is none, or one without a cursor."""
-    if not sys.stderr.isatty() or os.environ.get("TERM", "").lower() in {"dumb", "unknown"}:
-        return None
+REPORT_S = 10.0
+"""Seconds between two lines about a step, where no terminal shows one that is redrawn; shorter steps print nothing."""
+
+_REDRAW_S = 0.1
+"""Seconds between two looks of a line on a terminal: a folder of thousands of files is read in less."""
+
+
+def progress(what: str, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
+    """Return a function that shows how far a step is.
+
+    Args:
+        what: The step, for people.
+        clock: Seconds that go on.
+
+    Returns:
+        A function of what is done and of all. On a terminal it redraws one line of stderr; elsewhere it prints a line
+        each `REPORT_S` of a step that takes long.
+    """
+    has_cursor = sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in {"dumb", "unknown"}
+    if has_cursor:
+        return _redrawn_line(what, clock)
+    return _plain_lines(what, clock)
+
+
+def _redrawn_line(what: str, clock: Callable[[], float]) -> Callable[[int, int], None]:
+    shown_at = -math.inf
 
     def draw(done: int, total: int) -> None:
+        nonlocal shown_at
+        now = clock()
+        if done < total and now - shown_at < _REDRAW_S:
+            return
+        shown_at = now
         print(f"\r{what} {done}/{total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
     return draw
+
+
+def _plain_lines(what: str, clock: Callable[[], float]) -> Callable[[int, int], None]:
+    reported_at = clock()
+    has_reported = False
+
+    def report(done: int, total: int) -> None:
+        nonlocal reported_at, has_reported
+        now = clock()
+        is_due = now - reported_at >= REPORT_S
+        is_end_of_reports = has_reported and done == total
+        if not is_due and not is_end_of_reports:
+            return
+        reported_at = now
+        has_reported = True
+        print(f"{what} {done}/{total}", file=sys.stderr, flush=True)
+
+    return report

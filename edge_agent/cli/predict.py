@@ -133,7 +133,8 @@ def _inputs(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, tup
 
     spec, files = bundle.manifest.task.input, _files(arguments)
     if arguments.data is not None:
-        samples = load(arguments.data, spec, strict=arguments.strict, labelled=False)
+        progress = output.progress("samples")
+        samples = load(arguments.data, spec, strict=arguments.strict, labelled=False, progress=progress)
     else:
         samples = from_files(files, spec, strict=arguments.strict, positions=True)
     return samples, samples.names or tuple(map(str, range(len(samples))))

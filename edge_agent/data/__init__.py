@@ -25,6 +25,7 @@ from ..registry import Registry, absolute, is_reference
 from ..task import ImageInput, InputSpec, WindowInput
 from . import preprocess
 from ._in_memory import files_in, items_in
+from ._sound_files import SUFFIXES as SOUND_SUFFIXES
 from .base import (
     DataSource,
     FileItems,
@@ -67,6 +68,9 @@ __all__ = [
 _log = logging.getLogger(__name__)
 _SHOWN = 20
 
+Progress = Callable[[int, int], None]
+"""Called with the number of images or recordings that were read, and of all."""
+
 registry = Registry(
     "data source",
     __name__,
@@ -87,6 +91,7 @@ def load(
     strict: bool | None = None,
     labelled: bool | None = True,
     own_classes: bool = False,
+    progress: Progress | None = None,
 ) -> Samples:
     """Samples of ``source``, preprocessed by ``input`` and labelled by ``class_names``; None = what the data suggest.
 
@@ -96,7 +101,8 @@ def load(
     normalised yet, which takes a quarter of the memory; `Samples.ready` normalises them. ``strict`` False: images and
     recordings that cannot be used are left out, named in ``skipped`` and in a warning; None: an error, but files beside
     them that are not read (of another form, or in another place) are left out; True: these are an error, too. Not
-    ``labelled``: labels are not needed and not read; None: they are read where there are any.
+    ``labelled``: labels are not needed and not read; None: they are read where there are any. ``progress`` is called
+    with the number of images or recordings that were read, and of all.
 
     Raises:
         UnknownName: no such kind of source.
@@ -107,8 +113,10 @@ def load(
     raw = _resolve(source, folder).read()
     spec = input if input is not None else _natural(raw)
     if not (labelled or (labelled is None and not raw.unlabelled)):
-        return _unlabelled(raw, spec, class_names or (), source, compact=compact, strict=strict)
-    return _samples(raw, spec, class_names, source, compact=compact, strict=strict, own_classes=own_classes)
+        return _unlabelled(raw, spec, class_names or (), source, compact=compact, strict=strict, progress=progress)
+    return _samples(
+        raw, spec, class_names, source, compact=compact, strict=strict, own_classes=own_classes, progress=progress
+    )
 
 
 def from_arrays(
@@ -220,10 +228,11 @@ def _samples(
     compact: bool = False,
     strict: bool | None = None,
     own_classes: bool = False,
+    progress: Progress | None = None,
 ) -> Samples:
     _check_kind(raw, spec, source)  # data of another kind have other classes, too, which is not what is wrong with them
     labels, names = _match_names(raw, class_names, source, own_classes=own_classes)
-    done = _execute(raw, spec, source, compact=compact, strict=strict)
+    done = _execute(raw, spec, source, compact=compact, strict=strict, progress=progress)
     used = np.unique(labels[done.rows])
     if lost := [names[label] for label in np.setdiff1d(np.unique(labels), used)]:
         _log.warning("class_without_samples source=%s classes=%s: nothing of them can be used", source, _listed(lost))
@@ -238,9 +247,10 @@ def _unlabelled(
     *,
     compact: bool = False,
     strict: bool | None = None,
+    progress: Progress | None = None,
 ) -> Samples:
     _check_kind(raw, spec, source)
-    done = _execute(raw, spec, source, compact=compact, strict=strict)
+    done = _execute(raw, spec, source, compact=compact, strict=strict, progress=progress)
     labels = np.full(len(done.rows), -1, np.int64)
     return done.samples(raw, labels, tuple(class_names), spec)
 
@@ -354,7 +364,7 @@ def _recording(path: Path) -> np.ndarray:
         from .tables import read_recording
 
         return read_recording(path)
-    if path.suffix.lower() == ".wav":
+    if path.suffix.lower() in SOUND_SUFFIXES:
         raise DataError(
             "is a sound; give --data 'wav:FILE' with the options of the data that the encoder was trained on"
         )
@@ -489,7 +499,7 @@ def _likely_kind(path: Path) -> str:
     """The kind of source that a path suggests."""
     if path.is_dir():
         return "idx" if any("-ubyte" in entry.name for entry in path.iterdir()) else "images"
-    kinds = {".npz": "npz", ".csv": "csv", ".gz": "csv", ".wav": "wav"}
+    kinds = {".npz": "npz", ".csv": "csv", ".gz": "csv", **dict.fromkeys(SOUND_SUFFIXES, "wav")}
     return kinds.get(path.suffix.lower(), "images")
 
 
@@ -538,9 +548,17 @@ class _Executed:
         return Samples(self.inputs, labels, class_names, spec, self.groups, names, self.skipped, whole, targets)
 
 
-def _execute(raw: Raw, spec: InputSpec, source: str, *, compact: bool = False, strict: bool | None = None) -> _Executed:
+def _execute(
+    raw: Raw,
+    spec: InputSpec,
+    source: str,
+    *,
+    compact: bool = False,
+    strict: bool | None = None,
+    progress: Progress | None = None,
+) -> _Executed:
     if isinstance(spec, WindowInput):
-        return _execute_windows(raw, spec, source, strict=strict)
+        return _execute_windows(raw, spec, source, strict=strict, progress=progress)
     inputs = np.empty((len(raw.items), *spec.shape), np.uint8 if compact else np.float32)
 
     def fill(row: int) -> None:
@@ -550,7 +568,7 @@ def _execute(raw: Raw, spec: InputSpec, source: str, *, compact: bool = False, s
             inputs = inputs.astype(np.float32)  # finer than 8 bits
         inputs[row] = pixels
 
-    rows, skipped = _for_all(raw, fill, source, "images", strict=strict)
+    rows, skipped = _for_all(raw, fill, source, "images", strict=strict, progress=progress)
     if len(rows) < len(inputs):
         inputs = inputs[rows]
     if inputs.dtype != np.uint8:
@@ -560,14 +578,17 @@ def _execute(raw: Raw, spec: InputSpec, source: str, *, compact: bool = False, s
     return _Executed(inputs, rows, groups, targets, skipped)
 
 
-def _execute_windows(raw: Raw, spec: WindowInput, source: str, *, strict: bool | None) -> _Executed:
+def _execute_windows(
+    raw: Raw, spec: WindowInput, source: str, *, strict: bool | None, progress: Progress | None
+) -> _Executed:
+    advice = {} if raw.short_advice is None else {"short_advice": raw.short_advice}
     result: list[np.ndarray] = []
     targets: list[np.ndarray] = []
 
     def fill(row: int) -> None:
         item = np.asarray(raw.items[row])
         if raw.kind == "recording":
-            result.append(preprocess.cut(item, spec))
+            result.append(preprocess.cut(item, spec, **advice))
             if raw.targets is not None:  # of a window: their mean
                 target = np.asarray(raw.targets[row], np.float64)[:, None]
                 targets.append(preprocess.cut(target, spec.model_copy(update={"channels": 1})).mean(axis=(1, 2)))
@@ -578,7 +599,7 @@ def _execute_windows(raw: Raw, spec: WindowInput, source: str, *, strict: bool |
             raise DataError("holds NaN or infinity")
         result.append(item[None].astype(np.float32))
 
-    used, skipped = _for_all(raw, fill, source, f"{raw.kind}s", strict=strict)
+    used, skipped = _for_all(raw, fill, source, f"{raw.kind}s", strict=strict, progress=progress)
     rows = np.repeat(used, [len(windows) for windows in result])
     groups = raw.groups
     if groups is None and raw.kind == "recording":
@@ -592,7 +613,13 @@ def _execute_windows(raw: Raw, spec: WindowInput, source: str, *, strict: bool |
 
 
 def _for_all(
-    raw: Raw, fill: Callable[[int], None], source: str, what: str, *, strict: bool | None
+    raw: Raw,
+    fill: Callable[[int], None],
+    source: str,
+    what: str,
+    *,
+    strict: bool | None,
+    progress: Progress | None,
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Call ``fill`` for each row; returns the rows for which it worked, and why others and what is beside did not.
 
@@ -610,6 +637,8 @@ def _for_all(
             name = raw.names[row] if raw.names else str(row)
             failed.append(f"{name}: {error}")
             by_reason.setdefault(str(error), []).append(name)
+        if progress is not None:
+            progress(row + 1, len(raw.items))
     total, left = len(raw.items) + len(raw.skipped), (*raw.skipped, *failed)
     if not rows or (strict is not False and failed) or (strict and left):
         beside = raw.skipped if strict or not rows else ()

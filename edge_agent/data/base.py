@@ -49,7 +49,8 @@ class Raw:
     data have no labels, as an error says it where labels are needed; ``labels`` is not looked at then. ``are_whole``:
     a group is held out as a whole, not its end. ``targets``: numbers to predict, one for an item, or (time,).
     ``name_at``: row and sample of a recording -> name of the window that begins there; None: that of the recording.
-    ``skipped``: what is there beside the items and cannot be used, each with the reason.
+    ``skipped``: what is there beside the items and cannot be used, each with the reason. ``short_advice``: samples that
+    a window needs -> what to do about a recording with fewer, as the end of a message; None: record longer.
     """
 
     kind: Literal["image", "recording", "window"]
@@ -64,6 +65,7 @@ class Raw:
     targets: Sequence[Any] | None = None
     name_at: Callable[[int, int], str] | None = None
     skipped: tuple[str, ...] = ()
+    short_advice: Callable[[int], str] | None = None
 
 
 class FileItems(Sequence[Any]):

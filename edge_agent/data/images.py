@@ -19,6 +19,7 @@ from pydantic import Field
 
 from ..errors import DataError, MissingCapability, cause
 from ..storage import open_regular
+from ._sound_files import SUFFIXES as SOUND_SUFFIXES
 from .base import DataSource, FileItems, Options, Raw
 from .preprocess import has_pillow
 
@@ -28,7 +29,7 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", 
 
 _FOREIGN = {
     "images": ("save it as JPEG or PNG", ".heic .heif .avif .jxl .dng .cr2 .cr3 .nef .arw .raf .svg .pdf"),
-    "wav": ("convert it to WAV", ".mp3 .m4a .aac .ogg .opus .flac .wma .aif .aiff"),
+    "wav": ("convert it to WAV, FLAC or Ogg", ".mp3 .m4a .aac .opus .wma .aif .aiff"),
     "csv": ("save it as CSV", ".xlsx .xls .ods .tsv .parquet"),
 }
 """Kind of data -> what to do about files of other forms of it, and how their names end."""
@@ -69,7 +70,7 @@ def decoded(path: Path) -> Any:
         most = (Image.MAX_IMAGE_PIXELS or 0) // 10**6
         raise DataError(f"is too large to be decoded: above {most} million pixels; make it smaller first") from error
     except UnidentifiedImageError as error:
-        sound = "; sounds are given as --data 'wav:FILE?form=image'" if path.suffix.lower() == ".wav" else ""
+        sound = "; sounds are given as --data 'wav:FILE?form=image'" if path.suffix.lower() in SOUND_SUFFIXES else ""
         raise DataError(f"cannot be read as an image: its form is not known; save it as JPEG or PNG{sound}") from error
     # Pillow's plug-ins raise whatever their format's parser raises on damaged files.
     except Exception as error:

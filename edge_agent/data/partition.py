@@ -23,7 +23,7 @@ from ..config import NAME_PATTERN, DataConfig, mistakes_of
 from ..errors import ConfigError, DataError, StateError, UnknownName, nearest
 from ..storage import read_json, write_atomic
 from ..task import Frozen, InputSpec, Task
-from . import Samples, load, location, parse_source, source_kind, split, with_options
+from . import Progress, Samples, load, location, parse_source, source_kind, split, with_options
 from . import check as check_source
 from .base import numbered_apart
 
@@ -225,15 +225,17 @@ def read_pools(
     *,
     folder: Path | None = None,
     strict: bool = False,
+    progress: Progress | None = None,
 ) -> Pools:
     """The pools of one source, compact, preprocessed and labelled as `edge_agent.data.load` does.
 
     Its rows are counted, so that none is left out; ``strict``: files beside them that are not read are an error, too.
+    ``progress``: as of `edge_agent.data.load`, for each of the pools.
 
     Raises:
         HeadwaterError: as `edge_agent.data.load`.
     """
-    read = functools.partial(load, folder=folder, compact=True, strict=strict or None)
+    read = functools.partial(load, folder=folder, compact=True, strict=strict or None, progress=progress)
     parts = parts_of(source)
     if parts is None:
         return Pools(read(source, input, class_names))
@@ -285,12 +287,14 @@ def own_samples(
     *,
     own_classes: bool = False,
     labelled: bool | None = True,
+    progress: Progress | None = None,
 ) -> tuple[Samples, Samples]:
     """Training and test samples of a device: its rows of a shared partition; or its source, split, or with a test set.
 
     A partition counts rows, so none of its source is left out, whether ``config.strict`` or not.
 
-    ``own_classes`` (its source may hold others than ``class_names``) and ``labelled``: see `edge_agent.data.load`.
+    ``own_classes`` (its source may hold others than ``class_names``), ``labelled`` and ``progress``: see
+    `edge_agent.data.load`.
 
     Raises:
         HeadwaterError: as `edge_agent.data.load`; or the partition does not fit the data, or does not know the client;
@@ -298,9 +302,10 @@ def own_samples(
     """
     if config.partition is not None:
         own = Own.of(config.partition, config.client or client)
-        pools = read_pools(config.source, spec, class_names, folder=config.folder, strict=bool(config.strict))
+        strict = bool(config.strict)
+        pools = read_pools(config.source, spec, class_names, folder=config.folder, strict=strict, progress=progress)
         return own.taken_from(pools)
-    read = functools.partial(load, folder=config.folder, strict=config.strict, labelled=labelled)
+    read = functools.partial(load, folder=config.folder, strict=config.strict, labelled=labelled, progress=progress)
     samples = read(config.source, spec, class_names, own_classes=own_classes)
     if config.test is None:
         return split(samples, config.test_fraction, config.seed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,12 @@ def normalise_images(pixels: np.ndarray, spec: ImageInput) -> np.ndarray:
     return pixels
 
 
-def cut(recording: np.ndarray, spec: WindowInput) -> np.ndarray:
+def cut(
+    recording: np.ndarray, spec: WindowInput, short_advice: Callable[[int], str] = lambda _length: "record longer"
+) -> np.ndarray:
     """Windows (m, channels, length) float32, not yet normalised, of a recording (time, channels), in time order.
+
+    ``short_advice``: samples that a window needs -> what to do about a recording that has fewer.
 
     Raises:
         DataError: another number of channels, NaN or infinity, or shorter than one window.
@@ -59,7 +64,8 @@ def cut(recording: np.ndarray, spec: WindowInput) -> np.ndarray:
     if not np.isfinite(recording).all():
         raise DataError("holds NaN or infinity")
     if len(recording) < spec.length:
-        raise DataError(f"has {len(recording)} samples, one window needs {spec.length}; record longer")
+        advice = short_advice(spec.length)
+        raise DataError(f"has {len(recording)} samples, one window needs {spec.length}; {advice}")
     starts = range(0, len(recording) - spec.length + 1, spec.stride)
     return np.stack([recording[start : start + spec.length].T for start in starts]).astype(np.float32)
 

@@ -1,14 +1,15 @@
 """``wav:DIR?rate=16000``: sound files as log-mel energies: recordings for encoders of windows, or images.
 
-DIR has a sub-folder of ``.wav`` files for each class, or is a file; PCM of 8 to 32 bits or floats, channels are
-averaged. A recording has one sample for each ``step_ms`` (10), of ``mels`` (40) values: logarithms of the energies in
-triangular bands, evenly spaced on the mel scale between ``low_hz`` (20) and ``high_hz`` (half of ``rate``), of frames
-of ``frame_ms`` (25) under a Hann window. ``form=image``: pieces of ``seconds`` (1) as images (mels, steps), 0..1 for
-the range of 80 dB below the loudest of a piece; what is left at the end of a file is not used. Other options:
-``least_s`` (shorter files get silence at the end), ``limit`` (at most that many files of each class).
+DIR has a sub-folder of ``.wav``, ``.flac`` or ``.ogg`` files for each class, or is a file; channels are averaged. A
+recording has one sample for each ``step_ms`` (10), of ``mels`` (40) values: logarithms of the energies in triangular
+bands, evenly spaced on the mel scale between ``low_hz`` (20) and ``high_hz`` (half of ``rate``), of frames of
+``frame_ms`` (25) under a Hann window. ``form=image``: pieces of ``seconds`` (1) as images (mels, steps), 0..1 for the
+range of 80 dB below the loudest of a piece; what is left at the end of a file is not used. Other options: ``least_s``
+(shorter files get silence at the end, default 0), ``limit`` (at most that many files of each class).
 
 Files of a higher rate are resampled to ``rate``; those of a lower one are refused, because the bands above half of
-their rate would be empty. Each file is held out as a whole or not at all.
+their rate would be empty. Each file is held out as a whole or not at all. WAV files of integers that have the ``rate``
+already need no other package; FLAC, Ogg, WAV files of floats and resampling need the extra ``audio``.
 Source of the mel scale: O'Shaughnessy, "Speech Communication", 1987: mel = 2595 log10(1 + hertz / 700).
 """
 
@@ -16,17 +17,15 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError, cause
-from ..storage import open_regular
+from ..errors import DataError
 from ..task import ImageInput, WindowInput
+from ._sound_files import SUFFIXES, read_header, read_signal
 from .base import DataSource, FileItems, Options, Raw
 from .images import ClassFiles, files_by_class
 
@@ -36,13 +35,6 @@ _FLOOR = 1e-10
 _RANGE_DB = 80.0
 _BLOCK = 2048
 """Frames that are transformed at once."""
-
-_LONGEST = 1 << 28
-"""Bytes of a file: 1.5 hours of 16 bits at 24 kHz."""
-
-_NO_SAMPLES = "is a WAV file without samples; it was cut, or its recording was interrupted"
-_TAPS = 32
-"""Zero crossings of the resampling filter on either side."""
 
 
 class WavOptions(Options):
@@ -58,110 +50,6 @@ class WavOptions(Options):
     seconds: float = Field(1.0, gt=0, le=600, description="length of an image")
     least_s: float = Field(0.0, ge=0, le=600, description="shorter files get silence at the end")
     limit: int | None = Field(None, ge=1, description="at most that many files of each class, first by name")
-
-
-@dataclass(frozen=True)
-class Sound:
-    """What the header of a file says, and where its samples are."""
-
-    path: Path
-    rate: int
-    channels: int
-    bits: int
-    is_float: bool
-    offset: int
-    count: int
-
-    def samples(self, rate: int) -> np.ndarray:
-        """The mean of the channels (time,) float64, -1..1, at ``rate``.
-
-        Raises:
-            DataError: recorded at a lower rate, too long, or with values that are no numbers.
-        """
-        if self.rate < rate:
-            raise DataError(
-                f"was recorded at {self.rate} Hz, below the {rate} Hz of this data source, so nothing above "
-                f"{self.rate // 2} Hz is in it; record at {rate} Hz or more, or use rate={self.rate} for everything"
-            )
-        size = self.count * self.channels * self.bits // 8
-        if size > _LONGEST:
-            raise DataError(f"holds {size} bytes of sound, at most {_LONGEST} are read; cut it into several files")
-        with open_regular(self.path) as file:
-            file.seek(self.offset)
-            data = file.read(size)
-        if self.is_float:
-            values = np.frombuffer(data, f"<f{self.bits // 8}").astype(np.float64)
-        elif self.bits == 8:
-            values = (np.frombuffer(data, np.uint8) - 128.0) / 128
-        else:  # the bytes of an integer at the upper end of 32 bits
-            wide = np.zeros((len(data) // (self.bits // 8), 4), np.uint8)
-            wide[:, 4 - self.bits // 8 :] = np.frombuffer(data, np.uint8).reshape(len(wide), -1)
-            values = wide.view("<i4")[:, 0] / 2.0**31
-        if not np.isfinite(values).all():
-            raise DataError("holds NaN or infinity")
-        return resample(values.reshape(-1, self.channels).mean(axis=1), self.rate, rate)
-
-
-def open_sound(path: Path) -> Sound:
-    """The header of a file.
-
-    Raises:
-        DataError: no WAV file, without samples, or compressed.
-    """
-    try:
-        with open_regular(path) as file:
-            return _header(path, file)
-    except OSError as error:
-        raise DataError(f"cannot be read: {cause(error)}") from error
-
-
-def _header(path: Path, file: BinaryIO) -> Sound:
-    start = file.read(12)
-    if start[:4] != b"RIFF" or start[8:] != b"WAVE":
-        raise DataError("is no WAV file; expected RIFF and WAVE at its beginning")
-    form = b""
-    while len(chunk := file.read(8)) == 8:
-        name, size = chunk[:4], int.from_bytes(chunk[4:], "little")
-        if name == b"data" and form:
-            break
-        if name == b"fmt ":
-            form = file.read(min(size, 40)).ljust(40, b"\0")
-            size -= min(size, 40)
-        file.seek(size + size % 2, 1)
-    else:
-        raise DataError(_NO_SAMPLES)
-    kind, channels, rate, _, block, bits = struct.unpack("<HHIIHH", form[:16])
-    if kind == 0xFFFE:  # extensible: the kind is the beginning of a long identifier
-        kind = int.from_bytes(form[24:26], "little")
-    if kind not in {1, 3} or bits not in ({8, 16, 24, 32} if kind == 1 else {32, 64}):
-        raise DataError(f"is compressed or of a rare form ({kind}, {bits} bits); expected PCM or floats, convert it")
-    if not 1 <= channels <= 64 or not 1000 <= rate <= 1_000_000 or block != channels * bits // 8:
-        raise DataError(f"has an impossible header: {channels} channels, {rate} Hz, {block} bytes in a sample")
-    offset = file.tell()  # recorders that are interrupted leave a wrong size
-    count = min(size, path.stat().st_size - offset) // block
-    if not count:
-        raise DataError(_NO_SAMPLES)
-    return Sound(path, rate, channels, bits, kind == 3, offset, count)
-
-
-def resample(signal: np.ndarray, rate: int, to: int) -> np.ndarray:
-    """The signal (time,) at a lower rate, by a sinc filter under a Kaiser window; as it is where rates are equal."""
-    if rate == to:
-        return signal
-    divisor = math.gcd(rate, to)
-    up, down = to // divisor, rate // divisor
-    cutoff = 0.95 * up / down
-    reach = math.ceil(_TAPS / cutoff)
-    padded = np.concatenate([np.zeros(reach), signal, np.zeros(reach + 1)])
-    result = np.zeros(len(signal) * up // down)
-    views = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1)
-    for phase in range(min(up, len(result))):
-        begin, part = divmod(phase * down, up)
-        distances = part / up - np.arange(-reach, reach + 1)
-        window = np.i0(9.0 * np.sqrt(np.maximum(1 - (distances / (reach + 1)) ** 2, 0)))
-        weights = np.sinc(cutoff * distances) * window
-        result[phase::up] = views[begin::down][: len(result[phase::up])] @ (weights / weights.sum())
-    return result
 
 
 def mel_bands(options: WavOptions) -> np.ndarray:
@@ -189,24 +77,40 @@ def mel_bands(options: WavOptions) -> np.ndarray:
 
 
 def log_mel(signal: np.ndarray, options: WavOptions, bands: np.ndarray) -> np.ndarray:
-    """Logarithms of the energies of a signal (time,) in each band, (frames, mels) float32; a full sine has about 1.
+    """Return the logarithms of a signal's energies in each band.
+
+    Args:
+        signal: The sound (time,), 1 being full scale.
+        options: Length and distance of the frames.
+        bands: Weights (mels, frequencies) of the bands.
+
+    Returns:
+        (frames, mels) float32; a sine of full scale has about 1.
 
     Raises:
-        DataError: shorter than one frame.
+        DataError: The signal is shorter than one frame.
     """
-    length, step = _frame_length(options), _step(options)
-    if missing := _silence(len(signal), options):
-        signal = np.concatenate([signal, np.zeros(missing)])
+    length = _frame_length(options)
     if len(signal) < length:
-        raise DataError(f"has {len(signal)} samples at {options.rate} Hz, one frame needs {length}")
+        raise DataError(
+            f"has {len(signal)} samples at {options.rate} Hz, one frame needs {length}; {_least_s_advice(1, options)}"
+        )
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(length) / length)
-    frames = np.lib.stride_tricks.sliding_window_view(signal, length)[::step]
-    energies = [
-        np.abs(np.fft.rfft(frames[begin : begin + _BLOCK] * window)) ** 2 @ bands.T
-        for begin in range(0, len(frames), _BLOCK)
-    ]
     full_scale = (window.sum() / 2) ** 2
-    return np.asarray(np.log(np.maximum(np.concatenate(energies) / full_scale, _FLOOR)), np.float32)
+    frames = np.lib.stride_tricks.sliding_window_view(signal, length)[:: _step(options)]
+    result = np.empty((len(frames), len(bands)), np.float32)
+    for begin in range(0, len(frames), _BLOCK):
+        spectrum = np.fft.rfft(frames[begin : begin + _BLOCK] * window)
+        energies = np.abs(spectrum) ** 2 @ bands.T
+        result[begin : begin + _BLOCK] = np.log(np.maximum(energies / full_scale, _FLOOR))
+    return result
+
+
+def _read_energies(path: Path, options: WavOptions, bands: np.ndarray) -> np.ndarray:
+    """Return the log energies (frames, mels) float32 of a file, and of the silence that is to follow its sound."""
+    least_frames, silent_frames = _least_frames(options), _silent_frames(options)
+    signal = read_signal(path, options.rate, least_frames=least_frames, silent_frames=silent_frames)
+    return log_mel(signal, options, bands)
 
 
 def _frame_length(options: WavOptions) -> int:
@@ -217,10 +121,26 @@ def _step(options: WavOptions) -> int:
     return max(round(options.rate * options.step_ms / 1000), 1)
 
 
-def _silence(count: int, options: WavOptions) -> int:
-    """Samples of silence behind ``count`` of sound: of an image the last frame, too, begins within its seconds."""
-    beyond = max(_frame_length(options) - _step(options), 0) if options.form == "image" else 0
-    return max(round(options.least_s * options.rate) - count, 0) + beyond
+def _least_frames(options: WavOptions) -> int:
+    """Return the samples up to which silence follows a shorter sound."""
+    return round(options.least_s * options.rate)
+
+
+def _silent_frames(options: WavOptions) -> int:
+    """Return the samples of silence behind each file: of an image the last frame, too, begins within its seconds."""
+    if options.form == "recording":
+        return 0
+    return max(_frame_length(options) - _step(options), 0)
+
+
+def _least_s_advice(steps: int, options: WavOptions) -> str:
+    """Return what to do about a file that is too short for so many steps: the end of a message."""
+    samples = _frame_length(options) + (steps - 1) * _step(options) - _silent_frames(options)
+    needed = math.ceil(100 * samples / options.rate) / 100
+    return (
+        f"record longer, or raise least_s, up to which short files get silence, from {options.least_s:g} to "
+        f"{needed:g} s: wav:…?least_s={needed:g}"
+    )
 
 
 def read(where: str, options: WavOptions) -> Raw:
@@ -232,12 +152,12 @@ def read(where: str, options: WavOptions) -> Raw:
     bands, root = mel_bands(options), Path(where).expanduser()
     files = ClassFiles([root], np.full(1, -1), (), (root.name,), f"wav: '{where}' is one file, which has no label")
     if not root.is_file():
-        files = files_by_class(root, "wav", (".wav",), options.limit)
+        files = files_by_class(root, "wav", SUFFIXES, options.limit)
     steps = max(round(1000 * options.seconds / options.step_ms), 4)
 
     @functools.lru_cache(maxsize=1)
     def energies(path: Path) -> np.ndarray:
-        return log_mel(open_sound(path).samples(options.rate), options, bands)
+        return _read_energies(path, options, bands)
 
     if options.form == "recording":
         natural = WindowInput(channels=options.mels, length=steps, stride=max(steps // 2, 1))
@@ -248,6 +168,7 @@ def read(where: str, options: WavOptions) -> Raw:
         return Raw(
             "recording", items, labels, classes, rows, natural, names, reason, are_whole=True,
             name_at=lambda row, frame: f"{names[row]} {frame * step_s:g} s", skipped=files.skipped,
+            short_advice=lambda needed: _least_s_advice(needed, options),
         )  # fmt: skip
     counts = [_pieces(path, options, steps) for path in files.paths]
     rows = np.repeat(np.arange(len(counts)), counts)
@@ -268,11 +189,10 @@ def read(where: str, options: WavOptions) -> Raw:
 def _pieces(path: Path, options: WavOptions, steps: int) -> int:
     """How many images a file gives; one that cannot be read counts as one, which fails when it is read."""
     try:
-        sound = open_sound(path)
+        header = read_header(path)
     except DataError:
         return 1
-    samples = sound.count * options.rate // sound.rate
-    samples += _silence(samples, options)
+    samples = max(header.frames_at(options.rate), _least_frames(options)) + _silent_frames(options)
     return max((1 + (samples - _frame_length(options)) // _step(options)) // steps, 1)
 
 
@@ -281,8 +201,7 @@ def _picture(energies: np.ndarray, steps: int, options: WavOptions) -> np.ndarra
     if len(energies) < steps:
         length = len(energies) * options.step_ms / 1000
         raise DataError(
-            f"is {length:.2f} s long, an image needs {options.seconds:g} s; least_s={options.seconds:g} fills such "
-            "files with silence"
+            f"is {length:.2f} s long, an image needs {options.seconds:g} s; {_least_s_advice(steps, options)}"
         )
     decibels = energies.T * np.float32(10 / math.log(10))
     return np.asarray(np.clip((decibels - decibels.max()) / np.float32(_RANGE_DB) + 1, 0, 1))
@@ -292,7 +211,7 @@ def inspect(where: str, options: WavOptions) -> None:
     """Check that there are such files, and that the bands are possible."""
     mel_bands(options)
     if not Path(where).expanduser().is_file():
-        files_by_class(Path(where).expanduser(), "wav", (".wav",), options.limit)
+        files_by_class(Path(where).expanduser(), "wav", SUFFIXES, options.limit)
 
 
 SOURCE = DataSource(WavOptions, read, needs_path=True, inspect=inspect)

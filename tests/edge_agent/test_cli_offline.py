@@ -32,6 +32,7 @@ def answer(capsys, *words: str, code: int = 0):
     return json.loads(capsys.readouterr().out)
 
 
+STEPS = ("features", "local", "head", "confidence")
 FIT = ("fit", "--bundle", "b.hwb", "--data", "digits?n=200", "--out", "head")
 
 
@@ -121,6 +122,26 @@ def test_the_best_head_is_chosen_by_default_and_how_all_of_them_fared_is_shown(p
     assert {line.index("taken") for line in text.splitlines() if " taken " in line} <= set(range(40))
     assert main([*FIT, "--param", "c=0.25"]) == 2
     assert "head 'auto' takes no parameters, found c; name the head" in capsys.readouterr().err
+
+
+def test_the_seconds_of_a_fit_cover_reading_the_samples(place, capsys, monkeypatch):
+    """1,600 sounds were read for 95 s, and `fit` said that it took 3."""
+    from edge_agent.data import partition
+
+    now = [0.0]
+    read = partition.load
+
+    def read_for_95_s(*arguments, **options):
+        now[0] += 95
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(partition, "load", read_for_95_s)
+    monkeypatch.setattr("edge_agent.cli.fit.time.perf_counter", lambda: now[0])
+    fitted = answer(capsys, *FIT, "--head", "prototype")
+    assert fitted["read_seconds"] == 95
+    assert fitted["seconds"] == pytest.approx(95 + sum(fitted[f"{step}_seconds"] for step in STEPS), abs=0.01)
+    assert main([*FIT, "--head", "prototype"]) == 0
+    assert "read 95.00 s, features" in capsys.readouterr().out
 
 
 @pytest.fixture

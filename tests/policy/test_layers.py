@@ -33,6 +33,7 @@ ALSO = {
     r"edge_agent\.wire\.authentic": {"cryptography"},
     r"edge_agent\.encoder": {"onnxruntime"},
     r"edge_agent\.data(\..+)?": {"PIL"},
+    r"edge_agent\.data\._sound_files": {"soundfile", "soxr"},
     r"edge_agent\.data\.video": {"cv2"},
     r"edge_agent\.data\.sets\.digits5": {"scipy"},
     r"edge_agent\.heads\..+": {"sklearn"},
