@@ -67,7 +67,7 @@ def device_lines(devices: Sequence[Shown], count: int, others: Mapping[str, int]
     columns = ("device", "channel", "bundle", "runs", "wanted", "outcome")
     yield table(f"{counted(count, 'device')} of tier head{shown}", columns, rows, left=6)
     yield from (f"{one['device']} *: {note}" for one in devices if (note := _note(one)))
-    yield from (f"besides, {line}" for line in other_tiers(others))
+    yield from (f"also known: {line}" for line in other_tiers(others))
 
 
 def other_tiers(others: Mapping[str, int]) -> Iterator[str]:

@@ -216,7 +216,7 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
     if serving and (waiting := result.get("waiting")):
         whom = f"; not yet from {listed(waiting['whom'])}" if waiting["whom"] else ""
         left = f", at most {waiting['seconds_left']:.0f} s more" if waiting["seconds_left"] is not None else ""
-        yield f"waits: {waiting['for']}{whom}{left}"
+        yield f"{'idle' if waiting.get('idle') else 'waits'}: {waiting['for']}{whom}{left}"
     if not serving:
         yield "advice: 'headwater serve' starts it; 'headwater doctor --config FILE' tries its way to the broker"
     elif advised := advice(result):

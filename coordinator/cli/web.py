@@ -37,8 +37,9 @@ def web(
 ) -> None:
     """Show fleet, runs, releases and bundles of a state folder in a browser, with or without a coordinator at work.
 
-    Looking needs no token. Promote, hold, roll back, pin, cancel and the like do: the first start prints an address
-    that signs in, later ones name the file with the token. [web] in the configuration has 'headwater serve' start this.
+    Pages need no token. Actions (promote, hold, roll back, pin, cancel and others) do: the first start prints an
+    address that signs in, later ones name the file with the token. [web] in the configuration has 'headwater serve'
+    start this.
 
     Example: headwater web --state headwater-demo/coordinator
     """

@@ -253,7 +253,8 @@ def waits_for(book: Book, release: Release, now: datetime) -> Iterator[str]:
     else:
         if (more := book.canary_size(release) - len(release.canary)) > 0:
             known = counted(book.sizes[release.plan.channel], "device")
-            yield f"{more} more of the canary to be chosen, of {known} in channel '{release.plan.channel}', when online"
+            where = f"of {known} in channel '{release.plan.channel}' once online"
+            yield f"the canary lacks {counted(more, 'device')}, chosen {where}"
         if release.canary:
             yield f"{reports} of the canary{whom}{when}"
 

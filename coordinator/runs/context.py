@@ -40,6 +40,8 @@ class Waiting:
     until: float | None = None
     about: str = ""
     """Waits with the same subject get one line in the log; empty: each new text is a new wait."""
+    is_idle: bool = False
+    """Nothing is to be done: it waits for a person."""
 
 
 Steps = Iterator[Waiting]

@@ -22,7 +22,7 @@ from .round_loop import RunLoop
 log = logging.getLogger(__name__)
 
 LOOK_FOR_REQUESTS_S = 0.2
-NO_RUN = Waiting("a run is requested ('headwater run')")
+NO_RUN = Waiting("no run is queued; start one with 'headwater run'", is_idle=True)
 
 Make = Callable[[str, Request], RunLoop]
 """The loop of a run; it resumes from the journal."""

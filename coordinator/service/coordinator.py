@@ -630,6 +630,7 @@ class Coordinator:
             "run": run,
             "waiting": {
                 "for": waiting.what,
+                "idle": waiting.is_idle,
                 "whom": list(waiting.whom[:MOST_LISTED]),
                 "count": len(waiting.whom),
                 "seconds_left": None if waiting.until is None else round(max(0.0, waiting.until - self.clock()), 1),

@@ -68,7 +68,7 @@ def notes_on(scores: Scores, parts: tuple[Samples, Samples]) -> list[str]:
 
     notes = [output.ONE_CLASS] * of_one_class(*parts) + [output.BETTER_ALONE] * scores.better_alone
     if not scores.better_alone and (scores.local or 0.0) > (scores.personal or 0.0):
-        notes.append("note: acc.local is above acc.personal, by no more than noise")
+        notes.append("note: acc.local is above acc.personal by no more than noise: either is as good")
     if missing := not_held_out(*parts):
         more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
         notes.append(

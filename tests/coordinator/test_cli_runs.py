@@ -333,7 +333,7 @@ def test_serve_stopped_by_ctrl_c_says_130_and_by_systemd_0(away, tmp_path, numbe
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["int", "term"]
 )
 def test_a_run_that_is_interrupted_says_how_to_go_on_with_it_and_how_to_drop_it(away, tmp_path, number):
-    code, said = told(started(tmp_path, "run", "--config", away), number, "asked for 10 rounds")
+    code, said = told(started(tmp_path, "run", "--config", away), number, "queued with 10 rounds")
     assert code == 130, said
     last = said.splitlines()[-1]
     stands = ("run-0001 has not begun with its 10 rounds", "run-0001 stands at round 0 of 10")

@@ -1,4 +1,4 @@
-"""The README's trial, as processes, with a broker that is already there."""
+"""The trial of the guide "Your own broker", as processes, with a broker that is already there."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_a_mistyped_channel_is_refused_with_the_nearest_name(desk):
 def test_a_new_release_says_what_keeps_it_from_devices(desk):
     desk.agents(g1="train", g2="train")
     text = desk.release("a", "--canary", 2)
-    assert "2 more of the canary to be chosen, of 0 devices in channel 'stable', when online" in text
+    assert "the canary lacks 2 devices, chosen of 0 devices in channel 'stable' once online" in text
     assert "note: no device of channel 'stable' was heard; channels with devices: none" in text
     assert "note: 2 agents of tier 'train', which takes no releases" in text
     assert "note: no coordinator serves; 'headwater serve'" in text

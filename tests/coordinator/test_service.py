@@ -23,7 +23,8 @@ def status_file(fed):
 def test_the_status_says_what_is_waited_for_whom_and_until_when(tmp_path):
     with Federation(tmp_path, agents=(), round={"deadline_s": 100}, cohort={"min_agents": 2}) as fed:
         fed.wait(2)
-        assert status_file(fed)["waiting"]["for"] == "a run is requested ('headwater run')"
+        assert status_file(fed)["waiting"]["for"] == "no run is queued; start one with 'headwater run'"
+        assert status_file(fed)["waiting"]["idle"] is True
         fed.add("a0", seconds=1)
         fed.add("slow", seconds=50)
         fed.request(rounds=1)

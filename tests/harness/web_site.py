@@ -108,7 +108,7 @@ class FolderSite:
             "federation": "home",
             "at": utc_now().isoformat(timespec="milliseconds"),
             "run": None,
-            "waiting": {"for": "a run is requested", "whom": [], "count": 0, "seconds_left": None},
+            "waiting": {"for": "no run is queued", "idle": True, "whom": [], "count": 0, "seconds_left": None},
             "fleet": {"agents": len(known), "online": len(known), "fault": 0, "stalled": 0},
             "agents": known[:MOST_LISTED],
             **changes,

@@ -27,6 +27,7 @@ else:
     import tomli as tomllib
 
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install -c configs/constraints-cpu.txt"
+TEXTS = {".py", ".md", ".toml", ".yaml", ".service", ".Dockerfile"}
 README_COMMANDS = (
     f"{INSTALL} '.[all]' && .venv/bin/headwater demo",
     f"{INSTALL} -e '.[all,dev]' && .venv/bin/pytest -n auto",
@@ -313,15 +314,46 @@ def test_readme_names_files_and_commands_that_exist(root):
     assert len(re.findall(r"^(?:headwater|edge-agent) ", text, re.MULTILINE)) > 10
 
 
-def test_readme_lists_every_extra_with_what_it_brings(root, project):
-    text = (root / "README.md").read_text(encoding="utf-8")
+def test_the_guide_lists_every_extra_with_what_it_brings(root, project):
+    text = (root / "examples/guides/install.md").read_text(encoding="utf-8")
     for extra, brings in project["project"]["optional-dependencies"].items():
-        row = re.search(rf"^\| `headwater\[{extra}\]` \|.*$", text, re.MULTILINE)
+        row = re.search(rf"^\| `'\.\[{extra}\]'` \|.*$", text, re.MULTILINE)
         assert row, extra
         names = {re.match(r"[\w-]+", requirement)[0].lower() for requirement in brings} - {"headwater"}
         shown = row[0].lower().replace(" ", "")
         missing = {name for name in names if name not in shown}
         assert not missing or "andmore" in shown, (extra, missing)
+
+
+def test_extras_are_installed_from_the_copy_and_not_by_a_name_on_an_index(root):
+    """The name may be somebody else's there; `edge_agent.installation` says how a copy was installed."""
+    folders = ("edge_agent", "export", "coordinator", "configs", "examples")
+    files = [path for folder in folders for path in (root / folder).rglob("*") if path.suffix in TEXTS]
+    by_name = re.compile(r"(?<![\w/])headwater\[(?!\{)")
+    found = {
+        str(path.relative_to(root))
+        for path in (root / "README.md", *files)
+        if by_name.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == set()
+
+
+def test_readme_says_where_the_programs_are_and_leads_to_the_guides_before_anything_else(root):
+    """The demo's own "Next" ended in "command not found", and the guides were linked in line 75 of 160."""
+    text = (root / "README.md").read_text(encoding="utf-8")
+    assert 'export PATH="$PWD/.venv/bin:$PATH"' in text
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings[:2] == ["Try it", "Start here"]
+    section = text.partition("## Start here")[2].partition("\n## ")[0]
+    linked = set(re.findall(r"\]\((examples/guides/[\w-]+\.md)\)", section))
+    guides = {f"examples/guides/{path.name}" for path in (root / "examples/guides").glob("*.md")}
+    left_to_the_index = {f"examples/guides/{name}.md" for name in ("home-assistant", "protocol", "why")}
+    assert linked == guides - left_to_the_index
+
+
+@pytest.mark.parametrize("page", ["README.md", "examples/guides/five-minutes.md", "coordinator/cli/demo.py"])
+def test_the_time_of_the_demo_is_one_range_everywhere(root, page):
+    assert "one to two minutes" in (root / page).read_text(encoding="utf-8")
 
 
 def test_exit_codes_are_explained(root):
