@@ -9,11 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from ..state.journal import Journal, RunRecord
+from ..state.noise import STANDARD_ERRORS, adjusted, standard_error
 from ..text import counted, listed, worst_tenth
 from .good_state import reason_of_restoration
-
-STANDARD_ERRORS = 2.0
-"""A difference of more than so many standard errors is more than noise."""
 
 COLLAPSED = 0.5
 """A worst tenth below this share of the mean over all clients has collapsed."""
@@ -106,17 +104,6 @@ def local_models(agents: Iterable[Mapping[str, Any]]) -> str:
     if len(counts) == 1:
         return str(next(iter(counts)))
     return ", ".join(f"{name} ({number} ×)" for name, number in counts.most_common())
-
-
-def adjusted(accuracy: float, samples: int) -> float:
-    """The accuracy with a right and a wrong answer added (Agresti and Caffo): sound for few samples, never 0 or 1."""
-    return (accuracy * samples + 1) / (samples + 2)
-
-
-def standard_error(accuracy: float, samples: int) -> float:
-    """Binomial standard error of an accuracy on so many held-out samples."""
-    rate = adjusted(accuracy, samples)
-    return math.sqrt(rate * (1 - rate) / (samples + 2))
 
 
 def _below_local(scored: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from .history import SCOPES
 from .journal import Entry, utc_now
+from .noise import Gain, classify_gain
 from .releases import Book
 from .values import as_number, as_text
 
@@ -50,6 +51,9 @@ class AgentRow:
 
     personal: float | None = None
     better_alone: bool = False
+    support: int | None = None
+    """Held-out samples behind the accuracies."""
+
     rss_mb: float | None = None
     head: str = ""
     pinned: int | None = None
@@ -65,6 +69,11 @@ class AgentRow:
         """acc.personal minus acc.local."""
         return None if self.personal is None or self.local is None else self.personal - self.local
 
+    @property
+    def gain_kind(self) -> Gain:
+        """Whether the gain is more than noise."""
+        return classify_gain(self.local, self.personal, self.support, better_alone=self.better_alone)
+
 
 @dataclass(slots=True)
 class Reported:
@@ -78,6 +87,7 @@ class Reported:
     samples: int | None = None
     bundle_id: str = ""
     head: str = ""
+    support: int | None = None
 
     def add(self, entry: Entry) -> None:
         """Take what a newer entry of `REPORTS` says."""
@@ -87,11 +97,13 @@ class Reported:
             self.acc = {scope: as_number(acc.get(scope)) for scope in SCOPES}
             self.better_alone, self.run = body.get("better_alone") is True, entry.run or ""
             self.rss_mb, self.samples = as_number(body.get("rss_mb")) or None, _count(body.get("samples"))
+            self.support = _count(body.get("support"))
             self.tier, self.bundle_id, self.head = (as_text(body.get(name) or "") for name in ("tier", "runs", "head"))
         elif entry.kind == "device_reported":
             self.tier = "head"
             if (personal := as_number(_mapping(body.get("result")).get("acc"))) is not None:
                 self.acc = {**self.acc, "personal": personal}
+                self.support = _count(_mapping(body.get("result")).get("support")) or self.support
 
 
 @dataclass(frozen=True)
@@ -187,6 +199,7 @@ def _fill_reported(row: AgentRow, reported: Reported) -> None:
     row.tier = row.tier or reported.tier
     row.local, row.shared, row.personal = (reported.acc.get(scope) for scope in SCOPES)
     row.better_alone, row.rss_mb, row.head = reported.better_alone, reported.rss_mb, reported.head
+    row.support = reported.support
     row.samples = row.samples if row.samples is not None else reported.samples
     row.bundle_id = row.bundle_id or reported.bundle_id
 
