@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -253,9 +253,22 @@ def result_parts(summary: dict[str, Any]) -> Iterator[Table | str]:
     yield from footnotes(summary)
     # Clients of one class have a footnote each.
     warnings = [one for one in summary.get("warnings", []) if one["kind"] != "one_class"]
-    yield from (f"warning: {line}" for line in lines(warnings))
+    yield from (f"warning: {line}" for line in lines(_without_known_reasons(warnings, summary)))
     yield from metric_lines(summary)
     yield f"{summary['seconds']:.1f} s, {exported}"
+
+
+def _without_known_reasons(warnings: Sequence[dict[str, Any]], summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the warnings; those on agents whose failure is a footnote of the table do not repeat its reason."""
+    explained = {*summary.get("faults", {}), *summary.get("left_out", {})}
+    result = []
+    for warning in warnings:
+        short = warning.get("without_reason")
+        if short and explained.issuperset(warning["clients"]):
+            result.append({**warning, "message": f"{short} (the reason is above)"})
+        else:
+            result.append(warning)
+    return result
 
 
 def agents_table(summary: dict[str, Any]) -> Table:
@@ -286,12 +299,15 @@ def footnotes(summary: dict[str, Any]) -> Iterator[str]:
     if models := local_models(summary.get("agents", [])):
         yield f"acc.local, alone and without the federation: {models}"
     yield from (f"{a['id']} *: {note}" for a in summary.get("agents", []) for note in notes_of(a))
-    yield from (f"{agent} failed: {reason}" for agent, reason in summary.get("faults", {}).items())
+    left_out = summary.get("left_out", {})
+    for agent, reason in summary.get("faults", {}).items():
+        if reason != left_out.get(agent, {}).get("reason"):  # otherwise the line on the rounds below says it
+            yield f"{agent} failed: {reason}"
     if stopped := summary.get("stopped"):
         yield f"ended early: {stopped}"
     if privacy := summary.get("privacy"):
         yield spent(privacy)
-    for agent, one in summary.get("left_out", {}).items():
+    for agent, one in left_out.items():
         rounds = [str(number) for number in one["rounds"]]
         yield f"{agent} was left out of {counted(len(rounds), 'round')} ({listed(rounds)}): {one['reason']}"
     for agent, one in summary.get("bounded", {}).items():

@@ -58,7 +58,9 @@ def absent_of(
             yield {"kind": "offline", "clients": [agent], "message": f"{message}, and its figures are missing here"}
         elif agent in failing:
             message = f"agent '{agent}' failed and was left out at the end, last asked in round {number} of {rounds}"
-            yield {"kind": "left_out", "clients": [agent], "message": f"{message}; {last}: {failing[agent]}"}
+            said = f"{message}; {last}"
+            reason = failing[agent]
+            yield {"kind": "left_out", "clients": [agent], "message": f"{said}: {reason}", "without_reason": said}
 
 
 def bounded_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
