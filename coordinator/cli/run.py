@@ -254,6 +254,7 @@ def result_parts(summary: dict[str, Any]) -> Iterator[Table | str]:
     # Clients of one class have a footnote each.
     warnings = [one for one in summary.get("warnings", []) if one["kind"] != "one_class"]
     yield from (f"warning: {line}" for line in lines(_without_known_reasons(warnings, summary)))
+    yield from (f"to try next: {step}" for step in summary.get("next_steps", ()))
     yield from metric_lines(summary)
     yield f"{summary['seconds']:.1f} s, {exported}"
 

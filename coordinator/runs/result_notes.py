@@ -19,6 +19,18 @@ COLLAPSED = 0.5
 EXPLODED = 2.0
 """A loss above so many times both its first value and that of guessing, log K, has exploded."""
 
+LOSS_ROUNDS = 3
+"""Rounds over which the training loss is compared with itself."""
+
+STILL_FALLING = 0.97
+"""A loss below this share of that before `LOSS_ROUNDS` rounds still falls: rounds differ by a percent or two."""
+
+FEW_SAMPLES = 100
+"""Training samples of a device below which they are few: three steps an epoch with batches of 32."""
+
+PERSONAL_METHODS = ("fedper", "fedrep", "fedavg_ft")
+"""Methods with a personal part that need no settings of their own."""
+
 SHOWN_CLIENTS = 10
 """Clients below their local baseline that get a line each in text and log; the result has all of them."""
 
@@ -82,13 +94,62 @@ def restored_of(records: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
             yield {"kind": "restored", "clients": [], "message": message}
 
 
-def lines(warnings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """One line for each warning, and one for all clients below their local baseline beyond `SHOWN_CLIENTS`."""
+def lines(warnings: Sequence[Mapping[str, Any]], most_clients: int = SHOWN_CLIENTS) -> Iterator[str]:
+    """Yield one line for each warning, and one for all clients below their local baseline that have no line.
+
+    Args:
+        warnings: Those of a run.
+        most_clients: Clients below their local baseline that get a line each; 0: one line names all of them.
+    """
     below = [one for one in warnings if one["kind"] == "below_local"]
-    unshown = {id(one) for one in below[SHOWN_CLIENTS:]}
+    if most_clients == 0 and len(below) > 1:
+        yield from (str(one["message"]) for one in warnings if one["kind"] != "below_local")
+        clients = [client for one in below for client in one["clients"]]
+        yield (
+            f"{len(clients)} clients are better off alone: acc.local is above acc.personal by more than noise "
+            f"({listed(clients)}); the result has their figures"
+        )
+        return
+    unshown = {id(one) for one in below[max(1, most_clients) :]}
     yield from (str(one["message"]) for one in warnings if id(one) not in unshown)
     if unshown:
         yield f"{counted(len(unshown), 'more client')} below acc.local by more than noise; the result names all of them"
+
+
+def next_steps(
+    method: str,
+    agents: Sequence[Mapping[str, Any]],
+    losses: Sequence[Mapping[str, float]],
+    warnings: Sequence[Mapping[str, Any]],
+) -> list[str]:
+    """Return what can be tried next where clients are better off alone, as far as the figures of the run say.
+
+    Args:
+        method: The run's method.
+        agents: As of `warnings_of`, with ``samples``.
+        losses: Client -> training loss, for each round in order.
+        warnings: The warnings of the run; without one of a client that is better off alone there is nothing to try.
+    """
+    if not any(warning["kind"] == "below_local" for warning in warnings):
+        return []
+    result = []
+    means = [fmean(of_round.values()) for of_round in losses if of_round]
+    if len(means) > LOSS_ROUNDS:
+        before = means[-1 - LOSS_ROUNDS]
+        if means[-1] < STILL_FALLING * before:
+            result.append(
+                f"more rounds (--rounds): the training loss still falls, from {before:.3g} to {means[-1]:.3g} in the "
+                f"last {LOSS_ROUNDS} rounds"
+            )
+    samples = sorted(agent["samples"] for agent in agents if agent.get("samples"))
+    if samples and samples[len(samples) // 2] < FEW_SAMPLES:
+        result.append(
+            f"an encoder that is trained already (--weights): half of the devices have {samples[len(samples) // 2]} "
+            "samples or fewer"
+        )
+    others = [name for name in PERSONAL_METHODS if name != method]
+    result.append(f"a method that keeps more on the device (--method {' or '.join(others[:2])})")
+    return result
 
 
 def spent(privacy: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from edge_agent.moments import moment_of
 
 from ..report.charts import Axis, Bars, Chart, Lines, Mark, Row, Rows, Series, ends, percent
 from ..report.run_charts import KEYS as SCOPE_KEYS
-from ..report.run_charts import accuracy_floor, slow_first, wilson
+from ..report.run_charts import NOTHING_DOWN, accuracy_floor, slow_first, wilson
 from ..state.fleet_rows import AgentRow
 from ..state.noise import Gain
 from ..text import counted, listed
@@ -98,7 +98,9 @@ def _bytes(points: Sequence[RoundPoint]) -> dict[str, Chart]:
         Series("to agents", tuple((float(one.round), (one.bytes_down or 0.0) / 1e6) for one in known), "down"),
     )
     summary = f"{up:.2f} MB from agents and {down:.2f} MB to agents in all."
-    return {"bytes": Bars("Traffic by round", summary, ROUND, Axis("payload", "MB", low=0.0), series, stacked=True)}
+    caption = "" if all(one.bytes_down for one in known) else NOTHING_DOWN
+    axis = Axis("payload", "MB", low=0.0)
+    return {"bytes": Bars("Traffic by round", summary, ROUND, axis, series, caption, stacked=True)}
 
 
 def of_fleet(rows: Sequence[AgentRow]) -> dict[str, Chart]:

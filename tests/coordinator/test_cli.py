@@ -11,6 +11,7 @@ import pytest
 
 from coordinator import cli as headwater
 from coordinator.cli.follow import _Lines
+from coordinator.cli.methods import _lines as method_lines
 from coordinator.cli.methods import describe, parameters
 from coordinator.cli.output import console, show, table
 from coordinator.cli.run import result_parts
@@ -313,6 +314,15 @@ def test_a_method_of_others_that_lacks_something_does_not_hide_the_rest(call, mo
     code, _, err = call("simulate", "--method", "lacking", "--data", "digits?n=90", "--out", "sim")
     assert code == 2
     assert "expected one subclass of" in err
+
+
+def test_a_method_whose_docstring_says_little_shows_no_empty_lines_and_how_to_fill_them():
+    whole = {**describe("fedper"), "params": []}
+    own = {**whole, "travels": "", "stays": ""}
+    text = [line for line in method_lines(own) if isinstance(line, str)]
+    assert not [line for line in text if line.endswith(": ")]
+    assert "its docstring does not say the rest: paragraphs that begin with 'Travels:', 'Stays:' appear here" in text
+    assert not [line for line in method_lines(whole) if "docstring" in str(line)]
 
 
 def test_methods_as_json_is_what_their_files_say(call):
