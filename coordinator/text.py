@@ -53,3 +53,24 @@ def plain(text: str) -> str:
 def encoder_named(sha256: str) -> str:
     """The shared encoder by the beginning of its hash, or that the method shares none."""
     return f"encoder {sha256[:16]}" if sha256 else "no shared encoder"
+
+
+class SaidBefore:
+    """Says the reason of a repeated event in full the first time, and afterwards how often it was the same."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[str, int]] = {}
+
+    def reason(self, about: str, reason: str) -> str:
+        """Return the text of a reason.
+
+        Args:
+            about: Whose reason it is; reasons of others do not count.
+            reason: The reason in full.
+        """
+        before, times = self._last.get(about, ("", 0))
+        if reason != before:
+            self._last[about] = (reason, 1)
+            return reason
+        self._last[about] = (reason, times + 1)
+        return f"as before ({times + 1} ×)"

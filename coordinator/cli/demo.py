@@ -25,7 +25,7 @@ from edge_agent.task import ImageInput, Task
 from edge_agent.worker import stop_on_signals
 
 from ..config import CoordinatorConfig, RunConfig, WebConfig
-from ..runs.result_notes import Comparison, compare_with_alone
+from ..state.noise import Gain, classify_gain
 from ..text import counted
 from .options import Given, Json, Verbose, from_model
 from .output import console, present, set_up_logging, table
@@ -56,6 +56,13 @@ HELD_OUT = {"train": 0.5, "head": 0.8}
 
 SAMPLES_OF_RENDERED = 400
 EVALUATE_EVERY = 5
+
+GAIN_WORDS = {
+    Gain.ABOVE: "better",
+    Gain.WITHIN: "as good as alone",
+    Gain.BELOW: "better off alone",
+    Gain.UNKNOWN: "",
+}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fedavg_ft": {"lr": 0.05, "momentum": 0.9, "local_epochs": 4, "batch_size": 32, "tune": "all"},
@@ -183,16 +190,16 @@ def gains_table(summary: Mapping[str, Any]) -> Table:
     from ..report.figures import notes_of
 
     agents = sorted(summary["agents"], key=_order_of_gain)
-    comparisons = [compare_with_alone(agent) for agent in agents]
+    gains = [_classify_gain(agent) for agent in agents]
     rows = []
-    for agent, comparison in zip(agents, comparisons, strict=True):
-        gain = _gain_points(agent)
+    for agent, gain in zip(agents, gains, strict=True):
+        points = _gain_points(agent)
         rows.append(
             (
                 f"{agent['id']} *" if notes_of(agent) else agent["id"],
                 "new" if agent["tier"] == "head" else "trains",
-                comparison.value,
-                "" if gain is None else f"{gain:+.1f}",
+                GAIN_WORDS[gain],
+                "" if points is None else f"{points:+.1f}",
                 *(agent["acc"][scope] for scope in ("local", "global", "personal")),
                 agent["samples"],
             )
@@ -200,8 +207,8 @@ def gains_table(summary: Mapping[str, Any]) -> Table:
     columns = ("device", "is", "with the federation", "gain,\npoints", "acc.local\nalone", "acc.global\nshared")
     title = f"{summary['run_id']}: {summary['method']}, {counted(summary['rounds'], 'round')}"
     result = table(title, (*columns, "acc.personal\npersonal", "samples"), rows, left=3)
-    for row, comparison in zip(result.rows, comparisons, strict=True):
-        if comparison is Comparison.AS_GOOD:
+    for row, gain in zip(result.rows, gains, strict=True):
+        if gain is Gain.WITHIN:
             row.style = "bright_black"
     return result
 
@@ -210,6 +217,12 @@ def _order_of_gain(agent: Mapping[str, Any]) -> tuple[bool, float]:
     """Return what sorts new devices before those that train, and larger gains before smaller and unknown ones."""
     gain = _gain_points(agent)
     return agent["tier"] != "head", math.inf if gain is None else -gain
+
+
+def _classify_gain(agent: Mapping[str, Any]) -> Gain:
+    """Return whether a device's personal model is better than its best model alone by more than noise."""
+    acc = agent["acc"]
+    return classify_gain(acc["local"], acc["personal"], agent["support"], better_alone=agent["better_alone"])
 
 
 def _gain_points(agent: Mapping[str, Any]) -> float | None:
@@ -231,7 +244,7 @@ def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
             f"The {len(heads)} new devices, without torch and with few samples, get {fmean(personal):.3f} with the "
             f"best head on the shared encoder, {fmean(local):.3f} with the best model that each can fit alone."
         )
-    unchanged = [agent for agent in summary["agents"] if compare_with_alone(agent) is Comparison.AS_GOOD]
+    unchanged = [agent for agent in summary["agents"] if _classify_gain(agent) is Gain.WITHIN]
     if unchanged:
         yield (
             f"As good as alone: the difference of {counted(len(unchanged), 'device')} is within the noise of "

@@ -22,7 +22,7 @@ from ..runs.result_notes import standing
 from ..state.history import SCOPES
 from ..state.journal import Journal, RunRecord, utc_now
 from ..state.store import StateFolder, read_status
-from ..text import about_time, counted, listed
+from ..text import SaidBefore, about_time, counted, listed
 from .output import console, fitted, is_live, table
 
 LOOK_EVERY_S = 0.2
@@ -113,6 +113,7 @@ class _Lines:
         self._run, self._closed, self._since, self._is_shown = run, -1, time.monotonic(), False
         self._last: tuple[RunRecord | None, str] = None, ""
         self._without: dict[str, str] = {}
+        self._said = SaidBefore()
 
     def __call__(self, record: RunRecord, waiting: str) -> None:
         rounds = record.request.get("rounds")
@@ -123,7 +124,8 @@ class _Lines:
             before, self._without = self._without, dict(record.open_round.body.get("left_out", {}))
             for agent, reason in self._without.items():
                 if agent not in before:
-                    self._show(f"round {record.open_round.round} continues without {agent}: {reason}")
+                    why = self._said.reason(agent, reason)
+                    self._show(f"round {record.open_round.round} continues without {agent}: {why}")
         if record is not self._last[0] or waiting != self._last[1]:
             self._last, self._since, self._is_shown = (record, waiting), time.monotonic(), False
         elif waiting and not self._is_shown and time.monotonic() - self._since >= WAIT_IS_LONG_S:

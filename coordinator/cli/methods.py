@@ -97,8 +97,11 @@ def _lines(one: dict[str, Any]) -> Iterator[Table | str]:
     from edge_agent.disclosure import HEADINGS
 
     yield f"{one['name']}: {one['summary']}"
-    for key in HEADINGS:
-        yield f"{key}: {one[key]}"
+    known = [key for key in HEADINGS if one[key]]
+    yield from (f"{key}: {one[key]}" for key in known)
+    if len(known) < len(HEADINGS):
+        missing = ", ".join(f"'{heading}:'" for key, heading in HEADINGS.items() if key not in known)
+        yield f"its docstring does not say the rest: paragraphs that begin with {missing} appear here"
     yield f"norm: {one['norm']}, weighting: {one['weighting']}"
     own = "may use those of its inputs" if one["own_norm"] else "keeps those of the bundle"
     yield f"batch norm statistics of the exported encoder: a device {own}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -258,15 +258,30 @@ def result_parts(summary: dict[str, Any]) -> Iterator[Table | str]:
     yield agents_table(summary)
     yield from footnotes(summary)
     # Clients of one class have a footnote each; why an agent was left out of the last round is said there, too.
-    said = _left_out_of_last_round(summary)
+    explained = _left_out_of_last_round(summary)
     warnings = [
-        one
-        for one in summary.get("warnings", [])
-        if one["kind"] != "one_class" and not (one["kind"] == "left_out" and said.issuperset(one["clients"]))
+        warning
+        for warning in summary.get("warnings", [])
+        if warning["kind"] != "one_class"
+        and not (warning["kind"] == "left_out" and explained.issuperset(warning["clients"]))
     ]
-    yield from (f"warning: {line}" for line in lines(warnings))
+    yield from (f"warning: {line}" for line in lines(_without_known_reasons(warnings, summary)))
+    yield from (f"to try next: {step}" for step in summary.get("next_steps", ()))
     yield from metric_lines(summary)
     yield f"{summary['seconds']:.1f} s, {exported}"
+
+
+def _without_known_reasons(warnings: Sequence[dict[str, Any]], summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the warnings; those on agents whose failure is a footnote of the table do not repeat its reason."""
+    explained = {*summary.get("faults", {}), *summary.get("left_out", {})}
+    result = []
+    for warning in warnings:
+        short = warning.get("without_reason")
+        if short and explained.issuperset(warning["clients"]):
+            result.append({**warning, "message": f"{short} (the reason is above)"})
+        else:
+            result.append(warning)
+    return result
 
 
 def agents_table(summary: dict[str, Any]) -> Table:
@@ -297,9 +312,12 @@ def footnotes(summary: dict[str, Any]) -> Iterator[str]:
     if models := local_models(summary.get("agents", [])):
         yield f"acc.local, alone and without the federation: {models}"
     yield from (f"{a['id']} *: {note}" for a in summary.get("agents", []) for note in notes_of(a))
-    said = _left_out_of_last_round(summary)
+    left_out = summary.get("left_out", {})
+    explained = _left_out_of_last_round(summary)
     for agent, reason in summary.get("faults", {}).items():
-        if agent not in said:
+        # The line about the last round's updates, or the one about the rounds below, gives the same reason.
+        is_said_elsewhere = agent in explained or reason == left_out.get(agent, {}).get("reason")
+        if not is_said_elsewhere:
             yield f"{agent} failed: {reason}"
     if incomplete := summary.get("incomplete"):
         yield f"incomplete: {incomplete}"
@@ -307,8 +325,8 @@ def footnotes(summary: dict[str, Any]) -> Iterator[str]:
         yield f"ended early: {stopped}"
     if privacy := summary.get("privacy"):
         yield spent(privacy)
-    for agent, one in summary.get("left_out", {}).items():
-        if agent in said:  # its reason is above
+    for agent, one in left_out.items():
+        if agent in explained:
             continue
         rounds = [str(number) for number in one["rounds"]]
         yield f"{agent} was left out of {counted(len(rounds), 'round')} ({listed(rounds)}): {one['reason']}"

@@ -321,7 +321,8 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
         after = counted(int(best["rounds_done"]), "round")
         chosen_on = f"chosen on the {result['scored_on']} samples"
         yield f"best {_NAMES[scope]}: {best['clients_mean']:.4f} after {after}, {chosen_on}"
-    yield from (f"warning: {line}" for line in lines(result["warnings"]))
+    yield from (f"warning: {line}" for line in lines(result["warnings"], 0))
+    yield from (f"to try next: {step}" for step in result.get("next_steps", ()))
     yield from (f"missing at the end: client '{client}': {reason}" for client, reason in result["failed"].items())
     workers = f" with {counted(result['workers'], 'worker')}" if result["workers"] > 1 else ""
     start = f", {result['start_s']:.1f} s to start it" if result.get("start_s", 0.0) >= 0.1 else ""  # 0: it had none

@@ -54,13 +54,16 @@ class Figures:
     head: str = ""
     better_alone: bool = False
     rss_mb: float | None = None
+    support: int | None = None
+    """Held-out samples behind the accuracies."""
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Figures:
         """Those of an agent at the end of a run: `coordinator.runs.results`."""
         acc = {scope: float(value) for scope, value in (record.get("acc") or {}).items() if value is not None}
         alone = bool(record.get("better_alone"))
-        return cls(acc, str(record.get("head") or ""), alone, record.get("rss_mb") or None)
+        head = str(record.get("head") or "")
+        return cls(acc, head, alone, record.get("rss_mb") or None, record.get("support") or None)
 
     def of_update(self, metrics: Mapping[str, float | None]) -> Figures:
         """With the accuracies that came with an update."""
@@ -79,11 +82,19 @@ class Figures:
             return replace(self, acc={**self.acc, "personal": before}, rss_mb=rss_mb)
         acc = {"local": message.acc_local, "global": message.acc_global, "personal": message.acc_personal}
         known = {scope: value for scope, value in acc.items() if value is not None} if message.samples else {}
-        return Figures({**self.acc, **known}, message.head or self.head, message.better_alone, rss_mb)
+        head = message.head or self.head
+        support = message.support or self.support
+        return Figures({**self.acc, **known}, head, message.better_alone, rss_mb, support)
 
     def body(self) -> dict[str, Any]:
         """As JSON, for the journal; `of_record` reads it."""
-        return {"acc": dict(self.acc), "head": self.head, "better_alone": self.better_alone, "rss_mb": self.rss_mb}
+        return {
+            "acc": dict(self.acc),
+            "head": self.head,
+            "better_alone": self.better_alone,
+            "rss_mb": self.rss_mb,
+            "support": self.support,
+        }
 
     def of_facts(self, facts: Mapping[str, object]) -> Figures:
         """With the memory that a hello says."""

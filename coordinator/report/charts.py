@@ -30,6 +30,7 @@ import math
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from html import escape
 from importlib.resources import files
 from typing import Any, Literal
@@ -115,7 +116,7 @@ class Axis:
 
     ``log``: begins logarithmic. ``can_log``: readers may change that; values of 0 and less are not drawn then.
     ``digits``: decimals of a value that is read off; None: as many as it needs. ``is_share``: values, ``low`` and
-    ``high`` are shares, which are shown as percentages.
+    ``high`` are shares, which are shown as percentages. ``is_time``: values are seconds since 1970, shown as UTC.
     """
 
     label: str
@@ -126,6 +127,7 @@ class Axis:
     can_log: bool = False
     digits: int | None = None
     is_share: bool = False
+    is_time: bool = False
 
     @property
     def text(self) -> str:
@@ -135,6 +137,8 @@ class Axis:
 
     def shown(self, value: float | None) -> str:
         """A value on this axis as text."""
+        if self.is_time:
+            return "–" if value is None else datetime.fromtimestamp(value, timezone.utc).strftime("%Y-%m-%d %H:%M")
         return percent(value) if self.is_share else number(value)
 
 
@@ -414,15 +418,20 @@ def points(gain: float | None) -> str:
     return "–" if gain is None else f"{100 * gain:+.1f}".replace("-", "−")
 
 
-def ends(series: Iterable[Series], where: str = "in round", shown: Callable[[float], str] = "{:.3f}".format) -> str:
-    """A summary of lines: where each begins and ends, in one sentence; ``shown``: a value as text."""
+def ends(
+    series: Iterable[Series],
+    where: str = "in round",
+    shown: Callable[[float], str] = "{:.3f}".format,
+    shown_x: Callable[[float], str] = "{:g}".format,
+) -> str:
+    """Return one sentence on where each line begins and ends; ``shown``, ``shown_x``: a value and its x as text."""
     parts = []
     for one in series:
         known = [(x, y) for x, y in one.points if y is not None]
         if known:
             (first, begin), (last, end) = known[0], known[-1]
-            further = f", {shown(end)} {where} {last:g}" if last != first else ""
-            parts.append(f"{one.name}: {shown(begin)} {where} {first:g}{further}")
+            further = f", {shown(end)} {where} {shown_x(last)}" if last != first else ""
+            parts.append(f"{one.name}: {shown(begin)} {where} {shown_x(first)}{further}")
     return "; ".join(parts) + "."
 
 
@@ -434,7 +443,7 @@ def _drawn(chart: Chart) -> dict[str, Any]:
         longest = max((len(one.points) for one in chart.series), default=0)
         if longest > MOST_POINTS:
             notes.append(f"Drawn from {MOST_POINTS} of {longest} points of a line, the extremes among them.")
-        result |= {"x": _axis(chart.x), "y": _axis(chart.y), "series": [_series(one) for one in chart.series]}
+        result |= {"x": _axis(chart.x), "y": _axis(chart.y), "series": [_series(one, chart.x) for one in chart.series]}
         result |= {"stacked": True} if isinstance(chart, Bars) and chart.stacked else {}
         if isinstance(chart, Bars) and (cut := chart.cut()):
             result["cut"] = [[_short(x), _short(height)] for x, height in cut]
@@ -467,15 +476,22 @@ def _drawn(chart: Chart) -> dict[str, Any]:
 
 def _axis(axis: Axis) -> dict[str, Any]:
     wanted: dict[str, Any] = {"low": _short(axis.low), "high": _short(axis.high)}
-    wanted |= {"log": axis.log, "can_log": axis.can_log, "digits": axis.digits, "share": axis.is_share}
+    wanted |= {
+        "log": axis.log,
+        "can_log": axis.can_log,
+        "digits": axis.digits,
+        "share": axis.is_share,
+        "time": axis.is_time,
+    }
     given = {name: value for name, value in wanted.items() if value is not None and value is not False}
     return {"label": clean(axis.label), "unit": clean(axis.unit), **given}
 
 
-def _series(series: Series) -> dict[str, Any]:
+def _series(series: Series, x_axis: Axis) -> dict[str, Any]:
     shown = thinned(series)
+    short_x = round if x_axis.is_time else _short  # six digits of seconds since 1970 would be a quarter of an hour
     result: dict[str, Any] = {"name": clean(series.name), "role": series.role}
-    result |= {"x": [_short(x) for x, _ in shown.points], "y": [_short(y) for _, y in shown.points]}
+    result |= {"x": [short_x(x) for x, _ in shown.points], "y": [_short(y) for _, y in shown.points]}
     if shown.band:
         result |= {"low": [_short(low) for low, _ in shown.band], "high": [_short(high) for _, high in shown.band]}
     return result | ({"dashed": True} if series.dashed else {})
@@ -532,7 +548,7 @@ def _all_rows(chart: Chart) -> Iterator[tuple[str, ...]]:
         bands = [dict(zip(dict(one.points), one.band, strict=bool(one.band))) for one in chart.series]
         for x in sorted({x for by_x in values for x in by_x}):
             cells = (_with_band(by_x.get(x), band.get(x), chart.y) for by_x, band in zip(values, bands, strict=True))
-            yield number(x), *cells
+            yield chart.x.shown(x), *cells
     elif isinstance(chart, Rows):
         noted = any(row.note for row in chart.rows)
         for row in chart.rows:

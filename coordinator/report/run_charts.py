@@ -31,6 +31,9 @@ EQUAL = 0.05
 
 NORMAL_95 = 1.959964
 
+NOTHING_DOWN = "0 MB to agents: they still had that model, by its hash, and did not get it again."
+"""What rounds mean that sent nothing, as the first ones of a run that repeats another."""
+
 KEYS = tuple(Key(f"acc.{scope}", scope, MARKERS[scope], is_said=scope != "global") for scope in SCOPES)
 ACCURACY = "accuracy on held-out samples"
 
@@ -259,6 +262,8 @@ def _traffic(rounds: Sequence[RoundFigures]) -> Iterator[tuple[str, Bars | None]
         for name, values, role in sides
     )
     caption = "Payload in MB (millions of bytes), as counted by the coordinator."
+    if not all(downs):
+        caption += f" {NOTHING_DOWN}"
     yield (
         f"{text}.",
         Bars("Traffic of each round", f"{text}.", Axis("round"), Axis("payload", "MB", 0.0), series, caption),

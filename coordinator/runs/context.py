@@ -83,6 +83,9 @@ class RunContext:
     excludes_failing: bool = True
     """Whether rounds continue without agents that fail; a simulation ends instead."""
 
+    is_simulation: bool = False
+    """Whether all agents are clients of this machine, which nobody can repair or wait for."""
+
     compute: Compute = field(default_factory=InlineCompute)
     """Calls the functions that need torch."""
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from statistics import fmean
 from typing import Any
 
 from ..state.journal import Journal, RunRecord
+from ..state.noise import STANDARD_ERRORS, adjusted, standard_error
 from ..text import counted, listed, worst_tenth
 from .good_state import reason_of_restoration
-
-log = logging.getLogger(__name__)
-
-STANDARD_ERRORS = 2.0
-"""A difference of more than so many standard errors is more than noise."""
 
 COLLAPSED = 0.5
 """A worst tenth below this share of the mean over all clients has collapsed."""
@@ -26,17 +20,20 @@ COLLAPSED = 0.5
 EXPLODED = 2.0
 """A loss above so many times both its first value and that of guessing, log K, has exploded."""
 
+LOSS_ROUNDS = 3
+"""Rounds over which the training loss is compared with itself."""
+
+STILL_FALLING = 0.97
+"""A loss below this share of that before `LOSS_ROUNDS` rounds still falls: rounds differ by a percent or two."""
+
+FEW_SAMPLES = 100
+"""Training samples of a device below which they are few: three steps an epoch with batches of 32."""
+
+PERSONAL_METHODS = ("fedper", "fedrep", "fedavg_ft")
+"""Methods with a personal part that need no settings of their own."""
+
 SHOWN_CLIENTS = 10
 """Clients below their local baseline that get a line each in text and log; the result has all of them."""
-
-
-class Comparison(Enum):
-    """How the personal head of a client compares with the best model that the client fits alone."""
-
-    BETTER = "better"
-    AS_GOOD = "as good as alone"
-    WORSE = "better off alone"
-    UNKNOWN = ""
 
 
 Warned = dict[str, Any]
@@ -75,7 +72,9 @@ def absent_of(
             yield {"kind": "offline", "clients": [agent], "message": f"{message}, and its figures are missing here"}
         elif agent in failing:
             message = f"agent '{agent}' failed and was left out at the end, last asked in round {number} of {rounds}"
-            yield {"kind": "left_out", "clients": [agent], "message": f"{message}; {last}: {failing[agent]}"}
+            said = f"{message}; {last}"
+            reason = failing[agent]
+            yield {"kind": "left_out", "clients": [agent], "message": f"{said}: {reason}", "without_reason": said}
 
 
 def bounded_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -163,13 +162,62 @@ def restored_of(records: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
             yield {"kind": "restored", "clients": [], "message": message}
 
 
-def lines(warnings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """One line for each warning, and one for all clients below their local baseline beyond `SHOWN_CLIENTS`."""
+def lines(warnings: Sequence[Mapping[str, Any]], most_clients: int = SHOWN_CLIENTS) -> Iterator[str]:
+    """Yield one line for each warning, and one for all clients below their local baseline that have no line.
+
+    Args:
+        warnings: Those of a run.
+        most_clients: Clients below their local baseline that get a line each; 0: one line names all of them.
+    """
     below = [one for one in warnings if one["kind"] == "below_local"]
-    unshown = {id(one) for one in below[SHOWN_CLIENTS:]}
+    if most_clients == 0 and len(below) > 1:
+        yield from (str(one["message"]) for one in warnings if one["kind"] != "below_local")
+        clients = [client for one in below for client in one["clients"]]
+        yield (
+            f"{len(clients)} clients are better off alone: acc.local is above acc.personal by more than noise "
+            f"({listed(clients)}); the result has their figures"
+        )
+        return
+    unshown = {id(one) for one in below[max(1, most_clients) :]}
     yield from (str(one["message"]) for one in warnings if id(one) not in unshown)
     if unshown:
         yield f"{counted(len(unshown), 'more client')} below acc.local by more than noise; the result names all of them"
+
+
+def next_steps(
+    method: str,
+    agents: Sequence[Mapping[str, Any]],
+    losses: Sequence[Mapping[str, float]],
+    warnings: Sequence[Mapping[str, Any]],
+) -> list[str]:
+    """Return what can be tried next where clients are better off alone, as far as the figures of the run say.
+
+    Args:
+        method: The run's method.
+        agents: As of `warnings_of`, with ``samples``.
+        losses: Client -> training loss, for each round in order.
+        warnings: The warnings of the run; without one of a client that is better off alone there is nothing to try.
+    """
+    if not any(warning["kind"] == "below_local" for warning in warnings):
+        return []
+    result = []
+    means = [fmean(of_round.values()) for of_round in losses if of_round]
+    if len(means) > LOSS_ROUNDS:
+        before = means[-1 - LOSS_ROUNDS]
+        if means[-1] < STILL_FALLING * before:
+            result.append(
+                f"more rounds (--rounds): the training loss still falls, from {before:.3g} to {means[-1]:.3g} in the "
+                f"last {LOSS_ROUNDS} rounds"
+            )
+    samples = sorted(agent["samples"] for agent in agents if agent.get("samples"))
+    if samples and samples[len(samples) // 2] < FEW_SAMPLES:
+        result.append(
+            f"an encoder that is trained already (--weights): half of the devices have {samples[len(samples) // 2]} "
+            "samples or fewer"
+        )
+    others = [name for name in PERSONAL_METHODS if name != method]
+    result.append(f"a method that keeps more on the device (--method {' or '.join(others[:2])})")
+    return result
 
 
 def spent(privacy: dict[str, Any]) -> str:
@@ -187,36 +235,6 @@ def local_models(agents: Iterable[Mapping[str, Any]]) -> str:
     if len(counts) == 1:
         return str(next(iter(counts)))
     return ", ".join(f"{name} ({number} ×)" for name, number in counts.most_common())
-
-
-def adjusted(accuracy: float, samples: int) -> float:
-    """The accuracy with a right and a wrong answer added (Agresti and Caffo): sound for few samples, never 0 or 1."""
-    return (accuracy * samples + 1) / (samples + 2)
-
-
-def standard_error(accuracy: float, samples: int) -> float:
-    """Binomial standard error of an accuracy on so many held-out samples."""
-    rate = adjusted(accuracy, samples)
-    return math.sqrt(rate * (1 - rate) / (samples + 2))
-
-
-def compare_with_alone(agent: Mapping[str, Any]) -> Comparison:
-    """Return whether a client gains by more than noise.
-
-    A loss is judged on the device, by McNemar's test on the same samples. The answers of single samples stay there, so
-    a gain has to exceed two standard errors of a difference of independent samples, which is the stricter test.
-
-    Args:
-        agent: A record of the run's summary with ``acc`` by scope, ``support`` and ``better_alone``.
-    """
-    personal = agent["acc"].get("personal")
-    local = agent["acc"].get("local")
-    if personal is None or local is None or not agent.get("support"):
-        return Comparison.UNKNOWN
-    if agent.get("better_alone"):
-        return Comparison.WORSE
-    error = math.hypot(*(standard_error(accuracy, agent["support"]) for accuracy in (personal, local)))
-    return Comparison.BETTER if personal - local > STANDARD_ERRORS * error else Comparison.AS_GOOD
 
 
 def _below_local(scored: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:

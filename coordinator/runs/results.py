@@ -18,11 +18,13 @@ from .context import Run, RunContext, Steps, Waiting
 from .privacy import PrivacyBudget
 from .release import Released, encoder_sha256, export_bundle, release
 from .result_notes import (
+    SHOWN_CLIENTS,
     LastUpdates,
     absent_of,
     bounded_of,
     coordinator_metrics,
     lines,
+    next_steps,
     restored_of,
     warnings_of,
 )
@@ -187,7 +189,8 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     present = {*run.reports.reports, *(member.id for member in context.roster.members() if member.is_present)}
     absent = absent_of(records, request.rounds, lambda agent: agent not in present, exclusions.failing)
     warnings = [*absent, *restored_of(records), *warnings_of(agents, losses, request.task.num_classes)]
-    for line in lines(warnings):
+    shown_clients = 0 if context.is_simulation else SHOWN_CLIENTS  # one has many clients, and its result has them all
+    for line in lines(warnings, shown_clients):
         log.warning("result_warning run=%s: %s", run.id, line)
     updates = LastUpdates.from_records(records)
     folder.write_summary(
@@ -207,6 +210,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             "left_out": exclusions.body(),
             "bounded": bounded_of(records),
             "warnings": warnings,
+            "next_steps": next_steps(request.method, agents, losses, warnings),
             "faults": dict(sorted(run.reports.faults.items())),
             "stopped": stopped or None,
             "privacy": PrivacyBudget(context.config, state.journal, run.method.server_step_is_mean()).figures(),

@@ -38,6 +38,15 @@ MISSES_TOLERATED = 1
 LONGEST_PAUSE_ROUNDS = 16
 """Pauses are 1, 2, 4, … rounds, up to this, so that a repaired device is asked again."""
 
+REPAIR = "repair those agents, raise round.deadline_s, or lower round.quorum and cohort.min_agents"
+"""What to do about a round without a quorum."""
+
+SIMULATED = (
+    "in a simulation every client is computed on this machine: mend what the reason names in the method or the data, "
+    "or lower dropout"
+)
+"""The same where no device is far away and nothing has a deadline."""
+
 Boots = Callable[[str], str]
 """The current start of an agent (`Member.boot`); empty for one that is absent."""
 
@@ -459,7 +468,7 @@ class Selection:
             raise RunFailed(
                 f"round {collection.round} missed its quorum{times}: {collection.delivered} of {needed}; missing: "
                 f"{listed(collection.outstanding)}; rejected: {failures(collection) or 'none'}; "
-                "repair those agents, raise round.deadline_s, or lower round.quorum and cohort.min_agents"
+                f"{SIMULATED if self.context.is_simulation else REPAIR}"
             )
         return False
 

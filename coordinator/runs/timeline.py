@@ -16,7 +16,7 @@ from edge_agent.wire.messages import printable, run_name
 from ..state.journal import CHECKPOINTS, FINAL, Entry
 from ..state.log_file import LogReader
 from ..state.store import StateFolder
-from ..text import counted, listed
+from ..text import SaidBefore, counted, listed
 
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -52,6 +52,7 @@ class Timeline:
         self._state, self._run, self._least, self._agent = state, run, LEVELS.index(least), agent
         self._log, self._after = LogReader(state.path), 0
         self._begun = self._ended = ""
+        self._said = SaidBefore()
 
     @property
     def is_over(self) -> bool:
@@ -67,7 +68,7 @@ class Timeline:
             self._after = entries[-1].id
         self._begun = self._begun or next((_time(entry.at) for entry in entries if entry.kind in CHECKPOINTS), "")
         self._ended = next((_time(entry.at) for entry in entries if entry.kind in FINAL), self._ended)
-        events = [*map(_of_entry, entries), *self._logged()]
+        events = [*(_of_entry(entry, self._said) for entry in entries), *self._logged()]
         events = with_durations(sorted(events, key=lambda event: event.at))
         return [event for event in events if self._is_wanted(event)]
 
@@ -115,10 +116,10 @@ def _requested(body: Mapping[str, Any]) -> str:
     return f"requested: {body.get('method')}, {rounds}, seed {body.get('seed')}"
 
 
-def _opened(entry: Entry) -> str:
+def _opened(entry: Entry, said: SaidBefore) -> str:
     cohort, without = entry.body.get("cohort", ()), entry.body.get("left_out", {})
     again = f", attempt {entry.body['attempt']}" if entry.body.get("attempt", 1) != 1 else ""
-    left = "".join(f"; without {agent}: {why}" for agent, why in without.items())
+    left = "".join(f"; without {agent}: {said.reason(f'opened {agent}', why)}" for agent, why in without.items())
     return f"round {entry.round} begins{again} with {counted(len(cohort), 'agent')}: {listed(cohort)}{left}"
 
 
@@ -166,7 +167,7 @@ _KINDS: dict[str, tuple[Level, Callable[[Entry], str]]] = {
     "cancel_requested": ("info", lambda one: f"a cancel was requested: {_reason(one)}"),
     "run_started": ("info", lambda _: "begins"),
     "warm_started": ("info", lambda _: "begins with a model that was trained on the coordinator's own data"),
-    "round_opened": ("info", _opened),
+    "round_opened": ("info", lambda one: _opened(one, SaidBefore())),
     "update_accepted": ("debug", _accepted),
     "update_refused": (
         "warning",
@@ -191,12 +192,20 @@ _KINDS: dict[str, tuple[Level, Callable[[Entry], str]]] = {
 _DATA = ("reason", "cohort", "left_out", "metrics", "acc")
 
 
-def _of_entry(entry: Entry) -> Event:
-    level, text = _KINDS[entry.kind]
+def _of_entry(entry: Entry, said: SaidBefore) -> Event:
+    """Return the event of an entry; a reason that was said before is not said in full again."""
+    level, text_of = _KINDS[entry.kind]
     body = entry.body
+    if entry.kind == "round_opened":
+        text = _opened(entry, said)
+    elif entry.kind == "update_refused":
+        why = said.reason(f"refused {entry.agent}", _reason(entry))
+        text = f"update of {entry.agent} for round {entry.round} rejected: {why}"
+    else:
+        text = text_of(entry)
     about = {*body.get("cohort", ()), *body.get("left_out", {}), *([entry.agent] if entry.agent else ())}
     data: dict[str, Any] = {name: body[name] for name in _DATA if name in body}
-    return Event(_time(entry.at), level, entry.kind, printable(text(entry)), entry.round, tuple(sorted(about)), data)
+    return Event(_time(entry.at), level, entry.kind, printable(text), entry.round, tuple(sorted(about)), data)
 
 
 # --- the log ---------------------------------------------------------------------------------------------------------

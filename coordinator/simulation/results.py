@@ -99,6 +99,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "local_models": local_models(agents["trained"]),
         "failed": summary.get("faults", {}),
         "warnings": summary.get("warnings", []),
+        "next_steps": summary.get("next_steps", []),
         "encoder_sha256": record.outcome.get("encoder_sha256", ""),
     }
     return {**result, "best": best_of(result)}

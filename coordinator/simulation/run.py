@@ -242,7 +242,7 @@ class StrictCoordinator(Coordinator):
 
     def run_context(self) -> RunContext:
         """As of every coordinator, but a failing client ends the run."""
-        return replace(super().run_context(), excludes_failing=False)
+        return replace(super().run_context(), excludes_failing=False, is_simulation=True)
 
 
 @contextlib.contextmanager

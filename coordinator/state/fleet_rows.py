@@ -14,6 +14,7 @@ from typing import Any
 from .candidate import Candidate, accuracies_of
 from .history import SCOPES
 from .journal import Entry, Kind, utc_now
+from .noise import Gain, classify_gain
 from .releases import Book
 from .values import as_number, as_text
 
@@ -53,6 +54,8 @@ class AgentRow:
     better_alone: bool = False
     candidate: Candidate | None = None
     """A bundle that it has tried and does not run; the accuracies above are of what it runs."""
+    support: int | None = None
+    """Held-out samples behind the accuracies."""
 
     rss_mb: float | None = None
     head: str = ""
@@ -69,6 +72,11 @@ class AgentRow:
         """acc.personal minus acc.local."""
         return None if self.personal is None or self.local is None else self.personal - self.local
 
+    @property
+    def gain_kind(self) -> Gain:
+        """Whether the gain is more than noise."""
+        return classify_gain(self.local, self.personal, self.support, better_alone=self.better_alone)
+
 
 @dataclass(slots=True)
 class Reported:
@@ -84,6 +92,7 @@ class Reported:
     head: str = ""
     candidate: Candidate | None = None
     """A bundle that it has tried last and does not run."""
+    support: int | None = None
 
     def add(self, entry: Entry, book: Book) -> None:
         """Take what a newer entry of `REPORTS` says. ``book``: has the releases before the entry."""
@@ -122,6 +131,7 @@ class Reported:
         self.better_alone = body.get("better_alone") is True
         self.rss_mb = as_number(body.get("rss_mb")) or None
         self.head = as_text(body.get("head") or "")
+        self.support = _count(body.get("support"))
 
     def _add_older_result(self, body: Mapping[str, Any], book: Book) -> None:
         """Take the result of a release as versions wrote it that did not say of which bundle it is."""
@@ -132,6 +142,7 @@ class Reported:
         if not result or release is None or release.bundle_id == body.get("runs"):
             if personal is not None:
                 self.acc = {**self.acc, "personal": personal}
+                self.support = _count(result.get("support")) or self.support
             if result:
                 self.candidate = None
             return
@@ -248,6 +259,7 @@ def _fill_reported(row: AgentRow, reported: Reported) -> None:
     row.local, row.shared, row.personal = (reported.acc.get(scope) for scope in SCOPES)
     row.better_alone, row.rss_mb, row.head = reported.better_alone, reported.rss_mb, reported.head
     row.candidate = reported.candidate
+    row.support = reported.support
     row.samples = row.samples if row.samples is not None else reported.samples
     row.bundle_id = row.bundle_id or reported.bundle_id
 

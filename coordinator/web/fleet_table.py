@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 from edge_agent.errors import UsageError
 
 from ..state.fleet_rows import PRESENT, AgentRow
+from ..state.noise import Compared, classify_mean_gain
 
 PAGE_ROWS = 50
 
@@ -165,6 +166,11 @@ def totals(agents: Sequence[AgentRow]) -> dict[str, Any]:
         values = [value for row in agents if (value := getattr(row, name)) is not None]
         result[f"mean_{scope}"] = fmean(values) if values else None
         result[f"with_{scope}"] = len(values)
+    result["gain_kind"] = classify_mean_gain(
+        Compared(row.local, row.personal, row.support)
+        for row in agents
+        if row.local is not None and row.personal is not None and row.support
+    )
     return result
 
 

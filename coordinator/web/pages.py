@@ -28,6 +28,7 @@ from ..runs.timeline import Event
 from ..state.fleet_rows import AgentRow
 from ..state.history import SCOPES, line_of
 from ..state.journal import Entry
+from ..state.noise import Compared, classify_mean_gain
 from ..state.releases import Book, Release
 from ..state.values import as_number, as_text
 from . import pictures
@@ -45,6 +46,9 @@ REPORT_POLICY = (
     "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+FIRST_ROWS = 10
+"""Rounds and log lines of a run that are shown at once; the others are folded."""
+
 MOST_SETTINGS = 12
 """Columns of the table of settings in a comparison; a page with more is read by nobody."""
 
@@ -110,7 +114,7 @@ def _agent_page(
 ) -> Response:
     name = row.id
     lines = [line for line in (line_of(entry, view.book) for entry in entries) if line is not None]
-    results = [acc for line in lines if (acc := _running_acc_of(*line))]
+    results = [(as_text(line["at"]), acc) for kind, line in lines if (acc := _running_acc_of(kind, line))]
     runs = [run for run in reversed(list(view.runs)[-20:]) if run in view.begun_runs()]
     by_round, in_run = list[tuple[int, float | None, float | None]](), ""
     for run in runs:
@@ -189,6 +193,9 @@ def _run_page(
         privacy=_privacy(live.get("privacy") or summary.get("privacy")),
         best=_best(points),
         figures=figures(charts),
+        words=pictures.WORDS,
+        first_rows=FIRST_ROWS,
+        is_older=before is not None,
         rounds=older[-PAGE_ROWS:][::-1],
         more=older[-PAGE_ROWS].round if len(older) > PAGE_ROWS else None,
         incidents=curves.incidents[-PAGE_ROWS:][::-1],
@@ -199,7 +206,6 @@ def _run_page(
         files=known,
         has_report=any(one == REPORT for one, _ in known),
         has_analysis=(analysed / "index.html").is_file(),
-        analysis_folder=analysed,
         equal_traffic="bytes" not in charts and bool(points),
         up=sum(one.bytes_up or 0.0 for one in points),
         down=sum(one.bytes_down or 0.0 for one in points),
@@ -216,7 +222,7 @@ def report(request: Request) -> Response:
     try:
         content = path.read_bytes()
     except OSError:
-        advice = f"It is written at the end of a run; 'headwater report --run {name}' writes it, too."
+        advice = f"It is written at the end of a run; 'headwater report {name}' writes it, too."
         raise HTTPException(404, f"{name} has no {REPORT}. {advice}") from None
     return Response(content, media_type="text/html", headers={"content-security-policy": REPORT_POLICY})
 
@@ -232,7 +238,9 @@ def analysis(request: Request) -> Response:
     try:
         content = (folder / name).read_bytes()
     except OSError:
-        advice = f"'headwater analyze {run} --state {view.path} --out {folder}' makes it."
+        advice = (
+            f"'headwater analyze {run} --out STATE/runs/{run}/{ANALYSIS}' makes it, with the state folder as STATE."
+        )
         raise HTTPException(404, f"{run} has no {name} of an analysis. {advice}") from None
     return Response(content, media_type=kind, headers={"content-security-policy": REPORT_POLICY})
 
@@ -357,6 +365,7 @@ def methods(request: Request) -> Response:
         used=used,
         chosen=known.get(wanted),
         wanted=wanted,
+        is_newest="name" not in request.query_params,
         run=next((one for one in reversed(list(view.runs.values())) if one.request.get("method") == wanted), None),
     )
 
@@ -483,7 +492,23 @@ def _read_summary(path: str, _stamp: int) -> dict[str, Any]:
     known = {scope: [value for acc in scored if (value := as_number(acc.get(scope))) is not None] for scope in SCOPES}
     means = {scope: fmean(values) if values else None for scope, values in known.items()}
     counts = {scope: len(values) for scope, values in known.items()}
-    return {**content, "means": means, "counts": counts}
+    gains = list(_compared(agents))
+    mean_gain = fmean(one.personal - one.local for one in gains) if gains else None
+    counts["gain"] = len(gains)
+    kind = classify_mean_gain(one for one in gains if one.support)
+    return {**content, "means": means, "counts": counts, "gain": mean_gain, "gain_kind": kind}
+
+
+def _compared(agents: Sequence[Mapping[str, Any]]) -> Iterator[Compared]:
+    """Yield both accuracies of each agent of a summary that has both."""
+    for agent in agents:
+        acc = agent.get("acc")
+        if not isinstance(acc, dict):
+            continue
+        local = as_number(acc.get("local"))
+        personal = as_number(acc.get("personal"))
+        if local is not None and personal is not None:
+            yield Compared(local, personal, int(as_number(agent.get("support")) or 0))
 
 
 def _warnings(summary: Mapping[str, Any]) -> list[str]:

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+
+from edge_agent.moments import moment_of
 
 from ..report.charts import Axis, Bars, Chart, Lines, Mark, Row, Rows, Series, ends, percent
-from ..report.run_charts import KEYS, accuracy_floor, slow_first
+from ..report.run_charts import KEYS as SCOPE_KEYS
+from ..report.run_charts import NOTHING_DOWN, accuracy_floor, slow_first, wilson
 from ..state.fleet_rows import AgentRow
-from ..text import listed
+from ..state.noise import Gain
+from ..text import counted, listed
 from .run_curves import RoundPoint, RunCurves, Spread
+
+WORDS = {"local": "alone", "global": "shared", "personal": "personal"}
+"""Scope of an accuracy -> its word on the pages; JSON, tables of commands and reports call it acc.SCOPE."""
+
+KEYS = tuple(replace(key, name=WORDS[key.role]) for key in SCOPE_KEYS)
+"""The marks of the accuracies by these words."""
 
 MOST_COMPARED_POINTS = 1200
 """In each chart of a comparison; the page of a hundred runs stays small."""
 
 EQUAL = 0.02
 """Rounds whose traffic differs by less need no chart: the mean says it."""
+
+DECADES = 50.0
+"""A loss of more than so many times its smallest value is drawn on a logarithmic axis at first."""
 
 ACCURACY = Axis("accuracy on held-out samples", low=0.0, high=1.0, digits=1, is_share=True)
 OF_ROUND = replace(ACCURACY, label="accuracy")
@@ -37,7 +50,8 @@ def of_run(points: Sequence[RoundPoint]) -> dict[str, Chart]:
     losses = tuple((float(one.round), one.loss) for one in points if one.loss is not None)
     if losses:
         loss = (Series("training loss", losses, "plain"),)
-        result["loss"] = Lines("Training loss", ends(loss), ROUND, Axis("mean over agents", can_log=True), loss)
+        axis = Axis("mean over agents", can_log=True, log=spans_decades([value for _, value in losses]))
+        result["loss"] = Lines("Training loss", ends(loss), ROUND, axis, loss)
     result |= _phases(points) | _bytes(points)
     return result
 
@@ -47,8 +61,8 @@ def _accuracy(points: Sequence[RoundPoint], scope: str) -> Iterator[Series]:
     if not known:
         return
     band = tuple((spread.low, spread.high) for _, spread in known)
-    yield Series(f"acc.{scope}, mean", tuple((x, spread.mean) for x, spread in known), scope, band=band)
-    yield Series(f"acc.{scope}, worst tenth", tuple((x, one.worst) for x, one in known), scope, dashed=True)
+    yield Series(f"{WORDS[scope]}, mean", tuple((x, spread.mean) for x, spread in known), scope, band=band)
+    yield Series(f"{WORDS[scope]}, worst tenth", tuple((x, one.worst) for x, one in known), scope, dashed=True)
 
 
 def _phases(points: Sequence[RoundPoint]) -> dict[str, Chart]:
@@ -84,7 +98,9 @@ def _bytes(points: Sequence[RoundPoint]) -> dict[str, Chart]:
         Series("to agents", tuple((float(one.round), (one.bytes_down or 0.0) / 1e6) for one in known), "down"),
     )
     summary = f"{up:.2f} MB from agents and {down:.2f} MB to agents in all."
-    return {"bytes": Bars("Traffic by round", summary, ROUND, Axis("payload", "MB", low=0.0), series, stacked=True)}
+    caption = "" if all(one.bytes_down for one in known) else NOTHING_DOWN
+    axis = Axis("payload", "MB", low=0.0)
+    return {"bytes": Bars("Traffic by round", summary, ROUND, axis, series, caption, stacked=True)}
 
 
 def of_fleet(rows: Sequence[AgentRow]) -> dict[str, Chart]:
@@ -93,35 +109,42 @@ def of_fleet(rows: Sequence[AgentRow]) -> dict[str, Chart]:
     if not known:
         return {}
     known.sort(key=lambda row: (-(row.gain if row.gain is not None else -1.0), row.id))
-    scopes = ("local", "global", "personal")
-    made = [
-        Row(
-            row.id,
-            {
-                f"acc.{scope}": Mark(value)
-                for scope, value in zip(scopes, (row.local, row.shared, row.personal), strict=True)
-                if value is not None
-            },
-            "better off alone" if row.better_alone else "",
-            "bad",
-        )
-        for row in known
-    ]
-    gains = [row.gain for row in known if row.gain is not None]
-    above = sum(gain > 0 for gain in gains)
-    summary = (
-        f"{above} of {len(gains)} of these agents are above acc.local." if gains else "acc.local is not known yet."
-    )
-    keys = KEYS
+    made = [Row(row.id, _marks(row), "better off alone" if row.better_alone else "", "bad") for row in known]
+    gains = [row for row in known if row.gain is not None]
+    summary = "What these agents reach alone is not known yet."
+    if gains:
+        kinds = Counter(row.gain_kind for row in gains)
+        summary = f"Of {counted(len(gains), 'agent')} {kinds[Gain.ABOVE]} gain by more than noise"
+        summary += f" and {kinds[Gain.BELOW]} lose by more than noise; the others' differences may be noise."
+    caption = summary
+    if any(mark.low is not None for row in made for mark in row.marks.values()):
+        caption += " Shaded: 95 % Wilson intervals for the agent's held-out samples."
     marks = [mark.value for row in made for mark in row.marks.values()]
     axis = replace(ACCURACY, low=accuracy_floor(marks))
-    return {"gains": Rows("What these agents gain", summary, axis, keys, tuple(made), summary)}
+    return {"gains": Rows("What these agents gain", summary, axis, KEYS, tuple(made), caption)}
+
+
+def _marks(row: AgentRow) -> dict[str, Mark]:
+    """Return the accuracies of an agent, with their intervals where the number of its held-out samples is known."""
+    marks = {}
+    for scope, value in (("local", row.local), ("global", row.shared), ("personal", row.personal)):
+        if value is None:
+            continue
+        has_interval = bool(row.support) and scope != "global" and 0 <= value <= 1
+        low, high = wilson(value, row.support or 0) if has_interval else (None, None)
+        marks[WORDS[scope]] = Mark(value, low, high)
+    return marks
+
+
+def spans_decades(values: Sequence[float]) -> bool:
+    """Return whether the values of a curve are so far apart that its small ones lie on the axis of a linear plot."""
+    return min(values) > 0 and max(values) > DECADES * min(values)
 
 
 def of_agent(by_round: Sequence[tuple[int, float | None, float | None]], run: str) -> dict[str, Chart]:
     """Accuracies of one agent in the rounds of a run."""
     series = tuple(
-        Series(f"acc.{scope}", points, scope)
+        Series(WORDS[scope], points, scope)
         for scope, at in (("global", 1), ("personal", 2))
         if (points := tuple((float(one[0]), one[at]) for one in by_round if one[at] is not None))
     )
@@ -130,17 +153,26 @@ def of_agent(by_round: Sequence[tuple[int, float | None, float | None]], run: st
     return {"rounds": Lines(f"Accuracy in {run}", ends(series, shown=percent), ROUND, OF_ROUND, series)}
 
 
-def of_history(results: Sequence[dict[str, Any]]) -> dict[str, Chart]:
-    """End results of one agent, oldest first: of runs, and of releases that it has installed."""
-    series = tuple(
-        Series(f"acc.{scope}", points, scope)
-        for scope in ("local", "global", "personal")
-        if (points := tuple((float(n), v) for n, one in enumerate(results, 1) if (v := one.get(scope)) is not None))
-    )
-    if not any(len(one.points) > 1 for one in series):
-        return {}
-    text = ends(series, "result", percent)
-    return {"history": Lines("Accuracy by result", text, Axis("result, oldest first"), OF_ROUND, series)}
+def of_history(results: Sequence[tuple[str, Mapping[str, float | None]]]) -> dict[str, Chart]:
+    """Return the chart of an agent's end results, of runs and of releases that it has installed.
+
+    Args:
+        results: Time (ISO 8601) and accuracies by scope of each result, the oldest first.
+    """
+    series = []
+    for scope in ("local", "global", "personal"):
+        points = []
+        for at, acc in results:
+            value = acc.get(scope)
+            if value is not None:
+                points.append((moment_of(at).timestamp(), value))
+        if points:
+            series.append(Series(WORDS[scope], tuple(points), scope))
+    if len({x for line in series for x, _ in line.points}) < 2:
+        return {}  # one moment is on the cards
+    axis = Axis("time (UTC)", is_time=True)
+    text = ends(series, "at", percent, axis.shown)
+    return {"history": Lines("Accuracy over time", text, axis, OF_ROUND, tuple(series))}
 
 
 def of_compared(runs: Sequence[tuple[str, RunCurves]]) -> dict[str, Chart]:
@@ -161,7 +193,9 @@ def of_compared(runs: Sequence[tuple[str, RunCurves]]) -> dict[str, Chart]:
             text = f"{len(lines)} runs; the highest at its end is {best.name} with {percent(best.points[-1][1])}."
             some = f"; of each run at most {most} rounds, its last one among them" if is_thinned else ""
             note = " ".join([f"Mean over agents{some}.", *_coinciding(lines)])
-            result[scope] = Lines(f"acc.{scope} by round", text, ROUND, OF_ROUND, tuple(lines), note)
+            result[scope] = Lines(
+                f"{WORDS[scope].capitalize()} accuracy by round", text, ROUND, OF_ROUND, tuple(lines), note
+            )
     return result
 
 

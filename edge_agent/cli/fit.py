@@ -132,6 +132,8 @@ def fit(arguments: argparse.Namespace) -> int:
         ("saved in", arguments.out),
     ]
     notes = [*output.skipped(skipped), *notes_on(result.scores, parts)]
+    if result.scores.better_alone and result.local is None:
+        notes.append("next: --allow-local saves that model; more samples, or a bundle for such data, may change it")
     if result.local is not None:
         notes.append(f"note: saved is the model of acc.local; acc.personal is that of head '{result.head.name}'")
     if not result.n_test:

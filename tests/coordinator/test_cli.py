@@ -11,9 +11,11 @@ import pytest
 
 from coordinator import cli as headwater
 from coordinator.cli.follow import _Lines
+from coordinator.cli.methods import _lines as method_lines
 from coordinator.cli.methods import describe, parameters
 from coordinator.cli.output import console, show, table
-from coordinator.state.journal import RunRecord, utc_now
+from coordinator.cli.run import result_parts
+from coordinator.state.journal import Entry, RunRecord, utc_now
 from coordinator.state.store import StateFolder
 from edge_agent import __version__, methods
 from edge_agent.disclosure import HEADINGS, section
@@ -333,6 +335,15 @@ def test_a_method_of_others_that_lacks_something_does_not_hide_the_rest(call, mo
     assert "expected one subclass of" in err
 
 
+def test_a_method_whose_docstring_says_little_shows_no_empty_lines_and_how_to_fill_them():
+    whole = {**describe("fedper"), "params": []}
+    own = {**whole, "travels": "", "stays": ""}
+    text = [line for line in method_lines(own) if isinstance(line, str)]
+    assert not [line for line in text if line.endswith(": ")]
+    assert "its docstring does not say the rest: paragraphs that begin with 'Travels:', 'Stays:' appear here" in text
+    assert not [line for line in method_lines(whole) if "docstring" in str(line)]
+
+
 def test_methods_as_json_is_what_their_files_say(call):
     found = {row["name"]: row for row in json.loads(call("methods", "--json")[1])["methods"]}
     assert found.keys() == set(methods.names())
@@ -400,6 +411,36 @@ def test_tables_in_a_pipe_are_neither_cut_nor_wrapped_nor_taken_for_markup(capsy
     assert lines[3].split() == [long, "0.500"]
     assert lines[4].split() == ["b", "–"]
     assert lines[5].strip() == ("a line " * 40).strip()
+
+
+def test_the_same_fault_of_an_agent_is_said_in_full_once(capsys):
+    lines, why = _Lines("run-0001"), "class folders Mug, keys are not those of the task"
+    for number in range(1, 6):  # it is asked again in rounds 3 and 5
+        left_out = {"a": why} if number in {2, 4} else {}
+        opened = Entry(number, "", "round_opened", "run-0001", number, None, None, {"left_out": left_out}, "", "")
+        lines(RunRecord("run-0001", {"rounds": 5}, round=number - 1, open_round=opened), "")
+    without = [line for line in capsys.readouterr().err.splitlines() if "continues without" in line]
+    assert without == [
+        f"run-0001: round 2 continues without a: {why}",
+        "run-0001: round 4 continues without a: as before (2 ×)",
+    ]
+
+
+def test_the_reason_of_a_failure_stands_once_below_the_table_of_a_run():
+    why = "class folders Mug, keys are not those of the task"
+    said = "agent 'a' failed and was left out at the end, last asked in round 5 of 8; it delivered no update"
+    warning = {"kind": "left_out", "clients": ["a"], "message": f"{said}: {why}", "without_reason": said}
+    summary = {
+        "faults": {"a": why},
+        "left_out": {"a": {"rounds": [2, 4, 5], "reason": why}},
+        "warnings": [warning],
+        "seconds": 1.0,
+    }
+    text = [part for part in result_parts(summary) if isinstance(part, str)]
+    assert [line for line in text if why in line] == [f"a was left out of 3 rounds (2, 4, 5): {why}"]
+    assert f"warning: {said} (the reason is above)" in text
+    alone = [part for part in result_parts({"warnings": [warning], "seconds": 1.0}) if isinstance(part, str)]
+    assert f"warning: {said}: {why}" in alone, "the reason stands nowhere else"
 
 
 def test_progress_in_a_pipe_is_a_line_for_each_round_and_each_long_wait(capsys, monkeypatch):

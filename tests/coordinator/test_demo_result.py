@@ -6,11 +6,8 @@ import shlex
 import sys
 from pathlib import Path
 
-import pytest
-
 from coordinator.cli import demo
 from coordinator.cli.output import show
-from coordinator.runs.result_notes import Comparison, compare_with_alone
 
 
 def agent(name, tier, local, personal, **more):
@@ -27,23 +24,6 @@ AGENTS = [
     agent("train-d", "train", None, None),
 ]
 SUMMARY = {"run_id": "run-0001", "method": "fedavg_ft", "rounds": 25, "agents": AGENTS, "warnings": []}
-
-
-@pytest.mark.parametrize(
-    "local, personal, support, better_alone, expected",
-    [
-        (0.738, 0.907, 321, False, Comparison.BETTER),
-        (0.845, 0.883, 239, False, Comparison.AS_GOOD),  # two standard errors are 6.3 points
-        (0.900, 0.800, 20, False, Comparison.AS_GOOD),
-        (0.900, 0.800, 400, True, Comparison.WORSE),  # which the device has tested itself
-        (0.5, 0.5, 100, False, Comparison.AS_GOOD),
-        (None, 0.5, 100, False, Comparison.UNKNOWN),
-        (0.5, 0.9, 0, False, Comparison.UNKNOWN),
-    ],
-)
-def test_a_difference_within_noise_is_neither_gain_nor_loss(local, personal, support, better_alone, expected):
-    found = compare_with_alone(agent("a", "head", local, personal, support=support, better_alone=better_alone))
-    assert found is expected
 
 
 def test_new_devices_come_first_then_the_largest_gain_and_noise_is_grey(capsys):

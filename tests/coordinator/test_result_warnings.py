@@ -8,7 +8,8 @@ import pytest
 
 from coordinator.report import render
 from coordinator.report.figures import read_run
-from coordinator.runs.result_notes import absent_of, lines, local_models, standard_error, warnings_of
+from coordinator.runs.result_notes import absent_of, lines, local_models, next_steps, warnings_of
+from coordinator.state.noise import standard_error
 
 
 def client(name, personal, local=None, support=100, **fields):
@@ -91,3 +92,35 @@ def test_the_report_lists_them_as_text():
     assert "<li>Client &#39;a&#39; &lt;b&gt;is&lt;/b&gt; low.</li>" in page
     assert "Warnings" not in render(read_run("run-0001", {"warnings": []}, []))
     assert "Warnings" not in render(read_run("run-0001", {"warnings": 7}, []))
+
+
+def alone(*names):
+    return [{"kind": "below_local", "clients": [name], "message": f"{name} is better off alone"} for name in names]
+
+
+def test_a_simulation_names_all_clients_that_are_better_off_alone_in_one_line():
+    one_class = {"kind": "one_class", "clients": ["z"], "message": "z has one class"}
+    names = [f"c{number}" for number in range(12)]
+    told = list(lines([*alone(*names), one_class], 0))
+    assert told[0] == "z has one class"
+    assert told[1].startswith(
+        "12 clients are better off alone: acc.local is above acc.personal by more than noise (c0, "
+    )
+    assert len(told) == 2
+    assert list(lines(alone("c0"), 0)) == ["c0 is better off alone"], "one has a line with its figures"
+    assert len(list(lines(alone(*names)))) == 11, "a federation: ten lines, and one on the others"
+
+
+def test_next_steps_are_those_that_the_figures_speak_for():
+    few = [{"id": name, "samples": 40} for name in "abc"]
+    falling, still = [{"a": loss} for loss in (2.0, 1.5, 1.2, 1.0, 0.9)], [{"a": 0.5}] * 5
+    assert next_steps("fedavg", few, falling, []) == [], "nobody is better off alone"
+    rounds, weights, other = next_steps("fedper", few, falling, alone("a"))
+    assert rounds == "more rounds (--rounds): the training loss still falls, from 1.5 to 0.9 in the last 3 rounds"
+    assert "half of the devices have 40 samples or fewer" in weights
+    assert other == "a method that keeps more on the device (--method fedrep or fedavg_ft)"
+    many = [{"id": name, "samples": 400} for name in "abc"]
+    assert next_steps("fedavg", many, still, alone("a")) == [
+        "a method that keeps more on the device (--method fedper or fedrep)"
+    ]
+    assert len(next_steps("fedavg", many, falling[:3], alone("a"))) == 1, "too few rounds to say"

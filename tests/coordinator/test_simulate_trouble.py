@@ -393,3 +393,13 @@ def test_best_is_chosen_among_rounds_in_which_all_who_can_be_were_scored(tmp_pat
     assert "after" in result["best"]
     assert outcome._after(result, "clients_mean") == 100 * result["rounds"][-1]["acc"]["after"]["clients_mean"]
     assert results.best_of({**result, "last": {"rounds_done": 3, "acc": {}}})["after"] == result["best"]["after"]
+
+
+def test_a_round_whose_updates_are_all_refused_advises_what_helps_in_a_simulation(tmp_path, images, monkeypatch):
+    kind = methods.get("fedavg")
+    monkeypatch.setattr(kind, "objection", lambda *_: "a test refuses it", raising=True)
+    with pytest.raises(RunFailed) as failed:
+        run(small_plan(images), tmp_path / "sim")
+    assert "a test refuses it" in str(failed.value)
+    assert "mend what the reason names in the method or the data" in str(failed.value)
+    assert "deadline_s" not in str(failed.value), "nobody waits for a deadline here, and no agent can be repaired"

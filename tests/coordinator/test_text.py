@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.text import plain, sentence
+from coordinator.text import SaidBefore, plain, sentence
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,23 @@ def test_plain_text_has_no_marks_of_bold_and_code_and_keeps_the_rest():
     assert plain("at most ``peers`` others. **Privacy: it shows**, 2 ** 3 and a``") == (
         "at most peers others. Privacy: it shows, 2 ** 3 and a``"
     )
+
+
+def test_a_reason_is_said_in_full_once_and_again_when_it_changes():
+    said = SaidBefore()
+    given = [
+        ("a", "no data"),
+        ("a", "no data"),
+        ("b", "no data"),
+        ("a", "no data"),
+        ("a", "full disk"),
+        ("a", "no data"),
+    ]
+    assert [said.reason(about, why) for about, why in given] == [
+        "no data",
+        "as before (2 ×)",
+        "no data",
+        "as before (3 ×)",
+        "full disk",
+        "no data",
+    ]

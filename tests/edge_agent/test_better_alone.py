@@ -74,7 +74,9 @@ def test_fit_predict_and_evaluate_work_with_the_local_model(weak, tmp_path, caps
     assert fitted["better_alone"] is True
     assert fitted["head"] == fitted["candidates"][0]["head"]
     assert main([*map(str, ("fit", *words, "--out", "head"))]) == 0
-    assert "this device is better off alone" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "this device is better off alone" in said
+    assert ("--allow-local saves that model" in said) == ("saved is the model of acc.local" not in said)
     fitted = answer(capsys, "fit", *words, "--out", "head", "--allow-local")
     assert fitted["head"] == fitted["local_model"]
     assert main([*map(str, ("fit", *words, "--out", "head", "--allow-local"))]) == 0

@@ -193,6 +193,7 @@ def commands_page() -> str:
     for name, summary in HEADWATER.items():
         command = typer.main.get_command(command_tree([name])).commands[name]  # type: ignore[attr-defined]
         members = getattr(command, "commands", None) or {"": command}
+        members = {word: member for word, member in members.items() if not member.hidden}  # old names
         parts += [f"### headwater {name}", summary]
         for inner, member in members.items():
             if inner:

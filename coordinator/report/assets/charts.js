@@ -27,6 +27,7 @@
   const onTick = (value, axis) => digits(Number(((axis.share ? 100 : 1) * value).toPrecision(8)));
   const withUnit = (value, axis) => {
     if (!known(value)) return digits(value);
+    if (axis.time) return new Date(1000 * value).toISOString().slice(0, 16).replace("T", " ");
     const shown = axis.share ? 100 * value : value, text = known(axis.digits) ? shown.toFixed(axis.digits) : digits(shown);
     return unitOf(axis) ? `${text} ${unitOf(axis)}` : text;
   };
@@ -129,16 +130,21 @@
       label: axisText(one), labelFont: font, font, labelSize: 22, labelGap: 2, gap: 4,
       stroke: () => theme("soft"), grid: { stroke: () => theme("rule"), width: 1 }, ticks: { show: false }, ...more,
     });
-    const whole = xs.every(Number.isInteger);
+    const whole = !chart.x.time && xs.every(Number.isInteger);
+    const times = chart.x.time ? { space: 95, values: (plot, splits) => {
+      const isLong = splits[splits.length - 1] - splits[0] > 2 * 86400;
+      return splits.map((at) => withUnit(at, chart.x)).map((text) => (isLong ? text.slice(0, 10) : text.slice(5)));
+    } } : {};
     const bare = chart.bare ? { values: (plot, splits) => splits.map(() => "") } : {};
     const options = {
-      width: Math.max(200, box.clientWidth), height, legend: { show: false }, bands: joined, padding: [8, 12, 0, 0],
+      ...(chart.x.time ? { tzDate: (at) => uPlot.tzDate(new Date(1000 * at), "Etc/UTC") } : {}),
+      width: Math.max(200, box.clientWidth), height, legend: { show: false }, bands: joined, padding: [8, chart.x.time ? 40 : 12, 0, 0],
       scales: {
-        x: { time: false, range: (plot, low, high) => state.zoom || xRange(chart, low, high) },
+        x: { time: Boolean(chart.x.time), range: (plot, low, high) => state.zoom || xRange(chart, low, high) },
         y: { distr: state.isLog ? 3 : 1, range: range(chart.y, chart, state.isLog) },
       },
       axes: [
-        axis(chart.x, { size: bare.values ? 6 : 24, incrs: whole ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5, 1e6, 1e7, 1e9] : undefined, ...bare }),
+        axis(chart.x, { size: bare.values ? 6 : 24, incrs: whole ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5, 1e6, 1e7, 1e9] : undefined, ...times, ...bare }),
         axis(chart.y, { ...(chart.y.share ? { values: (plot, splits) => splits.map((one) => onTick(one, chart.y)) } : {}), size: (plot, values) => 16 + 7 * Math.max(3, ...(values || []).map((one) => String(one ?? "").length)), ...bare }),
       ],
       series,

@@ -215,7 +215,7 @@ def walk(page, base, state):
     page.locator("#now").get_by_role("link", name="run-0001").click()
     page.locator("#rounds tbody tr").nth(1).wait_for()  # rounds close while one watches
     first = page.locator("#rounds tbody tr").count()
-    page.locator("#rounds tbody tr").nth(first).wait_for()
+    page.locator("#rounds tbody tr").nth(first).wait_for(state="attached")  # rows beyond the tenth are folded
     page.locator("figure#phases canvas").wait_for()
     page.locator("h1 .badge", has_text="finished").wait_for()
     page.locator("#cards").get_by_text("acc.personal").wait_for()

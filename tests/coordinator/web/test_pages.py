@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from datetime import datetime, timedelta, timezone
 
 import pytest
 from web_site import agent_status
@@ -142,7 +143,7 @@ def test_cards_count_what_the_table_shows_and_say_of_how_many_they_are(site):
     assert card[1] == "2", "that of a device that is offline counts as well"
     gain = re.search(r"<h2>gain</h2><p class=\"big\">(.*?)</p><p>(.*?)</p>", page)
     assert gain[1] == "+7.5", "(25 - 10) / 2"
-    assert "mean of 2 that have both; 1 better off alone" in gain[2]
+    assert "mean of 2 that have both; within noise; 1 better off alone" in gain[2]
 
 
 def test_cards_say_what_is_not_known_yet(site):
@@ -150,8 +151,8 @@ def test_cards_say_what_is_not_known_yet(site):
     site.status([agent_status("a")])
     with site.client() as client:
         page = client.get("/").text
-    assert "best model alone; known at the end of a run" in page
-    assert "percentage points over acc.local; not known yet" in page
+    assert "best model alone (acc.local); known at the end of a run" in page
+    assert "percentage points, personal over alone; not known yet" in page
     assert "mean of 0" not in page
 
 
@@ -177,7 +178,7 @@ def test_agent_without_accuracies_says_when_there_will_be_some(site):
     assert "No accuracy is known yet" in new
     assert 'class="card ' not in new
     assert device.count('class="card ') == 1, "acc.personal of its release"
-    assert "acc.local and the gain over it are not known yet" in device
+    assert "The accuracy alone (acc.local) and the gain over it are not known yet" in device
 
 
 def test_analysis_of_a_run_is_linked_and_has_no_part_in_the_session(populated):
@@ -215,8 +216,8 @@ def test_accuracies_are_percentages_in_tables_charts_and_their_data(populated):
         page = client.get("/").text
     chart = json.loads(re.search(r'id="gains".*?<script type="application/json">(.*?)</script>', page, re.DOTALL)[1])
     assert chart["value"]["share"] is True
-    assert chart["rows"][0]["marks"]["acc.personal"][0] == 0.75
-    assert "<td>75.0 %</td>" in page[page.index('id="gains"') :]
+    assert chart["rows"][0]["marks"]["personal"][0] == 0.75
+    assert "<td>75.0 % (" in page[page.index('id="gains"') :]
 
 
 def test_fleet_is_searched_filtered_and_sorted_by_the_server(populated):
@@ -293,7 +294,7 @@ def test_report_of_a_run_is_linked_and_has_no_part_in_the_session(site):
     with site.client() as client:
         assert "/report?" not in client.get(f"/run?id={run}").text
         missing = client.get(f"/report?id={run}")
-        assert (missing.status_code, f"headwater report --run {run}" in missing.text) == (404, True)
+        assert (missing.status_code, f"headwater report {run}" in missing.text) == (404, True)
         (site.folder.run(run).folder / "report.html").write_text("<p>whole</p>")
         assert f'href="/report?id={run}"' in client.get(f"/run?id={run}").text
         answer = client.get(f"/report?id={run}")
@@ -309,9 +310,9 @@ def test_chart_of_a_run_has_all_rounds_and_its_numbers_as_a_table(populated):
         r'<figure class="chart" id="accuracy".*?<script type="application/json">(.*?)</script>', page, re.DOTALL
     )
     chart = json.loads(data[1])
-    assert [one["name"] for one in chart["series"]][:2] == ["acc.global, mean", "acc.global, worst tenth"]
+    assert [one["name"] for one in chart["series"]][:2] == ["shared, mean", "shared, worst tenth"]
     assert len(chart["series"][0]["x"]) == 4
-    assert '<th scope="col">acc.personal, mean</th>' in page
+    assert '<th scope="col">personal, mean</th>' in page
 
 
 def test_releases_show_the_canary_and_what_can_be_done(populated):
@@ -610,3 +611,78 @@ def test_the_author_of_an_automatic_rollback_is_named_also_where_an_older_versio
     went_back.journal.append("release_made", run="run-0001", round=1, digest="0" * 64, body=body)
     with went_back.client() as client:
         assert ", automatic rollback</span>" in client.get("/releases?number=4").text
+
+
+def test_gain_comes_first_and_what_may_be_noise_is_grey(site):
+    run = site.run(2, ("a", "b"), end="run_finished")
+    site.report(run, "a", 0.74, 0.6, 0.733)  # 0.7 points on 40 samples: nothing
+    site.report(run, "b", 0.8, 0.6, 0.7, better_alone=True)
+    site.status([agent_status("a"), agent_status("b")])
+    with site.client() as client:
+        page, agent = client.get("/").text, client.get("/agent?id=a").text
+    assert '<td class="n even">−0.7' in page
+    assert "within noise</span>" in page, "who does not see the colour reads it"
+    assert '<td class="n bad">−10.0' in page
+    columns = re.findall(r'<th scope="col"[^>]*><a [^>]*>([\w .]+)', page[page.index('id="agents"') :])
+    assert columns[:6] == ["agent", "state", "gain", "personal", "alone", "shared"]
+    for content in (page, agent):
+        cards = re.findall(r'<div class="card ([^"]*)"><h2>(\w+)</h2>', content)
+        assert [name for _, name in cards][:4] == ["gain", "personal", "alone", "shared"]
+        assert cards[0][0].split() == ["lead", "even"], "larger, and neither good nor bad"
+
+
+def test_rounds_and_log_beyond_the_tenth_are_folded(site):
+    run = site.run(14, ("a",), end="run_finished")
+    for number in range(12):
+        site.report(run, f"agent-{number}", 0.5, 0.6, 0.7)
+    site.status()
+    with site.client() as client:
+        page = client.get(f"/run?id={run}").text
+        older = client.get(f"/run?id={run}&before=14").text
+    rounds = page[page.index('id="rounds"') : page.index('id="incidents"')]
+    shown, folded = rounds.split('<details id="more-rounds">')
+    assert (shown.count('<th scope="row"'), folded.count('<th scope="row"')) == (10, 4)
+    assert "4 more rounds" in folded
+    log = page[page.index('id="log"') : page.index('id="settings"')]
+    shown, folded = log.split('<details id="more-log">')
+    assert shown.count("<tr><td>") == 10
+    assert folded.count("<tr><td>") > 0
+    assert '<details id="more-rounds" open>' in older, "who asks for older rounds sees them"
+
+
+def test_no_page_shows_where_the_state_folder_is(populated):
+    with populated.client() as client:
+        pages = [
+            "/",
+            "/runs",
+            "/releases",
+            "/bundles",
+            "/methods",
+            "/login",
+            "/compare",
+            "/agent?id=a",
+            "/run?id=run-0001",
+        ]
+        texts = {path: client.get(path).text for path in [*pages, "/analysis/run-0001/index.html"]}
+    assert [path for path, text in texts.items() if str(populated.path) in text] == []
+    assert "Federation home" in texts["/"]
+    assert "<h1>Methods</h1>" in texts["/methods"]
+    assert "ask them for the token" in texts["/login"]
+
+
+def test_results_of_an_agent_are_drawn_over_time(site, monkeypatch):
+    run = site.run(2, ("a",), end="run_finished")
+    begin = datetime(2026, 1, 31, 23, 0, tzinfo=timezone.utc)
+    for hours, personal in ((0, 0.6), (26, 0.7)):
+        moment = begin + timedelta(hours=hours)
+        monkeypatch.setattr(site.journal, "_now", lambda moment=moment: moment)
+        site.report(run, "a", 0.5, 0.6, personal)
+    monkeypatch.undo()
+    site.status([agent_status("a")])
+    with site.client() as client:
+        page = client.get("/agent?id=a").text
+    chart = json.loads(re.search(r'id="history".*?<script type="application/json">(.*?)</script>', page, re.DOTALL)[1])
+    assert (chart["title"], chart["x"]["time"]) == ("Accuracy over time", True)
+    assert chart["series"][2]["x"] == [round(begin.timestamp()), round(begin.timestamp()) + 26 * 3600]
+    assert "<td>2026-02-02 01:00</td>" in page
+    assert "result, oldest first" not in page

@@ -17,6 +17,15 @@ def point(number, seconds=1.0):
     return RoundPoint(number, seconds, 0.0, None, None, 3, 0, 0, {}, None)
 
 
+def test_rounds_that_sent_nothing_to_agents_are_explained():
+    def charts(*downs):
+        points = [point(n)._replace(bytes_up=1e6 * n, bytes_down=down) for n, down in enumerate(downs, 1)]
+        return of_run(points)["bytes"].caption
+
+    assert charts(2e6, 2e6) == ""
+    assert "they still had that model" in charts(0.0, 1e6)
+
+
 def test_slow_first_round_reaches_beyond_the_plot_of_times():
     chart = of_run([point(1, 50.0), point(2, 2.0), point(3, 3.0)])["phases"]
     assert (round(chart.y.high, 6), chart.caption) == (3.3, "Round 1 took 50.0 s; its bar is broken.")
