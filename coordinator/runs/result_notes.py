@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,8 @@ from ..state.journal import Journal, RunRecord
 from ..state.noise import STANDARD_ERRORS, adjusted, standard_error
 from ..text import counted, listed, worst_tenth
 from .good_state import reason_of_restoration
+
+log = logging.getLogger(__name__)
 
 COLLAPSED = 0.5
 """A worst tenth below this share of the mean over all clients has collapsed."""
