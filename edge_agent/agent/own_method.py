@@ -44,9 +44,10 @@ def method_for(training: TrainingConfig, job: Job) -> str:
     if installed:
         other_hashes.append(installed)
     if other_hashes:
+        present = other_hashes[0][:_SHOWN]
         raise MissingCapability(
-            f"method '{job.method}' of this device has another file than the run: its SHA-256 is "
-            f"{other_hashes[0][:_SHOWN]}, the run's {wanted}; copy the operator's file to this device, or request the run with this one",
+            f"method '{job.method}' of this device has another file than the run: its SHA-256 is {present}, the run's "
+            f"{wanted}; copy the operator's file to this device, or request the run with this one",
             is_public=True,
         )
     raise MissingCapability(
