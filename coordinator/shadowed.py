@@ -21,17 +21,19 @@ def check_export() -> None:
     """
     loaded = sys.modules.get("export")
     spec = getattr(loaded, "__spec__", None) if loaded is not None else importlib.util.find_spec("export")
-    places = [] if spec is None else [*(spec.submodule_search_locations or []), *([spec.origin] if spec.origin else [])]
-    if any(_is_ours(Path(place)) for place in places):
+    locations = (
+        [] if spec is None else [*(spec.submodule_search_locations or []), *([spec.origin] if spec.origin else [])]
+    )
+    if any(_is_ours(Path(location)) for location in locations):
         return
-    if not places:
+    if not locations:
         raise UsageError(f"Headwater's package 'export' is not found; expected it at {_OURS}: install Headwater again")
     raise UsageError(
-        f"{places[0]} shadows Headwater's package 'export' ({_OURS}): Python finds it first. Rename it, or move the "
+        f"{locations[0]} shadows Headwater's package 'export' ({_OURS}): Python finds it first. Rename it, or move the "
         "script to another folder"
     )
 
 
-def _is_ours(place: Path) -> bool:
-    resolved = place.resolve()
+def _is_ours(location: Path) -> bool:
+    resolved = location.resolve()
     return resolved in {_OURS, _OURS / "__init__.py"}

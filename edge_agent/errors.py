@@ -220,6 +220,10 @@ class MeasuringFailed(HeadwaterError):
     """Something that was being measured ended or did not answer; the message holds its stderr tail."""
 
 
+class RemoteTraceback(Exception):
+    """The traceback of an error of another process, as text; it is the cause of the error that is raised here."""
+
+
 class ChildFailed(HeadwaterError):
     """A process that was started for some work has ended, or was ended, without a result; ``tail``: of its stderr."""
 

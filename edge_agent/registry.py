@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.abc import SourceLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -191,10 +192,10 @@ class PinnedFile:
             UsageError: the file is gone or has changed, its import fails, or it does not have the name.
         """
         content = _content(kind, f"{self.path}:{self.name}", self.path)
-        found = hashlib.sha256(content).hexdigest()
-        if found != self.sha256:
+        present = hashlib.sha256(content).hexdigest()
+        if present != self.sha256:
             raise UsageError(
-                f"{kind} '{self.path}:{self.name}': the file has changed: its SHA-256 is {found[:16]}, expected "
+                f"{kind} '{self.path}:{self.name}': the file has changed: its SHA-256 is {present[:16]}, expected "
                 f"{self.sha256[:16]}; put the file back as it was, or request the run again"
             )
         return _load_name(kind, self.path, self.name, f"headwater_own_{self.sha256[:16]}.{self.path.stem}", content)
@@ -234,21 +235,40 @@ def load_reference(kind: str, reference: str) -> Any:
     return _load_name(kind, file, name, module, None)
 
 
+class _HashedSource(SourceLoader):
+    """Loads a module from the bytes that were hashed; the file may have changed since. No compiled file is written."""
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self._path, self._content = path, content
+
+    def get_filename(self, fullname: str) -> str:  # noqa: ARG002 - one module each
+        """The file, which tracebacks name."""
+        return str(self._path)
+
+    def get_data(self, path: str | bytes) -> bytes:
+        """The bytes of the file; there are no others, such as those of a compiled one.
+
+        Raises:
+            OSError: something else is asked for.
+        """
+        if path != str(self._path):
+            raise FileNotFoundError(path)
+        return self._content
+
+
 def _load_name(kind: str, file: Path, name: str, module: str, content: bytes | None) -> Any:
     """The object called ``name`` in a file, which is imported as ``module``; ``content``: what the file holds."""
     reference = f"{file}:{name}"
     if module not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module, file)
+        loader = None if content is None else _HashedSource(file, content)
+        spec = importlib.util.spec_from_file_location(module, file, loader=loader)
         if spec is None or spec.loader is None:
             raise UsageError(f"{kind} '{reference}': {file} is no Python file")
         sys.modules[module] = importlib.util.module_from_spec(spec)
         if str(file.parent) not in sys.path:
             sys.path.append(str(file.parent))  # it may import what is beside it
         try:
-            if content is None:
-                spec.loader.exec_module(sys.modules[module])
-            else:
-                exec(compile(content, str(file), "exec"), vars(sys.modules[module]))  # noqa: S102 - as the loader does
+            spec.loader.exec_module(sys.modules[module])
         # Whatever the import of a user's file raises is that file's matter, and no reason for a traceback.
         except Exception as error:
             del sys.modules[module]

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_agent.errors import RemoteTraceback
+
 _OWN = tuple(str(Path(__file__).resolve().parents[2] / name) for name in ("coordinator", "edge_agent", "export"))
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-
-
-class RemoteTraceback(Exception):
-    """The traceback of an error of another process, as text; it is the cause of the error raised here."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +23,12 @@ class Failure:
     """An unexpected error of a client's work.
 
     Attributes:
-        place: File, line and function in which a user's code raised it, or the innermost ones; empty: not known.
+        location: File, line and function in which a user's code raised it, or the innermost ones; empty: not known.
         trace: The whole traceback.
         log: The log of the worker, which has it too; empty: there is none on this machine.
     """
 
-    place: str = ""
+    location: str = ""
     trace: str = ""
     log: str = ""
 
@@ -40,13 +38,13 @@ class Failure:
         frames = traceback.extract_tb(error.__traceback__)
         foreign = [frame for frame in frames if not frame.filename.startswith((*_OWN, *_INSTALLED))]
         chosen = (foreign or frames)[-1:]
-        place = "".join(f"{frame.filename}, line {frame.lineno}, in {frame.name}" for frame in chosen)
-        return cls(place, "".join(traceback.format_exception(error)))
+        location = "".join(f"{frame.filename}, line {frame.lineno}, in {frame.name}" for frame in chosen)
+        return cls(location, "".join(traceback.format_exception(error)))
 
     @property
     def where(self) -> str:
         """What a message says of it, in brackets; empty where nothing is known."""
-        parts = [self.place, f"the whole traceback is in {self.log}" if self.log else ""]
+        parts = [self.location, f"the whole traceback is in {self.log}" if self.log else ""]
         known = "; ".join(part for part in parts if part)
         return f" ({known})" if known else ""
 
@@ -59,7 +57,7 @@ class Failure:
 
     def to_json(self) -> dict[str, Any]:
         """For another process; the constructor takes it."""
-        return {"place": self.place, "trace": self.trace}
+        return {"location": self.location, "trace": self.trace}
 
 
 NONE = Failure()

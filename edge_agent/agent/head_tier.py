@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .. import bundle as bundles
-from .. import heads
+from .. import heads, methods
 from ..bundle import Bundle, BundleFile
 from ..config import AgentConfig
 from ..data import Samples, from_files
@@ -589,6 +589,7 @@ def _update_facts(job: Job, data: FitData) -> UpdateFacts:
     classifier = {"head.weight": (classes, features), "head.bias": (classes,)}
     return UpdateFacts(
         method=job.method,
+        is_shipped=methods.registry.is_shipped(job.method),
         declared_least=declared_least(job.params),
         shared=frozenset(classifier),
         model_shapes=classifier,

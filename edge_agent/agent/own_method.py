@@ -29,23 +29,25 @@ def method_for(training: TrainingConfig, job: Job) -> str:
     """
     if not job.method_sha256:
         return job.method
-    found = []
+    other_hashes = []
     for reference in training.methods:
         if own_name(reference.rpartition(":")[2]) != job.method:
             continue
         pinned = PinnedFile.of("method", reference, training.folder)
         if pinned.sha256 == job.method_sha256:
             return str(pinned)
-        found.append(pinned.sha256)
+        other_hashes.append(pinned.sha256)
     installed = _hash_of_installed(job.method)
     if installed == job.method_sha256:
         return job.method
     wanted = job.method_sha256[:_SHOWN]
-    found += [installed] if installed else []
-    if found:
+    if installed:
+        other_hashes.append(installed)
+    if other_hashes:
+        present = other_hashes[0][:_SHOWN]
         raise MissingCapability(
-            f"method '{job.method}' of this device has another file than the run: its SHA-256 is {found[0][:_SHOWN]}, "
-            f"the run's {wanted}; copy the operator's file to this device, or request the run with this one",
+            f"method '{job.method}' of this device has another file than the run: its SHA-256 is {present}, the run's "
+            f"{wanted}; copy the operator's file to this device, or request the run with this one",
             is_public=True,
         )
     raise MissingCapability(

@@ -128,6 +128,7 @@ class UpdateFacts:
 
     Attributes:
         method: Name of the run's method.
+        is_shipped: Whether that method ships with Headwater.
         declared_least: The run's ``min_class_count``; None where its method has no such parameter.
         shared: Names of the tensors of the model that may leave as they are.
         buffers: Those of them that no gradient moves, and that are not batch norm's: a method may put statistics there.
@@ -138,6 +139,7 @@ class UpdateFacts:
     """
 
     method: str
+    is_shipped: bool
     declared_least: int | None
     shared: frozenset[str]
     model_shapes: Mapping[str, tuple[int, ...]]
@@ -161,9 +163,10 @@ def content_of(name: str, array: np.ndarray, facts: UpdateFacts) -> Content:
     elif not name.startswith(EXTRA):
         return Content.OTHER
     else:
-        words = name.removeprefix(EXTRA).split(".")
-        if any(facts.model_shapes.get(".".join(words[begin:])) == shape for begin in range(len(words))):
-            return Content.MODEL
+        parts = name.removeprefix(EXTRA).split(".")
+        for begin in range(len(parts)):
+            if facts.model_shapes.get(".".join(parts[begin:])) == shape:
+                return Content.MODEL
     classes = len(facts.class_counts)
     if shape == (classes,) and array.dtype.kind in "iu":
         return Content.CLASSES
@@ -189,20 +192,17 @@ def check_update(policy: PrivacyConfig, update: Tensors, facts: UpdateFacts) -> 
     Raises:
         PrivacyRefused: it does not; all reasons are listed.
     """
-    from .. import methods
-
     check_tensors(policy, update)
-    is_shipped = methods.registry.is_shipped(facts.method)
     unchecked: dict[str, np.ndarray] = {}
     reasons: list[str] = []
     for name, array in sorted(update.items()):
         content = content_of(name, array, facts)
         if content is Content.MODEL or allows_statistics(policy, name):
             continue
-        is_declared = is_shipped or facts.declared_least is not None
+        is_declared = facts.is_shipped or facts.declared_least is not None
         if content is Content.CLASSES and is_declared:
             reasons += _objections_to_classes(policy, name, array, facts)
-        elif not is_shipped:
+        elif not facts.is_shipped:
             unchecked[name] = array
     if unchecked:
         reasons.append(_objection_to_unchecked(unchecked, facts))
@@ -233,13 +233,13 @@ def _objections_to_classes(policy: PrivacyConfig, name: str, array: np.ndarray, 
     is_small = (counts > 0) & (counts < least)
     is_class_first = array.shape[0] == len(counts)
     rows = array if is_class_first else array.T
-    is_told = rows.reshape(len(counts), -1).any(axis=1)
-    told = np.flatnonzero(is_small & is_told)
-    if not told.size:
+    has_values = rows.reshape(len(counts), -1).any(axis=1)
+    revealed = np.flatnonzero(is_small & has_values)
+    if not revealed.size:
         return []
-    fewest = int(counts[told].min())
+    fewest = int(counts[revealed].min())
     reason = (
-        f"'{name}' of method '{facts.method}' holds values of {told.size} of {len(counts)} classes that have fewer "
+        f"'{name}' of method '{facts.method}' holds values of {revealed.size} of {len(counts)} classes that have fewer "
         f"than {least} training samples here, the smallest {fewest}; the method has to leave zeros in their place"
     )
     return [reason]

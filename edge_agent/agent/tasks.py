@@ -238,20 +238,21 @@ class TaskRunner:
 
     def _check_announced(self, job: Job, session: Session) -> None:
         """Refuse before the training what is known to be refused after it, by the names and shapes of the method."""
-        from .. import methods
-
-        policy = self.config.privacy
-        check_tensors(policy, session.shared)
-        if not methods.registry.is_shipped(job.method):
-            check_update(policy, session.announced_extras(), self._update_facts(job, session, {}))
+        check_tensors(self.config.privacy, session.shared)
+        facts = self._update_facts(job, session, {})
+        if not facts.is_shipped:
+            check_update(self.config.privacy, session.announced_extras(), facts)
 
     def _update_facts(self, job: Job, session: Session, received: Tensors) -> UpdateFacts:
         """What the arrays of an update of this session are judged by."""
         import numpy as np
 
+        from .. import methods
+
         train, _ = self._samples(job.task)
         return UpdateFacts(
             method=job.method,
+            is_shipped=methods.registry.is_shipped(job.method),
             declared_least=session.method.least_class_count,
             shared=frozenset(session.shared),
             model_shapes=session.model_shapes,
@@ -294,11 +295,12 @@ class TaskRunner:
         noise = self._noise(job)
         checkpoint = TrainingCheckpointFile(folder, training, every_s, time.monotonic)
         control = TrainingControl(job.work, lambda: self._cancelled == key, checkpoint)
+        facts = self._update_facts(job, session, received)
         outcome = session.train(
             received, kept, round_number=job.round, rounds=job.rounds, evaluate=job.evaluate, control=control
         )
         # Before noise and masks, which hide what an array holds.
-        check_update(self.config.privacy, outcome.update, self._update_facts(job, session, received))
+        check_update(self.config.privacy, outcome.update, facts)
         if noise is not None:
             outcome = noise(session.method, received, outcome)
         if job.session:

@@ -121,6 +121,7 @@ def _example_of(method: Method) -> tuple[Tensors, UpdateFacts]:
     made = example(method)
     facts = UpdateFacts(
         method=method.name,
+        is_shipped=methods.registry.is_shipped(method.name),
         declared_least=method.least_class_count,
         shared=frozenset(made.received),
         model_shapes=made.model_shapes,

@@ -195,6 +195,7 @@ def test_updates_of_the_last_round_are_counted_with_those_that_were_left_out():
 
 FACTS = UpdateFacts(
     method="sums",
+    is_shipped=False,
     declared_least=2,
     shared=frozenset({"encoder.weight", "table.rows"}),
     model_shapes={"table.rows": (3, 6), "encoder.weight": (6, 6), "head.weight": (3, 6), "head.bias": (3,)},

@@ -24,7 +24,7 @@ ORDER = (
     {"fleet", "report", "identity"},
     {"broker"},
     {"state", "processes"},
-    {"config", "text"},
+    {"config", "shadowed", "text"},
 )
 """Folders and root modules of ``coordinator``, the upper ones first; each imports only lower ones.
 
