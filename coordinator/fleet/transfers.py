@@ -419,8 +419,8 @@ class Collector:
         if agent not in self._uploads and (agent in self._queue or not self._has_room(agent, message)):
             is_new = agent not in self._queue
             self._queue[agent] = message
-            place = len(self._queue) - 1 if is_new else list(self._queue).index(agent)
-            before = place + len(self._uploads)
+            position = len(self._queue) - 1 if is_new else list(self._queue).index(agent)
+            before = position + len(self._uploads)
             digest = message.blob.digest
             self._send(agent, Queued(run=message.run, digest=digest, before=before, again_s=QUEUED_AGAIN_S))
         else:
