@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import json
 import stat
+import time
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from edge_agent.data import Samples, load, split
 from edge_agent.encoder import Encoder
 from edge_agent.errors import BundleDamaged, FingerprintMismatch, UnknownName
 from edge_agent.heads import FitData
-from edge_agent.local.choice import BASELINES
+from edge_agent.local.choice import BASELINES, choose
 from edge_agent.personalize import FitOptions, evaluate_heads, extract, load_head, personalize
 from edge_agent.personalizer import load_bundle
 
@@ -52,7 +55,10 @@ def test_scores_are_those_that_scikit_learn_and_plain_numpy_get(ready):
     assert result.scores.personal > 0.8
 
 
-def test_other_load_on_the_machine_takes_no_time_from_the_comparison_of_heads(ready):
+def test_other_load_on_the_machine_takes_no_time_from_the_comparison_of_heads(ready, monkeypatch):
+    """The comparison has its own clock, of this process alone; here it stands still, however slow the CPU is."""
+    assert inspect.signature(choose).parameters["clock"].default is time.process_time
+    monkeypatch.setattr("edge_agent.personalize.choose", functools.partial(choose, clock=lambda: 0.0))
     _, bundle, encoder, samples = ready
     hours = itertools.count(0, 3600)
     result = personalize(bundle, samples, encoder, FitOptions("auto", local=False, clock=lambda: next(hours)))
