@@ -60,6 +60,8 @@ def last_task(state: Path) -> Task | None:
     """
     from ..bundle import current_manifest
 
+    if not state.is_dir():
+        return None
     noted = read_json(state / LAST_TASK)
     if noted is not None:
         try:

@@ -168,11 +168,11 @@ def _look_at_running_agent(config: AgentConfig) -> Iterator[Step]:
 
     try:
         holder = lock_holder(config.state)
+        if holder is None:
+            return
         status = read_json(config.state / "status.json") or {}
     except (HeadwaterError, OSError) as error:
         yield Step("running agent", is_ok=False, detail=str(error), exit_code=HeadwaterError.exit_code)
-        return
-    if holder is None:
         return
     fault = status.get("fault")
     if status.get("condition") in {"fault", "stalled"} and isinstance(fault, dict):
