@@ -177,6 +177,9 @@ class RunRecord:
     good: str | None = None
     """Digest of the last good state: `coordinator.runs.good_state`."""
 
+    start: str | None = None
+    """Digest of the state that the first round began with: updates are compared with the way from there."""
+
     is_pruned: bool = False
     """Whether its checkpoints and bundles were removed: `coordinator.state.retention`."""
 
@@ -195,7 +198,8 @@ def step(record: RunRecord, entry: Entry) -> RunRecord:
     opened, number, body = record.open_round, entry.round, entry.body
     bases = tuple(body.get("bases", {}).values())
     if entry.kind in {"run_started", "warm_started"}:
-        return replace(record, status="running", checkpoint=entry.digest or record.checkpoint)
+        begun = entry.digest or record.checkpoint
+        return replace(record, status="running", checkpoint=begun, start=begun)
     if entry.kind in FINAL:
         return replace(record, status=FINAL[entry.kind], open_round=None, outcome=body)
     if entry.kind == "run_pruned":
