@@ -162,6 +162,7 @@ class Runs:
         self.loop = self._steps = None
         self._waiting = NO_RUN
         self._storage.resume()
+        self._storage.wrote()  # its end is in the journal
         self._read_at, self._is_pruned = float("-inf"), False
 
 
@@ -237,7 +238,6 @@ class Storage:
         """The run continues, or has ended."""
         if self.stall is not None:
             log.info("run_resumed run=%s after=%s", self.stall.run, self.stall.reason)
-            self.wrote()
         self.stall = None
 
     def wrote(self) -> None:
