@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .app import FOR_MONITORS, too_busy
 
 MOST_CONNECTIONS = 256
-"""Beyond so many, or so many requests under way, pages are refused; probes and monitors are answered all the same."""
+"""Beyond so many, pages are refused; probes and monitors are answered all the same."""
 
 SPARE_CONNECTIONS = 64
 """More that are taken for probes where no other connection makes room; any beyond these are closed."""
@@ -46,7 +46,8 @@ class MakingRoom(H11Protocol):
     async def answer(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request; pages are refused while there is too much to do, probes are not."""
         is_page = scope["path"] not in FOR_MONITORS
-        is_overloaded = len(self.connections) > MOST_CONNECTIONS or len(self.tasks) > MOST_CONNECTIONS
+        # Each connection has one request at a time; those of closed connections are ending and do not count.
+        is_overloaded = len(self.connections) > MOST_CONNECTIONS
         if is_page and is_overloaded:
             await too_busy(scope, receive, send)
             return
