@@ -200,7 +200,9 @@ class RoundConfig(Frozen):
 class AggregationConfig(Frozen):
     """How the updates of a round are combined, and what a single one can do. Bounds need three or more updates."""
 
-    rule: Literal["mean", "clipped", "trimmed_mean", "median", "krum", "multi_krum", "geometric_median"] = Field(
+    rule: Literal[
+        "mean", "clipped", "trimmed_mean", "median", "krum", "multi_krum", "geometric_median", "centered_clipping"
+    ] = Field(
         "mean",
         description="mean: the method's own, of bounded updates; clipped: every change is scaled down to the median "
         "one; the others replace the mean, for methods whose server step is one. median and krum cost accuracy where "
@@ -221,6 +223,21 @@ class AggregationConfig(Frozen):
     max_weight: float | None = Field(
         5.0, ge=1, le=1e6, description="an agent's samples count at most so many times the median of the round"
     )
+    max_share: float | None = Field(
+        3.0,
+        ge=1,
+        le=1e6,
+        description="what an update adds to the sum of a round (its samples times the norm of its change) is at most "
+        "so many times the median, and a third of the sum where that is above 1.5 times the median; for rules mean and "
+        "clipped",
+    )
+    min_cosine: float | None = Field(
+        -0.1,
+        ge=-1,
+        le=0,
+        description="an update loses weight, and from 0.15 below on all of it, whose change of the model has a "
+        "smaller cosine both to the sum of the others' changes and to what the run has changed since its start",
+    )
     max_loss: float | None = Field(
         2.0,
         ge=1,
@@ -229,6 +246,17 @@ class AggregationConfig(Frozen):
         "run and that of guessing, the last good state is restored, and the run continues with rule clipped instead of "
         "mean",
     )
+
+    def without_bounds(self) -> AggregationConfig:
+        """The same without bounds on single updates: nobody sees those, or noise was made for a sum without bounds."""
+        return self.model_copy(update=NO_BOUNDS)
+
+
+NO_BOUNDS: dict[str, None] = {"max_norm": None, "max_weight": None, "max_share": None, "min_cosine": None}
+"""Fields of `AggregationConfig` that switch all bounds on single updates off.
+
+A journal of an earlier version lacks some of them: there was no such bound then.
+"""
 
 
 def _one_or_more(value: object) -> object:
@@ -551,7 +579,7 @@ class CoordinatorConfig(Frozen):
             )
         if self.aggregation.rule != "mean":
             reasons.append(f"aggregation.rule = 'mean', because '{self.aggregation.rule}' looks at single updates")
-        bounds = {"max_norm", "max_weight"} & self.aggregation.model_dump(
+        bounds = {"max_norm", "max_weight", "max_share", "min_cosine"} & self.aggregation.model_dump(
             exclude_defaults=True, exclude_none=True
         ).keys()
         if bounds:

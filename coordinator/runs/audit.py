@@ -20,7 +20,7 @@ from edge_agent.storage import sha256_of
 from edge_agent.wire.messages import OUTSIDE_ROUNDS
 from edge_agent.wire.tensors import decode, pieces
 
-from ..config import AggregationConfig
+from ..config import NO_BOUNDS, AggregationConfig
 from ..state.journal import Entry
 from ..state.store import StateFolder, blobs_needed
 from .aggregation import StoredUpdates
@@ -265,10 +265,13 @@ def _compare_states(
             continue
         updates = {agent: entry for agent, entry in one.accepted.items() if entry.digest in sound}
         bases = {one.bases[one.asked[agent]] for agent in updates if agent in one.asked}
-        if not one.is_masked and {before, *bases} <= sound and len(updates) == len(one.accepted):
+        settings = _settings(one.closed)
+        start = states[0] if settings.min_cosine is not None else None
+        has_states = {before, *bases, *filter(None, (start,))} <= sound
+        if not one.is_masked and has_states and len(updates) == len(one.accepted):
             row = _row(one.closed)
             try:
-                sha = _aggregated(state, method, before or "", updates, one)
+                sha = _aggregated(state, method, before or "", updates, one, settings, start)
             except (HeadwaterError, OSError) as error:
                 if not _removed(state, {before, *bases, *(entry.digest for entry in updates.values())}):
                     audited.is_aggregation = False
@@ -280,13 +283,25 @@ def _compare_states(
         before = one.closed.digest
 
 
-def _aggregated(state: StateFolder, method: Method, before: str, updates: dict[str, Entry], one: _Round) -> str:
-    """Hash of the state that these updates give."""
+def _settings(closed: Entry) -> AggregationConfig:
+    """How the updates of a closed round were aggregated."""
+    journaled = closed.body.get("aggregation", {}).get("settings", {})
+    # Bounds that an earlier version did not have are not in its journal: they were off.
+    return AggregationConfig.model_validate({**NO_BOUNDS, **journaled})
+
+
+def _aggregated(
+    state: StateFolder,
+    method: Method,
+    before: str,
+    updates: dict[str, Entry],
+    one: _Round,
+    settings: AggregationConfig,
+    start: str | None,
+) -> str:
+    """Hash of the state that these updates give; ``start``: digest of the state that the run began with."""
     accepted = {agent: (entry.digest or "", float(entry.body.get("samples", 0))) for agent, entry in updates.items()}
-    body = {} if one.closed is None else one.closed.body
-    without = {"max_norm": None, "max_weight": None}  # rounds of earlier versions
-    settings = AggregationConfig.model_validate(body.get("aggregation", {}).get("settings", without))
-    stored = StoredUpdates(accepted, one.number, dict(one.asked), dict(one.bases))
+    stored = StoredUpdates(accepted, one.number, dict(one.asked), dict(one.bases), start)
     after, _ = stored.aggregate(state.blobs, method, decode(state.blobs.read(before)), settings)
     return sha256_of(*pieces(after))
 

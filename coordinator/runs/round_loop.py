@@ -918,9 +918,10 @@ class RunLoop:
 
     def _updates(self, collection: Collection) -> StoredUpdates:
         accepted = {agent: (one.digest, one.samples) for agent, one in collection.accepted.items()}
+        start = self._journal.replay(self.run.id).start
         if not isinstance(collection, BufferedCollection):
-            return StoredUpdates(accepted, collection.round)
-        return StoredUpdates(accepted, collection.round, dict(collection.asked_in), self._bases)
+            return StoredUpdates(accepted, collection.round, start=start)
+        return StoredUpdates(accepted, collection.round, dict(collection.asked_in), self._bases, start)
 
     @property
     def _rule(self) -> AggregationConfig:
@@ -928,9 +929,9 @@ class RunLoop:
         config = self.run.context.config.aggregation
         privacy = self.run.context.config.privacy
         if privacy.clip is not None:  # noise is made for a sum that no other update bounds
-            return config.model_copy(update={"max_norm": None, "max_weight": None, "max_loss": None})
+            return config.without_bounds().model_copy(update={"max_loss": None})
         if privacy.secure_sum:  # a state can be restored, by the losses that agents send; single updates are not seen
-            return config.model_copy(update={"max_norm": None, "max_weight": None})
+            return config.without_bounds()
         return config.model_copy(update={"rule": "clipped"}) if self._was_restored and config.rule == "mean" else config
 
     def _with_pooled_norm(self, number: int) -> Generator[Waiting, None, Run]:

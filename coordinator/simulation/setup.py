@@ -18,7 +18,7 @@ from edge_agent.task import Task
 from edge_agent.training.precision import time_steps
 from edge_agent.training.weights import read_weights
 
-from ..config import CoordinatorConfig
+from ..config import NO_BOUNDS, CoordinatorConfig
 from ..processes.pipe import SharedBuffer
 from ..runs.request import Request, Weights
 from ..state.journal import RunRecord
@@ -154,7 +154,7 @@ class Prepared:
             "cohort": {"fraction": plan.fraction, "fraction_max": plan.fraction_max},
             "round": {"lease_s": LEASE_S, **closing},
             # The papers' own means; nobody is hostile here.
-            "aggregation": {"max_norm": None, "max_weight": None, "max_loss": None},
+            "aggregation": {**NO_BOUNDS, "max_loss": None},
             "export": {"after_run": False},
             "evaluate_every": plan.evaluate_every,
         }

@@ -164,8 +164,17 @@ class RunRecord:
     good: str | None = None
     """Digest of the last good state: `coordinator.runs.good_state`."""
 
+    start: str | None = None
+    """Digest of the state that the first round began with: updates are compared with the way from there."""
+
     is_pruned: bool = False
     """Whether its checkpoints and bundles were removed: `coordinator.state.retention`."""
+
+    @property
+    def needed_start(self) -> str | None:
+        """`start`, as long as a round may follow whose updates are compared with the way from there."""
+        has_rounds_left = self.round < int(self.request.get("rounds", 0))
+        return self.start if has_rounds_left else None
 
     @property
     def is_over(self) -> bool:
@@ -182,7 +191,8 @@ def step(record: RunRecord, entry: Entry) -> RunRecord:
     opened, number, body = record.open_round, entry.round, entry.body
     bases = tuple(body.get("bases", {}).values())
     if entry.kind in {"run_started", "warm_started"}:
-        return replace(record, status="running", checkpoint=entry.digest or record.checkpoint)
+        begun = entry.digest or record.checkpoint
+        return replace(record, status="running", checkpoint=begun, start=begun)
     if entry.kind in FINAL:
         return replace(record, status=FINAL[entry.kind], open_round=None, outcome=body)
     if entry.kind == "run_pruned":

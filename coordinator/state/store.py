@@ -366,8 +366,9 @@ def prune_blobs(state: StateFolder) -> None:
 def blobs_needed(state: StateFolder, pruned: Sequence[str] = ()) -> set[str]:
     """Digests that runs other than ``pruned`` need: releases, newest checkpoints, retained states and updates.
 
-    The accepted updates of open rounds are among them, the states that agents of buffered rounds started from, and the
-    last good one. Runs that were pruned need none; releases in use stay whichever run they are of.
+    The accepted updates of open rounds are among them, the states that agents of buffered rounds started from, the last
+    good one, and that which an unfinished run began with. Runs that were pruned need none; releases in use stay
+    whichever run they are of.
     """
     journal = state.journal
     gone = {*pruned, *(entry.run for entry in journal.entries(kinds=("run_pruned",)))}
@@ -379,7 +380,7 @@ def blobs_needed(state: StateFolder, pruned: Sequence[str] = ()) -> set[str]:
     needed = {*checkpoints.values()} | release_blobs(journal, gone)
     needed |= {digest for run, digest in kept if run not in gone}
     for record in map(journal.replay, journal.unfinished()):
-        needed |= {*record.bases} if record.good is None else {*record.bases, record.good}
+        needed |= {*record.bases, *filter(None, (record.good, record.needed_start))}
         needed |= {one.digest for one in record.open_round.updates.values()} if record.open_round is not None else set()
     return needed
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 SERVER_ONLY = "server."
 """Arrays of the state with names like this are never sent."""
 
-CLASS_MEANS = "class means"
-"""In `Method.bounded_extras`."""
+CLASS_MEANS, CLASSIFIERS = "class means", "classifiers"
+"""In `Method.bounded_extras`: arrays whose direction is compared with that of the other updates', too."""
 
 
 class Method:

@@ -39,7 +39,7 @@ from ..training.loops import Loss, cross_entropy, features_of, train
 from ..training.parts import Parts, to_arrays
 from . import Client, Method, MethodParams, Update, grades
 from ._simplex import best_weights, combined, gram, pruned, soft_smallest
-from .base import CLASS_MEANS
+from .base import CLASS_MEANS, CLASSIFIERS
 from .families import LARGEST, names_in, objection_to, packed, require_finite, with_rows
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class FedPAC(Method):
     evaluate_after = True
     resumable = True
     source = "Xu, Tong, Huang, ICLR 2023; reproduction report by Ding, 2025"
-    bounded_extras = MappingProxyType({"extra.head.": "classifiers", "extra.centroids": CLASS_MEANS})
+    bounded_extras = MappingProxyType({"extra.head.": CLASSIFIERS, "extra.centroids": CLASS_MEANS})
     own_norm = False  # V, h and class means of one client are compared with those of others on one encoder
     heads = ("fedpac", "lr", "svm", "mlp", "prototype", "knn")
     exactness = grades(

@@ -14,23 +14,20 @@ from federation_duties import TASK
 from paper_methods import fedpac_update
 
 from coordinator.config import AggregationConfig, CoordinatorConfig
-from coordinator.runs.aggregation import (
-    Decisions,
-    aggregate,
+from coordinator.runs.aggregation import Decisions, aggregate, notes, refusal
+from coordinator.runs.bounds import norms_of
+from coordinator.runs.robust import (
     by_coordinate,
     closest,
     distances,
     geometric_median_shares,
     gram,
-    norms_of,
-    notes,
-    refusal,
 )
 from edge_agent import methods
 from edge_agent.methods import Update
 
-RULES = ("mean", "clipped", "trimmed_mean", "median", "krum", "multi_krum", "geometric_median")
-UNBOUNDED = AggregationConfig(max_norm=None, max_weight=None)
+RULES = ("mean", "clipped", "trimmed_mean", "median", "krum", "multi_krum", "geometric_median", "centered_clipping")
+UNBOUNDED = AggregationConfig().without_bounds()
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +57,8 @@ def vector_of(tensors):
 
 
 def round_of(vectors, weights=None, start=None, method="fedavg", **config):
-    """Result of one round as a vector, and the decisions."""
+    """Result of one round as a vector, and the decisions; shares and directions are not bounded unless asked for."""
+    config = {"max_share": None, "min_cosine": None, **config}
     weights = [1.0] * len(vectors) if weights is None else weights
     updates = [update(f"a{i}", v, w) for i, (v, w) in enumerate(zip(vectors, weights, strict=True))]
     state = update("", np.zeros(len(vectors[0])) if start is None else start).tensors
@@ -119,8 +117,9 @@ def test_honest_updates_give_the_bits_of_the_plain_mean(method, count):
     if method not in methods.names():
         pytest.skip("no such method")
     made = methods.create(method, {})
-    vectors, weights = random_vectors(count), np.random.default_rng(1).integers(10, 40, count).astype(float)
-    fresh = update("", np.ones(7)).tensors
+    # Honest changes have something in common: here it is (2, 2, ...), beside which each has its own.
+    vectors, weights = 2 + random_vectors(count) / 4, np.random.default_rng(1).integers(20, 25, count).astype(float)
+    fresh = update("", np.zeros(7)).tensors
     state = made.start(fresh)
     extras = {name: array for name, array in state.items() if name.startswith("extra.")}
     updates = [
@@ -340,7 +339,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))
 blobs = BlobStore(Path(sys.argv[1]))
 digests = [blobs.put(*pieces({"encoder.w": np.full(4, number, np.float32)})) for number in range(120)]
 updates = StoredUpdates({f"a{n:03}": (digest, 10.0) for n, digest in enumerate(digests)}, 1)
-state, settings = {"encoder.w": np.ones(4, np.float32)}, AggregationConfig(rule="median")
+state, settings = {"encoder.w": np.ones(4, np.float32)}, AggregationConfig(rule="median", min_cosine=None)
 after, _ = updates.aggregate(blobs, methods.create("fedavg"), state, settings)
 print(after["encoder.w"].tolist())
 """
@@ -360,7 +359,7 @@ def test_large_tensors_are_looked_at_in_blocks(rule, monkeypatch):
     """The same whatever the size of a block; 1,024 columns at least."""
     vectors = random_vectors(5, 9000)
     whole, _ = round_of(vectors, rule=rule)
-    monkeypatch.setattr("coordinator.runs.aggregation.BLOCK_BYTES", 1)
+    monkeypatch.setattr("coordinator.runs.robust.BLOCK_BYTES", 1)
     parts, _ = round_of(vectors, rule=rule)
     np.testing.assert_allclose(parts, whole, rtol=1e-6)
 

@@ -1,0 +1,271 @@
+"""Rules that take the place of the mean where some of a round's updates may be hostile.
+
+A rule is a class with one method, `Rule.combine`: from the updates of a round to their combination. Rules look at all
+updates at once, and none counts by its samples: a few agents that declare many would else be the majority.
+
+trimmed_mean and median work on each coordinate by itself. krum, multi_krum, geometric_median and centered_clipping
+give a weighted mean of the updates, whose weights follow from the inner products of their changes alone; the model is
+read twice, however many steps a rule takes.
+
+`CenteredClipping` is the one that remembers: its centre, the last combined change, lies in the state of the run as
+``server.centre.*``. So it is part of each checkpoint: a run that is killed and resumed has the same bits, and an audit
+that aggregates a round again starts from the same centre.
+
+Sources: trimmed_mean, median: Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning", ICML 2018.
+krum, multi_krum: Blanchard, El Mhamdi, Guerraoui, Stainer, "Machine Learning with Adversaries", NeurIPS 2017.
+geometric_median: Pillutla, Kakade, Harchaoui, "Robust Aggregation for Federated Learning", IEEE TSP 2022 (smoothed
+Weiszfeld). centered_clipping: Karimireddy, He, Jaggi, "Learning from History for Byzantine Robust Optimization", ICML
+2021; the radius is the median distance here, and momentum is the server's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from edge_agent.methods import Update
+from edge_agent.methods.base import SERVER_ONLY, is_learned, weighted_mean
+from edge_agent.task import State, Tensors
+
+from ..config import AggregationConfig
+
+LEAST_UPDATES = 3
+"""Of fewer updates nobody can tell which is the honest one, unless one is absurd."""
+
+BLOCK_BYTES = 8 << 20
+"""All updates' parts of a tensor that are looked at together, as float64."""
+
+WEISZFELD_STEPS = 16
+SMOOTHING = 1e-6
+"""Least distance in a Weiszfeld step, as a share of the median change."""
+
+CLIPPING_STEPS = 3
+"""Steps of centred clipping; the paper finds that more change nothing."""
+
+CENTRE = f"{SERVER_ONLY}centre."
+"""Arrays of the state with names like this are the centre of centred clipping: the last combined change."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What a rule makes of the updates of a round."""
+
+    tensors: Tensors
+    unused: tuple[str, ...] = ()
+    """Agents whose updates have no part in it."""
+
+    memory: Tensors = field(default_factory=dict)
+    """Arrays that the next round's combination starts from, by their names in the state."""
+
+
+class Rule(Protocol):
+    """A way to combine the updates of a round."""
+
+    def combine(self, updates: Sequence[Update], received: Tensors, state: State) -> Combination:
+        """Combine the updates. ``received``: what their clients started from; ``state``: that of the run."""
+
+
+@dataclass(frozen=True)
+class ByCoordinate:
+    """The median of each coordinate, or its mean without the ``trim`` largest and smallest values."""
+
+    trim: int | None
+
+    def combine(self, updates: Sequence[Update], received: Tensors, state: State) -> Combination:  # noqa: ARG002 - the contract's
+        """Combine the updates coordinate by coordinate."""
+        return Combination(by_coordinate(updates, self.trim))
+
+
+@dataclass(frozen=True)
+class Krum:
+    """The mean of the updates with the nearest neighbours; all but ``attackers`` of them, or one alone."""
+
+    attackers: int
+    only_best: bool
+
+    def combine(self, updates: Sequence[Update], received: Tensors, state: State) -> Combination:  # noqa: ARG002 - the contract's
+        """Combine the chosen updates; the others are unused."""
+        attackers = min(self.attackers, len(updates) - LEAST_UPDATES)
+        count = 1 if self.only_best else len(updates) - attackers
+        chosen = closest(distances(gram(updates, received)), attackers)[:count]
+        return mean_by_shares(updates, [1.0 if index in chosen else 0.0 for index in range(len(updates))])
+
+
+class GeometricMedian:
+    """The point with the least sum of distances to the updates."""
+
+    def combine(self, updates: Sequence[Update], received: Tensors, state: State) -> Combination:  # noqa: ARG002 - the contract's
+        """Combine the updates by the shares that Weiszfeld's steps end with."""
+        return mean_by_shares(updates, geometric_median_shares(gram(updates, received)))
+
+
+class CenteredClipping:
+    """The last combined change, moved by the mean of the changes' differences from it, each at most median length."""
+
+    def combine(self, updates: Sequence[Update], received: Tensors, state: State) -> Combination:
+        """Combine the updates around the centre in the state, and make what results the next centre."""
+        centre = centre_of(state, received)
+        reference = Update(CENTRE, 1.0, {name: received[name] + centre[name] for name in centre})
+        products = gram([*updates, reference], received)
+        *shares, of_centre = centered_clipping_shares(products)
+        weighted = [(share, update.tensors) for share, update in zip(shares, updates, strict=True) if share]
+        mean = weighted_mean(iter(weighted))
+        # The shares and that of the centre add up to 1: what the updates lack of it is the centre's part.
+        tensors = dict(mean)
+        memory: Tensors = {}
+        for name in centre:
+            change = (1.0 - of_centre) * (mean[name].astype(np.float64) - received[name]) + of_centre * centre[name]
+            tensors[name] = (received[name] + change).astype(mean[name].dtype)
+            memory[f"{CENTRE}{name}"] = change.astype(np.float32)
+        unused = tuple(update.client for share, update in zip(shares, updates, strict=True) if not share)
+        return Combination(tensors, unused, memory)
+
+
+def rule_of(config: AggregationConfig) -> Rule:
+    """Make the rule that a configuration names; not a mean of bounded updates, which each method makes itself."""
+    rules: dict[str, Rule] = {
+        "trimmed_mean": ByCoordinate(config.attackers),
+        "median": ByCoordinate(None),
+        "krum": Krum(config.attackers, only_best=True),
+        "multi_krum": Krum(config.attackers, only_best=False),
+        "geometric_median": GeometricMedian(),
+        "centered_clipping": CenteredClipping(),
+    }
+    return rules[config.rule]
+
+
+def mean_by_shares(updates: Sequence[Update], shares: Sequence[float]) -> Combination:
+    """The mean of the updates weighted by ``shares``; those of share 0 are unused."""
+    weighted = ((share, update.tensors) for share, update in zip(shares, updates, strict=True) if share)
+    mean = weighted_mean(weighted)
+    unused = tuple(update.client for share, update in zip(shares, updates, strict=True) if not share)
+    return Combination(mean, unused)
+
+
+def centre_of(state: State, received: Tensors) -> Tensors:
+    """The last combined change of each array of weights; zeros in the first round.
+
+    Running statistics of batch norm have none: a step beyond their mean could make a variance negative.
+    """
+    return {
+        name: state.get(f"{CENTRE}{name}", np.zeros(array.shape, np.float32))
+        for name, array in received.items()
+        if is_learned(name, array)
+    }
+
+
+def centered_clipping_shares(products: np.ndarray) -> list[float]:
+    """Shares (n + 1,) of n updates and of the centre in the mean that centred clipping ends with; they add up to 1.
+
+    ``products`` (n + 1, n + 1) float64: inner products of the changes, the centre last. The radius is the median of the
+    distances from the centre. Shares are rounded to float32, as those of `geometric_median_shares`.
+    """
+    count = len(products) - 1
+    usable = np.isfinite(np.diag(products))
+    finite = np.where(usable[:, None] & usable[None], products, 0.0)
+    shares = np.zeros(count + 1)
+    shares[count] = 1.0
+    radius = 0.0
+    for step in range(CLIPPING_STEPS):
+        toward = finite @ shares
+        squared = np.maximum(shares @ toward - 2 * toward + np.diag(finite), 0.0)[:count]
+        lengths = np.where(usable[:count], np.sqrt(squared), np.inf)
+        if step == 0:
+            radius = float(np.median(lengths))
+        if not np.isfinite(radius):
+            break
+        # An update within the radius moves the centre by its whole difference, another by that of median length.
+        with np.errstate(invalid="ignore", divide="ignore"):
+            factors = np.where(lengths > radius, radius / lengths, 1.0)
+        factors = np.where(usable[:count], factors, 0.0) / count
+        shares *= 1.0 - factors.sum()
+        shares[:count] += factors
+    return [float(share) for share in shares.astype(np.float32)]
+
+
+def by_coordinate(updates: Sequence[Update], trim: int | None) -> Tensors:
+    """Of each coordinate the median over the updates, or their mean without the ``trim`` largest and smallest ones.
+
+    Where that many cannot be spared, it is the median. Integer arrays (counters) take the lower median.
+    """
+    result: Tensors = {}
+    for name in sorted({name for update in updates for name in update.tensors}):
+        arrays = [update.tensors[name] for update in updates if name in update.tensors]
+        out = np.empty(arrays[0].size, arrays[0].dtype)
+        for begin, end in _blocks(out.size, len(arrays)):
+            block = np.stack([array.reshape(-1)[begin:end] for array in arrays])
+            block.sort(axis=0)
+            if block.dtype.kind != "f":
+                out[begin:end] = block[(len(arrays) - 1) // 2]
+            else:
+                cut = (len(arrays) - 1) // 2 if trim is None else min(trim, (len(arrays) - 1) // 2)
+                out[begin:end] = block[cut : len(arrays) - cut].astype(np.float64).mean(axis=0)
+        result[name] = out.reshape(arrays[0].shape)
+    return result
+
+
+def gram(updates: Sequence[Update], received: Tensors) -> np.ndarray:
+    """Inner products (n, n) float64 of the updates' changes; infinite where an update overflows."""
+    result = np.zeros((len(updates), len(updates)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for name in sorted(received):
+            arrays = [update.tensors.get(name, received[name]).reshape(-1) for update in updates]
+            if not all(array.dtype.kind == "f" for array in arrays):
+                continue
+            before = received[name].reshape(-1)
+            for begin, end in _blocks(before.size, len(arrays)):
+                block = np.stack([array[begin:end] for array in arrays]).astype(np.float64)
+                block -= before[begin:end]
+                result += block @ block.T
+    return result
+
+
+def distances(products: np.ndarray) -> np.ndarray:
+    """Squared distances (n, n) by inner products; infinite to an update that is too large for float64."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.diag(products)
+        result = squares[:, None] + squares[None] - 2 * products
+    return np.where(np.isfinite(result), np.maximum(result, 0.0), np.inf)
+
+
+def closest(squares: np.ndarray, attackers: int) -> list[int]:
+    """Indices of the updates by Krum's score, the sum over the n - f - 2 nearest others; ties by index.
+
+    ``squares`` (n, n): squared distances, of which f = ``attackers`` updates are taken to be hostile. Source: Blanchard
+    et al., "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS 2017.
+    """
+    count = len(squares)
+    others = np.where(np.eye(count, dtype=bool), np.inf, squares)
+    others.sort(axis=1)
+    scores = others[:, : max(1, count - attackers - 2)].sum(axis=1)
+    return [int(index) for index in np.argsort(scores, kind="stable")]
+
+
+def geometric_median_shares(products: np.ndarray) -> list[float]:
+    """Shares (n,) of the updates in the mean that is the geometric median of their changes.
+
+    Each iterate of Weiszfeld's steps is a mean of the updates, so that inner products are all that it takes: the model
+    is read twice, however many steps there are. The shares are rounded to float32, so that another order of sums in
+    the inner products (another number of threads) gives the same bits.
+    """
+    squares = np.diag(products)
+    usable = np.isfinite(squares)
+    finite = np.where(usable[:, None] & usable[None], products, 0.0)
+    # The median is 0 where half change nothing; the other half, which may be hostile, does not choose the scale then.
+    least = SMOOTHING * float(np.median(np.sqrt(squares[usable])) or 1.0)
+    shares = np.zeros(len(products))  # the state itself: the first step is the mean of the directions
+    for _ in range(WEISZFELD_STEPS):
+        toward = finite @ shares
+        squared = np.maximum(shares @ toward - 2 * toward + np.diag(finite), 0.0)
+        shares = usable / np.maximum(np.sqrt(squared), max(least, np.finfo(np.float64).tiny))
+        shares /= shares.sum()
+    return [float(share) for share in shares.astype(np.float32)]
+
+
+def _blocks(size: int, count: int) -> Iterator[tuple[int, int]]:
+    step = max(1024, BLOCK_BYTES // (8 * count))
+    for begin in range(0, size, step):
+        yield begin, min(size, begin + step)
