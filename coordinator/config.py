@@ -228,7 +228,8 @@ class AggregationConfig(Frozen):
         ge=1,
         le=1e6,
         description="what an update adds to the sum of a round (its samples times the norm of its change) is at most "
-        "so many times the median, and, where it is above that, a third of the sum; for rules mean and clipped",
+        "so many times the median, and a third of the sum where that is above 1.5 times the median; for rules mean and "
+        "clipped",
     )
     min_cosine: float | None = Field(
         -0.1,
@@ -245,11 +246,6 @@ class AggregationConfig(Frozen):
         "run and that of guessing, the last good state is restored, and the run continues with rule clipped instead of "
         "mean",
     )
-
-    @property
-    def has_bounds(self) -> bool:
-        """Whether single updates are bounded in any way."""
-        return any(getattr(self, name) is not None for name in NO_BOUNDS)
 
     def without_bounds(self) -> AggregationConfig:
         """The same without bounds on single updates: nobody sees those, or noise was made for a sum without bounds."""

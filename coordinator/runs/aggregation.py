@@ -27,7 +27,7 @@ from edge_agent.storage import mapped
 from edge_agent.task import State
 from edge_agent.wire.tensors import decode
 
-from ..config import AggregationConfig, CoordinatorConfig
+from ..config import NO_BOUNDS, AggregationConfig, CoordinatorConfig
 from ..state.store import BlobStore
 from .bounds import find_bounds
 from .buffered import rebased
@@ -97,7 +97,9 @@ def notes(body: Mapping[str, Any]) -> dict[str, str]:
     for agent, (declared, counted) in body.get("capped", {}).items():
         result.setdefault(agent, []).append(f"capped ({declared:g} samples count as {counted:g})")
     for agent in body.get("unused", ()):
-        result.setdefault(agent, []).append(f"not used by rule {body.get('settings', {}).get('rule', '')}".rstrip())
+        rule = body.get("settings", {}).get("rule", "")
+        # By a mean all updates are used, but for those that point against the others.
+        result.setdefault(agent, []).append("not used" if rule in _BOUNDED else f"not used by rule {rule}".rstrip())
     for agent, why in body.get("suspects", {}).items():
         result.setdefault(agent, []).append(f"suspect: {why}")
     return {agent: ", ".join(texts) for agent, texts in sorted(result.items())}
@@ -122,8 +124,9 @@ def aggregate(
     Raises:
         TrainingFailed: no update with a positive weight; more updates than files that may be open, for a robust rule.
     """
-    rule = rule_of(config)
-    if config.rule == "mean" and not config.has_bounds:
+    rule = None if config.rule in _BOUNDED else rule_of(config)
+    has_bounds = any(getattr(config, name) is not None for name in NO_BOUNDS)
+    if config.rule == "mean" and not has_bounds:
         return method.aggregate(state, updates()), Decisions()
     received = method.broadcast(state)
     bounds = find_bounds(method, received, updates, config, start)
@@ -132,8 +135,8 @@ def aggregate(
         clipped = {agent: min(by_group.values()) for agent, by_group in sorted(bounds.factors.items())}
         decisions = Decisions(clipped, bounds.caps, bounds.opposed, bounds.suspects)
         return method.aggregate(state, bounded), decisions
+    _allow_open(bounds.count)
     used = [update for update in updates() if update.client not in bounds.opposed]
-    _allow_open(len(used))
     combination = rule.combine(used, received, state)
     after = method.aggregate(state, [Update(config.rule, 1.0, combination.tensors)])
     unused = tuple(sorted({*bounds.opposed, *combination.unused}))

@@ -8,9 +8,9 @@ else the method has bounded (`Method.bounded_extras`). In a round of three or mo
 2. a sample count of more than ``max_weight`` times the median counts as that much;
 3. an update that points against the others and the way of the run (`directions`) loses weight, or all of it;
 4. what an update adds to the sum, its samples times the norm of its change, is at most ``max_share`` times the median;
-   where it is above the median, at most a third of the sum; the median where its direction is towards neither the
-   others nor the way of the run; and a quarter of the median for an outlier that points against the others as hardly
-   any other does. Its weight is lowered to that, which bounds all of its tensors together.
+   where it is above 1.5 times the median, at most a third of the sum; the median where its direction is towards
+   neither the others nor the way of the run; and a quarter of the median for an outlier that points against the
+   others as hardly any other does. Its weight is lowered to that, which bounds all of its tensors together.
 
 The first two bounds alone would multiply: five times the change for five times the samples is 25 votes.
 
@@ -48,8 +48,11 @@ STATISTICS_SPREAD = 4.0
 Their bound is looser, except for an agent whose weights are beyond theirs.
 """
 
-MOST_OF_SUM = 1 / 3
-"""Share of a round's sum that one update has at most, if it is above the median: of four, as much as 1.5 others."""
+MOST_OF_SUM, LEAST_BOUND = 1 / 3, 1.5
+"""Share of a round's sum that one update has at most, but for one of up to so many medians.
+
+Of four that are alike both are the same. Of three, each has a third of the sum, and honest ones differ a little.
+"""
 
 OUTLIER_SHARE = 0.25
 """What an outlier (`directions.outliers`) adds to the sum at most, in medians of the round."""
@@ -74,8 +77,13 @@ class Bounds:
     suspects: dict[str, str] = field(default_factory=dict)
     """Agent -> why its update is suspect."""
 
-    is_small_round: bool = False
-    """Whether there are too few updates to tell which are honest."""
+    count: int = 0
+    """How many updates the round has."""
+
+    @property
+    def is_small_round(self) -> bool:
+        """Whether there are too few updates to tell which are honest."""
+        return self.count < LEAST_UPDATES
 
     def apply(self, updates: Iterable[Update], received: Tensors, extras: Mapping[str, str]) -> Iterator[Update]:
         """Yield the updates within the bounds, without those that are opposed."""
@@ -109,7 +117,7 @@ def find_bounds(
             if declared > SUSPECT * bound:
                 suspects[agent] = f"declared {declared:g} samples, {_times(declared, bound)} the bound of the round"
     if len(measured) < LEAST_UPDATES:
-        return Bounds(factors, caps, (), suspects, is_small_round=True)
+        return Bounds(factors, caps, (), suspects, len(measured))
     directions: dict[str, dict[str, Direction]] = {}
     if config.min_cosine is not None:
         directions = Comparison(received, extras, _norms_by_group(measured), start).directions(updates)
@@ -121,7 +129,7 @@ def find_bounds(
     if config.max_share is not None:
         shares = _Shares(method, measured, factors, caps)
         caps |= shares.caps(config.max_share, trusts, opposed, directions.get(WEIGHTS, {}))
-    return Bounds(factors, caps, opposed, suspects)
+    return Bounds(factors, caps, opposed, suspects, len(measured))
 
 
 def _trusts(
@@ -135,8 +143,8 @@ def _trusts(
             if limit is None or direction.decisive >= limit:
                 continue
             trusts[agent] = min(trusts.get(agent, 1.0), direction.trust(limit))
-            what = "its change of the model" if group == WEIGHTS else f"its {group}"
-            suspects.setdefault(agent, f"{what} points against those of the others: {_cosines(direction)}")
+            what = "its change of the model points" if group == WEIGHTS else f"its {group} point"
+            suspects.setdefault(agent, f"{what} against those of the others: {_cosines(direction)}")
     return trusts
 
 
@@ -194,7 +202,7 @@ class _Shares:
         for agent in sorted(bounded):
             others = sum(bounded.values()) - bounded[agent]
             in_sum = others * MOST_OF_SUM / (1 - MOST_OF_SUM)
-            bounded[agent] = min(bounded[agent], max(middle, in_sum))
+            bounded[agent] = min(bounded[agent], max(LEAST_BOUND * middle, in_sum))
         # Step 3: as weights. What rounding alone has changed stays as it is.
         caps: dict[str, tuple[float, float]] = {}
         for agent, bound in bounded.items():

@@ -124,8 +124,8 @@ class CenteredClipping:
         return Combination(tensors, unused, memory)
 
 
-def rule_of(config: AggregationConfig) -> Rule | None:
-    """The rule that a configuration names; None for a mean of bounded updates, which each method makes itself."""
+def rule_of(config: AggregationConfig) -> Rule:
+    """Make the rule that a configuration names; not a mean of bounded updates, which each method makes itself."""
     rules: dict[str, Rule] = {
         "trimmed_mean": ByCoordinate(config.attackers),
         "median": ByCoordinate(None),
@@ -134,7 +134,7 @@ def rule_of(config: AggregationConfig) -> Rule | None:
         "geometric_median": GeometricMedian(),
         "centered_clipping": CenteredClipping(),
     }
-    return rules.get(config.rule)
+    return rules[config.rule]
 
 
 def mean_by_shares(updates: Sequence[Update], shares: Sequence[float]) -> Combination:

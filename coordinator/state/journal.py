@@ -184,6 +184,12 @@ class RunRecord:
     """Whether its checkpoints and bundles were removed: `coordinator.state.retention`."""
 
     @property
+    def needed_start(self) -> str | None:
+        """`start`, as long as a round may follow whose updates are compared with the way from there."""
+        has_rounds_left = self.round < int(self.request.get("rounds", 0))
+        return self.start if has_rounds_left else None
+
+    @property
     def is_over(self) -> bool:
         """Whether the run has ended."""
         return self.status in FINAL.values()

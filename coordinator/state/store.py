@@ -382,7 +382,7 @@ def blobs_needed(state: StateFolder, pruned: Sequence[str] = ()) -> set[str]:
     needed = {*checkpoints.values()} | release_blobs(journal, gone)
     needed |= {digest for run, digest in kept if run not in gone}
     for record in map(journal.replay, journal.unfinished()):
-        needed |= {*record.bases, *filter(None, (record.good, record.start))}
+        needed |= {*record.bases, *filter(None, (record.good, record.needed_start))}
         needed |= {one.digest for one in record.open_round.updates.values()} if record.open_round is not None else set()
     return needed
 

@@ -285,6 +285,7 @@ def exchange_class_means(scene: Scene, index: int) -> Update:
         return own_change_times(-1.0, 4.9)(scene, index)
     exchanged = {
         "extra.centroids": np.float32(4.9) * np.roll(update.tensors["extra.centroids"], 1, axis=0),
+        "extra.weighted_means": np.roll(update.tensors["extra.weighted_means"], 1, axis=0),
         "extra.counts": 5 * np.roll(update.tensors["extra.counts"], 1),
     }
     return replace(update, tensors={**update.tensors, **exchanged}, weight=4.9 * update.weight)
@@ -770,7 +771,7 @@ def table(results: dict[str, dict[str, Any]], seeds: int) -> str:
 
         absent = values("absent", "no bounds", "accuracy")
         lines += [f"### {part.title}", ""]
-        lines += [f"Honest clients alone: {100 * fmean(absent):.1f} % ({len(found)} seeds).", ""]
+        lines += [f"Honest clients alone: {100 * fmean(absent):.1f} % (seeds: {len(found)}).", ""]
         lines += [f"| attack | {' | '.join(part.rules)} |", f"|---|{'---|' * len(part.rules)}"]
         for name in ("none", *part.attacks):
             texts = []

@@ -118,7 +118,7 @@ def test_honest_updates_give_the_bits_of_the_plain_mean(method, count):
         pytest.skip("no such method")
     made = methods.create(method, {})
     # Honest changes have something in common: here it is (2, 2, ...), beside which each has its own.
-    vectors, weights = 2 + random_vectors(count), np.random.default_rng(1).integers(10, 40, count).astype(float)
+    vectors, weights = 2 + random_vectors(count) / 4, np.random.default_rng(1).integers(20, 25, count).astype(float)
     fresh = update("", np.zeros(7)).tensors
     state = made.start(fresh)
     extras = {name: array for name, array in state.items() if name.startswith("extra.")}

@@ -62,11 +62,11 @@ def filled(value):
 
 
 @contextlib.contextmanager
-def besieged(folder, tasks, *, hostile=(MALLORY,), size=6, aggregation=None):
+def besieged(folder, tasks, *, hostile=(MALLORY,), size=6, aggregation=None, honest=HONEST):
     """A federation of honest agents and hostile ones, in rounds of ``size``; each training takes a second."""
     options = {"cohort": {"min_agents": 3, "max_agents": size}, "round": ROUND, "aggregation": aggregation}
     with Federation(folder, agents=(), tasks=tasks, **options) as fed:
-        for name in (*HONEST, *hostile):
+        for name in (*honest, *hostile):
             fed.add(name, seconds=1.0)
         fed.settle()
         yield fed
@@ -107,8 +107,6 @@ ATTACKS = {
     "a hundred times": (scaled(100), 0, "clipped (x 0.01)"),
     "a lie about samples": (scaled(-1), 1_000_000_000, "capped (1e+09 samples count as 50)"),
 }
-BOUNDED = {"1e30": 1.0, "minus ten times": 4 / 6, "a hundred times": 1.0, "a lie about samples": 0.0}
-"""How far a round with mallory moves the model: (5 + 1) / 6, (5 - 1) / 6, and (5 * 10 - 50) / 100."""
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -116,10 +114,9 @@ def test_row_25_a_huge_update_or_a_lie_about_samples_is_bounded_reported_and_lef
     poisoned, lie, note = ATTACKS[attack]
     with besieged(tmp_path, duties(poisoned, lie)) as fed:
         metrics = run(fed)
-        suspicious = attack != "minus ten times"  # ten times the median is not beyond ten times the median
         with_mallory = [MALLORY in cohort for cohort in cohorts(fed)]
-        assert with_mallory == ([True, True, True, False, True, False] if suspicious else [True] * 6)
-        assert np.allclose(progress(fed), sum(BOUNDED[attack] if there else 1.0 for there in with_mallory))
+        assert with_mallory == [True, True, True, False, True, False]
+        assert np.allclose(progress(fed), 6), "scaled down to the others' change, or left out of the round"
         bounded = [line["bounded"] for line in metrics]
         assert all(
             set(one) == ({MALLORY} if there else set()) for one, there in zip(bounded, with_mallory, strict=True)
@@ -133,6 +130,49 @@ def test_row_25_a_huge_update_or_a_lie_about_samples_is_bounded_reported_and_lef
         assert audit(fed.state, fed.run).breaks == []
 
 
+BELOW_THE_BOUNDS = {
+    "4.9 times back, for 4.9 times the samples": (scaled(-4.9), 49),
+    "back by its own change, for 4.9 times the samples": (scaled(-1), 49),
+    "back by its own change": (scaled(-1), 0),
+    "back by a tenth of its change": (scaled(-0.1), 0),
+}
+
+
+@pytest.mark.parametrize("attack", BELOW_THE_BOUNDS)
+def test_one_of_four_below_each_bound_of_size_is_left_out_named_and_changes_nothing(tmp_path, attack):
+    """Without a bound on the product, the first one moved the model by (3 * 10 - 4.9 * 49) / 79 = -2.7 each round."""
+    poisoned, lie = BELOW_THE_BOUNDS[attack]
+    with besieged(tmp_path, duties(poisoned, lie), size=4, honest=HONEST[:3]) as fed:
+        fed.request(rounds=5, keep_updates=True)
+        fed.until(lambda: closed(fed))
+        notes = {one["id"]: one["notes"] for one in fed.coordinator.status()["agents"]}
+        assert "points against those of the others: cosine -1.00" in notes[MALLORY][0]
+        fed.finish()
+        assert np.allclose(progress(fed), 5), "each round moves the model by the 1 of the honest agents"
+        assert [MALLORY in cohort for cohort in cohorts(fed)] == [True, True, True, False, True]
+        suspects = [set(entry.body["aggregation"].get("suspects", ())) for entry in closed(fed)]
+        assert suspects == [{MALLORY}, {MALLORY}, {MALLORY}, set(), {MALLORY}]
+        assert audit(fed.state, fed.run).breaks == []
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_centered_clipping_gives_the_same_bits_after_a_kill_and_in_an_audit(tmp_path, is_killed):
+    """The centre lies in the checkpoint: the change of 1 of round 1 is what round 2 clips around."""
+    with besieged(tmp_path, duties(scaled(-0.5)), aggregation={"rule": "centered_clipping"}) as fed:
+        fed.request(rounds=3, keep_updates=True)
+        if is_killed:
+            fed.until(lambda: closed(fed))
+            fed.kill_coordinator()
+            fed.start_coordinator()
+        fed.finish()
+        assert fed.record.status == "finished"
+        moved = {name: array for name, array in fed.final.items() if not name.startswith("server.")}
+        before = decode(fed.state.blobs.read(fed.entries("run_started")[0].digest))
+        assert all(np.allclose(array - before[name], 3) for name, array in moved.items())
+        assert all(np.allclose(a, 1) for name, a in fed.final.items() if name.startswith("server.centre."))
+        assert audit(fed.state, fed.run).breaks == []
+
+
 class Enrolled:
     """What the coordinator asks of an enrolment: each agent is let in, and may declare 10 samples."""
 
@@ -142,11 +182,11 @@ class Enrolled:
 
 
 def test_row_43_declared_samples_are_bounded_by_what_the_enrolment_allows(tmp_path, caplog):
-    """Mallory pulls back with 1e9 samples and counts as much as each of the five others: (5 - 1) / 6."""
-    with besieged(tmp_path, duties(scaled(-1), 1_000_000_000)) as fed:
+    """Mallory adds nothing but its 1e9 samples, which count as much as those of each of the five others."""
+    with besieged(tmp_path, duties(scaled(0), 1_000_000_000)) as fed:
         fed.coordinator.identity = Enrolled()
         metrics = run(fed)
-        assert np.allclose(progress(fed), 6 * 4 / 6)
+        assert np.allclose(progress(fed), 6 * 5 / 6)
         assert [line.get("bounded", {}) for line in metrics] == [{}] * 6
     assert "samples_limited agent=mallory declared=1000000000 counted=10" in caplog.text
 
@@ -216,13 +256,13 @@ def test_row_26_tensors_that_nobody_asked_for_are_refused_by_name(tmp_path, what
 
 
 def test_row_43_many_ids_of_one_owner_get_no_more_than_bounded_weight_and_are_left_out(tmp_path):
-    """Two of seven lie alike: until they are left out they count 50 samples each, the five honest ones 10."""
+    """Two of seven lie alike and pull back: none of it is in the model, and after three rounds they are left out."""
     hostile = (MALLORY, f"{MALLORY}-2")
     with besieged(tmp_path, duties(scaled(-1), 1_000_000), hostile=hostile, size=7) as fed:
         metrics = run(fed, rounds=4)
         assert [sorted(line["bounded"]) for line in metrics] == [sorted(hostile)] * 3 + [[]]
         assert cohorts(fed)[3] == set(HONEST)
-        assert np.allclose(progress(fed), 3 * (5 * 10 - 2 * 50) / 150 + 1, atol=1e-5)
+        assert np.allclose(progress(fed), 4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum", "multi_krum", "geometric_median"])

@@ -70,7 +70,7 @@ def test_one_update_of_four_that_points_back_is_left_out_whatever_its_size(facto
 def test_cosines_are_those_of_the_sum_of_the_others_and_of_the_way():
     """The way is (0, 3). a and b have length 1, c is shortened from 10 to the median 1.
 
-    To the others: a (1, 0) with (0, 1) + (1, 0): 1 / sqrt 2; b (0, 1) with (2, 0): 0; c (10, 0) with (1, 1): 1 / sqrt 2.
+    To the others: a (1, 0) with (0, 1) + (1, 0) has 1 / sqrt 2, b (0, 1) with (2, 0) has 0, c as a.
     """
     received = {"encoder.w": np.array([0, 3], np.float32)}
     updates = [sent("a", [1, 0], 1, received), sent("b", [0, 1], 9, received), sent("c", [10, 0], 1, received)]
@@ -130,7 +130,7 @@ def test_a_classifier_of_fedpac_that_answers_the_contrary_is_left_out():
     method, state = methods.create("fedpac", {}), {"encoder.w": np.float32([0.5])}
     after, decisions = aggregate(method, state, lambda: [*honest, liar], AggregationConfig(), state)
     assert decisions.unused == ("d",)
-    assert decisions.suspects["d"] == "its classifiers points against those of the others: cosine -1.00"
+    assert decisions.suspects["d"] == "its classifiers point against those of the others: cosine -1.00"
     np.testing.assert_allclose(after["clients.head.weight"], [square] * 3, atol=1e-6)
 
 
@@ -146,7 +146,7 @@ def test_centered_clipping_by_hand():
 
 
 def test_the_centre_of_centered_clipping_lies_in_the_state_and_begins_the_next_round():
-    """Round 1 moves by the 65 / 27 of the test before, which is the centre of round 2; all of that one send it again."""
+    """Round 1 moves by the 65 / 27 of the test before, the centre of round 2, in which all send just that."""
     updates = [sent("a", [1, 0]), sent("b", [2, 0]), sent("c", [9, 0])]
     config = AggregationConfig(rule="centered_clipping")
     first, _ = aggregate(FEDAVG, START, lambda: updates, config, START)
@@ -162,7 +162,7 @@ def test_the_centre_of_centered_clipping_lies_in_the_state_and_begins_the_next_r
 def test_a_colluding_minority_does_not_turn_centered_clipping_round():
     """Six of twenty send minus half the honest mean, as one (inner product attack)."""
     rng = np.random.default_rng(0)
-    honest = [sent(f"a{number:02}", [1, 0] + 0.5 * rng.normal(size=2)) for number in range(14)]
+    honest = [sent(f"a{number:02}", [1, 0] + 0.25 * rng.normal(size=2)) for number in range(14)]
     hostile = [sent(f"b{number}", [-0.5, 0]) for number in range(6)]
     result, decisions = result_of([*honest, *hostile], rule="centered_clipping")
     assert result[0] > 0.7
