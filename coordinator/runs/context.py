@@ -22,13 +22,13 @@ from ..state.store import StateFolder
 from .request import Request
 
 REPORT_DEADLINE_S = 120.0
+"""How long the end of a run waits for the agents' metrics."""
+
 FEW_AGENTS = 256
-"""Agents whose answers are pending that are all looked at each time."""
+"""Up to this number of agents without an answer, all of them are looked at in each step."""
 
 LOOK_AGAIN_S = 0.5
-"""Time between two looks at more of them: an agent that has gone is noticed so much later."""
-
-"""How long the end of a run waits for the agents' metrics."""
+"""Time between two looks at more than `FEW_AGENTS`: an agent that goes offline is noticed so much later."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Waiting:
     about: str = ""
     """Waits with the same subject get one line in the log; empty: each new text is a new wait."""
     is_idle: bool = False
-    """Nothing is to be done: it waits for a person."""
+    """Whether nothing is to be done until a person starts something."""
 
 
 Steps = Iterator[Waiting]
@@ -156,8 +156,8 @@ class Reports:
         pending: tuple[str, ...] = ()
         looked_at = float("-inf")
         while roster.heard_s() < until:
-            # Who is still there changes slowly, and there may be ten thousand to look at: few of them, or all that
-            # have not answered, are looked at each time; many now and then.
+            # Whether agents are online changes slowly, and ten thousand may be pending: few of them are looked at in
+            # each step, many only every LOOK_AGAIN_S seconds.
             now = self._context.clock()
             if len(self._unanswered) <= FEW_AGENTS or now - looked_at >= LOOK_AGAIN_S:
                 looked_at = now

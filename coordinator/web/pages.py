@@ -26,7 +26,7 @@ from ..fleet.release_commands import described, stage_text, standing, waits_for
 from ..runs.result_notes import SHOWN_CLIENTS, spent
 from ..runs.timeline import Event
 from ..state.fleet_rows import AgentRow
-from ..state.history import SCOPES, line_of
+from ..state.history import SCOPES, describe_entry
 from ..state.journal import Entry
 from ..state.noise import Compared, classify_mean_gain
 from ..state.releases import Book, Release
@@ -113,7 +113,7 @@ def _agent_page(
     request: Request, view: FolderView, row: AgentRow, entries: Sequence[Entry], more: int | None
 ) -> Response:
     name = row.id
-    lines = [line for line in (line_of(entry, view.book) for entry in entries) if line is not None]
+    lines = [line for line in (describe_entry(entry, view.book) for entry in entries) if line is not None]
     results = [(as_text(line["at"]), acc) for kind, line in lines if (acc := _running_acc_of(kind, line))]
     runs = [run for run in reversed(list(view.runs)[-20:]) if run in view.begun_runs()]
     by_round, in_run = list[tuple[int, float | None, float | None]](), ""
