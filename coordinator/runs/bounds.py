@@ -121,31 +121,42 @@ def find_bounds(
     directions: dict[str, dict[str, Direction]] = {}
     if config.min_cosine is not None:
         directions = Comparison(received, extras, _norms_by_group(measured), start).directions(updates)
-    trusts = _trusts(directions, config, suspects)
+    trusts = _trusts(directions, config)
     opposed = tuple(sorted(agent for agent, trust in trusts.items() if trust == 0))
-    # Where half of the updates point against the rest, nobody can tell which half is right.
     if 2 * len(opposed) >= len(measured):
+        # Half of the updates point against the rest, and nobody can tell which half is right: no direction counts.
+        directions = {}
+        trusts = {}
         opposed = ()
+    for agent, reason in _against(directions, config).items():
+        suspects.setdefault(agent, reason)
     if config.max_share is not None:
         shares = _Shares(method, measured, factors, caps)
         caps |= shares.caps(config.max_share, trusts, opposed, directions.get(WEIGHTS, {}))
     return Bounds(factors, caps, opposed, suspects, len(measured))
 
 
-def _trusts(
-    directions: Mapping[str, Mapping[str, Direction]], config: AggregationConfig, suspects: dict[str, str]
-) -> dict[str, float]:
-    """Agent -> share of its weight that its directions leave it, of those below the limit; notes them as suspect."""
+def _trusts(directions: Mapping[str, Mapping[str, Direction]], config: AggregationConfig) -> dict[str, float]:
+    """Agent -> share of its weight that its directions leave it, of those below the limit."""
     trusts: dict[str, float] = {}
     limit = config.min_cosine
-    for group, by_agent in directions.items():
+    for by_agent in directions.values():
         for agent, direction in by_agent.items():
-            if limit is None or direction.decisive >= limit:
-                continue
-            trusts[agent] = min(trusts.get(agent, 1.0), direction.trust(limit))
-            what = "its change of the model points" if group == WEIGHTS else f"its {group} point"
-            suspects.setdefault(agent, f"{what} against those of the others: {_cosines(direction)}")
+            if limit is not None and direction.decisive < limit:
+                trusts[agent] = min(trusts.get(agent, 1.0), direction.trust(limit))
     return trusts
+
+
+def _against(directions: Mapping[str, Mapping[str, Direction]], config: AggregationConfig) -> dict[str, str]:
+    """Agent -> which of its tensors point against those of the others, of those below the limit."""
+    reasons: dict[str, str] = {}
+    limit = config.min_cosine
+    for group, by_agent in directions.items():
+        what = "its change of the model points" if group == WEIGHTS else f"its {group} point"
+        for agent, direction in by_agent.items():
+            if limit is not None and direction.decisive < limit:
+                reasons.setdefault(agent, f"{what} against those of the others: {_cosines(direction)}")
+    return reasons
 
 
 def _cosines(direction: Direction) -> str:

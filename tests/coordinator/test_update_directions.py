@@ -117,9 +117,20 @@ def test_where_most_point_against_each_other_nobody_is_an_outlier():
     assert outliers({"a": Direction(-0.8, 0.0), "b": Direction(0.2, 0.0), "c": Direction(0.1, 0.0)}) == {"a"}
 
 
-def test_where_half_point_against_the_rest_nobody_is_left_out():
-    updates = [sent("a", [1, 0]), sent("b", [1, 0]), sent("c", [-1, 0]), sent("d", [-1, 0])]
-    assert bounds_of(updates).opposed == ()
+OPPOSED_HALVES = {
+    "two against two": ([1, 0], [1, 0], [-1, 0], [-1, 0]),
+    "all against the others": ([1, 0], [-0.5, 0.866], [-0.5, -0.866]),
+}
+
+
+@pytest.mark.parametrize("changes", OPPOSED_HALVES.values(), ids=OPPOSED_HALVES)
+def test_where_half_point_against_the_rest_the_round_is_the_plain_mean_and_nobody_is_suspect(changes):
+    """Nobody can tell who is right. With a weight of 0 for each, the round had no update and the run failed."""
+    updates = [sent(f"a{number}", change) for number, change in enumerate(changes)]
+    result, decisions = result_of(updates)
+    np.testing.assert_allclose(result, np.mean(changes, axis=0), atol=1e-6)
+    assert not decisions.suspects
+    assert not decisions.unused
 
 
 def test_a_classifier_of_fedpac_that_answers_the_contrary_is_left_out():
