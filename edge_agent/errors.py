@@ -34,6 +34,7 @@ HeadwaterError                  exit 1   something failed
 ├── ChildFailed              exit 1   a process that was started for some work has ended without its result
 ├── ExportRejected              exit 1   an export did not pass its gates; the previous bundle stays
 ├── StateError                  exit 1   files kept on disk are damaged or belong to another user or program
+├── StartStopped                exit 1   stopped before it was known whether another coordinator serves
 └── BrokerAway                  exit 75  the broker cannot be reached now; trying again later may help
 
 A message has three parts: what was found (with the value), what was expected, what to do next.
@@ -238,6 +239,10 @@ class ExportRejected(HeadwaterError):
 
 class StateError(HeadwaterError):
     """Files kept on disk are damaged or belong to another user or program."""
+
+
+class StartStopped(HeadwaterError):
+    """The program was asked to stop before it was known whether another coordinator serves, and started nothing."""
 
 
 class BrokerAway(HeadwaterError):

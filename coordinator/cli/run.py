@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from edge_agent.errors import UsageError
+from edge_agent.errors import StartStopped, UsageError
 from edge_agent.registry import PinnedFile, is_reference
 from edge_agent.worker import stop_on_signals
 
@@ -179,7 +179,12 @@ def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocat
             _note_other_settings(settings)
             folder = stack.enter_context(StateFolder(settings.state).look())
         else:  # this process is the coordinator, for this run
-            service = stack.enter_context(coordinator(settings, stop, InlineCompute()))  # the request has loaded torch
+            compute = InlineCompute()  # the request has loaded torch
+            try:
+                service = stack.enter_context(coordinator(settings, stop, compute))
+            except StartStopped:
+                console.print("stopped; nothing was started")
+                raise typer.Exit(INTERRUPTED) from None
             folder, step = service.state, lambda: service.step(service.idle_s())
         if stop.is_set():
             raise typer.Exit(INTERRUPTED)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from edge_agent.errors import UsageError
+from edge_agent.errors import StartStopped, UsageError
 from edge_agent.worker import in_child, stop_on_signals
 
 from ..config import DEFAULT_CONFIG, load_config
@@ -108,7 +108,11 @@ def serve(
                 # A copy is usually given by --state: then the configuration names the former folder.
                 former_states=() if state is None else (load_config(config).state,),
             )
-            service = stack.enter_context(app.coordinator(settings, stop, decisions=decisions))
+            try:
+                service = stack.enter_context(app.coordinator(settings, stop, decisions=decisions))
+            except StartStopped:
+                console.print("stopped; nothing was started")
+                raise typer.Exit(INTERRUPTED if stop.signal == signal.SIGINT else 0) from None
         if service is None:
             console.print("stopped; nothing was taken over")
             raise typer.Exit(INTERRUPTED if stop.signal == signal.SIGINT else 0)

@@ -113,6 +113,7 @@ def coordinator(
     Raises:
         StateError: another process works in the state folder, or it is damaged.
         DuplicateCoordinator: another coordinator serves the federation.
+        StartStopped: ``stop`` was set before it was known whether one does; nothing was started.
         UsageError: the state folder is a backup, and nobody has confirmed whom its certificates let in.
         BrokerAway: the broker does not answer and ``broker.wait`` is false.
     """

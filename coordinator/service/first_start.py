@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edge_agent.errors import DuplicateCoordinator, HeadwaterError, UsageError
+from edge_agent.errors import DuplicateCoordinator, HeadwaterError, StartStopped, UsageError
 from edge_agent.moments import shown
 from edge_agent.wire.messages import Present
 from edge_agent.wire.mqtt import MqttTransport
@@ -61,12 +61,13 @@ def prepare_start(
         config: The coordinator's configuration.
         state: Its state folder, opened and locked.
         decisions: What the operator has decided.
-        stop: Ends waiting for a broker that is away.
+        stop: Ends waiting for a broker that is away, and for answers.
 
     Returns:
         What is known of the coordinator to replace; None where none is replaced.
 
     Raises:
+        StartStopped: ``stop`` was set before it was known who serves.
         DuplicateCoordinator: another coordinator answers, and is not to be replaced.
         UsageError: nobody has confirmed whom the backup lets in.
         StateError: the backup is damaged.
@@ -77,6 +78,9 @@ def prepare_start(
     if backup is not None:
         log.warning("starts_from_backup folder=%s %s", state.path, _described(backup))
     other = _who_serves(config, state, stop)
+    if other is None and stop is not None and stop.is_set():
+        # The question was not asked to its end, so nobody's silence is known, and no start may be written.
+        raise StartStopped(f"{state.path} is not started: stopped before it was known whether a coordinator serves")
     if other is not None:
         _check_other(config, state, backup, other, decisions)
     if backup is not None and config.identity is not None:
@@ -189,7 +193,7 @@ def _check_identities(
     if not decisions.accepts_identities:
         way_out = (
             "Nobody is let in until this is confirmed, and nothing was changed. 'headwater serve --accept-identities' "
-            f"confirms it; with the same --config and --state {state}, 'headwater agents list' shows all, and "
+            f"confirms it; with the same --config and --state {state}, 'headwater agents certificates' shows all, and "
             "'headwater agents revoke NAME' shuts one out before; --revocations PATH reads a former state folder, or "
             "its broker's list of revoked certificates (identity/crl.pem)."
         )

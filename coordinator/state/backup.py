@@ -195,7 +195,7 @@ def _pin(state: StateFolder, pinned: StateFolder) -> None:
         with pinned.look():
             pinned.journal.verify()
             snapshot = pinned.journal.last_id()
-            needed = blobs_needed(pinned)
+            needed = blobs_needed(pinned, blobs=state.blobs)
             over = [entry.run for entry in pinned.journal.entries(kinds=tuple(FINAL)) if entry.run is not None]
         missing = [sha for sha in sorted(needed) if not _linked(state.blobs.path(sha), pinned.blobs.path(sha))]
         for folder in ("hosted", IDENTITY):

@@ -365,14 +365,20 @@ def prune_blobs(state: StateFolder) -> None:
     state.blobs.remove(unneeded)
 
 
-def blobs_needed(state: StateFolder, pruned: Sequence[str] = ()) -> set[str]:
+def blobs_needed(state: StateFolder, pruned: Sequence[str] = (), blobs: BlobStore | None = None) -> set[str]:
     """Digests that runs other than ``pruned`` need: releases, newest checkpoints, retained states and updates.
 
     The accepted updates of open rounds are among them, the states that agents of buffered rounds started from, the last
-    good one, and that which an unfinished run began with. Runs that were pruned need none; releases in use stay
-    whichever run they are of.
+    good one, and that which an unfinished run began with, where it is there: earlier versions did not keep it, and
+    updates are combined without it. Runs that were pruned need none; releases in use stay whichever run they are of.
+
+    Args:
+        state: The folder whose journal names them.
+        pruned: Runs that do not count.
+        blobs: Where they are; by default in the same folder.
     """
     journal = state.journal
+    present = state.blobs if blobs is None else blobs
     gone = {*pruned, *(entry.run for entry in journal.entries(kinds=("run_pruned",)))}
     checkpoints = {run: digest for run, digest in journal.checkpoints().items() if run not in gone}
     kept = journal.digests(("bundle_exported", "norm_pooled", "ranges_collected", "state_kept"))
@@ -382,7 +388,9 @@ def blobs_needed(state: StateFolder, pruned: Sequence[str] = ()) -> set[str]:
     needed = {*checkpoints.values()} | release_blobs(journal, gone)
     needed |= {digest for run, digest in kept if run not in gone}
     for record in map(journal.replay, journal.unfinished()):
-        needed |= {*record.bases, *filter(None, (record.good, record.needed_start))}
+        needed |= {*record.bases, *filter(None, (record.good,))}
+        if record.needed_start is not None and record.needed_start in present:
+            needed.add(record.needed_start)
         needed |= {one.digest for one in record.open_round.updates.values()} if record.open_round is not None else set()
     return needed
 

@@ -51,9 +51,11 @@ RECEIPTS = "receipts.jsonl"
 TRAINING_FILE = "training.safetensors"
 """In the folder of a run: the checkpoint inside the training under way."""
 
-_OF_A_RUN = re.compile(
-    rf"kept-[0-9]+\.safetensors|{re.escape(TRAINING_FILE)}|{re.escape(RECEIPTS)}|encoders|\..+\.[0-9a-f]{{8}}\.tmp"
-)
+PRECISION_FILE = "precision.json"
+"""In the folder of a run: the precision of its training steps, and the times that decided it."""
+
+_NAMED = "|".join(map(re.escape, (TRAINING_FILE, RECEIPTS, PRECISION_FILE)))
+_OF_A_RUN = re.compile(rf"kept-[0-9]+\.safetensors|{_NAMED}|encoders|\..+\.[0-9a-f]{{8}}\.tmp")
 
 
 def _is_earlier_run(folder: Path) -> bool:

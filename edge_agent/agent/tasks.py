@@ -35,7 +35,7 @@ from ..errors import (
     UsageError,
 )
 from ..limits import resident_bytes
-from ..storage import read_json, write_json
+from ..storage import make_folder, read_json, write_json
 from ..task import Task, Tensors
 from ..wire import messages as wire
 from ..wire.messages import Install, Job, JobKey, Report, UpdateManifest, job_key
@@ -43,6 +43,8 @@ from ..worker import Done, Worker
 from .data_check import check_beside
 from .health import Condition, Kind, whole_message
 from .local_state import (
+    PRECISION_FILE,
+    RUN_FOLDER,
     ClientStateFiles,
     TrainingCheckpointFile,
     make_room,
@@ -86,8 +88,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LAST_ROUND = 9_999_999
-PRECISION_FILE = "precision.json"
-"""Beside the client state of a run: the precision of its training steps, and the times that decided it."""
 
 
 class Resources:
@@ -154,7 +154,7 @@ class Resources:
             return saved
         times = session.step_times()
         times.log()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent, RUN_FOLDER)
         write_json(path, times.as_json())
         return times.chosen
 

@@ -89,13 +89,22 @@ def test_a_sound_run_is_ok_in_every_respect(folder):
 
 
 def test_the_models_agree_with_a_mean_by_hand(folder):
-    """The audit calls the method's own aggregation; here is the mean of the three updates, of 10 samples each."""
+    """The audit calls the method's own aggregation; here is the mean of the three updates, of 10 samples each.
+
+    Where the journal says that an update counts as fewer samples, it does so here.
+    """
     with StateFolder(folder / "coordinator").look() as state:
         entries = state.journal.entries("run-0001", ("update_accepted",), round=2)
-        updates = [decode(state.blobs.read(entry.digest)) for entry in entries]
+        updates = {entry.agent: decode(state.blobs.read(entry.digest)) for entry in entries}
         (closed,) = state.journal.entries("run-0001", ("round_closed",), round=2)
+        samples = dict.fromkeys(AGENTS, 10.0)
+        for agent, (declared, counted) in closed.body["aggregation"]["capped"].items():
+            assert (declared, 9.0 < counted < 10.0) == (10.0, True), "no honest update is cut by much"
+            samples[agent] = counted
+        assert sorted(updates) == sorted(AGENTS)
         for name, array in decode(state.blobs.read(closed.digest)).items():
-            np.testing.assert_allclose(array, sum(update[name] for update in updates) / 3, rtol=1e-6)
+            total = sum(update[name] * samples[agent] for agent, update in updates.items())
+            np.testing.assert_allclose(array, total / sum(samples.values()), rtol=1e-6)
 
 
 def test_a_run_whose_updates_are_gone_is_ok_with_what_is_left(tmp_path):

@@ -17,6 +17,7 @@ from federation_harness import Federation
 
 from coordinator.cli import backup as cli_backup
 from coordinator.cli.backup import backup
+from coordinator.runs.audit import audit
 from coordinator.state import backup as backups
 from coordinator.state.backup import MARKER, back_up
 from coordinator.state.journal import Journal
@@ -82,6 +83,22 @@ def test_a_run_resumes_from_a_backup_and_ends_in_the_same_bits(tmp_path, undistu
         assert fed.encoder_sha256 == undisturbed
         assert [line["round"] for line in fed.metrics()] == list(range(1, ROUNDS + 1))
         assert [entry.round for entry in fed.entries("round_closed")] == list(range(1, ROUNDS + 1))
+
+
+def test_a_run_that_an_earlier_version_began_is_copied_without_the_state_it_began_with(tmp_path):
+    """Earlier versions removed that state after the second round; without it nothing is damaged."""
+    with slow_fleet(tmp_path) as fed:
+        fed.request(rounds=ROUNDS)
+        fed.until(lambda: fed.record.round == 2)
+        assert fed.record.status == "running"
+        fed.state.blobs.path(fed.record.start).unlink()
+        with StateFolder(fed.config.state).look() as state:
+            back_up(state, tmp_path / "backup")
+            assert audit(state, fed.run).breaks == []
+        assert_whole(tmp_path / "backup")
+        restored(fed, tmp_path / "backup", tmp_path / "elsewhere")
+        fed.finish()
+        assert fed.record.status == "finished"
 
 
 def test_backups_beside_a_coordinator_under_load_are_all_whole(tmp_path, undisturbed):

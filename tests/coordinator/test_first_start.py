@@ -7,8 +7,13 @@ import threading
 import pytest
 from federation_harness import Federation, vanish
 
+from coordinator.config import CoordinatorConfig
+from coordinator.service.app import coordinator
+from coordinator.service.first_start import Decisions
 from coordinator.service.inquiry import INQUIRY_S, Inquiry
-from edge_agent.errors import UsageError
+from coordinator.state.backup import MARKER, back_up
+from coordinator.state.store import StateFolder
+from edge_agent.errors import StartStopped, UsageError
 from edge_agent.wire import messages as wire
 
 
@@ -95,3 +100,20 @@ def test_a_question_ends_when_the_program_is_asked_to_stop(fed):
     stop = threading.Event()
     stop.set()
     assert Inquiry("home", fed.broker.transport(), clock=fed.clock).ask(stop) is None
+
+
+@pytest.mark.parametrize("takes_over", [False, True])
+def test_a_start_that_is_stopped_before_the_answer_leaves_the_backup_as_it_was(fed, tmp_path, takes_over):
+    """The broker is away, and whoever waits for it ends the command: that is no word that nobody serves."""
+    with StateFolder(fed.config.state).look() as state:
+        back_up(state, tmp_path / "backup")
+    broker = {"url": "mqtt://127.0.0.1:9", "wait": True}
+    config = CoordinatorConfig(federation="home", state=tmp_path / "backup", broker=broker, task=fed.config.task)
+    stop = threading.Event()
+    stop.set()
+    decisions = Decisions(takes_over=takes_over)
+    with pytest.raises(StartStopped), coordinator(config, stop, decisions=decisions):
+        pass
+    with StateFolder(tmp_path / "backup").look() as copy:
+        assert len(copy.journal.entries(kinds=("coordinator_started",))) == 1, "it has not written its start"
+    assert (tmp_path / "backup" / MARKER).exists()

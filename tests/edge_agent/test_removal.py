@@ -11,12 +11,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 
 from edge_agent import bundle as bundles
 from edge_agent import storage
 from edge_agent.agent.local_state import RUN_FOLDER, remove_all_runs, remove_ended_runs
+from edge_agent.agent.tasks import Resources
+from edge_agent.config import AgentConfig, DataConfig
 from edge_agent.errors import UsageError
 from edge_agent.storage import MARK, FolderKind
 
@@ -233,6 +237,23 @@ def test_runs_are_removed_and_folders_of_somebody_else_among_them_stay(tmp_path)
     assert remove_all_runs(runs) == 2
     (runs / "link").unlink()
     assert contents(runs) == before
+
+
+def test_the_folder_of_a_run_whose_precision_was_timed_is_removed(tmp_path):
+    """The file with the times is the first that such a run writes, and earlier versions marked no folder."""
+    earlier = tmp_path / "runs" / "run-of-before"
+    earlier.mkdir(parents=True)
+    (earlier / "precision.json").write_text("{}")
+    (earlier / "kept-0000001.safetensors").write_text("x")
+    os.utime(earlier, (1, 1))
+    config = AgentConfig(id="a", state=tmp_path, data=DataConfig(source="none"))
+    session = mock.Mock()
+    session.step_times.return_value.as_json.return_value = {"precision": "bfloat16"}
+    resources = Resources(config)
+    resources.precision("run-new", session)
+    resources.state_files("run-new").write(1, {"head.weight": np.zeros(1, np.float32)}, {})
+    assert remove_ended_runs(tmp_path / "runs", "run-newer", 1) == ["run-new", "run-of-before"]
+    assert not any((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.skipif(os.name == "nt", reason="folders have no such bits there")

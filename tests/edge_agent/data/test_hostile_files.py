@@ -17,11 +17,11 @@ from edge_agent import bundle as bundles
 from edge_agent.config import AgentConfig, load
 from edge_agent.data import expansion
 from edge_agent.data import load as load_data
+from edge_agent.data._sound_files import read_header
 from edge_agent.data.npz import NpzOptions, load_array, load_arrays
 from edge_agent.data.npz import read as read_npz
 from edge_agent.data.tables import CsvOptions
 from edge_agent.data.tables import read as read_csv
-from edge_agent.data.wav import open_sound
 from edge_agent.errors import DataError, HeadwaterError
 from edge_agent.heads import saved
 
@@ -114,7 +114,7 @@ def read_images(path):
         ("data.npy", load_array),
         ("data.csv", lambda path: read_csv(str(path), CsvOptions())),
         ("data.csv.gz", lambda path: read_csv(str(path), CsvOptions())),
-        ("sound.wav", open_sound),
+        ("sound.wav", read_header),
         ("photo.png", read_images),
     ],
 )
