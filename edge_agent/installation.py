@@ -79,6 +79,10 @@ def find_origin() -> Origin:
     except metadata.PackageNotFoundError:  # run from its sources, by PYTHONPATH or in their folder
         return Origin(_folder_with_project(Path(__file__).parents[1]))
     if noted is None:
+        # A developer's copy beside its own metadata, which Python finds first in that folder and pip has not noted.
+        folder = _folder_with_project(Path(__file__).parents[1])
+        if folder is not None:
+            return Origin(folder, is_editable=True)
         return Origin(requirement=f"{DISTRIBUTION}{{extras}}")
     try:
         return parse_origin(json.loads(noted))

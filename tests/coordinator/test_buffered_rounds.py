@@ -323,7 +323,10 @@ def test_the_states_that_agents_started_from_stay_on_disk(tmp_path):
         assert digest in fed.state.blobs
         assert digest in blobs_needed(fed.state)
         fed.until(lambda: fed.entries("round_closed", round=11))
-        assert digest not in fed.state.blobs, "nobody trains from it any more"
+        assert digest not in fed.record.bases, "nobody trains from it any more"
+        assert digest in fed.state.blobs, "the rounds that follow compare their updates with the way from there"
+        fed.finish()
+        assert digest not in blobs_needed(fed.state)
 
 
 def test_only_methods_whose_server_step_is_a_mean_are_buffered():

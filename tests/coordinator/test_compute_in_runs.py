@@ -10,7 +10,7 @@ import pytest
 from federation_duties import SMALL, TASK, TinyDuties, quick_params
 from federation_harness import Federation, TimedWorker
 
-from coordinator.config import AggregationConfig
+from coordinator.config import NO_BOUNDS, AggregationConfig
 from coordinator.processes import compute as compute_module
 from coordinator.processes.compute import ComputeProcess, InlineCompute
 from coordinator.runs import computations
@@ -225,7 +225,7 @@ def test_the_compute_process_objects_to_an_update_on_disk(tmp_path):
 
 
 def test_a_mean_by_hand_with_one_update_that_declares_too_much(tmp_path):
-    """Samples 1, 1, 1 and 97 count 1, 1, 1 and 5: (1 + 2 + 3 + 5 * 10) / 8 = 7."""
+    """Samples 1, 1, 1 and 97 count 1, 1, 1 and 5: (1 + 2 + 3 + 5 * 10) / 8 = 7, with the bound on samples alone."""
     blobs = BlobStore(tmp_path)
     state = {"encoder.w": np.zeros(2, np.float32)}
     start = blobs.put(encode(state))
@@ -234,7 +234,7 @@ def test_a_mean_by_hand_with_one_update_that_declares_too_much(tmp_path):
         agent: (blobs.put(encode({"encoder.w": np.full(2, value, np.float32)})), samples)
         for agent, (value, samples) in values.items()
     }
-    config = AggregationConfig(max_norm=None)
+    config = AggregationConfig(**{**NO_BOUNDS, "max_weight": 5.0})
     digest, decisions = functions_of(tmp_path, "spherefed").aggregate(start, StoredUpdates(accepted, 1), config)
     assert decode(blobs.read(digest))["encoder.w"].tolist() == [7.0, 7.0]
     assert decisions["capped"] == {"d": [97.0, 5.0]}

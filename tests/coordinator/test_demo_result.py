@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -46,6 +47,7 @@ def test_new_devices_come_first_then_the_largest_gain_and_noise_is_grey(capsys):
 
 def test_the_text_says_what_noise_is_and_names_programs_that_a_shell_finds(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", os.defpath)  # the environment of the tests may be activated
     bundle = tmp_path / "a folder" / "b.hwb"
     text = "\n".join(demo._reading({**SUMMARY, "bundle": {"path": str(bundle)}}, "All of it took 70 s."))
     assert "As good as alone: the difference of 3 devices is within the noise of 300 held-out samples" in text

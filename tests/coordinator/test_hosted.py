@@ -10,6 +10,7 @@ from federation_duties import quick_params
 from federation_harness import Federation
 from simulation_harness import small_plan, write_images
 
+from coordinator.config import NO_BOUNDS
 from coordinator.hosted.agents import HostedAgents
 from coordinator.hosted.transport import CombinedTransport
 from coordinator.runs.selection import lack
@@ -44,7 +45,9 @@ class Mixed(Federation):
 
     def __init__(self, folder, prepared, source, partition, hosted=()):
         agents = tuple(name for name in CLIENTS if name not in hosted)
-        super().__init__(folder, agents=agents, task=prepared.task, cohort={"min_agents": 4})
+        # As in a simulation, which takes the papers' own means.
+        options = {"cohort": {"min_agents": 4}, "aggregation": NO_BOUNDS}
+        super().__init__(folder, agents=agents, task=prepared.task, **options)
         self.source, self.partition, self.hosted = source, partition, hosted
         clients = [{"id": name, "data": {"source": source, "partition": partition}} for name in hosted]
         self.config = type(self.config).model_validate({**self.config.model_dump(), "hosted": clients})

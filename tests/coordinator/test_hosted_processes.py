@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import queue
 import shutil
 import signal
 import subprocess
@@ -293,17 +292,17 @@ def test_a_process_hears_its_configuration_before_what_is_said_to_all_meanwhile(
     assert said.payload == b"online configure"
 
 
-def test_whoever_waits_is_woken_although_it_takes_all_there_is_while_more_comes(tmp_path):
-    class Interleaved(queue.SimpleQueue):
-        def put(self, item):
-            while hosts.receive(0):
-                pass
-            super().put(item)
+def test_whoever_waits_is_woken_although_it_takes_all_there_is_while_more_comes(tmp_path, monkeypatch):
+    def interleaved(message):
+        while hosts.receive(0):
+            pass
+        return put(message)
 
     config = AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
     woken = []
     hosts = HostedTransport([config], 1, tmp_path, lambda: woken.append(1))
-    hosts._events = Interleaved()
+    put = hosts._inbox.put_message
+    monkeypatch.setattr(hosts._inbox, "put_message", interleaved)
     for number in range(3):
         hosts._deliver(Message("fl/1/home/s/h", bytes([number])))
         assert len(woken) == number + 1

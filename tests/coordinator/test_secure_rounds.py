@@ -12,7 +12,7 @@ from federation_harness import Federation, Killed
 from listed import unlisted
 from scipy import stats
 
-from coordinator.config import CoordinatorConfig, DifferentialPrivacyConfig
+from coordinator.config import NO_BOUNDS, CoordinatorConfig, DifferentialPrivacyConfig
 from coordinator.runs import secure_rounds
 from coordinator.runs.aggregation import refusal
 from coordinator.runs.audit import audit
@@ -146,7 +146,7 @@ def test_secure_sum_is_the_plain_sum_with_no_one_and_thirty_percent_dropouts(tmp
         assert audit(fed.state, fed.run, [tmp_path / "masked" / name for name in here]).breaks == []
     for name, array in final.items():
         assert (array == twin(updates, name)).all()
-    with Fleet(tmp_path / "plain", tuple(here), privacy={}, aggregation={"max_norm": None, "max_weight": None}) as fed:
+    with Fleet(tmp_path / "plain", tuple(here), privacy={}, aggregation=NO_BOUNDS) as fed:
         fed.ask(rounds=1)
         fed.finish()
         plain = fed.final
@@ -160,8 +160,7 @@ def test_secure_sum_is_the_plain_sum_with_no_one_and_thirty_percent_dropouts(tmp
 def test_models_of_whole_runs_stay_within_a_few_steps_of_those_without_masks(tmp_path, method):
     finals = []
     for folder, privacy in (("masked", {"secure_sum": True}), ("plain", {})):
-        unbounded = {"max_norm": None, "max_weight": None}
-        with Fleet(tmp_path / folder, 4, privacy=privacy, aggregation=unbounded, task=WITH_NORM) as fed:
+        with Fleet(tmp_path / folder, 4, privacy=privacy, aggregation=NO_BOUNDS, task=WITH_NORM) as fed:
             fed.ask(method, rounds=3)
             fed.finish()
             assert fed.record.status == "finished", fed.record.outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -21,6 +22,7 @@ from coordinator.simulation.engines.ray_cluster import connected
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, Prepared
 from edge_agent.errors import MissingCapability, RunFailed, UsageError
+from edge_agent.installation import install_command
 
 STATEFUL = "fedper"
 
@@ -251,7 +253,7 @@ def test_an_address_where_nobody_is_is_told(ray, images, tmp_path, address, reas
 
 def test_without_ray_it_is_said_what_to_install(images, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingCapability, match=r"pip install 'headwater\[ray\]', or use --engine pool"):
+    with pytest.raises(MissingCapability, match=re.escape(f"{install_command('ray')}, or use --engine pool")):
         EngineChoice.of(plan_for(images), 3)
 
 

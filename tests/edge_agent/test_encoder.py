@@ -14,7 +14,7 @@ from edge_agent import encoder as encoders
 from edge_agent.data import Samples
 from edge_agent.encoder import Encoder, features_of
 from edge_agent.errors import BundleDamaged, DataError, MissingCapability, StateError
-from edge_agent.storage import oldest_first
+from edge_agent.storage import MARK, oldest_first
 from edge_agent.task import ImageInput
 
 
@@ -110,7 +110,7 @@ def test_no_file_of_a_bundle_is_taken_for_one_that_the_device_made(make_bundle, 
     bundle = bundles.install(made.path, tmp_path / "bundles")
     assert Encoder.open(bundle, "fp32").format == "ort"
     assert {path.name for path in bundle.folder.iterdir()} == {
-        ".made", "manifest.json", "manifest.sha256", "golden.safetensors", name
+        MARK, ".made", "manifest.json", "manifest.sha256", "golden.safetensors", name
     }  # fmt: skip
     bundles.open_folder(bundle.folder)
 

@@ -226,7 +226,7 @@ def test_status_shows_what_is_on_the_disk_and_the_bounds(config, filled, monkeyp
         f'id = "a0"\nstate = "{filled}"\nmin_free_bytes = {10 * MB}\nfeatures_bytes = {2 * MB}\n'
         '[data]\nsource = "none:"\n'
     )
-    assert status(argparse.Namespace(config=file, json=True)) == 0
+    assert status(argparse.Namespace(config=file, state=None, json=True)) == 0
     assert json.loads(capsys.readouterr().out)["disk"] == disk_usage(config)
     status(argparse.Namespace(config=file, json=False))
     said = capsys.readouterr().out

@@ -18,7 +18,7 @@ from signing import NOW, Federation, now
 from edge_agent import bundle as bundles
 from edge_agent import heads
 from edge_agent.agent.head_tier import contribute_round, install_bundle, trust_configured
-from edge_agent.config import AgentBrokerConfig, AgentConfig, BundleConfig, DataConfig, HeadConfig
+from edge_agent.config import AgentBrokerConfig, AgentConfig, BundleConfig, DataConfig, HeadConfig, PrivacyConfig
 from edge_agent.data import Samples
 from edge_agent.encoder import Encoder
 from edge_agent.errors import BundleDamaged, BundleUntrusted, ConfigError, HeadwaterError
@@ -265,6 +265,7 @@ def test_the_encoder_of_a_round_counts_where_it_is_signed_for_that_and_is_never_
     config, make_bundle, home, monkeypatch
 ):
     monkeypatch.setattr(heads, "contribution", lambda _: lambda data, received, rng: {"rows": data.features})
+    config = config.model_copy(update={"privacy": PrivacyConfig(statistics=("rows",))})
     made = make_bundle()
     task = made.manifest.task
     job = SimpleNamespace(run="run-0001", round=1, seed=0, method="m", task=task, params={}, evaluate=False)

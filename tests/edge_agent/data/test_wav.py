@@ -159,7 +159,7 @@ def test_wav_files_of_integers_are_read_without_the_extra_and_have_the_same_valu
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "soundfile", None)
             if "float" in name:
-                with pytest.raises(MissingCapability, match=r"hold no integers needs 'soundfile'.*headwater\[audio\]"):
+                with pytest.raises(MissingCapability, match=r"hold no integers needs 'soundfile'.*\[audio\]'"):
                     read_signal(path, RATE)
                 continue
             found = read_signal(path, RATE)
@@ -170,10 +170,10 @@ def test_what_needs_the_extra_says_so(tmp_path, without_extra):
     for suffix in ("flac", "ogg"):
         path = tmp_path / f"x.{suffix}"
         path.write_bytes({"flac": b"fLaC", "ogg": b"OggS"}[suffix] + bytes(40))
-        with pytest.raises(MissingCapability, match=r"'soundfile', which is not installed.*headwater\[audio\]"):
+        with pytest.raises(MissingCapability, match=r"'soundfile', which is not installed.*\[audio\]'"):
             read_header(path)
     write(tmp_path / "a" / "x.wav", tone(440, rate=44100), 44100)
-    with pytest.raises(MissingCapability, match=r"from 44100 to 16000 Hz needs 'soxr'.*headwater\[audio\]") as failed:
+    with pytest.raises(MissingCapability, match=r"from 44100 to 16000 Hz needs 'soxr'.*\[audio\]'") as failed:
         load(f"wav:{tmp_path}", WindowInput(channels=40, length=50), strict=False)
     assert failed.value.exit_code == 5
 
