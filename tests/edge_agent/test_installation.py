@@ -59,8 +59,15 @@ def test_a_folder_that_is_gone_is_described_instead_of_named(noted, tmp_path):
     assert install_command("camera") == hint
 
 
-def test_a_copy_from_an_index_is_extended_from_there(noted):
+def test_a_copy_from_an_index_is_extended_from_there(noted, tmp_path, monkeypatch):
+    packages = tmp_path / "lib/python3/site-packages"
+    monkeypatch.setattr(installation, "__file__", str(packages / "edge_agent/installation.py"))
     assert install_command("camera") == f"{PYTHON} -m pip install 'headwater[camera]'"
+
+
+def test_a_developers_copy_that_pip_has_not_noted_is_extended_in_its_folder(noted, copy, monkeypatch):
+    monkeypatch.setattr(installation, "__file__", str(copy / "edge_agent/installation.py"))
+    assert install_command("camera") == f"cd '{copy}' && {PYTHON} -m pip install -e '.[camera]'"
 
 
 @pytest.mark.parametrize(

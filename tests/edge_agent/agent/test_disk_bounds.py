@@ -228,6 +228,6 @@ def test_status_shows_what_is_on_the_disk_and_the_bounds(config, filled, monkeyp
     )
     assert status(argparse.Namespace(config=file, state=None, json=True)) == 0
     assert json.loads(capsys.readouterr().out)["disk"] == disk_usage(config)
-    status(argparse.Namespace(config=file, json=False))
+    status(argparse.Namespace(config=file, state=None, json=False))
     said = capsys.readouterr().out
     assert "3 runs (at most 3) of 3.1 MB; downloads 4.2 of 537 MB; features 3.1 of 2 MB; 123 MB free" in said
