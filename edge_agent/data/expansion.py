@@ -20,6 +20,8 @@ SMALL_BYTES = 32 << 20
 MOST_EXPANSION = 30
 """Beyond that, so many times its size. Sensor recordings and photos in archives expand 2 to 10 times."""
 
+_BLOCK_BYTES = 1 << 20
+
 MEMORY_SHARE = 4
 """Data may take one in so many bytes of the free memory: preprocessing holds copies of them."""
 
@@ -52,6 +54,34 @@ def check_expansion(path: Path, compressed_bytes: int, content_bytes: int, advic
         )
 
 
+def count_content(unpacked: BinaryIO, file: BinaryIO, path: Path, advice: str) -> None:
+    """Unpack a compressed file once to its end, and keep nothing of it.
+
+    Args:
+        unpacked: Reads the content of ``file``.
+        file: The compressed file at ``path``.
+        path: Where it is, for the message.
+        advice: What to do if it is meant so.
+
+    Raises:
+        DataError: it expands too far.
+        OSError: it cannot be read, or is damaged; EOFError where it is cut.
+    """
+    most_bytes = most_content_bytes(os.fstat(file.fileno()).st_size)
+    content_bytes = 0
+    while part := unpacked.read(_BLOCK_BYTES):
+        content_bytes += len(part)
+        if content_bytes > most_bytes:
+            raise _too_long(path, most_bytes, advice)
+
+
+def _too_long(path: Path, most_bytes: int, advice: str) -> DataError:
+    return DataError(
+        f"'{path}' expands to more than {most_bytes / 1e6:.1f} MB, expected at most that for its size and the free "
+        f"memory here; {advice}"
+    )
+
+
 class BoundedReader(io.RawIOBase):
     """The content of a compressed file while it is unpacked, which ends with an error where it is too long."""
 
@@ -78,10 +108,7 @@ class BoundedReader(io.RawIOBase):
         part = self._unpacked.read(len(view))
         self._read_bytes += len(part)
         if self._read_bytes > self._most_bytes:
-            raise DataError(
-                f"'{self._path}' expands to more than {self._most_bytes / 1e6:.1f} MB, expected at most that for its "
-                f"size and the free memory here; {self._advice}"
-            )
+            raise _too_long(self._path, self._most_bytes, self._advice)
         view[: len(part)] = part
         return len(part)
 

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from csv import Error as CsvError
 from csv import reader
@@ -35,12 +37,18 @@ from ..errors import DataError, cause
 from ..storage import open_regular
 from ..task import WindowInput
 from .base import DataSource, Integers, Options, Raw, Strings, near
-from .expansion import BoundedReader
+from .expansion import BoundedReader, count_content
 from .images import files_by_class
 
 SUFFIXES = (".csv", ".csv.gz")
 _MAX_ROWS = 1 << 24
 _MAX_LINE = 1 << 20
+_MOST_COLUMNS = 1 << 16
+"""Columns of one file: an image of 147 x 147 x 3 in each row has as many."""
+
+_MOST_MISTAKES = 20
+"""Mistakes that are listed; the others are like them."""
+
 _LONGEST_NAME = 256
 _LARGEST = float(np.finfo(np.float32).max)
 """Characters of a label or the name of a recording, of which arrays take the longest for each row."""
@@ -241,16 +249,19 @@ class _Table:
         first = next(lines, "")
         delimiter = options.delimiter or max(",;\t", key=first.count)
         header = [cell.strip() for cell in next(reader([first], delimiter=delimiter), [])]
+        column_count = len(header)
+        header = header[:_MOST_COLUMNS]
         self.options, self.header = options, header
         texts = [name for name in (options.label, options.recording) if name]
         singles = [name for name in (options.time, options.target) if name]
         self.columns = options.columns or tuple(name for name in header if name and name not in {*texts, *singles})
         named = [*dict.fromkeys((*self.columns, *singles, *texts))]
-        self.mistakes = [f"no column '{name}'{near(name, header)}" for name in named if name not in header]
-        self.mistakes += [
-            f"{header.count(name)} columns are named '{name}'" for name in named if header.count(name) > 1
-        ]
-        if header and all(map(_is_number, header)):
+        counts = Counter(header)
+        self.mistakes = [f"no column '{name}'{near(name, header)}" for name in named if name not in counts]
+        self.mistakes += [f"{counts[name]} columns are named '{name}'" for name in named if counts[name] > 1]
+        if column_count > _MOST_COLUMNS:
+            self.mistakes = [f"{column_count} columns, expected at most {_MOST_COLUMNS}; exchange rows and columns"]
+        elif header and all(map(_is_number, header)):
             self.mistakes = [f"its first line has numbers ({', '.join(header[:4])}), expected names of columns"]
         elif not self.columns:
             self.mistakes.append("no column of values is left")
@@ -263,8 +274,9 @@ class _Table:
 
     def _read(self, lines: Iterator[str], delimiter: str) -> None:
         rows = reader(lines, delimiter=delimiter)
-        numbers = [(name, self.header.index(name), values.append) for name, values in self.numbers.items()]
-        texts = [(name, self.header.index(name), values.append) for name, values in self.texts.items()]
+        positions = {name: position for position, name in enumerate(self.header)}  # those that are read occur once
+        numbers = [(name, positions[name], values.append) for name, values in self.numbers.items()]
+        texts = [(name, positions[name], values.append) for name, values in self.texts.items()]
         for cells in rows:
             line = rows.line_num + 1
             if not cells:
@@ -326,7 +338,7 @@ class _Table:
             DataError: lists everything that is.
         """
         mistakes = list(self.mistakes)
-        for (name, what), (count, line, cell) in self._wrong.items():
+        for (name, what), (count, line, cell) in itertools.islice(self._wrong.items(), _MOST_MISTAKES):
             decimal = "; write decimals with a point" if _is_number(cell.replace(",", ".", 1)) and "," in cell else ""
             text = "; if it has the classes: label=" + name if self._is_text(name, count) else ""
             other = f"column '{name}': {count} cells are {what}, first '{cell[:40]}' in line {line}{decimal}{text}"
@@ -338,7 +350,7 @@ class _Table:
             mistakes += self._missing([self.options.time])
         if mistakes:
             has = "" if len(self.header) > 50 else f"; it has {', '.join(self.header) or 'no columns'}"
-            raise DataError(f"csv: '{path}': {'; '.join(mistakes[:20])}{has}")
+            raise DataError(f"csv: '{path}': {'; '.join(mistakes[:_MOST_MISTAKES])}{has}")
 
     def _is_text(self, name: str, count: int) -> bool:
         """Whether a column whose name says nothing about it has no numbers at all: ``count`` cells are none."""
@@ -360,13 +372,28 @@ class _Table:
 
 
 def _opened(path: Path) -> TextIO:
+    """Open a table, unpacked where it is compressed.
+
+    Raises:
+        DataError: it expands too far.
+        OSError: it cannot be read.
+    """
     file = open_regular(path)
-    content: BinaryIO = file
-    if path.suffix.lower() == ".gz":
-        unpacked = cast("BinaryIO", gzip.GzipFile(fileobj=file))
-        bounded = BoundedReader(unpacked, file, path, "if it is meant so, unpack it first (gunzip)")
-        content = cast("BinaryIO", io.BufferedReader(bounded))
+    try:
+        content = _unpacked(file, path) if path.suffix.lower() == ".gz" else file
+    except BaseException:
+        file.close()
+        raise
     return io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
+
+
+def _unpacked(file: BinaryIO, path: Path) -> BinaryIO:
+    advice = "if it is meant so, unpack it first (gunzip)"
+    # Its length is counted before a row is read: unpacking takes a small part of the time of reading cells.
+    count_content(cast("BinaryIO", gzip.GzipFile(fileobj=file)), file, path, advice)
+    file.seek(0)
+    bounded = BoundedReader(cast("BinaryIO", gzip.GzipFile(fileobj=file)), file, path, advice)
+    return cast("BinaryIO", io.BufferedReader(bounded))
 
 
 def _lines(file: TextIO) -> Iterator[str]:

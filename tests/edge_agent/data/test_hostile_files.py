@@ -135,3 +135,33 @@ def test_file_without_an_end_is_refused_and_not_waited_for(tmp_path, name, read)
     thread.join(LIMIT_S)
     assert outcome, f"it waits for {name}"
     assert isinstance(outcome[0], HeadwaterError)
+
+
+def test_archive_of_very_many_arrays_is_refused_at_once_and_briefly(tmp_path):
+    path = tmp_path / "many.npz"
+    empty = io.BytesIO()
+    np.save(empty, np.zeros(0, np.uint8))
+    with zipfile.ZipFile(path, "w") as archive:
+        for number in range(1001):
+            archive.writestr(f"a{number}.npy", empty.getvalue())
+    with pytest.raises(DataError, match=r"has 1001 arrays, expected at most 1000") as refused:
+        load_arrays(path)
+    assert len(str(refused.value)) < 500
+
+
+def test_no_row_of_a_table_is_read_before_its_whole_length_is_known(tmp_path, monkeypatch):
+    path = tmp_path / "zeros.csv.gz"
+    with gzip.open(path, "wb") as file:
+        file.write(b"label,a\n")
+        for _ in range(EXPANDED_BYTES >> 20):
+            file.write(b"x,0\n" * (1 << 18))
+    monkeypatch.setattr("edge_agent.data.tables._lines", lambda _: pytest.fail("a line was read"))
+    with pytest.raises(DataError, match="expands to more than"):
+        read_csv(str(path), CsvOptions(label="label"))
+
+
+def test_a_table_with_too_many_columns_is_refused(tmp_path):
+    path = tmp_path / "wide.csv"
+    path.write_text(",".join("abcdefgh"[number % 8] for number in range((1 << 16) + 1)) + "\n")
+    with pytest.raises(DataError, match="65537 columns, expected at most 65536"):
+        read_csv(str(path), CsvOptions())
