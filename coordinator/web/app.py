@@ -24,7 +24,7 @@ from edge_agent.errors import HeadwaterError
 from . import actions, pages
 from .access import is_known_host
 from .asset_files import assets
-from .events import MOST_STREAMS, EventStream, Watch
+from .events import EventStream, Watch
 from .render import warm
 from .served import Site
 
@@ -95,8 +95,6 @@ async def too_busy(scope: Scope, receive: Receive, send: Send) -> None:
 async def events(request: Request) -> Response:
     """The stream of a page."""
     watch: Watch = request.app.state.site.watch
-    if watch.streams >= MOST_STREAMS:
-        return Response(f"{MOST_STREAMS} pages are open; close one.\n", 503, {"retry-after": "30"})
     topic = request.query_params.get("topic", "fleet")[:400]
     seen = request.headers.get("last-event-id") or request.query_params.get("seen", "")
     return EventStream(watch.events(topic, seen))

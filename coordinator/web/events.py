@@ -74,9 +74,11 @@ class Watch:
             self._news.notify_all()
 
     async def events(self, topic: str, seen: str) -> AsyncGenerator[bytes]:
-        """The stream of one page, whose content is of version ``seen``."""
+        """The stream of one page, whose content is of version ``seen``; empty where there are too many."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LONGEST_S
+        if self.streams >= MOST_STREAMS:
+            return
         self.streams += 1
         self._topics[topic] += 1
         self.wake()
@@ -124,10 +126,17 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._content = content
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it to its end."""
-        tasks = {asyncio.create_task(self._sent(send)), asyncio.create_task(_left(receive))}
+        tasks = set[asyncio.Task[None]]()
         try:
+            # Up to its first piece nothing is waited for, so of many that come at once each one is counted.
+            first = await anext(self._content, None)
+            if first is None:
+                full = Response(f"{MOST_STREAMS} pages are open; close one.\n", 503, {"retry-after": "30"})
+                await full(scope, receive, send)
+                return
+            tasks = {asyncio.create_task(self._sent(first, send)), asyncio.create_task(_left(receive))}
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
@@ -135,12 +144,18 @@ class EventStream(Response):
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._content.aclose()
 
-    async def _sent(self, send: Send) -> None:
+    async def _sent(self, first: bytes, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await _send_piece(first, send)
         async for piece in self._content:
-            message = {"type": "http.response.body", "body": piece, "more_body": True}
-            await asyncio.wait_for(send(message), SEND_TIMEOUT_S)
+            await _send_piece(piece, send)
         await send({"type": "http.response.body", "body": b""})
+
+
+async def _send_piece(piece: bytes, send: Send) -> None:
+    """Send a part of a stream; TimeoutError where the client does not take it."""
+    message = {"type": "http.response.body", "body": piece, "more_body": True}
+    await asyncio.wait_for(send(message), SEND_TIMEOUT_S)
 
 
 async def _left(receive: Receive) -> None:

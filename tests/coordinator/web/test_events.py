@@ -195,3 +195,33 @@ def test_fault_log_is_bounded_and_keeps_the_newest(tmp_path, monkeypatch):
     with (tmp_path / "faults.jsonl").open("a") as file:
         file.write('{"torn": "li')
     assert len(list(log.read())) == len(kept)
+
+
+def test_streams_that_come_at_once_are_counted_before_any_of_them_has_begun(view):
+    """A stranger's 256 requests in one packet were all let in, and took the connections of everybody's pages."""
+
+    async def scene():
+        watch = Watch(view)
+        statuses = []
+        all_answered = asyncio.Event()
+
+        async def send(message):
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+            if len(statuses) == len(streams):
+                all_answered.set()
+
+        async def receive():
+            await asyncio.Event().wait()
+
+        streams = [EventStream(watch.events("fleet", "")) for _ in range(events.MOST_STREAMS + 6)]
+        scope = {"type": "http", "method": "GET"}
+        tasks = [asyncio.create_task(stream(scope, receive, send)) for stream in streams]
+        await all_answered.wait()
+        await watch.end()
+        await asyncio.gather(*tasks)
+        return statuses
+
+    statuses = asyncio.run(scene())
+    assert statuses.count(200) == events.MOST_STREAMS
+    assert statuses.count(503) == 6
