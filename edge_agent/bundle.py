@@ -45,6 +45,7 @@ from .storage import (
     naming,
     open_regular,
     read_json,
+    read_regular,
     read_tensors,
     remove_folder,
     sha256_file,
@@ -422,7 +423,7 @@ class BundleFile:
         Raises:
             BundleDamaged: its bytes changed since the bundle was opened; only after the last block.
         """
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self.offsets[name])
             yield from _content(file, self.path, name, self.manifest.files[name])
 
@@ -440,7 +441,7 @@ def pack(path: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes | Pa
     Raises:
         BundleError: the fields are not a manifest, or refer to files that are not there; every mistake is listed.
     """
-    contents = {name: data if isinstance(data, bytes) else data.read_bytes() for name, data in sorted(files.items())}
+    contents = {name: data if isinstance(data, bytes) else read_regular(data) for name, data in sorted(files.items())}
     entries = {name: FileEntry(sha256=sha256_of(data), size_bytes=len(data)) for name, data in contents.items()}
     unbound = {name: {"file": file, "fingerprint": "0" * 64} for name, file in manifest.get("variants", {}).items()}
     given = {**manifest, "schema_version": SCHEMA, "files": entries, "variants": unbound}
@@ -826,7 +827,7 @@ def staged(opened: BundleFile, root: Path) -> Bundle:
     name = opened.manifest.bundle_id[:24]
     raw = dump_manifest(opened.manifest)
     if opened.release is not None and (root / name / MANIFEST).exists():
-        if (root / name / MANIFEST).read_bytes() != raw:  # exported again: the signatures are about its new time
+        if read_regular(root / name / MANIFEST) != raw:  # exported again: the signatures are about its new time
             name = f"{name}-{sha256_of(raw)[:8]}"
         elif _release_in(root / name) != opened.release:  # both that one and the one before are of this bundle
             write_atomic(root / name / RELEASE, opened.release)

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_va
 
 from .errors import ConfigError, UsageError, cause, nearest
 from .registry import is_reference, own_name
-from .storage import read_toml
+from .storage import read_regular_text, read_toml
 from .task import Frozen
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -110,7 +110,7 @@ class BrokerConfig(Frozen):
             return None
         path = credential(self.password_file)
         try:
-            line = path.read_text(encoding="utf-8").partition("\n")[0].rstrip("\r")
+            line = read_regular_text(path).partition("\n")[0].rstrip("\r")
             why = "" if line else "its first line is empty; 'headwater password' writes such a file"
         except (OSError, UnicodeDecodeError) as error:
             line, why = "", cause(error)

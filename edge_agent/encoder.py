@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -39,6 +40,7 @@ from .storage import (
     oldest_first,
     private_files,
     read_record,
+    read_regular,
     read_tensors,
     sha256_file,
     size_of,
@@ -58,6 +60,9 @@ _LEAST_TO_MAP = 4_000_000
 
 _OWN, _OWN_KEPT = "own-", 2
 """Files of encoders with their own batch norm begin so, and so many of the newest are kept."""
+
+_FEATURE_FILE = re.compile(r"features-[0-9a-f]{32}(-own-[0-9a-f]{32})?-[0-9a-f]{4}-[0-9a-f]{32}\.safetensors")
+"""Name of a file of cached features; somebody may have put others that begin so into the folder."""
 
 _FEATURE_FILES = 15
 """Files of features that stay for one encoder beside the newest one."""
@@ -334,11 +339,16 @@ def features_of(
     with private_files():  # features are made from private samples; the folder may be one of many people
         write_tensors(path, {"features": result, "rows": rows})
     if encoder.norm is not None:
-        others = oldest_first(cache.glob(f"{family}-*.safetensors"))
-    every = oldest_first(cache.glob("features-*.safetensors"))
+        others = [path for path in feature_files(cache) if path.name.startswith(f"{family}-")]
+    every = feature_files(cache)
     for old in (*others[:-_FEATURE_FILES], *every[:-_ALL_FEATURE_FILES]):
         old.unlink(missing_ok=True)
     return result
+
+
+def feature_files(cache: Path) -> list[Path]:
+    """Return the files of cached features in a folder, which may hold others, the one last used at the end."""
+    return oldest_first(path for path in cache.glob("features-*.safetensors") if _FEATURE_FILE.fullmatch(path.name))
 
 
 def remove_features(cache: Path, fingerprints: Iterable[str]) -> int:
@@ -347,7 +357,7 @@ def remove_features(cache: Path, fingerprints: Iterable[str]) -> int:
     Features with batch norm of the device's own belong to the variant that they were estimated for.
     """
     kept = tuple(f"features-{fingerprint[:32]}-" for fingerprint in fingerprints)
-    removed = [path for path in cache.glob("features-*.safetensors") if not path.name.startswith(kept)]
+    removed = [path for path in feature_files(cache) if not path.name.startswith(kept)]
     for path in removed:
         path.unlink(missing_ok=True)
     return len(removed)
@@ -359,7 +369,7 @@ def trim_features(cache: Path, most_bytes: int, fingerprint: str) -> int:
     Two files stay whatever they take: the features that the encoder with this fingerprint was used for last, those of
     the training and the held-out samples of its head.
     """
-    files = oldest_first(cache.glob("features-*.safetensors"))
+    files = feature_files(cache)
     # A name ends with the encoder's fingerprint, the providers and the digest of the samples.
     of_head = [path for path in files if path.name.split("-")[-3:-2] == [fingerprint[:32]]][-2:]
     sizes = {path: size_of(path) for path in files}
@@ -427,8 +437,8 @@ def probe_of(bundle: Bundle, encoder: bytes | None = None) -> bytes:
     if bundle.manifest.free_norm is None:
         raise BundleDamaged("the bundle has no batch norm that a device may estimate again")
     if encoder is None:
-        encoder = (bundle.folder / bundle.variant("fp32").file).read_bytes()
-    return encoder + (bundle.folder / bundle.manifest.free_norm.probe).read_bytes()
+        encoder = read_regular(bundle.folder / bundle.variant("fp32").file)
+    return encoder + read_regular(bundle.folder / bundle.manifest.free_norm.probe)
 
 
 def run_probe(content: bytes, kind: str, inputs: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:

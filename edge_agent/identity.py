@@ -42,7 +42,7 @@ from .errors import (
     UsageError,
     cause,
 )
-from .storage import IDENTITY, write_private
+from .storage import IDENTITY, read_regular, read_regular_text, write_private
 from .task import Frozen, parse_json
 from .trust import Envelope, TrustStore, parse
 from .wire.authentic import ENROLLED_KEY, check_key
@@ -221,7 +221,7 @@ class IdentityFolder:
             StateError: the file is damaged.
         """
         try:
-            line = self.file.read_text(encoding="ascii").partition("\n")[0]
+            line = read_regular_text(self.file, encoding="ascii").partition("\n")[0]
             return Identity.model_validate(parse_json(line.encode()))
         except FileNotFoundError:
             return None
@@ -337,7 +337,7 @@ class IdentityFolder:
             StateError: it cannot be read.
         """
         try:
-            return ssl.PEM_cert_to_DER_cert(self.ca.read_text(encoding="ascii"))
+            return ssl.PEM_cert_to_DER_cert(read_regular_text(self.ca, encoding="ascii"))
         except (OSError, ValueError) as error:
             raise StateError(f"{self.ca}: {cause(error)}; enroll this device again") from error
 
@@ -366,7 +366,7 @@ def _read_key(path: Path) -> EllipticCurvePrivateKey | None:
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
         key = load_pem_private_key(content[content.index(b"-----BEGIN") :], None)
     except (FileNotFoundError, ValueError):
         return None

@@ -15,7 +15,7 @@ import numpy as np
 
 from .bundle import Bundle, Manifest
 from .errors import StateError
-from .storage import sha256_of
+from .storage import read_regular, sha256_of
 from .task import Tensors
 
 PSEUDO_COUNT = 16
@@ -122,7 +122,7 @@ def changed(bundle: Bundle, variant: str, statistics: np.ndarray) -> bytes:
         raise StateError(
             f"batch norm statistics of encoder {variant[:16]}…, this bundle's is {known[:16]}…; fit the head again"
         )
-    content = bytearray((bundle.folder / bundle.variant("fp32").file).read_bytes())
+    content = bytearray(read_regular(bundle.folder / bundle.variant("fp32").file))
     values = np.ascontiguousarray(statistics, "<f4").tobytes()
     position = 0
     for layer in layers:

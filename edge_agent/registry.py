@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from .errors import UnknownName, UsageError, cause, nearest
+from .storage import read_regular
 
 T = TypeVar("T")
 
@@ -203,7 +204,7 @@ class PinnedFile:
 
 def _content(kind: str, reference: str, path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise UsageError(
             f"{kind} '{reference}': {path} cannot be read: {cause(error)}; expected PATH.py:NAME"

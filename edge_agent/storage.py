@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import logging
 import mmap
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TextIO
 
 from .errors import ConfigError, StateError, UsageError, cause, remedy
 
@@ -374,7 +375,7 @@ def remove_folder(folder: Path, kind: FolderKind) -> bool:
                 return False
             # A kill during the removal leaves a folder that is still recognised, also one of an earlier version.
             if _read_mark(folder, opened) is None:
-                mark_folder(folder, kind, folder.name)
+                _mark_opened(folder, opened, kind)
             if _has_descriptors():
                 _remove_below(opened)
                 os.rmdir(folder.name, dir_fd=parent)
@@ -441,6 +442,20 @@ def _is_ours(folder: Path, opened: int, kind: FolderKind) -> bool:
     return opened < 0 or os.path.samestat(folder.lstat(), os.fstat(opened))
 
 
+def _mark_opened(folder: Path, opened: int, kind: FolderKind) -> None:
+    """Mark an opened folder that an earlier version made; the mark goes where the descriptor leads, not the path.
+
+    Raises:
+        OSError: the mark cannot be written, or something that is no mark is in its place.
+    """
+    if opened < 0:  # pragma: no cover - Windows
+        mark_folder(folder, kind, folder.name)
+        return
+    descriptor = os.open(MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=opened)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(_mark(kind, folder.name), file)
+
+
 def _read_mark(folder: Path, opened: int) -> dict[str, Any] | None:
     """The mark in an opened folder; None where there is none, or it cannot be read."""
     try:
@@ -462,10 +477,10 @@ def _remove_below(opened: int) -> None:
     Raises:
         OSError: something cannot be removed, or is on another file system.
     """
-    device = os.fstat(opened).st_dev
+    mount = _mount_of(opened)
     # The folders are looked through once before anything goes: a file system that is mounted below stays whole.
     for _, _, _, descriptor in os.fwalk(".", dir_fd=opened, follow_symlinks=False):
-        if os.fstat(descriptor).st_dev != device:
+        if _mount_of(descriptor) != mount:
             raise OSError(errno.EXDEV, "another file system is mounted below it; unmount that first")
     for path, folders, files, descriptor in os.fwalk(".", topdown=False, dir_fd=opened, follow_symlinks=False):
         for name in files:
@@ -479,6 +494,20 @@ def _remove_below(opened: int) -> None:
                 os.rmdir(name, dir_fd=descriptor)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(MARK, dir_fd=opened)
+
+
+def _mount_of(descriptor: int) -> tuple[int, int | None]:
+    """Return what tells where an opened folder is mounted: its device and, where the system says it, its mount.
+
+    A folder of the same disk that is mounted below by ``mount --bind`` has the same device, and another mount.
+    """
+    mount = None
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(":")
+            if name == "mnt_id":
+                mount = int(value)
+    return os.fstat(descriptor).st_dev, mount
 
 
 def _is_service_folder(folder: Path) -> bool:
@@ -516,6 +545,25 @@ def check_own_folder(folder: Path) -> None:
     )
 
 
+def _check_links_in(folder: Path) -> None:
+    """Return quietly where no link in a state folder leads to another folder, or it cannot be listed.
+
+    Files are removed in its folders by their names, such as those of blobs, and other programs may have the same.
+
+    Raises:
+        UsageError: one does.
+    """
+    try:
+        links = sorted(path for path in folder.iterdir() if path.is_symlink() and path.is_dir())
+    except OSError:  # it is not there yet, or the lock says what is wrong
+        return
+    if links:
+        raise UsageError(
+            f"{links[0]}: a symbolic link, expected a folder of this program's own: files are removed in it; move the "
+            "folder itself there, or mount the other disk there"
+        )
+
+
 def _others_can_write(status: os.stat_result) -> bool:
     """Whether a folder can be written by users beside its owner and the group that this process runs as."""
     if os.name == "nt":  # pragma: no cover - folders have no such bits there
@@ -551,6 +599,17 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
     """
     with open_regular(path) as file:
         return file.read() if most_bytes is None else file.read(most_bytes)
+
+
+def read_regular_text(path: Path, encoding: str = "utf-8") -> str:
+    """The text of a file that somebody names, lines ending in a line feed; see `open_regular`.
+
+    Raises:
+        OSError: as `open_regular`.
+        UnicodeDecodeError: it is not in this encoding.
+    """
+    with io.TextIOWrapper(open_regular(path), encoding=encoding) as file:
+        return file.read()
 
 
 def oldest_first(paths: Iterable[Path]) -> list[Path]:
@@ -733,7 +792,7 @@ def folder_lock(folder: Path, owner: str) -> Iterator[HeldLock]:
 
     Raises:
         StateError: another live process holds it.
-        UsageError: it is a link, or others can write it.
+        UsageError: it is a link, has a link to a folder in it, or others can write it.
     """
     with private_files(), shared_folder_lock(folder, owner, private=True) as held:
         yield held
@@ -748,13 +807,14 @@ def shared_folder_lock(folder: Path, owner: str, *, private: bool = False) -> It
     """
     if private:
         check_own_folder(folder)
+        _check_links_in(folder)
     for pause_s in (*LOCK_PAUSES_S, None):  # 'edge-agent status' holds the lock for an instant
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if private and stat.S_IMODE(folder.stat().st_mode) & 0o077:
                 with contextlib.suppress(PermissionError):  # somebody else's: they decide
                     folder.chmod(0o700)
-            file = (folder / "lock").open("a+")
+            file = _opened_lock(folder / "lock")
         except OSError as error:
             raise StateError(f"{folder}: cannot be used as a state folder: {cause(error)}; make it writable") from error
         try:
@@ -783,6 +843,20 @@ def shared_folder_lock(folder: Path, owner: str, *, private: bool = False) -> It
         file.close()
 
 
+def _opened_lock(path: Path) -> TextIO:
+    """Open a lock file, which is made where there is none; its content is replaced by the holder's name.
+
+    Raises:
+        OSError: it cannot be opened, or something else is in its place: a link, a FIFO, or a file with another name.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no lock file, or has another name elsewhere; remove it", str(path))
+    return os.fdopen(descriptor, "a+", encoding="utf-8")
+
+
 @dataclass(frozen=True)
 class LockHolder:
     """Who holds a folder, as text, and which lock file it holds."""
@@ -803,7 +877,8 @@ def lock_holder(folder: Path) -> LockHolder | None:
         OSError: the file system does not answer.
     """
     try:
-        with (folder / "lock").open("r+") as file:
+        descriptor = os.open(folder / "lock", os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
             status = os.fstat(file.fileno())
             holder = LockHolder(file.read(200).strip() or "another process", (status.st_ino, status.st_mtime_ns))
             try:

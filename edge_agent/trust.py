@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import BundleOlder, BundleUntrusted, StateError, cause
-from .storage import sha256_file, write_private
+from .storage import read_regular, sha256_file, write_private
 from .task import Frozen, parse_json
 
 if TYPE_CHECKING:
@@ -471,7 +471,7 @@ def roots_in(path: Path) -> tuple[Envelope, ...]:
     if path.is_dir():
         roots = [root for file in sorted(path.glob("*.json")) for root in roots_in(file)]
     else:
-        raw = path.read_bytes()
+        raw = read_regular(path)
         try:
             roots = [parse(Envelope, raw, str(path))]
         except BundleUntrusted as error:
@@ -697,7 +697,7 @@ class TrustStore:
 
 def _read(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from edge_agent import config, methods
 from edge_agent.errors import ConfigError, HeadwaterError
-from edge_agent.storage import read_tensors
+from edge_agent.storage import read_regular_text, read_tensors
 from edge_agent.task import Task
 
 from . import Report, bundle, domains_of, model_from_state, synthetic_inputs
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _export(options: argparse.Namespace) -> Report:
     try:
-        text = options.task.read_text(encoding="utf-8")
+        text = read_regular_text(options.task)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("--task", [f"cannot read {options.task}: {error}"]) from error
     task = config.parse(Task, _object(text, str(options.task)), where=str(options.task))

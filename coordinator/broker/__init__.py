@@ -27,7 +27,7 @@ from pathlib import Path
 from edge_agent.config import NAME_PATTERN, BrokerConfig, is_loopback
 from edge_agent.errors import BrokerAway, MissingCapability, UsageError
 from edge_agent.limits import OPEN_FILES, allow_open_files
-from edge_agent.storage import Access, write_atomic
+from edge_agent.storage import Access, read_regular_text, write_atomic
 
 from ..processes.supervisor import ChildProcess, Supervisor, worker_command
 from .access import COORDINATOR_USER, is_password, mosquitto_acl, read_passwords, set_password
@@ -216,7 +216,7 @@ class EmbeddedBroker(SupervisedBroker):
             own = _own_password(self.password_file)
             if not own.exists():
                 write_atomic(own, secrets.token_urlsafe(32).encode(), access=Access.private())
-            password = own.read_text(encoding="utf-8").strip()
+            password = read_regular_text(own).strip()
             known = read_passwords(self.password_file) if self.password_file.exists() else {}
             if not is_password(password, known.get(COORDINATOR_USER, "")):
                 set_password(self.password_file, COORDINATOR_USER, password)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from edge_agent.config import NAME_PATTERN
 from edge_agent.errors import StateError, UsageError, cause
-from edge_agent.storage import Access, access_of, waited_lock, write_atomic
+from edge_agent.storage import Access, access_of, read_regular_text, waited_lock, write_atomic
 from edge_agent.wire.messages import Topics, matches
 
 COORDINATOR_USER = "coordinator"
@@ -84,7 +84,7 @@ def add_rules(path: Path, federation: str, *, account: str | None = None) -> boo
     present = re.compile(rf"^{re.escape(first)},.*?^{re.escape(last)}\n", re.DOTALL | re.MULTILINE)
     path.parent.mkdir(parents=True, exist_ok=True)
     with waited_lock(path.parent):
-        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        before = read_regular_text(path) if path.exists() else ""
         if present.search(before):
             after = present.sub(lambda _: block, before, count=1)
         else:
@@ -186,7 +186,7 @@ def _lines(path: Path) -> dict[str, str]:
         StateError: the file cannot be read or a line is not ``user:$kind$…``.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_regular_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise StateError(
             f"{path}: no password file that can be read: {cause(error)}; make one with headwater password"

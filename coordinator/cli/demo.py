@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping
@@ -20,13 +21,13 @@ import typer
 
 from edge_agent.config import parse
 from edge_agent.errors import HeadwaterError, UsageError
-from edge_agent.storage import FolderKind, make_folder, remove_folder
+from edge_agent.storage import MARK, FolderKind, holds_only, make_folder, remove_folder
 from edge_agent.task import ImageInput, Task
 from edge_agent.worker import stop_on_signals
 
 from ..config import CoordinatorConfig, RunConfig, WebConfig
 from ..state.noise import Gain, classify_gain
-from ..text import counted
+from ..text import counted, listed
 from .options import Given, Json, Verbose, from_model
 from .output import console, present, set_up_logging, table
 
@@ -42,8 +43,14 @@ MARKER = ".headwater-demo"
 """File in the folder of a demonstration."""
 
 
+_OF_A_DEMO = re.compile(
+    rf"{re.escape(MARKER)}|{re.escape(MARK)}|coordinator|agents|logs|(train|head)-[a-z]+\.toml|\..+\.tmp"
+)
+"""Names of what a demonstration makes in its folder; anything else there is somebody's own."""
+
+
 def _is_earlier_demo(folder: Path) -> bool:
-    return (folder / MARKER).is_file()
+    return (folder / MARKER).is_file() and holds_only(folder, _OF_A_DEMO)
 
 
 DEMO_FOLDER = FolderKind("demonstration", _is_earlier_demo)
@@ -273,6 +280,12 @@ def _make_demo_folder(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()):
         if not (folder / MARKER).exists():
             raise UsageError(f"{folder} is not empty and not of an earlier demo; choose another with --dir")
+        others = sorted(path.name for path in folder.iterdir() if not _OF_A_DEMO.fullmatch(path.name))
+        if others:
+            raise UsageError(
+                f"{folder} holds {listed(others)} beside the earlier demo, which would be removed as well; move that "
+                "elsewhere, or choose another folder with --dir"
+            )
         if not remove_folder(folder, DEMO_FOLDER):
             raise UsageError(
                 f"{folder}: the earlier demo cannot be removed (see the warning); choose another with --dir"

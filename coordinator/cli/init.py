@@ -14,7 +14,7 @@ import typer
 
 from edge_agent.config import NAME_PATTERN, is_loopback, parse
 from edge_agent.errors import MissingCapability, UsageError
-from edge_agent.storage import read_toml, write_atomic
+from edge_agent.storage import read_regular, read_regular_text, read_toml, write_atomic
 
 from ..config import IdentityConfig, load_config
 from .options import Json
@@ -119,7 +119,7 @@ def init(
                     else "remove it, then run this again"
                 )
             )
-        text = config.read_text(encoding="utf-8").rstrip("\n") + "\n" + section
+        text = read_regular_text(config).rstrip("\n") + "\n" + section
     else:
         if path.exists():
             raise UsageError(
@@ -131,7 +131,7 @@ def init(
         text = NEW.format(federation=json.dumps(federation)) + section
     public = [read_public(file) for file in release_key or ()]
     role(public or [Public(bytes(32))], threshold)
-    before, made = path.read_bytes() if path.exists() else None, not path.parent.exists()
+    before, made = read_regular(path) if path.exists() else None, not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         write_atomic(path, text.encode())

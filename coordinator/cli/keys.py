@@ -12,7 +12,7 @@ import typer
 
 from edge_agent import __version__
 from edge_agent.errors import UsageError
-from edge_agent.storage import write_atomic
+from edge_agent.storage import open_regular, write_atomic
 from edge_agent.trust import Envelope, Key, Role, RoleName, Roots, dump, needs_newer, public_bytes, read, roots_in
 from edge_agent.trust import Root as RootMetadata
 
@@ -368,7 +368,7 @@ def _roots(path: Path) -> list[Envelope]:
 
 def _is_change(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(1) == b"{"
     except OSError:  # said where it is read
         return False

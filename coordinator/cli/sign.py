@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from edge_agent.errors import UsageError, cause
-from edge_agent.storage import Access, write_atomic
+from edge_agent.storage import Access, read_regular, write_atomic
 
 from .options import Config, Json, State
 from .output import present, ready_for
@@ -44,7 +44,7 @@ def sign(
     try:
         if request.stat().st_size > MAX_LINE_BYTES:
             raise ValueError(f"{request.stat().st_size} bytes")
-        asked = CertificateRequest.model_validate(parse_json(request.read_bytes()))
+        asked = CertificateRequest.model_validate(parse_json(read_regular(request)))
     except OSError as error:
         raise UsageError(f"{request}: {cause(error)}; {WRITES}") from error
     except (ValueError, RecursionError) as error:

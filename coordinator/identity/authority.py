@@ -25,7 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from edge_agent.config import credential
 from edge_agent.errors import StateError, UsageError, cause
 from edge_agent.identity import fingerprint
-from edge_agent.storage import write_private
+from edge_agent.storage import read_regular, write_private
 
 LONGEST_NAME = 64
 """Characters that X.509 allows; agents know an authority by its fingerprint, not by its name."""
@@ -70,8 +70,8 @@ class Authority:
             StateError: there is none, or it is damaged.
         """
         try:
-            key = load_pem_private_key(credential(folder / "ca.key").read_bytes(), None)
-            certificate = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+            key = load_pem_private_key(read_regular(credential(folder / "ca.key")), None)
+            certificate = x509.load_pem_x509_certificate(read_regular(folder / "ca.pem"))
         except FileNotFoundError as error:
             raise StateError(
                 f"{folder}: no certificate authority; 'headwater init' makes one, a backup brings a lost one back"

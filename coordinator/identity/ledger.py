@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from edge_agent.config import NAME_PATTERN
 from edge_agent.errors import HeadwaterError, StateError, UsageError
-from edge_agent.storage import IDENTITY, private_folder, waited_lock, write_private
+from edge_agent.storage import IDENTITY, private_folder, read_regular, waited_lock, write_private
 from edge_agent.task import Frozen, parse_json
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Revoked(Frozen):
         """
         path = folder / REVOKED
         try:
-            return cls.model_validate(parse_json(path.read_bytes()))
+            return cls.model_validate(parse_json(read_regular(path)))
         except FileNotFoundError:
             return cls()
         except ValueError as error:
@@ -152,7 +152,7 @@ class Ledger:
         """
         path = self._path(name)
         try:
-            return AgentRecord.model_validate(parse_json(path.read_bytes()))
+            return AgentRecord.model_validate(parse_json(read_regular(path)))
         except FileNotFoundError:
             return None
         except (ValidationError, ValueError) as error:

@@ -18,7 +18,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from edge_agent.errors import StateError, UsageError, cause
-from edge_agent.storage import write_private
+from edge_agent.storage import read_regular, write_private
 
 from .authority import Authority
 from .enrolment import Enrolment
@@ -94,7 +94,7 @@ def read_revocations(source: Path, authority: Authority) -> Revocations:
     if not (folder / "ca.pem").is_file():
         raise UsageError(f"{source}: there is no {folder.name}/ca.pem; expected a state folder, or a list ({CRL})")
     try:
-        shown = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+        shown = x509.load_pem_x509_certificate(read_regular(folder / "ca.pem"))
     except (OSError, ValueError) as error:
         raise StateError(f"{folder / 'ca.pem'}: cannot be read ({cause(error)})") from error
     if shown != authority.certificate:
@@ -123,7 +123,7 @@ def _read_crl(path: Path, authority: Authority) -> dict[str, RevokedCertificate]
         UsageError: it is not signed by the federation's authority.
     """
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
         is_pem = content.lstrip().startswith(b"-----BEGIN")
         listed = x509.load_pem_x509_crl(content) if is_pem else x509.load_der_x509_crl(content)
     except (OSError, ValueError) as error:

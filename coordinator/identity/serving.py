@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from edge_agent.config import BrokerConfig, TlsConfig
 from edge_agent.errors import HeadwaterError, MissingCapability, StateError, UsageError
 from edge_agent.identity import CertificateRequest, shown
-from edge_agent.storage import lock_holder, write_private
+from edge_agent.storage import lock_holder, read_regular, write_private
 from edge_agent.wire.messages import Renew, Renewed
 from edge_agent.wire.mqtt import MqttTransport
 
@@ -121,7 +121,7 @@ def _canonical(host: str) -> str:
 def is_due(path: Path, authority: Authority, hosts: list[str] | None, now: datetime) -> bool:
     """Whether there is no certificate of this authority for these hosts that holds for months."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
         certificate = x509.load_pem_x509_certificate(content[content.index(b"-----BEGIN CERTIFICATE") :])
         certificate.verify_directly_issued_by(authority.certificate)
         named = set(hosts or ())

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_agent.errors import cause
+from edge_agent.storage import open_regular
 
 from .pipe import Pipe
 
@@ -186,7 +187,7 @@ def exit_reason(code: int, output: Path | Sequence[str]) -> str:
         how = f"signal {-code}{known.get(-code, '')}"
     if isinstance(output, Path):
         try:
-            with output.open("rb") as file:
+            with open_regular(output) as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
                 output = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
         except OSError:

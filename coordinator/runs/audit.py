@@ -16,7 +16,7 @@ from edge_agent import methods
 from edge_agent.agent.local_state import RECEIPTS
 from edge_agent.errors import HeadwaterError, StateError, cause
 from edge_agent.methods import Method
-from edge_agent.storage import sha256_of
+from edge_agent.storage import read_regular, sha256_of
 from edge_agent.wire.messages import OUTSIDE_ROUNDS
 from edge_agent.wire.tensors import decode, pieces
 
@@ -337,7 +337,7 @@ def _receipts(folder: Path) -> tuple[list[_Receipt], int]:
     """
     path = folder / RECEIPTS
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        lines = read_regular(path).split(b"\n")[:-1]
     except FileNotFoundError:
         return [], 0
     except OSError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 
 from edge_agent.errors import ExportRejected, HeadwaterError, RunFailed, UsageError
 from edge_agent.methods.base import pooled_norm
+from edge_agent.storage import read_regular
 from edge_agent.task import Tensors
 from edge_agent.trust import Purpose
 from edge_agent.wire.chunks import Outgoing
@@ -87,7 +89,7 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
     except Exception as error:
         raise ExportRejected(f"export failed: {error!r}") from error
     is_signed = sign(path, run.context.state.path, purpose) is not None
-    digest = run.context.state.blobs.put(path.read_bytes())
+    digest = run.context.state.blobs.put(read_regular(path))
     body = {"path": str(path), "bytes": path.stat().st_size, **exported}
     if is_signed:
         body["signed"] = signature_of(path)
@@ -150,8 +152,10 @@ def release_during_run(run: Run, number: int) -> Steps:
     A rejected export costs this release and nothing else.
     """
     folder = run.context.state.run(run.id)
+    name_of_a_round = re.compile(rf"{re.escape(run.id)}-round-[0-9]+\.hwb")
     for older in folder.folder.glob(f"{run.id}-round-*.hwb"):
-        older.unlink()
+        if name_of_a_round.fullmatch(older.name):
+            older.unlink()
     try:
         released = yield from export_bundle(run, f"{run.id}-round-{number}")
     except ExportRejected as error:

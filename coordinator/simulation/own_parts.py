@@ -11,6 +11,7 @@ from typing import Any
 from edge_agent import methods, models
 from edge_agent.errors import MissingCapability, UsageError
 from edge_agent.registry import absolute, is_reference, load_reference, own_name
+from edge_agent.storage import read_regular
 
 from .plan import Plan
 
@@ -37,7 +38,7 @@ def prepare_torchvision(references: Iterable[str]) -> None:
     for reference in references:
         file, _, _ = reference.partition("?")
         path = Path(absolute(file).rpartition(":")[0])
-        if is_reference(file) and path.is_file() and b"torchvision" in path.read_bytes():
+        if is_reference(file) and path.is_file() and b"torchvision" in read_regular(path):
             with contextlib.suppress(MissingCapability):
                 models.import_torchvision()
             return

@@ -14,7 +14,16 @@ from edge_agent.config import Precision, parse
 from edge_agent.data.partition import Division
 from edge_agent.errors import StateError, UsageError
 from edge_agent.methods import Method
-from edge_agent.storage import MARK, FolderKind, holds_only, mark_folder, read_json, write_atomic, write_json
+from edge_agent.storage import (
+    MARK,
+    FolderKind,
+    holds_only,
+    mark_folder,
+    read_json,
+    read_regular,
+    write_atomic,
+    write_json,
+)
 from edge_agent.task import Task
 from edge_agent.training.precision import time_steps
 from edge_agent.training.weights import read_weights
@@ -212,7 +221,7 @@ def begin(prepared: Prepared, folder: Path) -> None:
     plan = prepared.plan
     prepared.division.write(folder / PARTITION)
     if plan.weights_path is not None:
-        write_atomic(folder / WEIGHTS, plan.weights_path.read_bytes())
+        write_atomic(folder / WEIGHTS, read_regular(plan.weights_path))
     mark_folder(folder, SIMULATION_FOLDER, folder.name)
     write_json(folder / PLAN, _as_json(plan))
 

@@ -27,6 +27,7 @@ from edge_agent.storage import (
     make_folder,
     mapped,
     read_json,
+    read_regular,
     remove_folder,
     sha256_file,
     sha256_of,
@@ -170,7 +171,7 @@ def _is_unused(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir() if not TEMPORARY.fullmatch(path.name)}
     if names != {"lock"}:
         return not names
-    return (folder / "lock").is_file() and (folder / "lock").read_bytes()[: len(_OWNER)] in {b"", _OWNER.encode()}
+    return (folder / "lock").is_file() and read_regular(folder / "lock")[: len(_OWNER)] in {b"", _OWNER.encode()}
 
 
 def _marked(folder: Path) -> str | None:

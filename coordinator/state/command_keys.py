@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from edge_agent.config import credential
 from edge_agent.errors import StateError, cause
-from edge_agent.storage import IDENTITY, private_folder, waited_lock, write_private
+from edge_agent.storage import IDENTITY, private_folder, read_regular, waited_lock, write_private
 from edge_agent.wire.authentic import KEY_BYTES, AgentKey, derive, with_mac, with_signature
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class CommandKeys:
         if path.parent == (state / MASTER).parent:
             cls._make(state)
         try:
-            master = path.read_bytes()
+            master = read_regular(path)
         except OSError as error:
             raise StateError(f"{path}: cannot be read: {cause(error)}; the coordinator's user must own it") from error
         if len(master) != KEY_BYTES:

@@ -13,6 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from edge_agent.storage import read_regular
+
 from .journal import utc_now
 
 NEWER, OLDER = "faults.jsonl", "faults.older.jsonl"
@@ -47,7 +49,7 @@ class FaultLog:
         """All faults with ``at`` and ``agent``; lines that a power cut has torn are left out."""
         for path in (self._older, self._newer):
             try:
-                lines = path.read_bytes().splitlines()
+                lines = read_regular(path).splitlines()
             except OSError:
                 continue
             for line in lines:

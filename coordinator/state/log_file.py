@@ -14,10 +14,10 @@ import os
 from collections.abc import Iterator
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from edge_agent.logs import JsonLines
-from edge_agent.storage import private_files
+from edge_agent.storage import open_regular, private_files
 
 NAME = "log.jsonl"
 MOST_BYTES = 4 << 20
@@ -62,7 +62,7 @@ class _Position(NamedTuple):
     head: bytes
     offset: int
 
-    def is_in(self, file: io.BufferedReader) -> bool:
+    def is_in(self, file: BinaryIO) -> bool:
         """Whether this is the file, and it still has what was read."""
         status = os.fstat(file.fileno())
         file.seek(0)
@@ -81,7 +81,7 @@ class LogReader:
         """Complete lines that were not read before; those that are no JSON objects are left out."""
         lines: list[bytes] = []
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 if self._position is None or not self._position.is_in(file):
                     lines += self._rest_of_older()
                     self._position = None
@@ -93,13 +93,13 @@ class LogReader:
     def _rest_of_older(self) -> list[bytes]:
         """What was not read of the older file: all of it after two rotations, nothing where only the newer was cut."""
         lines: list[bytes] = []
-        with contextlib.suppress(OSError), self._older_path.open("rb") as file:
+        with contextlib.suppress(OSError), open_regular(self._older_path) as file:
             known = (one for one in (self._position, self._older) if one is not None and one.is_in(file))
             self._older, lines = _read_on(file, next(known, None))
         return lines
 
 
-def _read_on(file: io.BufferedReader, position: _Position | None) -> tuple[_Position, list[bytes]]:
+def _read_on(file: BinaryIO, position: _Position | None) -> tuple[_Position, list[bytes]]:
     """The complete lines after a position, and the one after them."""
     file.seek(0)
     head = file.read(HEAD_BYTES)

@@ -28,6 +28,7 @@ from edge_agent.storage import (
     Access,
     private_folder,
     read_json,
+    read_regular,
     sync_folder,
     waited_lock,
     write_atomic,
@@ -135,7 +136,7 @@ def read_key(path: Path) -> Ed25519PrivateKey:
         UsageError: there is none.
     """
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path)
         key = load_pem_private_key(raw, None)
     except OSError as error:
         raise UsageError(f"{path}: no private key: {cause(error)}; 'headwater keys new FILE' makes one") from error
@@ -157,7 +158,7 @@ def read_public(path: Path) -> Public:
         UsageError: there is none.
     """
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path)
         digits, _, name = raw.decode().strip().partition(" ")
         if _PUBLIC.match(raw) is None:
             raise ValueError("no 64 hexadecimal digits")
@@ -532,7 +533,7 @@ def file_to_release(
             copy.write_bytes(state.blobs.read(digest))
             _, count, needed = keys.sign(copy, now, book_of(state.journal).scores(bundle_id))
             if count >= needed:
-                return copy.read_bytes(), signature_of(copy)
+                return read_regular(copy), signature_of(copy)
     return _signed_by_people(state, keys, run, bundle_id, digest, now)
 
 
@@ -553,7 +554,7 @@ def _signed_by_people(
             raise BundleUntrusted(f"{path} is not signed, {keys.newest().roles['targets'].threshold} people have to")
         again = " --again" if version <= newest else ""
         release, _ = bundles.verify(path, keys.roots()[-1])
-        content = path.read_bytes()
+        content = read_regular(path)
     except BundleError as error:
         raise UsageError(f"{error}; 'headwater keys sign {path} --key FILE{again}' signs it for a release") from error
     if again:

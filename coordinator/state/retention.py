@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import shutil
 import stat
 from collections.abc import Iterable, Sequence
@@ -60,10 +61,16 @@ def prunable(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:
         digests = {entry.digest for entry in entries if entry.digest is not None} - needed
         needed |= digests
         blobs = (state.blobs.path(digest) for digest in sorted(digests))
-        sizes = _sizes((*sorted(state.run(run).folder.glob("*.hwb")), *blobs))
+        sizes = _sizes((*_bundles(state, run), *blobs))
         status = next(FINAL[entry.kind] for entry in entries if entry.kind in FINAL)
         result.append(Prunable(run, status, tuple(sizes), sum(sizes.values())))
     return result
+
+
+def _bundles(state: StateFolder, run: str) -> list[Path]:
+    """The bundles of a run that the coordinator has exported: by name, as somebody may have put others beside them."""
+    name_of_export = re.compile(rf"({re.escape(run)}(-round-[0-9]+)?|round)\.hwb")
+    return sorted(path for path in state.run(run).folder.glob("*.hwb") if name_of_export.fullmatch(path.name))
 
 
 def prune_runs(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:

@@ -23,7 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent.errors import StateError, UsageError, cause
-from edge_agent.storage import HeldLock, folder_lock, read_json, sha256_file, sha256_of, sync, write_atomic, write_json
+from edge_agent.storage import (
+    HeldLock,
+    folder_lock,
+    read_json,
+    read_regular,
+    sha256_file,
+    sha256_of,
+    sync,
+    write_atomic,
+    write_json,
+)
 
 from .journal import CHECKPOINTS, Journal
 from .releases import release_blobs
@@ -71,7 +81,7 @@ class BlobStore:
         Raises:
             StateError: it is missing or damaged.
         """
-        return self.check(sha).read_bytes()
+        return read_regular(self.check(sha))
 
     def check(self, sha: str) -> Path:
         """The path of a blob that is complete and undamaged; its content is not held in memory.
@@ -152,7 +162,7 @@ class RunFolder:
             StateError: a line is not a JSON object.
         """
         try:
-            lines = self.metrics_path.read_bytes().split(b"\n")[:-1]
+            lines = read_regular(self.metrics_path).split(b"\n")[:-1]
         except FileNotFoundError:
             return []
         records = []
@@ -214,7 +224,7 @@ class JsonFile:
             stamp = status.st_mtime_ns, status.st_size, status.st_ino
             if self.stamp == stamp:
                 return False
-            self._known = stamp, json.loads(self._path.read_bytes())
+            self._known = stamp, json.loads(read_regular(self._path))
         except FileNotFoundError:
             had_content = self.stamp is not None
             self._known = None, None

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from edge_agent.config import is_loopback
 from edge_agent.errors import StateError, cause
-from edge_agent.storage import write_private
+from edge_agent.storage import read_regular_text, write_private
 
 TOKEN_BYTES = 32
 SESSION_S = 12 * 3600.0
@@ -52,11 +52,11 @@ class Access:
         try:
             if not path.exists():
                 write_private(path, secrets.token_urlsafe(TOKEN_BYTES).encode() + b"\n")
-                return cls(path.read_text("ascii").strip(), path=path), True
+                return cls(read_regular_text(path, encoding="ascii").strip(), path=path), True
         except OSError:
             return None, False
         try:
-            token = path.read_text("ascii").strip()
+            token = read_regular_text(path, encoding="ascii").strip()
         except (OSError, ValueError) as error:
             raise StateError(f"{path}: cannot be read ({cause(error)}); remove it to have a new one made") from error
         if len(token) < TOKEN_BYTES:
@@ -69,7 +69,7 @@ class Access:
         if (stamp := _stamp(self._path)) != self._stamp:
             self._stamp, self._token = stamp, ""
             with contextlib.suppress(OSError, ValueError):
-                token = (self._path or Path()).read_text("ascii").strip()
+                token = read_regular_text(self._path or Path(), encoding="ascii").strip()
                 self._token = token if len(token) >= TOKEN_BYTES else ""
         return self._token
 
@@ -123,7 +123,7 @@ def _stamp(path: Path | None) -> tuple[int, ...]:
 def _read_ended(path: Path | None) -> list[str]:
     with contextlib.suppress(OSError, ValueError):
         if path is not None:
-            return path.with_name("ended").read_text("ascii").splitlines()[-MOST_ENDED:]
+            return read_regular_text(path.with_name("ended"), encoding="ascii").splitlines()[-MOST_ENDED:]
     return []
 
 

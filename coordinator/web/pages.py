@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from edge_agent.errors import HeadwaterError, StateError, UnknownName, UsageError
 from edge_agent.moments import shown as shown_time
-from edge_agent.storage import read_json
+from edge_agent.storage import read_json, read_regular
 
 from ..fleet.release_commands import described, stage_text, standing, waits_for
 from ..runs.result_notes import SHOWN_CLIENTS, spent
@@ -220,7 +220,7 @@ def report(request: Request) -> Response:
     with view.lock:
         path = view.folder.run(_run_named(view, name).id).folder / REPORT
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError:
         advice = f"It is written at the end of a run; 'headwater report {name}' writes it, too."
         raise HTTPException(404, f"{name} has no {REPORT}. {advice}") from None
@@ -236,7 +236,7 @@ def analysis(request: Request) -> Response:
     if (kind := _KINDS.get(name.rpartition(".")[2])) is None or not re.fullmatch(r"\w[\w-]*\.\w+", name, re.ASCII):
         raise HTTPException(404, "An analysis has no such file.")
     try:
-        content = (folder / name).read_bytes()
+        content = read_regular(folder / name)
     except OSError:
         advice = (
             f"'headwater analyze {run} --out STATE/runs/{run}/{ANALYSIS}' makes it, with the state folder as STATE."

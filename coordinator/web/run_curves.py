@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from edge_agent.storage import open_regular
+
 from ..state.values import as_number, as_text
 from ..text import worst_tenth
 
@@ -124,7 +126,7 @@ class RunCurves:
 
     def _read(self, most: int) -> bool:
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 status = self.path.stat()
                 if status.st_size < self._offset or status.st_ino != (self._inode or status.st_ino):
                     with self._lock:

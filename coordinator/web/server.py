@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from edge_agent.errors import UsageError, cause
-from edge_agent.storage import IDENTITY
+from edge_agent.storage import IDENTITY, read_regular_text
 
 from ..config import CoordinatorConfig, WebConfig
 from ..processes.pipe import Pipe
@@ -182,7 +182,8 @@ def login_text(state: Path, url: str, *, is_new: bool) -> str:
     if not token_path(state).exists():
         return "nobody can act: the state folder cannot be written"
     if is_new:
-        return f"to act, sign in once by {url}login#{token_path(state).read_text('ascii').strip()}"
+        token = read_regular_text(token_path(state), encoding="ascii").strip()
+        return f"to act, sign in once by {url}login#{token}"
     return f"to act, sign in with the token in {token_path(state)}"
 
 

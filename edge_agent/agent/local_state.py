@@ -31,6 +31,7 @@ from ..storage import (
     make_folder,
     oldest_first,
     read_json,
+    read_regular,
     read_tensors,
     remove_folder,
     size_of,
@@ -88,6 +89,8 @@ def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, wanted: 
     Old downloads go first, out of ``cache``, then cached features, each the oldest first. Blobs in ``wanted``, by their
     digests, stay; so does client state, which cannot be had again and whose run may be paused.
     """
+    from ..encoder import feature_files  # brings numpy, which an idle agent does without
+
     state = config.state
     short = needed_bytes + config.min_free_bytes - shutil.disk_usage(state).free
     if short <= 0:
@@ -95,7 +98,7 @@ def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, wanted: 
     downloads = cache.free(short, wanted)
     features = 0
     # Files of the cache alone. Hidden ones are being written, here or by another process (`storage.write_atomic`).
-    for path in oldest_first((state / "features").glob("features-*.safetensors")):
+    for path in feature_files(state / "features"):
         if downloads + features >= short:
             break
         features += size_of(path)
@@ -227,7 +230,7 @@ class TrainingCheckpointFile:
         from ..wire.tensors import decode, inspect  # brings numpy, which an idle agent does without
 
         try:
-            data = self._path.read_bytes()
+            data = read_regular(self._path)
             _, metadata = inspect(data)
             if metadata.get("training") != self._training:
                 return None

@@ -16,7 +16,7 @@ from ..config import AgentConfig, DataConfig, load
 from ..errors import BrokerAway, StateError, UsageError
 from ..identity import Identity, IdentityFolder, Token, answered, requested, shown
 from ..identity import enroll as ask_for_certificate
-from ..storage import lock_holder, read_json, read_toml, write_atomic
+from ..storage import lock_holder, read_json, read_regular_text, read_toml, write_atomic
 from . import output
 
 NO_SOURCE = '# source = "images:/srv/photos"'
@@ -192,7 +192,7 @@ def _write_config(arguments: argparse.Namespace, token: Token, state: Path, befo
     next_step = f"next: edge-agent run --config {path}"
     source = f"source = {json.dumps(arguments.data)}" if arguments.data else NO_SOURCE
     if path.exists():
-        text = path.read_text(encoding="utf-8")
+        text = read_regular_text(path)
         if arguments.data is not None and text.count(NO_SOURCE) == 1:
             text = text.replace(NO_SOURCE, source)
             write_atomic(path, text.encode())

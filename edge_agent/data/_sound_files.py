@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..errors import DataError, MissingCapability, cause
+from ..storage import open_regular
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -199,7 +200,7 @@ def _reader_of(path: Path) -> _Reader:
     """Return the reader for a file, open."""
     if not path.is_file():  # a pipe, for example, which may never end
         raise DataError("is no file")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         start = file.read(22)
     container = _CONTAINERS.get(start[:4])
     if container is None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import TensorsError, WeightsError, cause
+from ..storage import read_regular
 from ..task import Tensors
 from ..wire.tensors import decode, first_non_finite
 from .parts import Parts, first_of
@@ -98,7 +99,7 @@ def _read(path: Path) -> Tensors:
             raise WeightsError(f"{path}: is no file; give a safetensors file of weights")
         if (size := path.stat().st_size) > MOST_BYTES:
             raise WeightsError(f"{path}: {size} bytes, expected at most {MOST_BYTES}")
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read ({cause(error)}); give a safetensors file of weights") from error
     if content[:2] in _PICKLES:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ChunkError, StateError, cause
-from ..storage import mapped, oldest_first, size_of, sync, write_atomic
+from ..storage import mapped, oldest_first, read_regular, size_of, sync, write_atomic
 from .messages import MAX_RANGES, BlobRef
 
 FRAME_BYTES = 61_440
@@ -296,7 +296,7 @@ class Incoming:
     def _resume(self) -> None:
         """Continue with what an earlier process left, where both of its files are intact."""
         try:
-            notes = json.loads(self._notes.read_bytes())
+            notes = json.loads(read_regular(self._notes))
             missing = flags_of(((a, b) for a, b in notes["missing"]), self.chunks.count)
             usable = notes["chunk_bytes"] == self.ref.chunk_bytes and self.path.stat().st_size == self.ref.size_bytes
         except (OSError, ValueError, KeyError, TypeError, RecursionError, ChunkError):

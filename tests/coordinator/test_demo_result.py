@@ -7,8 +7,11 @@ import shlex
 import sys
 from pathlib import Path
 
+import pytest
+
 from coordinator.cli import demo
 from coordinator.cli.output import show
+from edge_agent.errors import UsageError
 
 
 def agent(name, tier, local, personal, **more):
@@ -57,3 +60,15 @@ def test_the_text_says_what_noise_is_and_names_programs_that_a_shell_finds(tmp_p
         assert words[words.index("--bundle") + 1] == str(bundle)
         assert Path(words[0]).is_file(), "it ended in 'command not found'"
         assert Path(words[0]).parent == Path(sys.executable).parent
+
+
+def test_an_earlier_demo_goes_and_files_of_somebody_else_in_it_stay(tmp_path):
+    folder = tmp_path / "demo"
+    demo._make_demo_folder(folder)
+    (folder / "coordinator").mkdir()
+    demo._make_demo_folder(folder)
+    assert not (folder / "coordinator").exists()
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"holds notes\.txt beside the earlier demo"):
+        demo._make_demo_folder(folder)
+    assert (folder / "notes.txt").read_text() == "mine"

@@ -21,7 +21,8 @@ from edge_agent import storage
 from edge_agent.agent.local_state import RUN_FOLDER, remove_all_runs, remove_ended_runs
 from edge_agent.agent.tasks import Resources
 from edge_agent.config import AgentConfig, DataConfig
-from edge_agent.errors import UsageError
+from edge_agent.encoder import remove_features
+from edge_agent.errors import StateError, UsageError
 from edge_agent.storage import MARK, FolderKind
 
 KIND = FolderKind("decoy")
@@ -307,3 +308,93 @@ def test_only_temporary_files_of_ours_are_swept(tmp_path):
         (tmp_path / name).write_text("x")
     assert storage.sweep(tmp_path) == len(ours)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(theirs)
+
+
+def test_a_folder_of_the_same_disk_that_is_mounted_below_stays_whole(tmp_path, monkeypatch, caplog):
+    """``mount --bind`` gives a folder of the same device; its mount has another number."""
+    made = tmp_path / "made"
+    storage.make_folder(made, KIND)
+    before = make_decoy(made / "mounted")
+    mounted = (made / "mounted").stat().st_ino
+    real = storage._mount_of
+
+    def mount_of(descriptor):
+        device, _ = real(descriptor)
+        return device, 2 if os.fstat(descriptor).st_ino == mounted else 1
+
+    monkeypatch.setattr(storage, "_mount_of", mount_of)
+    assert not storage.remove_folder(made, KIND)
+    assert contents(made / "mounted") == before
+    assert "another file system is mounted below it" in caplog.text
+
+
+@pytest.mark.skipif(not Path("/proc/self/fdinfo").is_dir(), reason="the system does not say it")
+def test_the_mount_of_an_opened_folder_is_known(tmp_path):
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        device, mount = storage._mount_of(descriptor)
+    finally:
+        os.close(descriptor)
+    assert device == tmp_path.stat().st_dev
+    assert mount is not None
+
+
+def test_a_folder_of_an_earlier_version_is_marked_where_it_was_opened(tmp_path, monkeypatch):
+    """Somebody puts a link to another folder into its place, after the check and before the mark is written."""
+    decoy = tmp_path / "somebody"
+    before = make_decoy(decoy)
+    made = tmp_path / "made"
+    made.mkdir()
+    real = storage._read_mark
+
+    def swap_then_read(folder, opened):
+        result = real(folder, opened)
+        if not made.is_symlink() and len(calls) == 1:
+            made.rename(tmp_path / "moved")
+            made.symlink_to(decoy)
+        calls.append(folder)
+        return result
+
+    calls: list[Path] = []
+    monkeypatch.setattr(storage, "_read_mark", swap_then_read)
+    storage.remove_folder(made, FolderKind("decoy", lambda _: True))
+    assert contents(decoy) == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights there")
+@pytest.mark.parametrize("name", ["head", "runs", "cache", "features", "blobs"])
+def test_a_state_folder_with_a_link_to_a_folder_in_it_is_refused(tmp_path, name):
+    """Files in these folders are removed by their names, which files of other programs may have, too."""
+    state, other = tmp_path / "state", tmp_path / "other"
+    state.mkdir()
+    before = make_decoy(other)
+    (state / name).symlink_to(other)
+    with pytest.raises(UsageError, match="a symbolic link, expected a folder"), storage.folder_lock(state, "test"):
+        pass
+    assert contents(other) == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights there")
+@pytest.mark.parametrize("kind", ["link", "hard link", "fifo"])
+def test_the_lock_empties_no_file_of_somebody_else(tmp_path, kind):
+    state, other = tmp_path / "state", tmp_path / "other.txt"
+    state.mkdir()
+    other.write_text("mine")
+    if kind == "link":
+        (state / "lock").symlink_to(other)
+    elif kind == "hard link":
+        os.link(other, state / "lock")
+    else:
+        os.mkfifo(state / "lock")
+    with pytest.raises(StateError, match="cannot be used as a state folder"), storage.folder_lock(state, "test"):
+        pass
+    assert other.read_text() == "mine"
+
+
+def test_files_that_only_begin_like_cached_features_stay(tmp_path):
+    ours = [f"features-{'a' * 32}-{'b' * 4}-{'c' * 32}", f"features-{'a' * 32}-own-{'d' * 32}-{'b' * 4}-{'c' * 32}"]
+    theirs = ["features-train", "features-of-2024-photos"]
+    for name in (*ours, *theirs):
+        (tmp_path / f"{name}.safetensors").write_text("x")
+    assert remove_features(tmp_path, ()) == len(ours)
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(theirs)

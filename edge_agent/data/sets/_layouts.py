@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from ...errors import DataError, UnknownName, cause
+from ...storage import read_regular
 from ...task import ImageInput
 from ..base import DataSource, Options, Raw, Strings, near
 from ..images import SUFFIXES, ImageFiles, images_in, visible
@@ -61,7 +62,7 @@ def lines_of(path: Path, origin: Origin) -> list[str]:
     try:
         if (size := path.stat().st_size) > MAX_TEXT_BYTES:
             raise origin.damaged(path, f"has {size} bytes", f"text of at most {MAX_TEXT_BYTES}")
-        text = path.read_bytes().decode("utf-8")
+        text = read_regular(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise origin.missing(path.parent, f"'{path.name}': {cause(error)}") from error
     return [line for row in text.splitlines() if (line := row.strip())]

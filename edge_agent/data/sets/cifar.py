@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import Field
 
 from ...errors import DataError
+from ...storage import read_regular
 from ...task import ImageInput
 from ..base import DataSource, PartOptions, Raw, labels_by_name
 from ._layouts import Origin, lines_of, random_part
@@ -296,7 +297,7 @@ def _python_batch(path: Path, images: int, key: str) -> tuple[np.ndarray, np.nda
     size, least, most = path.stat().st_size, images * PIXELS, images * (PIXELS + 128) + 4096
     if not least <= size <= most:
         raise ORIGIN.damaged(path, f"has {size} bytes", f"{least}..{most}")
-    result = parse(path.read_bytes(), f"cifar: '{path}'")
+    result = parse(read_regular(path), f"cifar: '{path}'")
     pixels, labels = result.get("data"), result.get(key)
     if not isinstance(pixels, np.ndarray) or pixels.shape != (images, PIXELS):
         shape = "no array" if not isinstance(pixels, np.ndarray) else f"an array of {pixels.shape}"
@@ -314,7 +315,7 @@ def _names(folder: Path, version: Version, labels: str) -> tuple[str, ...]:
         raise ORIGIN.missing(folder, f"it lacks {version.meta}")
     if (size := path.stat().st_size) > 1 << 16:
         raise ORIGIN.damaged(path, f"has {size} bytes", "the names of some classes")
-    names = parse(path.read_bytes(), f"cifar: '{path}'").get(version.names[labels])
+    names = parse(read_regular(path), f"cifar: '{path}'").get(version.names[labels])
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ORIGIN.damaged(path, f"has no list of text named '{version.names[labels]}'", "the names of the classes")
     return tuple(names)
