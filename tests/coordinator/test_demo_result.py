@@ -61,4 +61,4 @@ def test_the_text_says_what_noise_is_and_names_programs_that_a_shell_finds(tmp_p
 
 def test_demo_does_not_bound_the_share_of_the_device_whose_style_is_learned_last(tmp_path):
     """Bounded, it looked suspect from round 8 on, and lost 15 points by taking part."""
-    assert sys.modules["coordinator.cli.demo"]._coordinator_config(tmp_path).aggregation.max_share is None
+    assert demo._coordinator_config(tmp_path).aggregation.max_share is None
