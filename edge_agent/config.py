@@ -413,13 +413,13 @@ class AgentConfig(Frozen):
 
     file_kind: ClassVar[FileKind] = FileKind(
         if_missing=(
-            "'edge-agent enroll TOKEN' makes it for a federation (a coordinator's 'headwater enroll NAME' prints the "
+            "'edge-agent enroll -' makes it for a federation (a coordinator's 'headwater enroll NAME' prints the "
             "token), --config FILE names another; a device without a coordinator needs none: 'edge-agent import "
             "BUNDLE --state DIR', then --state DIR"
         ),
         foreign_keys=frozenset({"task", "cohort", "round", "run", "embedded", "identity"}),
         foreign="this is the configuration of a coordinator, for 'headwater serve'; that of an agent is made by "
-        "'edge-agent enroll TOKEN' (example: configs/agent-train.toml)",
+        "'edge-agent enroll -' (example: configs/agent-train.toml)",
     )
 
     id: str = Field(

@@ -134,7 +134,7 @@ def with_norm(
     lost, gained = (
         int((answers[one] & ~answers[other]).sum()) for one, other in (("shipped", "own"), ("own", "shipped"))
     )
-    right = {name: f"{rows.mean():.1%}" if rows.size else "none" for name, rows in answers.items()}
+    right = {name: f"{100 * rows.mean():.1f} %" if rows.size else "none" for name, rows in answers.items()}
     why = f"a head on local data is right on {right['own']} with own statistics, {right['shipped']} with those shipped"
     noise, stays_local = (lost + gained) ** 0.5, bundle.manifest.norm != "global"
     result = (
@@ -217,9 +217,9 @@ def choose(
     if answers["of"] < LEAST_ANSWERS:
         why = f"accuracies could be compared on {answers['of']} answers only, {LEAST_ANSWERS} are needed"
         return PrecisionChoice("fp32", f"{shown}; {why}")
-    result = f"{shown}; a head on local data is right on {right['fp32']:.1%} and {right['int8']:.1%}"
+    result = f"{shown}; a head on local data is right on {100 * right['fp32']:.1f} % and {100 * right['int8']:.1f} %"
     is_as_good = answers["fp32"] - answers["int8"] <= MOST_LOSS * answers["of"]
-    limit = "" if is_as_good else f": int8 may lose {MOST_LOSS:.1%}"
+    limit = "" if is_as_good else f": int8 may lose {100 * MOST_LOSS:.1f} %"
     return PrecisionChoice("int8" if is_as_good else "fp32", f"{result}{limit}")
 
 

@@ -94,8 +94,10 @@ class _TimeLeft:
         """The first round that was seen closed, and when."""
 
     def after(self, closed: int, rounds: int) -> float | None:
-        """Return the seconds that are left once ``closed`` of ``rounds`` are; None before two rounds were seen."""
+        """Return the seconds that are left once ``closed`` of ``rounds`` are; None before a second one was seen."""
         now = time.monotonic()
+        if closed == 0:
+            return None  # the first round includes the start of the agents and the model, and says little of the others
         if self._first is None or closed < self._first[0]:
             self._first = (closed, now)
             return None

@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -151,8 +151,7 @@ def init(
         f"releases: {described(ReleaseKeys(settings.state))}",
         f"configuration in {path}, keys in {identity_folder(settings.state)} (back it up, show it to nobody)",
         f"devices connect to {host}, ports {port} and {enroll_port}; open both in a firewall",
-        f"next: headwater serve --config {path}",
-        f"then, for each device: headwater enroll NAME --config {path}",
+        *_next_steps(path, is_new=config is None),
     ]
     if find_mosquitto() is None:
         lines.append(f"note: {MissingCapability.__name__}: mosquitto is not installed: apt-get install mosquitto")
@@ -166,6 +165,17 @@ def init(
         "enroll_port": enroll_port,
     }
     present(result, lines, as_json=as_json)
+
+
+def _next_steps(path: Path, *, is_new: bool) -> Iterator[str]:
+    """Yield what to do after the files are made; a new configuration has the task of the demonstration."""
+    if is_new:
+        yield (
+            f"first: put the classes and the size of your inputs into [task] of {path}; "
+            "what is there fits digits of 32 x 32 pixels"
+        )
+    yield f"next: headwater serve --config {path}"
+    yield f"then, for each device: headwater enroll NAME --config {path}"
 
 
 def _make(

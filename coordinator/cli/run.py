@@ -337,7 +337,8 @@ def footnotes(summary: dict[str, Any]) -> Iterator[str]:
         yield f"{agent} was left out of {counted(len(rounds), 'round')} ({listed(rounds)}): {one['reason']}"
     for agent, one in summary.get("bounded", {}).items():
         rounds = [str(number) for number in one["rounds"]]
-        yield f"{agent} in {counted(len(rounds), 'round')} ({listed(rounds)}), in the last one {one['last']}"
+        number = counted(len(rounds), "round")
+        yield f"{agent}: its updates were bounded in {number} ({listed(rounds)}); last: {one['last']}"
 
 
 def _left_out_of_last_round(summary: dict[str, Any]) -> set[str]:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from edge_agent.errors import StateError
 
+from ..state.noise import Gain
 from ..state.store import RunFolder
 from ..state.values import as_number
 from ..text import counted, sentence
 from . import run_charts
 from .charts import Axis, Chart, InlineAssets, clean, figure_html, inline_assets, percent, points
-from .figures import SCOPES, AgentFigures, RoundFigures, RunFigures, read_run
+from .figures import SCOPES, AgentFigures, RoundFigures, RunFigures, Scope, read_run
 from .pictures import picture
 
 if TYPE_CHECKING:
@@ -27,14 +28,20 @@ if TYPE_CHECKING:
 MOST_AGENTS = 1000
 """Rows of the table of agents; ``metrics.jsonl`` has all of them."""
 
+FIRST_INCIDENTS = 10
+"""Rows of that table which are open; the others are folded."""
+
 MOST_INCIDENTS = 200
 """Rows of the table of missing and rejected updates; the journal has all of them."""
 
-_CARDS = {
-    "local": "best model that each fits alone",
-    "global": "the shared model",
-    "personal": "shared encoder, personal head or model",
+_CARDS: Mapping[Scope, tuple[str, str]] = {
+    "personal": ("personal", "shared encoder, personal head or model"),
+    "local": ("alone", "best model that each fits alone"),
+    "global": ("shared", "the shared model"),
 }
+"""Name and description of each card of an accuracy, in the order of the web view."""
+
+_GAIN_STYLES = {Gain.ABOVE: "lead gain", Gain.BELOW: "lead loss", Gain.WITHIN: "lead even", Gain.UNKNOWN: "lead"}
 _DETAILS = {
     "bundle": "Bundle",
     "encoder_sha256": "Weights (SHA-256)",
@@ -80,6 +87,7 @@ def render(run: RunFigures, releases: Sequence[Mapping[str, Any]] = ()) -> str:
         agent_rows=[_agent_row(agent)[: len(columns)] for agent in run.agents[:MOST_AGENTS]],
         most_agents=MOST_AGENTS,
         incidents=sorted(_incidents(run.rounds)),
+        first_incidents=FIRST_INCIDENTS,
         most=MOST_INCIDENTS,
         releases=[_release_row(one) for one in releases],
         scores=[row for one in releases for row in _score_rows(one)],
@@ -245,16 +253,21 @@ def _warm_start(record: object) -> str:
 def _cards(run: RunFigures) -> Iterator[tuple[str, str, str, str]]:
     """Name, value, note and style of each key figure."""
     member = "client" if run.simulation else "agent"
-    for scope in SCOPES:
-        if (mean := run.final_mean(scope)) is not None:
-            counts = sum(scope in agent.acc for agent in run.agents)
-            over = f"mean over {counted(counts, member)}" if counts else "mean over agents, last round"
-            yield f"acc.{scope}", percent(mean), f"{_CARDS[scope]}; {over}", scope
-    if known := run_charts.gains(run.agents):
+    known = run_charts.gains(run.agents)
+    if known:
         gain = fmean(gain for gain, _ in known)
-        better = sum(gain > 0 for gain, _ in known)
-        note = f"percentage points, acc.personal over acc.local; {better} of {counted(len(known), member)} gain"
-        yield "gain", points(gain), note, "gain" if gain > 0 else "loss" if gain < 0 else ""
+        kind = run_charts.classify_mean(run.agents)
+        note = f"percentage points, personal over alone; mean over {counted(len(known), member)}"
+        if kind is Gain.WITHIN:
+            note += "; within noise"
+        yield "gain", points(gain), note, _GAIN_STYLES[kind]
+    for scope, (name, description) in _CARDS.items():
+        mean = run.final_mean(scope)
+        if mean is None:
+            continue
+        counts = sum(scope in agent.acc for agent in run.agents)
+        over = f"mean over {counted(counts, member)}" if counts else "mean over agents, last round"
+        yield name, percent(mean), f"{description} (acc.{scope}); {over}", scope
     if run.proxy:
         last = run.proxy[-1]
         note = f"the shared model after round {last.round}, on {_count(last.samples)} samples of the coordinator"

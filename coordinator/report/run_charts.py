@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median, quantiles
 from typing import Any
 
+from ..state.noise import Compared, Gain, classify_gain, classify_mean_gain
 from ..text import counted, worst_tenth
 from .charts import MARKERS, Axis, Bars, Key, Lines, Mark, Matrix, Row, Rows, Series, ends, percent, points
 from .figures import CURVES, SCOPES, AgentFigures, Curve, RoundFigures, RunFigures
@@ -28,6 +30,9 @@ SLOW_FIRST = 3.0
 
 EQUAL = 0.05
 """Rounds that differ by no more than this share of their mean are one sentence."""
+
+LEAST_WAIT_S = 0.05
+"""Seconds of waiting before a round that are drawn: less is 0.0 in a table."""
 
 NORMAL_95 = 1.959964
 
@@ -69,20 +74,45 @@ def benefit_sentence(agents: Sequence[AgentFigures]) -> str:
     if not known:
         return ""
     local, personal = (fmean(one.acc[scope] for _, one in known) for scope in ("local", "personal"))
-    better = sum(gain > 0 for gain, _ in known)
-    equal = sum(gain == 0 for gain, _ in known)
-    alone = sorted(one.id for _, one in known if one.better_alone)
+    kinds = Counter(_classify(one) for _, one in known)
+    # Noise is known only where the devices report how many samples they hold out.
+    is_noise_known = not kinds[Gain.UNKNOWN]
+    better = kinds[Gain.ABOVE] if is_noise_known else sum(gain > 0 for gain, _ in known)
     more = f"{better} of {counted(len(known), 'device')} {'is' if better == 1 else 'are'} more accurate"
-    same = f", {equal} equally accurate" if equal else ""
-    change = f"{percent(local)} to {percent(personal)} ({points(personal - local)} percentage points)"
     than = "with the federation than with the best model that each fits alone"
-    parts = [f"{more} {than}{same}; the mean goes from {change}."]
+    parts = [f"{more} {than}, by more than noise." if is_noise_known else f"{more} {than}."]
+    if kinds[Gain.WITHIN]:
+        devices = counted(kinds[Gain.WITHIN], "device")
+        parts.append(f"The difference of {devices} is within noise.")
+    alone = sorted(one.id for _, one in known if one.better_alone)
     if alone:
         shown = ", ".join(alone[:10]) + (f" and {len(alone) - 10} more" if len(alone) > 10 else "")
         parts.append(f"Better off alone by more than noise: {shown}.")
     else:
         parts.append("No device is better off alone by more than noise.")
+    change = f"{points(personal - local)} percentage points"
+    if classify_mean(agents) is Gain.WITHIN:
+        change += ", within noise"
+    parts.append(f"The mean goes from {percent(local)} to {percent(personal)} ({change}).")
     return " ".join(parts)
+
+
+def _classify(agent: AgentFigures) -> Gain:
+    """Return whether a device gains by more than noise."""
+    support = None if agent.support is None else round(agent.support)
+    return classify_gain(
+        agent.acc.get("local"), agent.acc.get("personal"), support, better_alone=agent.better_alone is True
+    )
+
+
+def classify_mean(agents: Iterable[AgentFigures]) -> Gain:
+    """Return whether the mean gain is more than noise; UNKNOWN where a device does not report its held-out samples."""
+    compared = []
+    for _, one in gains(agents):
+        if not one.support:
+            return Gain.UNKNOWN
+        compared.append(Compared(one.acc["local"], one.acc["personal"], round(one.support)))
+    return classify_mean_gain(compared)
 
 
 def benefit(agents: Sequence[AgentFigures]) -> Rows | None:
@@ -225,7 +255,8 @@ def _seconds(rounds: Sequence[RoundFigures]) -> Iterator[tuple[str, Bars | None]
     text += f"the longest is round {known[longest][0]} with {totals[longest]:.2f} s."
     high, caption = slow_first(known[0][0], totals)
     phases = [Series("from sending the tasks to the end", tuple((float(n), s) for n, s, _ in known), "plain")]
-    if waited >= EQUAL * math.fsum(totals):
+    # The caption counts waiting, so bars show it wherever it is long enough to be read.
+    if any(waiting >= LEAST_WAIT_S for *_, waiting in known):
         phases.insert(0, Series("waiting for enough agents", tuple((float(n), w) for n, _, w in known), "c1"))
     chart = Bars(
         "Time of each round", text, Axis("round"), Axis("time", "s", 0.0, high), tuple(phases), caption, stacked=True

@@ -95,7 +95,7 @@ def notes(body: Mapping[str, Any]) -> dict[str, str]:
     for agent, factor in body.get("clipped", {}).items():
         result.setdefault(agent, []).append(f"clipped (x {factor:g})")
     for agent, (declared, counted) in body.get("capped", {}).items():
-        result.setdefault(agent, []).append(f"capped ({declared:g} samples count as {counted:g})")
+        result.setdefault(agent, []).append(f"capped ({declared:g} samples count as {counted:.4g})")
     for agent in body.get("unused", ()):
         rule = body.get("settings", {}).get("rule", "")
         # By a mean all updates are used, but for those that point against the others.

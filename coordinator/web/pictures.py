@@ -168,9 +168,10 @@ def of_history(results: Sequence[tuple[str, Mapping[str, float | None]]]) -> dic
                 points.append((moment_of(at).timestamp(), value))
         if points:
             series.append(Series(WORDS[scope], tuple(points), scope))
-    if len({x for line in series for x, _ in line.points}) < 2:
-        return {}  # one moment is on the cards
     axis = Axis("time (UTC)", is_time=True)
+    # Results of one minute have one place on the axis, which would have no width; the cards show them.
+    if len({axis.shown(x) for line in series for x, _ in line.points}) < 2:
+        return {}
     text = ends(series, "at", percent, axis.shown)
     return {"history": Lines("Accuracy over time", text, axis, OF_ROUND, tuple(series))}
 

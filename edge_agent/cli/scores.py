@@ -57,7 +57,7 @@ def detail_tables(result: Result) -> list[str]:
     if result.conflicts:
         pairs = [(one.sample, one.label, one.other, one.other_label) for one in result.conflicts]
         lines += ["", *output.table(("nearly the same", "class", "as", "of class"), pairs)]
-        lines.append("one label of each of these pairs is wrong: look at them")
+        lines.append("one label of each of these pairs may be wrong: look at both samples")
     return lines
 
 

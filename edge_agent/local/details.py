@@ -46,7 +46,10 @@ class WorstSample:
 
 @dataclass(frozen=True)
 class LabelConflict:
-    """Two samples that are nearly the same and have different labels: one of the labels is wrong."""
+    """Two samples that are nearly the same to the encoder and have different labels: one of the labels may be wrong.
+
+    An encoder that was trained on other data takes different samples for the same.
+    """
 
     sample: str
     label: str

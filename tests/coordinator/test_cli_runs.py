@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli.export import near_one
-from coordinator.cli.follow import Invocation, _waiting, follow, result_of
+from coordinator.cli.follow import Invocation, _TimeLeft, _waiting, follow, result_of
 from coordinator.cli.run import next_steps, result_parts
 from coordinator.config import load_config
 from coordinator.state.journal import utc_now
@@ -364,3 +364,11 @@ def test_a_run_ends_with_the_commands_that_bring_its_bundle_to_devices(tmp_path)
         assert line.startswith("next: 2 of 3 people sign it ('headwater keys sign b.hwb --key FILE'), then 'headwater ")
         folder.journal.append("release_made", run="run-0001", digest="b" * 64, body={"bundle_id": "a" * 64})
         assert [*next_steps(state, summary, invocation)] == []
+
+
+def test_time_left_leaves_the_first_round_out_which_starts_the_agents(monkeypatch):
+    """Round 1 takes 18 s and each other 2 s: 23 rounds are left after the second one."""
+    clock = iter((0.0, 18.0, 20.0, 22.0))
+    monkeypatch.setattr("coordinator.cli.follow.time.monotonic", lambda: next(clock))
+    time_left = _TimeLeft()
+    assert [time_left.after(closed, 25) for closed in range(4)] == [None, None, 46.0, 44.0]

@@ -121,7 +121,7 @@ def test_a_missing_agent_file_names_the_commands_that_make_one(words, tmp_path, 
     monkeypatch.chdir(tmp_path)
     assert code_of(f"edge-agent {words} --config agent.toml") == 2
     said = capsys.readouterr().err
-    assert "no such file; 'edge-agent enroll TOKEN' makes it" in said
+    assert "no such file; 'edge-agent enroll -' makes it" in said
     assert "'edge-agent import BUNDLE --state DIR'" in said
 
 

@@ -91,6 +91,33 @@ def test_notes_are_shown_only_where_there_are_any():
     assert "its data have one class only" in marked.text
 
 
+def test_gain_comes_first_and_is_grey_within_noise():
+    """On 10 held-out samples 0.7 and 0.8 are one answer apart; on 10000 they are far apart."""
+    acc = {"local": 0.7, "personal": 0.8}
+    for support, style in ((10, "lead even"), (10_000, "lead gain")):
+        agents = [agent_record("a", acc=acc, support=support)]
+        markup = render(read_run("run-0001", SUMMARY, agents))
+        first_card = markup[markup.index('<div class="card ') :].split("</div>")[0]
+        assert first_card.startswith(f'<div class="card {style}"><h2>gain</h2><p class="big">+10.0</p>')
+        assert ("; within noise" in first_card) == (support == 10)
+
+
+def test_missing_and_bounded_updates_beyond_the_tenth_are_folded():
+    rounds = [round_record(number, bounded={"a": "clipped (x 0.5)"}) for number in range(1, 14)]
+    markup = render(read_run("run-0001", SUMMARY, rounds))
+    open_rows, folded = markup.split("<summary>3 more rows</summary>")
+    assert open_rows.count("clipped (x 0.5)") == 10
+    assert folded.count("clipped (x 0.5)") == 3
+
+
+def test_bars_show_the_waiting_that_the_caption_counts():
+    """0.4 s of 32.4 s are less than a twentieth of the run, but the first bar would be too short without them."""
+    rounds = [round_record(1, seconds=30.0, waiting_s=0.4), round_record(2, seconds=1.0), round_record(3, seconds=1.0)]
+    _, (chart,) = cost(read_run("run-0001", SUMMARY, rounds).rounds)
+    assert sum(series.points[0][1] for series in chart.series) == pytest.approx(30.4)
+    assert "Round 1 took 30.4 s" in chart.caption
+
+
 def page_of(summary, metrics):
     return Page(render(read_run("run-0001", summary, metrics)))
 
@@ -104,10 +131,10 @@ def test_report_shows_the_figures_of_the_run():
         "dualfed, 2 rounds, 2 agents finished",
         "Method dualfed",
         "Rounds 2 of 2",
-        "acc.local 70.0 %",
-        "acc.global 55.0 %",
-        "acc.personal 85.0 %",
-        "gain +15.0 percentage points, acc.personal over acc.local; 2 of 2 agents gain",
+        "gain +15.0 percentage points, personal over alone; mean over 2 agents personal 85.0 %",
+        "personal 85.0 % shared encoder, personal head or model (acc.personal); mean over 2 agents",
+        "alone 70.0 % best model that each fits alone (acc.local); mean over 2 agents",
+        "shared 55.0 % the shared model (acc.global); mean over 2 agents",
         "from agents 6.0 MB",
         "to agents 2.0 MB",
         "Duration 75.0 s",
@@ -155,8 +182,9 @@ def test_devices_are_sorted_by_what_they_gain_with_intervals_of_their_support():
         ("c", "", ""),
     ]
     assert chart.summary == (
-        "1 of 2 devices is more accurate with the federation than with the best model that each fits alone; "
-        "the mean goes from 80.0 % to 75.0 % (−5.0 percentage points). Better off alone by more than noise: a."
+        "0 of 2 devices are more accurate with the federation than with the best model that each fits alone, by more "
+        "than noise. The difference of 1 device is within noise. Better off alone by more than noise: a. The mean "
+        "goes from 80.0 % to 75.0 % (−5.0 percentage points, within noise)."
     )
     mark = chart.rows[1].marks["acc.personal"]
     assert (mark.low, mark.high) == pytest.approx((0.6042, 0.7811), abs=1e-4), "R: prop.test(70, 100, correct=FALSE)"

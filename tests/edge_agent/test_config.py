@@ -199,7 +199,7 @@ def test_a_file_that_is_not_toml_is_told_with_its_name(tmp_path, content, compla
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path):
-    with pytest.raises(ConfigError, match=r"no such file; 'edge-agent enroll TOKEN' makes it .*'edge-agent import"):
+    with pytest.raises(ConfigError, match=r"no such file; 'edge-agent enroll -' makes it .*'edge-agent import"):
         load(AgentConfig, tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="cannot be read"):
         load(AgentConfig, tmp_path)

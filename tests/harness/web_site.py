@@ -71,9 +71,12 @@ class FolderSite:
     def close(self) -> None:
         self.journal.close()
 
-    def run(self, rounds: int = 3, cohort: tuple[str, ...] = ("a", "b"), *, end: str = "", **request: Any) -> str:
-        """A run with so many closed rounds; ``end``: the kind of its last entry."""
-        body = {"id": "x", "method": "fedavg", "rounds": max(rounds, 1), "seed": 0, "params": {"lr": 0.1}, **request}
+    def run(
+        self, rounds: int = 3, cohort: tuple[str, ...] = ("a", "b"), *, wanted: int = 0, end: str = "", **request: Any
+    ) -> str:
+        """A run with so many closed rounds, of ``wanted`` ones or no more; ``end``: the kind of its last entry."""
+        body = {"id": "x", "method": "fedavg", "rounds": max(rounds, wanted, 1), "seed": 0}
+        body |= {"params": {"lr": 0.1}, **request}
         name = self.journal.request_run(body)
         self.journal.append("run_started", run=name)
         folder, draw = self.folder.run(name), random.Random(name)

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 from web_site import LARGE_PAGES, agent_status
 
 from coordinator.config import WebConfig
 from coordinator.processes.supervisor import command
+from coordinator.state.journal import utc_now
 from coordinator.web.access import token_path
 from coordinator.web.server import Settings, WebProcess
 
@@ -87,7 +89,9 @@ def full(site):
     now |= {"accepted": ["a"], "accepted_count": 1, "rejected": {}, "left_out": {"z": {"reason": "failed thrice"}}}
     waiting = {"for": "round 4: 1 of 2 updates are here", "whom": ["b"], "count": 1, "seconds_left": 4000.0}
     agents = [agent_status("a"), agent_status("b", condition="fault", fault=fault), agent_status("d", tier="head")]
-    site.status(agents, run=now, waiting=waiting)
+    # On a busy machine a page is opened long after this: the coordinator counts as heard for the next hour.
+    heard_at = (utc_now() + timedelta(hours=1)).isoformat(timespec="milliseconds")
+    site.status(agents, run=now, waiting=waiting, at=heard_at)
     return site
 
 

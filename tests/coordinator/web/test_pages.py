@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 from datetime import datetime, timedelta, timezone
 
 import pytest
-from web_site import agent_status
+from web_site import agent_status, round_line
 
 from coordinator.cli import main
 from coordinator.state.journal import Journal
@@ -670,6 +671,40 @@ def test_no_page_shows_where_the_state_folder_is(populated):
     assert "ask them for the token" in texts["/login"]
 
 
+def test_missing_and_bounded_updates_beyond_the_tenth_are_folded(site):
+    run = site.run(0, ("a",), end="run_finished")
+    lines = [
+        {**round_line(number, ("a",), random.Random(0)), "bounded": {"a": f"clipped (x 0.{number})"}}
+        for number in range(1, 14)
+    ]
+    metrics = site.folder.run(run).metrics_path
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    site.status()
+    with site.client() as client:
+        page = client.get(f"/run?id={run}").text
+    incidents = page[page.index('id="incidents"') : page.index('id="log"')]
+    shown, folded = incidents.split('<details id="more-incidents">')
+    assert (shown.count("clipped (x"), folded.count("clipped (x")) == (10, 3)
+    assert "3 earlier updates" in folded
+
+
+@pytest.mark.parametrize(
+    "closed, title, line",
+    [(3, "After round 3", "3 of 9 rounds are closed"), (0, "Before round 1", "0 of 9 rounds are closed")],
+)
+def test_run_without_an_open_round_shows_how_many_are_closed(site, closed, title, line):
+    """Before the first round and after the last one the status has round 0."""
+    run = site.run(closed, ("a",), wanted=9)
+    now = {"id": run, "method": "fedavg", "round": 0, "rounds": 9, "cohort": [], "cohort_size": 0}
+    site.status([agent_status("a")], run=now, waiting={"for": "the encoder is being exported", "whom": []})
+    with site.client() as client:
+        page = client.get(f"/run?id={run}").text
+        fleet = client.get("/").text
+    assert f"<h2>{title}</h2>" in page
+    assert line in fleet
+    assert "ound 0" not in page + fleet
+
+
 def test_results_of_an_agent_are_drawn_over_time(site, monkeypatch):
     run = site.run(2, ("a",), end="run_finished")
     begin = datetime(2026, 1, 31, 23, 0, tzinfo=timezone.utc)
@@ -686,3 +721,18 @@ def test_results_of_an_agent_are_drawn_over_time(site, monkeypatch):
     assert chart["series"][2]["x"] == [round(begin.timestamp()), round(begin.timestamp()) + 26 * 3600]
     assert "<td>2026-02-02 01:00</td>" in page
     assert "result, oldest first" not in page
+
+
+def test_results_of_one_minute_have_no_chart_because_the_axis_would_have_no_width(site, monkeypatch):
+    """A run that releases its bundle ends with two results of an agent within a second."""
+    begin = datetime(2026, 1, 31, 23, 0, tzinfo=timezone.utc)
+    for seconds in (0.25, 0.5):
+        run = site.run(2, ("a",), end="run_finished")
+        monkeypatch.setattr(site.journal, "_now", lambda seconds=seconds: begin + timedelta(seconds=seconds))
+        site.report(run, "a", 0.5, 0.6, 0.7)
+    monkeypatch.undo()
+    site.status([agent_status("a")])
+    with site.client() as client:
+        page = client.get("/agent?id=a").text
+    assert "Accuracy over time" not in page
+    assert "70.0 %" in page
