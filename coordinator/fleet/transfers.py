@@ -731,6 +731,9 @@ class Distributor:
         self._touched: dict[str, _Offer] = {}
         self._sweep_at = 0.0
         self._paces: dict[str, Pace] = {}
+        self._listening: set[str] = set()
+        """Agents whose last request was one to listen to a broadcast: the next one will be, too."""
+
         self.bytes_to: dict[str, int] = {}
         self.published_bytes = 0
         """What was published of blobs; a broadcast counts once, however many agents receive it."""
@@ -779,6 +782,10 @@ class Distributor:
                 offer.carousel.leave(agent)
                 offer.held[agent] = sending
             offer.waiting[agent] = message
+        if message.direct:
+            self._listening.discard(agent)
+        else:
+            self._listening.add(agent)
         offer.joining.pop(agent, None)
         self._answered(offer, agent)
         if not self._pace(agent).is_ready(offer.blob.ref.chunk_bytes):
@@ -823,6 +830,7 @@ class Distributor:
             offer.apart.discard(agent)
             offer.invited.discard(agent)
         self._paces.pop(agent, None)
+        self._listening.discard(agent)
 
     def disconnected(self) -> None:
         """The coordinator's own connection is lost, and what was under way with it."""
@@ -868,12 +876,23 @@ class Distributor:
         offer.answered_at, offer.start_at = now, min(now + GATHER_S, offer.last_start_at)
 
     def _gathered_at(self, offer: _Offer, now: float) -> float:
-        """When to stop waiting for more requests: the next one takes as long as the longest known round trip."""
+        """Return when to stop waiting for more requests: as long as the longest of them may take to come."""
         if offer.start_at <= now < offer.last_start_at:
-            paces = (self._paces.get(agent) for agent in offer.unanswered)
-            longest = max((pace.round_trip_s for pace in paces if pace is not None and pace.samples), default=0.0)
+            longest = max((self._request_takes_s(agent) for agent in offer.unanswered), default=0.0)
             offer.start_at = min(max(offer.answered_at + longest, offer.start_at), offer.last_start_at)
         return offer.start_at
+
+    def _request_takes_s(self, agent: str) -> float:
+        """Return how long this agent takes to request a blob; 0 where its round trip is not known.
+
+        One that listens to broadcasts subscribes before it asks, which is one round trip more. Without the time for
+        that, the blob would be broadcast while it is about to ask: it would arrive, and be sent again as requested.
+        """
+        pace = self._paces.get(agent)
+        if pace is None or not pace.samples:
+            return 0.0
+        trips = 2 if agent in self._listening else 1
+        return trips * pace.round_trip_s
 
     def _leave(self, offer: _Offer, agent: str) -> None:
         offer.waiting.pop(agent, None)

@@ -91,16 +91,15 @@ class Inbox:
         with self._changed:
             lane = self._urgent if rank.is_urgent else self._ordinary
             before = lane.get(rank.replaces) if rank.replaces else None
+            # A replacement needs room, too: otherwise small messages would open the way for any number of large ones.
+            added_bytes = size if before is None else size - before.size
+            if added_bytes > 0 and self._bytes + added_bytes > self._room_for(rank):
+                return False
             if before is not None:
                 # It keeps its place: whoever repeats himself often is not handled later for that.
                 lane[rank.replaces] = _Waiting(message, before.since, size)
-                self._bytes += size - before.size
+                self._bytes += added_bytes
                 return True
-            room = self._limit_bytes
-            if not rank.is_urgent:
-                room -= int(self._limit_bytes * RESERVED_SHARE)
-            if self._bytes + size > room:
-                return False
             self._add(lane, rank.replaces, _Waiting(message, self._clock(), size))
             return True
 
@@ -130,6 +129,12 @@ class Inbox:
         """What all waiting messages take together."""
         with self._changed:
             return self._bytes
+
+    def _room_for(self, rank: Rank) -> int:
+        """Return how many bytes may wait together once a message of this rank has been added."""
+        if rank.is_urgent:
+            return self._limit_bytes
+        return self._limit_bytes - int(self._limit_bytes * RESERVED_SHARE)
 
     def _add(self, lane: OrderedDict[str, _Waiting], key: str, waiting: _Waiting) -> None:
         """Put something at the end of a lane; the lock is held."""

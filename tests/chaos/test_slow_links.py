@@ -118,6 +118,21 @@ def test_a_far_agent_receives_each_byte_once_while_others_listen_to_a_broadcast(
         assert fed.line("far", "up").bytes < 1.05 * 3 * size
 
 
+@pytest.mark.parametrize("others", [1e6, 2e6])
+def test_a_broadcast_waits_for_an_agent_that_is_about_to_listen(tmp_path, others):
+    """With 0.95 s of round trip it subscribes, then asks after 1.9 s: the others would have the whole blob by then."""
+    rates = {"distant": 1e6, "a1": others, "a2": others, "a3": others}
+    with federation(tmp_path, rates) as fed:
+        fed.agents["distant"].transport.subscribes_late = True
+        fed.line("distant", "down").delay_s = fed.line("distant", "up").delay_s = 0.475
+        fed.settle()
+        fed.request(rounds=3)
+        fed.finish(900)
+        size = len(fed.state.blobs.read(fed.record.checkpoint))
+        for name in fed.agents:
+            assert fed.line(name, "down").bytes < 1.05 * 4 * size
+
+
 def test_agents_that_ask_at_different_times_share_one_broadcast_in_every_round(tmp_path):
     """Their requests take 10 ms to 1 s; known or not, each blob is published once, and each agent receives it once."""
     names = [f"a{number:02}" for number in range(20)]

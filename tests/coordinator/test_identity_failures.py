@@ -28,7 +28,7 @@ from coordinator.identity import port
 from coordinator.identity.authority import Authority, pem_of
 from coordinator.identity.enrolment import MOST_CERTIFICATES, Enrolment
 from coordinator.identity.ledger import Revoked, identity_folder, is_revoked
-from coordinator.identity.port import AT_ONCE, AT_ONCE_OF_ONE, HANDSHAKE_S, EnrolmentPort, _origin
+from coordinator.identity.port import AT_ONCE, AT_ONCE_OF_ONE, EnrolmentPort, _origin
 from coordinator.identity.serving import BrokerFiles, IdentityService
 from coordinator.state.backup import back_up
 from coordinator.state.command_keys import CommandKeys
@@ -58,6 +58,9 @@ from edge_agent.trust import TrustStore
 from edge_agent.wire.authentic import AgentKey, read_key
 
 DAY = timedelta(days=1)
+
+LONG_S = 600.0
+"""A time that no test takes, however busy its machine is."""
 
 
 def until(condition, limit_s=10.0):
@@ -643,6 +646,7 @@ def test_port_listens_on_after_a_thread_could_not_be_started(side, device, monke
 
 def test_silent_stranger_with_many_connections_holds_no_renewal_up(side, device, monkeypatch):
     """Devices behind other addresses are served at once; the port stops although slots are taken."""
+    monkeypatch.setattr("coordinator.identity.port.HANDSHAKE_S", LONG_S)
     folder = device()
     enroll(side.token(), folder)
     with contextlib.ExitStack() as stack:
@@ -653,9 +657,8 @@ def test_silent_stranger_with_many_connections_holds_no_renewal_up(side, device,
         side.ahead = DAY * 20
         connect = functools.partial(socket.create_connection, source_address=("127.0.0.2", 0))
         monkeypatch.setattr("edge_agent.identity.socket.create_connection", connect)
-        begin = time.monotonic()
         Renewal(folder.path.parent, wall=lambda: side.now().timestamp()).by_port()
-        assert time.monotonic() - begin < HANDSHAKE_S, "before the first of the stranger's connections is closed"
+        assert side.port._served["127.0.0.1"] == AT_ONCE_OF_ONE, "the stranger's connections are all still there"
 
 
 def test_silent_connection_is_closed_after_the_time_for_the_handshake(side, monkeypatch):
@@ -666,6 +669,7 @@ def test_silent_connection_is_closed_after_the_time_for_the_handshake(side, monk
 
 
 def test_port_stops_while_all_slots_are_taken(side, monkeypatch):
+    monkeypatch.setattr("coordinator.identity.port.HANDSHAKE_S", LONG_S)
     monkeypatch.setattr("coordinator.identity.port.AT_ONCE_OF_ONE", AT_ONCE)
     with contextlib.ExitStack() as stack:
         for _ in range(AT_ONCE):
@@ -673,7 +677,7 @@ def test_port_stops_while_all_slots_are_taken(side, monkeypatch):
         until(lambda: side.port._served == {"127.0.0.1": AT_ONCE})
         begin = time.monotonic()
         side.port.stop()
-        assert time.monotonic() - begin < HANDSHAKE_S / 2
+        assert time.monotonic() - begin < LONG_S / 2, "it waits for nobody's handshake"
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,25 @@ def test_a_full_inbox_refuses_ordinary_messages_and_keeps_room_for_urgent_ones()
     assert inbox.put_message(Message("chunk", bytes(10))), "once it is read again, all is well"
 
 
+def test_messages_that_grow_when_they_are_repeated_stay_below_the_bound():
+    limit_bytes = 100 * (MESSAGE_BYTES + 10)
+    inbox = Inbox(rank_of, limit_bytes=limit_bytes)
+    for topic in ("hello=a", "hello=b", "hello=c"):
+        assert inbox.put_message(Message(topic, b"1"))
+        inbox.put_message(Message(topic, bytes(limit_bytes // 2)))
+    assert inbox.waiting_bytes <= limit_bytes
+    assert received(inbox) == [("hello=a", bytes(limit_bytes // 2)), ("hello=b", b"1"), ("hello=c", b"1")]
+
+
+def test_a_repetition_that_is_not_larger_is_taken_by_a_full_inbox():
+    inbox = Inbox(rank_of, limit_bytes=16 * (MESSAGE_BYTES + 10))
+    assert inbox.put_message(Message("hello=a", bytes(10)))
+    while inbox.put_message(Message("chunk", bytes(10))):
+        pass
+    assert inbox.put_message(Message("hello=a", b"newest.txt"))
+    assert inbox.get(0) == Message("hello=a", b"newest.txt")
+
+
 def test_the_oldest_event_tells_how_far_the_reader_is_behind():
     clock = Seconds()
     inbox = Inbox(rank_of, clock=clock)
