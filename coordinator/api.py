@@ -234,6 +234,7 @@ def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[
     rule, seed = fields.get("partition"), int(fields.get("seed", 0))
     share = float(fields.get("test_fraction", Plan.model_fields["test_fraction"].default))
     if isinstance(data, Mapping):
+        own_data.check_is_clients(data, has_rule="partition" in fields or "clients" in fields)
         if wrong := [name for name in ("partition", "clients") if name in fields]:
             raise UsageError(f"{' and '.join(wrong)}: a mapping of clients is a partition already; leave that out")
         clients = own_data.save_clients(data, folder, test_fraction=share, seed=seed)
@@ -242,6 +243,11 @@ def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[
         sources = (absolute(data),) if isinstance(data, str) else tuple(map(absolute, data))
     else:
         sources = (own_data.save_pool(data, folder).source,)
+    if not isinstance(rule, Mapping | str | None):
+        raise UsageError(
+            f"partition: {type(rule).__name__}, expected a rule such as 'iid', the file of a partition, or a mapping "
+            "client -> rows ({'a': [0, 1], 'b': [2, 3]})"
+        )
     if not isinstance(rule, Mapping):
         return {"data": sources}
     if "clients" in fields:
