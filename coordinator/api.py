@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge_agent.config import parse
-from edge_agent.errors import MissingCapability, RunFailed, TrainingFailed, UsageError
+from edge_agent.errors import HeadwaterError, MissingCapability, RunFailed, TrainingFailed, UsageError
 from edge_agent.registry import absolute
 from edge_agent.storage import (
     FolderKind,
@@ -180,8 +180,12 @@ def simulate(
     mark_folder(temporary, TEMPORARY_RUN, temporary.name)
     try:
         result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", watch)
-    except (TrainingFailed, RunFailed) as error:  # logs and state say more than the message
-        add_note(error, f"The folder of this run is kept: {temporary}")
+    except Exception as error:
+        is_mistake = isinstance(error, HeadwaterError) and not isinstance(error, TrainingFailed | RunFailed)
+        if is_mistake or not (temporary / "run").is_dir():
+            remove_folder(temporary, TEMPORARY_RUN)
+        else:  # logs and state say more than the message, whatever a user's own part has raised
+            add_note(error, f"The folder of this run is kept: {temporary}")
         raise
     except BaseException:
         remove_folder(temporary, TEMPORARY_RUN)

@@ -377,6 +377,66 @@ def test_an_error_in_an_own_method_has_its_place_its_traceback_and_its_log(engin
         assert f'File "{file}", line {line}, in helper' in log.read_text(encoding="utf-8")
 
 
+BROKEN_PARTS = """
+import torch
+from edge_agent.methods.fedavg import FedAvg
+
+def broken():
+    raise KeyError("my bug")
+
+class Aggregates(FedAvg):
+    def aggregate(self, state, updates):
+        return broken()
+
+class Predicts(FedAvg):
+    def predict(self, client, inputs):
+        return broken()
+
+class Objects(FedAvg):
+    def objection(self, tensors):
+        return broken()
+
+class Nothing(FedAvg):
+    def aggregate(self, state, updates):
+        return None
+
+class SendsTensors(FedAvg):
+    def local_update(self, client, received):
+        return {name: torch.tensor(array) for name, array in received.items()}
+"""
+
+
+@pytest.fixture
+def broken_parts(tmp_path, monkeypatch):
+    """The file; temporary folders are beside it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    file = tmp_path / "parts.py"
+    file.write_text(BROKEN_PARTS, encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("engine", ["serial", "stacked"])
+@pytest.mark.parametrize("name", ["Aggregates", "Predicts", "Objects"])
+def test_an_error_of_a_method_at_the_coordinator_or_in_evaluation_has_its_place_too(engine, name, broken_parts):
+    given = {**IN_PROCESS, "clients": 2, "engine": engine, "stacked_always": engine == "stacked"}
+    with pytest.raises(RunFailed, match=r"KeyError: 'my bug' \(.*parts\.py, line 6, in broken") as caught:
+        coordinator.simulate(f"{broken_parts}:{name}", data="digits:optdigits?n=60", **given)
+    (kept,) = broken_parts.parent.glob("headwater-*")
+    assert f"The folder of this run is kept: {kept}" in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("Nothing", "Nothing.aggregate returned NoneType, expected a dict of name -> NumPy array"),
+        ("SendsTensors", r"SendsTensors.local_update returned '.*' as Tensor, expected a NumPy array; .*numpy\(\)"),
+    ],
+)
+def test_what_a_method_returns_in_a_wrong_form_is_named_with_the_function(name, words, broken_parts):
+    with pytest.raises(RunFailed, match=words):
+        coordinator.simulate(f"{broken_parts}:{name}", data="digits:optdigits?n=60", **{**IN_PROCESS, "clients": 2})
+
+
 def test_mistakes_of_the_call_leave_no_folder_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(UsageError):
