@@ -264,9 +264,7 @@ def fitted(opened):
     return opened.fit(*samples(), head="prototype")
 
 
-@pytest.mark.parametrize(
-    "shape", [(96, 96, 3), (96, 80, 4), (8, 9, 3), (3, 96, 96), (3, 8, 8), (8, 8, 1), (96, 80, 1)]
-)
+@pytest.mark.parametrize("shape", [(96, 96, 3), (96, 80, 4), (8, 9, 3), (3, 96, 96), (3, 8, 8), (8, 8, 1), (96, 80, 1)])
 def test_one_image_is_not_taken_for_a_batch_of_its_rows(fitted, shape):
     image = np.full(shape, 200, np.uint8)
     for ask in (fitted.predict, fitted.predict_proba, fitted.is_unknown):
