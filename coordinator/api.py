@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge_agent.config import parse
-from edge_agent.errors import MissingCapability, RunFailed, TrainingFailed, UsageError
+from edge_agent.errors import HeadwaterError, MissingCapability, RunFailed, TrainingFailed, UsageError
 from edge_agent.registry import absolute
 from edge_agent.storage import (
     FolderKind,
@@ -180,8 +180,12 @@ def simulate(
     mark_folder(temporary, TEMPORARY_RUN, temporary.name)
     try:
         result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", watch)
-    except (TrainingFailed, RunFailed) as error:  # logs and state say more than the message
-        add_note(error, f"The folder of this run is kept: {temporary}")
+    except Exception as error:
+        is_mistake = isinstance(error, HeadwaterError) and not isinstance(error, TrainingFailed | RunFailed)
+        if is_mistake or not (temporary / "run").is_dir():
+            remove_folder(temporary, TEMPORARY_RUN)
+        else:  # logs and state say more than the message, whatever a user's own part has raised
+            add_note(error, f"The folder of this run is kept: {temporary}")
         raise
     except BaseException:
         remove_folder(temporary, TEMPORARY_RUN)
@@ -234,6 +238,7 @@ def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[
     rule, seed = fields.get("partition"), int(fields.get("seed", 0))
     share = float(fields.get("test_fraction", Plan.model_fields["test_fraction"].default))
     if isinstance(data, Mapping):
+        own_data.check_is_clients(data, has_rule="partition" in fields or "clients" in fields)
         if wrong := [name for name in ("partition", "clients") if name in fields]:
             raise UsageError(f"{' and '.join(wrong)}: a mapping of clients is a partition already; leave that out")
         clients = own_data.save_clients(data, folder, test_fraction=share, seed=seed)
@@ -242,6 +247,11 @@ def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[
         sources = (absolute(data),) if isinstance(data, str) else tuple(map(absolute, data))
     else:
         sources = (own_data.save_pool(data, folder).source,)
+    if not isinstance(rule, Mapping | str | None):
+        raise UsageError(
+            f"partition: {type(rule).__name__}, expected a rule such as 'iid', the file of a partition, or a mapping "
+            "client -> rows ({'a': [0, 1], 'b': [2, 3]})"
+        )
     if not isinstance(rule, Mapping):
         return {"data": sources}
     if "clients" in fields:

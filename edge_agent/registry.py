@@ -75,6 +75,7 @@ class Registry:
             UsageError: no subclass, more than one, or one without a method that ``base`` asks for.
         """
         member = self.load(name)
+        is_plugged_in = bool(self.plugged_in(name))
         if isinstance(member, ModuleType):
             own = [result for key, result in vars(member).items() if not key.startswith("_")]
             inside = [result for result in own if getattr(result, "__module__", "") == member.__name__]
@@ -90,6 +91,9 @@ class Registry:
         if missing := sorted(getattr(classes[0], "__abstractmethods__", ())):
             what, where = ", ".join(missing), f"{classes[0].__module__}.{classes[0].__qualname__}"
             raise UsageError(f"{self.kind} '{name}' ({where}) has no {what}; {contract} says what that is")
+        if is_plugged_in and hasattr(base, "name"):
+            # By default the name is that of the file, which the entry point of another package may not follow.
+            classes[0].name = name  # type: ignore[attr-defined]
         return classes[0]
 
     def add(self, name: str, member: Any) -> None:

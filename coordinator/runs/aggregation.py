@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 from edge_agent.errors import TrainingFailed
 from edge_agent.limits import allow_open_files
 from edge_agent.methods import Method, Update
+from edge_agent.methods.base import require_arrays
 from edge_agent.storage import mapped
 from edge_agent.task import State
 from edge_agent.wire.tensors import decode
@@ -127,20 +128,29 @@ def aggregate(
     rule = None if config.rule in _BOUNDED else rule_of(config)
     has_bounds = any(getattr(config, name) is not None for name in NO_BOUNDS)
     if config.rule == "mean" and not has_bounds:
-        return method.aggregate(state, updates()), Decisions()
+        return _next_state(method, state, updates()), Decisions()
     received = method.broadcast(state)
     bounds = find_bounds(method, received, updates, config, start)
     if rule is None or bounds.is_small_round:
         bounded = bounds.apply(updates(), received, method.bounded_extras)
         clipped = {agent: min(by_group.values()) for agent, by_group in sorted(bounds.factors.items())}
         decisions = Decisions(clipped, bounds.caps, bounds.opposed, bounds.suspects)
-        return method.aggregate(state, bounded), decisions
+        return _next_state(method, state, bounded), decisions
     _allow_open(bounds.count)
     used = [update for update in updates() if update.client not in bounds.opposed]
     combination = rule.combine(used, received, state)
-    after = method.aggregate(state, [Update(config.rule, 1.0, combination.tensors)])
+    after = _next_state(method, state, [Update(config.rule, 1.0, combination.tensors)])
     unused = tuple(sorted({*bounds.opposed, *combination.unused}))
     return {**after, **combination.memory}, Decisions({}, {}, unused, bounds.suspects)
+
+
+def _next_state(method: Method, state: State, updates: Iterable[Update]) -> State:
+    """Return what the method makes of the updates.
+
+    Raises:
+        TensorsError: it is no state.
+    """
+    return require_arrays(f"{type(method).__name__}.aggregate", method.aggregate(state, updates))
 
 
 @dataclass(frozen=True)

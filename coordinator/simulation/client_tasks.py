@@ -42,6 +42,9 @@ NOT_KEPT = OSError.__name__
 NO_MEMORY = MemoryError.__name__
 """The `Fault` of a client for which there was not enough memory: with more memory the job may succeed."""
 
+WORKER_EXITED = "WorkerExited"
+"""The `Fault` of a client whose workers ended again and again before it was done."""
+
 Reply: TypeAlias = Annotated[wire.UpdateManifest | wire.Report | wire.Fault, Field(discriminator="type")]
 """What a client replies to a job."""
 
@@ -238,16 +241,22 @@ def attempt(client: str, job: wire.Job, work: Callable[[], T]) -> tuple[T | wire
     """The result of a client's work, or its `Fault`; unexpected errors are logged, and where they came from is told."""
     try:
         return work(), NONE
-    except OSError as error:
+    # A method of a user's may raise anything.
+    except Exception as error:  # noqa: BLE001
+        return failed_reply(client, job, error)
+
+
+def failed_reply(client: str, job: wire.Job, error: Exception) -> tuple[wire.Fault, Failure]:
+    """The `Fault` of a client for an error that was caught, and where an unexpected one came from."""
+    if isinstance(error, OSError):
         return wire.Fault(error=NOT_KEPT, message=reason_of(error)[:2000], run=job.run, round=job.round), NONE
-    except Exception as error:
-        if is_out_of_memory(error):
-            return no_memory(client, job, str(error)), NONE
-        failure = NONE
-        if not isinstance(error, HeadwaterError):
-            log.exception("work_broke client=%s", client)
-            failure = Failure.of(error)
-        return fault(error, job.run, job.round), failure
+    if is_out_of_memory(error):
+        return no_memory(client, job, str(error)), NONE
+    failure = NONE
+    if not isinstance(error, HeadwaterError):
+        log.error("work_broke client=%s", client, exc_info=error)
+        failure = Failure.of(error)
+    return fault(error, job.run, job.round), failure
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -257,14 +266,25 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def no_memory(client: str, job: wire.Job, reason: str) -> wire.Fault:
     """The `Fault` of a client for which memory ran out."""
+    first = " ".join(reason.split())[:200] or "the system gave no reason"
+    message = f"client '{client}' ran out of memory in round {job.round} ({first}); {_memory_advice(job)}"
+    return wire.Fault(error=NO_MEMORY, message=message, run=job.run, round=job.round)
+
+
+def worker_exited(client: str, job: wire.Job, times: int, reason: str) -> wire.Fault:
+    """The `Fault` of a client at whose job so many workers ended, for example by ``sys.exit`` in a user's method."""
+    last = " ".join(reason.split())[:500]
+    message = (
+        f"{times} workers ended while client '{client}' worked in round {job.round}, the last with {last}; where that "
+        f"does not say why, memory ran out: {_memory_advice(job)}"
+    )
+    return wire.Fault(error=WORKER_EXITED, message=message, run=job.run, round=job.round)
+
+
+def _memory_advice(job: wire.Job) -> str:
     size = job.params.get("batch_size")
     batch = "a smaller batch_size" if size is None else f"a smaller batch_size than {size}"
-    first = " ".join(reason.split())[:200] or "the system gave no reason"
-    message = (
-        f"client '{client}' ran out of memory in round {job.round} ({first}); "
-        f"try {batch}, fewer --workers, or a smaller encoder"
-    )
-    return wire.Fault(error=NO_MEMORY, message=message, run=job.run, round=job.round)
+    return f"try {batch}, fewer --workers, or a smaller encoder"
 
 
 def fit_head(session: Session, received: Tensors, *, rounds: int) -> tuple[str, float | None, np.ndarray | None]:

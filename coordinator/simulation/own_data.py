@@ -1,13 +1,15 @@
 """Data of the calling program: arrays, data sets and rows become one archive, and clients' rows a partition file.
 
 Samples have one of these forms: a pair ``(X, y)`` of arrays, ``(X, y, X_test, y_test)``, a torch ``Dataset`` of pairs
-(x, y), or rows like ``{"image": …, "label": …}``, as Hugging Face's data sets and lists of dictionaries have them. X
-holds images (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1, or windows (n, channels, length) of floats; y
-integers or text.
+(x, y), or rows like ``{"image": …, "label": …}``, as Hugging Face's data sets, lists of dictionaries and tables of
+pandas have them. X holds images (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1, or windows
+(n, channels, length) of floats; y integers or text.
 """
 
 from __future__ import annotations
 
+import logging
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +21,13 @@ import numpy as np
 from edge_agent import data
 from edge_agent.config import NAME_PATTERN
 from edge_agent.data import partition
+from edge_agent.data.preprocess import height_width_channels
 from edge_agent.errors import DataError, UsageError
 
 from .datasets import Pools, Shares, held_out
+from .failures import Failure
+
+log = logging.getLogger(__name__)
 
 _ARCHIVE, _PARTITION = "clients.npz", "clients.json"
 
@@ -35,6 +41,12 @@ FORMS = (
     "a pair (X, y) of arrays, (X, y, X_test, y_test), a torch Dataset of pairs (x, y), or rows like "
     "{'image': ..., 'label': ...}"
 )
+
+_SHOWN_CLIENTS = 5
+"""Clients that a warning names."""
+
+_SHOWN_KEYS = 10
+"""Keys of a row that an error names."""
 
 _PARTS = frozenset({"train", "test", "validation", "val"})
 """Names of the parts of one data set, which nobody calls clients by."""
@@ -85,12 +97,6 @@ def save_clients(samples: Mapping[str, Any], folder: Path, *, test_fraction: flo
     """
     if not samples:
         raise DataError("data: the mapping has no client")
-    if set(samples) <= _PARTS and len(samples) > 1:
-        raise UsageError(
-            f"data: a mapping with the keys {', '.join(samples)} looks like the parts of one data set, expected client "
-            "-> samples; give one part and a rule (data=parts['train'], partition='iid', clients=10), or call the "
-            "clients otherwise"
-        )
     given = {_client_name(name): _read(f"data of client '{name}'", one) for name, one in samples.items()}
     first, known = next(iter(given.items()))
     for name, one in given.items():
@@ -112,6 +118,33 @@ def save_clients(samples: Mapping[str, Any], folder: Path, *, test_fraction: flo
             shares[name] = rows, np.arange(middle, begin)
     settings = {"test_fraction": test_fraction, "seed": seed}
     return Saved(source, _write_partition(folder, settings, loaded, shares))
+
+
+def check_is_clients(samples: Mapping[Any, Any], *, has_rule: bool) -> None:
+    """Return quietly where a mapping may be client -> samples.
+
+    Args:
+        samples: What was given as data.
+        has_rule: Whether a partition or a number of clients was given, too, so that the data should be one pool.
+
+    Raises:
+        UsageError: It has the parts of one data set, or its columns.
+    """
+    keys = {name for name in samples if isinstance(name, str)}
+    if keys and keys <= _PARTS and (len(keys) > 1 or has_rule):
+        raise UsageError(
+            f"data: a mapping with the keys {', '.join(sorted(keys))} looks like the parts of one data set, expected "
+            "client -> samples; give one part and a rule (data=parts['train'], partition='iid', clients=10), or call "
+            "the clients otherwise"
+        )
+    lowered = {name.lower(): name for name in keys}
+    image = next((lowered[key] for key in IMAGE_KEYS if key in lowered), None)
+    label = next((lowered[key] for key in LABEL_KEYS if key in lowered), None)
+    if image is not None and label is not None and not isinstance(samples[image], tuple):
+        raise UsageError(
+            f"data: a mapping with the keys {image} and {label} looks like the columns of one data set, expected "
+            f"client -> samples; give data=(columns['{image}'], columns['{label}']) and a rule"
+        )
 
 
 def save_pool(samples: Any, folder: Path) -> Saved:
@@ -160,8 +193,32 @@ def save_rows(
             raise DataError(f"{where}: these data have their own test part; give a pair (training rows, test rows)")
         else:
             shares[name] = held_out(pools.train, _row_array(where, given, len(pools.train)), test_fraction, seed)
+    if pools.test is None:
+        _warn_of_leaks(shares)
     folder.mkdir(parents=True, exist_ok=True)
     return _write_partition(folder, {"test_fraction": test_fraction, "seed": seed}, pools, shares)
+
+
+def _warn_of_leaks(shares: Shares) -> None:
+    """Log which clients hold out samples that others train on: accuracies on those are too high."""
+    trained = {name: set(train.tolist()) for name, (train, _) in shares.items()}
+    for name, (_, test) in shares.items():
+        held = set(test.tolist())
+        leaked: set[int] = set()
+        others = []
+        for other, rows in trained.items():
+            common = rows & held
+            if other != name and common:
+                others.append(other)
+                leaked |= common
+        if others:
+            log.warning(
+                "held_out_rows_are_trained_on client=%s rows=%d by=%s: its accuracies are too high; give each row to "
+                "one client",
+                name,
+                len(leaked),
+                ",".join(others[:_SHOWN_CLIENTS]),
+            )
 
 
 def _is_pair_of_rows(given: Any) -> bool:
@@ -174,6 +231,13 @@ def _row_array(where: str, given: Any, most: int, *, may_be_empty: bool = False)
     rows = _array(where, given)
     if not rows.size and may_be_empty:
         return np.zeros(0, np.int64)
+    if rows.dtype.kind == "b":
+        raise DataError(f"{where}: a mask of {rows.size} values; expected indices, np.flatnonzero(mask)")
+    if rows.dtype.kind == "O":
+        raise DataError(
+            f"{where}: {type(given).__name__}, expected indices (n,) of integers as a list or an array, or a pair "
+            "(training rows, test rows)"
+        )
     if rows.ndim != 1 or rows.dtype.kind not in "iu" or not rows.size:
         raise DataError(f"{where}: {rows.dtype} of shape {rows.shape}, expected indices (n,) of integers, at least one")
     if rows.min() < 0 or rows.max() >= most:
@@ -203,8 +267,9 @@ def _write_partition(folder: Path, settings: Mapping[str, Any], pools: Pools, sh
 
 def _client_name(name: Any) -> str:
     if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
+        example = f"'client-{name}'" if isinstance(name, int | np.integer) else "'porch-2'"
         raise DataError(
-            f"data of client {name!r}: expected a name of lower-case letters, digits, '-' and '_', such as 'porch-2'"
+            f"data of client {name!r}: expected a name of lower-case letters, digits, '-' and '_', such as {example}"
         )
     return name
 
@@ -228,6 +293,12 @@ def _read(where: str, given: Any) -> Given:
         return Given(_labelled(where, given[0], given[1]))
     if isinstance(given, np.ndarray):
         raise DataError(f"{where}: an array without labels; expected {FORMS}")
+    if isinstance(given, Path):
+        raise DataError(
+            f"{where}: a path; files are named by the source that reads them, such as 'images:{given}' or 'npz:{given}'"
+        )
+    if hasattr(given, "columns") and hasattr(given, "to_dict"):  # a table, whose rows are no items
+        return Given(_stack(where, given.to_dict("records")))
     is_sized = hasattr(given, "__getitem__") and hasattr(given, "__len__")
     if not is_sized or isinstance(given, str | bytes | tuple | Mapping):
         hint = "; of a data set without a length give list(dataset)" if hasattr(given, "__iter__") else ""
@@ -241,27 +312,68 @@ def _is_item(value: Any) -> bool:
 
 
 def _stack(where: str, dataset: Any) -> Labelled:
-    """All samples of a data set, whose items are pairs (x, y) or rows."""
+    """All samples of a data set, whose items are pairs (x, y) or rows.
+
+    Raises:
+        DataError: an item cannot be got or has another form; it is named by its index, with the place of the error.
+    """
     if not len(dataset):
         raise DataError(f"{where}: the data set is empty; expected at least one sample")
+    inputs: list[np.ndarray] = []
+    labels: list[str | int] = []
+    keys: tuple[Any, Any] = (0, 1)
+    for index in range(len(dataset)):
+        item_name = f"{where}, item {index}"
+        try:
+            item = dataset[index]
+        # Whatever a user's data set raises is its own matter; the message says where it happened.
+        except Exception as error:
+            raise DataError(f"{item_name}: {type(error).__name__}: {error}{Failure.of(error).where}") from error
+        if index == 0 and isinstance(item, Mapping):
+            keys = _keys_of(where, item)
+        x, y = _pair_of(item_name, item, keys)
+        pixels = _input_array(f"{item_name}, X", x)
+        if inputs and pixels.shape != inputs[0].shape:
+            raise DataError(
+                f"{item_name}, X: shape {pixels.shape}, and item 0 has {inputs[0].shape}; expected items of one shape, "
+                "resize them or convert images to one mode"
+            )
+        inputs.append(pixels)
+        labels.append(_label_of(f"{item_name}, y", y))
+        if isinstance(labels[-1], str) != isinstance(labels[0], str):
+            raise DataError(f"{item_name}, y: {y!r}, and item 0 has {labels[0]!r}; expected text for all, or integers")
+    return _labelled(where, np.stack(inputs), np.asarray(labels))
+
+
+def _pair_of(where: str, item: Any, keys: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return input and label of an item: a pair, or a row that has them under ``keys``."""
+    if isinstance(item, Mapping):
+        if missing := [str(key) for key in keys if key not in item]:
+            raise DataError(f"{where}: a row without {' and '.join(missing)}; expected the keys of the first row")
+        return item[keys[0]], item[keys[1]]
+    if isinstance(item, tuple | list) and len(item) == 2:
+        return item[0], item[1]
+    count = f" of {len(item)}" if isinstance(item, tuple | list) else ""
+    raise DataError(
+        f"{where}: {type(item).__name__}{count}, expected (x, y), or a row like {{'image': ..., 'label': ...}}"
+    )
+
+
+def _input_array(where: str, value: Any) -> np.ndarray:
+    """Return an input as an array; a Pillow image as its pixels, whatever its mode: a palette is no grey image."""
+    if hasattr(value, "getbands") and hasattr(value, "convert"):
+        return height_width_channels(value)
+    return _array(where, value)
+
+
+def _label_of(where: str, value: Any) -> str | int:
+    """Return a label as text or as an integer; numbers that are no integers are no labels."""
+    if isinstance(value, str):
+        return value
     try:
-        items = [dataset[index] for index in range(len(dataset))]
-        if isinstance(items[0], Mapping):
-            image, label = _keys_of(where, items[0])
-            pairs = [(item[image], item[label]) for item in items]
-        else:
-            pairs = [(x, y) for x, y in items]
-        inputs = np.stack([_array(f"{where}, X", x) for x, _ in pairs])
-        labels = np.asarray([y if isinstance(y, str) else int(y) for _, y in pairs])
-    except DataError:
-        raise
-    # Whatever a user's data set raises is its own matter, and no reason for a traceback.
-    except Exception as error:
-        raise DataError(
-            f"{where}: expected items (x, y), or rows like {{'image': ..., 'label': ...}}, of one shape: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    return _labelled(where, inputs, labels)
+        return operator.index(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: {value!r}, expected an integer or text") from error
 
 
 def _keys_of(where: str, row: Mapping[str, Any]) -> tuple[str, str]:
@@ -269,8 +381,11 @@ def _keys_of(where: str, row: Mapping[str, Any]) -> tuple[str, str]:
     image = next((key for key in IMAGE_KEYS if key in row), None)
     label = next((key for key in LABEL_KEYS if key in row), None)
     if image is None or label is None:
+        shown = ", ".join(str(key) for key in [*row][:_SHOWN_KEYS])
+        if len(row) > _SHOWN_KEYS:
+            shown += f" and {len(row) - _SHOWN_KEYS} more"
         raise DataError(
-            f"{where}: rows with the keys {', '.join(map(str, row))}; expected one of {', '.join(IMAGE_KEYS)} and one "
+            f"{where}: rows with the keys {shown}; expected one of {', '.join(IMAGE_KEYS)} and one "
             f"of {', '.join(LABEL_KEYS)}: rename the columns, or give (X, y)"
         )
     return image, label
@@ -278,7 +393,8 @@ def _keys_of(where: str, row: Mapping[str, Any]) -> tuple[str, str]:
 
 def _labelled(where: str, X: Any, y: Any) -> Labelled:  # noqa: N803 - as scikit-learn calls it
     """Check inputs and labels."""
-    inputs, labels = _array(f"{where}, X", X), _array(f"{where}, y", y)
+    inputs = _array(f"{where}, X", X)
+    labels = _text_of_objects(_array(f"{where}, y", y))
     if inputs.ndim not in {3, 4} or inputs.dtype.kind not in "iufb":
         raise DataError(
             f"{where}, X: {inputs.dtype} of shape {inputs.shape}, expected images (n, h, w, c) or (n, c, h, w), or "
@@ -301,6 +417,12 @@ def _labelled(where: str, X: Any, y: Any) -> Labelled:  # noqa: N803 - as scikit
     return Labelled(inputs, labels)
 
 
+def _text_of_objects(labels: np.ndarray) -> np.ndarray:
+    """Return an array of Python objects that are all text as text, as columns of tables are; others as they are."""
+    is_text = labels.dtype.kind == "O" and all(isinstance(label, str) for label in labels.ravel())
+    return labels.astype(str) if is_text and labels.size else labels
+
+
 def _check_same_form(where: str, part: Labelled, whose: str, known: Labelled) -> None:
     """Check that samples have the form of those that are known."""
     own, expected = part.inputs, known.inputs
@@ -308,6 +430,11 @@ def _check_same_form(where: str, part: Labelled, whose: str, known: Labelled) ->
         raise DataError(
             f"{where}: {own.dtype} of shape {own.shape}; {whose} has {expected.dtype} of shape {expected.shape}, "
             "expected the same form"
+        )
+    if (part.labels.dtype.kind == "U") != (known.labels.dtype.kind == "U"):
+        raise DataError(
+            f"{where.rpartition(',')[0]}, y: {part.labels.dtype}; {whose} has {known.labels.dtype}, expected text for "
+            "all, or integers"
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from edge_agent.client import choose_device
-from edge_agent.errors import ChunkError, RunFailed, StateError
+from edge_agent.errors import ChunkError, HeadwaterError, RunFailed, StateError
 from edge_agent.storage import sweep, without_syncs
 from edge_agent.wire.chunks import Outgoing
 from edge_agent.wire.messages import Job
@@ -38,6 +38,7 @@ from .engines.base import Engine, Serial
 from .engines.pool import LocalWorkers, WorkerPool
 from .engines.ray_cluster import RayWorkers
 from .engines.stacked import Stacked
+from .failures import Failure
 from .results import describe, pooled_batch_norm, result_of
 from .setup import CLIENTS, LONGEST_SILENCE_S, Prepared, begin, check_is_free, computing_as_begun, planned, run_in
 
@@ -217,7 +218,10 @@ class StrictRuns(Runs):
         """
         if isinstance(error, RunFailed):
             raise error
-        raise RunFailed(f"{run} cannot continue: {reason_of(error)}") from error
+        where = ""
+        if isinstance(error, Exception) and not isinstance(error, HeadwaterError):
+            where = Failure.of(error).where  # such as the line of an own method's `aggregate`
+        raise RunFailed(f"{run} cannot continue: {reason_of(error)}{where}") from error
 
     def stall(self, run: str, error: BaseException) -> None:  # noqa: ARG002 - one run is all there is
         """Raise the error: files cannot be read or written."""
@@ -238,7 +242,13 @@ class StrictCoordinator(Coordinator):
 
     def _on_message(self, event: Message) -> None:
         agent, kind = self.topics.sender(event.topic)
-        self.handle(agent, kind, event.payload)
+        try:
+            self.handle(agent, kind, event.payload)
+        except (HeadwaterError, OSError):
+            raise
+        # An own method's `objection`, which is asked about each update, may raise anything.
+        except Exception as error:
+            raise RunFailed(f"a message of {agent}: {reason_of(error)}{Failure.of(error).where}") from error
 
     def run_context(self) -> RunContext:
         """As of every coordinator, but a failing client ends the run."""

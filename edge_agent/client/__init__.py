@@ -11,7 +11,7 @@ import torch
 
 from ..config import Precision
 from ..errors import DataError
-from ..methods.base import Method
+from ..methods.base import Method, require_arrays
 from ..methods.values import Client, TrainingControl
 from ..storage import sha256_of
 from ..task import RUNNING_STATISTICS, Task, Tensors
@@ -154,7 +154,9 @@ class Session:
         metrics = self.scores(client) if evaluate else {}
         if control is not None:
             client.control = self._within(control)
-        update = self.method.local_update(client, received)
+        update = require_arrays(
+            f"{type(self.method).__name__}.local_update", self.method.local_update(client, received)
+        )
         client.control = TrainingControl()  # evaluation may fine-tune a copy: that is another training
         return self.after_round(client, update, metrics, evaluate=evaluate)
 

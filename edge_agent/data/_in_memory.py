@@ -28,11 +28,24 @@ def files_in(inputs: Any, kinds: Sequence[str]) -> list[str] | None:
         return [str(inputs)]
     if isinstance(inputs, str):
         return [inputs] if _is_path(inputs, kinds) else None
-    if isinstance(inputs, np.ndarray) and inputs.dtype.kind == "U" and inputs.ndim == 1:
-        return [str(path) for path in inputs]
-    if isinstance(inputs, list | tuple) and inputs and all(isinstance(one, str | Path) for one in inputs):
-        return [str(path) for path in inputs]
+    listed = _listed_objects(inputs)
+    if listed and all(isinstance(one, str | Path) for one in listed):
+        return [str(path) for path in listed]
     return None
+
+
+def _listed_objects(inputs: Any) -> list[Any] | None:
+    """Return what a list, a tuple, or a column (n,) of text or Python objects holds; None where it is something else.
+
+    Columns are arrays, and whatever becomes such an array, as the columns of tables do.
+    """
+    if isinstance(inputs, list | tuple):
+        return list(inputs)
+    dtype = getattr(inputs, "dtype", None)
+    has_objects = getattr(dtype, "kind", "") in {"O", "U"} or str(dtype) in {"string", "str"}
+    if not has_objects or getattr(inputs, "ndim", 0) != 1:
+        return None
+    return list(np.asarray(inputs, dtype=object))
 
 
 def _is_path(text: str, kinds: Sequence[str]) -> bool:
@@ -53,25 +66,38 @@ def items_in(inputs: Any, spec: InputSpec, labels: int | None) -> np.ndarray | l
     """
     if _is_pillow(inputs):
         return [inputs]
-    if isinstance(inputs, list | tuple) and any(map(_is_pillow, inputs)):
-        return [one if _is_pillow(one) else np.asarray(one) for one in inputs]
+    listed = _listed_objects(inputs)
+    if listed is not None and any(map(_is_pillow, listed)):
+        return [one if _is_pillow(one) else np.asarray(one) for one in listed]
     try:
-        array = np.asarray(inputs)
+        array = _array_of(inputs)
     except (ValueError, TypeError) as error:  # of different shapes, or on a GPU
-        if isinstance(spec, ImageInput) and isinstance(inputs, list | tuple):
-            return [np.asarray(one) for one in inputs]
+        if isinstance(spec, ImageInput) and listed is not None:
+            return [_array_of(one) for one in listed]
         raise DataError(f"X: no array ({error}); expected inputs of one shape, in memory of the CPU") from error
+    if array.ndim == 0:
+        hint = "; of a generator give list(X)" if hasattr(inputs, "__next__") else ""
+        raise DataError(
+            f"X: {type(inputs).__name__}, expected an array with n inputs, a path or a list of paths, a Pillow image, "
+            f"a list of images, or the name of a data source such as 'images:DIR'{hint}"
+        )
     if isinstance(spec, ImageInput) and array.ndim == 3 and labels != len(array):
         _check_is_batch(array.shape, spec)
     return array
 
 
+def _array_of(value: Any) -> np.ndarray:
+    """Return a value as an array; a tensor of torch that still has its graph is taken without it."""
+    return np.asarray(value.detach() if hasattr(value, "detach") else value)
+
+
 def _check_is_batch(shape: tuple[int, ...], spec: ImageInput) -> None:
-    """Refuse (h, w, 3) and (3, h, w), of which the rows would count as grey images."""
+    """Refuse (h, w, 1), (h, w, 3) and (3, h, w), of which the rows would count as grey images."""
     if shape[1:] == (spec.height, spec.width) and shape[0] != spec.channels:
         return
-    has_colours_last = shape[2] in {3, 4} and min(shape[:2]) >= _FEWEST_PIXELS
-    if has_colours_last and shape[1:] != (spec.height, spec.width):
+    # No image is so narrow as a last axis of 1 or 3; one of 4 may be, where the task's own images are.
+    has_channels_last = shape[2] in {1, 3, 4} and min(shape[:2]) >= _FEWEST_PIXELS
+    if has_channels_last and shape[1:] != (spec.height, spec.width):
         raise DataError(
             f"X of shape {shape} is one image, and would count as {shape[0]} grey ones of {shape[1]} x {shape[2]} "
             "pixels; give X[None], or a batch (n, height, width, channels)"

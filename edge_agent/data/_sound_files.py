@@ -10,6 +10,7 @@ decoded in blocks, so that memory is that of the result, whatever the file says.
 from __future__ import annotations
 
 import contextlib
+import os
 import wave
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -84,7 +85,8 @@ class _LibsndfileReader:
     """A file of any form that libsndfile knows."""
 
     def __init__(self, path: Path, soundfile: ModuleType) -> None:
-        self._file = soundfile.SoundFile(path)
+        # As bytes, because soundfile encodes text strictly, and names may hold bytes that are no UTF-8.
+        self._file = soundfile.SoundFile(os.fsencode(path) if os.name == "posix" else str(path))
         self.header = SoundHeader(self._file.samplerate, self._file.channels, self._file.frames)
 
     def read(self, frames: int) -> np.ndarray:

@@ -299,6 +299,23 @@ def is_learned(name: str, array: np.ndarray) -> bool:
     )
 
 
+def require_arrays(origin: str, value: object) -> Tensors:
+    """Return what a method's own function has returned, where it is a mapping of name -> NumPy array.
+
+    ``origin`` is the function, for the error.
+
+    Raises:
+        TensorsError: it is something else.
+    """
+    if not isinstance(value, Mapping):
+        raise TensorsError(f"{origin} returned {type(value).__name__}, expected a dict of name -> NumPy array")
+    for name, array in value.items():
+        if not isinstance(array, np.ndarray | np.generic):
+            hint = "; a tensor becomes one by tensor.detach().cpu().numpy()" if hasattr(array, "detach") else ""
+            raise TensorsError(f"{origin} returned '{name}' as {type(array).__name__}, expected a NumPy array{hint}")
+    return dict(value)
+
+
 def weighted_mean(weighted: Iterable[tuple[float, Tensors]], *, may_be_empty: bool = False) -> Tensors:
     """Weighted mean of named arrays, folded in one at a time so that memory is one accumulator.
 

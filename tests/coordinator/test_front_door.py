@@ -18,8 +18,10 @@ from torch import nn
 import coordinator
 import edge_agent
 import export
+from coordinator.simulation import own_data
 from coordinator.simulation.failures import Failure, add_note
 from edge_agent import methods, models
+from edge_agent.data import load
 from edge_agent.data.partition import Division
 from edge_agent.errors import ConfigError, DataError, RunFailed, UsageError
 
@@ -190,6 +192,16 @@ def pictures():
     return [{"img": Image.fromarray(x[..., 0]), "labels": int(y)} for x, y in pairs()]
 
 
+def table():
+    return pytest.importorskip("pandas").DataFrame(rows())
+
+
+def named():
+    """Labels as the column of a table has them: an array of Python objects."""
+    inputs, labels = samples()
+    return inputs, np.array([f"class {label}" for label in labels], dtype=object)
+
+
 def row_counts(result):
     """Client -> number of training and of test rows."""
     division = Division.read(result.folder / "partition.json")
@@ -201,8 +213,8 @@ IN_PROCESS = {"encoder": "linear", "rounds": 1, "engine": "serial", "local": Fal
 
 @pytest.mark.parametrize(
     "form",
-    [samples, lambda: [*samples()], lambda: Items(pairs()), pairs, lambda: Items(rows()), rows, pictures],
-    ids=["pair", "list", "dataset", "list of pairs", "rows", "list of rows", "pictures"],
+    [samples, lambda: [*samples()], lambda: Items(pairs()), pairs, lambda: Items(rows()), rows, pictures, table, named],
+    ids=["pair", "list", "dataset", "list of pairs", "rows", "list of rows", "pictures", "table", "column of names"],
 )
 def test_samples_in_memory_are_divided_by_a_rule(form):
     result = coordinator.simulate(data=form(), partition="iid", clients=2, **IN_PROCESS)
@@ -228,6 +240,35 @@ def test_a_mapping_of_rows_divides_a_source_too():
     assert counts["a"][1] >= 8
 
 
+def test_colours_of_an_image_with_a_palette_are_no_positions_in_it():
+    from PIL import Image
+
+    red = Image.new("RGB", (8, 8), (255, 0, 0))
+    source = own_data.save_pool([(red.convert("P"), 0), (red, 0)], Path(tempfile.mkdtemp())).source
+    first, second = load(source).inputs
+    assert np.abs(first - second).max() < 0.1
+
+
+def test_error_in_a_data_set_of_the_caller_names_the_item_and_the_line():
+    class Broken(Items):
+        def __getitem__(self, index):
+            if index == 3:
+                raise KeyError("no such photo")
+            return super().__getitem__(index)
+
+    with pytest.raises(
+        DataError, match=r"item 3: KeyError: 'no such photo' \(.*test_front_door\.py, line \d+, in __getitem__"
+    ):
+        coordinator.simulate(data=Broken(pairs()), partition="iid", clients=2, **IN_PROCESS)
+
+
+def test_rows_that_one_client_holds_out_and_another_trains_on_are_named(caplog):
+    shares = {"a": (range(8), range(8, 10)), "b": (range(8, 18), range(18, 20))}
+    coordinator.simulate(data=samples(), partition=shares, **IN_PROCESS)
+    assert "held_out_rows_are_trained_on client=a rows=2 by=b" in caplog.text
+    assert "client=b" not in caplog.text.partition("held_out_rows")[2].partition("held_out_rows")[2]
+
+
 def test_clients_may_bring_their_own_test_samples():
     (x, y), both = samples(), {}
     both["a"] = x[:10], y[:10], x[10:], y[10:]
@@ -248,7 +289,21 @@ def test_clients_may_bring_their_own_test_samples():
         ({"data": (x for x in ())}, DataError, r"generator, expected .* give list\(dataset\)"),
         ({"data": []}, DataError, "the data set is empty"),
         ({"data": [{"photo": 1, "label": 2}]}, DataError, "keys photo, label; expected one of image, img"),
-        ({"data": [(np.zeros((8, 8)), 0), (np.zeros((9, 9)), 1)]}, DataError, "of one shape: ValueError"),
+        ({"data": [(np.zeros((8, 8)), 0), (np.zeros((9, 9)), 1)]}, DataError, r"item 1, X: shape \(9, 9\), and item 0"),
+        ({"data": [(np.zeros((8, 8)), 0.5)]}, DataError, "item 0, y: 0.5, expected an integer or text"),
+        ({"data": [(np.zeros((8, 8)), None)]}, DataError, "item 0, y: None"),
+        ({"data": [(np.zeros((8, 8)), 0), (np.zeros((8, 8)), "a")]}, DataError, "item 1, y: 'a', and item 0 has 0"),
+        ({"data": [{"x": np.zeros((8, 8)), "y": 1}, {"x": 1}]}, DataError, "item 1: a row without y"),
+        ({"data": [(1, 2, 3)]}, DataError, "item 0: tuple of 3, expected"),
+        ({"data": [dict.fromkeys(map(str, range(12)), 0)]}, DataError, "8, 9 and 2 more; expected one of"),
+        ({"data": Path("photos")}, DataError, "'images:photos'"),
+        ({"data": {"X": np.zeros((2, 8, 8)), "y": [0, 1]}}, UsageError, "looks like the columns of one data set"),
+        ({"data": {"train": samples()}, "partition": "iid"}, UsageError, "looks like the parts of one data set"),
+        ({"data": {0: samples()}}, DataError, "client 0: .* such as 'client-0'"),
+        ({"data": {"a": samples(), "b": (samples()[0], ["x"] * 20)}}, DataError, "client 'b', y: <U1; client 'a' has"),
+        ({"data": samples(), "partition": [[0], [1]]}, UsageError, "partition: list, expected a rule"),
+        ({"data": samples(), "partition": {"a": {1, 2}}}, DataError, "client 'a': set, expected indices"),
+        ({"data": samples(), "partition": {"a": np.arange(20) < 9}}, DataError, r"np\.flatnonzero\(mask\)"),
         ({"data": (*samples(), *samples())}, UsageError, "is for one client"),
         ({"data": {"train": samples(), "test": samples()}}, UsageError, "looks like the parts of one data set"),
         ({"data": samples(), "partition": {}}, DataError, "no client"),
@@ -320,6 +375,66 @@ def test_an_error_in_an_own_method_has_its_place_its_traceback_and_its_log(engin
         log = Path(re.search(r"whole traceback is in (\S+\.log)\)", str(caught.value))[1])
         assert log.is_relative_to(kept)
         assert f'File "{file}", line {line}, in helper' in log.read_text(encoding="utf-8")
+
+
+BROKEN_PARTS = """
+import torch
+from edge_agent.methods.fedavg import FedAvg
+
+def broken():
+    raise KeyError("my bug")
+
+class Aggregates(FedAvg):
+    def aggregate(self, state, updates):
+        return broken()
+
+class Predicts(FedAvg):
+    def predict(self, client, inputs):
+        return broken()
+
+class Objects(FedAvg):
+    def objection(self, tensors):
+        return broken()
+
+class Nothing(FedAvg):
+    def aggregate(self, state, updates):
+        return None
+
+class SendsTensors(FedAvg):
+    def local_update(self, client, received):
+        return {name: torch.tensor(array) for name, array in received.items()}
+"""
+
+
+@pytest.fixture
+def broken_parts(tmp_path, monkeypatch):
+    """The file; temporary folders are beside it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    file = tmp_path / "parts.py"
+    file.write_text(BROKEN_PARTS, encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("engine", ["serial", "stacked"])
+@pytest.mark.parametrize("name", ["Aggregates", "Predicts", "Objects"])
+def test_an_error_of_a_method_at_the_coordinator_or_in_evaluation_has_its_place_too(engine, name, broken_parts):
+    given = {**IN_PROCESS, "clients": 2, "engine": engine, "stacked_always": engine == "stacked"}
+    with pytest.raises(RunFailed, match=r"KeyError: 'my bug' \(.*parts\.py, line 6, in broken") as caught:
+        coordinator.simulate(f"{broken_parts}:{name}", data="digits:optdigits?n=60", **given)
+    (kept,) = broken_parts.parent.glob("headwater-*")
+    assert f"The folder of this run is kept: {kept}" in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("Nothing", "Nothing.aggregate returned NoneType, expected a dict of name -> NumPy array"),
+        ("SendsTensors", r"SendsTensors.local_update returned '.*' as Tensor, expected a NumPy array; .*numpy\(\)"),
+    ],
+)
+def test_what_a_method_returns_in_a_wrong_form_is_named_with_the_function(name, words, broken_parts):
+    with pytest.raises(RunFailed, match=words):
+        coordinator.simulate(f"{broken_parts}:{name}", data="digits:optdigits?n=60", **{**IN_PROCESS, "clients": 2})
 
 
 def test_mistakes_of_the_call_leave_no_folder_behind(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -237,6 +238,17 @@ def test_an_update_is_judged_by_its_names_shapes_and_counts(arrays, refused):
     with pytest.raises(PrivacyRefused, match=refused):
         check_update(PrivacyConfig(), {**ENCODER, **arrays}, FACTS)
     check_update(PrivacyConfig(statistics=("*",)), {**ENCODER, **arrays}, FACTS)
+
+
+@pytest.mark.parametrize("array", [np.diag([3.0, 0, 0]), np.ones((3, 3))])
+def test_with_as_many_features_as_classes_own_statistics_need_consent(array):
+    """X^T Y (d, K) looks like class sums (K, d) there, and the features of a single sample are a column of it."""
+    square = replace(FACTS, features=3, model_shapes={"encoder.weight": (6, 6)})
+    with pytest.raises(PrivacyRefused, match="cannot tell"):
+        check_update(PrivacyConfig(), {**ENCODER, "extra.cross": array}, square)
+    zeros = np.zeros((3, 3))
+    zeros[0] = 1
+    check_update(PrivacyConfig(), {**ENCODER, "extra.means": zeros}, replace(square, is_shipped=True))
 
 
 def test_device_may_ask_for_more_samples_than_the_method_says():

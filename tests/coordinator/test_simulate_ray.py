@@ -205,9 +205,7 @@ def test_a_run_that_was_stopped_on_ray_goes_on_elsewhere(ray, images, tmp_path):
 
 def test_a_client_at_which_actors_die_again_and_again_is_named(ray, images, tmp_path):
     ray.dies_at = ["c0"] * 3
-    with pytest.raises(
-        RunFailed, match=r"client 'c0' ran out of memory in round 1 \(3 workers crashed at it, the last with Actor"
-    ):
+    with pytest.raises(RunFailed, match="3 workers ended while client 'c0' worked in round 1, the last with Actor"):
         run(plan_for(images), tmp_path / "ray")
     assert ray.log[-1] == "shutdown"
 

@@ -264,7 +264,7 @@ def fitted(opened):
     return opened.fit(*samples(), head="prototype")
 
 
-@pytest.mark.parametrize("shape", [(96, 96, 3), (96, 80, 4), (8, 9, 3), (3, 96, 96), (3, 8, 8)])
+@pytest.mark.parametrize("shape", [(96, 96, 3), (96, 80, 4), (8, 9, 3), (3, 96, 96), (3, 8, 8), (8, 8, 1), (96, 80, 1)])
 def test_one_image_is_not_taken_for_a_batch_of_its_rows(fitted, shape):
     image = np.full(shape, 200, np.uint8)
     for ask in (fitted.predict, fitted.predict_proba, fitted.is_unknown):
@@ -294,6 +294,36 @@ def test_paths_and_pictures_are_answered_one_by_one(fitted, photos):
     assert fitted.predict(pictures[2]).tolist() == [2]
     assert fitted.predict([np.asarray(picture) for picture in pictures]).tolist() == expected
     assert fitted.evaluate(photos, expected)["acc.personal"] == 1.0
+
+
+def test_columns_of_paths_and_pictures_are_lists_of_them(fitted, photos):
+    pandas = pytest.importorskip("pandas")
+    expected = [0, 1, 2, 0, 1]
+    assert fitted.predict(np.array(photos, dtype=object)).tolist() == expected
+    assert fitted.predict(pandas.Series([str(path) for path in photos])).tolist() == expected
+    pictures = np.empty(len(photos), object)
+    pictures[:] = [Image.open(path) for path in photos]
+    assert fitted.predict(pictures).tolist() == expected
+
+
+def test_tensor_with_its_graph_is_an_array(fitted):
+    torch = pytest.importorskip("torch")
+    image = torch.full((1, 8, 8, 3), 0.8)
+    assert fitted.predict(image.requires_grad_()).tolist() == fitted.predict(image.detach().numpy()).tolist()
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (None, "X: NoneType, expected an array"),
+        (b"PNG", "X: bytes, expected an array"),
+        ({"x": 1}, "X: dict, expected an array"),
+        ((x for x in ()), r"X: generator, expected .* give list\(X\)"),
+    ],
+)
+def test_what_is_no_batch_is_named(fitted, given, words):
+    with pytest.raises(DataError, match=words):
+        fitted.predict(given)
 
 
 def test_photos_are_fitted_with_a_label_each(opened, photos):

@@ -85,6 +85,16 @@ def test_packages_of_others_join_through_their_entry_points(package, monkeypatch
     assert "theirs" not in Registry("method", package).names()
 
 
+def test_method_of_another_package_is_called_as_its_entry_point_and_not_as_its_file(tmp_path, monkeypatch):
+    source = "from edge_agent.methods.fedavg import FedAvg\n\nclass Own(FedAvg):\n    pass\n"
+    (tmp_path / "others_module.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    point = metadata.EntryPoint("theirs", "others_module:Own", "headwater.methods")
+    monkeypatch.setitem(vars(methods.registry), "_plugins", {"theirs": point})
+    assert methods.create("theirs").name == "theirs"
+    assert methods.create("fedavg").name == "fedavg"
+
+
 def test_what_is_installed_is_read_once(package, monkeypatch):
     asked = []
     monkeypatch.setattr(metadata, "entry_points", lambda group: asked.append(group) or [])

@@ -33,7 +33,7 @@ from edge_agent.wire.messages import Job
 from ...processes.pipe import Frame, Pipe, SharedBuffer
 from ...processes.supervisor import MAX_CRASHES, ChildProcess, Limits, worker_command
 from ...processes.worker_main import listen
-from ..client_tasks import Answer, Shared, answer, no_memory
+from ..client_tasks import Answer, Shared, answer, worker_exited
 from ..datasets import Pools
 from ..own_parts import register
 from ..plan import Plan
@@ -209,7 +209,7 @@ class WorkerPool(Engine, Generic[Handle, Placed]):
             if self._crashes[key] < MAX_CRASHES:
                 self._given.insert(0, work)
             else:
-                reply = no_memory(work.client, work.job, f"{MAX_CRASHES} workers crashed at it, the last with {reason}")
+                reply = worker_exited(work.client, work.job, MAX_CRASHES, reason)
                 self._done.append(Done(work, reply, None, 0.0))
         self._spawn(worker.number)
 

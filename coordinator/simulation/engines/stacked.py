@@ -19,16 +19,16 @@ import numpy as np
 import torch
 
 from edge_agent import methods
-from edge_agent.agent.tasks import fault
 from edge_agent.client.stacked import Convolutions, Schedule, Stack, has_norm, has_unfolding, obstacle, schedule
-from edge_agent.errors import HeadwaterError, TrainingFailed
+from edge_agent.errors import TrainingFailed
 from edge_agent.methods import Client, Method
 from edge_agent.task import Tensors
 from edge_agent.training.loops import diverged
 from edge_agent.training.parts import Parts
 from edge_agent.wire.messages import Fault, UpdateManifest
 
-from ..client_tasks import Answer, HalfRound, Shared, attempt, is_out_of_memory
+from ..client_tasks import Answer, HalfRound, Shared, attempt, failed_reply, is_out_of_memory
+from ..failures import Failure
 from .base import Done, Serial, Work
 
 log = logging.getLogger(__name__)
@@ -161,12 +161,15 @@ class Stacked(Serial):
 
     def _train(self, method: Method, works: Sequence[Work], convolutions: Convolutions) -> None:
         begin, params, stack = time.perf_counter(), method.params, Stack(self._model, len(works))
-        begun, failed = list[tuple[Work, HalfRound]](), list[tuple[Work, Fault]]()
+        begun, failed = list[tuple[Work, HalfRound]](), list[tuple[Work, Fault, Failure]]()
         for work, received in _with_received(works):
             try:
                 half = HalfRound.begin(self._shared, work.client, work.job, received)
-            except HeadwaterError as error:
-                failed.append((work, fault(error, work.job.run, work.job.round)))
+            except RuntimeError:  # out of memory, for example: `_run_all` trains fewer at once, or one by one
+                raise
+            # A method of a user's may raise anything; it costs this client's work.
+            except Exception as error:  # noqa: BLE001
+                failed.append((work, *failed_reply(work.client, work.job, error)))
                 continue
             stack.hold(len(begun))
             begun.append((work, half))
@@ -180,7 +183,8 @@ class Stacked(Serial):
             reply, failure = attempt(work.client, work.job, end)
             content = half.resources.outbox.content if isinstance(reply, UpdateManifest) else []
             self._done.append(Done.of(work, Answer(reply, content, seconds, failure)))
-        self._done.extend(Done.of(work, Answer(reply, [], seconds)) for work, reply in failed)
+        for work, fault, failure in failed:
+            self._done.append(Done.of(work, Answer(fault, [], seconds, failure)))
         self._stacked += len(begun)
 
 

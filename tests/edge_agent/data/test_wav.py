@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import sys
 import tracemalloc
 import wave
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -382,3 +384,10 @@ def test_impossible_bands_are_refused(tmp_path, options, words):
     write(tmp_path / "a" / "x.wav", tone(300))
     with pytest.raises(DataError, match=words):
         load(f"wav:{tmp_path}?{options}")
+
+
+def test_file_whose_name_is_no_utf_8_is_read(tmp_path):
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff.wav"))
+    soundfile.write(tmp_path / "good.wav", np.zeros(1600), 16000)
+    (tmp_path / "good.wav").rename(path)
+    assert len(read_signal(path, 16000)) == 1600
