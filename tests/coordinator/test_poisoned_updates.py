@@ -124,7 +124,9 @@ def test_row_25_a_huge_update_or_a_lie_about_samples_is_bounded_reported_and_lef
         assert note in bounded[0][MALLORY]
         summary = fed.state.run(fed.run).summary()
         assert summary["bounded"][MALLORY]["rounds"] == [n for n, there in enumerate(with_mallory, 1) if there]
-        assert any(line.startswith(f"{MALLORY} in ") and note in line for line in footnotes(summary))
+        assert any(
+            line.startswith(f"{MALLORY}: its updates were bounded in ") and note in line for line in footnotes(summary)
+        )
         page = write_report(fed.state.run(fed.run)).read_text()
         assert note in page
         assert audit(fed.state, fed.run).breaks == []

@@ -124,7 +124,7 @@ def test_half_a_point_is_the_most_that_int8_may_lose(bundle, monkeypatch, lost, 
     monkeypatch.setattr(module, "count_right", lambda *_: {"fp32": 200, "int8": 200 - lost, "of": 240})
     choice = choose(bundle, samples(bundle))
     assert choice.precision == expected
-    assert f"{100 * (200 - lost) / 240:.1f}%" in choice.why
+    assert f"{100 * (200 - lost) / 240:.1f} %" in choice.why
 
 
 def test_int8_features_that_lost_the_classes_are_not_used_however_fast(make_bundle, tmp_path, monkeypatch):
@@ -133,7 +133,7 @@ def test_int8_features_that_lost_the_classes_are_not_used_however_fast(make_bund
     bundle = bundles.install(make_bundle(dim=48, int8=True, int8_steps=2).path, tmp_path / "b")
     choice = choose(bundle, samples(bundle))
     assert choice.precision == "fp32"
-    assert "int8 may lose 0.5%" in choice.why
+    assert "int8 may lose 0.5 %" in choice.why
 
 
 def test_too_few_samples_to_tell_half_a_point_mean_fp32(bundle, monkeypatch):

@@ -32,6 +32,11 @@ LETTER = {"cache": 0, "features": len("features-"), "runs": len("run-")}
 """Where the letter is in the name of a file, or of a run's folder."""
 
 
+def feature_file(encoder, rows=0):
+    """Return the name of a file of cached features: of an encoder, and of rows that a hash names."""
+    return f"features-{encoder}-0000-{rows:032x}.safetensors"
+
+
 class FakeDisk:
     """A disk on which so many bytes are free beside what lies in the state folder."""
 
@@ -64,7 +69,7 @@ def filled(config):
     state = config.state
     for number, letter in enumerate("abc"):
         put(state / "cache" / (letter * 64), age=300 - number)
-        put(state / "features" / f"features-{letter}.safetensors", age=200 - number)
+        put(state / "features" / feature_file(letter * 32), age=200 - number)
         put(state / "runs" / f"run-{letter}" / "kept-0000001.safetensors", age=100 - number)
         os.utime(state / "runs" / f"run-{letter}", (9900 + number, 9900 + number))
     put(state / "cache" / "partial" / f"{'d' * 64}.part", age=400)
@@ -117,14 +122,14 @@ def at_replace(monkeypatch, act):
 def test_features_that_are_being_written_are_not_removed(config, filled, monkeypatch):
     """The worker writes features while the loop makes room, and while another process has just fitted a head."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=0))
-    path, rows = filled / "features" / "features-new.safetensors", {"features": np.zeros((1000, 1000), np.float32)}
+    path, rows = filled / "features" / feature_file("e" * 32), {"features": np.zeros((1000, 1000), np.float32)}
     at_replace(monkeypatch, lambda: make_room(config, cache_of(config), MB, ()))
     write_tensors(path, rows)
     assert [one.name for one in path.parent.iterdir()] == [path.name]
-    put(path.parent / "features-last.safetensors", age=-(10**10))
+    last = put(path.parent / feature_file("d" * 32), age=-(10**10))
     at_replace(monkeypatch, lambda: trim_features(path.parent, 2 * MB, "f" * 64))
     write_tensors(path, rows)
-    assert sorted(one.name for one in path.parent.iterdir()) == ["features-last.safetensors", path.name]
+    assert sorted(one.name for one in path.parent.iterdir()) == [last.name, path.name]
 
 
 def test_what_is_removed_of_the_downloads_are_idle_blobs(config, monkeypatch):
@@ -150,10 +155,10 @@ def test_features_of_the_head_in_use_stay_within_their_bound(config, filled):
     """Training and held-out samples of the head, 1 MiB each, are not those that were written last."""
     folder, used, other = filled / "features", "f" * 32, "e" * 32
     for letter in "abc":
-        (folder / f"features-{letter}.safetensors").unlink()
-    older, train, test = (put(folder / f"features-{used}-0-{n}.safetensors", age=50 - n) for n in range(3))
-    of_own_norm = put(folder / f"features-{used}-own-{other}-0-5.safetensors", age=3)
-    newest = put(folder / f"features-{other}-0-6.safetensors", age=2)
+        (folder / feature_file(letter * 32)).unlink()
+    older, train, test = (put(folder / feature_file(used, n), age=50 - n) for n in range(3))
+    of_own_norm = put(folder / feature_file(f"{used}-own-{other}", 5), age=3)
+    newest = put(folder / feature_file(other, 6), age=2)
     assert trim_features(folder, 3 * MB, used * 2) == 2
     assert {*folder.iterdir()} == {train, test, newest} - {older, of_own_norm}
     assert trim_features(folder, MB, used * 2) == 1
