@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -131,20 +131,33 @@ def check_is_clients(samples: Mapping[Any, Any], *, has_rule: bool) -> None:
         UsageError: It has the parts of one data set, or its columns.
     """
     keys = {name for name in samples if isinstance(name, str)}
-    if keys and keys <= _PARTS and (len(keys) > 1 or has_rule):
+    # One key such as "train" may be the name of the only client, unless a rule asks for one pool.
+    has_names_of_parts = bool(keys) and keys <= _PARTS
+    if has_names_of_parts and (len(keys) > 1 or has_rule):
         raise UsageError(
             f"data: a mapping with the keys {', '.join(sorted(keys))} looks like the parts of one data set, expected "
             "client -> samples; give one part and a rule (data=parts['train'], partition='iid', clients=10), or call "
             "the clients otherwise"
         )
-    lowered = {name.lower(): name for name in keys}
-    image = next((lowered[key] for key in IMAGE_KEYS if key in lowered), None)
-    label = next((lowered[key] for key in LABEL_KEYS if key in lowered), None)
-    if image is not None and label is not None and not isinstance(samples[image], tuple):
+    image = _key_among(keys, IMAGE_KEYS)
+    label = _key_among(keys, LABEL_KEYS)
+    if image is None or label is None:
+        return
+    # The samples of a client called "image" are a pair (X, y); a column is none.
+    if not isinstance(samples[image], tuple):
         raise UsageError(
             f"data: a mapping with the keys {image} and {label} looks like the columns of one data set, expected "
             f"client -> samples; give data=(columns['{image}'], columns['{label}']) and a rule"
         )
+
+
+def _key_among(keys: Iterable[str], names: Sequence[str]) -> str | None:
+    """Return the key that is one of ``names``, in upper or lower case; of several the one named first."""
+    spelling = {key.lower(): key for key in keys}
+    for name in names:
+        if name in spelling:
+            return spelling[name]
+    return None
 
 
 def save_pool(samples: Any, folder: Path) -> Saved:
@@ -201,24 +214,25 @@ def save_rows(
 
 def _warn_of_leaks(shares: Shares) -> None:
     """Log which clients hold out samples that others train on: accuracies on those are too high."""
-    trained = {name: set(train.tolist()) for name, (train, _) in shares.items()}
+    training_rows = {name: set(train.tolist()) for name, (train, _) in shares.items()}
     for name, (_, test) in shares.items():
-        held = set(test.tolist())
-        leaked: set[int] = set()
+        held_out_rows = set(test.tolist())
+        leaked_rows: set[int] = set()
         others = []
-        for other, rows in trained.items():
-            common = rows & held
-            if other != name and common:
+        for other, rows in training_rows.items():
+            shared_rows = rows & held_out_rows
+            if other != name and shared_rows:
                 others.append(other)
-                leaked |= common
-        if others:
-            log.warning(
-                "held_out_rows_are_trained_on client=%s rows=%d by=%s: its accuracies are too high; give each row to "
-                "one client",
-                name,
-                len(leaked),
-                ",".join(others[:_SHOWN_CLIENTS]),
-            )
+                leaked_rows |= shared_rows
+        if not others:
+            continue
+        log.warning(
+            "held_out_rows_are_trained_on client=%s rows=%d by=%s: its accuracies are too high; give each row to "
+            "one client",
+            name,
+            len(leaked_rows),
+            ",".join(others[:_SHOWN_CLIENTS]),
+        )
 
 
 def _is_pair_of_rows(given: Any) -> bool:
@@ -348,15 +362,16 @@ def _stack(where: str, dataset: Any) -> Labelled:
 def _pair_of(where: str, item: Any, keys: tuple[Any, Any]) -> tuple[Any, Any]:
     """Return input and label of an item: a pair, or a row that has them under ``keys``."""
     if isinstance(item, Mapping):
-        if missing := [str(key) for key in keys if key not in item]:
+        missing = [str(key) for key in keys if key not in item]
+        if missing:
             raise DataError(f"{where}: a row without {' and '.join(missing)}; expected the keys of the first row")
         return item[keys[0]], item[keys[1]]
-    if isinstance(item, tuple | list) and len(item) == 2:
-        return item[0], item[1]
-    count = f" of {len(item)}" if isinstance(item, tuple | list) else ""
-    raise DataError(
-        f"{where}: {type(item).__name__}{count}, expected (x, y), or a row like {{'image': ..., 'label': ...}}"
-    )
+    kind = type(item).__name__
+    if isinstance(item, tuple | list):
+        if len(item) == 2:
+            return item[0], item[1]
+        kind += f" of {len(item)}"
+    raise DataError(f"{where}: {kind}, expected (x, y), or a row like {{'image': ..., 'label': ...}}")
 
 
 def _input_array(where: str, value: Any) -> np.ndarray:
