@@ -29,7 +29,7 @@ def files_in(inputs: Any, kinds: Sequence[str]) -> list[str] | None:
     if isinstance(inputs, str):
         return [inputs] if _is_path(inputs, kinds) else None
     listed = _listed_objects(inputs)
-    if listed and all(isinstance(one, str | Path) for one in listed):
+    if listed and all(isinstance(item, str | Path) for item in listed):
         return [str(path) for path in listed]
     return None
 
@@ -68,12 +68,12 @@ def items_in(inputs: Any, spec: InputSpec, labels: int | None) -> np.ndarray | l
         return [inputs]
     listed = _listed_objects(inputs)
     if listed is not None and any(map(_is_pillow, listed)):
-        return [one if _is_pillow(one) else np.asarray(one) for one in listed]
+        return [item if _is_pillow(item) else np.asarray(item) for item in listed]
     try:
         array = _array_of(inputs)
     except (ValueError, TypeError) as error:  # of different shapes, or on a GPU
         if isinstance(spec, ImageInput) and listed is not None:
-            return [_array_of(one) for one in listed]
+            return [_array_of(item) for item in listed]
         raise DataError(f"X: no array ({error}); expected inputs of one shape, in memory of the CPU") from error
     if array.ndim == 0:
         hint = "; of a generator give list(X)" if hasattr(inputs, "__next__") else ""
