@@ -546,20 +546,23 @@ def check_own_folder(folder: Path) -> None:
 
 
 def _check_links_in(folder: Path) -> None:
-    """Return quietly where no link in a state folder leads to another folder, or it cannot be listed.
+    """Require that no link in a state folder leads to another folder; a folder that cannot be listed is accepted.
 
-    Files are removed in its folders by their names, such as those of blobs, and other programs may have the same.
+    Files in the folders of a state folder are removed by their names, such as those of blobs. Another program's folder
+    may hold files of the same names.
 
     Raises:
-        UsageError: one does.
+        UsageError: A link leads to a folder.
     """
     try:
-        links = sorted(path for path in folder.iterdir() if path.is_symlink() and path.is_dir())
-    except OSError:  # it is not there yet, or the lock says what is wrong
+        paths = sorted(folder.iterdir())
+    except OSError:  # the folder is not there yet; if something else is wrong, taking its lock says what
         return
-    if links:
+    for path in paths:
+        if not path.is_symlink() or not path.is_dir():
+            continue
         raise UsageError(
-            f"{links[0]}: a symbolic link, expected a folder of this program's own: files are removed in it; move the "
+            f"{path}: a symbolic link, expected a folder of this program's own: files are removed in it; move the "
             "folder itself there, or mount the other disk there"
         )
 
