@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 from faulty_broker import Faults
@@ -102,17 +104,27 @@ def test_agents_at_the_same_slow_rate_share_one_broadcast(tmp_path):
             assert fed.line(name, "down").slowest_control_s < 2.0
 
 
-@pytest.mark.parametrize("others", [3e5, 1e5])
-def test_a_far_agent_receives_each_byte_once_while_others_listen_to_a_broadcast(tmp_path, others):
-    """2 s of round trip: it would hear that it is to listen, and say that it does, when the broadcast is half over."""
+@contextlib.contextmanager
+def federation_beside_a_far_agent(tmp_path, others, *, delay_s):
+    """A federation after three rounds, and the size of its model in bytes.
+
+    Its agents are ``far``, whose link delays both directions by ``delay_s``, and three with ``others`` bytes a second.
+    """
     rates = {"far": 1e6, "a1": others, "a2": others, "a3": others}
     with federation(tmp_path, rates) as fed:
         fed.agents["far"].transport.subscribes_late = True
-        fed.line("far", "down").delay_s = fed.line("far", "up").delay_s = 1.0
+        fed.line("far", "down").delay_s = delay_s
+        fed.line("far", "up").delay_s = delay_s
         fed.settle()
         fed.request(rounds=3)
         fed.finish(900)
-        size = len(fed.state.blobs.read(fed.record.checkpoint))
+        yield fed, len(fed.state.blobs.read(fed.record.checkpoint))
+
+
+@pytest.mark.parametrize("others", [3e5, 1e5])
+def test_a_far_agent_receives_each_byte_once_while_others_listen_to_a_broadcast(tmp_path, others):
+    """An agent with a round trip of 2 s could listen only when half of the broadcast is over."""
+    with federation_beside_a_far_agent(tmp_path, others, delay_s=1.0) as (fed, size):
         assert [entry.body["clients"] for entry in fed.entries("round_closed")] == [4, 4, 4]
         assert fed.line("far", "down").bytes < 1.05 * 4 * size
         assert fed.line("far", "up").bytes < 1.05 * 3 * size
@@ -120,15 +132,11 @@ def test_a_far_agent_receives_each_byte_once_while_others_listen_to_a_broadcast(
 
 @pytest.mark.parametrize("others", [1e6, 2e6])
 def test_a_broadcast_waits_for_an_agent_that_is_about_to_listen(tmp_path, others):
-    """With 0.95 s of round trip it subscribes, then asks after 1.9 s: the others would have the whole blob by then."""
-    rates = {"distant": 1e6, "a1": others, "a2": others, "a3": others}
-    with federation(tmp_path, rates) as fed:
-        fed.agents["distant"].transport.subscribes_late = True
-        fed.line("distant", "down").delay_s = fed.line("distant", "up").delay_s = 0.475
-        fed.settle()
-        fed.request(rounds=3)
-        fed.finish(900)
-        size = len(fed.state.blobs.read(fed.record.checkpoint))
+    """An agent with a round trip of 0.95 s asks for the blob 1.9 s after the offer.
+
+    Unless the broadcast waits, the others have the whole blob by then, and the agent is sent it a second time.
+    """
+    with federation_beside_a_far_agent(tmp_path, others, delay_s=0.475) as (fed, size):
         for name in fed.agents:
             assert fed.line(name, "down").bytes < 1.05 * 4 * size
 
