@@ -471,10 +471,10 @@ def test_row_30_embedded_broker_ends_the_session_of_an_oversize_packet_before_it
 
 @pytest.mark.broker
 def test_row_41_wrong_passwords_that_wait_to_be_checked_delay_no_honest_message_and_no_login(tmp_path, monkeypatch):
-    """Of honest ones, that is: the check of a password was done between two messages of everybody.
+    """Messages and logins of honest clients do not wait until the passwords before them have been checked.
 
-    Here one takes about a second, so that most of the wrong ones are still to be checked when all that is honest has
-    been answered, however busy the machine is.
+    The event loop once checked them itself, and nobody's message passed meanwhile. Here a check takes about a second:
+    most wrong passwords are still unchecked when all honest clients have their answers, however busy the machine is.
     """
     passwords = tmp_path / "users"
     for user in ("coordinator", "porch"):

@@ -242,15 +242,21 @@ def test_files_are_read_by_the_functions_that_never_wait_for_a_fifo(sources):
         for node in ast.walk(source.tree):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
-            opens_to_read = node.func.attr == "open" and [ast.unparse(one) for one in node.args] in (
-                [],
-                ["'rb'"],
-                ["'r'"],
-            )
-            if node.func.attr in {"read_bytes", "read_text"} or (opens_to_read and _is_path(node)):
+            opens_to_read = node.func.attr == "open" and _mode_of(node) in READING_MODES and _is_path(node)
+            if node.func.attr in {"read_bytes", "read_text"} or opens_to_read:
                 found.add((source.name, node.func.attr))
     assert sorted(found - set(READS)) == [], "use storage.read_regular, read_regular_text or open_regular"
     assert sorted(set(READS) - found) == [], "it is gone: remove the line"
+
+
+READING_MODES = {"r", "rb"}
+
+
+def _mode_of(call):
+    """Return the mode that a call of ``open`` names first, as text; ``r`` where it names nothing."""
+    if not call.args:
+        return "r"
+    return ast.unparse(call.args[0]).strip("'")
 
 
 def _is_path(call):

@@ -129,7 +129,7 @@ def test_features_that_are_being_written_are_not_removed(config, filled, monkeyp
     last = put(path.parent / feature_file("d" * 32), age=-(10**10))
     at_replace(monkeypatch, lambda: trim_features(path.parent, 2 * MB, "f" * 64))
     write_tensors(path, rows)
-    assert sorted(one.name for one in path.parent.iterdir()) == [last.name, path.name]
+    assert sorted(file.name for file in path.parent.iterdir()) == [last.name, path.name]
 
 
 def test_what_is_removed_of_the_downloads_are_idle_blobs(config, monkeypatch):
