@@ -231,12 +231,27 @@ class AggregationConfig(Frozen):
         "so many times the median, and a third of the sum where that is above 1.5 times the median; for rules mean and "
         "clipped",
     )
+    repeat_share: float | None = Field(
+        2.0,
+        ge=1,
+        le=1e6,
+        description="an agent whose updates were near max_share in two rounds more than below adds at most so many "
+        "times the median and an eighth of the sum, until they stay below; none: as much as max_share allows",
+    )
     min_cosine: float | None = Field(
         -0.1,
         ge=-1,
         le=0,
         description="an update loses weight, and from 0.15 below on all of it, whose change of the model has a "
         "smaller cosine both to the sum of the others' changes and to what the run has changed since its start",
+    )
+    max_class_mean: float | None = Field(
+        2.0,
+        ge=1,
+        le=1000,
+        description="a class mean (FedPAC, FedProto) that is longer than so many times the median of its class is "
+        "scaled down to it, and statistics of a class that are much nearer to another class of the other agents are "
+        "left out; none: neither",
     )
     max_loss: float | None = Field(
         2.0,
@@ -247,12 +262,27 @@ class AggregationConfig(Frozen):
         "mean",
     )
 
+    @field_validator(
+        "max_norm", "max_weight", "max_share", "repeat_share", "min_cosine", "max_class_mean", "max_loss", mode="before"
+    )
+    @classmethod
+    def _read_none(cls, value: object) -> object:
+        """TOML has no null: the text "none" switches a bound off."""
+        return None if value == "none" else value
+
     def without_bounds(self) -> AggregationConfig:
         """The same without bounds on single updates: nobody sees those, or noise was made for a sum without bounds."""
         return self.model_copy(update=NO_BOUNDS)
 
 
-NO_BOUNDS: dict[str, None] = {"max_norm": None, "max_weight": None, "max_share": None, "min_cosine": None}
+NO_BOUNDS: dict[str, None] = {
+    "max_norm": None,
+    "max_weight": None,
+    "max_share": None,
+    "repeat_share": None,
+    "min_cosine": None,
+    "max_class_mean": None,
+}
 """Fields of `AggregationConfig` that switch all bounds on single updates off.
 
 A journal of an earlier version lacks some of them: there was no such bound then.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -30,8 +31,11 @@ from edge_agent.wire.tensors import decode
 
 from ..config import NO_BOUNDS, AggregationConfig, CoordinatorConfig
 from ..state.store import BlobStore
+from . import class_statistics
 from .bounds import find_bounds
 from .buffered import rebased
+from .class_statistics import Correction
+from .repeats import is_repeater
 from .robust import rule_of
 
 OTHER_FILES = 256
@@ -57,13 +61,21 @@ class Decisions:
     suspects: dict[str, str] = field(default_factory=dict)
     """Agent -> why its update is suspect."""
 
+    statistics: dict[str, Correction] = field(default_factory=dict)
+    """Agent -> what was done to the statistics of its classes."""
+
+    repeats: dict[str, int] = field(default_factory=dict)
+    """Agent -> its count of rounds at a bound of size (`repeats`), this round included, of those that have one."""
+
     def body(self) -> dict[str, Any]:
         """As JSON, without what is empty."""
         texts = {
             "clipped": {agent: float(f"{factor:.3g}") for agent, factor in self.clipped.items()},
             "capped": {agent: list(both) for agent, both in self.capped.items()},
             "unused": list(self.unused),
+            "statistics": {agent: correction.body() for agent, correction in self.statistics.items()},
             "suspects": self.suspects,
+            "repeats": self.repeats,
         }
         return {name: value for name, value in texts.items() if value}
 
@@ -101,6 +113,11 @@ def notes(body: Mapping[str, Any]) -> dict[str, str]:
         rule = body.get("settings", {}).get("rule", "")
         # By a mean all updates are used, but for those that point against the others.
         result.setdefault(agent, []).append("not used" if rule in _BOUNDED else f"not used by rule {rule}".rstrip())
+    for agent, correction in body.get("statistics", {}).items():
+        result.setdefault(agent, []).append(class_statistics.describe(correction))
+    for agent, count in body.get("repeats", {}).items():
+        if is_repeater(count):
+            result.setdefault(agent, []).append(f"near the bound in round after round ({count} more than below)")
     for agent, why in body.get("suspects", {}).items():
         result.setdefault(agent, []).append(f"suspect: {why}")
     return {agent: ", ".join(texts) for agent, texts in sorted(result.items())}
@@ -112,6 +129,7 @@ def aggregate(
     updates: Callable[[], Iterable[Update]],
     config: AggregationConfig,
     start: State | None = None,
+    repeats: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[State, Decisions]:
     """Return the method's next state, by the configured rule, and what was done to single updates.
 
@@ -121,6 +139,7 @@ def aggregate(
         updates: Called once for each pass: gives the same updates in the same order each time, mapped from disk.
         config: The rule and its bounds.
         start: The state that the run began with, which directions are compared by; None where it is not known.
+        repeats: Agent -> its count of rounds at a bound of size before this one.
 
     Raises:
         TrainingFailed: no update with a positive weight; more updates than files that may be open, for a robust rule.
@@ -130,11 +149,12 @@ def aggregate(
     if config.rule == "mean" and not has_bounds:
         return _next_state(method, state, updates()), Decisions()
     received = method.broadcast(state)
-    bounds = find_bounds(method, received, updates, config, start)
+    bounds = find_bounds(method, received, updates, config, start, repeats)
     if rule is None or bounds.is_small_round:
         bounded = bounds.apply(updates(), received, method.bounded_extras)
         clipped = {agent: min(by_group.values()) for agent, by_group in sorted(bounds.factors.items())}
-        decisions = Decisions(clipped, bounds.caps, bounds.opposed, bounds.suspects)
+        corrections = dict(bounds.statistics.corrections)
+        decisions = Decisions(clipped, bounds.caps, bounds.opposed, bounds.suspects, corrections, bounds.repeats)
         return _next_state(method, state, bounded), decisions
     _allow_open(bounds.count)
     used = [update for update in updates() if update.client not in bounds.opposed]
@@ -172,6 +192,9 @@ class StoredUpdates:
     start: str | None = None
     """Digest of the state that the run began with."""
 
+    repeats: dict[str, int] = field(default_factory=dict)
+    """Agent -> its count of rounds at a bound of size before this one."""
+
     def aggregate(
         self, blobs: BlobStore, method: Method, state: State, settings: AggregationConfig
     ) -> tuple[State, Decisions]:
@@ -192,7 +215,7 @@ class StoredUpdates:
         start: State | None = None
         if self.start is not None and self.start in blobs:
             start = decode(mapped(blobs.path(self.start)))
-        return aggregate(method, state, updates, settings, start)
+        return aggregate(method, state, updates, settings, start, self.repeats)
 
     def as_json(self) -> dict[str, Any]:
         """As JSON."""

@@ -25,6 +25,7 @@ from ..state.journal import Entry
 from ..state.store import StateFolder, blobs_needed
 from .aggregation import StoredUpdates
 from .release import pooled_before, sha256_of_encoder
+from .repeats import repeats_of
 from .request import Request
 
 Break = Callable[[str], None]
@@ -252,12 +253,15 @@ def _compare_states(
     """Aggregate the updates of each round again, from the state before it, where these are on disk."""
     before = next((e.digest for e in reversed(entries) if e.kind in {"run_started", "warm_started"} and e.digest), None)
     states = {0: before}
+    repeats: dict[str, int] = {}
     for one, audited in zip(closed, result.rounds, strict=True):
         if one.closed is None:
             continue
         if one.closed.digest in sound:
             audited.checkpoint = "ok"
         states[one.number] = one.closed.digest
+        repeats_before = repeats
+        repeats = repeats_of(one.closed.body)
         if restored := one.closed.body.get("restored"):
             before = one.closed.digest
             audited.is_aggregation = before == states.get(restored["round"])
@@ -271,7 +275,7 @@ def _compare_states(
         if not one.is_masked and has_states and len(updates) == len(one.accepted):
             row = _row(one.closed)
             try:
-                sha = _aggregated(state, method, before or "", updates, one, settings, start)
+                sha = _aggregated(state, method, before or "", updates, one, settings, start, repeats_before)
             except (HeadwaterError, OSError) as error:
                 if not _removed(state, {before, *bases, *(entry.digest for entry in updates.values())}):
                     audited.is_aggregation = False
@@ -298,10 +302,22 @@ def _aggregated(
     one: _Round,
     settings: AggregationConfig,
     start: str | None,
+    repeats: dict[str, int],
 ) -> str:
-    """Hash of the state that these updates give; ``start``: digest of the state that the run began with."""
+    """Return the hash of the state that these updates give.
+
+    Args:
+        state: The state folder.
+        method: The method of the run.
+        before: Digest of the state that the round began with.
+        updates: Agent -> the entry of its accepted update.
+        one: The round.
+        settings: The rule and its bounds.
+        start: Digest of the state that the run began with.
+        repeats: Agent -> its count of rounds at a bound of size before the round.
+    """
     accepted = {agent: (entry.digest or "", float(entry.body.get("samples", 0))) for agent, entry in updates.items()}
-    stored = StoredUpdates(accepted, one.number, dict(one.asked), dict(one.bases), start)
+    stored = StoredUpdates(accepted, one.number, dict(one.asked), dict(one.bases), start, repeats)
     after, _ = stored.aggregate(state.blobs, method, decode(state.blobs.read(before)), settings)
     return sha256_of(*pieces(after))
 

@@ -10,7 +10,10 @@ else the method has bounded (`Method.bounded_extras`). In a round of three or mo
 4. what an update adds to the sum, its samples times the norm of its change, is at most ``max_share`` times the median;
    where it is above 1.5 times the median, at most a third of the sum; the median where its direction is towards
    neither the others nor the way of the run; and a quarter of the median for an outlier that points against the
-   others as hardly any other does. Its weight is lowered to that, which bounds all of its tensors together.
+   others as hardly any other does. Its weight is lowered to that, which bounds all of its tensors together;
+5. an agent that was at ``max_share`` in two rounds more than below adds at most ``repeat_share`` medians and an eighth
+   of the sum, until it stays below;
+6. what an update says about its client's classes has bounds of its own (`class_statistics`).
 
 The first two bounds alone would multiply: five times the change for five times the samples is 25 votes.
 
@@ -21,19 +24,25 @@ gives the bits of the plain mean. Bounds use medians, so they hold as long as mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median, median_high
+from types import MappingProxyType
 
 import numpy as np
 
 from edge_agent.methods import Method, Update
 from edge_agent.methods.base import CLASS_MEANS, is_learned
+from edge_agent.methods.values import ClassStatistics
 from edge_agent.task import State, Tensors
 
 from ..config import AggregationConfig
+from .class_statistics import StatisticBounds, find_statistic_bounds
 from .directions import WEIGHTS, Comparison, Direction, extra_group, outliers
+from .repeats import NEAR_BOUND, count_repeats, is_repeater
 from .robust import LEAST_UPDATES
+from .shares import limit_to_sum
 
 SUSPECT, SUSPECT_SHARE = 10.0, 0.1
 """An update is suspect whose change exceeds the median so many times, or whose sample count its bound.
@@ -46,12 +55,6 @@ STATISTICS_SPREAD = 4.0
 """Running statistics of batch norm of honest agents differ up to 8 times where their weights do up to 3 times.
 
 Their bound is looser, except for an agent whose weights are beyond theirs.
-"""
-
-MOST_OF_SUM, LEAST_BOUND = 1 / 3, 1.5
-"""Share of a round's sum that one update has at most, but for one of up to so many medians.
-
-Of four that are alike both are the same. Of three, each has a third of the sum, and honest ones differ a little.
 """
 
 OUTLIER_SHARE = 0.25
@@ -80,6 +83,12 @@ class Bounds:
     count: int = 0
     """How many updates the round has."""
 
+    statistics: StatisticBounds = field(default_factory=StatisticBounds)
+    """What is done to the statistics of classes that the updates carry."""
+
+    repeats: dict[str, int] = field(default_factory=dict)
+    """Agent -> its count of rounds at a bound of size (`repeats`), this round included, of those that have one."""
+
     @property
     def is_small_round(self) -> bool:
         """Whether there are too few updates to tell which are honest."""
@@ -92,11 +101,17 @@ class Bounds:
                 continue
             cap = self.caps.get(update.client)
             weighted = update if cap is None else replace(update, weight=cap[1])
-            yield _scaled(weighted, received, self.factors.get(update.client, {}), extras)
+            scaled = _scaled(weighted, received, self.factors.get(update.client, {}), extras)
+            yield self.statistics.apply(scaled)
 
 
 def find_bounds(
-    method: Method, received: Tensors, updates: Updates, config: AggregationConfig, start: State | None
+    method: Method,
+    received: Tensors,
+    updates: Updates,
+    config: AggregationConfig,
+    start: State | None,
+    repeats: Mapping[str, int] = MappingProxyType({}),
 ) -> Bounds:
     """Find what has to be done to the updates of a round.
 
@@ -106,34 +121,88 @@ def find_bounds(
         updates: Gives the updates, as often as it is called.
         config: The bounds.
         start: The state that the run began with; None where it is not known.
+        repeats: Agent -> its count of rounds at a bound of size before this one.
     """
     extras = method.bounded_extras
+    class_arrays = method.class_statistics if config.max_class_mean is not None else None
+    received = _without_class_arrays(received, class_arrays)
+    # Step 1: sizes and sample counts, each by itself.
     measured = [_measure(update, received, extras) for update in updates()]
     factors, suspects = _clip(measured, _sizes(received), config)
-    caps: dict[str, tuple[float, float]] = {}
-    if method.weighting == "samples":
-        caps = _cap({one.client: one.weight for one in measured}, config.max_weight)
-        for agent, (declared, bound) in caps.items():
-            if declared > SUSPECT * bound:
-                suspects[agent] = f"declared {declared:g} samples, {_times(declared, bound)} the bound of the round"
+    factors = _without_class_means(factors, class_arrays)
+    caps, overstated = _cap_samples(method, measured, config)
+    suspects |= overstated
     if len(measured) < LEAST_UPDATES:
-        return Bounds(factors, caps, (), suspects, len(measured))
-    directions: dict[str, dict[str, Direction]] = {}
-    if config.min_cosine is not None:
-        directions = Comparison(received, extras, _norms_by_group(measured), start).directions(updates)
-    trusts = _trusts(directions, config)
-    opposed = tuple(sorted(agent for agent, trust in trusts.items() if trust == 0))
-    if 2 * len(opposed) >= len(measured):
-        # Half of the updates point against the rest, and nobody can tell which half is right: no direction counts.
-        directions = {}
-        trusts = {}
-        opposed = ()
-    for agent, reason in _against(directions, config).items():
-        suspects.setdefault(agent, reason)
+        # Nothing is a bound here, so nobody is at one: counts stay as they are.
+        kept = {one.client: repeats[one.client] for one in measured if one.client in repeats}
+        return Bounds(factors, caps, (), suspects, len(measured), repeats=kept)
+    # Step 2: where they point.
+    comparison = Comparison(received, extras, _norms_by_group(measured), start)
+    directions, trusts, opposed = _judge_directions(comparison, updates, len(measured), config)
+    suspects = {**_against(directions, config), **suspects}
+    # Step 3: what each adds to the sum, by all of that.
+    counts: dict[str, int] = {}
     if config.max_share is not None:
         shares = _Shares(method, measured, factors, caps)
-        caps |= shares.caps(config.max_share, trusts, opposed, directions.get(WEIGHTS, {}))
-    return Bounds(factors, caps, opposed, suspects, len(measured))
+        counts = shares.count_repeats(config, repeats)
+        repeaters = shares.repeaters(config, repeats)
+        caps |= shares.caps(config, trusts, opposed, directions.get(WEIGHTS, {}), repeaters)
+    # Step 4: what they say about classes.
+    statistics = StatisticBounds()
+    if class_arrays is not None:
+        statistics = find_statistic_bounds(class_arrays, updates, config)
+    suspects = {**statistics.suspects, **suspects}
+    return Bounds(factors, caps, opposed, suspects, len(measured), statistics, counts)
+
+
+def _without_class_arrays(received: Tensors, class_arrays: ClassStatistics | None) -> Tensors:
+    """Drop class means that travel as a part of the model (FedProto): they have bounds of their own."""
+    if class_arrays is None:
+        return received
+    return {name: array for name, array in received.items() if name not in class_arrays.names}
+
+
+def _without_class_means(
+    factors: dict[str, dict[str, float]], class_arrays: ClassStatistics | None
+) -> dict[str, dict[str, float]]:
+    """Drop the factors of class means where their lengths are bounded class by class, so that it is not done twice."""
+    if class_arrays is None:
+        return factors
+    result: dict[str, dict[str, float]] = {}
+    for agent, by_group in factors.items():
+        others = {group: factor for group, factor in by_group.items() if group != CLASS_MEANS}
+        if others:
+            result[agent] = others
+    return result
+
+
+def _cap_samples(
+    method: Method, measured: Sequence[_Measured], config: AggregationConfig
+) -> tuple[dict[str, tuple[float, float]], dict[str, str]]:
+    """Return agent -> declared and counted samples, of those that are capped, and who of them is suspect, and why."""
+    if method.weighting != "samples":
+        return {}, {}
+    caps = _cap({one.client: one.weight for one in measured}, config.max_weight)
+    suspects: dict[str, str] = {}
+    for agent, (declared, bound) in caps.items():
+        if declared > SUSPECT * bound:
+            suspects[agent] = f"declared {declared:g} samples, {_times(declared, bound)} the bound of the round"
+    return caps, suspects
+
+
+def _judge_directions(
+    comparison: Comparison, updates: Updates, count: int, config: AggregationConfig
+) -> tuple[dict[str, dict[str, Direction]], dict[str, float], tuple[str, ...]]:
+    """Return the directions of ``count`` updates, what weight they leave to some, and who is left out for them."""
+    if config.min_cosine is None:
+        return {}, {}, ()
+    directions = comparison.directions(updates)
+    trusts = _trusts(directions, config)
+    opposed = tuple(sorted(agent for agent, trust in trusts.items() if trust == 0))
+    if 2 * len(opposed) >= count:
+        # Half of the updates point against the rest, and nobody can tell which half is right: no direction counts.
+        return {}, {}, ()
+    return directions, trusts, opposed
 
 
 def _trusts(directions: Mapping[str, Mapping[str, Direction]], config: AggregationConfig) -> dict[str, float]:
@@ -175,6 +244,7 @@ class _Shares:
         caps: Mapping[str, tuple[float, float]],
     ) -> None:
         self._declared: dict[str, float] = {}
+        self._sent: dict[str, float] = {}
         self._weights: dict[str, float] = {}
         self._shares: dict[str, float] = {}
         for one in measured:
@@ -182,15 +252,31 @@ class _Shares:
             weight = caps[one.client][1] if one.client in caps else declared
             norm = one.norms.get(WEIGHTS, 0.0) * factors.get(one.client, {}).get(WEIGHTS, 1.0)
             self._declared[one.client] = declared
+            self._sent[one.client] = declared * one.norms.get(WEIGHTS, 0.0)
             self._weights[one.client] = weight
             self._shares[one.client] = weight * norm
 
+    def count_repeats(self, config: AggregationConfig, before: Mapping[str, int]) -> dict[str, int]:
+        """Count whose declared samples times their whole change come near to ``max_share`` medians, or exceed them."""
+        if config.repeat_share is None or config.max_share is None:
+            return {}
+        bound = NEAR_BOUND * config.max_share * median(self._shares.values())
+        at_bound = frozenset(agent for agent, sent in self._sent.items() if sent >= bound > 0)
+        return count_repeats(before, self._sent, at_bound)
+
+    def repeaters(self, config: AggregationConfig, before: Mapping[str, int]) -> frozenset[str]:
+        """Return the agents that were at the bound again and again before this round."""
+        if config.repeat_share is None:
+            return frozenset()
+        return frozenset(agent for agent in self._sent if is_repeater(before.get(agent, 0)))
+
     def caps(
         self,
-        most: float,
+        config: AggregationConfig,
         trusts: Mapping[str, float],
         opposed: Sequence[str],
         directions: Mapping[str, Direction],
+        repeaters: frozenset[str],
     ) -> dict[str, tuple[float, float]]:
         """Agent -> declared and counted weight, of those whose share of the sum is above its bound."""
         middle = median(self._shares.values())
@@ -203,17 +289,16 @@ class _Shares:
             if agent in opposed:
                 continue
             direction = directions.get(agent)
-            allowed = most
+            allowed = config.max_share or math.inf
+            if agent in repeaters:
+                allowed = min(allowed, config.repeat_share or math.inf)
             if agent in far:
                 allowed = OUTLIER_SHARE
             elif direction is not None and direction.decisive <= 0:
                 allowed = 1.0
             bounded[agent] = min(share, allowed * middle) * trusts.get(agent, 1.0)
         # Step 2: one after another against the sum of all.
-        for agent in sorted(bounded):
-            others = sum(bounded.values()) - bounded[agent]
-            in_sum = others * MOST_OF_SUM / (1 - MOST_OF_SUM)
-            bounded[agent] = min(bounded[agent], max(LEAST_BOUND * middle, in_sum))
+        bounded = limit_to_sum(bounded, middle, repeaters)
         # Step 3: as weights. What rounding alone has changed stays as it is.
         caps: dict[str, tuple[float, float]] = {}
         for agent, bound in bounded.items():

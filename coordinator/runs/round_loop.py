@@ -37,6 +37,7 @@ from .good_state import GoodState, after, explosion, reason_of_restoration
 from .pace import Pace
 from .privacy import PrivacyBudget
 from .release import encoder_of, freeze, release_during_run, stop_reason, with_client_ranges, with_pooled_norm
+from .repeats import after_round, repeats_of
 from .results import Stats, finish_run, restore, round_record
 from .selection import Exclusions, Selection, aim, without
 from .server_side import OwnFunctions, method_of, specs_from_json
@@ -245,6 +246,9 @@ class RunLoop:
     _bounded: dict[str, str] = field(default_factory=dict)
     """Agent -> what was done to its update in the round that was closed last."""
 
+    _repeats: dict[str, int] = field(default_factory=dict)
+    """Agent -> its count of rounds at a bound of size (`repeats`)."""
+
     _good: GoodState | None = None
     _was_restored: bool = False
     """Whether a state of this run was restored."""
@@ -268,6 +272,7 @@ class RunLoop:
         self.run = yield from self.hooks.before_run(self.run)
         closed = self._journal.entries(self.run.id, ("round_closed",))
         self._good = GoodState.of(closed[-1].body) if closed else None
+        self._repeats = repeats_of(closed[-1].body) if closed else {}
         self._was_restored = any("restored" in entry.body for entry in closed)
         if record.open_round is None:
             for entry in closed[-1:]:
@@ -855,6 +860,7 @@ class RunLoop:
             try:
                 updates = StoredUpdates({"sum": (mean, 1.0)}, number) if mean else self._updates(collection)
                 state, decisions = yield from self._aggregated(updates, rule)
+                self._repeats = after_round(self._repeats, decisions.get("repeats", {}), updates.accepted)
             except TrainingFailed as error:
                 raise RunFailed(f"round {number}: {error}") from error
             self._good = after(self._good, losses, number - 1, run.checkpoint) if watched else None
@@ -875,6 +881,8 @@ class RunLoop:
             **figures,
             **self._budget.of_round(clients),
         }
+        if self._repeats:
+            body["repeats"] = self._repeats
         if self._good is not None and number < run.request.rounds:  # no round follows that may restore it
             body["good"] = asdict(self._good)
         if exploded is not None and self._good is not None:
@@ -927,8 +935,8 @@ class RunLoop:
         accepted = {agent: (one.digest, one.samples) for agent, one in collection.accepted.items()}
         start = self._journal.replay(self.run.id).start
         if not isinstance(collection, BufferedCollection):
-            return StoredUpdates(accepted, collection.round, start=start)
-        return StoredUpdates(accepted, collection.round, dict(collection.asked_in), self._bases, start)
+            return StoredUpdates(accepted, collection.round, start=start, repeats=self._repeats)
+        return StoredUpdates(accepted, collection.round, dict(collection.asked_in), self._bases, start, self._repeats)
 
     @property
     def _rule(self) -> AggregationConfig:

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from edge_agent import methods
 from edge_agent.errors import RunFailed
 from edge_agent.methods import Method
+from edge_agent.methods.values import ClassStatistics
 from edge_agent.storage import FolderKind, holds_only, make_folder, read_tensors, remove_folder
 from edge_agent.task import Tensors
 from edge_agent.wire.tensors import Spec
@@ -26,6 +28,8 @@ from edge_agent.wire.tensors import Spec
 from ..config import AggregationConfig
 from ..processes.compute import Compute, InlineCompute, Request
 from .aggregation import StoredUpdates
+
+CLASS_STATISTICS = TypeAdapter[ClassStatistics | None](ClassStatistics | None)
 
 STEP_LIMIT_S = 600.0
 """How long one request may take."""
@@ -47,6 +51,7 @@ class Described(Method):
         self._values = values
         self.shared, self.norm, self.weighting = tuple(values["shared"]), values["norm"], values["weighting"]
         self.bounded_extras = dict(values["bounded_extras"])
+        self.class_statistics = CLASS_STATISTICS.validate_python(values["class_statistics"])
 
     @property
     def name(self) -> str:
@@ -81,6 +86,7 @@ def described(method: Method) -> dict[str, Any]:
         "norm": method.norm,
         "weighting": method.weighting,
         "bounded_extras": dict(method.bounded_extras),
+        "class_statistics": CLASS_STATISTICS.dump_python(method.class_statistics, mode="json"),
         "needs_last_round": method.needs_last_round,
         "server_step_is_mean": method.server_step_is_mean(),
         "one_pass": method.one_pass(),

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import TensorsError, TrainingFailed
 from ..task import RUNNING_STATISTICS, State, Task, Tensors
-from .values import Client, Exactness, Grade, MethodParams, Norm, Update
+from .values import ClassStatistics, Client, Exactness, Grade, MethodParams, Norm, Update
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +64,12 @@ class Method:
     """Prefix of extra arrays -> what they are, in plural: their norm is bounded by that of the other updates.
 
     Of `CLASS_MEANS` (K, ...), zeros for a class that the client lacks, that is the norm of the mean class.
+    """
+
+    class_statistics: ClassStatistics | None = None
+    """The arrays of an update that describe the client's classes; None: it carries none.
+
+    `coordinator.runs.class_statistics` compares them with those of the others, class by class.
     """
 
     heads: ClassVar[tuple[str, ...]] = ("lr", "svm", "mlp", "prototype")

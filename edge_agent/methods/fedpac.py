@@ -41,6 +41,7 @@ from . import Client, Method, MethodParams, Update, grades
 from ._simplex import best_weights, combined, gram, pruned, soft_smallest
 from .base import CLASS_MEANS, CLASSIFIERS
 from .families import LARGEST, names_in, objection_to, packed, require_finite, with_rows
+from .values import ClassStatistics
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +87,9 @@ class FedPAC(Method):
     resumable = True
     source = "Xu, Tong, Huang, ICLR 2023; reproduction report by Ding, 2025"
     bounded_extras = MappingProxyType({"extra.head.": CLASSIFIERS, "extra.centroids": CLASS_MEANS})
+    class_statistics = ClassStatistics(
+        means=("extra.centroids",), sums=("extra.weighted_means",), counts="extra.counts"
+    )
     own_norm = False  # V, h and class means of one client are compared with those of others on one encoder
     heads = ("fedpac", "lr", "svm", "mlp", "prototype", "knn")
     exactness = grades(

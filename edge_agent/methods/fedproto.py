@@ -29,6 +29,7 @@ from ..training.loops import Loss, evaluate, features_of, optimizer_of, train
 from ..training.parts import Parts, encoder_and_head
 from . import Client, Method, MethodParams, Update
 from .families import objection_to, require_finite
+from .values import ClassStatistics
 
 _MEANS, _COUNTS = "prototypes.means", "prototypes.counts"
 
@@ -75,6 +76,7 @@ class FedProto(Method):
     Params = FedProtoParams
     shared = ("prototypes",)
     source = "Tan et al., FedProto, AAAI 2022"
+    class_statistics = ClassStatistics(means=(_MEANS,), counts=_COUNTS)
     heads = ()
 
     def build(self, task: Task) -> Parts:

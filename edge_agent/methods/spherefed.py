@@ -33,6 +33,7 @@ from ..training.networks import orthonormal
 from ..training.parts import Parts, encoder_and_head
 from . import Client, Method, MethodParams, Update
 from .families import MOST_SAMPLES
+from .values import ClassStatistics
 
 _GRAM, _CROSS = "extra.gram", "extra.cross"
 
@@ -69,6 +70,7 @@ class SphereFed(Method):
     frozen = ("head",)
     resumable = True
     source = "Dong et al., SphereFed, ECCV 2022"
+    class_statistics = ClassStatistics(sums=(_CROSS,), moments=(_GRAM,), class_axis=1)
     heads = ("lr", "svm", "mlp", "prototype", "knn")
 
     @property

@@ -146,3 +146,33 @@ class Update:
     client: str
     weight: float
     tensors: Tensors
+
+
+@dataclass(frozen=True)
+class ClassStatistics:
+    """The arrays of an update that describe its client's classes, for the coordinator's check of them.
+
+    The coordinator compares those of one client with those of the others: class by class, so that nobody passes the
+    features of one class for those of another, and in length and number, so that nobody counts for many.
+    """
+
+    means: tuple[str, ...] = ()
+    """Names of arrays with the mean feature of each class, zeros for a class that the client lacks."""
+
+    sums: tuple[str, ...] = ()
+    """The same for sums over samples, or shares of a mean: their length says how much of the class there is."""
+
+    counts: str = ""
+    """Name of the array (K,) of each class's sample count, which the means are weighted with; empty: there is none."""
+
+    moments: tuple[str, ...] = ()
+    """Names of arrays that are summed over the samples of all classes, beside the ``sums``."""
+
+    class_axis: int = 0
+    """Which axis of ``means`` and ``sums`` is that of the classes, 0 or 1."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All arrays that are named here."""
+        counts = (self.counts,) if self.counts else ()
+        return frozenset((*self.means, *self.sums, *counts, *self.moments))

@@ -28,6 +28,7 @@ from coordinator.config import NO_BOUNDS, AggregationConfig
 from coordinator.runs.aggregation import aggregate
 from coordinator.runs.bounds import norms_of
 from coordinator.runs.directions import Comparison
+from coordinator.runs.repeats import after_round
 from coordinator.runs.selection import Exclusions
 from coordinator.state.journal import Accepted, OpenRound
 from edge_agent import methods
@@ -37,6 +38,7 @@ from edge_agent.data.partition import dirichlet, pathological, quantity
 from edge_agent.errors import HeadwaterError
 from edge_agent.methods import Method, Update
 from edge_agent.methods.base import is_learned
+from edge_agent.methods.values import ClassStatistics
 from edge_agent.task import ImageInput, State, Task, Tensors
 from edge_agent.wire.tensors import first_non_finite
 
@@ -54,6 +56,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedavg with batch norm": {"lr": 0.05, "batch_size": 16},
     "fedpac": {"lr": 0.05, "batch_size": 16, "local_epochs": 2},
     "fedpick": {"lr": 0.05, "batch_size": 16},
+    "fedproto": {"lr": 0.05, "batch_size": 16, "local_epochs": 2},
+    "spherefed": {"batch_size": 16, "local_epochs": 2},
 }
 ROUNDS = 10
 
@@ -78,6 +82,10 @@ class Scene:
     """The change of the shared model since the start of the run (d,)."""
 
     rng: np.random.Generator
+
+    method: str = "fedavg"
+    number: int = 1
+    """The round."""
 
     @property
     def names(self) -> list[str]:
@@ -278,17 +286,84 @@ def lie_about_statistics(scene: Scene, index: int) -> Update:
     return with_inverted_classifier(replace(update, tensors={**update.tensors, **lies}))
 
 
-def exchange_class_means(scene: Scene, index: int) -> Update:
-    """FedPAC: the class means are those of the next class, five times as long, for five times the counts."""
-    update = scene.updates[index]
-    if "extra.centroids" not in update.tensors:
-        return own_change_times(-1.0, 4.9)(scene, index)
-    exchanged = {
-        "extra.centroids": np.float32(4.9) * np.roll(update.tensors["extra.centroids"], 1, axis=0),
-        "extra.weighted_means": np.roll(update.tensors["extra.weighted_means"], 1, axis=0),
-        "extra.counts": 5 * np.roll(update.tensors["extra.counts"], 1),
-    }
-    return replace(update, tensors={**update.tensors, **exchanged}, weight=4.9 * update.weight)
+def class_statistics_of(method: str) -> ClassStatistics:
+    """The arrays of a method that describe classes."""
+    declared = methods.create(method, {}).class_statistics
+    if declared is None:
+        raise ValueError(f"method {method!r} declares no class statistics")
+    return declared
+
+
+def exchange_classes(length: float, samples: float, count: int = 99) -> Craft:
+    """The features of each class are those of the class before, so many times as long, for so many times the counts.
+
+    ``count``: how many of the classes are exchanged; of those that the attacker has.
+    """
+
+    def craft(scene: Scene, index: int) -> Update:
+        update = scene.updates[index]
+        declared = class_statistics_of(scene.method)
+        tensors = dict(update.tensors)
+        axis = declared.class_axis
+        first = (*declared.means, *declared.sums)[0]
+        by_class = np.moveaxis(tensors[first], axis, 0)
+        labels = np.flatnonzero(by_class.reshape(len(by_class), -1).any(axis=1))[:count]
+        # Among the classes that the attacker has, so that each stays one that it has.
+        order = np.arange(len(by_class))
+        order[labels] = np.roll(labels, 1)
+        for name in (*declared.means, *declared.sums):
+            factor = length if name in declared.means else 1.0
+            exchanged = np.take(tensors[name], order, axis=axis)
+            tensors[name] = (factor * exchanged).astype(tensors[name].dtype)
+        if declared.counts:
+            tensors[declared.counts] = np.rint(samples * tensors[declared.counts]).astype(np.int64)
+        else:
+            for name in (*declared.sums, *declared.moments):
+                tensors[name] = samples * tensors[name]
+        return replace(update, tensors=tensors, weight=samples * update.weight)
+
+    return craft
+
+
+def mix_classes(share: float, length: float, samples: float) -> Craft:
+    """Each class's features moved by ``share`` of the way to those of the class before: still nearer to its own."""
+    exchange = exchange_classes(length, samples)
+
+    def craft(scene: Scene, index: int) -> Update:
+        own, made = scene.updates[index], exchange(scene, index)
+        declared = class_statistics_of(scene.method)
+        tensors = dict(made.tensors)
+        for name in (*declared.means, *declared.sums):
+            factor = length if name in declared.means else samples if declared.moments else 1.0
+            mixed = share * made.tensors[name] + (1 - share) * factor * own.tensors[name]
+            tensors[name] = mixed.astype(own.tensors[name].dtype)
+        return replace(made, tensors=tensors)
+
+    return craft
+
+
+def one_part_against(part: str, norm: float, weight: float) -> Craft:
+    """One part of the model against the honest mean, and as much of the rest along it as makes the cosine positive."""
+
+    def craft(scene: Scene, index: int) -> Update:
+        mean = scene.changes(scene.honest).mean(axis=0)
+        is_part = np.concatenate([np.full(scene.state[name].size, name.startswith(part)) for name in scene.names])
+        against, along = unit(np.where(is_part, -mean, 0)), unit(np.where(is_part, 0, mean))
+        shares = np.linspace(0, 1, 201)
+        directions = (unit(share * along + (1 - share) * against) for share in shares)
+        direction = next((one for one in directions if one @ unit(mean) >= 0.02), along)
+        return scene.with_change(index, norm * scene.median_norm * direction, weight * scene.median_weight)
+
+    return craft
+
+
+def in_turns(*crafts: Craft) -> Craft:
+    """One after another, round by round, from the first again."""
+
+    def craft(scene: Scene, index: int) -> Update:
+        return crafts[(scene.number - 1) % len(crafts)](scene, index)
+
+    return craft
 
 
 def flip_labels(data: Arrays) -> Arrays:
@@ -331,6 +406,9 @@ class Attack:
     """They take no part: what the others reach without them is what an attack is compared with."""
 
 
+OF_CLASSES = ("fedpac", "fedproto", "spherefed")
+"""Methods whose updates say what the features of each class are."""
+
 ATTACKS: dict[str, Attack] = {
     "none": Attack(),
     "absent": Attack(is_absent=True),
@@ -348,6 +426,12 @@ ATTACKS: dict[str, Attack] = {
     "cosine 0, 1 and 1": Attack(at_cosine(0.01, 1.0, 1.0)),
     "cosine 0, 1 and 3": Attack(at_cosine(0.01, 1.0, 2.99)),
     "cosine 0.2, 1 and 3": Attack(at_cosine(0.2, 1.0, 2.99)),
+    "class means mixed, 1.9 and 4.9": Attack(mix_classes(0.45, 1.9, 4.9), methods=OF_CLASSES),
+    "head against the honest, 4.9 and 4.9": Attack(one_part_against("head", 4.9, 4.9)),
+    "alternating -4.9x, 4.9x": Attack(in_turns(own_change_times(-4.9, 4.9), own_change_times(4.9, 4.9))),
+    "tiny, then -4.9x, 4.9x samples": Attack(
+        in_turns(*[own_change_times(0.001)] * 7, *[own_change_times(-4.9, 4.9)] * 3)
+    ),
     "drip -1x, 4.9x samples": Attack(own_change_times(-1.0, 4.9)),
     "-4.9x, 4.9x samples, from round 6": Attack(own_change_times(-4.9, 4.9), begins=6),
     "sign flip": Attack(own_change_times(-1.0)),
@@ -361,7 +445,10 @@ ATTACKS: dict[str, Attack] = {
     "backdoor, 4.9 and 4.9": Attack(own_change_times(4.9, 4.9), data=add_backdoor),
     "running statistics, 19 and 4.9": Attack(statistics_at_the_bound, methods=("fedavg", "fedpac")),
     "V = 0, h of the others": Attack(lie_about_statistics, methods=("fedpac",)),
-    "class means exchanged": Attack(exchange_class_means, methods=("fedpac",)),
+    "class means exchanged": Attack(exchange_classes(4.9, 4.9), methods=OF_CLASSES),
+    "class means exchanged, 1 and 1": Attack(exchange_classes(1.0, 1.0), methods=OF_CLASSES),
+    "class means exchanged, 1 and 4.9": Attack(exchange_classes(1.0, 4.9), methods=OF_CLASSES),
+    "two classes exchanged, 4.9 and 4.9": Attack(exchange_classes(4.9, 4.9, 2), methods=OF_CLASSES),
 }
 
 RULES: dict[str, dict[str, Any]] = {
@@ -621,6 +708,7 @@ class Federation:
         state, exclusions = self.method.start(self.trainer.fresh), Exclusions()
         begin = dict(state)
         result, previous, way = Result(0.0, float("nan")), None, None
+        repeats: dict[str, int] = {}
         is_bounded = settings.get("max_norm", 5.0) is not None
         for number in range(1, rounds + 1):
             left_out = exclusions.left_out(number)
@@ -630,7 +718,8 @@ class Federation:
             updates = self.trainer.updates(self.method, state, number, rounds)
             if number >= attack.begins and attackers:
                 rng = np.random.default_rng([self.seed, number])
-                scene = Scene(self.method.broadcast(state), updates, attackers, config, previous, way, rng)
+                received = self.method.broadcast(state)
+                scene = Scene(received, updates, attackers, config, previous, way, rng, self.method.name, number)
                 made = {index: attack.craft(scene, index) for index in attackers}
                 updates = [made.get(index, update) for index, update in enumerate(updates)]
             absent = {f"{index:02}" for index in attackers} if attack.is_absent else set()
@@ -639,7 +728,8 @@ class Federation:
             if not accepted:  # every client has diverged: a run fails here
                 break
             once = functools.partial(list, accepted)
-            state, decisions = aggregate(self.method, base, once, config, begin)
+            state, decisions = aggregate(self.method, base, once, config, begin, repeats)
+            repeats = after_round(repeats, decisions.repeats, [update.client for update in accepted])
             names = [name for name, array in sorted(self.trainer.fresh.items()) if is_learned(name, array)]
             previous, way = change_of(state, base, names), change_of(state, begin, names)
             if look is not None:
@@ -716,19 +806,35 @@ COLLUSIONS = (
     "within the direction test, 1 and 1",
 )
 FEW = ("-4.9x, 4.9x samples", "-4.5x last step, 4.5x samples", "drip -1x, 4.9x samples", "backdoor, 4.9 and 4.9")
-LIES = ("V = 0, h of the others", "class means exchanged")
+EXCHANGES = (
+    "class means exchanged",
+    "class means exchanged, 1 and 1",
+    "class means exchanged, 1 and 4.9",
+    "two classes exchanged, 4.9 and 4.9",
+    "class means mixed, 1.9 and 4.9",
+)
+"""Lies about classes, for methods whose updates say what the features of each class are."""
+
+LIES = ("V = 0, h of the others", *EXCHANGES)
+SPREAD = ("head against the honest, 4.9 and 4.9", "alternating -4.9x, 4.9x", "tiny, then -4.9x, 4.9x samples")
+"""Attacks that look harmless on the whole, or in most rounds."""
+
 BY_MEANS = ("no bounds", DEFAULT, "centered_clipping")
 ROBUST = tuple(rule for rule in RULES if rule not in {"no bounds", "clipped"})
 
 PARTS = (
-    Part("FedAvg, 1 of 4", "fedavg", 4, 1, BY_MEANS, (*AT_THE_BOUNDS, *INSIDE_THE_TEST)),
-    Part("FedAvg, 1 of 20", "fedavg", 20, 1, BY_MEANS, (*AT_THE_BOUNDS, *INSIDE_THE_TEST)),
-    Part("FedAvg, 4 of 20", "fedavg", 20, 4, BY_MEANS, (*AT_THE_BOUNDS, *INSIDE_THE_TEST)),
+    Part("FedAvg, 1 of 4", "fedavg", 4, 1, BY_MEANS, (*AT_THE_BOUNDS, *SPREAD, *INSIDE_THE_TEST)),
+    Part("FedAvg, 1 of 20", "fedavg", 20, 1, BY_MEANS, (*AT_THE_BOUNDS, *SPREAD, *INSIDE_THE_TEST)),
+    Part("FedAvg, 4 of 20", "fedavg", 20, 4, BY_MEANS, (*AT_THE_BOUNDS, *SPREAD, *INSIDE_THE_TEST)),
     Part("FedAvg, 6 of 20", "fedavg", 20, 6, ROBUST, COLLUSIONS),
     Part("FedPAC, 1 of 4", "fedpac", 4, 1, ("no bounds", DEFAULT), (*FEW, *LIES)),
     Part("FedPick, 1 of 4", "fedpick", 4, 1, ("no bounds", DEFAULT), FEW),
+    Part("FedProto, 1 of 4", "fedproto", 4, 1, ("no bounds", DEFAULT), EXCHANGES),
+    Part("SphereFed, 1 of 4", "spherefed", 4, 1, ("no bounds", DEFAULT), EXCHANGES),
     Part("FedPAC, 4 of 20", "fedpac", 20, 4, (DEFAULT,), (*FEW, *LIES)),
     Part("FedPick, 4 of 20", "fedpick", 20, 4, (DEFAULT,), FEW),
+    Part("FedProto, 4 of 20", "fedproto", 20, 4, (DEFAULT,), EXCHANGES),
+    Part("SphereFed, 4 of 20", "spherefed", 20, 4, (DEFAULT,), EXCHANGES),
 )
 
 
@@ -817,6 +923,8 @@ def honest_row(name: str, clients: int, split: str, seeds: int) -> str:
         ) -> None:
             by_group = norms_of(fed.method, base, updates)
             norm = np.array([by_group["weights"][update.client] for update in updates])
+            if not norm.any():  # SphereFed's last round calibrates, and changes no weights
+                return
             weight = np.array([update.weight for update in updates])
             for found, array in ((norms, norm), (weights, weight), (shares, norm * weight)):
                 found.append(array.max() / np.median(array))

@@ -32,6 +32,16 @@ def test_a_task_is_all_that_has_to_be_said():
     assert (config.run.method, config.run.rounds, config.cohort.fraction) == ("fedavg", 10, 1.0)
 
 
+def test_a_bound_on_updates_is_switched_off_by_the_word_none(tmp_path):
+    path = written(tmp_path, '[task]\nclass_names = ["cat"]\n[aggregation]\nmax_share = "none"\n')
+    settings = load(CoordinatorConfig, path).aggregation
+    assert settings.max_share is None
+    assert settings.repeat_share == 2
+    path = written(tmp_path, '[task]\nclass_names = ["cat"]\n[aggregation]\nmax_share = "never"\n')
+    with pytest.raises(ConfigError, match=r"aggregation\.max_share"):
+        load(CoordinatorConfig, path)
+
+
 def test_relative_paths_count_from_the_file(tmp_path):
     path = written(
         tmp_path,

@@ -158,6 +158,29 @@ def test_one_of_four_below_each_bound_of_size_is_left_out_named_and_changes_noth
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
+def test_who_is_at_the_bound_in_each_round_loses_weight_and_is_named_also_after_a_restart(tmp_path, is_killed):
+    """Three honest agents add 10 changes of 1, mallory sends its own twice as long, for 13.5 samples or 27 in all.
+
+    Two rounds it counts for a third of the sum, (30 + 15 * 2 / 2) / (30 + 7.5) = 1.2 of a change; from the third on for
+    30 / 7, (30 + 30 / 7) / (30 + 15 / 7).
+    """
+    with besieged(tmp_path, duties(scaled(2), 14), size=4, honest=HONEST[:3]) as fed:
+        fed.request(rounds=4, keep_updates=True)
+        if is_killed:
+            fed.until(lambda: len(closed(fed)) == 2)
+            fed.kill_coordinator()
+            fed.start_coordinator()
+        fed.finish()
+        counts = [entry.body.get("repeats") for entry in closed(fed)]
+        assert counts == [{MALLORY: number} for number in (1, 2, 3, 4)]
+        late = (30 + 30 / 7) / (30 + 15 / 7)
+        assert np.allclose(progress(fed), 1.2 * 2 + late * 2)
+        noted = [line["bounded"][MALLORY] for line in fed.metrics()]
+        assert ["near the bound in round after round" in note for note in noted] == [False, True, True, True]
+        assert audit(fed.state, fed.run).breaks == []
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
 def test_centered_clipping_gives_the_same_bits_after_a_kill_and_in_an_audit(tmp_path, is_killed):
     """The centre lies in the checkpoint: the change of 1 of round 1 is what round 2 clips around."""
     with besieged(tmp_path, duties(scaled(-0.5)), aggregation={"rule": "centered_clipping"}) as fed:

@@ -7,9 +7,10 @@ import pytest
 from paper_methods import fedpac_update
 
 from coordinator.config import AggregationConfig
-from coordinator.runs.aggregation import aggregate
+from coordinator.runs.aggregation import aggregate, notes
 from coordinator.runs.bounds import find_bounds
 from coordinator.runs.directions import Comparison, Direction, outliers
+from coordinator.runs.repeats import after_round, repeats_of
 from coordinator.runs.robust import CENTRE, centered_clipping_shares
 from edge_agent import methods
 from edge_agent.methods import Update
@@ -23,8 +24,8 @@ def sent(client, change, weight=10.0, received=START):
     return Update(client, weight, {"encoder.w": received["encoder.w"] + np.array(change, np.float32)})
 
 
-def bounds_of(updates, received=START, start=START, **config):
-    return find_bounds(FEDAVG, received, lambda: updates, AggregationConfig(**config), start)
+def bounds_of(updates, received=START, start=START, repeats=None, **config):
+    return find_bounds(FEDAVG, received, lambda: updates, AggregationConfig(**config), start, repeats or {})
 
 
 def result_of(updates, received=START, start=START, **config):
@@ -49,6 +50,31 @@ def test_in_larger_rounds_an_update_adds_at_most_three_times_the_median():
     updates = [*[sent(f"a{number}", [1, 0]) for number in range(9)], sent("b", [2, 0], 40)]
     _, decisions = result_of(updates)
     assert decisions.capped == {"b": (40, pytest.approx(30 / 2))}
+
+
+def test_who_was_at_the_bound_again_and_again_adds_an_eighth_of_the_sum_and_is_named():
+    """Three others add 10 each. 2.7 medians or more are at the bound of 3; from the third round on 30 / 7 count."""
+    repeats = {}
+    counted = []
+    for _ in range(4):
+        updates = [sent("a", [1, 0]), sent("b", [1, 0]), sent("c", [1, 0]), sent("d", [1, 0], 27)]
+        _, decisions = aggregate(FEDAVG, START, lambda updates=updates: updates, AggregationConfig(), START, repeats)
+        repeats = after_round(repeats, decisions.repeats, "abcd")
+        counted.append(decisions.capped["d"][1])
+    assert counted == pytest.approx([15, 15, 30 / 7, 30 / 7])
+    assert repeats == {"d": 4}
+    assert "near the bound in round after round (4 more than below)" in notes(decisions.body())["d"]
+    # Below the bound it loses one of its count each round, and counts in full again.
+    below = bounds_of([sent("a", [1, 0]), sent("b", [1, 0]), sent("c", [1, 0]), sent("d", [1, 0])], repeats={"d": 2})
+    assert below.repeats == {"d": 1}
+
+
+def test_an_agent_that_takes_no_part_keeps_its_count_and_an_earlier_journal_has_none():
+    assert after_round({"a": 3, "b": 2}, {"b": 3}, ["b", "c"]) == {"a": 3, "b": 3}
+    assert repeats_of({}) == {}
+    assert bounds_of([sent("a", [1, 0])], repeats={"a": 2}).repeats == {"a": 2}
+    at_bound = [*(sent(name, [1, 0]) for name in "abc"), sent("d", [1, 0], 49)]
+    assert bounds_of(at_bound, repeats={"d": 5}, repeat_share=None).repeats == {}
 
 
 def test_an_update_that_is_not_along_the_others_adds_no_more_than_the_median():

@@ -1,0 +1,429 @@
+"""Bounds on what clients say about their classes: whose features they are, how long, and of how many samples.
+
+Methods that exchange class means (FedPAC, FedProto) or sums of a class's features (SphereFed) draw all clients to
+what some of them say, so a lie about a class works without any change of the model. A method declares such arrays
+(`Method.class_statistics`); here they are compared between the clients of a round, class by class:
+
+1. The features of each class, centred on the client's own classes, are compared with those of the other clients,
+   centred on the same classes: a client's encoder may have moved all of its features, which says nothing about a class.
+   The *margin* of a class is its cosine to the others' features of that class, minus the largest cosine to those of
+   another class. A class whose margin is below `EXCHANGED` is left out; so are all statistics of a client whose mean
+   margin is negative. A client whose mean margin is below `EXCHANGED` is suspect.
+2. A class mean longer than ``max_class_mean`` times the median of its class is scaled down to the median.
+3. What a client adds to a sum, and its sample counts, are at most ``max_share`` times the median, and a third of the
+   sum where that is above 1.5 times the median; of a class that three or more have, also class by class.
+
+Where half of the clients or classes would be left out, nobody can tell who is right, and none is. Statistics to which a
+device has added so much noise that they are like no class are left out, too, where fewer than half send such. Measured
+with FedPAC, FedProto and SphereFed, 4 and 20 clients, Dirichlet 0.5 and 0.1 and two classes each: the mean margin of an
+honest client was never below 0.10, and single classes had a negative one mostly in the first rounds. With three clients
+of a few samples single honest classes have negative margins in later rounds, too, so these alone leave nothing out.
+
+The updates are read one after another, three times where all is well: memory is some arrays of the size of one client's
+statistics, and the lengths of all clients' class means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from edge_agent.methods import Update
+from edge_agent.methods.values import ClassStatistics
+from edge_agent.task import Tensors
+
+from ..config import AggregationConfig
+from .shares import limit_to_sum
+
+EXCHANGED = -0.5
+"""Below this margin a class is passed for another one, and an agent whose mean margin is below it is suspect.
+
+Classes that are exchanged have about -1; features that are noise have -0.3 at 32 dimensions, and less at more.
+"""
+
+FEWEST_HOLDERS = 3
+"""Of a class that fewer clients have, none can be told to be too long by the others of that class alone."""
+
+Updates = Callable[[], Iterable[Update]]
+"""Gives the same updates in the same order each time."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What is done to the class statistics of one client."""
+
+    is_left_out: bool = False
+    """Whether none of them counts."""
+
+    classes_left_out: tuple[int, ...] = ()
+    """Classes that do not count, as they are much nearer to another class of the others than to the same one."""
+
+    lengths: Mapping[int, float] = field(default_factory=dict)
+    """Class -> the factor (0..1) that its mean is scaled by."""
+
+    counts: Mapping[int, float] = field(default_factory=dict)
+    """Class -> the factor (0..1) that its sample count is scaled by."""
+
+    sums: float = 1.0
+    """The factor (0..1) that what is summed over samples is scaled by."""
+
+    def __bool__(self) -> bool:
+        """Whether anything is changed."""
+        return self.is_left_out or bool(self.classes_left_out or self.lengths or self.counts) or self.sums < 1.0
+
+    def body(self) -> dict[str, Any]:
+        """As JSON, for the journal: classes are numbers, factors have three digits."""
+        if self.is_left_out:
+            return {"left_out": "all"}
+        lengths = {str(label): float(f"{factor:.3g}") for label, factor in self.lengths.items()}
+        factors = [*self.counts.values(), self.sums]
+        texts = {
+            "left_out": list(self.classes_left_out),
+            "shortened": lengths,
+            "counted": float(f"{min(factors):.3g}"),
+        }
+        return {name: value for name, value in texts.items() if value not in ([], {}, 1.0)}
+
+    def apply(self, declared: ClassStatistics, tensors: Tensors) -> Tensors:
+        """Return the tensors of an update with these changes; arrays that are not changed are the same objects."""
+        result = dict(tensors)
+        if self.is_left_out:
+            for name in declared.names:
+                result[name] = np.zeros_like(tensors[name])
+            return result
+        for name in (*declared.means, *declared.sums):
+            rows = _rows(tensors[name], declared).astype(np.float64)
+            rows[list(self.classes_left_out)] = 0.0
+            if name in declared.means:
+                for label, factor in self.lengths.items():
+                    rows[label] *= factor
+            else:
+                rows *= self.sums
+            result[name] = np.ascontiguousarray(np.moveaxis(rows, 0, declared.class_axis).astype(tensors[name].dtype))
+        for name in declared.moments:
+            result[name] = (tensors[name].astype(np.float64) * self.sums).astype(tensors[name].dtype)
+        if declared.counts:
+            counts = np.array(tensors[declared.counts])
+            for label, factor in self.counts.items():
+                # A class that a client has stays one that it has.
+                counts[label] = max(1, round(counts[label] * factor))
+            counts[list(self.classes_left_out)] = 0
+            result[declared.counts] = counts
+        return result
+
+
+def describe(body: Mapping[str, Any]) -> str:
+    """Say in words what was done to the class statistics of one agent, by `Correction.body`."""
+    if body.get("left_out") == "all":
+        return "class statistics not used"
+    texts: list[str] = []
+    if "left_out" in body:
+        texts.append(f"without classes {', '.join(map(str, body['left_out']))}")
+    if "shortened" in body:
+        texts.append(f"means of classes {', '.join(body['shortened'])} shortened")
+    if "counted" in body:
+        texts.append(f"counted x {body['counted']:g}")
+    return f"class statistics {', '.join(texts)}"
+
+
+@dataclass(frozen=True)
+class StatisticBounds:
+    """What is done to the class statistics of a round."""
+
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
+    """Agent -> what is done to its statistics, of those to whose something is done."""
+
+    suspects: Mapping[str, str] = field(default_factory=dict)
+    """Agent -> why its statistics are suspect."""
+
+    declared: ClassStatistics = field(default_factory=ClassStatistics)
+
+    def apply(self, update: Update) -> Update:
+        """Return the update with its class statistics within the bounds."""
+        correction = self.corrections.get(update.client)
+        if correction is None:
+            return update
+        return replace(update, tensors=correction.apply(self.declared, update.tensors))
+
+
+def find_statistic_bounds(declared: ClassStatistics, updates: Updates, config: AggregationConfig) -> StatisticBounds:
+    """Find what has to be done to the class statistics of a round's updates.
+
+    Args:
+        declared: Which arrays they are.
+        updates: Gives the updates, as often as it is called; those without the arrays are passed over.
+        config: The bounds.
+    """
+    if config.max_class_mean is None:
+        return StatisticBounds()
+    measured = _measure(declared, updates)
+    if len(measured) < FEWEST_HOLDERS:
+        return StatisticBounds()
+    # Step 1: whose classes are those of the others.
+    margins, wrong = _find_wrong(declared, updates, len(measured))
+    classes_left_out = _wrong_classes(margins, wrong)
+    # Step 2: lengths and numbers of those that remain.
+    remaining = {agent: sizes for agent, sizes in measured.items() if agent not in wrong}
+    lengths = _shorten(declared, remaining, config.max_class_mean)
+    counts = _bound_counts(remaining, config.max_share)
+    sums = _bound_sums(remaining, config.max_share)
+    # Step 3: together, and who is suspect.
+    corrections: dict[str, Correction] = {}
+    for agent in sorted(measured):
+        correction = Correction(
+            agent in wrong,
+            classes_left_out.get(agent, ()),
+            lengths.get(agent, {}),
+            counts.get(agent, {}),
+            sums.get(agent, 1.0),
+        )
+        if correction:
+            corrections[agent] = correction
+    suspects: dict[str, str] = {}
+    for agent in sorted(wrong):
+        margin = _mean_margin(margins[agent])
+        if margin < EXCHANGED:
+            suspects[agent] = f"its classes are nearer to other classes of the others than to the same: {margin:.2f}"
+    return StatisticBounds(corrections, suspects, declared)
+
+
+# --- whose classes they are ------------------------------------------------------------------------------------------
+
+_Margins = dict[str, dict[int, float]]
+"""Array -> class -> margin."""
+
+
+def _find_wrong(declared: ClassStatistics, updates: Updates, count: int) -> tuple[dict[str, _Margins], frozenset[str]]:
+    """Find the clients whose classes are nearer to other classes, among the ``count`` ones that send statistics.
+
+    Returns:
+        The margins of all clients, by the statistics of those that remain; and those whose mean margin is negative,
+        nobody where they would be half of all.
+    """
+    wrong: frozenset[str] = frozenset()
+    while True:
+        margins = _margins(declared, updates, wrong)
+        means = {agent: _mean_margin(by_array) for agent, by_array in margins.items()}
+        remaining = {agent: mean for agent, mean in means.items() if agent not in wrong}
+        worst = min(remaining.values(), default=0.0)
+        if worst >= 0:
+            break
+        # The worst first: among a few clients a single one that is wrong makes others look wrong, too. All that are
+        # more than half as bad go with it, so that there are a few steps only.
+        wrong |= {agent for agent, mean in remaining.items() if mean <= worst / 2}
+        if 2 * len(wrong) >= count:
+            # Half of them point elsewhere, and nobody can tell which half is right.
+            return margins, frozenset()
+    # By those that remain some may be right after all.
+    return margins, frozenset(agent for agent in wrong if means[agent] < 0)
+
+
+def _margins(declared: ClassStatistics, updates: Updates, without: frozenset[str]) -> dict[str, _Margins]:
+    """Agent -> margins of its classes, by the features of all others but those ``without``."""
+    names = (*declared.means, *declared.sums)
+    sums: dict[str, np.ndarray] = {}
+    holders: dict[str, np.ndarray] = {}
+    # Each class of each client counts alike, whatever its length and sample count.
+    for update in _with_statistics(declared, updates):
+        if update.client in without:
+            continue
+        for name in names:
+            directions, has_class = _directions(_rows(update.tensors[name], declared))
+            sums[name] = sums.get(name, 0.0) + directions
+            holders[name] = holders.get(name, 0) + has_class.astype(np.int64)
+    result: dict[str, _Margins] = {}
+    for update in _with_statistics(declared, updates):
+        by_array: _Margins = {}
+        for name in names if sums else ():
+            directions, has_class = _directions(_rows(update.tensors[name], declared))
+            others, others_holders = sums[name], holders[name]
+            if update.client not in without:
+                others = others - directions
+                others_holders = others_holders - has_class
+            by_array[name] = _margins_of(directions, has_class, others, others_holders)
+        result[update.client] = by_array
+    return result
+
+
+def _margins_of(
+    directions: np.ndarray, has_class: np.ndarray, others: np.ndarray, others_holders: np.ndarray
+) -> dict[int, float]:
+    """Class -> margin, of the classes of one client that others have, too.
+
+    Args:
+        directions: The client's features by class (K, d), of length 1 or 0.
+        has_class: Which classes it has (K,).
+        others: Sum of the others' (K, d).
+        others_holders: How many others have each class (K,).
+    """
+    known = others_holders > 0
+    common = known & has_class
+    if not common.any() or known.sum() < 2:
+        return {}
+    centres = others / np.maximum(others_holders, 1)[:, None]
+    if common.sum() > 1:
+        origin, own_origin = centres[common].mean(axis=0), directions[common].mean(axis=0)
+    else:
+        # Of a single class nobody knows how far the client's encoder has moved it: it is compared as it is.
+        origin = centres[known].mean(axis=0)
+        own_origin = origin
+    centred, _ = _directions(centres - origin)
+    margins: dict[int, float] = {}
+    for label in np.flatnonzero(common).tolist():
+        own, _ = _directions((directions[label] - own_origin)[None])
+        cosines = centred @ own[0]
+        is_other = known.copy()
+        is_other[label] = False
+        margins[label] = float(cosines[label] - cosines[is_other].max())
+    return margins
+
+
+def _mean_margin(margins: _Margins) -> float:
+    """The least mean margin over the arrays of a client; 0 where a single class says nothing about the client."""
+    means = [float(np.mean(list(by_class.values()))) for by_class in margins.values() if len(by_class) > 1]
+    return min(means, default=0.0)
+
+
+def _wrong_classes(margins: Mapping[str, _Margins], wrong: frozenset[str]) -> dict[str, tuple[int, ...]]:
+    """Agent -> its classes passed for others, of agents whose other classes count; none where half of all are."""
+    classes_of: dict[str, tuple[int, ...]] = {}
+    total = 0
+    for agent, by_array in margins.items():
+        if agent in wrong:
+            continue
+        classes = {label for by_class in by_array.values() for label, margin in by_class.items() if margin < EXCHANGED}
+        total += len({label for by_class in by_array.values() for label in by_class})
+        if classes:
+            classes_of[agent] = tuple(sorted(classes))
+    is_half = 2 * sum(map(len, classes_of.values())) >= total
+    return {} if is_half else classes_of
+
+
+def _rows(array: np.ndarray, declared: ClassStatistics) -> np.ndarray:
+    """An array of class statistics as (K, d), one row for each class."""
+    by_class = np.moveaxis(array, declared.class_axis, 0)
+    return by_class.reshape(len(by_class), -1)
+
+
+def _directions(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (K, d) float64 of length 1, zeros where there is nothing; and where there is something (K,) bool."""
+    values = rows.astype(np.float64)
+    lengths = np.linalg.norm(values, axis=1)
+    has_length = lengths > 0
+    return values / np.where(has_length, lengths, 1.0)[:, None], has_length
+
+
+# --- lengths and numbers ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes of one client's class statistics."""
+
+    lengths: Mapping[str, np.ndarray]
+    """Array of means -> length of each class's (K,)."""
+
+    counts: np.ndarray
+    """Samples of each class (K,); of no length where they do not travel."""
+
+    sums: Mapping[str, float]
+    """Array that is summed over samples -> its size."""
+
+
+def _with_statistics(declared: ClassStatistics, updates: Updates) -> Iterable[Update]:
+    """The updates that carry statistics of any class."""
+    for update in updates():
+        is_complete = declared.names <= update.tensors.keys()
+        if is_complete and any(update.tensors[name].any() for name in (*declared.means, *declared.sums)):
+            yield update
+
+
+def _measure(declared: ClassStatistics, updates: Updates) -> dict[str, _Sizes]:
+    """Agent -> sizes of its statistics."""
+    measured: dict[str, _Sizes] = {}
+    for update in _with_statistics(declared, updates):
+        tensors = update.tensors
+        lengths = {name: _lengths(tensors[name], declared) for name in declared.means}
+        sums = {name: float(_lengths(tensors[name], declared).sum()) for name in declared.sums}
+        for name in declared.moments:
+            sums[name] = float(np.linalg.norm(tensors[name].astype(np.float64)))
+        counts = np.zeros(0)
+        if declared.counts:
+            counts = tensors[declared.counts].astype(np.float64)
+        measured[update.client] = _Sizes(lengths, counts, sums)
+    return measured
+
+
+def _lengths(array: np.ndarray, declared: ClassStatistics) -> np.ndarray:
+    """Length (K,) of the features of each class."""
+    return np.asarray(np.linalg.norm(_rows(array, declared).astype(np.float64), axis=1))
+
+
+def _shorten(declared: ClassStatistics, measured: Mapping[str, _Sizes], most: float) -> dict[str, dict[int, float]]:
+    """Agent -> class -> factor, of class means that are longer than ``most`` times the median of their class."""
+    factors: dict[str, dict[int, float]] = {}
+    for name in declared.means:
+        lengths = {agent: sizes.lengths[name] for agent, sizes in measured.items()}
+        every = np.concatenate(list(lengths.values()))
+        of_all = float(np.median(every[every > 0])) if every.any() else 0.0
+        for label in range(len(next(iter(lengths.values()), ()))):
+            of_class = [by_class[label] for by_class in lengths.values() if by_class[label] > 0]
+            middle = float(median(of_class)) if len(of_class) >= FEWEST_HOLDERS else of_all
+            for agent, by_class in lengths.items():
+                if by_class[label] > most * middle:
+                    factor = middle / float(by_class[label])
+                    by_agent = factors.setdefault(agent, {})
+                    by_agent[label] = min(factor, by_agent.get(label, 1.0))
+    return factors
+
+
+def _bound_counts(measured: Mapping[str, _Sizes], most: float | None) -> dict[str, dict[int, float]]:
+    """Agent -> class -> factor of its sample count, of those that count for more than their share."""
+    counts = {agent: sizes.counts for agent, sizes in measured.items() if sizes.counts.size}
+    if most is None or not counts:
+        return {}
+    # All classes of a client together, and then each class that enough clients have.
+    overall = _factors({agent: float(by_class.sum()) for agent, by_class in counts.items()}, most)
+    factors = {agent: np.full(by_class.shape, overall.get(agent, 1.0)) for agent, by_class in counts.items()}
+    for label in range(len(next(iter(counts.values())))):
+        of_class = {
+            agent: float(by_class[label]) * factors[agent][label]
+            for agent, by_class in counts.items()
+            if by_class[label] > 0
+        }
+        if len(of_class) < FEWEST_HOLDERS:
+            continue
+        limited = limit_to_sum(of_class, median(of_class.values()))
+        for agent, count in of_class.items():
+            factors[agent][label] *= limited[agent] / count
+    result: dict[str, dict[int, float]] = {}
+    for agent, by_class in factors.items():
+        lowered = np.flatnonzero((by_class < 1 - 1e-9) & (counts[agent] > 0)).tolist()
+        if lowered:
+            result[agent] = {label: float(by_class[label]) for label in lowered}
+    return result
+
+
+def _bound_sums(measured: Mapping[str, _Sizes], most: float | None) -> dict[str, float]:
+    """Agent -> factor of what it adds to sums over samples, of those that add more than their share."""
+    factors: dict[str, float] = {}
+    if most is None:
+        return factors
+    names = {name for sizes in measured.values() for name in sizes.sums}
+    for name in sorted(names):
+        for agent, factor in _factors({agent: sizes.sums[name] for agent, sizes in measured.items()}, most).items():
+            factors[agent] = min(factor, factors.get(agent, 1.0))
+    return factors
+
+
+def _factors(sizes: Mapping[str, float], most: float) -> dict[str, float]:
+    """Agent -> factor that bounds its size by ``most`` medians and by its share of the sum, where that is below 1."""
+    if not sizes:
+        return {}
+    middle = median(sizes.values())
+    limited = limit_to_sum({agent: min(size, most * middle) for agent, size in sizes.items()}, middle)
+    return {agent: limited[agent] / size for agent, size in sizes.items() if limited[agent] < size * (1 - 1e-9)}

@@ -1,0 +1,65 @@
+"""Agents whose updates are at a bound of size again and again.
+
+Whoever is at the bound once may have unusual data. Whoever is there in one round after another has the most of the
+model that the bounds allow, and gets less of it. Each agent of a run has a count: one more after a round in which its
+update was near the bound or beyond it, one less after any other round that it delivered in. The counts lie in the
+journal, with each closed round, so a restart changes nothing and an audit aggregates with the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
+
+NEAR_BOUND = 0.9
+"""An update is at a bound of size that comes so near to it: one that stays a little below is no other."""
+
+TOLERATED_ROUNDS = 2
+"""With a count up to one below this an agent counts as any other."""
+
+MOST_REPEATS = 8
+"""An agent that stays below the bounds has its full weight again after so many rounds at most."""
+
+
+def is_repeater(count: int) -> bool:
+    """Whether an agent of this count, as it was before a round, adds less to the round."""
+    return count >= TOLERATED_ROUNDS
+
+
+def count_repeats(before: Mapping[str, int], members: Iterable[str], at_bound: Container[str]) -> dict[str, int]:
+    """Count a round.
+
+    Args:
+        before: Agent -> its count before the round; agents of 0 may lack.
+        members: The agents whose updates the round has.
+        at_bound: Those of them that were at a bound of size.
+
+    Returns:
+        Member -> its count after the round, of those for which it is not 0.
+    """
+    counts: dict[str, int] = {}
+    for agent in members:
+        count = before.get(agent, 0)
+        after = min(count + 1, MOST_REPEATS) if agent in at_bound else count - 1
+        if after > 0:
+            counts[agent] = after
+    return counts
+
+
+def repeats_of(body: Mapping[str, Any]) -> dict[str, int]:
+    """Read the counts of all agents of a run from the body of its last closed round; earlier versions had none."""
+    counts: dict[str, int] = body.get("repeats", {})
+    return dict(counts)
+
+
+def after_round(before: Mapping[str, int], of_round: Mapping[str, int], members: Iterable[str]) -> dict[str, int]:
+    """Return the counts of all agents of a run after a round; those that have not delivered keep theirs.
+
+    Args:
+        before: The counts after the round before.
+        of_round: `count_repeats` of the round.
+        members: The agents whose updates were aggregated.
+    """
+    delivered = frozenset(members)
+    kept = {agent: count for agent, count in before.items() if agent not in delivered}
+    return dict(sorted({**kept, **of_round}.items()))
