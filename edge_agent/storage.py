@@ -42,7 +42,7 @@ IDENTITY = "identity"
 
 
 MOST_PENDING_FILES = 64
-"""Files that `PendingSyncs` keep open; a process that has 1,024 open may be unable to wait for a new connection."""
+"""The number of files that `PendingSyncs` keeps open, far below the 1,024 that many systems allow a process."""
 
 
 class PendingSyncs:
@@ -84,7 +84,7 @@ class PendingSyncs:
         Raises:
             OSError: something cannot be written; nothing of it is tried again.
         """
-        files, folders, failure = self._taken()
+        files, folders, failure = self._take_pending()
         try:
             if failure is not None:
                 raise failure
@@ -98,12 +98,12 @@ class PendingSyncs:
 
     def discard(self) -> None:
         """Wait for nothing: what was to be on the disk is not needed any more."""
-        files, _, _ = self._taken()
+        files, _, _ = self._take_pending()
         for descriptor in files:
             os.close(descriptor)
 
-    def _taken(self) -> tuple[list[int], set[Path], OSError | None]:
-        """Return everything that waits, and forget it."""
+    def _take_pending(self) -> tuple[list[int], set[Path], OSError | None]:
+        """Return all files and folders that wait to be synced, and the first error; the lists are empty afterwards."""
         with self._lock:
             files = self._files
             folders = self._folders
@@ -287,7 +287,7 @@ def check_writable(folder: Path) -> None:
 
 
 _TEMPORARY = re.compile(r"\.(.+\.)?([0-9a-f]{8}|[0-9]+)(\.onnx)?\.tmp")
-"""Names of the files that `write_atomic`, `check_writable` and the encoder's cache write beside their place."""
+"""Names of the temporary files of `write_atomic`, `check_writable` and the encoder's cache."""
 
 
 def sweep(folder: Path) -> int:
@@ -307,10 +307,10 @@ def sweep(folder: Path) -> int:
 
 # --- folders that are ours, and their removal ------------------------------------------------------------------------
 #
-# A folder that is removed again gets a mark when it is made. `remove_folder` is the only place that removes a folder
-# with what is in it: it looks at the mark through the folder that it has opened, and removes by that descriptor, so
-# that neither a link nor a folder that is put there meanwhile leads elsewhere. What has no mark, and is not recognised
-# as the work of an earlier version, stays, and a warning names it.
+# A folder that this program will remove again gets a mark when it is made. Only `remove_folder` removes a folder with
+# its content. It opens the folder, reads the mark through the descriptor, and removes by that descriptor. So neither a
+# link nor a folder that is put there meanwhile can lead it elsewhere. A folder without a mark stays, and a warning
+# names it, unless it is recognised as one that an earlier version made.
 
 MARK = ".headwater-folder.json"
 """File in each folder that may be removed: what the folder is, its name, and a SHA-256 of both."""
@@ -321,14 +321,14 @@ class FolderKind:
     """A kind of folder that is made to be removed later."""
 
     name: str
-    """What the mark says that the folder is."""
+    """The kind as the mark has it, in words."""
 
     is_earlier: Callable[[Path], bool] | None = None
-    """Whether a folder without a mark was made by an earlier version; None: these left none behind."""
+    """Tells whether an earlier version made a folder without a mark; None: earlier versions made no such folders."""
 
 
 def holds_only(folder: Path, names: re.Pattern[str]) -> bool:
-    """Return whether ``folder`` holds something, and nothing but files and folders of these names; no links."""
+    """Return whether ``folder`` has entries, all of them have one of these names, and none is a link."""
     entries = list(os.scandir(folder))
     if not entries:
         return False
@@ -336,7 +336,7 @@ def holds_only(folder: Path, names: re.Pattern[str]) -> bool:
 
 
 def make_folder(folder: Path, kind: FolderKind) -> None:
-    """Make a folder that `remove_folder` may remove; of one that is there, an empty one is marked, any other stays."""
+    """Make a folder that `remove_folder` may remove, or mark an empty one; a folder with content is left unmarked."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir()
@@ -352,7 +352,7 @@ def mark_folder(folder: Path, kind: FolderKind, name: str) -> None:
 
 
 def _mark(kind: FolderKind, name: str) -> dict[str, str]:
-    """What the mark of a folder of that kind and name holds."""
+    """Return the content of the mark of a folder of that kind and name."""
     digest = hashlib.sha256(f"headwater folder\n{kind.name}\n{name}".encode()).hexdigest()
     return {"kind": kind.name, "folder": name, "sha256": digest}
 
@@ -360,14 +360,14 @@ def _mark(kind: FolderKind, name: str) -> dict[str, str]:
 def remove_folder(folder: Path, kind: FolderKind) -> bool:
     """Remove a folder of this kind that this program has made, with everything below it.
 
-    No link is followed: neither in place of the folder, nor of the one that it is in, nor below it. Below it, other
-    file systems are left alone. A folder that this program has not made stays, and a warning in the log names it.
+    No link is followed: neither in place of the folder or its parent, nor below it. Nothing is removed where another
+    file system is mounted below it. A folder that this program has not made stays, and a warning in the log names it.
 
     Returns:
-        Whether nothing is there any more.
+        Whether the folder is gone, also where it did not exist.
     """
     try:
-        with _opened_folder(folder.parent, None) as parent, _opened_folder(folder, parent) as opened:
+        with _open_folder(folder.parent, None) as parent, _open_folder(folder, parent) as opened:
             if not _is_ours(folder, opened, kind):
                 log.warning(
                     "folder_not_removed path=%s reason=it was not made by this program; move it elsewhere", folder
@@ -390,25 +390,25 @@ def remove_folder(folder: Path, kind: FolderKind) -> bool:
 
 
 def is_own_folder(folder: Path, kind: FolderKind) -> bool:
-    """Return whether `remove_folder` would remove what is there, which is no link."""
+    """Return whether ``folder`` is a folder of this kind that `remove_folder` would remove."""
     try:
-        with _opened_folder(folder.parent, None) as parent, _opened_folder(folder, parent) as opened:
+        with _open_folder(folder.parent, None) as parent, _open_folder(folder, parent) as opened:
             return _is_ours(folder, opened, kind)
     except OSError:
         return False
 
 
 def _has_descriptors() -> bool:
-    """Whether the system removes files relative to an opened folder."""
+    """Return whether the system can remove files relative to an opened folder."""
     return os.open in os.supports_dir_fd and hasattr(os, "fwalk")
 
 
 @contextlib.contextmanager
-def _opened_folder(folder: Path, parent: int | None) -> Iterator[int]:
-    """The descriptor of a folder that is no link; ``parent``: that of the folder that it is in.
+def _open_folder(folder: Path, parent: int | None) -> Iterator[int]:
+    """Open a folder that is not a link and yield its descriptor; ``parent``: the descriptor of its parent, if open.
 
     Raises:
-        OSError: it is a link, or cannot be opened.
+        OSError: The folder is a link, or cannot be opened.
     """
     if parent is None or not _has_descriptors():
         status = folder.lstat()
@@ -430,7 +430,7 @@ def _opened_folder(folder: Path, parent: int | None) -> Iterator[int]:
 
 
 def _is_ours(folder: Path, opened: int, kind: FolderKind) -> bool:
-    """Whether this program has made the folder: by its mark, or as an earlier version did."""
+    """Return whether this program has made the folder, by its mark or by what earlier versions left in it."""
     mark = _read_mark(folder, opened)
     if mark is not None:
         name = str(mark.get("folder"))
@@ -446,7 +446,7 @@ def _mark_opened(folder: Path, opened: int, kind: FolderKind) -> None:
     """Mark an opened folder that an earlier version made; the mark goes where the descriptor leads, not the path.
 
     Raises:
-        OSError: the mark cannot be written, or something that is no mark is in its place.
+        OSError: The mark cannot be written, or something else has its name.
     """
     if opened < 0:  # pragma: no cover - Windows
         mark_folder(folder, kind, folder.name)
@@ -457,7 +457,7 @@ def _mark_opened(folder: Path, opened: int, kind: FolderKind) -> None:
 
 
 def _read_mark(folder: Path, opened: int) -> dict[str, Any] | None:
-    """The mark in an opened folder; None where there is none, or it cannot be read."""
+    """Return the mark in an opened folder; None where there is none, or it cannot be read."""
     try:
         if opened < 0:  # pragma: no cover - Windows
             raw = (folder / MARK).read_bytes()
@@ -472,13 +472,13 @@ def _read_mark(folder: Path, opened: int) -> dict[str, Any] | None:
 
 
 def _remove_below(opened: int) -> None:
-    """Remove everything in an opened folder, its mark last; what is on another file system stays.
+    """Remove everything in an opened folder, its mark last.
 
     Raises:
-        OSError: something cannot be removed, or is on another file system.
+        OSError: Something cannot be removed. Nothing was removed if another file system is mounted below.
     """
     mount = _mount_of(opened)
-    # The folders are looked through once before anything goes: a file system that is mounted below stays whole.
+    # Look through all folders before anything is removed: a file system that is mounted below must stay whole.
     for _, _, _, descriptor in os.fwalk(".", dir_fd=opened, follow_symlinks=False):
         if _mount_of(descriptor) != mount:
             raise OSError(errno.EXDEV, "another file system is mounted below it; unmount that first")
@@ -497,7 +497,7 @@ def _remove_below(opened: int) -> None:
 
 
 def _mount_of(descriptor: int) -> tuple[int, int | None]:
-    """Return what tells where an opened folder is mounted: its device and, where the system says it, its mount.
+    """Return the device of an opened folder and, on Linux, the id of its mount.
 
     A folder of the same disk that is mounted below by ``mount --bind`` has the same device, and another mount.
     """
@@ -511,7 +511,7 @@ def _mount_of(descriptor: int) -> tuple[int, int | None]:
 
 
 def _is_service_folder(folder: Path) -> bool:
-    """Whether it is the link that systemd makes for DynamicUser=: root's, to the same name in ``private`` beside it."""
+    """Return whether ``folder`` is systemd's link for DynamicUser=: owned by root, to ``private/NAME`` beside it."""
     try:
         return folder.lstat().st_uid == 0 and os.readlink(folder) == f"private/{folder.name}"  # noqa: PTH115 - as text
     except OSError:
@@ -519,10 +519,10 @@ def _is_service_folder(folder: Path) -> bool:
 
 
 def check_own_folder(folder: Path) -> None:
-    """Return quietly where a folder may hold state that this program removes again, or is not there yet.
+    """Require that a folder may hold state that this program removes again; one that does not exist yet is accepted.
 
     Raises:
-        UsageError: it is a link, or no folder, or others can write it.
+        UsageError: The path is a link or not a folder, or other users can write the folder.
     """
     try:
         status = folder.lstat()
@@ -541,7 +541,7 @@ def check_own_folder(folder: Path) -> None:
         return
     raise UsageError(
         f"{folder}: others can write it (mode {stat.S_IMODE(status.st_mode):o}), expected a folder of one user's own: "
-        f"what they put there would be believed and removed; 'chmod go-w {folder}', or name a new folder below it"
+        f"files that they put there would be read as state, and removed; 'chmod go-w {folder}', or name a new folder"
     )
 
 
@@ -568,7 +568,7 @@ def _check_links_in(folder: Path) -> None:
 
 
 def _others_can_write(status: os.stat_result) -> bool:
-    """Whether a folder can be written by users beside its owner and the group that this process runs as."""
+    """Return whether a folder can be written by others than its owner and the group of this process."""
     if os.name == "nt":  # pragma: no cover - folders have no such bits there
         return False
     of_everybody = bool(status.st_mode & stat.S_IWOTH)
@@ -577,10 +577,10 @@ def _others_can_write(status: os.stat_result) -> bool:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file that somebody names for reading, and never wait for one: a FIFO has no end until somebody writes.
+    """Open a file that a user names for reading, without waiting: opening a FIFO would wait for a writer.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file; links to one are followed.
+        OSError: The path cannot be opened, or is not a regular file; links to one are followed.
     """
     if os.name == "nt":  # pragma: no cover - there are no such files
         return path.open("rb")
@@ -595,21 +595,21 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
-    """The bytes of a file that somebody names, at most so many; see `open_regular`.
+    """Return the bytes of a file that a user names, at most ``most_bytes``; see `open_regular`.
 
     Raises:
-        OSError: as `open_regular`.
+        OSError: As `open_regular`.
     """
     with open_regular(path) as file:
         return file.read() if most_bytes is None else file.read(most_bytes)
 
 
 def read_regular_text(path: Path, encoding: str = "utf-8") -> str:
-    """The text of a file that somebody names, lines ending in a line feed; see `open_regular`.
+    """Return the text of a file that a user names, with line feeds as line ends; see `open_regular`.
 
     Raises:
-        OSError: as `open_regular`.
-        UnicodeDecodeError: it is not in this encoding.
+        OSError: As `open_regular`.
+        UnicodeDecodeError: The file is not in this encoding.
     """
     with io.TextIOWrapper(open_regular(path), encoding=encoding) as file:
         return file.read()
@@ -817,7 +817,7 @@ def shared_folder_lock(folder: Path, owner: str, *, private: bool = False) -> It
             if private and stat.S_IMODE(folder.stat().st_mode) & 0o077:
                 with contextlib.suppress(PermissionError):  # somebody else's: they decide
                     folder.chmod(0o700)
-            file = _opened_lock(folder / "lock")
+            file = _open_lock(folder / "lock")
         except OSError as error:
             raise StateError(f"{folder}: cannot be used as a state folder: {cause(error)}; make it writable") from error
         try:
@@ -846,17 +846,17 @@ def shared_folder_lock(folder: Path, owner: str, *, private: bool = False) -> It
         file.close()
 
 
-def _opened_lock(path: Path) -> TextIO:
-    """Open a lock file, which is made where there is none; its content is replaced by the holder's name.
+def _open_lock(path: Path) -> TextIO:
+    """Open a lock file, and create it where there is none.
 
     Raises:
-        OSError: it cannot be opened, or something else is in its place: a link, a FIFO, or a file with another name.
+        OSError: The file cannot be opened, or the path is a link, a FIFO, or a file with a second name.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0), 0o666)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no lock file, or has another name elsewhere; remove it", str(path))
+        raise OSError(errno.EINVAL, "it is not a lock file, or has a second name (hard link); remove it", str(path))
     return os.fdopen(descriptor, "a+", encoding="utf-8")
 
 

@@ -1,9 +1,9 @@
-"""What a backup says of certificates is as old as the backup: whom it lets in, and what was revoked since.
+"""Merge revocations that came after a backup into its ledger, before the backup admits agents.
 
-A device that was revoked after the backup is enrolled in it. So before anybody is let in, later revocations are looked
-for: in the former state folder, or in the broker's list of revoked certificates (``crl.pem``). They are merged into the
-backup's ledger, which only ever shuts devices out; nothing that the backup has revoked counts again. Then an operator
-confirms the rest (`coordinator.service.first_start`).
+A device that was revoked after the backup is still enrolled in it. So before an agent is admitted, later revocations
+are looked for in the former state folder, or in the broker's list of revoked certificates (``crl.pem``). Merging them
+only excludes devices: what the backup has revoked stays revoked. Then an operator confirms the agents that are left
+(`coordinator.service.first_start`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .ledger import REVOKED, AgentRecord, CertificateRecord, Ledger, Revoked, Re
 log = logging.getLogger(__name__)
 
 CRL = "crl.pem"
-"""In the folder of a federation's identity: the list that its Mosquitto reads."""
+"""Name of the list of revoked certificates that Mosquitto reads, in the folder of a federation's identity."""
 
 
 @dataclass(frozen=True)
 class Revocations:
-    """What one place says of revocations."""
+    """The revocations that one source has."""
 
     path: Path
     records: Mapping[str, AgentRecord] = field(default_factory=dict)
@@ -42,49 +42,49 @@ class Revocations:
     """Serial (hexadecimal) -> the certificate; its agent is empty where the source names none."""
 
     agents: frozenset[str] = frozenset()
-    """Agents of whom no certificate counts."""
+    """Agents whose certificates are all revoked."""
 
 
 @dataclass(frozen=True)
 class KeptOut:
-    """An agent that the backup would let in, and that was revoked since."""
+    """An agent that the backup would admit, and that was revoked after it."""
 
     agent: str
     path: Path
-    """Where that was read."""
+    """The source that has the revocation."""
 
 
 @dataclass(frozen=True)
 class Review:
-    """The identity of a backup with later revocations, before anything is written."""
+    """The records of a backup merged with later revocations; nothing is written yet."""
 
     changed: tuple[AgentRecord, ...]
     """Records that differ from those of the backup."""
 
     unknown: Mapping[str, RevokedCertificate]
-    """Serial -> revoked certificates that no record has: they were issued after the backup."""
+    """Serial -> a revoked certificate that no record has, because it was issued after the backup."""
 
     admitted: tuple[str, ...]
-    """Agents that would be let in, sorted."""
+    """Agents with a certificate that counts, sorted."""
 
     invited: tuple[str, ...]
-    """Agents whose tokens could still be used, sorted."""
+    """Agents without one whose token can still be used, sorted."""
 
     kept_out: tuple[KeptOut, ...]
     sources: tuple[Path, ...]
-    """Where revocations were read."""
+    """The sources that were read."""
 
 
 def read_revocations(source: Path, authority: Authority) -> Revocations:
-    """Read what a state folder, or a file with a list of revoked certificates, says of revocations.
+    """Read the revocations in a state folder, or in a file with a list of revoked certificates.
 
     Args:
         source: A state folder, or a CRL (PEM or DER).
         authority: The federation's authority, which has signed the list.
 
     Raises:
-        UsageError: there is neither, or it is of another federation.
-        StateError: it cannot be read.
+        UsageError: The source is neither, or belongs to another federation.
+        StateError: The source cannot be read.
     """
     if not source.exists():
         raise UsageError(f"{source}: no such file or folder; expected a state folder, or a broker's list ({CRL})")
@@ -107,7 +107,7 @@ def read_revocations(source: Path, authority: Authority) -> Revocations:
         listed = Revoked.read(folder)
         certificates |= listed.certificates
         agents = frozenset(listed.agents)
-    except StateError as error:  # the records and the broker's list say the same
+    except StateError as error:  # the records and the broker's list hold the same revocations
         log.warning("revocations_damaged reason=%s", error)
     records = {record.name: record for record in Ledger(folder / "agents").records()}
     # An agent that was enrolled again is on the list until the next one is written; its record says that it counts.
@@ -116,18 +116,18 @@ def read_revocations(source: Path, authority: Authority) -> Revocations:
 
 
 def _read_crl(path: Path, authority: Authority) -> dict[str, RevokedCertificate]:
-    """Read a list of revoked certificates: serial -> certificate, without names, which it does not have.
+    """Read a list of revoked certificates: serial -> certificate, without agents, because the list has no names.
 
     Raises:
-        StateError: it is damaged.
-        UsageError: it is not signed by the federation's authority.
+        StateError: The list is damaged.
+        UsageError: The list is not signed by the federation's authority.
     """
     try:
         content = read_regular(path)
         is_pem = content.lstrip().startswith(b"-----BEGIN")
         listed = x509.load_pem_x509_crl(content) if is_pem else x509.load_der_x509_crl(content)
     except (OSError, ValueError) as error:
-        raise StateError(f"{path}: no list of revoked certificates ({cause(error)}); expected PEM or DER") from error
+        raise StateError(f"{path}: not a list of revoked certificates ({cause(error)}); expected PEM or DER") from error
     key = authority.certificate.public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey) or not listed.is_signature_valid(key):
         raise UsageError(f"{path}: the list is not signed by this federation's authority ({authority.fingerprint})")
@@ -142,7 +142,7 @@ def _read_crl(path: Path, authority: Authority) -> dict[str, RevokedCertificate]
 
 
 def review(enrolment: Enrolment, sources: Iterable[Revocations], now: datetime) -> Review:
-    """Merge later revocations into the records of a backup, and say whom it admits then; nothing is written."""
+    """Merge later revocations into the records of a backup, and find the agents that it admits; write nothing."""
     before = {record.name: record for record in enrolment.ledger.records()}
     merged = dict(before)
     unknown = dict[str, RevokedCertificate]()
@@ -172,7 +172,7 @@ def review(enrolment: Enrolment, sources: Iterable[Revocations], now: datetime) 
 
 
 def apply(enrolment: Enrolment, reviewed: Review) -> None:
-    """Write the merged records and the broker's list; both only ever grow."""
+    """Write the merged records and the broker's list; no revocation is removed from either."""
     with enrolment.ledger.changing() as ledger:
         for record in reviewed.changed:
             ledger.put(record)
@@ -182,7 +182,7 @@ def apply(enrolment: Enrolment, reviewed: Review) -> None:
 
 
 def _add_to_list(enrolment: Enrolment, unknown: Mapping[str, RevokedCertificate]) -> None:
-    """Note certificates that no record has, so that the broker's list names them from now on."""
+    """Add revoked certificates that no record has to the ledger, so that the broker's list has them from now on."""
     try:
         listed = enrolment.revoked()
     except StateError as error:
@@ -230,7 +230,7 @@ def _revoke(record: AgentRecord, source: Revocations) -> AgentRecord:
 
 
 def _ended(before: AgentRecord, after: AgentRecord) -> AgentRecord:
-    """Drop the token of a record whose last certificate has just been revoked: it was made for the device before."""
+    """Drop the unused token of a record whose last certificate was just revoked: it was made for the same device."""
     if before.current() is None or after.current() is not None:
         return after
     is_open = after.token is not None and after.token.used_at is None
@@ -238,7 +238,7 @@ def _ended(before: AgentRecord, after: AgentRecord) -> AgentRecord:
 
 
 def _listed(one: CertificateRecord, listed: Mapping[str, RevokedCertificate]) -> CertificateRecord:
-    """Return a certificate, revoked where the list has it."""
+    """Return a certificate, marked as revoked where the list has its serial."""
     entry = listed.get(one.serial)
     if entry is None or one.revoked_at is not None:
         return one
@@ -256,7 +256,7 @@ def _fewest(one: int | None, other: int | None) -> int | None:
 
 
 def sources_in_reach(state: Path, candidates: Sequence[Path], authority: Authority) -> Iterator[Revocations]:
-    """Read the former state folders that are still there; one that cannot be read is named in the log and left out."""
+    """Read the former state folders that still exist; the log names one that cannot be read, and it is left out."""
     seen = {state.resolve()}
     for candidate in candidates:
         folder = candidate.resolve()

@@ -1,8 +1,9 @@
-"""The first start on a backup: whether somebody serves already, and whom its certificates let in.
+"""Checks before the first start on a backup: whether a coordinator serves, and which agents the backup admits.
 
-A backup is a moment of the past. Its coordinator may still serve, and then agents would follow an old journal; a device
-that was revoked since is enrolled in it. So the first start asks, says what it found, and goes on only where nobody
-answers or `Decisions` say so. A standby needs no decisions: it has followed the coordinator that it replaces.
+A backup is old. Its coordinator may still serve, and then agents would follow the old journal; a device that was
+revoked after the backup is still enrolled in it. So the first start asks over the broker, reports what it found, and
+continues only where no coordinator answers, or where `Decisions` allow it. A standby needs no decisions: it has
+followed the coordinator that it replaces.
 """
 
 from __future__ import annotations
@@ -40,37 +41,37 @@ class Decisions:
     """What an operator has decided about a start."""
 
     takes_over: bool = False
-    """Replace the coordinator that serves, whose journal may be newer."""
+    """Whether to replace the coordinator that serves, whose journal may be newer."""
 
     accepts_identities: bool = False
-    """Let in the agents that the backup lets in."""
+    """Whether to admit the agents that the backup admits."""
 
     revocations: tuple[Path, ...] = ()
-    """Former state folders, and lists of revoked certificates of their brokers, to be merged."""
+    """Former state folders, or lists of revoked certificates of their brokers, whose revocations are merged."""
 
     former_states: tuple[Path, ...] = ()
-    """Folders that may be the former state folder; read where they are."""
+    """Paths where the former state folder may be; those that exist are read."""
 
 
 def prepare_start(
     config: CoordinatorConfig, state: StateFolder, decisions: Decisions, stop: threading.Event | None = None
 ) -> Takeover | None:
-    """Check a start before its first word: on a backup, and where another coordinator is to be replaced.
+    """Check a start before anything is written: on a backup, or where another coordinator is to be replaced.
 
     Args:
         config: The coordinator's configuration.
         state: Its state folder, opened and locked.
         decisions: What the operator has decided.
-        stop: Ends waiting for a broker that is away, and for answers.
+        stop: Event that ends the wait for the broker and for answers.
 
     Returns:
-        What is known of the coordinator to replace; None where none is replaced.
+        The coordinator to replace, as far as it is known; None where none is replaced.
 
     Raises:
         StartStopped: ``stop`` was set before it was known who serves.
-        DuplicateCoordinator: another coordinator answers, and is not to be replaced.
-        UsageError: nobody has confirmed whom the backup lets in.
-        StateError: the backup is damaged.
+        DuplicateCoordinator: Another coordinator answers, and is not to be replaced.
+        UsageError: The operator has not confirmed which agents the backup admits.
+        StateError: The backup is damaged.
     """
     backup = backup_facts(state.path)
     if backup is None and not decisions.takes_over:
@@ -79,7 +80,7 @@ def prepare_start(
         log.warning("starts_from_backup folder=%s %s", state.path, _described(backup))
     other = _who_serves(config, state, stop)
     if other is None and stop is not None and stop.is_set():
-        # The question was not asked to its end, so nobody's silence is known, and no start may be written.
+        # The question was cut short, so a coordinator may serve that has not answered yet: no start may be written.
         raise StartStopped(f"{state.path} is not started: stopped before it was known whether a coordinator serves")
     if other is not None:
         _check_other(config, state, backup, other, decisions)
@@ -99,10 +100,10 @@ def _described(backup: BackupFacts) -> str:
 
 
 def _who_serves(config: CoordinatorConfig, state: StateFolder, stop: threading.Event | None) -> Present | None:
-    """Ask which coordinator of the federation serves; None where nobody answers, or nobody can be asked.
+    """Ask which coordinator of the federation serves; None where none answers, or none can be asked.
 
     Raises:
-        DuplicateCoordinator: one with its own broker answers at the address that devices connect to.
+        DuplicateCoordinator: A coordinator with its own broker answers at the address that devices connect to.
     """
     if config.identity is not None:
         _check_enrolment_port(config.identity, state.path)
@@ -115,10 +116,10 @@ def _who_serves(config: CoordinatorConfig, state: StateFolder, stop: threading.E
 
 
 def _check_enrolment_port(identity: IdentityConfig, state: Path) -> None:
-    """Ask at the address that devices connect to: with [identity] each coordinator has its own broker.
+    """Ask at the address that devices connect to, because with [identity] each coordinator has its own broker.
 
     Raises:
-        DuplicateCoordinator: a coordinator of this federation's authority answers there.
+        DuplicateCoordinator: A coordinator of this federation's authority answers there.
     """
     from edge_agent.identity import ask
 
@@ -129,7 +130,7 @@ def _check_enrolment_port(identity: IdentityConfig, state: Path) -> None:
     address = (identity.host, identity.enroll_port)
     try:
         ask(address, authority.der, {"ask": "authority"})
-    except HeadwaterError as error:  # nobody is there, or another program
+    except HeadwaterError as error:  # nothing listens there, or another program does
         log.info("nobody_serves host=%s port=%d answer=%s", *address, type(error).__name__)
         return
     raise DuplicateCoordinator(
@@ -142,10 +143,10 @@ def _check_enrolment_port(identity: IdentityConfig, state: Path) -> None:
 def _check_other(
     config: CoordinatorConfig, state: StateFolder, backup: BackupFacts | None, other: Present, decisions: Decisions
 ) -> None:
-    """Return quietly where the coordinator that answers is to be replaced, and can be.
+    """Require that the coordinator that answers is to be replaced, and belongs to the same federation.
 
     Raises:
-        DuplicateCoordinator: it is not, or it is of another federation.
+        DuplicateCoordinator: One of the two is not so.
     """
     own_id = federation_of(state.journal.entries(kinds=("coordinator_started",)))
     serves = "is starting" if other.serving_s is None else f"has been serving for {other.serving_s:.0f} s"
@@ -177,10 +178,10 @@ def _check_other(
 def _check_identities(
     identity: IdentityConfig, federation: str, state: Path, backup: BackupFacts, decisions: Decisions
 ) -> None:
-    """Merge later revocations into the backup, say whom it lets in, and go on where that is confirmed.
+    """Merge later revocations into the backup where the operator has confirmed the agents that it admits.
 
     Raises:
-        UsageError: it is not; nothing was changed.
+        UsageError: The operator has not; the message lists the agents, and nothing was changed.
     """
     from ..identity.enrolment import Enrolment
     from ..identity.restore import apply, read_revocations, review, sources_in_reach
@@ -192,10 +193,10 @@ def _check_identities(
     lines = [*_admitted_lines(state, backup, reviewed), *_revoked_lines(reviewed)]
     if not decisions.accepts_identities:
         way_out = (
-            "Nobody is let in until this is confirmed, and nothing was changed. 'headwater serve --accept-identities' "
-            f"confirms it; with the same --config and --state {state}, 'headwater agents certificates' shows all, and "
-            "'headwater agents revoke NAME' shuts one out before; --revocations PATH reads a former state folder, or "
-            "its broker's list of revoked certificates (identity/crl.pem)."
+            "No agent is admitted until this is confirmed, and nothing was changed. 'headwater serve "
+            f"--accept-identities' confirms it. Before, with the same --config and --state {state}, 'headwater agents "
+            "certificates' shows all agents and 'headwater agents revoke NAME' revokes one. --revocations PATH reads a "
+            "former state folder, or its broker's list of revoked certificates (identity/crl.pem)."
         )
         raise UsageError("\n".join([*lines, way_out]))
     for line in lines:
@@ -206,16 +207,18 @@ def _check_identities(
 def _admitted_lines(state: Path, backup: BackupFacts, reviewed: Review) -> Sequence[str]:
     agents = counted(len(reviewed.admitted), "agent")
     names = f": {listed(reviewed.admitted)}" if reviewed.admitted else ""
-    lines = [f"{state} is a backup {_described(backup)}. Its certificates let in {agents}{names}."]
+    lines = [f"{state} is a backup {_described(backup)}. Its certificates admit {agents}{names}."]
     if reviewed.invited:
-        lines.append(f"Unused tokens let in, besides: {listed(reviewed.invited)}.")
+        lines.append(f"Unused tokens also admit: {listed(reviewed.invited)}.")
     return lines
 
 
 def _revoked_lines(reviewed: Review) -> Sequence[str]:
     if not reviewed.sources:
-        return ["Devices that were revoked after the backup are let in: no former state folder is in reach."]
+        return ["Devices that were revoked after the backup are admitted, because no former state folder was found."]
     sources = listed([str(source) for source in reviewed.sources])
     kept_out = [one.agent for one in reviewed.kept_out]
-    who = f"revoked since the backup, and kept out: {listed(kept_out)}" if kept_out else "no agent was revoked since"
+    who = "no agent was revoked after the backup"
+    if kept_out:
+        who = f"revoked after the backup, and not admitted: {listed(kept_out)}"
     return [f"Revocations read from {sources}: {who}."]

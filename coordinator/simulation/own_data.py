@@ -1,8 +1,8 @@
-"""Data of the calling program: arrays, data sets and rows become one archive, and clients' rows a partition file.
+"""Write samples of the calling program as an archive, and the rows of its clients as a partition file.
 
 Samples have one of these forms: a pair ``(X, y)`` of arrays, ``(X, y, X_test, y_test)``, a torch ``Dataset`` of pairs
-(x, y), or rows like ``{"image": …, "label": …}``, as Hugging Face's data sets, lists of dictionaries and tables of
-pandas have them. X holds images (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1, or windows
+(x, y), or rows like ``{"image": …, "label": …}``, as in data sets of Hugging Face, lists of dictionaries and tables of
+pandas. X holds images (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1, or windows
 (n, channels, length) of floats; y integers or text.
 """
 
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 _ARCHIVE, _PARTITION = "clients.npz", "clients.json"
 
 IMAGE_KEYS = ("image", "img", "x", "input", "inputs")
-"""What the input of a row is called, in the order in which they are looked for."""
+"""Keys of a row's input; the first one that the row has counts."""
 
 LABEL_KEYS = ("label", "labels", "y", "target", "class")
-"""What the label of a row is called."""
+"""Keys of a row's label; the first one that the row has counts."""
 
 FORMS = (
     "a pair (X, y) of arrays, (X, y, X_test, y_test), a torch Dataset of pairs (x, y), or rows like "
@@ -43,39 +43,39 @@ FORMS = (
 )
 
 _SHOWN_CLIENTS = 5
-"""Clients that a warning names."""
+"""The number of clients that a warning names."""
 
 _SHOWN_KEYS = 10
-"""Keys of a row that an error names."""
+"""The number of keys of a row that an error names."""
 
 _PARTS = frozenset({"train", "test", "validation", "val"})
-"""Names of the parts of one data set, which nobody calls clients by."""
+"""Names of the parts of one data set; a mapping with them is not one of clients."""
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """Inputs (n, ...) and labels (n,)."""
+    """Inputs (n, ...) with their labels (n,)."""
 
     inputs: np.ndarray
     labels: np.ndarray
 
 
 @dataclass(frozen=True)
-class Given:
-    """What somebody gave as samples: those to train on, and held-out ones where they were given apart."""
+class LabelledParts:
+    """Samples to train on, with held-out ones where the caller gives these separately."""
 
     train: Labelled
     test: Labelled | None = None
 
     @property
     def parts(self) -> tuple[Labelled, ...]:
-        """Training samples first, then those that are held out."""
+        """The training samples, then the held-out ones where there are any."""
         return (self.train,) if self.test is None else (self.train, self.test)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Where samples were written: a data source, and the file of the partition; empty: no partition was given."""
+    """The data source and the partition file that samples were written to; an empty partition: none was given."""
 
     source: str
     partition: str = ""
@@ -92,11 +92,11 @@ def save_clients(samples: Mapping[str, Any], folder: Path, *, test_fraction: flo
     """Write a mapping of client -> samples into ``folder``; ``test_fraction`` is held out where no test part is given.
 
     Raises:
-        DataError: names the client and the field.
-        UsageError: the mapping has the parts of one data set, not clients.
+        DataError: Samples of a client have none of the forms, or another one than the first client's.
+        UsageError: The mapping has the parts of one data set, not clients.
     """
     if not samples:
-        raise DataError("data: the mapping has no client")
+        raise DataError("data: the mapping is empty, expected client -> samples for at least one client")
     given = {_client_name(name): _read(f"data of client '{name}'", one) for name, one in samples.items()}
     first, known = next(iter(given.items()))
     for name, one in given.items():
@@ -104,7 +104,7 @@ def save_clients(samples: Mapping[str, Any], folder: Path, *, test_fraction: flo
             _check_same_form(f"data of client '{name}', X", part, f"client '{first}'", known.train)
     parts = [part for one in given.values() for part in one.parts]
     source, loaded = _write(folder, parts)
-    # Rows lie in the archive in the order of the clients, of each first those to train on.
+    # The archive has the clients in their order, and of each client the training samples first.
     shares: Shares = {}
     begin = 0
     for name, one in given.items():
@@ -128,7 +128,7 @@ def check_is_clients(samples: Mapping[Any, Any], *, has_rule: bool) -> None:
         has_rule: Whether a partition or a number of clients was given, too, so that the data should be one pool.
 
     Raises:
-        UsageError: It has the parts of one data set, or its columns.
+        UsageError: The mapping has the parts of one data set, or its columns.
     """
     keys = {name for name in samples if isinstance(name, str)}
     # One key such as "train" may be the name of the only client, unless a rule asks for one pool.
@@ -143,7 +143,7 @@ def check_is_clients(samples: Mapping[Any, Any], *, has_rule: bool) -> None:
     label = _key_among(keys, LABEL_KEYS)
     if image is None or label is None:
         return
-    # The samples of a client called "image" are a pair (X, y); a column is none.
+    # The samples of a client called "image" are a pair (X, y); a column is not a pair.
     if not isinstance(samples[image], tuple):
         raise UsageError(
             f"data: a mapping with the keys {image} and {label} looks like the columns of one data set, expected "
@@ -152,7 +152,7 @@ def check_is_clients(samples: Mapping[Any, Any], *, has_rule: bool) -> None:
 
 
 def _key_among(keys: Iterable[str], names: Sequence[str]) -> str | None:
-    """Return the key that is one of ``names``, in upper or lower case; of several the one named first."""
+    """Return the key that is one of ``names``, in upper or lower case; the first in ``names`` if there are several."""
     spelling = {key.lower(): key for key in keys}
     for name in names:
         if name in spelling:
@@ -164,8 +164,8 @@ def save_pool(samples: Any, folder: Path) -> Saved:
     """Write samples that a rule, or a mapping of rows, divides among clients into ``folder``.
 
     Raises:
-        DataError: they have none of the forms, or a wrong one; names the field.
-        UsageError: they have a test part, which no rule divides.
+        DataError: The samples have none of the forms.
+        UsageError: The samples have a test part, which a rule cannot divide.
     """
     given = _read("data", samples)
     if given.test is not None:
@@ -180,16 +180,24 @@ def save_pool(samples: Any, folder: Path) -> Saved:
 def save_rows(
     rows: Mapping[str, Any], source: str, folder: Path, *, base: Path, test_fraction: float, seed: int
 ) -> str:
-    """Write a mapping of client -> rows of ``source`` into ``folder`` as a partition; returns its file.
+    """Write a mapping of client -> rows of ``source`` as a partition.
 
-    Rows are indices (n,), of which ``test_fraction`` is held out, or a pair of indices to train on and to hold out.
-    ``base``: relative paths in ``source`` count from here.
+    Args:
+        rows: Client -> indices (n,), of which ``test_fraction`` is held out, or -> (training rows, test rows).
+        source: The data source.
+        folder: Where the partition file is written.
+        base: The folder from which relative paths in ``source`` count.
+        test_fraction: Share of the rows that is held out.
+        seed: Seed of that choice.
+
+    Returns:
+        The path of the partition file.
 
     Raises:
-        DataError: names the client: its rows are no indices, beyond the samples, or given twice.
+        DataError: Rows of a client are not indices of samples, or a row is given twice.
     """
     if not rows:
-        raise DataError("partition: the mapping has no client")
+        raise DataError("partition: the mapping is empty, expected client -> rows for at least one client")
     loaded = partition.read_pools(source, folder=base)
     pools = Pools(loaded.train, loaded.test)
     tested = len(pools.train if pools.test is None else pools.test)
@@ -200,7 +208,7 @@ def save_rows(
             train = _row_array(f"{where}, training rows", given[0], len(pools.train))
             test = _row_array(f"{where}, test rows", given[1], tested, may_be_empty=True)
             if pools.test is None and (common := np.intersect1d(train, test)).size:
-                raise DataError(f"{where}: row {common[0]} is to be trained on and held out; leave it out of one")
+                raise DataError(f"{where}: row {common[0]} is among training and test rows; leave it out of one")
             shares[name] = train, test
         elif pools.test is not None:
             raise DataError(f"{where}: these data have their own test part; give a pair (training rows, test rows)")
@@ -213,7 +221,7 @@ def save_rows(
 
 
 def _warn_of_leaks(shares: Shares) -> None:
-    """Log which clients hold out samples that others train on: accuracies on those are too high."""
+    """Log which clients hold out samples that other clients train on, because accuracies on these are too high."""
     training_rows = {name: set(train.tolist()) for name, (train, _) in shares.items()}
     for name, (_, test) in shares.items():
         held_out_rows = set(test.tolist())
@@ -236,12 +244,12 @@ def _warn_of_leaks(shares: Shares) -> None:
 
 
 def _is_pair_of_rows(given: Any) -> bool:
-    """Whether these are rows to train on and rows to hold out, and not one list of two rows."""
+    """Return whether ``given`` is a pair (training rows, test rows), not a list of two rows."""
     return isinstance(given, tuple) and len(given) == 2 and all(np.ndim(rows) == 1 for rows in given)
 
 
 def _row_array(where: str, given: Any, most: int, *, may_be_empty: bool = False) -> np.ndarray:
-    """Check indices of rows; returns them (n,) int64."""
+    """Return row indices as (n,) int64; a DataError says what is wrong with them."""
     rows = _array(where, given)
     if not rows.size and may_be_empty:
         return np.zeros(0, np.int64)
@@ -257,12 +265,12 @@ def _row_array(where: str, given: Any, most: int, *, may_be_empty: bool = False)
     if rows.min() < 0 or rows.max() >= most:
         raise DataError(f"{where}: rows {rows.min()} to {rows.max()}, expected 0 to {most - 1}")
     if len(np.unique(rows)) < len(rows):
-        raise DataError(f"{where}: a row is given twice; expected each at most once")
+        raise DataError(f"{where}: a row is given twice, expected each at most once; use numpy.unique(rows)")
     return rows.astype(np.int64)
 
 
 def _write(folder: Path, parts: Sequence[Labelled]) -> tuple[str, Pools]:
-    """Write samples one after another into an archive; returns its source and the samples as they are read again."""
+    """Write samples as one archive, and return its data source with the samples read back from it."""
     folder.mkdir(parents=True, exist_ok=True)
     inputs = np.concatenate([part.inputs for part in parts])
     np.savez(folder / _ARCHIVE, inputs=inputs, labels=np.concatenate([part.labels for part in parts]))
@@ -291,20 +299,20 @@ def _client_name(name: Any) -> str:
 # --- one client's samples, or a pool ---------------------------------------------------------------------------------
 
 
-def _read(where: str, given: Any) -> Given:
+def _read(where: str, given: Any) -> LabelledParts:
     """Read samples of any of the forms.
 
     Raises:
-        DataError: they have none of them; ``where`` and the field are named.
+        DataError: The samples have none of the forms; the message begins with ``where``.
     """
     if isinstance(given, tuple) and len(given) == 4:
-        train = _labelled(where, given[0], given[1])
-        test = _labelled(f"{where}, test part", given[2], given[3])
+        train = _check_labelled(where, given[0], given[1])
+        test = _check_labelled(f"{where}, test part", given[2], given[3])
         _check_same_form(f"{where}, X_test", test, "X", train)
-        return Given(train, test)
+        return LabelledParts(train, test)
     is_pair = isinstance(given, tuple | list) and len(given) == 2 and not _is_item(given[0])
     if is_pair:
-        return Given(_labelled(where, given[0], given[1]))
+        return LabelledParts(_check_labelled(where, given[0], given[1]))
     if isinstance(given, np.ndarray):
         raise DataError(f"{where}: an array without labels; expected {FORMS}")
     if isinstance(given, Path):
@@ -312,24 +320,24 @@ def _read(where: str, given: Any) -> Given:
             f"{where}: a path; files are named by the source that reads them, such as 'images:{given}' or 'npz:{given}'"
         )
     if hasattr(given, "columns") and hasattr(given, "to_dict"):  # a table, whose rows are no items
-        return Given(_stack(where, given.to_dict("records")))
+        return LabelledParts(_stack(where, given.to_dict("records")))
     is_sized = hasattr(given, "__getitem__") and hasattr(given, "__len__")
     if not is_sized or isinstance(given, str | bytes | tuple | Mapping):
         hint = "; of a data set without a length give list(dataset)" if hasattr(given, "__iter__") else ""
         raise DataError(f"{where}: {type(given).__name__}, expected {FORMS}{hint}")
-    return Given(_stack(where, given))
+    return LabelledParts(_stack(where, given))
 
 
 def _is_item(value: Any) -> bool:
-    """Whether this is one sample of a data set: a row, or a pair (x, y)."""
+    """Return whether ``value`` is one sample of a data set: a row, or a pair (x, y)."""
     return isinstance(value, Mapping) or (isinstance(value, tuple) and len(value) == 2)
 
 
 def _stack(where: str, dataset: Any) -> Labelled:
-    """All samples of a data set, whose items are pairs (x, y) or rows.
+    """Read all samples of a data set whose items are pairs (x, y) or rows.
 
     Raises:
-        DataError: an item cannot be got or has another form; it is named by its index, with the place of the error.
+        DataError: An item cannot be read or has another form; the message has its index and where the error was raised.
     """
     if not len(dataset):
         raise DataError(f"{where}: the data set is empty; expected at least one sample")
@@ -340,11 +348,11 @@ def _stack(where: str, dataset: Any) -> Labelled:
         item_name = f"{where}, item {index}"
         try:
             item = dataset[index]
-        # Whatever a user's data set raises is its own matter; the message says where it happened.
+        # A user's data set may raise anything; the message says where.
         except Exception as error:
             raise DataError(f"{item_name}: {type(error).__name__}: {error}{Failure.of(error).where}") from error
         if index == 0 and isinstance(item, Mapping):
-            keys = _keys_of(where, item)
+            keys = _find_keys(where, item)
         x, y = _pair_of(item_name, item, keys)
         pixels = _input_array(f"{item_name}, X", x)
         if inputs and pixels.shape != inputs[0].shape:
@@ -356,11 +364,11 @@ def _stack(where: str, dataset: Any) -> Labelled:
         labels.append(_label_of(f"{item_name}, y", y))
         if isinstance(labels[-1], str) != isinstance(labels[0], str):
             raise DataError(f"{item_name}, y: {y!r}, and item 0 has {labels[0]!r}; expected text for all, or integers")
-    return _labelled(where, np.stack(inputs), np.asarray(labels))
+    return _check_labelled(where, np.stack(inputs), np.asarray(labels))
 
 
 def _pair_of(where: str, item: Any, keys: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return input and label of an item: a pair, or a row that has them under ``keys``."""
+    """Return the input and the label of an item, which is a pair, or a row that has them under ``keys``."""
     if isinstance(item, Mapping):
         missing = [str(key) for key in keys if key not in item]
         if missing:
@@ -375,14 +383,14 @@ def _pair_of(where: str, item: Any, keys: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def _input_array(where: str, value: Any) -> np.ndarray:
-    """Return an input as an array; a Pillow image as its pixels, whatever its mode: a palette is no grey image."""
+    """Return an input as an array; of a Pillow image the pixels, because the values of a palette are not brightness."""
     if hasattr(value, "getbands") and hasattr(value, "convert"):
         return height_width_channels(value)
     return _array(where, value)
 
 
 def _label_of(where: str, value: Any) -> str | int:
-    """Return a label as text or as an integer; numbers that are no integers are no labels."""
+    """Return a label as text or as an integer; other numbers are refused, because 2.5 is not a class."""
     if isinstance(value, str):
         return value
     try:
@@ -391,8 +399,8 @@ def _label_of(where: str, value: Any) -> str | int:
         raise DataError(f"{where}: {value!r}, expected an integer or text") from error
 
 
-def _keys_of(where: str, row: Mapping[str, Any]) -> tuple[str, str]:
-    """Keys of the input and of the label of a row."""
+def _find_keys(where: str, row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the keys of the input and of the label of a row."""
     image = next((key for key in IMAGE_KEYS if key in row), None)
     label = next((key for key in LABEL_KEYS if key in row), None)
     if image is None or label is None:
@@ -406,8 +414,8 @@ def _keys_of(where: str, row: Mapping[str, Any]) -> tuple[str, str]:
     return image, label
 
 
-def _labelled(where: str, X: Any, y: Any) -> Labelled:  # noqa: N803 - as scikit-learn calls it
-    """Check inputs and labels."""
+def _check_labelled(where: str, X: Any, y: Any) -> Labelled:  # noqa: N803 - as scikit-learn calls it
+    """Return inputs and labels as arrays after checks of their shape, type and values."""
     inputs = _array(f"{where}, X", X)
     labels = _text_of_objects(_array(f"{where}, y", y))
     if inputs.ndim not in {3, 4} or inputs.dtype.kind not in "iufb":
@@ -433,13 +441,13 @@ def _labelled(where: str, X: Any, y: Any) -> Labelled:  # noqa: N803 - as scikit
 
 
 def _text_of_objects(labels: np.ndarray) -> np.ndarray:
-    """Return an array of Python objects that are all text as text, as columns of tables are; others as they are."""
+    """Return ``labels`` as an array of text if all are text, as columns of tables are; otherwise unchanged."""
     is_text = labels.dtype.kind == "O" and all(isinstance(label, str) for label in labels.ravel())
     return labels.astype(str) if is_text and labels.size else labels
 
 
 def _check_same_form(where: str, part: Labelled, whose: str, known: Labelled) -> None:
-    """Check that samples have the form of those that are known."""
+    """Require that samples have the same form as the first client's, so that all fit into one archive."""
     own, expected = part.inputs, known.inputs
     if own.shape[1:] != expected.shape[1:] or own.dtype.kind != expected.dtype.kind:
         raise DataError(
@@ -457,4 +465,4 @@ def _array(where: str, value: Any) -> np.ndarray:
     try:
         return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
     except (ValueError, TypeError) as error:
-        raise DataError(f"{where}: no array ({error})") from error
+        raise DataError(f"{where}: not an array ({error}), expected values of one shape and type") from error

@@ -176,8 +176,8 @@ def test_a_device_that_was_revoked_after_the_backup_does_not_come_back_with_it(f
     assert code == 2, err
     assert "is a backup made at 20" in err
     who = "1 agent: hall" if former == "in reach" else "2 agents: hall, porch"
-    assert f"Its certificates let in {who}." in err
-    known = "revoked since the backup, and kept out: porch" if former == "in reach" else "no former state folder is in"
+    assert f"Its certificates admit {who}." in err
+    known = "revoked after the backup, and not admitted: porch" if former == "in reach" else "no former state folder"
     assert known in err
     assert "'headwater serve --accept-identities' confirms it" in err
     if former == "gone":

@@ -189,7 +189,7 @@ def test_folders_and_lists_of_others_are_refused_and_named(former, restored, tmp
     with pytest.raises(UsageError, match="no such file or folder; expected a state folder"):
         read_revocations(tmp_path / "nothing", authority)
     (tmp_path / "words").write_text("porch is revoked")
-    with pytest.raises(StateError, match=r"no list of revoked certificates .*expected PEM or DER"):
+    with pytest.raises(StateError, match=r"not a list of revoked certificates .*expected PEM or DER"):
         read_revocations(tmp_path / "words", authority)
 
 
