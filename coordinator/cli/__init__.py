@@ -23,40 +23,53 @@ from ..shadowed import check_export
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "GROUPS", "main"]
 
 T = TypeVar("T")
 
-COMMANDS: dict[str, str] = {
-    "demo": "Train, export and personalize here, in one to two minutes.",
-    "init": "Make a federation whose devices have certificates.",
-    "serve": "Serve a federation until stopped.",
-    "run": "Start a run and follow it to its end.",
-    "simulate": "Run a method on many clients on this machine.",
-    "partition": "Divide data among clients, and save who has which rows.",
-    "reproduce": "Run the cells of a published table and compare.",
-    "logs": "Show what happened in a run, and for whom it waited.",
-    "cancel": "End a run for good, queued or under way.",
-    "status": "Show runs, agents, and what the coordinator waits for.",
-    "web": "Show fleet, runs and releases in a browser.",
-    "export": "Export a run's encoder as a bundle file.",
-    "release": "Create, promote, hold or roll back releases.",
-    "report": "Write a run's page with tables and plots.",
-    "analyze": "Measure a run's features and models as the papers do.",
-    "audit": "Check a run's journal, receipts and checkpoints.",
-    "traces": "Send runs as traces to OpenTelemetry.",
-    "backup": "Copy the state folder, also while serving.",
-    "prune": "Remove checkpoints and bundles of old runs.",
-    "methods": "List all methods, or show one of them.",
-    "enroll": "Make a token by which a device gets a certificate.",
-    "sign": "Answer a device's request for a certificate in a file.",
-    "keys": "Make, show and change release keys; sign bundles.",
-    "agents": "Show all agents or one; revoke or rename certificates.",
-    "password": "Create an agent's password and key of its commands.",
-    "doctor": "Check this machine and the way to the broker.",
-    "bench": "Measure this machine: devices, rounds, simulations.",
+GROUPS: dict[str, dict[str, str]] = {
+    "Start here": {
+        "demo": "Train, export and personalize here, in one to two minutes.",
+        "simulate": "Run a method on many clients on this machine.",
+        "doctor": "Check this machine and the way to the broker.",
+    },
+    "Run a federation": {
+        "init": "Make a federation whose devices have certificates.",
+        "serve": "Serve a federation until stopped.",
+        "enroll": "Make a token by which a device gets a certificate.",
+        "run": "Start a run and follow it to its end.",
+        "status": "Show runs, agents, and what the coordinator waits for.",
+        "logs": "Show what happened in a run, and for whom it waited.",
+        "cancel": "End a run for good, queued or under way.",
+        "web": "Show fleet, runs and releases in a browser.",
+    },
+    "Fleet and releases": {
+        "agents": "Show all agents or one; revoke or rename certificates.",
+        "export": "Export a run's encoder as a bundle file.",
+        "release": "Create, promote, hold or roll back releases.",
+        "keys": "Make, show and change release keys; sign bundles.",
+    },
+    "Data and pictures": {
+        "methods": "List all methods, or show one of them.",
+        "partition": "Divide data among clients, and save who has which rows.",
+        "reproduce": "Run the cells of a published table and compare.",
+        "analyze": "Measure a run's features and models as the papers do.",
+        "report": "Write a run's page with tables and plots.",
+    },
+    "Operator": {
+        "sign": "Answer a device's request for a certificate in a file.",
+        "password": "Create an agent's password and key of its commands.",
+        "backup": "Copy the state folder, also while serving.",
+        "prune": "Remove checkpoints and bundles of old runs.",
+        "audit": "Check a run's journal, receipts and checkpoints.",
+        "traces": "Send runs as traces to OpenTelemetry.",
+        "bench": "Measure this machine: devices, rounds, simulations.",
+    },
 }
-"""Command, which is also its module and function here -> summary."""
+"""Title in ``headwater --help`` -> its commands -> their summaries. A command is also its module and function here."""
+
+COMMANDS: dict[str, str] = {name: summary for group in GROUPS.values() for name, summary in group.items()}
+"""Every command, in the order of the help -> its summary."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -103,7 +116,7 @@ def command_tree(given: Sequence[str]) -> typer.Typer:
 
         app = typer.Typer(
             name="headwater",
-            cls=_without_pydantic(TyperGroup),
+            cls=_with_titles(_without_pydantic(TyperGroup)),
             help="The coordinator of Headwater: federated learning with on-device personalization. Devices run "
             "'edge-agent'.",
             epilog="Example: headwater demo",
@@ -181,6 +194,21 @@ def _without_pydantic(base: type[T]) -> type[T]:
             return parameters
 
     return Light
+
+
+def _with_titles(base: type[T]) -> type[T]:
+    """A group of commands whose help lists them below the titles of `GROUPS`, and not as one long list."""
+
+    class Titled(base):  # type: ignore[misc, valid-type]
+        def format_commands(self, _ctx: Any, formatter: Any) -> None:
+            # One width for all titles, so that the summaries stand below each other.
+            width = max(len(name) for name in COMMANDS)
+            for title, commands in GROUPS.items():
+                rows = [(name.ljust(width), summary) for name, summary in commands.items()]
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+    return Titled
 
 
 def _print_version(is_given: bool) -> None:

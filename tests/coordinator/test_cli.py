@@ -78,6 +78,18 @@ def test_help_lists_all_commands_in_80_columns(call):
     assert "…" not in out
 
 
+def test_help_lists_the_commands_below_the_titles_of_what_they_are_for(call):
+    out = call("--help")[1]
+    listed = {}
+    for title, lines in re.findall(r"^(\w[\w ]*):\n((?:  [a-z]+ .*\n)+)", out, re.MULTILINE):
+        listed[title] = re.findall(r"^  ([a-z]+) ", lines, re.MULTILINE)
+    assert listed == {title: list(commands) for title, commands in headwater.GROUPS.items()}
+    assert next(iter(listed)) == "Start here"
+    assert max(map(len, listed.values())) <= 8, "a title with more commands is a long list again"
+    starts = {len(line) for line in re.findall(r"^(  [a-z]+ +)[A-Z]", out, re.MULTILINE)}
+    assert len(starts) == 1, "the summaries stand below each other"
+
+
 def test_version_is_that_of_the_package(call):
     from edge_agent import __version__
 
