@@ -9,10 +9,10 @@ from datetime import datetime
 from edge_agent.moments import shown
 
 MOST_BREAKS = 5
-"""So many breaks within `RECENT_S` make a flapping link; a device that moves, or restarts its radio, has fewer."""
+"""The number of breaks within `RECENT_S` that make a flapping link; a device that moves has fewer."""
 
 RECENT_S = 600.0
-"""A link that has not broken for so long is a good one again."""
+"""Time in seconds without a break after which a link is good again."""
 
 
 @dataclass
@@ -43,5 +43,5 @@ class LinkBreaks:
             return ""
         return (
             f"its connection to the broker has broken {self.times} times since {shown(self.since.isoformat())}, last "
-            f"{now - self.recent[-1]:.0f} s ago; it goes on where it was, slowly: look at its network"
+            f"{now - self.recent[-1]:.0f} s ago; transfers resume after each break, slowly; check its network"
         )

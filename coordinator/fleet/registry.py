@@ -606,7 +606,7 @@ class Rejections:
 
 
 MOST_SKIPPED_NAMES = 1000
-"""By how many the word of one agent may move the number of the next run: a hostile one could use them up."""
+"""How far the word of one agent may raise the number of the next run: a hostile agent could use up all numbers."""
 
 
 class RunIds:

@@ -24,16 +24,16 @@ EXPLODED = 2.0
 """A loss above so many times both its first value and that of guessing, log K, has exploded."""
 
 LOSS_ROUNDS = 3
-"""Rounds over which the training loss is compared with itself."""
+"""The number of rounds over which a fall of the training loss is measured."""
 
 STILL_FALLING = 0.97
 """A loss below this share of that before `LOSS_ROUNDS` rounds still falls: rounds differ by a percent or two."""
 
 FEW_SAMPLES = 100
-"""Training samples of a device below which they are few: three steps an epoch with batches of 32."""
+"""A device with fewer training samples has few: with batches of 32 an epoch has three steps."""
 
 PERSONAL_METHODS = ("fedper", "fedrep", "fedavg_ft")
-"""Methods with a personal part that need no settings of their own."""
+"""Methods with a personal part that work with their default parameters."""
 
 SHOWN_CLIENTS = 10
 """Clients below their local baseline that get a line each in text and log; the result has all of them."""
@@ -150,7 +150,7 @@ class LastUpdates:
 
     @property
     def note(self) -> str:
-        """What is to be known beside "finished", each reason once; empty where no agent was left out."""
+        """How many updates the round lacks, with each reason once; empty where no agent was left out."""
         if not self.left_out:
             return ""
         reasons = "; ".join(f"without {listed(one.agents)}: {one.reason}" for one in self.left_out)

@@ -1,4 +1,4 @@
-"""A bundle that a device has tried and does not run: kept apart from the bundle that it runs, with its accuracies."""
+"""A bundle that a device has tried and rolled back, with its accuracies, beside the bundle that the device runs."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ SCOPES = ("local", "global", "personal")
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a device says of a bundle that it was offered and went back from."""
+    """A bundle that a device has tried and rolled back, as the device reported it."""
 
     bundle_id: str
-    """Empty where a version before did not note it."""
+    """Id of the bundle; empty where an earlier version did not record it."""
 
     run: str = ""
     """The run that the bundle is of."""
 
     release: int = 0
-    """Number of the release by which it came; 0: by none."""
+    """Number of the release that offered the bundle; 0: no release did."""
 
     reason: str = ""
-    """Why the device does not run it."""
+    """Why the device rolled the bundle back."""
 
     acc: Mapping[str, float] = field(default_factory=dict)
     """Scope (local, global, personal) -> accuracy on the device, 0..1; empty where it was not measured."""
 
     @classmethod
     def from_report(cls, report: Report) -> Candidate | None:
-        """Return the candidate that a report is about; None where the device runs what it is about."""
+        """Return the candidate that a report is about; None where the device runs the bundle of the report."""
         if not report.rolled_back or report.about == report.bundle_id != "":
             return None
         reported = {"local": report.acc_local, "global": report.acc_global, "personal": report.acc_personal}
@@ -57,7 +57,7 @@ class Candidate:
         )
 
     def body(self) -> dict[str, Any]:
-        """Return it as JSON, for the journal and the status."""
+        """Return the candidate as JSON, for the journal and the status."""
         return {
             "bundle_id": self.bundle_id,
             "run": self.run,
@@ -68,11 +68,11 @@ class Candidate:
 
     @property
     def note(self) -> str:
-        """What is to be known of a device that went back from a bundle."""
+        """The line of a status that says which encoder the device rolled back, and why."""
         return f"rolled back the encoder of {self.run or 'a run'}: {self.reason}"
 
 
 def accuracies_of(body: Mapping[str, Any]) -> dict[str, float]:
-    """Return the accuracies of an entry by scope, without those that are not known."""
+    """Return the accuracies of an entry by scope; unknown ones are left out."""
     known = {scope: as_number(body.get(scope)) for scope in SCOPES}
     return {scope: value for scope, value in known.items() if value is not None}

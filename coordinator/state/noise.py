@@ -1,4 +1,4 @@
-"""Whether a difference between two accuracies of one device is more than noise: one rule for all that is shown.
+"""The rule that tells a difference between two accuracies of one device from noise, for everything that is shown.
 
 A device compares the two models on its held-out samples by McNemar's exact test and reports ``better_alone``; that
 decides whether it loses. It sends no outcomes of single samples, so a gain is judged by the accuracies alone, as if
@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 STANDARD_ERRORS = 2.0
-"""A difference of more than so many standard errors is more than noise."""
+"""The number of standard errors above which a difference is more than noise."""
 
 
 class Gain(enum.Enum):
-    """What the accuracy of a personal model is beside that of the best model alone; the values are words of pages."""
+    """How a personal model compares with the best model alone; the values are the words of the pages."""
 
     ABOVE = "above"
     WITHIN = "within noise"
@@ -36,7 +36,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """The standard error of the difference of both, if they were of different samples."""
+        """The standard error of their difference, as if they were of different samples."""
         return math.hypot(standard_error(self.local, self.support), standard_error(self.personal, self.support))
 
     @property

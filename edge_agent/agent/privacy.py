@@ -59,10 +59,10 @@ def check_job(policy: PrivacyConfig, job: Job, least: int | None) -> None:
 
 
 def check_policy(policy: PrivacyConfig, own: Iterable[str] = ()) -> str:
-    """What is to be known of a policy before any run; empty: nothing. ``own``: methods in files of this device.
+    """Return a warning about a policy, before any run; empty: none. ``own``: methods in files of this device.
 
     Raises:
-        UnknownName: it names a method that there is not.
+        UnknownName: The policy names a method that does not exist.
     """
     from .. import methods
 
@@ -111,11 +111,11 @@ def check_tensors(policy: PrivacyConfig, names: Iterable[str]) -> None:
 
 
 EXTRA = "extra."
-"""How the names of arrays begin that are no tensors of the model."""
+"""Prefix of the names of arrays that are not tensors of the model."""
 
 
 class Content(Enum):
-    """What an array of an update is, by its name, its shape and its dtype."""
+    """The kind of an array in an update, by its name, its shape and its dtype."""
 
     MODEL = "a tensor of the model"
     CLASSES = "statistics of classes"
@@ -124,7 +124,7 @@ class Content(Enum):
 
 @dataclass(frozen=True)
 class UpdateFacts:
-    """What the arrays of one update are judged by.
+    """The facts by which the arrays of one update are checked.
 
     Attributes:
         method: Name of the run's method.
@@ -150,7 +150,7 @@ class UpdateFacts:
 
 
 def content_of(name: str, array: np.ndarray, facts: UpdateFacts) -> Content:
-    """Tell what an array of an update is.
+    """Return the kind of an array in an update.
 
     A tensor of the model is one that is shared and trained, or a copy or a change of one, which is named ``extra.*.``
     and then as the tensor, in its shape. Statistics of classes are counts (K,) of integers, and what has one vector of
@@ -200,7 +200,7 @@ def check_update(policy: PrivacyConfig, update: Tensors, facts: UpdateFacts) -> 
         if content is Content.MODEL or allows_statistics(policy, name):
             continue
         is_declared = facts.is_shipped or facts.declared_least is not None
-        # With as many features as classes nothing tells rows from columns, nor class sums from X^T X.
+        # With as many features as classes, rows cannot be told from columns, nor sums by class from X^T X.
         is_ambiguous = array.ndim == 2 and array.shape[0] == array.shape[1] and not facts.is_shipped
         if content is Content.CLASSES and is_declared and not is_ambiguous:
             reasons += _objections_to_classes(policy, name, array, facts)
@@ -213,7 +213,7 @@ def check_update(policy: PrivacyConfig, update: Tensors, facts: UpdateFacts) -> 
 
 
 def allows_statistics(policy: PrivacyConfig, name: str) -> bool:
-    """Whether the owner lets an array of this name out, whatever it tells."""
+    """Return whether the owner lets an array of this name leave, whatever its content."""
     return any(fnmatchcase(name, pattern) for pattern in policy.statistics)
 
 
@@ -224,7 +224,7 @@ def declared_least(params: Mapping[str, Any]) -> int | None:
 
 
 def _objections_to_classes(policy: PrivacyConfig, name: str, array: np.ndarray, facts: UpdateFacts) -> list[str]:
-    """Tell why these statistics of classes may not leave."""
+    """Return the reasons why these statistics of classes may not leave; empty: they may."""
     import numpy as np
 
     if policy.samples == "rounded":
@@ -248,7 +248,7 @@ def _objections_to_classes(policy: PrivacyConfig, name: str, array: np.ndarray, 
 
 
 def _objection_to_unchecked(arrays: Mapping[str, np.ndarray], facts: UpdateFacts) -> str:
-    """Tell which arrays the owner would have to allow, and how."""
+    """Return a reason that names the arrays which the owner would have to allow, and how."""
     listed = [f"'{name}' {array.dtype} {[*array.shape]}" for name, array in arrays.items()]
     shown = ", ".join(listed[:_SHOWN_ARRAYS])
     more = f" and {len(listed) - _SHOWN_ARRAYS} more" if len(listed) > _SHOWN_ARRAYS else ""
@@ -266,7 +266,7 @@ def _objection_to_unchecked(arrays: Mapping[str, np.ndarray], facts: UpdateFacts
 
 
 _SHOWN_ARRAYS = 4
-"""Arrays that a reason names; a message holds 1,000 characters."""
+"""The number of arrays that a reason names, because a message holds 1,000 characters."""
 
 
 def sample_count(policy: PrivacyConfig, exact: int) -> int:

@@ -1,4 +1,4 @@
-"""How far a compressed file may expand, known before memory is taken: 2 MB of zeros in an archive are 1.9 GB."""
+"""Limits on how far a compressed file may expand: 2 MB of zeros in an archive would take 1.9 GB of memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 SMALL_BYTES = 32 << 20
-"""Up to here a file may expand however small it is."""
+"""The size in bytes up to which every file may expand, however small it is."""
 
 MOST_EXPANSION = 30
-"""Beyond that, so many times its size. Sensor recordings and photos in archives expand 2 to 10 times."""
+"""Beyond `SMALL_BYTES`, how many times its size a file may expand to; recordings and photos expand 2 to 10 times."""
 
 _BLOCK_BYTES = 1 << 20
 
 MEMORY_SHARE = 4
-"""Data may take one in so many bytes of the free memory: preprocessing holds copies of them."""
+"""Data may take the free memory divided by this number, because preprocessing holds copies of them."""
 
 
 def memory_budget_bytes() -> int:
