@@ -188,7 +188,7 @@ class EnrolmentPort:
         if isinstance(error, NotProven) or not isinstance(error, EnrolmentRefused):
             self._note_stranger(address, printable(str(error)))
             return
-        self.on_refused(name, error.found, error.remedy)
+        self.on_refused(name, error.reason, error.remedy)
         log.warning("enrolment_refused from=%s reason=%s", address, printable(str(error)))
 
     def _note_stranger(self, address: str, reason: str) -> None:
