@@ -102,7 +102,15 @@ class WeightsError(UsageError):
 
 
 class EnrolmentRefused(UsageError):
-    """A token or a certificate does not count; the message names the step, the cause and the next command."""
+    """A token or a certificate does not count; the message names the step, the cause and the next command.
+
+    ``reason`` is the message without the next command, and ``remedy`` that command; empty where none was given.
+    """
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        self.reason = reason
+        self.remedy = remedy
+        super().__init__(f"{reason}; {remedy}" if remedy else reason)
 
 
 class NotProven(EnrolmentRefused):

@@ -300,10 +300,11 @@ class Enrolment:
                 return repeated  # the answer was lost
             raise EnrolmentRefused(
                 f"token: it was used at {shown(token.used_at)} by a device with the key {token.used_by}, and counts "
-                f"once; {_again(name)}"
+                "once",
+                _again(name),
             )
         if token.expires < now:
-            raise EnrolmentRefused(f"token: it expired at {shown(token.expires)}; {_again(name)}")
+            raise EnrolmentRefused(f"token: it expired at {shown(token.expires)}", _again(name))
         ended = record.revoked(now).model_copy(update={"token": token})
         revoked = [ended] if record.certificates else []
         if token.replaces and (other := self.ledger.get(token.replaces)) is not None:
@@ -322,12 +323,12 @@ class Enrolment:
         # Whoever cannot sign with the certificate's key gets one answer, whatever is known of that name.
         shown_one = _shown_certificate(record, request)
         if shown_one.revoked_at is not None:
-            raise EnrolmentRefused(f"certificate: it was revoked at {shown(shown_one.revoked_at)}; {_again(name)}")
+            raise EnrolmentRefused(f"certificate: it was revoked at {shown(shown_one.revoked_at)}", _again(name))
         last = shown_one.not_after + self.config.grace_days * 86_400
         if now.timestamp() > last:
             raise EnrolmentRefused(
-                f"certificate: it expired at {shown(shown_one.not_after)}, and could be renewed until {shown(last)}; "
-                f"{_again(name)}"
+                f"certificate: it expired at {shown(shown_one.not_after)}, and could be renewed until {shown(last)}",
+                _again(name),
             )
         return shown_one
 
@@ -345,11 +346,12 @@ class Enrolment:
         if now.timestamp() < first:
             raise EnrolmentRefused(
                 f"certificate: it can be renewed from {shown(first)} on, and the coordinator's clock says "
-                f"{shown(now.timestamp())}; try again then"
+                f"{shown(now.timestamp())}",
+                "try again then",
             )
         holding = sum(one.not_after > now.timestamp() for one in valid)
         if holding >= MOST_CERTIFICATES:
-            raise EnrolmentRefused(f"certificate: '{name}' has {holding} that hold already; {_again(name)}")
+            raise EnrolmentRefused(f"certificate: '{name}' has {holding} that hold already", _again(name))
         made = self._issue(name, key, renews=request.serial)
         self._write(record, made, record.token)
         return made

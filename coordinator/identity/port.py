@@ -185,11 +185,10 @@ class EnrolmentPort:
 
     def _note_refusal(self, name: str, error: UsageError, address: str) -> None:
         """Tell the operator of an agent that is refused, where the request proves to be that agent's."""
-        is_proven = isinstance(error, EnrolmentRefused) and not isinstance(error, NotProven)
-        if not is_proven:
+        if isinstance(error, NotProven) or not isinstance(error, EnrolmentRefused):
             self._note_stranger(address, printable(str(error)))
             return
-        self.on_refused(name, str(error), f"'headwater enroll {name}' makes a token for it")
+        self.on_refused(name, error.reason, error.remedy)
         log.warning("enrolment_refused from=%s reason=%s", address, printable(str(error)))
 
     def _note_stranger(self, address: str, reason: str) -> None:

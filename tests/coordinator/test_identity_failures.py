@@ -903,7 +903,10 @@ def test_refused_device_that_proves_its_identity_is_named_to_the_operator(side, 
     side.port.on_refused = lambda *about: accused.append(about)
     question = folder.question("home", "porch").model_dump_json().encode()
     assert "it was revoked at" in side.port.answer(question, "192.0.2.1")["refused"]
-    assert [about[0] for about in accused] == ["porch"]
+    ((name, message, remedy),) = accused
+    assert name == "porch"
+    assert "headwater enroll" not in message, "the remedy stands beside it, and would be read twice"
+    assert remedy == "'headwater enroll porch' on the coordinator makes a token"
 
 
 def test_flood_of_requests_that_prove_nothing_leaves_a_few_lines_in_the_log(side, device, caplog, monkeypatch):
