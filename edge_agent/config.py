@@ -577,7 +577,10 @@ def _anchor(model: Model, base: Path) -> Model:
         if isinstance(value, Path) and not value.is_absolute():
             changes[name] = (base / value).resolve()  # shown to people: without dots on the way
         elif isinstance(value, BaseModel):
-            changes[name] = _anchor(value, base)
+            anchored = _anchor(value, base)
+            # A table without paths stays as it is: a changed field counts as given, also where it has its default.
+            if anchored is not value:
+                changes[name] = anchored
         elif isinstance(value, tuple) and any(isinstance(one, BaseModel) for one in value):
             changes[name] = tuple(_anchor(one, base) for one in value)
-    return model.model_copy(update=changes)
+    return model.model_copy(update=changes) if changes else model

@@ -207,7 +207,9 @@ def show_certificates_by_old_name(config: Config = None, state: State = None, as
 
 @app.command()
 def revoke(name: Name, config: Config = None, state: State = None, as_json: Json = False) -> None:
-    """Shut an agent out: its certificates count no more, and a coordinator that serves ends its session within seconds.
+    """Shut an agent out.
+
+    Its certificates count no more, and a coordinator that serves ends its session within seconds.
 
     Example: headwater agents revoke porch
     """
@@ -235,9 +237,9 @@ def rename(
     state: State = None,
     as_json: Json = False,
 ) -> None:
-    """Make a token by which an agent's device takes another name; its old one is revoked when the token is used.
+    """Make a token for another name of a device.
 
-    The device keeps its state folder, with bundle, head and samples.
+    Its old name is revoked when the token is used. The device keeps its state folder, with bundle, head and samples.
 
     Example: headwater agents rename porch garden
     """

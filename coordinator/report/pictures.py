@@ -58,7 +58,10 @@ def picture(charts: Sequence[Chart], kind: Format = "svg", *, title: str = "") -
         for panel, chart in zip(panels, charts, strict=True):
             _draw(panel, chart)
         if title:
-            figure.suptitle(clean(title, 200), x=0.01, ha="left", fontsize=12, fontweight="bold")
+            # The title's font is larger than a panel's, and a line that is wider than the picture is cut off.
+            wide = int(_TITLE_CHARS_PER_INCH * sum(width for width, _ in sizes) * _PANEL_TITLE_SIZE / _TITLE_SIZE)
+            lines = textwrap.fill(clean(title, 200), wide)
+            figure.suptitle(lines, x=0.01, ha="left", fontsize=_TITLE_SIZE, fontweight="bold")
         out = io.BytesIO()
         dates = {"png": "Software", "svg": "Date", "pdf": "CreationDate"}  # nothing that differs from run to run
         figure.savefig(out, format=kind, dpi=150, metadata={dates[kind]: None})
@@ -81,7 +84,7 @@ def _style() -> Any:
         "axes.edgecolor": rule,
         "axes.facecolor": _COLOURS["sheet"],
         "figure.facecolor": _COLOURS["sheet"],
-        "axes.titlesize": 11,
+        "axes.titlesize": _PANEL_TITLE_SIZE,
         "axes.titleweight": "bold",
         "axes.titlelocation": "left",
         "axes.grid": True,
@@ -101,6 +104,12 @@ def _style() -> Any:
 
 _TITLE_CHARS_PER_INCH = 9.5
 """Of a panel's title in its font, with some room: a longer line would squeeze the panel."""
+
+_PANEL_TITLE_SIZE = 11
+"""Of a panel's title, in points."""
+
+_TITLE_SIZE = 12
+"""Of the title above all panels, in points."""
 
 
 def _size(chart: Chart) -> tuple[float, float]:

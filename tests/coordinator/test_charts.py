@@ -239,6 +239,16 @@ def test_shares_are_percentages_in_what_is_read_and_stay_shares_in_what_is_drawn
     assert (percent(None), points(0.05), points(-0.05), points(None)) == ("–", "+5.0", "−5.0", "–")
 
 
+def test_long_title_above_all_panels_is_wrapped_and_not_cut_off():
+    title = "FedPAC, Table 1: Fashion-MNIST, 20 clients (Xu, Tong, Huang, Personalized Federated Learning, ICLR 2023)"
+    one, two = (picture(every_kind()[:1] * count, title=title).decode() for count in (1, 2))
+    written = re.findall(r">([^<>]*)</(?:text|tspan)>", one)
+    parts = [text for text in written if text.strip() and text in title and len(text) > 10]
+    assert " ".join(parts) == title
+    assert len(parts) > 1
+    assert f">{title}<" in two, "there is room for it above two panels"
+
+
 def test_ticks_of_rounds_are_whole_numbers_also_in_a_picture_of_two_rounds():
     line = Series("mean", ((0.0, 0.1), (1.0, 0.2), (2.0, 0.3)), "personal")
     chart = Lines("Accuracy", "Accuracy.", Axis("rounds done"), Axis("accuracy", low=0.0, high=1.0), (line,))

@@ -78,6 +78,11 @@ def test_help_lists_all_commands_in_80_columns(call):
     assert "…" not in out
 
 
+def test_summaries_of_sub_commands_are_whole(call):
+    for group in ("agents", "keys", "release"):
+        assert "..." not in call(group, "--help")[1].split("Commands:")[1], group
+
+
 def test_help_lists_the_commands_below_the_titles_of_what_they_are_for(call):
     out = call("--help")[1]
     listed = {}

@@ -403,6 +403,24 @@ def test_certificate_of_the_federation_serves_the_view_over_tls(site, tmp_path):
             thread.join(LIMIT_S)
 
 
+def test_command_shows_a_federation_whose_configuration_init_has_made(tmp_path):
+    from coordinator.cli import main
+
+    folder = tmp_path / "fleet"
+    with contextlib.suppress(SystemExit):
+        main(["init", str(folder), "--host", "localhost"])
+    words = command("coordinator", "web", "--config", str(folder / "coordinator.toml"), "--listen", "127.0.0.1:0")
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr.readline().startswith(f"web view of {folder / 'state'} at http://127.0.0.1:")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 130
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
 def test_command_shows_a_folder_and_ends_with_ctrl_c(site):
     site.status([agent_status("a")])
     words = command("coordinator", "web", "--state", str(site.path), "--listen", "127.0.0.1:0")
