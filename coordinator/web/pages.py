@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.resources import files
 from statistics import fmean
@@ -138,16 +138,20 @@ def _agent_page(
     )
 
 
-@shown
 def runs(request: Request) -> Response:
     """All runs, the newest first."""
-    view, before = site_of(request).view, _whole(request, "before")
-    numbered = list(enumerate(view.runs.values(), 1))
+    view = site_of(request).view
+    before = _whole(request, "before")
+    view.refresh()
+    with view.lock:
+        numbered = list(enumerate(view.runs.values(), 1))
     older = [(number, run) for number, run in numbered if before is None or number < before]
     chosen = older[-PAGE_ROWS:][::-1]
-    rows = [{"run": run, **_standing(view, run)} for _, run in chosen]
     more = chosen[-1][0] if len(older) > len(chosen) else None
-    return page(request, "runs.html", topic="runs", rows=rows, more=more, total=len(numbered), most=MOST_COMPARED)
+    ends = _accuracies_at_end(view, [run for _, run in chosen])
+    with view.lock:
+        rows = [{"run": run, **_standing(view, run, ends[run.id])} for _, run in chosen]
+        return page(request, "runs.html", topic="runs", rows=rows, more=more, total=len(numbered), most=MOST_COMPARED)
 
 
 def run(request: Request) -> Response:
@@ -184,7 +188,7 @@ def _run_page(
         "run.html",
         topic=f"run:{info.id}",
         info=info,
-        **_standing(view, info),
+        **_standing(view, info, summary.get("means", {})),
         live=live,
         cohort=list(_cohort(live)),
         waiting=view.waiting() if live else {},
@@ -245,13 +249,27 @@ def analysis(request: Request) -> Response:
     return Response(content, media_type=kind, headers={"content-security-policy": REPORT_POLICY})
 
 
-@shown
 def compare(request: Request) -> Response:
     """Several runs on common axes, with the settings in which they differ."""
-    view, names = site_of(request).view, list(dict.fromkeys(request.query_params.getlist("run")))
+    view = site_of(request).view
+    names = dict.fromkeys(request.query_params.getlist("run"))
     if len(names) > MOST_COMPARED:
         raise UsageError(f"{len(names)} runs are chosen, at most {MOST_COMPARED} can be compared; choose fewer")
-    chosen = [_run_named(view, name) for name in names] or [one for one in view.runs.values() if one.started_at][-10:]
+    view.refresh()
+    with view.lock:
+        chosen = [_run_named(view, name) for name in names]
+        if not chosen:
+            chosen = [run for run in view.runs.values() if run.started_at][-10:]
+    ends = _accuracies_at_end(view, chosen)
+    with view.lock:
+        return _comparison(request, view, chosen, ends)
+
+
+def _comparison(
+    request: Request, view: FolderView, chosen: Sequence[RunInfo], ends: Mapping[str, Mapping[str, float | None]]
+) -> Response:
+    """Make the page that compares the chosen runs; ``ends``: run -> `_accuracies_at_end`."""
+    names = dict.fromkeys(request.query_params.getlist("run"))
     curves = [(one.id, view.curves(one.id)) for one in chosen]
     flat = [_settings(one.request) for one in chosen]
     keys = sorted({key for one in flat for key in one})
@@ -259,7 +277,7 @@ def compare(request: Request) -> Response:
     wants_all = "all" in request.query_params
     columns = (keys if wants_all else differing)[:MOST_SETTINGS]
     rows = [
-        {"run": one, **_standing(view, one), "settings": [settings.get(key, "") for key in columns]}
+        {"run": one, **_standing(view, one, ends[one.id]), "settings": [settings.get(key, "") for key in columns]}
         for one, settings in zip(chosen, flat, strict=True)
     ]
     return page(
@@ -420,24 +438,38 @@ def _run_now(view: FolderView) -> dict[str, Any] | None:
     now = view.run_now()
     if (info := view.runs.get(as_text(now.get("id")))) is None:
         return None
-    return {"info": info, "live": now, **_standing(view, info)}
+    return {"info": info, "live": now, **_standing(view, info, {})}
 
 
-def _standing(view: FolderView, info: RunInfo) -> dict[str, Any]:
-    """How far a run is, and its newest accuracies over all agents."""
+def _standing(view: FolderView, info: RunInfo, at_end: Mapping[str, float | None]) -> dict[str, Any]:
+    """Say how far a run is, and what its accuracies over all agents are.
+
+    Args:
+        view: The state folder; its lock is held.
+        info: The run.
+        at_end: Scope -> mean accuracy after the training (`_accuracies_at_end`). The last round's figures are of the
+            model before that round, so they stand only for what is not known yet.
+    """
     curves = view.curves(info.id)
     points = curves.points
     last = points[max(points)] if points else None
     newest = {scope: one for point in sorted(points) for scope, one in points[point].acc.items()}
+    means: dict[str, float] = {scope: one.mean for scope, one in newest.items()}
+    means |= {scope: mean for scope, mean in at_end.items() if mean is not None}
     return {
         "status": view.status_of(info),
         "closed": last.round if last is not None else 0,
         "rounds_wanted": info.rounds,
         "is_being_read": info.is_over and not curves.is_read,
-        "acc": {scope: one.mean for scope, one in newest.items()},
+        "acc": means,
         "spreads": newest,
         "seconds": sum((one.seconds or 0.0) + (one.waiting_s or 0.0) for one in points.values()),
     }
+
+
+def _accuracies_at_end(view: FolderView, runs: Iterable[RunInfo]) -> dict[str, Mapping[str, float | None]]:
+    """Return run -> scope -> mean accuracy after the training, empty for a run under way. The lock is not held."""
+    return {run.id: _summary(view, run).get("means", {}) if run.is_over else {} for run in runs}
 
 
 def _cohort(live: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -482,7 +514,7 @@ def _summary(view: FolderView, info: RunInfo) -> dict[str, Any]:
         return {}
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(256)
 def _read_summary(path: str, _stamp: int) -> dict[str, Any]:
     from pathlib import Path
 

@@ -362,6 +362,20 @@ def test_files_are_read_without_the_lock_of_the_pages(populated, monkeypatch):
     assert {*read} == {"_selected", "read_json", "_manifest"}
 
 
+@pytest.mark.parametrize("path", ["/runs", "/compare"])
+def test_a_run_that_has_ended_is_shown_with_its_accuracy_after_the_training(site, path):
+    """The last round's own figure, 60 to 70 %, is of the model before that round."""
+    name = site.run(2, end="run_finished")
+    summary = {"agents": [{"id": "a", "acc": {"personal": 0.25}}, {"id": "b", "acc": {"personal": 0.26}}]}
+    site.folder.run(name).summary_path.write_text(json.dumps(summary), encoding="utf-8")
+    with site.client() as client:
+        page = client.get(path).text
+    shown = re.findall(r'<td class="n">(\d+\.\d) %</td>', page)
+    assert len(shown) == 2, "shared, then personal"
+    assert 60 <= float(shown[0]) <= 70, "the summary does not have it"
+    assert shown[1] == "25.5"
+
+
 def test_compare_shows_settings_that_differ_and_all_when_asked(site):
     for lr in (0.1, 0.2):
         site.run(3, end="run_finished", params={"lr": lr})
