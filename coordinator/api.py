@@ -9,17 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_agent.config import parse
-from edge_agent.errors import HeadwaterError, MissingCapability, RunFailed, TrainingFailed, UsageError
-from edge_agent.registry import absolute
-from edge_agent.storage import (
-    FolderKind,
-    check_writable,
-    mark_folder,
-    remove_folder,
-    write_atomic,
-    write_json,
-)
+from edge_agent.core.config import parse
+from edge_agent.core.errors import HeadwaterError, MissingCapability, RunFailed, TrainingFailed, UsageError
+from edge_agent.core.own_folders import FolderKind, mark_folder, remove_folder
+from edge_agent.core.registry import absolute
+from edge_agent.core.storage import check_writable, write_atomic, write_json
 
 from .config import CoordinatorConfig, ExportConfig, HostedConfig
 from .runs.request import Request
@@ -35,7 +29,7 @@ if TYPE_CHECKING:
 
     from edge_agent.data import Samples
     from edge_agent.methods import Method
-    from edge_agent.wire.messages import Job
+    from edge_agent.wire.messages.down import Job
     from export import Report
 
     from .simulation.run import Simulation
@@ -325,8 +319,8 @@ def federate(
     from edge_agent import methods
     from edge_agent.agent.event_loop import Agent, will_of
     from edge_agent.agent.tasks import TaskRunner
-    from edge_agent.config import AgentConfig, DataConfig
-    from edge_agent.wire.transport import MemoryBroker
+    from edge_agent.core.config import AgentConfig, DataConfig
+    from edge_agent.wire.memory import MemoryBroker
 
     from .service.coordinator import Coordinator
 

@@ -16,10 +16,10 @@ import numpy as np
 from pydantic import Field
 
 from edge_agent import data, heads
+from edge_agent.core.errors import HeadwaterError
+from edge_agent.core.task import WindowInput
 from edge_agent.data import Raw, Samples
-from edge_agent.errors import HeadwaterError
 from edge_agent.heads import FitData
-from edge_agent.task import WindowInput
 
 CLASSES = ("slow", "fast")
 INPUT = WindowInput(channels=1, length=32, stride=32)

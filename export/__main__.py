@@ -10,10 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from edge_agent import config, methods
-from edge_agent.errors import ConfigError, HeadwaterError
-from edge_agent.storage import read_regular_text, read_tensors
-from edge_agent.task import Task
+from edge_agent import methods
+from edge_agent.core import config
+from edge_agent.core.errors import ConfigError, HeadwaterError
+from edge_agent.core.storage import read_regular_text, read_tensors
+from edge_agent.core.task import Task
 
 from . import Report, bundle, domains_of, model_from_state, synthetic_inputs
 

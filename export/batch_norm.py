@@ -17,9 +17,9 @@ import numpy as np
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as Norm
 
-from edge_agent.bundle import FreeNorm, NormLayer
-from edge_agent.errors import ExportRejected
-from edge_agent.task import Task
+from edge_agent.bundle.manifest import FreeNorm, NormLayer
+from edge_agent.core.errors import ExportRejected
+from edge_agent.core.task import Task
 
 from .encoder import Exported, to_onnx
 

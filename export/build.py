@@ -17,15 +17,16 @@ import torch
 from torch import nn
 
 import edge_agent
-from edge_agent import self_test
-from edge_agent.bundle import DomainAnswers, EncoderPrecision, HeadCard, Lineage, Manifest, Quantization, pack
+from edge_agent.bundle.archive import pack
+from edge_agent.bundle.manifest import DomainAnswers, EncoderPrecision, HeadCard, Lineage, Manifest, Quantization
+from edge_agent.core.errors import ExportRejected
+from edge_agent.core.task import State, Task, Tensors
 from edge_agent.data import Samples
-from edge_agent.encoder import Encoder
-from edge_agent.errors import ExportRejected
 from edge_agent.methods.base import Method
-from edge_agent.task import State, Task, Tensors
+from edge_agent.personal import self_test
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.variants import timed
 from edge_agent.training.parts import Parts, feature_dim, load_arrays
-from edge_agent.variants import timed
 from edge_agent.wire.tensors import encode
 
 from .batch_norm import PROBE_FILE, Adaptable, adaptable

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from edge_agent import data
-from edge_agent.bundle import DomainAnswers
+from edge_agent.bundle.manifest import DomainAnswers
+from edge_agent.core.task import Task
 from edge_agent.data import Samples
-from edge_agent.task import Task
-from edge_agent.variants import MOST_LOSS, refitted_answers
+from edge_agent.personal.variants import MOST_LOSS, refitted_answers
 
 from .parity import run
 from .quantize import Quantizer, Ranges, common

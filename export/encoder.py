@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from edge_agent.errors import ExportRejected, MissingCapability
-from edge_agent.task import Task
+from edge_agent.core.errors import ExportRejected, MissingCapability
+from edge_agent.core.task import Task
 
 Exporter = Literal["dynamo", "legacy"]
 _OPSET: dict[Exporter, int] = {"dynamo": 18, "legacy": 17}

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from edge_agent.bundle import Parity
-from edge_agent.encoder import batch_size, onnxruntime
-from edge_agent.errors import BundleDamaged
-from edge_agent.graph import MOST_BYTES, OPERATORS, check
-from edge_agent.task import Task
+from edge_agent.bundle.graph_check import MOST_BYTES, OPERATORS, check
+from edge_agent.bundle.manifest import Parity
+from edge_agent.core.errors import BundleDamaged
+from edge_agent.core.task import Task
+from edge_agent.personal.encoder import batch_size, onnxruntime
 from edge_agent.training.loops import evaluate
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from edge_agent.encoder import onnxruntime
+from edge_agent.personal.encoder import onnxruntime
 from edge_agent.training.ranges import steps
 
 from .encoder import quiet, strip_opsets

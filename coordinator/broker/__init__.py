@@ -24,10 +24,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from edge_agent.config import NAME_PATTERN, BrokerConfig, is_loopback
-from edge_agent.errors import BrokerAway, MissingCapability, UsageError
-from edge_agent.limits import OPEN_FILES, allow_open_files
-from edge_agent.storage import Access, read_regular_text, write_atomic
+from edge_agent.core.config import NAME_PATTERN, BrokerConfig, is_loopback
+from edge_agent.core.errors import BrokerAway, MissingCapability, UsageError
+from edge_agent.core.limits import OPEN_FILES, allow_open_files
+from edge_agent.core.storage import Access, read_regular_text, write_atomic
 
 from ..processes.supervisor import ChildProcess, Supervisor, worker_command
 from .access import COORDINATOR_USER, is_password, mosquitto_acl, read_passwords, set_password

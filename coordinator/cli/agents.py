@@ -12,10 +12,10 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from edge_agent.cli.output import pairs, value_text
-from edge_agent.errors import UsageError, nearest
-from edge_agent.identity import shown as shown_time
-from edge_agent.moments import shown as shown_moment
-from edge_agent.storage import IDENTITY
+from edge_agent.core.errors import UsageError, nearest
+from edge_agent.core.storage import IDENTITY
+from edge_agent.core.time_and_text import shown as shown_moment
+from edge_agent.identity.certificates import shown as shown_time
 
 from ..identity.ledger import AgentRecord, Ledger
 from ..state.history import SCOPES, history_of

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from edge_agent.config import parse
-from edge_agent.errors import ConfigError, UsageError
-from edge_agent.storage import check_writable
+from edge_agent.core.config import parse
+from edge_agent.core.errors import ConfigError, UsageError
+from edge_agent.core.storage import check_writable
 
 from ..research import analyze as analysis
 from ..research.analyze import Settings

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from edge_agent.config import parse
+from edge_agent.core.config import parse
 
 from ..research.bench.measuring import FleetPlan, RoundPlan, Row, SimulationSize, caveat, machine, rounded, scratch
 from .options import Given, Json, from_model

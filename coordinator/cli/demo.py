@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_agent.config import parse
-from edge_agent.errors import HeadwaterError, UsageError
-from edge_agent.storage import MARK, FolderKind, holds_only, make_folder, remove_folder
-from edge_agent.task import ImageInput, Task
-from edge_agent.worker import stop_on_signals
+from edge_agent.core.children import stop_on_signals
+from edge_agent.core.config import parse
+from edge_agent.core.errors import HeadwaterError, UsageError
+from edge_agent.core.own_folders import MARK, FolderKind, holds_only, make_folder, remove_folder
+from edge_agent.core.task import ImageInput, Task
 
 from ..config import CoordinatorConfig, RunConfig, WebConfig
 from ..state.noise import Gain, classify_gain
@@ -240,7 +240,7 @@ def _gain_points(agent: Mapping[str, Any]) -> float | None:
 
 def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
     """Yield what the table means, and what to try next."""
-    from edge_agent.installation import program_command
+    from edge_agent.core.installation import program_command
 
     from ..runs.result_notes import lines
 

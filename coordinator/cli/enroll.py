@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edge_agent.config import NAME_PATTERN
-from edge_agent.errors import UsageError
+from edge_agent.core.config import NAME_PATTERN
+from edge_agent.core.errors import UsageError
 
 from .options import Config, Json, State
 from .output import console, print_json
 
 if TYPE_CHECKING:
-    from edge_agent.identity import Token
+    from edge_agent.identity.tokens import Token
 
     from ..identity.enrolment import Enrolment
 
@@ -97,7 +97,7 @@ def print_token(token: Token, *, as_json: bool) -> None:
 
     The command reads the token from its input: on the command line everybody on the device could see it.
     """
-    from edge_agent.identity import shown
+    from edge_agent.identity.certificates import shown
 
     if as_json:
         content = {"name": token.name, "token": token.text(), "authority": token.authority, "expires": token.expires}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edge_agent.cli import output
-from edge_agent.storage import write_tensors
+from edge_agent.core.storage import write_tensors
 
 from ..config import DEFAULT_CONFIG, ExportConfig, HostedConfig, load_config
 from ..state.journal import RunRecord
@@ -100,7 +100,7 @@ def _write_weights(trained: TrainedModel, out: Path) -> dict[str, Any]:
 
 
 def _exported(report: Report, record: RunRecord) -> dict[str, Any]:
-    from edge_agent.bundle import variant_figures
+    from edge_agent.bundle.manifest import variant_figures
 
     manifest = report.manifest
     return {

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from edge_agent.moments import shown
+from edge_agent.core.time_and_text import shown
 
 from ..identity.revoked import revoked_agents
 from ..state.fleet_rows import REPORTS, AgentRow, FleetFacts, reported_by

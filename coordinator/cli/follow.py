@@ -14,9 +14,9 @@ from typing import Any
 
 from rich.table import Table
 
-from edge_agent.errors import RunFailed, StateError
-from edge_agent.moments import shown
-from edge_agent.storage import folder_lock
+from edge_agent.core.errors import RunFailed, StateError
+from edge_agent.core.locks import folder_lock
+from edge_agent.core.time_and_text import shown
 
 from ..runs.result_notes import standing
 from ..state.history import SCOPES

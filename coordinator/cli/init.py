@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edge_agent.config import NAME_PATTERN, is_loopback, parse
-from edge_agent.errors import MissingCapability, UsageError
-from edge_agent.storage import read_regular, read_regular_text, read_toml, write_atomic
+from edge_agent.core.config import NAME_PATTERN, is_loopback, parse
+from edge_agent.core.errors import MissingCapability, UsageError
+from edge_agent.core.storage import read_regular, read_regular_text, read_toml, write_atomic
 
 from ..config import IdentityConfig, load_config
 from .options import Json

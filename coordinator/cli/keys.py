@@ -11,10 +11,21 @@ from typing import Annotated, Any
 import typer
 
 from edge_agent import __version__
-from edge_agent.errors import UsageError
-from edge_agent.storage import open_regular, write_atomic
-from edge_agent.trust import Envelope, Key, Role, RoleName, Roots, dump, needs_newer, public_bytes, read, roots_in
-from edge_agent.trust import Root as RootMetadata
+from edge_agent.bundle.trust import (
+    Envelope,
+    Key,
+    Role,
+    RoleName,
+    Roots,
+    dump,
+    needs_newer,
+    public_bytes,
+    read,
+    roots_in,
+)
+from edge_agent.bundle.trust import Root as RootMetadata
+from edge_agent.core.errors import UsageError
+from edge_agent.core.storage import open_regular, write_atomic
 
 from ..config import load_config
 from ..state.journal import utc_now

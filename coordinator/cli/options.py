@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_a
 
 import typer
 
-from edge_agent.errors import UsageError
-from edge_agent.logs import LogFormat
-from edge_agent.storage import read_toml
+from edge_agent.core.errors import UsageError
+from edge_agent.core.logs import LogFormat
+from edge_agent.core.storage import read_toml
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from edge_agent.config import parse
-from edge_agent.errors import UsageError
-from edge_agent.storage import write_atomic
+from edge_agent.core.config import parse
+from edge_agent.core.errors import UsageError
+from edge_agent.core.storage import write_atomic
 
 from ..simulation.plan import Plan
 from .options import Given, Json, Verbose, from_model

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from edge_agent.errors import StateError
-from edge_agent.storage import folder_lock
+from edge_agent.core.errors import StateError
+from edge_agent.core.locks import folder_lock
 
 from ..config import DEFAULT_CONFIG, RetentionConfig, load_config
 from ..state.retention import on_offer, prunable, prune_runs, runs_beyond, usage

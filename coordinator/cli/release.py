@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 
 from ..fleet import release_commands as commands
 from ..fleet.release_commands import chosen, described, device_rows, tiers_without_releases

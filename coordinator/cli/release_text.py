@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from edge_agent.moments import shown
+from edge_agent.core.time_and_text import shown
 
 from ..fleet.release_commands import stage_text
 from ..text import counted, listed

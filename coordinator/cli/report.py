@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from edge_agent.errors import UsageError
-from edge_agent.storage import write_atomic
+from edge_agent.core.errors import UsageError
+from edge_agent.core.storage import write_atomic
 
 from ..fleet.release_commands import releases_of_run
 from ..report import write_report

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_agent.errors import RunFailed, StateError, TrainingFailed, UsageError
-from edge_agent.storage import check_writable
+from edge_agent.core.errors import RunFailed, StateError, TrainingFailed, UsageError
+from edge_agent.core.storage import check_writable
 
 from ..runs.request import Weights
 from ..simulation.plan import Plan

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from edge_agent.errors import StartStopped, UsageError
-from edge_agent.registry import PinnedFile, is_reference
-from edge_agent.worker import stop_on_signals
+from edge_agent.core.children import stop_on_signals
+from edge_agent.core.errors import StartStopped, UsageError
+from edge_agent.core.registry import PinnedFile, is_reference
 
 from ..config import CoordinatorConfig, RunConfig, load_config
 from ..text import counted, listed

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from edge_agent.errors import StartStopped, UsageError
-from edge_agent.worker import in_child, stop_on_signals
+from edge_agent.core.children import in_child, stop_on_signals
+from edge_agent.core.errors import StartStopped, UsageError
 
 from ..config import DEFAULT_CONFIG, load_config
 from ..service.standby import TAKEOVER_S

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from edge_agent.errors import UsageError, cause
-from edge_agent.storage import Access, read_regular, write_atomic
+from edge_agent.core.errors import UsageError, cause
+from edge_agent.core.storage import Access, read_regular, write_atomic
 
 from .options import Config, Json, State
 from .output import present, ready_for
@@ -34,8 +34,9 @@ def sign(
 
     Example: headwater sign request.json --out answer.json
     """
-    from edge_agent.identity import MAX_LINE_BYTES, CertificateRequest, shown
-    from edge_agent.task import parse_json
+    from edge_agent.core.task import parse_json
+    from edge_agent.identity.certificates import shown
+    from edge_agent.identity.signed_request import MAX_LINE_BYTES, CertificateRequest
 
     from .enroll import enrolment
 

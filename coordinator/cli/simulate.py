@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_agent.config import parse
-from edge_agent.errors import UsageError
-from edge_agent.registry import absolute
-from edge_agent.storage import check_writable, read_toml
+from edge_agent.core.config import parse
+from edge_agent.core.errors import UsageError
+from edge_agent.core.registry import absolute
+from edge_agent.core.storage import check_writable, read_toml
 
 from ..api import finish
 from ..simulation.plan import HOW_NOT_WHAT, Plan
@@ -26,7 +26,7 @@ from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from edge_agent.wire.messages import Job
+    from edge_agent.wire.messages.down import Job
 
     from ..simulation.run import Simulation
 

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from edge_agent import __version__
 from edge_agent.cli.output import other_version, value_text
-from edge_agent.errors import StateError
-from edge_agent.moments import shown
+from edge_agent.core.errors import StateError
+from edge_agent.core.time_and_text import shown
 
 from ..fleet.release_commands import open_releases, standing_of
 from ..identity.revoked import revoked_agents
@@ -64,7 +64,7 @@ def status(
             result = _gathered(folder, agents=agents, page=page, only=only, find=find)
             present(result, _lines(result), as_json=as_json)
             return
-        from edge_agent.worker import stop_on_signals
+        from edge_agent.core.children import stop_on_signals
 
         with stop_on_signals() as stop, _shown_again(as_json=as_json) as show_again:
             while True:

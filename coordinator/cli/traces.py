@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_agent.errors import MissingCapability
-from edge_agent.worker import stop_on_signals
+from edge_agent.core.children import stop_on_signals
+from edge_agent.core.errors import MissingCapability
 
 from ..state.journal import Journal
 from ..state.spans import Span, spans_of
@@ -114,7 +114,7 @@ def sender(to: SpanExporter) -> Callable[[Iterable[Span]], None]:
     from opentelemetry.trace.status import Status, StatusCode
 
     from edge_agent import __version__
-    from edge_agent.errors import HeadwaterError
+    from edge_agent.core.errors import HeadwaterError
 
     resource = Resource.create({"service.name": "headwater", "service.version": __version__})
 

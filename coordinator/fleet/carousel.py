@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.flow import STALL_S, Sending
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.blobs.flow import STALL_S, Sending
 
 
 class Carousel:

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from edge_agent.moments import shown
+from edge_agent.core.time_and_text import shown
 
 MOST_BREAKS = 5
 """The number of breaks within `RECENT_S` that make a flapping link; a device that moves has fewer."""

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from edge_agent.errors import MessageError
-from edge_agent.wire.messages import Topics
+from edge_agent.core.errors import MessageError
+from edge_agent.wire.topics import Topics
 
 
 class Rate(NamedTuple):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from edge_agent.wire.messages import printable
+from edge_agent.wire.messages.fields import printable
 
 from ..state.journal import utc_now
 from .registry import Rejections

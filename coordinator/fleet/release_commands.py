@@ -13,8 +13,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import UsageError
-from edge_agent.moments import moment_of, shown
+from edge_agent.core.errors import UsageError
+from edge_agent.core.time_and_text import moment_of, shown
 
 from ..state.journal import Entry, Kind, utc_now
 from ..state.releases import Book, Device, Pin, Plan, Release, book_of, plan_body, rollback_of

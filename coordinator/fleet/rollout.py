@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from edge_agent.errors import BundleError, StateError, UsageError
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import MAX_WAIT_S, Cancel, Command, Fault, Hello, Install, Pinned, Report, Who
+from edge_agent.core.errors import BundleError, StateError, UsageError
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Cancel, Install, Pinned, Who
+from edge_agent.wire.messages.fields import MAX_WAIT_S, Command
+from edge_agent.wire.messages.up import Fault, Hello, Report
 
 from ..state.journal import utc_now
 from ..state.releases import (

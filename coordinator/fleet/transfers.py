@@ -18,32 +18,26 @@ from pathlib import Path
 from statistics import median_high, median_low
 from typing import Any
 
-from edge_agent.errors import ChunkError, TensorsError, UpdateRejected, cause
+from edge_agent.core.errors import ChunkError, TensorsError, UpdateRejected, cause
+from edge_agent.core.storage import mapped, sync_folder
+from edge_agent.core.task import Tensors
 from edge_agent.methods import Update
-from edge_agent.storage import mapped, sync_folder
-from edge_agent.task import Tensors
-from edge_agent.wire import chunks
-from edge_agent.wire.flow import AHEAD_BYTES, STALL_S, UPLOAD_REPORT_BYTES, WINDOW_BYTES, Pace, Receiving, Sending
-from edge_agent.wire.messages import (
+from edge_agent.wire.blobs import chunks
+from edge_agent.wire.blobs.flow import AHEAD_BYTES, STALL_S, UPLOAD_REPORT_BYTES, WINDOW_BYTES, Pace, Receiving, Sending
+from edge_agent.wire.messages.down import Ack, Grant, Listen, Queued, Receipt
+from edge_agent.wire.messages.fields import (
     EXCHANGES,
     MAX_CREDITS,
     OUTSIDE_ROUNDS,
     PRIVACY_REFUSED,
     SHARES_WRONG,
-    Ack,
     Command,
-    Grant,
-    Listen,
-    Progress,
     Purpose,
-    Queued,
     Ranges,
-    Receipt,
-    Topics,
-    UpdateManifest,
-    Want,
 )
+from edge_agent.wire.messages.up import Progress, UpdateManifest, Want
 from edge_agent.wire.tensors import MAX_HEADER_BYTES, Spec, check_specs, decode, first_non_finite, inspect
+from edge_agent.wire.topics import Topics
 
 from ..state.journal import Accepted, Journal
 from ..state.store import BlobStore

@@ -19,12 +19,16 @@ from typing import TYPE_CHECKING
 from edge_agent.agent.event_loop import Agent, will_of
 from edge_agent.agent.own_method import method_for
 from edge_agent.agent.tasks import Resources, TaskRunner
-from edge_agent.config import AgentConfig, TrainingConfig
-from edge_agent.storage import folder_lock, sweep
-from edge_agent.task import Task, Tensors
-from edge_agent.wire.messages import Job, Report, Topics, UpdateManifest
-from edge_agent.wire.transport import MemoryBroker, Message
-from edge_agent.worker import ThreadWorker, Worker
+from edge_agent.core.children import ThreadWorker, Worker
+from edge_agent.core.config import AgentConfig, TrainingConfig
+from edge_agent.core.locks import folder_lock
+from edge_agent.core.storage import sweep
+from edge_agent.core.task import Task, Tensors
+from edge_agent.wire.memory import MemoryBroker
+from edge_agent.wire.messages.down import Job
+from edge_agent.wire.messages.up import Report, UpdateManifest
+from edge_agent.wire.topics import Topics
+from edge_agent.wire.transport import Message
 
 from ..processes.pipe import Frame, Pipe
 from ..processes.worker_main import listen

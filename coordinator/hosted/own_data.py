@@ -21,12 +21,12 @@ from torch import nn
 
 from edge_agent import data, heads, methods
 from edge_agent.client import choose_device
-from edge_agent.config import parse
-from edge_agent.errors import DataError
+from edge_agent.core.config import parse
+from edge_agent.core.errors import DataError
+from edge_agent.core.storage import read_tensors, write_tensors
+from edge_agent.core.task import Task
 from edge_agent.heads import FitData
 from edge_agent.methods.values import Client, MethodParams
-from edge_agent.storage import read_tensors, write_tensors
-from edge_agent.task import Task
 from edge_agent.training.loops import accuracy, cross_entropy, features_of, predict_probabilities
 from edge_agent.training.loops import train as train_model
 from edge_agent.training.parts import NORM_LAYERS, Parts, feature_dim, load_arrays, norm_names, to_arrays

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_agent.errors import HeadwaterError, RunFailed
-from edge_agent.storage import read_tensors
+from edge_agent.core.children import Worker
+from edge_agent.core.errors import HeadwaterError, RunFailed
+from edge_agent.core.storage import read_tensors
 from edge_agent.wire.tensors import pieces
-from edge_agent.worker import Worker
 
 from ..config import ProxyConfig, WarmStartConfig
 from ..fleet.transfers import reason_of

@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from edge_agent import capabilities
-from edge_agent.config import AgentConfig
-from edge_agent.errors import DuplicateId, HeadwaterError, MessageError
-from edge_agent.wire import messages as wire
+from edge_agent.core import capabilities
+from edge_agent.core.config import AgentConfig
+from edge_agent.core.errors import DuplicateId, HeadwaterError, MessageError
 from edge_agent.wire.inbox import Inbox
-from edge_agent.wire.messages import Topics
+from edge_agent.wire.messages import codec, down, up
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import DEFAULT_MAX_PAYLOAD_BYTES, Event, Message, Traffic, Transport
 
 from ..config import CoordinatorConfig
@@ -154,17 +154,17 @@ class CombinedTransport:
         hello = None
         if kind == "up" and not message.retained:
             with contextlib.suppress(HeadwaterError):
-                hello = wire.parse_from_agent(message.payload)
-        if isinstance(hello, wire.Hello):  # other messages get no answer
+                hello = codec.parse_from_agent(message.payload)
+        if isinstance(hello, up.Hello):  # other messages get no answer
             self._seq += 1
             why = (
                 f"the id '{agent}' is in use: the coordinator itself hosts a client of that name, so this agent (start "
                 f"{hello.boot}) cannot use it; give one of them another id in its configuration"
             )
-            rejection = wire.Refused(
+            rejection = down.Refused(
                 boot=self._boot, seq=self._seq, error=DuplicateId.__name__, message=why, whom=hello.boot
             )
-            self._main.publish(self._topics.down(agent), wire.encode(rejection))
+            self._main.publish(self._topics.down(agent), codec.encode(rejection))
         return True
 
 
@@ -340,8 +340,8 @@ class HostedProcess:
             f"with {reason}"[:1800]
             + "; give it more memory, or a smaller batch_size"
         )
-        fault = wire.Fault(error="TrainingFailed", message=message, run=run, round=number)
-        self._deliver(Message(self._topics.up(client), wire.encode(fault)))
+        fault = up.Fault(error="TrainingFailed", message=message, run=run, round=number)
+        self._deliver(Message(self._topics.up(client), codec.encode(fault)))
 
 
 class _SendQueue:

@@ -19,18 +19,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import NameOID
 
-from edge_agent.errors import EnrolmentRefused, NotProven, StateError, UsageError
-from edge_agent.identity import (
-    CertificateRequest,
-    Token,
-    answer_bytes,
-    key_fingerprint,
-    new_secret,
-    shown,
-    token_key,
-)
-from edge_agent.storage import write_private
-from edge_agent.trust import dump
+from edge_agent.bundle.trust import dump
+from edge_agent.core.errors import EnrolmentRefused, NotProven, StateError, UsageError
+from edge_agent.core.storage import write_private
+from edge_agent.identity.certificates import shown
+from edge_agent.identity.keys import key_fingerprint, new_secret, token_key
+from edge_agent.identity.signed_request import CertificateRequest, answer_bytes
+from edge_agent.identity.tokens import Token
 
 from ..broker.access import COORDINATOR_USER
 from ..config import IdentityConfig

@@ -24,10 +24,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from edge_agent.errors import EnrolmentRefused, HeadwaterError, NotProven, UsageError, cause
-from edge_agent.identity import TIMEOUT_S, CertificateRequest, read_line, shown
-from edge_agent.task import parse_json
-from edge_agent.wire.messages import printable
+from edge_agent.core.errors import EnrolmentRefused, HeadwaterError, NotProven, UsageError, cause
+from edge_agent.core.task import parse_json
+from edge_agent.identity.certificates import shown
+from edge_agent.identity.signed_request import TIMEOUT_S, CertificateRequest, read_line
+from edge_agent.wire.messages.fields import printable
 
 from ..broker import OnRefused, held_port
 from .enrolment import Enrolment

@@ -18,11 +18,14 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from edge_agent.config import BrokerConfig, TlsConfig
-from edge_agent.errors import HeadwaterError, MissingCapability, StateError, UsageError
-from edge_agent.identity import CertificateRequest, shown
-from edge_agent.storage import lock_holder, read_regular, write_private
-from edge_agent.wire.messages import Renew, Renewed
+from edge_agent.core.config import BrokerConfig, TlsConfig
+from edge_agent.core.errors import HeadwaterError, MissingCapability, StateError, UsageError
+from edge_agent.core.locks import lock_holder
+from edge_agent.core.storage import read_regular, write_private
+from edge_agent.identity.certificates import shown
+from edge_agent.identity.signed_request import CertificateRequest
+from edge_agent.wire.messages.down import Renewed
+from edge_agent.wire.messages.up import Renew
 from edge_agent.wire.mqtt import MqttTransport
 
 from ..broker import ManagedMosquitto, find_mosquitto, held_port, limits_text

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from edge_agent import errors
-from edge_agent.errors import HeadwaterError, RunFailed, cause
+from edge_agent.core import errors
+from edge_agent.core.errors import HeadwaterError, RunFailed, cause
 
 from .pipe import Frame, Pipe
 from .supervisor import MAX_CRASHES, NO_LIMITS, ChildProcess, Limits, worker_command

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_agent.errors import cause
-from edge_agent.storage import open_regular
+from edge_agent.core.errors import cause
+from edge_agent.core.storage import open_regular
 
 from .pipe import Pipe
 

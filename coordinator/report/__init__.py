@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import StateError
-from edge_agent.storage import write_atomic
+from edge_agent.core.errors import StateError
+from edge_agent.core.storage import write_atomic
 
 from ..state.journal import RunRecord
 from ..state.store import RunFolder

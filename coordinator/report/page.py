@@ -11,7 +11,7 @@ from importlib.resources import files
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from edge_agent.errors import StateError
+from edge_agent.core.errors import StateError
 
 from ..state.noise import Gain
 from ..state.store import RunFolder

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 
 from .charts import THEMES, Bars, Chart, Curves, Matrix, Rows, Scatter, Series, Timeline, clean, number
 

@@ -21,12 +21,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from edge_agent.errors import TrainingFailed
-from edge_agent.limits import allow_open_files
+from edge_agent.core.errors import TrainingFailed
+from edge_agent.core.limits import allow_open_files
+from edge_agent.core.storage import mapped
+from edge_agent.core.task import State
 from edge_agent.methods import Method, Update
 from edge_agent.methods.base import require_arrays
-from edge_agent.storage import mapped
-from edge_agent.task import State
 from edge_agent.wire.tensors import decode
 
 from ..config import NO_BOUNDS, AggregationConfig, CoordinatorConfig

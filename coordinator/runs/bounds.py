@@ -32,10 +32,10 @@ from types import MappingProxyType
 
 import numpy as np
 
+from edge_agent.core.task import State, Tensors
 from edge_agent.methods import Method, Update
 from edge_agent.methods.base import CLASS_MEANS, is_learned
 from edge_agent.methods.values import ClassStatistics
-from edge_agent.task import State, Tensors
 
 from ..config import AggregationConfig
 from .class_statistics import StatisticBounds, find_statistic_bounds

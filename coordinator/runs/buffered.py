@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from edge_agent.core.task import State, Tensors
 from edge_agent.methods import Update
 from edge_agent.methods.base import is_learned
-from edge_agent.task import State, Tensors
-from edge_agent.wire.messages import UpdateManifest
+from edge_agent.wire.messages.up import UpdateManifest
 
 from ..fleet.transfers import Collection
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from edge_agent.errors import StateError, UsageError
-from edge_agent.storage import folder_lock
+from edge_agent.core.errors import StateError, UsageError
+from edge_agent.core.locks import folder_lock
 
 from ..state.journal import RunRecord
 from ..state.store import StateFolder

@@ -32,9 +32,9 @@ from typing import Any
 
 import numpy as np
 
+from edge_agent.core.task import Tensors
 from edge_agent.methods import Update
 from edge_agent.methods.values import ClassStatistics
-from edge_agent.task import Tensors
 
 from ..config import AggregationConfig
 from .shares import limit_to_sum

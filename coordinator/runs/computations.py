@@ -14,10 +14,10 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from edge_agent import methods
-from edge_agent.bundle import Lineage, variant_figures
+from edge_agent.bundle.manifest import Lineage, variant_figures
+from edge_agent.core.storage import mapped, write_tensors
+from edge_agent.core.task import State, Task, Tensors
 from edge_agent.methods import Method
-from edge_agent.storage import mapped, write_tensors
-from edge_agent.task import State, Task, Tensors
 from edge_agent.wire.tensors import decode, pieces, specs_of
 
 from ..config import AggregationConfig, ExportConfig, HostedConfig

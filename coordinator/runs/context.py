@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from edge_agent.core.children import Worker
+from edge_agent.core.task import State, Tensors
 from edge_agent.methods import Method
-from edge_agent.task import State, Tensors
-from edge_agent.wire.messages import Command, Report
+from edge_agent.wire.messages.fields import Command
+from edge_agent.wire.messages.up import Report
 from edge_agent.wire.tensors import pieces
-from edge_agent.worker import Worker
 
 from ..config import CoordinatorConfig
 from ..fleet.registry import Roster

@@ -27,9 +27,9 @@ from statistics import median
 
 import numpy as np
 
+from edge_agent.core.task import State, Tensors
 from edge_agent.methods import Update
 from edge_agent.methods.base import CLASS_MEANS, CLASSIFIERS, is_learned
-from edge_agent.task import State, Tensors
 
 WEIGHTS = "weights"
 COMPARED = (WEIGHTS, CLASSIFIERS, CLASS_MEANS)

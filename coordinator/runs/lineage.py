@@ -6,8 +6,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from edge_agent.bundle import Lineage
-from edge_agent.trust import Scores
+from edge_agent.bundle.manifest import Lineage
+from edge_agent.bundle.trust import Scores
 
 from ..state.releases import released_to_all
 from ..state.store import StateFolder

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from edge_agent.accountant import cost, epsilon_of
-from edge_agent.errors import RunFailed
-from edge_agent.wire.messages import Noise
+from edge_agent.core.errors import RunFailed
+from edge_agent.privacy.accountant import cost, epsilon_of
+from edge_agent.wire.messages.down import Noise
 
 from ..config import CoordinatorConfig
 from ..state.journal import Journal

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent.errors import ExportRejected, HeadwaterError, RunFailed, UsageError
+from edge_agent.bundle.trust import Purpose
+from edge_agent.core.errors import ExportRejected, HeadwaterError, RunFailed, UsageError
+from edge_agent.core.storage import read_regular
+from edge_agent.core.task import Tensors
 from edge_agent.methods.base import pooled_norm
-from edge_agent.storage import read_regular
-from edge_agent.task import Tensors
-from edge_agent.trust import Purpose
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Report
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.up import Report
 from edge_agent.wire.tensors import Spec, decode, encode, pieces
 
 from ..fleet.transfers import Collection, reason_of, updates_of

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from edge_agent.errors import WeightsError, cause
-from edge_agent.registry import PinnedFile
-from edge_agent.storage import sha256_file
-from edge_agent.task import Frozen, Task
+from edge_agent.core.errors import WeightsError, cause
+from edge_agent.core.registry import PinnedFile
+from edge_agent.core.storage import sha256_file
+from edge_agent.core.task import Frozen, Task
 
 from ..config import WarmStartConfig
 from ..text import listed
@@ -84,7 +84,7 @@ class Request:
     """Initial weights of the encoder, before a warm start; None: initialised from the seed."""
 
     method_file: str = ""
-    """`edge_agent.registry.PinnedFile` as text, of a method in a file of the operator's; empty: it is installed."""
+    """The method's own file as text (`edge_agent.core.registry.PinnedFile`); empty where the method is installed."""
 
     @property
     def method_reference(self) -> str:

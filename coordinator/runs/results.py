@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from edge_agent.errors import ExportRejected, HeadwaterError, StateError
-from edge_agent.wire.messages import Report
+from edge_agent.core.errors import ExportRejected, HeadwaterError, StateError
+from edge_agent.wire.messages.up import Report
 
 from ..fleet.transfers import Collection, is_by_policy, reason_of
 from ..state.journal import FINAL, OpenRound, RunRecord, step, utc_now

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge_agent import heads
-from edge_agent.errors import CodecError, RunFailed, TrainingFailed
-from edge_agent.storage import sha256_of
-from edge_agent.task import State, Tensors
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import EXCHANGES, LARGE_TASK_BYTES, Cancel, Fault, Heartbeat, Job, Purpose, new_id
+from edge_agent.core.errors import CodecError, RunFailed, TrainingFailed
+from edge_agent.core.storage import sha256_of
+from edge_agent.core.task import State, Tensors
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Cancel, Job
+from edge_agent.wire.messages.fields import EXCHANGES, LARGE_TASK_BYTES, Purpose, new_id
+from edge_agent.wire.messages.up import Fault, Heartbeat
 from edge_agent.wire.tensors import Spec, decode, encode, pieces
 
 from ..config import AggregationConfig
@@ -425,7 +427,7 @@ class RunLoop:
 
     def _secure_round(self, number: int, resumed: OpenRound | None) -> Steps:
         """A round of which the sum alone is seen. Where too few deliver, it begins again with fresh keys."""
-        from edge_agent.secure_tensors import MOST_CLIENTS
+        from edge_agent.privacy.secure_sum.tensors import MOST_CLIENTS
 
         from .secure_rounds import SecureRound, check_forms, disputed
 

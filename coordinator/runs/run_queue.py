@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from edge_agent.errors import HeadwaterError, StateError
+from edge_agent.core.errors import HeadwaterError, StateError
 
 from ..fleet.registry import Rejections
 from ..fleet.transfers import reason_of

@@ -1,10 +1,10 @@
 """What the coordinator knows of a secure sum: public keys, shares that it cannot read, and updates under masks.
 
-The protocol is `edge_agent.secure_sum`. An attempt at a round has its own session, and keys that serve no other: where
-too few agents deliver, or the coordinator was restarted, the round begins again with another session. So nobody's masks
-are ever taken off two different sums. As the updates are the same again, two sums over different agents would tell more
-than one: once shares are asked for, the journal has whose sum it is, and only these agents take part in the next try,
-also in another run that trains from the same model.
+The protocol is `edge_agent.privacy.secure_sum`. An attempt at a round has its own session, and keys that serve no
+other: where too few agents deliver, or the coordinator was restarted, the round begins again with another session. So
+nobody's masks are ever taken off two different sums. As the updates are the same again, two sums over different
+agents would tell more than one: once shares are asked for, the journal has whose sum it is, and only these agents take
+part in the next try, also in another run that trains from the same model.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edge_agent import secure_tensors as layout
-from edge_agent.errors import CodecError, TensorsError
+from edge_agent.core.errors import CodecError, TensorsError
+from edge_agent.core.task import Tensors
 from edge_agent.methods import Update
-from edge_agent.secure_sum import SECRET_BYTES, PublicKeys, agreed, private_key, threshold, unmasked
-from edge_agent.task import Tensors
-from edge_agent.wire.messages import MAX_SAMPLES, Purpose
+from edge_agent.privacy.secure_sum import tensors as layout
+from edge_agent.privacy.secure_sum.keys import SECRET_BYTES, PublicKeys, agreed, private_key, threshold
+from edge_agent.privacy.secure_sum.server import unmasked
+from edge_agent.wire.messages.fields import MAX_SAMPLES, Purpose
 from edge_agent.wire.tensors import Spec
 
 from ..fleet.transfers import accused

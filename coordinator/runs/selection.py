@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent.errors import RunFailed
+from edge_agent.core.errors import RunFailed
 
 from ..config import CohortConfig, CoordinatorConfig
 from ..fleet.registry import RETURN_S

@@ -18,11 +18,12 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from edge_agent import methods
-from edge_agent.errors import RunFailed
+from edge_agent.core.errors import RunFailed
+from edge_agent.core.own_folders import FolderKind, holds_only, make_folder, remove_folder
+from edge_agent.core.storage import read_tensors
+from edge_agent.core.task import Tensors
 from edge_agent.methods import Method
 from edge_agent.methods.values import ClassStatistics
-from edge_agent.storage import FolderKind, holds_only, make_folder, read_tensors, remove_folder
-from edge_agent.task import Tensors
 from edge_agent.wire.tensors import Spec
 
 from ..config import AggregationConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any, Literal, get_args
 
-from edge_agent.wire.messages import printable, run_name
+from edge_agent.wire.messages.fields import printable, run_name
 
 from ..state.journal import CHECKPOINTS, FINAL, Entry
 from ..state.log_file import LogReader

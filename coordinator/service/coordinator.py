@@ -18,7 +18,8 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from edge_agent import __version__
-from edge_agent.errors import (
+from edge_agent.core.children import InlineWorker, Worker
+from edge_agent.core.errors import (
     DuplicateCoordinator,
     EnrolmentRefused,
     HeadwaterError,
@@ -26,13 +27,13 @@ from edge_agent.errors import (
     ProtocolMismatch,
     StateError,
 )
-from edge_agent.limits import resident_bytes
-from edge_agent.task import Task
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import decode_frame
-from edge_agent.wire.messages import SPOKEN, Topics
+from edge_agent.core.limits import resident_bytes
+from edge_agent.core.task import Task
+from edge_agent.wire.blobs.chunks import decode_frame
+from edge_agent.wire.messages import codec, down, fields, up
+from edge_agent.wire.messages.codec import SPOKEN
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
-from edge_agent.worker import InlineWorker, Worker
 
 from ..config import CoordinatorConfig
 from ..fleet.rate_limits import RateLimits
@@ -156,21 +157,21 @@ class Coordinator:
         self.refusals = refusals or Refusals(clock, now)
         gone_after = timedelta(days=config.retention.devices_days)
         self.releases = Rollout(state, self.roster, self.distributor, self.send, clock, now, gone_after)
-        self._handlers: dict[type[wire.Control], Callable[[str, Any], None]] = {
-            wire.UpdateManifest: self._on_manifest,
-            wire.Have: lambda agent, message: self.distributor.have(agent, message.digest),
-            wire.Want: self._on_want,
-            wire.Progress: self.distributor.progress,
-            wire.Fault: self._on_fault,
-            wire.Heartbeat: self._on_heartbeat,
-            wire.Report: self._on_report,
-            wire.Renew: self._on_renew,
+        self._handlers: dict[type[fields.Control], Callable[[str, Any], None]] = {
+            up.UpdateManifest: self._on_manifest,
+            up.Have: lambda agent, message: self.distributor.have(agent, message.digest),
+            up.Want: self._on_want,
+            up.Progress: self.distributor.progress,
+            up.Fault: self._on_fault,
+            up.Heartbeat: self._on_heartbeat,
+            up.Report: self._on_report,
+            up.Renew: self._on_renew,
         }
         self._marker = state.path / MARKER
         self._takeover = takeover
         self._status_writer = StatusWriter(state.path / "status.json", self.stopwatch)
         self._faults = FaultLog(state.path)
-        self._unsent: list[tuple[str, wire.Command]] = []
+        self._unsent: list[tuple[str, fields.Command]] = []
         """Receipts of updates that are not on disk yet, with their agents."""
 
         self._hosted = frozenset(client.id for client in config.hosted)
@@ -354,8 +355,8 @@ class Coordinator:
         for agent, receipt in unsent:
             self.send(agent, receipt)
 
-    def _send_durable(self, agent: str, message: wire.Command) -> None:
-        if isinstance(message, wire.Receipt) and self.state.journal.has_deferred:
+    def _send_durable(self, agent: str, message: fields.Command) -> None:
+        if isinstance(message, down.Receipt) and self.state.journal.has_deferred:
             self._unsent.append((agent, message))
         else:
             self.send(agent, message)
@@ -424,8 +425,8 @@ class Coordinator:
             side = "the device" if str(error).endswith("upgrade the peer") else "this coordinator"
             self.refusals.note(agent, "coordinator", type(error).__name__, str(error), f"upgrade {side}")
             message = f"coordinator {__version__} {SPOKEN}: {error}"  # the agent shows what this side speaks
-            whom = wire.start_of(event.payload)  # an agent with a key asks for that before its first welcome
-            self.send(agent, wire.Refused(error=type(error).__name__, message=message, whom=whom))
+            whom = codec.start_of(event.payload)  # an agent with a key asks for that before its first welcome
+            self.send(agent, down.Refused(error=type(error).__name__, message=message, whom=whom))
         except Exception as error:  # a full disk, or a bug of this program: no single message may end the service
             if (trouble := of_storage(error)) is not None:
                 self.storage.note(trouble, f"a message of {agent}")
@@ -447,11 +448,11 @@ class Coordinator:
         elif kind == "s":
             self._on_presence(agent, payload)
         else:
-            self._on_control(agent, self._within_enrolment(agent, wire.parse_from_agent(payload)))
+            self._on_control(agent, self._within_enrolment(agent, codec.parse_from_agent(payload)))
 
-    def _within_enrolment(self, agent: str, message: wire.Control) -> wire.Control:
+    def _within_enrolment(self, agent: str, message: fields.Control) -> fields.Control:
         """The message with no more samples than the agent was enrolled with."""
-        if self.identity is None or not isinstance(message, wire.Hello | wire.UpdateManifest | wire.Report):
+        if self.identity is None or not isinstance(message, up.Hello | up.UpdateManifest | up.Report):
             return message
         most = self.identity.most_samples(agent)
         if most is None or message.samples <= most:
@@ -473,28 +474,28 @@ class Coordinator:
         log.info("agent_offline agent=%s", agent)
         self._lose(agent)
 
-    def _on_control(self, agent: str, message: wire.Control) -> None:
-        if isinstance(message, wire.Hello):
+    def _on_control(self, agent: str, message: fields.Control) -> None:
+        if isinstance(message, up.Hello):
             self._on_hello(agent, message)
             return
         if self.duplicate_ids.is_claiming(agent, message.boot):
             return
         is_known = self.roster.heard(agent, message.boot)
-        if isinstance(message, wire.Bye):
+        if isinstance(message, up.Bye):
             if is_known:  # otherwise it is of another start of that id
                 self._lose(agent)
             return
         if not is_known:
-            self.send(agent, wire.Who())
+            self.send(agent, down.Who())
             member = self.roster.get(agent)
             is_of_another_start = member is not None and member.boot != message.boot
             # 'edge-agent doctor' sends heartbeats under the id of an agent that works meanwhile. Other messages before
             # a hello count: an update is known by its content, and an agent whose lease ran out is still itself.
-            if isinstance(message, wire.Heartbeat) or (isinstance(message, wire.Fault) and is_of_another_start):
+            if isinstance(message, up.Heartbeat) or (isinstance(message, up.Fault) and is_of_another_start):
                 return
         self._handlers[type(message)](agent, self.commands.with_run_name(agent, message))
 
-    def _on_manifest(self, agent: str, message: wire.UpdateManifest) -> None:
+    def _on_manifest(self, agent: str, message: up.UpdateManifest) -> None:
         self.roster.trained(agent, message.metrics)
         collection = self.collector.open_round
         if collection is not None and collection.takes(agent, message):
@@ -502,12 +503,12 @@ class Coordinator:
         else:
             self.receipts.answer(agent, message, self.collector.manifest)
 
-    def _on_want(self, agent: str, message: wire.Want) -> None:
+    def _on_want(self, agent: str, message: up.Want) -> None:
         if not self.distributor.want(agent, message):
             self.releases.offer_again(agent, message.digest)
 
-    def _on_fault(self, agent: str, message: wire.Fault) -> None:
-        if message.error in wire.REFUSALS:
+    def _on_fault(self, agent: str, message: up.Fault) -> None:
+        if message.error in fields.REFUSALS:
             log.info("job_refused agent=%s reason=%s", agent, message.message)
         else:
             fault = self.roster.failed(agent, message)
@@ -517,9 +518,9 @@ class Coordinator:
             loop.on_fault(agent, message)
         self.releases.fault(agent, message)
 
-    def _on_heartbeat(self, agent: str, message: wire.Heartbeat) -> None:
+    def _on_heartbeat(self, agent: str, message: up.Heartbeat) -> None:
         if not self.roster.is_as(agent, message.condition):
-            self.send(agent, wire.Who())  # its fault was sent to an earlier start of this coordinator
+            self.send(agent, down.Who())  # its fault was sent to an earlier start of this coordinator
         if not message.run:
             self.roster.note_idle(agent)
             self.releases.heartbeat(agent)
@@ -528,7 +529,7 @@ class Coordinator:
         if (loop := self.loop) is not None:
             loop.on_heartbeat(agent, message)
 
-    def _on_report(self, agent: str, message: wire.Report) -> None:
+    def _on_report(self, agent: str, message: up.Report) -> None:
         """Add the report of an agent on the roster; another agent sends its report again after its hello."""
         loop = self.loop
         if not self.roster.reported(agent, message):
@@ -537,12 +538,12 @@ class Coordinator:
             loop.run.reports.add(agent, message)
         self.releases.reported(agent, message)
 
-    def _on_renew(self, agent: str, message: wire.Renew) -> None:
+    def _on_renew(self, agent: str, message: up.Renew) -> None:
         if self.identity is None:
             raise MessageError("a certificate is to be renewed, and this coordinator issues none; it lacks [identity]")
         self.send(agent, self.identity.renewed(agent, message))
 
-    def _on_hello(self, agent: str, message: wire.Hello) -> None:
+    def _on_hello(self, agent: str, message: up.Hello) -> None:
         if not self.duplicate_ids.accept(agent, message):
             return
         if message.federation not in {"", self.federation_id}:
@@ -575,7 +576,7 @@ class Coordinator:
         now, lease_s = utc_now().isoformat(timespec="seconds"), self.roster.lease_s
         member = self.roster.get(agent)
         answers = "" if member is None else member.boot
-        welcome = wire.Welcome(
+        welcome = down.Welcome(
             software=__version__, lease_s=lease_s, heartbeat_s=heartbeat_s, time=now, answers=answers
         )
         self.send(agent, welcome)
@@ -583,7 +584,7 @@ class Coordinator:
     def _send_task(self, agent: str, task: Task) -> None:
         """Send the task to an agent that otherwise gets it with a bundle or a job, so that it checks its data now."""
         with contextlib.suppress(MessageError):  # too long for a message, with thousands of classes
-            self.send(agent, wire.TaskNotice(task=task))
+            self.send(agent, down.TaskNotice(task=task))
 
     def _lose(self, agent: str) -> None:
         self.roster.mark_offline(agent)
@@ -594,7 +595,7 @@ class Coordinator:
         try:
             if event.retained:
                 raise MessageError(f"retained message on {event.topic}; clear it at the broker")
-            self.peers.heard(wire.parse_between_coordinators(event.payload))
+            self.peers.heard(codec.parse_between_coordinators(event.payload))
         except DuplicateCoordinator:
             raise
         except HeadwaterError as error:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edge_agent.errors import DuplicateCoordinator, HeadwaterError, StartStopped, UsageError
-from edge_agent.moments import shown
-from edge_agent.wire.messages import Present
+from edge_agent.core.errors import DuplicateCoordinator, HeadwaterError, StartStopped, UsageError
+from edge_agent.core.time_and_text import shown
+from edge_agent.wire.messages.down import Present
 from edge_agent.wire.mqtt import MqttTransport
 
 from ..config import CoordinatorConfig, IdentityConfig
@@ -121,7 +121,7 @@ def _check_enrolment_port(identity: IdentityConfig, state: Path) -> None:
     Raises:
         DuplicateCoordinator: A coordinator of this federation's authority answers there.
     """
-    from edge_agent.identity import ask
+    from edge_agent.identity.signed_request import ask
 
     from ..identity.authority import Authority
     from ..identity.ledger import identity_folder

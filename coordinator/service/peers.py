@@ -21,8 +21,8 @@ import os
 import socket
 from collections.abc import Callable
 
-from edge_agent.errors import DuplicateCoordinator
-from edge_agent.wire.messages import Present
+from edge_agent.core.errors import DuplicateCoordinator
+from edge_agent.wire.messages.down import Present
 
 from ..runs.context import Waiting
 from ..state.journal import Progress

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent import data, heads, methods, models
-from edge_agent.accountant import cost, epsilon_of
-from edge_agent.agent.noise import objection
-from edge_agent.config import DataConfig, check_tls
+from edge_agent.core.config import DataConfig, check_tls
+from edge_agent.core.errors import ConfigError, HeadwaterError, UsageError
+from edge_agent.core.task import Task
 from edge_agent.data.partition import check_own
-from edge_agent.errors import ConfigError, HeadwaterError, UsageError
 from edge_agent.methods import Method
-from edge_agent.task import Task
+from edge_agent.privacy.accountant import cost, epsilon_of
+from edge_agent.privacy.noise import objection
 
 from ..config import CoordinatorConfig, DifferentialPrivacyConfig, OwnDataConfig
 from ..runs import aggregation

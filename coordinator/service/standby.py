@@ -22,10 +22,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from edge_agent.errors import HeadwaterError, StateError, UsageError, cause
-from edge_agent.storage import LockHolder, lock_holder, remove_lock
-from edge_agent.wire import messages as wire
-from edge_agent.wire.messages import Present, Topics
+from edge_agent.core.errors import HeadwaterError, StateError, UsageError, cause
+from edge_agent.core.locks import LockHolder, lock_holder, remove_lock
+from edge_agent.wire.messages import codec
+from edge_agent.wire.messages.down import Present
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
 
 from ..state.backup import MARKER
@@ -177,11 +178,11 @@ class Standby:
     def _ask(self) -> None:
         self._seq += 1
         query = Present(boot=self._boot, seq=self._seq, host=self._host, process=self._process, standby=True)
-        self._transport.publish(self._topics.coordinators, wire.encode(query))
+        self._transport.publish(self._topics.coordinators, codec.encode(query))
 
     def _on_coordinator(self, payload: bytes) -> None:
         try:
-            message = wire.parse_between_coordinators(payload)
+            message = codec.parse_between_coordinators(payload)
         except HeadwaterError as error:
             log.warning("message_refused from=coordinators reason=%s", error)
             return

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import cause
-from edge_agent.storage import write_atomic
+from edge_agent.core.errors import cause
+from edge_agent.core.storage import write_atomic
 
 from ..fleet.registry import Rejections
 from ..runs.context import Waiting

@@ -13,10 +13,10 @@ import numpy as np
 
 from edge_agent import data
 from edge_agent.client import Arrays
+from edge_agent.core.errors import DataError, UsageError
+from edge_agent.core.task import InputSpec, Task, Tensors
 from edge_agent.data import Samples, partition
 from edge_agent.data.partition import Division
-from edge_agent.errors import DataError, UsageError
-from edge_agent.task import InputSpec, Task, Tensors
 from edge_agent.wire.tensors import decode, pieces
 
 from .plan import CLIENTS, MIN_SIZE, SIZE, Plan

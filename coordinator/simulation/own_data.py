@@ -19,10 +19,10 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from edge_agent import data
-from edge_agent.config import NAME_PATTERN
+from edge_agent.core.config import NAME_PATTERN
+from edge_agent.core.errors import DataError, UsageError
 from edge_agent.data import partition
 from edge_agent.data.preprocess import height_width_channels
-from edge_agent.errors import DataError, UsageError
 
 from .datasets import Pools, Shares, held_out
 from .failures import Failure

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent import methods, models
-from edge_agent.errors import MissingCapability, UsageError
-from edge_agent.registry import absolute, is_reference, load_reference, own_name
-from edge_agent.storage import read_regular
+from edge_agent.core.errors import MissingCapability, UsageError
+from edge_agent.core.registry import absolute, is_reference, load_reference, own_name
+from edge_agent.core.storage import read_regular
 
 from .plan import Plan
 

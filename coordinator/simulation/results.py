@@ -12,12 +12,12 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+from edge_agent.core.errors import HeadwaterError
+from edge_agent.core.task import Task, Tensors
 from edge_agent.data import Samples
 from edge_agent.data.partition import Division
-from edge_agent.errors import HeadwaterError
 from edge_agent.methods import Method
 from edge_agent.methods.base import pooled_norm
-from edge_agent.task import Task, Tensors
 from edge_agent.training.parts import norm_names
 from export.domains import spread_over
 

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from edge_agent.client import choose_device
-from edge_agent.errors import ChunkError, HeadwaterError, RunFailed, StateError
-from edge_agent.storage import sweep, without_syncs
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Job
+from edge_agent.core.errors import ChunkError, HeadwaterError, RunFailed, StateError
+from edge_agent.core.storage import sweep, without_syncs
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.memory import MemoryBroker
+from edge_agent.wire.messages.down import Job
 from edge_agent.wire.tensors import encode
-from edge_agent.wire.transport import MemoryBroker, Message
+from edge_agent.wire.transport import Message
 
 from ..fleet.registry import RunNames
 from ..fleet.transfers import reason_of

@@ -10,21 +10,13 @@ from typing import Any
 from edge_agent import methods, models
 from edge_agent.agent.tasks import LAST_ROUND
 from edge_agent.client import Built, supported
-from edge_agent.config import Precision, parse
+from edge_agent.core.config import Precision, parse
+from edge_agent.core.errors import StateError, UsageError
+from edge_agent.core.own_folders import MARK, FolderKind, holds_only, mark_folder
+from edge_agent.core.storage import read_json, read_regular, write_atomic, write_json
+from edge_agent.core.task import Task
 from edge_agent.data.partition import Division
-from edge_agent.errors import StateError, UsageError
 from edge_agent.methods import Method
-from edge_agent.storage import (
-    MARK,
-    FolderKind,
-    holds_only,
-    mark_folder,
-    read_json,
-    read_regular,
-    write_atomic,
-    write_json,
-)
-from edge_agent.task import Task
 from edge_agent.training.precision import time_steps
 from edge_agent.training.weights import read_weights
 

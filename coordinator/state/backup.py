@@ -15,20 +15,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import StateError, UsageError
-from edge_agent.storage import (
+from edge_agent.core.errors import StateError, UsageError
+from edge_agent.core.locks import folder_lock
+from edge_agent.core.own_folders import MARK, FolderKind, holds_only, make_folder, remove_folder
+from edge_agent.core.storage import (
     IDENTITY,
-    MARK,
     Access,
-    FolderKind,
     access_of,
-    folder_lock,
-    holds_only,
-    make_folder,
     mapped,
     read_json,
     read_regular,
-    remove_folder,
     sha256_file,
     sha256_of,
     write_atomic,

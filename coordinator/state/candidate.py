@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .values import as_number, as_text
 
 if TYPE_CHECKING:
-    from edge_agent.wire.messages import Report
+    from edge_agent.wire.messages.up import Report
 
 SCOPES = ("local", "global", "personal")
 

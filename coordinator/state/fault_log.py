@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from edge_agent.storage import read_regular
+from edge_agent.core.storage import read_regular
 
 from .journal import utc_now
 

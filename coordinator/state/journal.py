@@ -22,8 +22,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from edge_agent.errors import DuplicateCoordinator, StateError, UnknownName
-from edge_agent.storage import PendingSyncs, is_synced, private_files, syncs_into
+from edge_agent.core.errors import DuplicateCoordinator, StateError, UnknownName
+from edge_agent.core.locks import private_files
+from edge_agent.core.storage import PendingSyncs, is_synced, syncs_into
 
 __all__ = ["FINAL", "KINDS", "Accepted", "Entry", "Journal", "Kind", "OpenRound", "RunRecord", "RunStatus"]
 
@@ -518,7 +519,7 @@ class Journal:
 
         The entry's ``id`` is the name and a random part, which makes it unique among all state folders.
         """
-        from edge_agent.wire.messages import new_id  # pydantic and all messages, which readers do not need
+        from edge_agent.wire.messages.fields import new_id  # pydantic and all messages, which readers do not need
 
         with self._transaction(writes=True) as connection:
             run = f"run-{_newest_run(connection) + 1:04d}"

@@ -16,8 +16,9 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from edge_agent.logs import JsonLines
-from edge_agent.storage import open_regular, private_files
+from edge_agent.core.locks import private_files
+from edge_agent.core.logs import JsonLines
+from edge_agent.core.storage import open_regular
 
 NAME = "log.jsonl"
 MOST_BYTES = 4 << 20

@@ -20,21 +20,8 @@ from cryptography.hazmat.primitives.serialization import (
 from pydantic import TypeAdapter, ValidationError
 
 from edge_agent import __version__
-from edge_agent import bundle as bundles
-from edge_agent.config import credential
-from edge_agent.errors import BundleError, BundleUntrusted, StateError, UsageError, cause
-from edge_agent.storage import (
-    IDENTITY,
-    Access,
-    private_folder,
-    read_json,
-    read_regular,
-    sync_folder,
-    waited_lock,
-    write_atomic,
-    write_private,
-)
-from edge_agent.trust import (
+from edge_agent.bundle import archive, manifest
+from edge_agent.bundle.trust import (
     MAX_BYTES,
     MOST_ROOTS,
     ROLES,
@@ -59,6 +46,19 @@ from edge_agent.trust import (
     seconds,
     signed_by,
     unsigned,
+)
+from edge_agent.core.config import credential
+from edge_agent.core.errors import BundleError, BundleUntrusted, StateError, UsageError, cause
+from edge_agent.core.locks import waited_lock
+from edge_agent.core.storage import (
+    IDENTITY,
+    Access,
+    private_folder,
+    read_json,
+    read_regular,
+    sync_folder,
+    write_atomic,
+    write_private,
 )
 
 from .releases import book_of
@@ -230,8 +230,8 @@ def sign_bundle(
         BundleDamaged: there is no bundle.
         UsageError: a key is none of those that may sign releases.
     """
-    opened = bundles.open_bundle(path)
-    files, newest = bundles.files_of(opened.manifest), read(Root, roots[-1], "root")
+    opened = archive.open_bundle(path)
+    files, newest = manifest.files_of(opened.manifest), read(Root, roots[-1], "root")
     allowed = newest.roles["targets"]
     if strange := [Key.of(public_bytes(key)).id for key in keys if Key.of(public_bytes(key)).id not in allowed.keyids]:
         raise UsageError(
@@ -261,7 +261,7 @@ def sign_bundle(
         )
     for key in keys:
         envelope = envelope.with_signature(key)
-    bundles.attach(path, _member(envelope, roots))
+    archive.attach(path, _member(envelope, roots))
     return read(Release, envelope, str(path)), len(envelope.signers(allowed, newest.keys)), allowed.threshold
 
 
@@ -502,13 +502,13 @@ class ReleaseKeys:
 
 def signature_of(path: Path) -> dict[str, Any] | None:
     """Who has signed the bundle at ``path``, as `trust.signed_by`; None where nobody has."""
-    raw = bundles.open_bundle(path).release
+    raw = archive.open_bundle(path).release
     return None if raw is None else signed_by(parse(Member, raw, str(path)))
 
 
 def _version(path: Path) -> int | None:
     """The version of the release of the bundle at ``path``; None where nobody has signed one."""
-    raw = bundles.open_bundle(path).release
+    raw = archive.open_bundle(path).release
     return None if raw is None else read(Release, parse(Member, raw, str(path)).release, str(path)).version
 
 
@@ -548,12 +548,12 @@ def _signed_by_people(
         versions.append(_version(state.blobs.path(digest)) or 0)
     newest = max(versions, default=0)
     try:
-        if bundles.open_bundle(path).manifest.bundle_id != bundle_id:
+        if archive.open_bundle(path).manifest.bundle_id != bundle_id:
             raise BundleUntrusted(f"{path} is another bundle than {bundle_id[:16]}")
         if (version := _version(path)) is None:
             raise BundleUntrusted(f"{path} is not signed, {keys.newest().roles['targets'].threshold} people have to")
         again = " --again" if version <= newest else ""
-        release, _ = bundles.verify(path, keys.roots()[-1])
+        release, _ = archive.verify(path, keys.roots()[-1])
         content = read_regular(path)
     except BundleError as error:
         raise UsageError(f"{error}; 'headwater keys sign {path} --key FILE{again}' signs it for a release") from error

@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, Literal
 
-from edge_agent.errors import UsageError, nearest
-from edge_agent.moments import moment_of
+from edge_agent.core.errors import UsageError, nearest
+from edge_agent.core.time_and_text import moment_of
 
 from .journal import Entry, Journal, Kind
 
 if TYPE_CHECKING:
-    from edge_agent.trust import Scores
+    from edge_agent.bundle.trust import Scores
 
 RELEASE_KINDS: tuple[Kind, ...] = (
     "release_made",
@@ -111,8 +111,8 @@ class Plan:
         Raises:
             UsageError: one cannot.
         """
-        from edge_agent.config import NAME_PATTERN  # not for 'headwater status', which looks often
-        from edge_agent.wire.messages import MAX_WAIT_S
+        from edge_agent.core.config import NAME_PATTERN  # not for 'headwater status', which looks often
+        from edge_agent.wire.messages.fields import MAX_WAIT_S
 
         if not re.fullmatch(NAME_PATTERN, self.channel):
             raise UsageError(f"channel '{self.channel[:80]}' cannot be that of a device; expected {NAME_PATTERN}")
@@ -572,7 +572,7 @@ class Book:
 
     def scores(self, bundle_id: str) -> Scores | None:
         """acc.personal of the devices that reported a bundle, each by its newest report; None where none did."""
-        from edge_agent.trust import Scores  # brings pydantic, which `headwater status` does without
+        from edge_agent.bundle.trust import Scores  # brings pydantic, which `headwater status` does without
 
         results = dict[str, Result]()
         for release in self.releases:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from edge_agent.wire.messages import new_id
+from edge_agent.wire.messages.fields import new_id
 
 from .journal import Entry, Journal
 

@@ -22,18 +22,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import StateError, UsageError, cause
-from edge_agent.storage import (
-    HeldLock,
-    folder_lock,
-    read_json,
-    read_regular,
-    sha256_file,
-    sha256_of,
-    sync,
-    write_atomic,
-    write_json,
-)
+from edge_agent.core.errors import StateError, UsageError, cause
+from edge_agent.core.locks import HeldLock, folder_lock
+from edge_agent.core.storage import read_json, read_regular, sha256_file, sha256_of, sync, write_atomic, write_json
 
 from .journal import CHECKPOINTS, Journal
 from .releases import release_blobs
@@ -45,7 +36,7 @@ _BEGAN_S = time.time()
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
-"""Names of temporary files of `edge_agent.storage.write_atomic`."""
+"""Names of temporary files of `edge_agent.core.storage.write_atomic`."""
 
 
 class BlobStore:
@@ -315,7 +306,7 @@ class StateFolder:
         Raises:
             UsageError: ``run`` cannot be the name of a run.
         """
-        from edge_agent.config import NAME_PATTERN  # pydantic, which 'headwater status' does without
+        from edge_agent.core.config import NAME_PATTERN  # pydantic, which 'headwater status' does without
 
         if not re.fullmatch(NAME_PATTERN, run):
             raise UsageError(f"'{run[:80]}' cannot be a run; runs are named like 'run-0001', see 'headwater status'")

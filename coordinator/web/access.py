@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from edge_agent.config import is_loopback
-from edge_agent.errors import StateError, cause
-from edge_agent.storage import read_regular_text, write_private
+from edge_agent.core.config import is_loopback
+from edge_agent.core.errors import StateError, cause
+from edge_agent.core.storage import read_regular_text, write_private
 
 TOKEN_BYTES = 32
 SESSION_S = 12 * 3600.0

@@ -18,8 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from edge_agent.errors import UsageError
-from edge_agent.identity import shown as shown_time
+from edge_agent.core.errors import UsageError
+from edge_agent.identity.certificates import shown as shown_time
 
 from ..fleet import release_commands as commands
 from ..runs.cancel import cancel_run

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from edge_agent.errors import HeadwaterError
+from edge_agent.core.errors import HeadwaterError
 
 from . import actions, pages
 from .access import is_known_host

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import urlencode
 
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 
 from ..state.fleet_rows import PRESENT, AgentRow
 from ..state.noise import Compared, classify_mean_gain

@@ -20,8 +20,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import HeadwaterError
-from edge_agent.storage import IDENTITY, lock_holder
+from edge_agent.core.errors import HeadwaterError
+from edge_agent.core.locks import lock_holder
+from edge_agent.core.storage import IDENTITY
 
 from ..identity.revoked import revoked_agents
 from ..runs.timeline import Event, Timeline

@@ -20,10 +20,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_agent import __version__, errors
+from edge_agent import __version__
 from edge_agent.agent.health import CODES
-from edge_agent.errors import StateError
-from edge_agent.wire.messages import DISK_ERROR
+from edge_agent.core import errors
+from edge_agent.core.errors import StateError
+from edge_agent.wire.messages.fields import DISK_ERROR
 
 from ..state.journal import FINAL, Entry, Journal, Kind, utc_now
 from ..state.releases import RELEASE_KINDS, Book

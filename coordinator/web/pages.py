@@ -18,9 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from edge_agent.errors import HeadwaterError, StateError, UnknownName, UsageError
-from edge_agent.moments import shown as shown_time
-from edge_agent.storage import read_json, read_regular
+from edge_agent.core.errors import HeadwaterError, StateError, UnknownName, UsageError
+from edge_agent.core.storage import read_json, read_regular
+from edge_agent.core.time_and_text import shown as shown_time
 
 from ..fleet.release_commands import described, stage_text, standing, waits_for
 from ..runs.result_notes import SHOWN_CLIENTS, spent
@@ -684,8 +684,9 @@ def _manifest(view: FolderView, digest: str) -> dict[str, Any]:
 def _read_manifest(path: str, _stamp: int) -> dict[str, Any]:
     from pathlib import Path
 
-    from edge_agent.bundle import open_bundle, variant_figures
-    from edge_agent.trust import Member, Release, parse, read
+    from edge_agent.bundle.archive import open_bundle
+    from edge_agent.bundle.manifest import variant_figures
+    from edge_agent.bundle.trust import Member, Release, parse, read
 
     opened = open_bundle(Path(path))
     signers, signed = list[str](), None

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from edge_agent.moments import moment_of
+from edge_agent.core.time_and_text import moment_of
 
 from ..report.charts import Axis, Bars, Chart, Lines, Mark, Row, Rows, Series, ends, percent
 from ..report.run_charts import KEYS as SCOPE_KEYS

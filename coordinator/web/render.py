@@ -9,7 +9,7 @@ from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-from edge_agent.moments import shown
+from edge_agent.core.time_and_text import shown
 
 from ..report.charts import Chart, clean, figure_html
 from ..report.page import templates_of

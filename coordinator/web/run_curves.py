@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edge_agent.storage import open_regular
+from edge_agent.core.storage import open_regular
 
 from ..state.values import as_number, as_text
 from ..text import worst_tenth

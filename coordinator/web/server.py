@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from edge_agent.errors import UsageError, cause
-from edge_agent.storage import IDENTITY, read_regular_text
+from edge_agent.core.errors import UsageError, cause
+from edge_agent.core.storage import IDENTITY, read_regular_text
 
 from ..config import CoordinatorConfig, WebConfig
 from ..processes.pipe import Pipe

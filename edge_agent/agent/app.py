@@ -12,13 +12,16 @@ import socket
 import threading
 from typing import Any
 
-from .. import capabilities
-from ..config import AgentConfig
-from ..errors import BrokerAway, CodecError, HeadwaterError, MissingCapability, StateError
-from ..identity import Renewal, check_name, renew_beside
-from ..storage import check_own_folder, folder_lock, read_json, sweep, write_atomic
+from ..core import capabilities
+from ..core.children import ThreadWorker, in_child, is_stopped, stop_on_signals
+from ..core.config import AgentConfig
+from ..core.errors import BrokerAway, CodecError, HeadwaterError, MissingCapability, StateError
+from ..core.locks import folder_lock
+from ..core.own_folders import check_own_folder
+from ..core.storage import read_json, sweep, write_atomic
+from ..identity.certificates import check_name
+from ..identity.renewal import Renewal, renew_beside
 from ..wire.mqtt import MqttTransport, refused_topics
-from ..worker import ThreadWorker, in_child, is_stopped, stop_on_signals
 from .data_check import check
 from .event_loop import Agent, RefusedTopics, will_of
 from .health import problem_of

@@ -16,12 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import errors
-from ..config import AgentConfig
-from ..errors import BundleError, ChildFailed, HeadwaterError
-from ..limits import available_bytes, limit_resources, stand_back
-from ..wire.messages import Install, Report
-from ..worker import answer_of_watched
+from ..core import errors
+from ..core.children import answer_of_watched
+from ..core.config import AgentConfig
+from ..core.errors import BundleError, ChildFailed, HeadwaterError
+from ..core.limits import available_bytes, limit_resources, stand_back
+from ..wire.messages.down import Install
+from ..wire.messages.up import Report
 from .head_tier import Candidate, prepare_here, rejected
 
 log = logging.getLogger(__name__)

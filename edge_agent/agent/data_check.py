@@ -9,13 +9,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from .. import errors
-from ..config import AgentConfig, own_methods
-from ..errors import HeadwaterError, StateError, UsageError
-from ..storage import read_json, write_json
-from ..task import Task
-from ..worker import answer_of_child
-from .privacy import check_policy
+from ..core import errors
+from ..core.children import answer_of_child
+from ..core.config import AgentConfig, own_methods
+from ..core.errors import HeadwaterError, StateError, UsageError
+from ..core.storage import read_json, write_json
+from ..core.task import Task
+from ..privacy.policy import check_policy
 
 LIMIT_S = 600.0
 """The child may take so long."""
@@ -58,7 +58,7 @@ def last_task(state: Path) -> Task | None:
         StateError: the file cannot be read.
         BundleError: the manifest of the bundle in use cannot be read.
     """
-    from ..bundle import current_manifest
+    from ..bundle.installed import current_manifest
 
     if not state.is_dir():
         return None

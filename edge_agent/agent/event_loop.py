@@ -19,8 +19,9 @@ from functools import partial
 from typing import Any
 
 from .. import __version__
-from ..config import AgentConfig
-from ..errors import (
+from ..core.children import InlineWorker, Worker, is_stopped
+from ..core.config import AgentConfig
+from ..core.errors import (
     ChunkError,
     DuplicateId,
     EnrolmentRefused,
@@ -29,21 +30,22 @@ from ..errors import (
     ProtocolMismatch,
     StateError,
 )
-from ..identity import Renewal, Step, renew_beside
-from ..limits import resident_bytes
-from ..storage import read_json, write_atomic
-from ..task import Task
-from ..wire import messages as wire
-from ..wire.authentic import Guard, read_key
-from ..wire.chunks import BlobCache, decode_frame
-from ..wire.messages import SPOKEN, Topics, run_name
+from ..core.limits import resident_bytes
+from ..core.storage import read_json, write_atomic
+from ..core.task import Task
+from ..identity.renewal import Renewal, Step, renew_beside
+from ..privacy.policy import sample_count, without_withheld
+from ..wire.blobs.chunks import BlobCache, decode_frame
+from ..wire.messages import codec, down, fields, up
+from ..wire.messages.codec import SPOKEN
+from ..wire.messages.fields import run_name
+from ..wire.seal import Guard, read_key
+from ..wire.topics import Topics
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
-from ..worker import InlineWorker, Worker, is_stopped
 from .data_check import note_task
 from .health import FINAL_S, HELLO_AGAIN_S, Disk, Mismatch, OtherClock, Problem, Silence, disk_error
 from .local_state import Membership
 from .new_samples import NewSamples
-from .privacy import sample_count, without_withheld
 from .release_record import PROVEN_S, Trial
 from .tasks import TaskQueue, TaskRunner
 from .textfile import Figures
@@ -132,24 +134,24 @@ class Agent:
         self._new_samples = NewSamples(config, clock)
         self._sent_condition = self.condition.name
         self._checked: Task | None = None
-        self._operator_pin: wire.Pinned | None = None
-        self._introductions: dict[type[wire.Command], Callable[[Any], None]] = {
-            wire.Announce: self._on_announce,
-            wire.Welcome: self._on_welcome,
-            wire.Who: lambda message: self._hello(message.question),
+        self._operator_pin: down.Pinned | None = None
+        self._introductions: dict[type[fields.Command], Callable[[Any], None]] = {
+            down.Announce: self._on_announce,
+            down.Welcome: self._on_welcome,
+            down.Who: lambda message: self._hello(message.question),
         }
-        self._work: dict[type[wire.Command], Callable[[Any], None]] = {
-            wire.TaskNotice: self._on_task,
-            wire.Job: self.jobs.on_job,
-            wire.Install: self.jobs.on_install,
-            wire.Cancel: self.jobs.on_cancel,
-            wire.Listen: self.downloads.listen,
-            wire.Grant: self._on_grant,
-            wire.Queued: self.uploads.queued,
-            wire.Ack: self.uploads.ack,
-            wire.Receipt: self.jobs.on_receipt,
-            wire.Renewed: self._on_renewed,
-            wire.Pinned: self._on_pinned,
+        self._work: dict[type[fields.Command], Callable[[Any], None]] = {
+            down.TaskNotice: self._on_task,
+            down.Job: self.jobs.on_job,
+            down.Install: self.jobs.on_install,
+            down.Cancel: self.jobs.on_cancel,
+            down.Listen: self.downloads.listen,
+            down.Grant: self._on_grant,
+            down.Queued: self.uploads.queued,
+            down.Ack: self.uploads.ack,
+            down.Receipt: self.jobs.on_receipt,
+            down.Renewed: self._on_renewed,
+            down.Pinned: self._on_pinned,
         }
 
     # --- life ------------------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ class Agent:
     def close(self) -> None:
         """Send goodbye and disconnect; downloads and the outbox stay on disk."""
         self.disk.safely(self.tasks.stopped)
-        self.link.send(wire.Bye())
+        self.link.send(up.Bye())
         self.downloads.pause()
         self.worker.close()
         self.transport.close()
@@ -294,14 +296,14 @@ class Agent:
             elif error is not None:
                 self._not_renewed(str(error))
             elif what == "message":
-                self.link.send(wire.Renew(**result))
+                self.link.send(up.Renew(**result))
             else:
                 log.info("certificate_renewed agent=%s until=%s", self.config.id, result["until"])
 
         self._is_renewing = True
         self.worker.submit("renew", lambda: renew_beside(self.config.state, what, certificate), done)
 
-    def _on_renewed(self, message: wire.Renewed) -> None:
+    def _on_renewed(self, message: down.Renewed) -> None:
         if message.refused:
             self._not_renewed(message.refused)
         elif self.renewal is not None and message.certificate:
@@ -312,7 +314,7 @@ class Agent:
 
     def _ask_rules(self, refused_topics: RefusedTopics) -> None:
         """Find out whether the broker lets this agent speak: what it refuses to MQTT 3.1.1 it drops without a word."""
-        beat = wire.encode(wire.Heartbeat(boot=secrets.token_hex(8)))  # of no start that said hello: it changes nothing
+        beat = codec.encode(up.Heartbeat(boot=secrets.token_hex(8)))  # of no start that said hello: it changes nothing
         spoken = {topic(self.config.id): beat for topic in (self.topics.up, self.topics.heartbeat)}
 
         def done(refused: dict[str, str] | None, error: BaseException | None) -> None:
@@ -344,7 +346,7 @@ class Agent:
         presence = f"online {self.boot} {self._connection}".encode()
         self.transport.publish(self.topics.presence(self.config.id), presence)
         self._sent_kept = self.tasks.kept()
-        hello = wire.Hello(
+        hello = up.Hello(
             software=__version__,
             tier=self.tasks.tier,
             samples=sample_count(self.config.privacy, self.tasks.samples),
@@ -363,7 +365,7 @@ class Agent:
         self._beat_at = self.clock()
         self._sent_condition = self.condition.name
         busy = self.jobs.job
-        beat = wire.Heartbeat(condition=self._sent_condition)
+        beat = up.Heartbeat(condition=self._sent_condition)
         if busy is not None:
             beat = beat.model_copy(update={"run": busy.run, "round": busy.round, "purpose": busy.purpose})
         self.link.beat(beat)
@@ -374,7 +376,7 @@ class Agent:
 
     def _on_message(self, event: Message) -> None:
         if event.retained:  # a coordinator never asks a broker to retain a message, so another client did
-            log.warning("retained_refused topic=%s; clear it at the broker", wire.printable(event.topic))
+            log.warning("retained_refused topic=%s; clear it at the broker", fields.printable(event.topic))
             return
         try:
             if event.topic in {self.topics.down(self.config.id), self.topics.announce}:
@@ -385,17 +387,19 @@ class Agent:
         except ProtocolMismatch as error:
             self._on_mismatch(str(error))
         except HeadwaterError as error:
-            log.warning("message_refused topic=%s reason=%s", wire.printable(event.topic), wire.printable(str(error)))
+            log.warning(
+                "message_refused topic=%s reason=%s", fields.printable(event.topic), fields.printable(str(error))
+            )
         except OSError as error:
-            self.disk.failed(error, f"message_failed topic={wire.printable(event.topic)}")
+            self.disk.failed(error, f"message_failed topic={fields.printable(event.topic)}")
         except Exception:  # a bug: no single message may end the agent
-            log.exception("message_broke topic=%s", wire.printable(event.topic))
+            log.exception("message_broke topic=%s", fields.printable(event.topic))
 
     def _on_words(self, payload: bytes) -> None:
         try:
-            message = wire.parse_from_coordinator(payload)
+            message = codec.parse_from_coordinator(payload)
         except MessageError as error:
-            named = wire.named_job(payload)
+            named = codec.named_job(payload)
             if named is not None:  # of a newer coordinator, for example: it need not wait for this agent
                 self.link.send(self.condition.note("work", error).to_coordinator(named))
             raise
@@ -413,9 +417,9 @@ class Agent:
             if finished:
                 self.disk.safely(self.jobs.go_on)
 
-    def _on_control(self, message: wire.Command) -> None:
+    def _on_control(self, message: fields.Command) -> None:
         kind = type(message)
-        if isinstance(message, wire.Refused):
+        if isinstance(message, down.Refused):
             self._on_refused(message)
         elif not message.federation:
             raise MessageError(f"{kind.__name__} names no federation; expected the id of one")
@@ -425,16 +429,16 @@ class Agent:
             self._introductions[kind](message)
         elif not self.membership.is_current(message):
             self._ask_who_is_online()
-        elif self.condition.is_stalled and isinstance(message, wire.Job | wire.Install):
+        elif self.condition.is_stalled and isinstance(message, down.Job | down.Install):
             log.debug("left type=%s run=%s: the disk cannot be written; it is asked again", message.type, message.run)
         else:
             self._work[kind](message)
 
-    def _on_grant(self, message: wire.Grant) -> None:
+    def _on_grant(self, message: down.Grant) -> None:
         self.uploads.grant(message)
         self.jobs.go_on()  # an update that was lost from the disk is computed again
 
-    def _on_task(self, message: wire.TaskNotice) -> None:
+    def _on_task(self, message: down.TaskNotice) -> None:
         """Check whether data and head of this device fit, unless that was checked."""
         task = message.task
         if task == self._checked and self.condition.name == "ok":
@@ -452,14 +456,14 @@ class Agent:
 
         self.worker.submit("check", lambda: self.tasks.check(task), done)
 
-    def _on_announce(self, message: wire.Announce) -> None:
+    def _on_announce(self, message: down.Announce) -> None:
         if message.epoch > self.membership.epoch > 0:  # what has just been sent was sent to its predecessor
             self._begin_alone()
             self._hello()
         elif not self.welcomed and self.clock() - self._hello_at >= HELLO_APART_S:  # else it has just been sent
             self._hello()
 
-    def _on_welcome(self, message: wire.Welcome) -> None:
+    def _on_welcome(self, message: down.Welcome) -> None:
         is_news = not self.welcomed or not self.membership.is_current(message)
         self._follow(message.federation, message.epoch)
         self.welcomed, self._idle_heartbeat_s = True, message.heartbeat_s
@@ -478,7 +482,7 @@ class Agent:
 
     # --- whose commands count --------------------------------------------------------------------------------------
 
-    def _not_obeyed(self, message: wire.Command) -> None:
+    def _not_obeyed(self, message: fields.Command) -> None:
         """Ignore a command; a hello informs its sender whom the agent follows, and shows who is online."""
         self.membership.ignored(message)
         self._ask_who_is_online()
@@ -499,7 +503,7 @@ class Agent:
                 log.warning("federation_left federation=%s follows=%s dropped: %s", *what)
         self.membership.accept(federation, epoch)
 
-    def _on_pinned(self, message: wire.Pinned) -> None:
+    def _on_pinned(self, message: down.Pinned) -> None:
         """The operator's pin decides nothing here, where no other release arrives; it explains that to the owner."""
         self._operator_pin = message if message.release else None
         if message.release:
@@ -508,7 +512,7 @@ class Agent:
         else:
             log.info("unpinned_by_operator")
 
-    def _on_refused(self, message: wire.Refused) -> None:
+    def _on_refused(self, message: down.Refused) -> None:
         if message.federation and not self.membership.allows(message):
             self._not_obeyed(message)
             return

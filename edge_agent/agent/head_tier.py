@@ -17,16 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import bundle as bundles
 from .. import heads, methods
-from ..bundle import Bundle, BundleFile
-from ..config import AgentConfig
-from ..data import Samples, from_files
-from ..data.collected import Collection, labelled
-from ..data.images import visible
-from ..data.partition import is_collected, own_samples
-from ..encoder import Encoder, remove_features, trim_features
-from ..errors import (
+from ..bundle import archive
+from ..bundle import installed as installed_module
+from ..bundle.archive import BundleFile
+from ..bundle.trust import Envelope, Member, TrustStore, followed, parse, roots_in
+from ..bundle.unpacked import Bundle
+from ..core.config import AgentConfig
+from ..core.errors import (
     BundleDamaged,
     BundleError,
     BundleUntrusted,
@@ -37,10 +35,17 @@ from ..errors import (
     StateError,
     cause,
 )
+from ..core.own_folders import make_folder
+from ..core.task import Task, Tensors
+from ..data import Samples, from_files
+from ..data.collected import Collection, labelled
+from ..data.images import visible
+from ..data.partition import is_collected, own_samples
 from ..heads import FitData, saved
 from ..heads.base import softmax
 from ..heads.saved import SavedHead
-from ..personalize import (
+from ..personal.encoder import Encoder, remove_features, trim_features
+from ..personal.personalize import (
     FitOptions,
     Result,
     accuracy,
@@ -50,15 +55,13 @@ from ..personalize import (
     personalize,
     saved_features,
 )
-from ..precision import Refit, open_encoder
-from ..storage import make_folder
-from ..task import Task, Tensors
-from ..trust import Envelope, Member, TrustStore, followed, parse, roots_in
-from ..wire.messages import Install, Job, Report
+from ..personal.precision import Refit, open_encoder
+from ..privacy.policy import UpdateFacts, check_update, declared_least
+from ..wire.messages.down import Install, Job
+from ..wire.messages.up import Report
 from .health import public_text
 from .local_state import RUN_FOLDER
 from .new_samples import file_mark, is_settled, samples_folder
-from .privacy import UpdateFacts, check_update, declared_least
 from .release_record import CANDIDATE_FOLDER, candidate_folder, clean
 
 log = logging.getLogger(__name__)
@@ -113,25 +116,25 @@ def install_bundle(
         BundleError: damaged, or not the one announced; without an old pair also one that fails its trial.
         DataError: local data do not fit the task; the old pair stays.
     """
-    opened, root = bundles.open_bundle(path), config.state / "bundles"
+    opened, root = archive.open_bundle(path), config.state / "bundles"
     if opened.manifest.bundle_id != message.bundle_id:
         raise BundleDamaged(
             f"bundle {opened.manifest.bundle_id[:16]}, announced was {message.bundle_id[:16]}; rejected", is_public=True
         )
     first = admit(config, opened)
-    member = bundles.admitted(opened, root, now(), first)
+    member = installed_module.admitted(opened, root, now(), first)
     clean(config)
     try:
         candidate = (prepare or prepare_here)(config, message, path, now())
         report = candidate.report
         if not candidate.rejection:
-            bundle = bundles.staged(opened, root)
+            bundle = installed_module.staged(opened, root)
             with switching() as kept:
                 if kept:
-                    report = _not_taken(report, bundles.current_id(root), kept)
+                    report = _not_taken(report, installed_module.current_id(root), kept)
                 else:
                     saved.adopt(candidate_folder(config), config.state / "head", bundle.fingerprints)
-                    bundles.switch(bundle, root, member, first)
+                    installed_module.switch(bundle, root, member, first)
                     collection_of(config).fitted(candidate.version)
                     log.info("installed bundle=%s acc.personal=%s", bundle.id[:12], report.acc_personal)
     finally:
@@ -159,8 +162,8 @@ def prepare_here(
         DataError: local data do not fit the task.
     """
     progress("unpack")
-    opened = bundles.open_bundle(path)
-    bundle = bundles.staged(opened, config.state / "bundles")
+    opened = archive.open_bundle(path)
+    bundle = installed_module.staged(opened, config.state / "bundles")
     if config.head.precision != "int8":  # before the samples take memory beside that of the trial
         progress("trial")
         try:
@@ -288,7 +291,7 @@ def admit(config: AgentConfig, opened: BundleFile) -> Envelope | None:
     if config.bundle.first_use and release is not None:
         oldest, *others = parse(Member, release, "release").roots
         newest = followed([oldest], others)[-1]
-        bundles.verify(opened.path, newest)
+        archive.verify(opened.path, newest)
         log.warning("trusts_first_use root=%s: once the bundle is installed", newest.signed["version"])
         return newest
     if not config.takes_unsigned:
@@ -338,7 +341,7 @@ def refit(config: AgentConfig, *, compare: bool = False) -> Refitted:
         DataError: local data do not fit the task.
         StateError: no bundle is in use.
     """
-    bundle = bundles.current(config.state / "bundles")
+    bundle = installed_module.current(config.state / "bundles")
     if bundle is None:
         raise StateError(f"{config.state / 'bundles'}: no bundle is in use; import one, or wait for a release")
     collection = collection_of(config)
@@ -390,7 +393,7 @@ def collect(
     Raises:
         HeadwaterError: as `refit_current`; the head in use stays.
     """
-    manifest = bundles.current_manifest(config.state / "bundles")
+    manifest = installed_module.current_manifest(config.state / "bundles")
     if manifest is None:
         return None
     collection = collection_of(config)
@@ -506,7 +509,7 @@ def _remove_features(config: AgentConfig) -> None:
     Those of the head in use stay.
     """
     try:
-        installed = bundles.manifests(config.state / "bundles")
+        installed = installed_module.manifests(config.state / "bundles")
         fingerprint = saved.load(config.state / "head").fingerprint
     except HeadwaterError as error:  # a predecessor, or the head, is damaged: nothing is known of what is to stay
         log.warning("features_not_removed reason=%s", error)
@@ -521,7 +524,7 @@ def _remove_features(config: AgentConfig) -> None:
 def _old_pair(config: AgentConfig) -> Pair | None:
     """The pair in use; None where there is none, or it is damaged (then anything is better)."""
     try:
-        bundle = bundles.current(config.state / "bundles")
+        bundle = installed_module.current(config.state / "bundles")
         return None if bundle is None else (bundle, load_head(config.state / "head", bundle))
     except HeadwaterError as error:
         log.warning("old_pair_unusable reason=%s", error)
@@ -566,12 +569,12 @@ def contribute_round(
             "the coordinator's cohort.tier should be 'train'",
             is_public=True,
         )
-    first = admit(config, bundles.open_bundle(encoder))
+    first = admit(config, archive.open_bundle(encoder))
     run_folder = config.state / "runs" / job.run
     make_folder(run_folder, RUN_FOLDER)
     folder = run_folder / "encoders"
     trust = config.state / "bundles"
-    bundle = bundles.install(encoder, folder, keep=1, now=now, first=first, round_of=TrustStore(trust))
+    bundle = installed_module.install(encoder, folder, keep=1, now=now, first=first, round_of=TrustStore(trust))
     session = Encoder.open(bundle, "fp32", config.training.threads)
     train, test = samples
     result = FitData(

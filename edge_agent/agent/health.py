@@ -14,11 +14,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .. import errors
-from ..config import AgentConfig
-from ..errors import SET_CLOCK, HeadwaterError, ProtocolMismatch, cause
-from ..storage import write_atomic
-from ..wire.messages import DISK_ERROR, ConditionName, Fault, JobKey, printable
+from ..core import errors
+from ..core.config import AgentConfig
+from ..core.errors import SET_CLOCK, HeadwaterError, ProtocolMismatch, cause
+from ..core.storage import write_atomic
+from ..wire.messages.fields import DISK_ERROR, ConditionName, JobKey, printable
+from ..wire.messages.up import Fault
 
 log = logging.getLogger(__name__)
 

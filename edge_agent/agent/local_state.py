@@ -22,25 +22,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..config import AgentConfig
-from ..errors import CodecError, StateError, cause
-from ..storage import (
-    FolderKind,
-    holds_only,
-    is_own_folder,
-    make_folder,
-    oldest_first,
-    read_json,
-    read_regular,
-    read_tensors,
-    remove_folder,
-    size_of,
-    write_json,
-    write_tensors,
-)
-from ..task import Frozen, Tensors
-from ..wire.chunks import BlobCache
-from ..wire.messages import Command, Epoch, FederationId, UpdateManifest
+from ..core.config import AgentConfig
+from ..core.errors import CodecError, StateError, cause
+from ..core.own_folders import FolderKind, holds_only, is_own_folder, make_folder, remove_folder
+from ..core.storage import oldest_first, read_json, read_regular, read_tensors, size_of, write_json, write_tensors
+from ..core.task import Frozen, Tensors
+from ..wire.blobs.chunks import BlobCache
+from ..wire.messages.fields import Command, Epoch, FederationId
+from ..wire.messages.up import UpdateManifest
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +78,7 @@ def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, wanted: 
     Old downloads go first, out of ``cache``, then cached features, each the oldest first. Blobs in ``wanted``, by their
     digests, stay; so does client state, which cannot be had again and whose run may be paused.
     """
-    from ..encoder import feature_files  # brings numpy, which an idle agent does without
+    from ..personal.encoder import feature_files  # brings numpy, which an idle agent does without
 
     state = config.state
     short = needed_bytes + config.min_free_bytes - shutil.disk_usage(state).free

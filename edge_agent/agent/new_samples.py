@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ..config import AgentConfig
+from ..core.config import AgentConfig
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import importlib.util
 from pathlib import Path
 
 from .. import methods
-from ..config import TrainingConfig
-from ..errors import MissingCapability
-from ..registry import PinnedFile, own_name
-from ..wire.messages import Job
+from ..core.config import TrainingConfig
+from ..core.errors import MissingCapability
+from ..core.registry import PinnedFile, own_name
+from ..wire.messages.down import Job
 
 _SHOWN = 16
 """Digits of a hash that tell two files apart in a message."""

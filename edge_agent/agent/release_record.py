@@ -13,12 +13,15 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from ..config import AgentConfig
-from ..errors import HeadwaterError, StateError, UsageError, cause
-from ..moments import moment_of
-from ..storage import FolderKind, holds_only, read_json, remove_folder, waited_lock, write_json
-from ..task import Frozen
-from ..wire.messages import FederationId, Install
+from ..core.config import AgentConfig
+from ..core.errors import HeadwaterError, StateError, UsageError, cause
+from ..core.locks import waited_lock
+from ..core.own_folders import FolderKind, holds_only, remove_folder
+from ..core.storage import read_json, write_json
+from ..core.task import Frozen
+from ..core.time_and_text import moment_of
+from ..wire.messages.down import Install
+from ..wire.messages.fields import FederationId
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +241,7 @@ class ReleaseRecord:
         if pin is None:
             self._pin_path.unlink(missing_ok=True)
             return
-        from ..bundle import current_id
+        from ..bundle.installed import current_id
 
         with waited_lock(self._bundles):
             if (runs := current_id(self._bundles)) != pin.bundle_id:
@@ -443,15 +446,15 @@ def candidate_folder(config: AgentConfig) -> Path:
 
 def clean(config: AgentConfig) -> None:
     """Remove what is left of a bundle that did not come into use, and take its head back: a kill may have left it."""
-    from .. import bundle as bundles
+    from ..bundle import installed
     from ..heads import saved
 
     root = config.state / "bundles"
     remove_folder(candidate_folder(config), CANDIDATE_FOLDER)
     try:
-        if (manifest := bundles.current_manifest(root)) is not None:
+        if (manifest := installed.current_manifest(root)) is not None:
             fingerprints = {name: variant.fingerprint for name, variant in manifest.variants.items()}
             saved.settle(config.state / "head", fingerprints)
-        bundles.remove_unused(root)
+        installed.remove_unused(root)
     except (HeadwaterError, OSError) as error:  # a damaged pair: nothing is known of what is to stay; or a full disk
         log.warning("not_cleaned reason=%s", error)

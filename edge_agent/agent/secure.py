@@ -11,12 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import secure_tensors as layout
-from ..errors import SumRefused, UpdateRejected
-from ..secure_sum import SHARE_BYTES, Entropy, Participant
-from ..storage import read_json, sha256_of, write_json
-from ..task import Tensors
-from ..wire.messages import Job, run_name
+from ..core.errors import SumRefused, UpdateRejected
+from ..core.storage import read_json, sha256_of, write_json
+from ..core.task import Tensors
+from ..privacy.secure_sum import tensors as layout
+from ..privacy.secure_sum.device import Participant
+from ..privacy.secure_sum.keys import SHARE_BYTES, Entropy
+from ..wire.messages.down import Job
+from ..wire.messages.fields import run_name
 from ..wire.tensors import pieces, specs_of
 
 SUMS_FILE = "sums.json"

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from .. import __version__
-from ..config import AgentConfig, Precision
-from ..errors import (
+from ..core.children import Done, Worker
+from ..core.config import AgentConfig, Precision
+from ..core.errors import (
     BundleError,
     DataError,
     HeadwaterError,
@@ -34,12 +35,25 @@ from ..errors import (
     TransferTooSlow,
     UsageError,
 )
-from ..limits import resident_bytes
-from ..storage import make_folder, read_json, write_json
-from ..task import Task, Tensors
-from ..wire import messages as wire
-from ..wire.messages import Install, Job, JobKey, Report, UpdateManifest, job_key
-from ..worker import Done, Worker
+from ..core.limits import resident_bytes
+from ..core.own_folders import make_folder
+from ..core.storage import read_json, write_json
+from ..core.task import Task, Tensors
+from ..privacy.policy import (
+    Ledger,
+    UpdateFacts,
+    check_job,
+    check_tensors,
+    check_update,
+    declared_least,
+    public_report,
+    sample_count,
+    without_withheld,
+)
+from ..wire.messages import down, fields, up
+from ..wire.messages.down import Install, Job, job_key
+from ..wire.messages.fields import JobKey
+from ..wire.messages.up import Report, UpdateManifest
 from .data_check import check_beside
 from .health import Condition, Kind, whole_message
 from .local_state import (
@@ -53,17 +67,6 @@ from .local_state import (
     remove_ended_runs,
 )
 from .own_method import method_for
-from .privacy import (
-    Ledger,
-    UpdateFacts,
-    check_job,
-    check_tensors,
-    check_update,
-    declared_least,
-    public_report,
-    sample_count,
-    without_withheld,
-)
 from .release_record import (
     MOST_STARTS,
     START_GRACE_S,
@@ -210,16 +213,16 @@ class TaskRunner:
         self._remove_ended(job.run)
         given: Tensors = {}
         if job.session:
-            from ..secure_tensors import parted
+            from ..privacy.secure_sum.tensors import parted
 
             given, received = parted(received)
-            if job.purpose in wire.EXCHANGES:
+            if job.purpose in fields.EXCHANGES:
                 return self._offer(job, self._exchange(job, given), 1, {})
             self._secure_sums().of(job)  # before the training, which would be in vain
         session, files = self.session(job), self.resources.state_files(job.run)
         check_job(self.config.privacy, job, session.method.least_class_count)
         from ..client import ClientState
-        from ..limits import keep_freed_memory
+        from ..core.limits import keep_freed_memory
 
         keep_freed_memory()
         kept = ClientState(*files.before(kept_before(job)))
@@ -325,7 +328,7 @@ class TaskRunner:
             return None
         import numpy as np
 
-        from .noise import Mechanism
+        from ..privacy.noise import Mechanism
 
         mechanism, ledger = Mechanism.of(policy, job.privacy), Ledger(self.config.state, policy)
         if mechanism is None:
@@ -357,7 +360,7 @@ class TaskRunner:
     def release_memory(self) -> None:
         """Return freed memory to the system until the next job."""
         if "torch" in sys.modules:
-            from ..limits import give_freed_memory_back
+            from ..core.limits import give_freed_memory_back
 
             give_freed_memory_back()
 
@@ -469,16 +472,16 @@ class TaskRunner:
             StateError: there is no bundle before.
             BundleError: it is damaged.
         """
-        from .. import bundle as bundles
+        from ..bundle import installed
         from ..heads import saved
 
         folder = self.config.state / "bundles"
-        if bundles.current_id(folder) == trial.bundle_id:
-            bundle = bundles.rollback(folder)
+        if installed.current_id(folder) == trial.bundle_id:
+            bundle = installed.rollback(folder)
             with contextlib.suppress(HeadwaterError):
                 saved.restore(self.config.state / "head", bundle.fingerprints)
         self.bundle_id = self._running_bundle()
-        self.releases.fell_back(trial, bundles.current_id(folder), self.now())
+        self.releases.fell_back(trial, installed.current_id(folder), self.now())
         self.rolled_back = self.releases.refused()[-1].reason
         log.error("fell_back bundle=%s reason=%s", trial.bundle_id[:12], self.rolled_back)
 
@@ -518,7 +521,7 @@ class TaskRunner:
         """Whether there is a bundle in use, and no head that was fitted on its features."""
         if self.bundle_id or self.tier != "head" or not (self.config.state / "bundles").is_dir():
             return False
-        from ..bundle import current_id
+        from ..bundle.installed import current_id
 
         try:
             return bool(current_id(self.config.state / "bundles"))
@@ -556,11 +559,11 @@ class TaskRunner:
         folder = self.config.state / "bundles"
         if not folder.is_dir():
             return ""
-        from .. import bundle as bundles
+        from ..bundle import installed
         from ..heads import saved
 
         try:
-            current = bundles.current(folder)
+            current = installed.current(folder)
             if current is None:
                 return ""
             saved.load(self.config.state / "head", current.fingerprints)
@@ -612,7 +615,7 @@ class TaskRunner:
         """Put an update into the outbox, with the count and the metrics that may leave."""
         policy = self.config.privacy
         has_noise = policy.noise > 0 or (job.privacy is not None and job.privacy.noise > 0)
-        if self.resources.counts_updates and not has_noise and job.purpose not in wire.EXCHANGES:
+        if self.resources.counts_updates and not has_noise and job.purpose not in fields.EXCHANGES:
             Ledger(self.config.state, policy).note_without_noise()
         kept = without_withheld(policy, metrics)
         return self.outbox.put(tensors, job_key(job), sample_count(policy, samples), kept, job.privacy)
@@ -622,7 +625,7 @@ class TaskRunner:
 
         ``right`` is None without held-out samples.
         """
-        from ..personalize import Scores, alone, log_if_better_alone, of_one_class
+        from ..personal.personalize import Scores, alone, log_if_better_alone, of_one_class
 
         train, test = self._samples(job.task)
         is_wanted = self.config.head.local and right is not None
@@ -646,7 +649,7 @@ def kept_before(job: Job) -> int:
     """The round before which the newest client state is what a job starts from."""
     if job.purpose == "personalize":
         return LAST_ROUND
-    return job.round + 1 if job.purpose in wire.OUTSIDE_ROUNDS else job.round
+    return job.round + 1 if job.purpose in fields.OUTSIDE_ROUNDS else job.round
 
 
 def resident_mb() -> float:
@@ -671,15 +674,15 @@ class TaskQueue:
     def __init__(self, tasks: TaskRunner, downloads: Downloads, uploads: Uploads, worker: Worker, link: Link) -> None:
         self._tasks, self._cache, self._downloads, self._uploads = tasks, downloads.cache, downloads, uploads
         self._worker, self._link, self.condition = worker, link, Condition()
-        self.job: wire.Job | None = None
+        self.job: down.Job | None = None
         self._closes_at, self._judged_at = float("inf"), float("-inf")
-        self._install: wire.Install | None = None
+        self._install: down.Install | None = None
         self._working_on: JobKey | str | None = None
         self._heard: deque[tuple[str, int]] = deque(maxlen=REMEMBERED)
-        self._installed: tuple[tuple[str, int], wire.Report] | None = None
+        self._installed: tuple[tuple[str, int], up.Report] | None = None
         """Blob and number of the release that was tried last, and what came out."""
 
-        self.last_report: wire.Report | None = None
+        self.last_report: up.Report | None = None
         """The newest report that was sent since the start."""
 
         self.answered = Counter[str]()
@@ -698,7 +701,7 @@ class TaskQueue:
         """Whether the worker is busy with a task."""
         return self._working_on is not None
 
-    def on_job(self, job: wire.Job) -> None:
+    def on_job(self, job: down.Job) -> None:
         """The coordinator asks for a job. A repeated message changes nothing; a new message means doing it again."""
         key, stamp = job_key(job), (job.boot, job.seq)
         if job.boot and stamp in self._heard:
@@ -715,7 +718,7 @@ class TaskQueue:
             return
         if self.job is None or job_key(self.job) != key:
             where = f"round={job.round}/{job.rounds} purpose={job.purpose} method={job.method}"
-            log.info("job run=%s %s", wire.run_name(job.run), where)
+            log.info("job run=%s %s", fields.run_name(job.run), where)
         self.job = job
         if self._working_on != key:
             if isinstance(self._working_on, JobKey) and self._working_on.session:  # a secure sum that was restarted
@@ -723,7 +726,7 @@ class TaskQueue:
             self._fetch()
         self.go_on()
 
-    def on_install(self, message: wire.Install) -> None:
+    def on_install(self, message: down.Install) -> None:
         """The coordinator offers a bundle; of one that has just been tried, the report is sent again."""
         if self._install is not None and self._working_on == self._install.blob.digest == message.blob.digest:
             return
@@ -751,9 +754,9 @@ class TaskQueue:
         self._fetch()
         self.go_on()
 
-    def on_cancel(self, message: wire.Cancel) -> None:
+    def on_cancel(self, message: down.Cancel) -> None:
         """The round is over for this agent."""
-        log.info("cancelled run=%s round=%d reason=%s", wire.run_name(message.run), message.round, message.reason)
+        log.info("cancelled run=%s round=%d reason=%s", fields.run_name(message.run), message.round, message.reason)
         install = self._install
         if install is not None and (install.run, 0) == (message.run, message.round):  # a bundle that is withdrawn
             self.forget_candidate()
@@ -779,14 +782,14 @@ class TaskQueue:
             self._report(TransferTooSlow(why, is_public=True), job_key(job))
             self._fetch()
 
-    def on_receipt(self, message: wire.Receipt) -> None:
+    def on_receipt(self, message: down.Receipt) -> None:
         """The coordinator has the update, or has rejected it: the job is done."""
         if not message.accepted:
             log.warning("update_refused reason=%s", message.reason)
         config = self._tasks.config
 
-        def note(done: wire.UpdateManifest) -> None:
-            if done.purpose in wire.EXCHANGES:  # no journal has them
+        def note(done: up.UpdateManifest) -> None:
+            if done.purpose in fields.EXCHANGES:  # no journal has them
                 return
             self.answered["accepted" if message.accepted else "rejected"] += 1
             note_receipt(config.state / "runs" / done.run, config.id, done, accepted=message.accepted)
@@ -930,7 +933,7 @@ class TaskQueue:
         update, runs = self._uploads.drop_all(), self._tasks.forget_runs()
         dropped = ["the job"] if had_job else []
         if update is not None:
-            dropped.append(f"update {wire.run_name(update.run)} round {update.round}")
+            dropped.append(f"update {fields.run_name(update.run)} round {update.round}")
         if runs:
             dropped.append(f"client state of {runs} runs")
         return ", ".join(dropped)
@@ -966,7 +969,7 @@ class TaskQueue:
         if self.job is None and self._install is not None and not self._downloads.has_all((self._install.blob,)):
             self._fetch()
 
-    def _cannot_hold(self, blobs: Sequence[wire.BlobRef]) -> UsageError | None:
+    def _cannot_hold(self, blobs: Sequence[fields.BlobRef]) -> UsageError | None:
         """Why the cache can never hold all of these blobs; None where it can."""
         size, limit = sum({ref.digest: ref.size_bytes for ref in blobs}.values()), self._cache.limit_bytes
         if size <= limit:
@@ -977,14 +980,14 @@ class TaskQueue:
             is_public=True,
         )
 
-    def _drop(self, about: wire.Cancel | wire.UpdateManifest) -> None:
+    def _drop(self, about: down.Cancel | up.UpdateManifest) -> None:
         if self.job is not None and job_key(self.job) == job_key(about):
             self.job = None
 
-    def _do(self, job: wire.Job) -> wire.UpdateManifest | wire.Report:
+    def _do(self, job: down.Job) -> up.UpdateManifest | up.Report:
         from ..wire.tensors import decode  # brings numpy, which an idle agent does without
 
-        if isinstance(job.given, wire.BlobRef):
+        if isinstance(job.given, fields.BlobRef):
             job = job.with_task(bytes(self._cache.read(job.given.digest)))
         received: Tensors = {}
         for ref in job.blobs:
@@ -996,22 +999,22 @@ class TaskQueue:
         finally:
             self._tasks.release_memory()
 
-    def _after_job(self, job: wire.Job, result: Any, error: BaseException | None) -> None:
+    def _after_job(self, job: down.Job, result: Any, error: BaseException | None) -> None:
         # Asked for again with another noise, it is done again.
         wanted = self.job is not None and (job_key(self.job), self.job.privacy) == (job_key(job), job.privacy)
         if error is None:
             self.condition.clear("work", "data")
-            if isinstance(result, wire.Report):
+            if isinstance(result, up.Report):
                 self.last_report = result
                 self._link.send(result)
             elif wanted:
                 self._uploads.offer(result)
         elif wanted and not self._downloads.has_all(job.refs):  # damaged on this disk, not wrong: download it again
-            log.warning("blob_damaged run=%s round=%d reason=%s", wire.run_name(job.run), job.round, error)
+            log.warning("blob_damaged run=%s round=%d reason=%s", fields.run_name(job.run), job.round, error)
             self._fetch()
             return
         elif isinstance(error, TrainingCancelled):
-            log.info("training_cancelled run=%s round=%d", wire.run_name(job.run), job.round)
+            log.info("training_cancelled run=%s round=%d", fields.run_name(job.run), job.round)
             return  # where the job was asked for again, it begins again
         elif isinstance(error, PrivacyRefused):
             self._refuse(error, job)
@@ -1021,7 +1024,7 @@ class TaskQueue:
             self.job = None
             self._fetch_bundle()
 
-    def _after_install(self, install: wire.Install, result: Any, error: BaseException | None) -> None:
+    def _after_install(self, install: down.Install, result: Any, error: BaseException | None) -> None:
         if self._install is not None and self._install.blob == install.blob:
             self._drop_install()  # a newer one that has arrived meanwhile is still to be done
         if error is None:
@@ -1033,15 +1036,15 @@ class TaskQueue:
         else:
             self._report(error, JobKey(install.run, purpose=None), "bundle", install.release)
 
-    def _refuse(self, error: PrivacyRefused, job: wire.Job) -> None:
+    def _refuse(self, error: PrivacyRefused, job: down.Job) -> None:
         """Say that this device does not do the job, which is no fault of its own."""
-        log.warning("job_refused run=%s round=%d reason=%s", wire.run_name(job.run), job.round, error)
+        log.warning("job_refused run=%s round=%d reason=%s", fields.run_name(job.run), job.round, error)
         if isinstance(error, SumRefused):
             remedy = "the next attempt at the sum has fresh keys; where this repeats, look for who is named"
         else:
             remedy = "[privacy] in the device's configuration decides; change the run, or leave the device out of it"
         about = job_key(job)._asdict()
-        self._link.send(wire.Fault(error=type(error).__name__, message=str(error)[:2000], remedy=remedy, **about))
+        self._link.send(up.Fault(error=type(error).__name__, message=str(error)[:2000], remedy=remedy, **about))
 
     def _report(self, error: BaseException, about: JobKey | None = None, kind: Kind = "work", release: int = 0) -> None:
         """Send a `Fault`, and continue: a job that cannot be done here must not end the agent."""
@@ -1056,6 +1059,6 @@ class TaskQueue:
         self._link.send(problem.to_coordinator(about, release))
 
 
-def fault(error: BaseException, run: str, number: int) -> wire.Fault:
+def fault(error: BaseException, run: str, number: int) -> up.Fault:
     """An error of a job in full, for the same machine."""
-    return wire.Fault(error=type(error).__name__[:64], message=whole_message(error), run=run, round=number)
+    return up.Fault(error=type(error).__name__[:64], message=whole_message(error), run=run, round=number)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from .. import __version__
-from ..config import AgentConfig
-from ..errors import cause
-from ..storage import Access, write_atomic
+from ..core.config import AgentConfig
+from ..core.errors import cause
+from ..core.storage import Access, write_atomic
 from .health import CODES
 
 log = logging.getLogger(__name__)

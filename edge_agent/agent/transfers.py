@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import AgentConfig, PrivacyConfig
-from ..errors import ChunkError, HeadwaterError, StateError
-from ..storage import read_json, sha256_file, sha256_of, write_atomic, write_json
-from ..task import Tensors
-from ..wire import chunks, flow
-from ..wire import messages as wire
-from ..wire.messages import JobKey, Topics, job_key
+from ..core.config import AgentConfig, PrivacyConfig
+from ..core.errors import ChunkError, HeadwaterError, StateError
+from ..core.storage import read_json, sha256_file, sha256_of, write_atomic, write_json
+from ..core.task import Tensors
+from ..wire.blobs import chunks, flow
+from ..wire.messages import codec, down, fields, up
+from ..wire.messages.down import job_key
+from ..wire.messages.fields import JobKey
+from ..wire.topics import Topics
 from ..wire.transport import Transport
 from .local_state import Membership
 
@@ -35,11 +37,11 @@ class Link:
         self._agent, self._transport, self._membership = config.id, transport, membership
         self._seq = 0
 
-    def send(self, message: wire.Control) -> None:
+    def send(self, message: fields.Control) -> None:
         """Publish a control message."""
         self._publish(self.topics.up(self._agent), message)
 
-    def beat(self, message: wire.Heartbeat) -> None:
+    def beat(self, message: up.Heartbeat) -> None:
         """Publish a heartbeat; it may be lost."""
         self._publish(self.topics.heartbeat(self._agent), message, qos=0)
 
@@ -55,19 +57,19 @@ class Link:
         """Receive it no longer."""
         self._transport.unsubscribe(self.topics.broadcast(digest))
 
-    def _publish(self, topic: str, message: wire.Control, qos: int = 1) -> None:
+    def _publish(self, topic: str, message: fields.Control, qos: int = 1) -> None:
         self._seq += 1
         stamp = {"boot": self.boot, "seq": self._seq, "federation": self._membership.federation}
-        self._transport.publish(topic, wire.encode(message.model_copy(update=stamp)), qos=qos)
+        self._transport.publish(topic, codec.encode(message.model_copy(update=stamp)), qos=qos)
 
 
 def manifest_of(
     data: Sequence[bytes | memoryview], about: JobKey, samples: int, metrics: Mapping[str, float]
-) -> wire.UpdateManifest:
+) -> up.UpdateManifest:
     """The message that announces an update, whose tensors are ``data``."""
     size = sum(memoryview(piece).nbytes for piece in data)
-    blob = wire.BlobRef(digest=sha256_of(*data), size_bytes=size, chunk_bytes=chunks.CHUNK_BYTES)
-    return wire.UpdateManifest(**about._asdict(), blob=blob, samples=samples, metrics=wire.metrics_of(metrics))
+    blob = fields.BlobRef(digest=sha256_of(*data), size_bytes=size, chunk_bytes=chunks.CHUNK_BYTES)
+    return up.UpdateManifest(**about._asdict(), blob=blob, samples=samples, metrics=fields.metrics_of(metrics))
 
 
 _UPDATE_FILE = re.compile(r"update(-[0-9a-f]{64})?\.safetensors")
@@ -96,8 +98,8 @@ class Outbox:
         about: JobKey,
         samples: int,
         metrics: Mapping[str, float],
-        asked: wire.Noise | None = None,
-    ) -> wire.UpdateManifest:
+        asked: down.Noise | None = None,
+    ) -> up.UpdateManifest:
         """Keep an update in place of any other; on disk, and safe from a power cut, when this returns.
 
         Tensors and note are synced once each, the note last: it never names tensors that a power cut took. ``asked``:
@@ -115,7 +117,7 @@ class Outbox:
             self._remove_all_but(path)
         return manifest
 
-    def get(self) -> wire.UpdateManifest | None:
+    def get(self) -> up.UpdateManifest | None:
         """The update that waits. One that is damaged, or was made under another policy, is dropped, and made again."""
         with self._lock:
             try:
@@ -132,7 +134,7 @@ class Outbox:
                 return None
             return manifest
 
-    def is_as_asked(self, asked: wire.Noise | None) -> bool:
+    def is_as_asked(self, asked: down.Noise | None) -> bool:
         """Whether the job of the update that waits asked for this differential privacy."""
         with self._lock, contextlib.suppress(HeadwaterError, ValueError):
             note = read_json(self.note)
@@ -149,8 +151,8 @@ class Outbox:
             self.path_of(digest).unlink(missing_ok=True)
 
     @staticmethod
-    def _manifest(note: Mapping[str, Any] | None) -> wire.UpdateManifest | None:
-        return None if note is None else wire.UpdateManifest.model_validate(note.get("manifest"))
+    def _manifest(note: Mapping[str, Any] | None) -> up.UpdateManifest | None:
+        return None if note is None else up.UpdateManifest.model_validate(note.get("manifest"))
 
     def _remove_all_but(self, kept: Path | None) -> None:
         for path in self.folder.glob("update*.safetensors"):
@@ -158,7 +160,7 @@ class Outbox:
                 path.unlink(missing_ok=True)
 
 
-def _as_json(asked: wire.Noise | None) -> dict[str, float] | None:
+def _as_json(asked: down.Noise | None) -> dict[str, float] | None:
     return None if asked is None else asked.model_dump(mode="json")
 
 
@@ -219,7 +221,7 @@ class Uploads:
         """Whether the update of that job waits here."""
         return self._manifest is not None and job_key(self._manifest) == job
 
-    def offer(self, manifest: wire.UpdateManifest) -> None:
+    def offer(self, manifest: up.UpdateManifest) -> None:
         """Announce a new update, which is in the outbox."""
         self._stop_sending()
         self._manifest = manifest
@@ -238,15 +240,15 @@ class Uploads:
         self._pace.restart()
         self._budget.forget()
 
-    def queued(self, message: wire.Queued) -> None:
+    def queued(self, message: down.Queued) -> None:
         """The coordinator receives other updates first."""
         if self._is_ours(message):
             self._wait(
                 message.again_s, f"the turn of its update: the coordinator receives {message.before} others first"
             )
-            log.info("update_queued before=%d run=%s", message.before, wire.run_name(message.run))
+            log.info("update_queued before=%d run=%s", message.before, fields.run_name(message.run))
 
-    def grant(self, message: wire.Grant) -> None:
+    def grant(self, message: down.Grant) -> None:
         """Send the chunks that the coordinator requests, except those that are under way.
 
         Raises:
@@ -265,7 +267,7 @@ class Uploads:
         self._pace.limit_bytes = min(flow.WINDOW_BYTES, message.credits * self._sending.blob.ref.chunk_bytes)
         self._continue(self._sending, message.missing)
 
-    def ack(self, message: wire.Ack) -> None:
+    def ack(self, message: down.Ack) -> None:
         """The coordinator has received chunks, and some are missing.
 
         Raises:
@@ -274,7 +276,7 @@ class Uploads:
         if self._sending is not None and self._is_ours(message):
             self._continue(self._sending, message.missing)
 
-    def receipt(self, message: wire.Receipt, note: Callable[[wire.UpdateManifest], None]) -> wire.UpdateManifest | None:
+    def receipt(self, message: down.Receipt, note: Callable[[up.UpdateManifest], None]) -> up.UpdateManifest | None:
         """The coordinator has the update, or has rejected it: ``note`` it, then remove it. Returns what was removed."""
         done = self._manifest
         if done is None or not self._is_ours(message):
@@ -290,7 +292,7 @@ class Uploads:
         if self.holds(job):
             self._forget()
 
-    def drop_all(self) -> wire.UpdateManifest | None:
+    def drop_all(self) -> up.UpdateManifest | None:
         """Remove the update that waits, whatever it is for; returns it."""
         dropped = self._manifest
         self._forget()
@@ -315,7 +317,7 @@ class Uploads:
     def _chunk_bytes(self) -> int:
         return chunks.CHUNK_BYTES if self._manifest is None else self._manifest.blob.chunk_bytes
 
-    def _is_ours(self, message: wire.Grant | wire.Queued | wire.Ack | wire.Receipt) -> bool:
+    def _is_ours(self, message: down.Grant | down.Queued | down.Ack | down.Receipt) -> bool:
         """Whether it is about the update that waits: two runs may have made the same tensors."""
         waits = self._manifest
         return waits is not None and (waits.run, waits.blob.digest) == (message.run, message.digest)
@@ -335,7 +337,7 @@ class Uploads:
             self._sending.cut()
         self._sending = None
 
-    def _continue(self, sending: flow.Sending, missing: wire.Ranges) -> None:
+    def _continue(self, sending: flow.Sending, missing: fields.Ranges) -> None:
         now = self._clock()
         self._wait(OFFER_AGAIN_S, "")
         sending.lacks(missing, now)
@@ -345,7 +347,7 @@ class Uploads:
 
 @dataclass
 class _Download:
-    ref: wire.BlobRef
+    ref: fields.BlobRef
     receiving: flow.Receiving
     is_direct: bool
     """Whether the chunks are requested for this agent alone."""
@@ -372,15 +374,15 @@ class Downloads:
 
         self._under_way: dict[int, _Download] = {}
 
-    def fetch(self, refs: Iterable[wire.BlobRef]) -> None:
+    def fetch(self, refs: Iterable[fields.BlobRef]) -> None:
         """Get these blobs. For those under way nothing changes: `tick` requests them again when they are late."""
         for ref in refs:
             if self.cache.has(ref.digest):
-                self._link.send(wire.Have(digest=ref.digest))
+                self._link.send(up.Have(digest=ref.digest))
             elif chunks.transfer_id(ref.digest) not in self._under_way:
                 self._request(self._begin(ref, is_direct=not self._listens))
 
-    def keep_only(self, refs: Iterable[wire.BlobRef]) -> None:
+    def keep_only(self, refs: Iterable[fields.BlobRef]) -> None:
         """Request no other blobs than these any more; what has arrived of the others stays on disk."""
         wanted = {chunks.transfer_id(ref.digest) for ref in refs}
         for number in [number for number in self._under_way if number not in wanted]:
@@ -388,7 +390,7 @@ class Downloads:
             download.receiving.incoming.close()
             self._leave(download)
 
-    def has_all(self, refs: Sequence[wire.BlobRef]) -> bool:
+    def has_all(self, refs: Sequence[fields.BlobRef]) -> bool:
         """Whether all of them are in the cache."""
         return all(self.cache.has(ref.digest) for ref in refs)
 
@@ -409,7 +411,7 @@ class Downloads:
                 download.is_listening, download.listening_at = not download.is_direct, self.clock()
                 self._ask(download)
 
-    def listen(self, message: wire.Listen) -> None:
+    def listen(self, message: down.Listen) -> None:
         """The coordinator asks this agent to listen to broadcasts, or not to."""
         self._listens = message.broadcast
         download = self._under_way.get(chunks.transfer_id(message.digest))
@@ -437,7 +439,7 @@ class Downloads:
             self._report(download)
         return False
 
-    def objection(self, refs: Sequence[wire.BlobRef], left_s: float) -> str:
+    def objection(self, refs: Sequence[fields.BlobRef], left_s: float) -> str:
         """Why these blobs cannot all be here within ``left_s`` seconds; empty where they can, or that is unknown.
 
         The rate of a broadcast is that of its slowest listener: where it is too low, the blob is requested for this
@@ -475,7 +477,7 @@ class Downloads:
             download.receiving.incoming.close()
         self._under_way.clear()
 
-    def _begin(self, ref: wire.BlobRef, *, is_direct: bool) -> _Download:
+    def _begin(self, ref: fields.BlobRef, *, is_direct: bool) -> _Download:
         receiving = flow.Receiving(self.cache.receive(ref), self.clock(), flow.DOWNLOAD_REPORT_BYTES, self._answer_s)
         download = self._under_way[chunks.transfer_id(ref.digest)] = _Download(ref, receiving, is_direct)
         return download
@@ -499,7 +501,7 @@ class Downloads:
 
     def _report(self, download: _Download) -> None:
         digest, receiving = download.ref.digest, download.receiving
-        self._link.send(wire.Progress(digest=digest, missing=receiving.missing))
+        self._link.send(up.Progress(digest=digest, missing=receiving.missing))
 
     def _ask(self, download: _Download) -> None:
         if download.receiving.incoming.chunks.complete:  # everything was on disk from before a restart
@@ -510,7 +512,7 @@ class Downloads:
             return
         download.receiving.restart(self.clock())
         digest, missing = download.ref.digest, download.receiving.missing
-        self._link.send(wire.Want(digest=digest, ranges=missing, direct=download.is_direct))
+        self._link.send(up.Want(digest=digest, ranges=missing, direct=download.is_direct))
 
     def _finish(self, download: _Download) -> None:
         ref = download.ref
@@ -526,4 +528,4 @@ class Downloads:
             self._budget.note(download.receiving.meter.rate, self.clock())
         self._answer_s = download.receiving.answer_s
         self._leave(download)
-        self._link.send(wire.Have(digest=ref.digest))
+        self._link.send(up.Have(digest=ref.digest))

@@ -12,14 +12,15 @@ from typing import Any, get_args
 
 from .. import __version__
 from ..agent.health import look_at_disk, problem_of
-from ..config import AgentConfig, check_tls, load, read_file
-from ..errors import BrokerAway, ConfigError, HeadwaterError, StateError
-from ..limits import limit_threads
-from ..logs import LogFormat, log_json
-from ..moments import shown
-from ..storage import folder_lock, read_json
-from ..trust import TrustStore
-from ..wire.authentic import key_file
+from ..bundle.trust import TrustStore
+from ..core.config import AgentConfig, check_tls, load, read_file
+from ..core.errors import BrokerAway, ConfigError, HeadwaterError, StateError
+from ..core.limits import limit_threads
+from ..core.locks import folder_lock
+from ..core.logs import LogFormat, log_json
+from ..core.storage import read_json
+from ..core.time_and_text import shown
+from ..wire.seal import key_file
 from . import output
 from .where import add_agent, check_exists, config_of_folder
 
@@ -168,7 +169,7 @@ def status(arguments: argparse.Namespace) -> int:
         result.update(condition="fault", fault=problem_of("data", error).as_json())
     if config.state.is_dir():
         from ..agent.local_state import disk_usage
-        from ..agent.privacy import spent
+        from ..privacy.policy import spent
 
         result["disk"] = disk_usage(config) if arguments.state is None else None
         result["privacy"] = spent(config)
@@ -206,7 +207,8 @@ def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[
     if not (state / "bundles").is_dir():
         return {"head": head.get("head"), "metrics": head.get("metrics")}
     from ..agent.release_record import ReleaseRecord
-    from ..bundle import current_manifest, current_origin, variant_figures
+    from ..bundle.installed import current_manifest, current_origin
+    from ..bundle.manifest import variant_figures
 
     record = ReleaseRecord(state)
     pin = record.pinned()

@@ -10,15 +10,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import AgentConfig, load
-from ..errors import HeadwaterError, StateError, UsageError
-from ..storage import check_writable, folder_lock, read_json
+from ..core.config import AgentConfig, load
+from ..core.errors import HeadwaterError, StateError, UsageError
+from ..core.locks import folder_lock
+from ..core.storage import check_writable, read_json
 from . import output
 from .where import config_of_folder, named
 
 if TYPE_CHECKING:
     from ..agent.head_tier import Refitted
-    from ..bundle import Manifest
+    from ..bundle.manifest import Manifest
     from ..data.collected import Collection
 
 
@@ -160,7 +161,7 @@ def _opened(arguments: argparse.Namespace) -> tuple[AgentConfig, Manifest, Colle
         StateError: no bundle is in use.
     """
     from ..agent.head_tier import collection_of
-    from ..bundle import current_manifest
+    from ..bundle.installed import current_manifest
 
     if arguments.state is None and not arguments.config.exists():
         raise UsageError(
@@ -180,7 +181,7 @@ def _refitted(
 ) -> int:
     """Fit the head again where no agent does, and print what was done."""
     from ..agent.head_tier import refit
-    from ..local.validation import interval
+    from ..personal.local.validation import interval
 
     before = _metrics_of(config)
     why = _why_not_here(arguments, config)
@@ -262,7 +263,7 @@ def warnings_about(refitted: Refitted, agent: str) -> Iterator[str]:
         refitted: The head, and the one before.
         agent: The option by which the next command names the same device, such as " --state dev"; empty: none.
     """
-    from ..local.validation import is_better
+    from ..personal.local.validation import is_better
 
     before = int(refitted.right_before.sum())
     now = int(refitted.right_now.sum())

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..config import AgentConfig, DataConfig, load
-from ..errors import BrokerAway, StateError, UsageError
-from ..identity import Identity, IdentityFolder, Token, answered, requested, shown
-from ..identity import enroll as ask_for_certificate
-from ..storage import lock_holder, read_json, read_regular_text, read_toml, write_atomic
+from ..core.config import AgentConfig, DataConfig, load
+from ..core.errors import BrokerAway, StateError, UsageError
+from ..core.locks import lock_holder
+from ..core.storage import read_json, read_regular_text, read_toml, write_atomic
+from ..identity.certificates import Identity, IdentityFolder, answered, requested, shown
+from ..identity.certificates import enroll as ask_for_certificate
+from ..identity.tokens import Token
 from . import output
 
 NO_SOURCE = '# source = "images:/srv/photos"'

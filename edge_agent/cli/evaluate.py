@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DataError
+from ..core.errors import DataError
 from . import output
 from .arguments import (
     add_bundle,
@@ -35,9 +35,9 @@ from .scores import (
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..bundle import Bundle
+    from ..bundle.unpacked import Bundle
     from ..data import Samples
-    from ..personalize import Result
+    from ..personal.personalize import Result
 
 _CURVE_FITS, _CURVE_BUDGET_S = 8, 20
 """Fits of all samples that a learning curve costs, and the seconds that it may take."""
@@ -78,9 +78,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
     from ..data.base import same_sitting
-    from ..local.confidence import LEAST_FOR_CALIBRATION, calibration_error
-    from ..local.details import not_held_out
-    from ..personalize import load_head, of_one_class, score_saved, why_no_global
+    from ..personal.confidence import LEAST_FOR_CALIBRATION, calibration_error
+    from ..personal.local.details import not_held_out
+    from ..personal.personalize import load_head, of_one_class, score_saved, why_no_global
 
     saved = load_head(arguments.head, bundle, arguments.precision)
     fitted_on, test, known = _to_score(arguments, bundle, saved.learned, saved.class_names)
@@ -145,9 +145,9 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
 def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
     from .. import heads
     from ..data.base import same_sitting
-    from ..local.choice import FOLDS
-    from ..local.details import not_held_out
-    from ..personalize import curve, evaluate_heads, extract, with_doubtful_labels
+    from ..personal.choice import FOLDS
+    from ..personal.local.details import not_held_out
+    from ..personal.personalize import curve, evaluate_heads, extract, with_doubtful_labels
 
     names = arguments.heads.split(",") if arguments.heads is not None else None
     for name in names or ():
@@ -189,9 +189,9 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
 
 
 def _evaluate_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:
-    from ..encoder import features_of
-    from ..numeric import score_numeric
-    from ..personalize import load_numeric_head
+    from ..personal.encoder import features_of
+    from ..personal.numeric import score_numeric
+    from ..personal.personalize import load_numeric_head
 
     saved = load_numeric_head(arguments.head, bundle, arguments.precision)
     labelled = False if saved.head.predicts_targets else None
@@ -221,7 +221,7 @@ def _to_score(
 
     from ..data import load
     from ..data.partition import own_samples
-    from ..local.validation import new_rows
+    from ..personal.local.validation import new_rows
 
     config, spec, own = data_config(arguments), bundle.manifest.task.input, class_names is not None
     options: dict[str, Any] = {"own_classes": own, "labelled": labelled, "progress": output.progress("samples")}

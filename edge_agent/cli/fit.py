@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UnknownName, UsageError
-from ..storage import check_writable
+from ..core.errors import UnknownName, UsageError
+from ..core.storage import check_writable
 from . import output
 from .arguments import (
     add_bundle,
@@ -35,11 +35,11 @@ from .scores import (
 )
 
 if TYPE_CHECKING:
-    from ..bundle import Bundle
+    from ..bundle.unpacked import Bundle
     from ..data import Samples
     from ..heads.numeric import NumericHead
-    from ..local.choice import HeadChoice
-    from ..local.confidence import Confidence
+    from ..personal.choice import HeadChoice
+    from ..personal.confidence import Confidence
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,10 +85,10 @@ def fit(arguments: argparse.Namespace) -> int:
       edge-agent fit --bundle b.hwb --data images:photos --head svm --param c=0.5 --out head
     """
     from .. import heads
-    from ..bundle import variant_figures
+    from ..bundle.manifest import variant_figures
     from ..heads import numeric
-    from ..local.details import not_held_out
-    from ..personalize import personalize
+    from ..personal.local.details import not_held_out
+    from ..personal.personalize import personalize
 
     params = _parameters(arguments.param)
     if arguments.head in numeric.names():
@@ -174,7 +174,7 @@ def _confidence_rows(
     confidence: Confidence, rate: float, samples: int, false_alarms: float | None
 ) -> list[tuple[str, str]]:
     """What is known of a head's reliability, or why it is not, for a table."""
-    from ..local.confidence import LEAST_FOR_CALIBRATION, least_for
+    from ..personal.confidence import LEAST_FOR_CALIBRATION, least_for
 
     known, rule = confidence.calibration, confidence.unknown
     calibration = f"not calibrated: {samples} samples, {LEAST_FOR_CALIBRATION} are needed"
@@ -209,10 +209,10 @@ def _parameters(given: list[str]) -> dict[str, Any]:
 
 def _fit_numeric(arguments: argparse.Namespace, params: dict[str, Any]) -> int:
     """``fit`` of a head that answers with numbers."""
-    from ..encoder import features_of
     from ..heads import numeric
     from ..heads.saved import SavedNumeric, save_numeric
-    from ..numeric import fit_numeric, is_normal, score_numeric
+    from ..personal.encoder import features_of
+    from ..personal.numeric import fit_numeric, is_normal, score_numeric
 
     begin = time.perf_counter()
     head = numeric.create(arguments.head, params)

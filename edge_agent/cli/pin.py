@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import time
 
-from ..errors import UsageError
-from ..moments import moment_of
-from ..wire.messages import printable
+from ..core.errors import UsageError
+from ..core.time_and_text import moment_of
+from ..wire.messages.fields import printable
 from . import output
 from .where import add_agent, named, state_of
 
@@ -31,7 +31,7 @@ def pin(arguments: argparse.Namespace) -> int:
       edge-agent pin --state /var/lib/headwater-agent --reason "exhibition" --until 2030-01-31
     """
     from ..agent.release_record import Pin, ReleaseRecord
-    from ..bundle import current_id
+    from ..bundle.installed import current_id
 
     state, until = state_of(arguments), ""
     reason = "pinned on the device"

@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
+from ..core.errors import UsageError
 from . import output
 from .arguments import add_bundle, add_strict, bundle_of, encoder_of, head_folder, own_head
 
 if TYPE_CHECKING:
-    from ..bundle import Bundle
+    from ..bundle.unpacked import Bundle
     from ..data import Samples
 
 
@@ -43,7 +43,7 @@ def predict(arguments: argparse.Namespace) -> int:
       edge-agent predict --bundle b.hwb --head head cat.png dog.png
     """
     from ..heads.saved import is_numeric
-    from ..personalize import load_head, probabilities, saved_features
+    from ..personal.personalize import load_head, probabilities, saved_features
 
     _check_inputs(arguments)
     arguments.head = head_folder(arguments.head) or own_head(arguments.bundle)
@@ -88,7 +88,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
 
 def _predict_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:
-    from ..personalize import load_numeric_head
+    from ..personal.personalize import load_numeric_head
 
     saved = load_numeric_head(arguments.head, bundle, arguments.precision)
     samples, names = _inputs(arguments, bundle)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from ..config import Precision
-from ..errors import DataError
+from ..core.config import Precision
+from ..core.errors import DataError
+from ..core.storage import sha256_of
+from ..core.task import RUNNING_STATISTICS, Task, Tensors
 from ..methods.base import Method, require_arrays
 from ..methods.values import Client, TrainingControl
-from ..storage import sha256_of
-from ..task import RUNNING_STATISTICS, Task, Tensors
 from ..training.loops import accuracy
 from ..training.parts import (
     Parts,

@@ -19,10 +19,10 @@ from urllib.parse import parse_qsl, urlencode
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..config import parse
-from ..errors import ConfigError, DataError, UnknownName, UsageError
-from ..registry import Registry, absolute, is_reference
-from ..task import ImageInput, InputSpec, WindowInput
+from ..core.config import parse
+from ..core.errors import ConfigError, DataError, UnknownName, UsageError
+from ..core.registry import Registry, absolute, is_reference
+from ..core.task import ImageInput, InputSpec, WindowInput
 from . import preprocess
 from ._in_memory import files_in, items_in
 from ._sound_files import SUFFIXES as SOUND_SUFFIXES

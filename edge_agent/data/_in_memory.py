@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
-from ..registry import is_reference
-from ..task import ImageInput, InputSpec
+from ..core.errors import DataError
+from ..core.registry import is_reference
+from ..core.task import ImageInput, InputSpec
 from .images import SUFFIXES
 
 _RECORDINGS = frozenset({".npy", ".csv"})

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..errors import DataError, MissingCapability, cause
-from ..storage import open_regular
+from ..core.errors import DataError, MissingCapability, cause
+from ..core.storage import open_regular
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, overload
 import numpy as np
 from pydantic import BeforeValidator, Field
 
-from ..errors import DataError, nearest
-from ..task import Frozen, ImageInput, InputSpec, WindowInput
+from ..core.errors import DataError, nearest
+from ..core.task import Frozen, ImageInput, InputSpec, WindowInput
 from .preprocess import normalise_images, windows_apart
 
 

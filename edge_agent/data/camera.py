@@ -13,7 +13,7 @@ import time
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError
+from ..core.errors import DataError
 from .base import DataSource, Options, Raw
 from .video import opencv, opened, pixels
 

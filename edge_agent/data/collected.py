@@ -19,10 +19,11 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ..config import mistakes_of
-from ..errors import DataError, StateError, UsageError
-from ..storage import read_json, read_tensors, waited_lock, write_json, write_tensors
-from ..task import Frozen, ImageInput, InputSpec, Label, WindowInput
+from ..core.config import mistakes_of
+from ..core.errors import DataError, StateError, UsageError
+from ..core.locks import waited_lock
+from ..core.storage import read_json, read_tensors, write_json, write_tensors
+from ..core.task import Frozen, ImageInput, InputSpec, Label, WindowInput
 from .base import DataSource, Options, Raw, Samples, near, split
 from .preprocess import normalise_images, normalise_windows
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from pydantic import Field, model_validator
 
-from ..errors import DataError, MissingCapability, UnknownName, cause
-from ..task import ImageInput
+from ..core.errors import DataError, MissingCapability, UnknownName, cause
+from ..core.task import ImageInput
 from .base import DataSource, Integers, Options, Raw
 from .preprocess import has_pillow, resize
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from ..errors import DataError
-from ..limits import available_bytes, limit_bytes
+from ..core.errors import DataError
+from ..core.limits import available_bytes, limit_bytes
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

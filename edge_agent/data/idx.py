@@ -15,8 +15,8 @@ from typing import BinaryIO, Literal, cast
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError, cause
-from ..storage import open_regular
+from ..core.errors import DataError, cause
+from ..core.storage import open_regular
 from .base import DataSource, PartOptions, Raw, Strings, labels_by_name
 
 MAX_BYTES = 1 << 30

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError, MissingCapability, cause
-from ..storage import open_regular
+from ..core.errors import DataError, MissingCapability, cause
+from ..core.storage import open_regular
 from ._sound_files import SUFFIXES as SOUND_SUFFIXES
 from .base import DataSource, FileItems, Options, Raw
 from .preprocess import has_pillow

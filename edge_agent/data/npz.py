@@ -18,8 +18,8 @@ from typing import IO, BinaryIO, Literal
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError, cause
-from ..storage import open_regular
+from ..core.errors import DataError, cause
+from ..core.storage import open_regular
 from .base import DataSource, Options, Raw, labels_by_name
 from .expansion import check_expansion
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import Field, ValidationError
 
-from ..config import NAME_PATTERN, DataConfig, mistakes_of
-from ..errors import ConfigError, DataError, StateError, UnknownName, nearest
-from ..storage import read_json, write_atomic
-from ..task import Frozen, InputSpec, Task
+from ..core.config import NAME_PATTERN, DataConfig, mistakes_of
+from ..core.errors import ConfigError, DataError, StateError, UnknownName, nearest
+from ..core.storage import read_json, write_atomic
+from ..core.task import Frozen, InputSpec, Task
 from . import Progress, Samples, load, location, parse_source, source_kind, split, with_options
 from . import check as check_source
 from .base import numbered_apart

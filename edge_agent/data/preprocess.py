@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
-from ..task import ImageInput, WindowInput
+from ..core.errors import DataError
+from ..core.task import ImageInput, WindowInput
 
 _ROWS = 256
 """Image rows that are resized at once without Pillow: bounds the memory for large photos."""

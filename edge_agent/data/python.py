@@ -17,8 +17,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ConfigDict
 
-from ..errors import DataError, UsageError, cause
-from ..registry import is_reference, load_reference
+from ..core.errors import DataError, UsageError, cause
+from ..core.registry import is_reference, load_reference
 from .base import DataSource, Options, Raw, labels_by_name
 from .npz import from_arrays
 

@@ -33,9 +33,9 @@ from typing import BinaryIO, Literal, TextIO, cast
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError, cause
-from ..storage import open_regular
-from ..task import WindowInput
+from ..core.errors import DataError, cause
+from ..core.storage import open_regular
+from ..core.task import WindowInput
 from .base import DataSource, Integers, Options, Raw, Strings, near
 from .expansion import BoundedReader, count_content
 from .images import files_by_class

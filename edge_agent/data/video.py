@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError, MissingCapability
+from ..core.errors import DataError, MissingCapability
 from .base import DataSource, FileItems, Options, Raw
 from .images import ClassFiles, files_by_class
 

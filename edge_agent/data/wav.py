@@ -23,8 +23,8 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError
-from ..task import ImageInput, WindowInput
+from ..core.errors import DataError
+from ..core.task import ImageInput, WindowInput
 from ._sound_files import SUFFIXES, read_header, read_signal
 from .base import DataSource, FileItems, Options, Raw
 from .images import ClassFiles, files_by_class

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError
-from ..task import WindowInput
+from ..core.errors import DataError
+from ..core.task import WindowInput
 from .base import DataSource, Integers, Options, Raw, labels_by_name
 from .npz import load_arrays
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import parse
-from ..errors import UsageError
-from ..registry import Registry
+from ..core.config import parse
+from ..core.errors import UsageError
+from ..core.registry import Registry
 from .base import Contribute, FitData, Head, HeadParams
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 AUTO = "auto"
-"""In the place of a head's name: the best one on the device's samples; see `edge_agent.local.choice`."""
+"""In the place of a head's name: the best one on the device's samples; see `edge_agent.personal.choice`."""
 
 registry = Registry("head", __name__, entry_points="headwater.heads", besides=("numeric", "saved"))
 

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from ..task import Tensors
+from ..core.task import Tensors
 from .base import FitData, Head, HeadParams, softmax
 
 FeatureNorm = Literal["none", "l2", "standard"]

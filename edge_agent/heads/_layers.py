@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import TrainingFailed
-from ..task import Tensors
+from ..core.errors import TrainingFailed
+from ..core.task import Tensors
 from ._time import check_time
 
 EPSILON = 1e-5

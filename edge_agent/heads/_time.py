@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from ..errors import TrainingFailed
+from ..core.errors import TrainingFailed
 
 
 @dataclass(frozen=True)

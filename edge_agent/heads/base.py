@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..errors import DataError, StateError
-from ..task import Frozen, Tensors
+from ..core.errors import DataError, StateError
+from ..core.task import Frozen, Tensors
 
 
 class HeadParams(Frozen):

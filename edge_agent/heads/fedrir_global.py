@@ -11,7 +11,7 @@ import itertools
 import numpy as np
 from pydantic import Field
 
-from ..task import Tensors
+from ..core.task import Tensors
 from . import _layers as layers
 from ._features import FeatureNorm, NormedHead, NormedParams
 from .base import softmax

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from pydantic import Field
 
-from ..task import Tensors
+from ..core.task import Tensors
 from . import _layers as layers
 from ._features import NormedHead, NormedParams
 from .base import softmax

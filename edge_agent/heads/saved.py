@@ -18,14 +18,14 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from ..bundle import EncoderPrecision
-from ..config import mistakes_of
-from ..errors import FingerprintMismatch, HeadwaterError, StateError, cause, remedy
-from ..local.confidence import Confidence
-from ..local.models import MAJORITY, LocalModel, candidates
-from ..own_norm import OwnNorm
-from ..storage import read_regular, write_atomic
-from ..task import Frozen, InputSpec, Tensors
+from ..bundle.manifest import EncoderPrecision
+from ..core.config import mistakes_of
+from ..core.errors import FingerprintMismatch, HeadwaterError, StateError, cause, remedy
+from ..core.storage import read_regular, write_atomic
+from ..core.task import Frozen, InputSpec, Tensors
+from ..personal.batch_norm import OwnNorm
+from ..personal.confidence import Confidence
+from ..personal.local.models import MAJORITY, LocalModel, candidates
 from ..wire.tensors import decode, encode, first_non_finite
 from . import create, numeric
 from .base import Head

@@ -20,9 +20,9 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from ..errors import MissingCapability, TrainingFailed
-from ..storage import read_tensors, write_tensors
-from ..task import Tensors
+from ..core.errors import MissingCapability, TrainingFailed
+from ..core.storage import read_tensors, write_tensors
+from ..core.task import Tensors
 from ._features import FeatureNorm, NormedHead, NormedParams
 from ._layers import minimise
 from ._time import at_most

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from ..errors import UsageError
-from ..task import Tensors
+from ..core.errors import UsageError
+from ..core.task import Tensors
 from ._features import shared_rows
 from .base import FitData, Head, HeadParams, softmax
 from .lr import LogisticRegressionParams, fit_logistic

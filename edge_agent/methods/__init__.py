@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
-from ..registry import PinnedFile, Registry, own_name
+from ..core.errors import UsageError
+from ..core.registry import PinnedFile, Registry, own_name
 
 if TYPE_CHECKING:
     from .base import Method, weighted_mean
@@ -69,7 +69,7 @@ def add(kind: Any) -> str:
     Raises:
         UsageError: it is no subclass of `Method`, or has the name of a method that ships, or one that cannot be sent.
     """
-    from ..config import NAME_PATTERN
+    from ..core.config import NAME_PATTERN
     from .base import Method
 
     shown = getattr(kind, "__name__", f"of type {type(kind).__name__}")
@@ -93,7 +93,7 @@ def create(name: str, params: Mapping[str, Any] | None = None, *, paper: bool = 
         ConfigError: unknown or impossible parameters, all of them listed.
         UsageError: as `get`.
     """
-    from ..config import parse
+    from ..core.config import parse
     from .values import paper_values
 
     kind = get(name)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from ..task import Task, Tensors
+from ..core.task import Task, Tensors
 from ..training.finetune import pairs, probabilities_with, second
 from ..training.loops import local_optimizer, train_by_steps
 from . import Client, MethodParams, grades

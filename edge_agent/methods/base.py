@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from ..errors import TensorsError, TrainingFailed
-from ..task import RUNNING_STATISTICS, State, Task, Tensors
+from ..core.errors import TensorsError, TrainingFailed
+from ..core.task import RUNNING_STATISTICS, State, Task, Tensors
 from .values import ClassStatistics, Client, Exactness, Grade, MethodParams, Norm, Update
 
 if TYPE_CHECKING:

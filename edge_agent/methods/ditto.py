@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch.nn import functional as F
 
-from ..task import Tensors
+from ..core.task import Tensors
 from ..training.finetune import pairs, second
 from ..training.loops import local_optimizer, train_by_steps
 from ..training.losses import proximal_gradient

@@ -24,8 +24,8 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
+from ..core.task import Task, Tensors
 from ..heads.dualfed import DualFedCommonParams, DualFedHeadParams
-from ..task import Task, Tensors
 from ..training.augment import flips_and_turns
 from ..training.loops import Loss, OptimizerState, evaluate, train_parts
 from ..training.losses import supervised_contrastive

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import TrainingFailed
-from ..task import State, Task, Tensors
+from ..core.errors import TrainingFailed
+from ..core.task import State, Task, Tensors
 from ..training.finetune import PERSONAL, has_copy, make_copy, on_features, second, two_networks, with_copy_loaded
 from ..training.loops import cross_entropy, features_of, predict_probabilities, train
 from . import Client, Method, Update, grades

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from ..task import Tensors
+from ..core.task import Tensors
 from ..training.finetune import fingerprint, probabilities_with
 from ..training.loops import cross_entropy, train
 from ..training.parts import Parts, load_arrays, to_arrays

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from ..task import State, Tensors
+from ..core.task import State, Tensors
 from . import MethodParams, grades
 from .families import ServerSteps
 

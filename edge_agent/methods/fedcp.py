@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from ..task import Task, Tensors
+from ..core.task import Task, Tensors
 from ..training.loops import Loss, evaluate, train
 from ..training.networks import gumbel
 from ..training.parts import Parts, encoder_and_head, to_arrays

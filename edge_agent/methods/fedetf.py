@@ -19,8 +19,8 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import ConfigError
-from ..task import State, Task, Tensors
+from ..core.errors import ConfigError
+from ..core.task import State, Task, Tensors
 from ..training.finetune import on_features
 from ..training.loops import Loss, cross_entropy, train
 from ..training.losses import balanced_softmax

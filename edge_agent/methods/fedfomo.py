@@ -23,8 +23,8 @@ import torch
 from pydantic import Field
 from torch.nn import functional as F
 
-from ..errors import TrainingFailed
-from ..task import State, Task, Tensors
+from ..core.errors import TrainingFailed
+from ..core.task import State, Task, Tensors
 from ..training.finetune import copy_tensors, second
 from ..training.loops import cross_entropy, evaluate, train
 from ..training.parts import Parts, load_arrays, to_arrays

@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from ..task import State, Task, Tensors
+from ..core.task import State, Task, Tensors
 from ..training.finetune import second
 from ..training.loops import Loss, predict_probabilities, train
 from ..training.parts import Parts, encoder_and_head, feature_dim

@@ -32,9 +32,9 @@ import torch
 from pydantic import Field
 from torch.nn import functional as F
 
-from ..errors import TrainingFailed
+from ..core.errors import TrainingFailed
+from ..core.task import State, Task, Tensors
 from ..heads import fedpac as steps
-from ..task import State, Task, Tensors
 from ..training.loops import Loss, cross_entropy, features_of, train
 from ..training.parts import Parts, to_arrays
 from . import Client, Method, MethodParams, Update, grades

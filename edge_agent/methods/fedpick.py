@@ -23,9 +23,9 @@ from pydantic import Field, model_validator
 from torch import nn
 from torch.nn import functional as F
 
+from ..core.task import Task, Tensors
 from ..heads._features import fisher_score, keep_top, mistake_of_share
 from ..heads.fedpick import FedPickCommonParams, FedPickHeadParams
-from ..task import Task, Tensors
 from ..training.loops import evaluate, features_of, train
 from ..training.losses import negative_entropy, symmetric_divergence
 from ..training.networks import ensemble, feature_mask, mask_noise

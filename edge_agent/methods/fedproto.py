@@ -23,8 +23,8 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
+from ..core.task import State, Task, Tensors
 from ..heads.fedpac import class_means
-from ..task import State, Task, Tensors
 from ..training.loops import Loss, evaluate, features_of, optimizer_of, train
 from ..training.parts import Parts, encoder_and_head
 from . import Client, Method, MethodParams, Update

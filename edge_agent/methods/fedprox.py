@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from ..task import Tensors
+from ..core.task import Tensors
 from ..training.loops import cross_entropy, train
 from . import Client, Method, MethodParams
 

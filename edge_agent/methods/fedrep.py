@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ..task import Tensors
+from ..core.task import Tensors
 from ..training.finetune import on_features
 from ..training.loops import cross_entropy, train
 from . import Client, MethodParams, grades

@@ -31,9 +31,9 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import ConfigError
+from ..core.errors import ConfigError
+from ..core.task import Task, Tensors
 from ..models import create
-from ..task import Task, Tensors
 from ..training.augment import mask_patches
 from ..training.loops import Loss, OptimizerState, cross_entropy, evaluate, lasting, optimizer_of, train_parts
 from ..training.losses import GaussianPredictor, gaussian_misfit, vclub

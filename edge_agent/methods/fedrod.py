@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from ..task import Task, Tensors
+from ..core.task import Task, Tensors
 from ..training.loops import Loss, evaluate
 from ..training.losses import balanced_softmax
 from ..training.parts import Parts, encoder_and_head

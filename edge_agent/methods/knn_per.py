@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from ..core.task import Tensors
 from ..heads.knn import MIXES, quality, votes
-from ..task import Tensors
 from ..training.finetune import fingerprint
 from ..training.loops import evaluate, features_of
 from . import Client, Method, MethodParams, grades

@@ -13,7 +13,7 @@ new device is not answered by an ensemble of all.
 
 from __future__ import annotations
 
-from ..task import State, Tensors
+from ..core.task import State, Tensors
 from . import Method
 
 

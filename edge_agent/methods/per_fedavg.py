@@ -20,7 +20,7 @@ from pydantic import Field
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from ..task import Tensors
+from ..core.task import Tensors
 from ..training.loops import cross_entropy, local_optimizer, train, train_by_steps
 from . import Client, MethodParams, grades
 from .families import Tuned

@@ -24,8 +24,8 @@ import torch
 from pydantic import Field, field_validator
 from torch import nn
 
-from ..errors import ConfigError
-from ..task import State, Tensors
+from ..core.errors import ConfigError
+from ..core.task import State, Tensors
 from ..training.loops import cross_entropy, train
 from ..training.parts import load_arrays, to_arrays
 from . import Client, Method, MethodParams, Update, grades

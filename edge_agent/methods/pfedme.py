@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from torch.nn import functional as F
 
-from ..task import State, Tensors
+from ..core.task import State, Tensors
 from ..training.finetune import copy_tensors, pairs, second
 from ..training.loops import local_optimizer, train_by_steps
 from ..training.losses import proximal_gradient

@@ -22,8 +22,8 @@ from pydantic import Field
 from torch.nn import functional as F
 
 from .. import heads
+from ..core.task import Task, Tensors
 from ..heads import FitData, Head
-from ..task import Task, Tensors
 from ..training import augment
 from ..training.finetune import fingerprint
 from ..training.loops import Loss, features_of, local_optimizer, train

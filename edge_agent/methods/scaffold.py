@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from ..task import State, Task, Tensors
+from ..core.task import State, Task, Tensors
 from ..training.loops import cross_entropy, train
 from ..training.parts import Parts, to_arrays
 from . import Client, Method, MethodParams, Update, grades

@@ -25,9 +25,9 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import ConfigError
+from ..core.errors import ConfigError
+from ..core.task import State, Task, Tensors
 from ..heads import get as head_called
-from ..task import State, Task, Tensors
 from ..training.loops import Loss, features_of, train
 from ..training.networks import orthonormal
 from ..training.parts import Parts, encoder_and_head

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import numpy as np
 from pydantic import Field
 
-from ..task import Frozen, Task, Tensors
+from ..core.task import Frozen, Task, Tensors
 
 if TYPE_CHECKING:
     import torch
 
-    from ..config import Precision
+    from ..core.config import Precision
     from ..training.parts import Parts
 
 Norm = Literal["global", "local_stats", "local_all"]

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from ..config import mistakes_of
-from ..errors import ConfigError, UsageError
-from ..registry import Registry
-from ..task import Frozen, Task
+from ..core.config import mistakes_of
+from ..core.errors import ConfigError, UsageError
+from ..core.registry import Registry
+from ..core.task import Frozen, Task
 
 if TYPE_CHECKING:
     from torch import nn

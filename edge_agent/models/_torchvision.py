@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from ..errors import MissingCapability
+from ..core.errors import MissingCapability
 
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",

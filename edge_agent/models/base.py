@@ -11,8 +11,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from ..errors import HeadwaterError, UsageError
-from ..task import Task
+from ..core.errors import HeadwaterError, UsageError
+from ..core.task import Task
 from . import Encoder, NoParams
 
 Build = Callable[[Task, Any], nn.Module]

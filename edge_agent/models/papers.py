@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from ..task import Frozen, Task
+from ..core.task import Frozen, Task
 from . import NoParams
 from .base import Layers, encoder
 from .torchvision_networks import StemParams

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 from torch import nn
 
-from ..task import Frozen, Task
+from ..core.task import Frozen, Task
 from ._torchvision import import_torchvision
 from .base import encoder
 

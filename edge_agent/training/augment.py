@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from ..task import ImageInput, Task
+from ..core.task import ImageInput, Task
 
 Augment = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 """Views (n, ...) of preprocessed inputs (n, ...), drawn on the generator's device."""

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from ..core.task import Task
 from ..methods.values import Client
-from ..task import Task
 from .loops import evaluate, features_of
 from .parts import Parts, encoder_and_head, load_arrays, put_back, to_arrays
 

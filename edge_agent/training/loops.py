@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import DataError, StateError, TrainingCancelled, TrainingFailed
+from ..core.errors import DataError, StateError, TrainingCancelled, TrainingFailed
+from ..core.task import Tensors
 from ..methods.values import Client, MethodParams, TrainingCheckpoint
-from ..task import Tensors
 from .parts import Parts, load_arrays, to_arrays
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

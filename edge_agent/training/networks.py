@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..core.task import Task
 from ..models.base import Layers
 from ..models.papers import FEDRIR_CHANNELS, FEDRIR_KERNEL, fedrir_padding, fedrir_stages
-from ..task import Task
 
 SHRINKS = 4
 """The two stages halve twice: only sides divisible by 4 come back from the generator as they were."""

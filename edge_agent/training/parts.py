@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as Norm  # what all layers of NORM_LAYERS are
 
-from ..errors import TensorsError, UnknownName
+from ..core.errors import TensorsError, UnknownName
+from ..core.task import RUNNING_STATISTICS, Task, Tensors
 from ..models import create
-from ..task import RUNNING_STATISTICS, Task, Tensors
 
 
 class Parts(nn.Module):

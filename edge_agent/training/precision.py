@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..config import Precision
+from ..core.config import Precision
 from .parts import Parts
 
 _log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..errors import TensorsError, WeightsError, cause
-from ..storage import read_regular
-from ..task import Tensors
+from ..core.errors import TensorsError, WeightsError, cause
+from ..core.storage import read_regular
+from ..core.task import Tensors
 from ..wire.tensors import decode, first_non_finite
 from .parts import Parts, first_of
 

@@ -22,8 +22,8 @@ import paho.mqtt.client as paho
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.reasoncodes import ReasonCode
 
-from ..config import BrokerConfig, credential
-from ..errors import (
+from ..core.config import BrokerConfig, credential
+from ..core.errors import (
     SET_CLOCK,
     BrokerAway,
     ConfigError,
@@ -34,7 +34,7 @@ from ..errors import (
     is_of_another_time,
 )
 from .inbox import ORDINARY, Inbox, RankOf
-from .messages import matches
+from .topics import matches
 from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, WillOf, Woken
 
 log = logging.getLogger(__name__)

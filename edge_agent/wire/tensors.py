@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import TensorsError, cause
-from ..task import Tensors, parse_json
+from ..core.errors import TensorsError, cause
+from ..core.task import Tensors, parse_json
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

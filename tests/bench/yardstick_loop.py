@@ -18,7 +18,7 @@ import numpy as np
 
 from coordinator.research.bench import workloads
 from coordinator.research.bench.measuring import Measured, lines, module, send_line, usage
-from edge_agent.limits import keep_freed_memory
+from edge_agent.core.limits import keep_freed_memory
 
 if TYPE_CHECKING:
     import torch

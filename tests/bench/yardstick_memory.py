@@ -21,8 +21,8 @@ from coordinator.research.bench.simulate import proportional_mb
 from coordinator.simulation.plan import Plan
 from coordinator.simulation.run import Simulation, open_simulation
 from coordinator.simulation.setup import Prepared
-from edge_agent.capabilities import cores
-from edge_agent.errors import MeasuringFailed, RunFailed, TrainingFailed
+from edge_agent.core.capabilities import cores
+from edge_agent.core.errors import MeasuringFailed, RunFailed, TrainingFailed
 
 ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent)}
 FEW, SAMPLE_EVERY_S = 4, 0.05

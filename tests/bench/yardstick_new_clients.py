@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from edge_agent import data, heads, methods
+from edge_agent.core.task import Task, Tensors
 from edge_agent.data import Samples
 from edge_agent.data.partition import dirichlet
 from edge_agent.heads import FitData
-from edge_agent.local.choice import FOLDS, candidates, choose, thinned
-from edge_agent.local.validation import folds
 from edge_agent.methods.base import Method, pooled_norm
 from edge_agent.methods.values import Client, Update
-from edge_agent.task import Task, Tensors
+from edge_agent.personal.choice import FOLDS, candidates, choose, thinned
+from edge_agent.personal.local.validation import folds
 from edge_agent.training.loops import features_of
 from edge_agent.training.parts import load_arrays, personal_names, to_arrays
 

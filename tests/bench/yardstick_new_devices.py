@@ -24,13 +24,13 @@ import yardstick_own_classes as own_classes
 
 from coordinator import simulate
 from edge_agent import data
-from edge_agent.bundle import Bundle
+from edge_agent.bundle.unpacked import Bundle
 from edge_agent.data import Samples, digits, partition
-from edge_agent.encoder import Encoder
 from edge_agent.heads import AUTO
-from edge_agent.personalize import FitOptions, evaluate_heads, extract, personalize
-from edge_agent.personalizer import load_bundle
-from edge_agent.precision import open_encoder
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.personalize import FitOptions, evaluate_heads, extract, personalize
+from edge_agent.personal.personalizer import load_bundle
+from edge_agent.personal.precision import open_encoder
 
 NEW = 5
 ROUNDS = 20

@@ -20,12 +20,12 @@ import numpy as np
 from coordinator import simulate
 from coordinator.research.bench.workloads import FASHION
 from edge_agent import Personalizer, load_data
+from edge_agent.core.task import ImageInput
 from edge_agent.data import Samples
 from edge_agent.data.idx import read_idx
-from edge_agent.local.confidence import calibration_error
-from edge_agent.personalize import FitOptions, personalize
-from edge_agent.precision import open_encoder
-from edge_agent.task import ImageInput
+from edge_agent.personal.confidence import calibration_error
+from edge_agent.personal.personalize import FitOptions, personalize
+from edge_agent.personal.precision import open_encoder
 
 EACH = (5, 10, 20, 50)
 KNOWN, OWN = 6, 4

@@ -33,13 +33,13 @@ from coordinator.runs.selection import Exclusions
 from coordinator.state.journal import Accepted, OpenRound
 from edge_agent import methods
 from edge_agent.client import Arrays, Built, ClientState, Session
+from edge_agent.core.errors import HeadwaterError
+from edge_agent.core.task import ImageInput, State, Task, Tensors
 from edge_agent.data.digits import load
 from edge_agent.data.partition import dirichlet, pathological, quantity
-from edge_agent.errors import HeadwaterError
 from edge_agent.methods import Method, Update
 from edge_agent.methods.base import is_learned
 from edge_agent.methods.values import ClassStatistics
-from edge_agent.task import ImageInput, State, Task, Tensors
 from edge_agent.wire.tensors import first_non_finite
 
 SIDE = 8

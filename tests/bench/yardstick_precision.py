@@ -13,10 +13,10 @@ import torch
 from coordinator.research.bench.measuring import Row
 from edge_agent import methods
 from edge_agent.client import choose_device, supported
-from edge_agent.config import Precision
-from edge_agent.limits import keep_freed_memory
+from edge_agent.core.config import Precision
+from edge_agent.core.limits import keep_freed_memory
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.methods.values import Client, MethodParams
-from edge_agent.task import ImageInput, Task
 from edge_agent.training.loops import cross_entropy, train
 from edge_agent.training.parts import Parts
 

@@ -16,12 +16,12 @@ from statistics import fmean, stdev
 import numpy as np
 
 from edge_agent import methods
-from edge_agent.accountant import cost, epsilon_of
-from edge_agent.agent.noise import Mechanism
 from edge_agent.client import Arrays, Built, ClientState, Session
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.data import load
 from edge_agent.methods.values import Update
-from edge_agent.task import ImageInput, Task
+from edge_agent.privacy.accountant import cost, epsilon_of
+from edge_agent.privacy.noise import Mechanism
 
 CLIENTS, ROUNDS, DELTA, SEEDS = 60, 20, 1e-5, (0, 1, 2)
 CLIP, CLIP_STATISTICS = 1.0, 15.0

@@ -24,7 +24,8 @@ from federation_duties import WIDE_TASK, TinyDuties, quick_params  # noqa: E402 
 from federation_harness import Federation  # noqa: E402
 
 from coordinator.config import DifferentialPrivacyConfig  # noqa: E402
-from edge_agent.secure_sum import Participant, unmasked  # noqa: E402
+from edge_agent.privacy.secure_sum.device import Participant  # noqa: E402
+from edge_agent.privacy.secure_sum.server import unmasked  # noqa: E402
 
 AGENTS, ROUNDS = (5, 10, 20), 4
 CLIENTS, NUMBERS = (10, 30), 11_200_000

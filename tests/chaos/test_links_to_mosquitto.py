@@ -16,8 +16,8 @@ from proxy import Proxy
 
 from coordinator.broker import MosquittoBroker
 from edge_agent.agent.event_loop import Agent, will_of
-from edge_agent.config import AgentConfig, BrokerConfig, DataConfig
-from edge_agent.wire import messages as wire
+from edge_agent.core.config import AgentConfig, BrokerConfig, DataConfig
+from edge_agent.wire.messages import down as down_module
 from edge_agent.wire.mqtt import MqttTransport
 
 pytestmark = [pytest.mark.broker, NEEDS_MOSQUITTO]
@@ -76,13 +76,13 @@ class Linked(FederationInRealTime):
             if message.reason.startswith("probe"):
                 self.slowest_control_s = max(self.slowest_control_s, self.clock() - float(message.reason[6:]))
 
-        self.agents[name]._work[wire.Cancel] = heard
+        self.agents[name]._work[down_module.Cancel] = heard
 
         def send():
             now = self.clock()
             if now - self._probed_at >= PROBE_S:
                 self._probed_at = now
-                self.coordinator.send(name, wire.Cancel(run="run-0000", round=1, reason=f"probe {now}"))
+                self.coordinator.send(name, down_module.Cancel(run="run-0000", round=1, reason=f"probe {now}"))
             return self.entries("round_closed")
 
         return send

@@ -11,8 +11,9 @@ from federation_duties import WIDE_TASK
 from slow_link import LinkedFederation
 
 from coordinator.fleet import transfers
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import decode_frame
+from edge_agent.wire.blobs.chunks import decode_frame
+from edge_agent.wire.messages import down as down_module
+from edge_agent.wire.messages import up as up_module
 
 MODEL = WIDE_TASK.model_copy(update={"encoder_params": {"feature_dim": 67}})
 """1.1 MB: 4096 * 67 numbers and some more."""
@@ -42,7 +43,7 @@ def round_closes(fed, limit_s=3000.0):
         if fed.clock.now - probed_at >= PROBE_S:
             probed_at = fed.clock.now
             for name in fed.agents:
-                fed.coordinator.send(name, wire.Cancel(run="run-0000", round=1, reason="probe"))
+                fed.coordinator.send(name, down_module.Cancel(run="run-0000", round=1, reason="probe"))
         return fed.entries("round_closed")
 
     return fed.until(is_over, limit_s)
@@ -280,7 +281,7 @@ def test_uploads_beyond_the_budget_wait_for_their_turn_and_nothing_is_sent_twice
         assert len(told) == 6
         for name in names:
             assert fed.line(name, "up").bytes < 1.1 * size
-            assert len(fed.messages(fed.topics.up(name), wire.UpdateManifest)) == 1, "who waits does not ask again"
+            assert len(fed.messages(fed.topics.up(name), up_module.UpdateManifest)) == 1, "who waits does not ask again"
 
 
 def test_slow_uploads_and_dead_ones_leave_room_for_others(tmp_path, monkeypatch):

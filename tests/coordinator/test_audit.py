@@ -26,8 +26,9 @@ from coordinator.state.journal import Journal, hash_of
 from coordinator.state.retention import prune_runs, runs_beyond
 from coordinator.state.store import BlobStore, RunFolder, StateFolder
 from edge_agent.agent.local_state import RECEIPTS, note_receipt
-from edge_agent.errors import UnknownName, UsageError
-from edge_agent.wire.messages import BlobRef, UpdateManifest
+from edge_agent.core.errors import UnknownName, UsageError
+from edge_agent.wire.messages.fields import BlobRef
+from edge_agent.wire.messages.up import UpdateManifest
 from edge_agent.wire.tensors import decode, encode
 
 AGENTS = ("a0", "a1", "a2")

@@ -17,9 +17,9 @@ from federation_harness import Federation
 from coordinator.state.backup import back_up
 from coordinator.state.command_keys import MASTER, CommandKeys
 from edge_agent.agent.event_loop import Agent
-from edge_agent.errors import DuplicateId, ProtocolMismatch, StateError
-from edge_agent.wire import messages as wire
-from edge_agent.wire.authentic import REMEMBERED, STARTS, AgentKey, Guard, with_mac
+from edge_agent.core.errors import DuplicateId, ProtocolMismatch, StateError
+from edge_agent.wire.messages import codec, down, up
+from edge_agent.wire.seal import REMEMBERED, STARTS, AgentKey, Guard, with_mac
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_announcement_is_signed_with_the_public_key_of_the_agents(fed):
 
 
 def test_command_without_proof_is_refused_and_counted(fed):
-    fed.broker.route(fed.topics.down("a0"), fed.order(wire.Refused(error="DuplicateId", message="stop")))
+    fed.broker.route(fed.topics.down("a0"), fed.order(down.Refused(error="DuplicateId", message="stop")))
     fed.broker.route(fed.topics.announce, b'{"v":2}')  # ended every agent of the fleet after some minutes
     fed.settle()
     assert counts(fed.agents["a0"]) == (2, 0)
@@ -84,7 +84,7 @@ def test_command_to_another_agent_is_refused(fed):
 
 def test_key_of_another_agent_proves_nothing(fed):
     stolen = fed.keys().of_agent("a1")
-    forged = with_mac(stolen.key, "a0", fed.order(wire.Who(question="x"), seq=10_000))
+    forged = with_mac(stolen.key, "a0", fed.order(down.Who(question="x"), seq=10_000))
     fed.broker.route(fed.topics.down("a0"), forged)
     fed.settle()
     assert counts(fed.agents["a0"]) == (1, 0)
@@ -92,7 +92,7 @@ def test_key_of_another_agent_proves_nothing(fed):
 
 def test_every_flipped_bit_of_a_command_is_noticed():
     keys = CommandKeys(bytes(range(32)), "home")
-    payload = keys.proven("a0", wire.encode(wire.Who(boot="c1", seq=7, federation="f" * 32, epoch=3, question="q")))
+    payload = keys.proven("a0", codec.encode(down.Who(boot="c1", seq=7, federation="f" * 32, epoch=3, question="q")))
     guard = Guard(keys.of_agent("a0"), "b1")
     for position in range(8 * len(payload)):
         damaged = bytearray(payload)
@@ -189,8 +189,8 @@ def guard_of(boot="b1"):
 
 def test_each_number_counts_once_and_none_below_those_that_are_remembered():
     guard = guard_of()
-    assert guard.is_new(wire.Welcome(software="x", lease_s=1, boot="c1", seq=100, answers="b1"))
-    ack = wire.Ack(run="r-1", digest="a" * 64, missing=(), boot="c1")
+    assert guard.is_new(down.Welcome(software="x", lease_s=1, boot="c1", seq=100, answers="b1"))
+    ack = down.Ack(run="r-1", digest="a" * 64, missing=(), boot="c1")
     random = np.random.default_rng(0)
     first = [int(seq) for seq in random.permutation(np.arange(101, 101 + REMEMBERED // 2))]
     assert all(guard.is_new(ack.model_copy(update={"seq": seq})) for seq in first)
@@ -202,7 +202,7 @@ def test_each_number_counts_once_and_none_below_those_that_are_remembered():
 
 
 def test_welcome_counts_for_the_start_that_it_names_alone():
-    welcome = wire.Welcome(software="x", lease_s=1, boot="c1", seq=5, answers="b0")
+    welcome = down.Welcome(software="x", lease_s=1, boot="c1", seq=5, answers="b0")
     guard = guard_of()
     assert not guard.is_new(welcome)
     assert guard.is_new(welcome.model_copy(update={"answers": "b1"}))
@@ -212,26 +212,26 @@ def test_welcome_counts_for_the_start_that_it_names_alone():
 
 @pytest.mark.parametrize("error", [DuplicateId, ProtocolMismatch])
 def test_rejection_by_another_start_has_to_name_the_start(error):
-    refused = wire.Refused(error=error.__name__, message="x", boot="c1", seq=6)
+    refused = down.Refused(error=error.__name__, message="x", boot="c1", seq=6)
     named = refused.model_copy(update={"whom": "b1"})
     assert not guard_of().is_new(refused)
     assert guard_of().is_new(named)
     guard = guard_of()
-    assert guard.is_new(wire.Welcome(software="x", lease_s=1, boot="c1", seq=5, answers="b1"))
+    assert guard.is_new(down.Welcome(software="x", lease_s=1, boot="c1", seq=5, answers="b1"))
     assert guard.is_new(refused)
     assert not guard.is_new(refused)
-    assert guard.is_new(wire.Welcome(software="x", lease_s=1, boot="c2", seq=1, answers="b1"))
+    assert guard.is_new(down.Welcome(software="x", lease_s=1, boot="c2", seq=1, answers="b1"))
     assert not guard.is_new(named), "c1 has a successor"
 
 
 def test_recorded_questions_of_earlier_starts_do_not_make_it_forget_what_it_has_obeyed():
     guard = guard_of()
-    welcome = wire.Welcome(software="x", lease_s=1, boot="c9", seq=1, answers="b1")
-    cancel = wire.Cancel(run="run-0001-" + "0" * 32, round=1, reason="x", boot="c9", seq=2)
+    welcome = down.Welcome(software="x", lease_s=1, boot="c9", seq=1, answers="b1")
+    cancel = down.Cancel(run="run-0001-" + "0" * 32, round=1, reason="x", boot="c9", seq=2)
     assert guard.is_new(welcome)
     assert guard.is_new(cancel)
     for number in range(3 * STARTS):
-        guard.is_new(wire.Who(boot=f"c{number + 10}", seq=3))
+        guard.is_new(down.Who(boot=f"c{number + 10}", seq=3))
     assert not guard.is_new(cancel)
     assert not guard.is_new(welcome)
     assert len(guard._numbers) <= STARTS
@@ -240,14 +240,14 @@ def test_recorded_questions_of_earlier_starts_do_not_make_it_forget_what_it_has_
 def test_agent_of_another_protocol_is_told_so_before_its_first_welcome(fed):
     """With a key it takes a rejection of a coordinator that it does not know only where that names its start."""
     agent = fed.agents["a0"]
-    hello = json.loads(wire.encode(wire.Hello(software="x", tier="train", samples=1, boot=agent.boot)))
+    hello = json.loads(codec.encode(up.Hello(software="x", tier="train", samples=1, boot=agent.boot)))
     fed.broker.route(fed.topics.up("a0"), json.dumps({**hello, "v": 99, "crc": None}).encode())
     fed.settle()
     payload = sent_to(fed, fed.topics.down("a0"), "refused")[-1]
     assert json.loads(payload)["whom"] == agent.boot
     new = Guard(fed.keys().of_agent("a0"), agent.boot)
     assert new.lets_in(payload, to_all=False)
-    assert new.is_new(wire.parse_from_coordinator(payload))
+    assert new.is_new(codec.parse_from_coordinator(payload))
 
 
 def test_backup_holds_the_secret_privately_so_that_agents_obey_the_coordinator_that_starts_on_it(fed, tmp_path):

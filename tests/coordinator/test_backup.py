@@ -22,8 +22,8 @@ from coordinator.state import backup as backups
 from coordinator.state.backup import MARKER, back_up
 from coordinator.state.journal import Journal
 from coordinator.state.store import StateFolder, blobs_needed
-from edge_agent.errors import StateError, UsageError
-from edge_agent.storage import sha256_file
+from edge_agent.core.errors import StateError, UsageError
+from edge_agent.core.storage import sha256_file
 
 ROUNDS = 4
 

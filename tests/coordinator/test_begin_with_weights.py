@@ -22,8 +22,8 @@ from coordinator.service.preflight import checked_method, fresh_on_devices, with
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import Prepared
 from edge_agent import methods
-from edge_agent.errors import ConfigError, UsageError, WeightsError
-from edge_agent.storage import read_tensors
+from edge_agent.core.errors import ConfigError, UsageError, WeightsError
+from edge_agent.core.storage import read_tensors
 from edge_agent.training.parts import to_arrays
 
 HARDLY = {"lr": 1e-12, "local_epochs": 1}

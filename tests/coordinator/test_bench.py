@@ -20,11 +20,12 @@ from coordinator.research.bench.measuring import SimulationSize, caveat, machine
 from coordinator.state.journal import Journal
 from edge_agent import data, methods, models
 from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import AgentConfig, DataConfig
-from edge_agent.errors import MeasuringFailed, UsageError
-from edge_agent.task import Task
+from edge_agent.core.config import AgentConfig, DataConfig
+from edge_agent.core.errors import MeasuringFailed, UsageError
+from edge_agent.core.task import Task
 from edge_agent.training.parts import to_arrays
-from edge_agent.wire.messages import Job, Report
+from edge_agent.wire.messages.down import Job
+from edge_agent.wire.messages.up import Report
 from edge_agent.wire.tensors import decode
 
 TASK = Task(class_names=("a", "b"))
@@ -283,8 +284,8 @@ def test_every_benchmark_shows_an_example(command):
 def test_an_encoder_is_measured_with_all_modules_of_an_agent(tmp_path, monkeypatch):
     """The modules are those of an agent that installs a bundle; the encoder itself stands in for one of a bundle."""
     opened = SimpleNamespace(input_shape=(1, 2, 2), features=lambda image: image.sum())
-    monkeypatch.setattr("edge_agent.encoder.Encoder.open", lambda *_: opened)
-    monkeypatch.setattr("edge_agent.bundle.open_folder", lambda _: None)
+    monkeypatch.setattr("edge_agent.personal.encoder.Encoder.open", lambda *_: opened)
+    monkeypatch.setattr("edge_agent.bundle.unpacked.open_folder", lambda _: None)
     found = device_child.encoder(str(tmp_path), "int8")
     assert found.keys() == {"load_s", "seconds"}
 

@@ -24,8 +24,8 @@ from coordinator.broker import (
 )
 from coordinator.broker.access import Rules, hash_password, is_password, mosquitto_acl, read_passwords, set_password
 from coordinator.config import EmbeddedConfig
-from edge_agent.config import is_loopback, parse
-from edge_agent.errors import BrokerAway, ConfigError, MissingCapability, StateError, UsageError
+from edge_agent.core.config import is_loopback, parse
+from edge_agent.core.errors import BrokerAway, ConfigError, MissingCapability, StateError, UsageError
 from edge_agent.wire.transport import DEFAULT_MAX_PAYLOAD_BYTES
 
 PATIENCE_S = 20

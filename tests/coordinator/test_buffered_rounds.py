@@ -24,14 +24,15 @@ from coordinator.runs.context import Waiting
 from coordinator.service.preflight import checked_method
 from coordinator.state.store import StateFolder, blobs_needed
 from edge_agent import methods
+from edge_agent.core.errors import ChunkError, UsageError
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.data import Samples
-from edge_agent.errors import ChunkError, UsageError
 from edge_agent.methods import Update
-from edge_agent.task import ImageInput, Task
 from edge_agent.training.loops import predict_probabilities
 from edge_agent.training.parts import load_arrays
-from edge_agent.wire.chunks import Outgoing, decode_frame
-from edge_agent.wire.messages import Grant, Receipt, UpdateManifest
+from edge_agent.wire.blobs.chunks import Outgoing, decode_frame
+from edge_agent.wire.messages.down import Grant, Receipt
+from edge_agent.wire.messages.up import UpdateManifest
 from edge_agent.wire.tensors import encode, specs_of
 
 USUAL_S = 10.0

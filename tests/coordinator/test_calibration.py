@@ -12,10 +12,10 @@ from simulation_harness import run, small_plan, write_images
 from coordinator.config import ExportConfig, HostedConfig
 from coordinator.runs.calibration import own_domains
 from coordinator.simulation.results import training_samples
-from edge_agent.bundle import open_bundle
+from edge_agent.bundle.archive import open_bundle
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.data import load
 from edge_agent.data.partition import Division
-from edge_agent.task import ImageInput, Task
 
 TASK = Task(input=ImageInput(channels=1, height=4, width=4), class_names=("a", "b", "c"), encoder="linear")
 
@@ -35,7 +35,7 @@ def test_sources_and_hosted_clients_are_domains_and_held_out_samples_stay_out(tm
 
 
 def own_test(path):
-    from edge_agent.config import DataConfig
+    from edge_agent.core.config import DataConfig
     from edge_agent.data.partition import own_samples
 
     return own_samples(DataConfig(source=f"npz:{path}"), "hall", TASK.input, TASK.class_names)[1].inputs

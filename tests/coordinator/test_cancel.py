@@ -11,8 +11,8 @@ from federation_harness import Federation
 from coordinator.report import write_report
 from coordinator.runs.cancel import cancel_run
 from coordinator.runs.timeline import Timeline
-from edge_agent.errors import UnknownName, UsageError
-from edge_agent.wire import messages as wire
+from edge_agent.core.errors import UnknownName, UsageError
+from edge_agent.wire.messages import down
 
 
 def status_of(fed, run):
@@ -57,7 +57,7 @@ def test_a_run_under_way_ends_its_agents_are_told_and_the_next_run_begins(tmp_pa
         fed.wait(5)
         second = fed.request(rounds=1)
         assert cancel(fed, first).status == "cancelled"
-        cancels = fed.messages(fed.topics.down("slow"), wire.Cancel)
+        cancels = fed.messages(fed.topics.down("slow"), down.Cancel)
         assert [(message.run, message.round) for message in cancels] == [(first_id, 1)]
         assert fed.agents["slow"].jobs.job is None or fed.agents["slow"].jobs.job.run == fed.run_id
         assert summary_of(fed, first)["status"] == "cancelled"
@@ -137,7 +137,7 @@ def test_a_lost_word_to_an_agent_does_not_keep_it_from_the_next_run(tmp_path):
         fed.add("a0", seconds=8)
         first = fed.request(rounds=2)
         fed.wait(1)
-        lost = lose(fed.coordinator.transport, lambda message: isinstance(message, wire.Cancel))
+        lost = lose(fed.coordinator.transport, lambda message: isinstance(message, down.Cancel))
         cancel(fed, first)
         assert len(lost) == 1
         fed.request(rounds=1)

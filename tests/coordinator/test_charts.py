@@ -39,7 +39,7 @@ from coordinator.report.charts import (
     thinned,
 )
 from coordinator.report.pictures import FORMATS, format_of, picture
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&\u2028\u202ename"
 ASSETS = files("coordinator.report").joinpath("assets")

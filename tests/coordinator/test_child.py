@@ -15,7 +15,7 @@ from coordinator.processes import compute
 from coordinator.processes.compute import ComputeProcess
 from coordinator.processes.supervisor import ChildProcess, command
 from coordinator.simulation.engines import pool
-from edge_agent.errors import RunFailed
+from edge_agent.core.errors import RunFailed
 
 HOSTILE = "raise RuntimeError('a file of the working folder was imported')\n"
 ROOT = Path(coordinator.__file__).parent

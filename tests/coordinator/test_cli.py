@@ -18,7 +18,7 @@ from coordinator.cli.run import result_parts
 from coordinator.state.journal import Entry, RunRecord, utc_now
 from coordinator.state.store import StateFolder
 from edge_agent import __version__, methods
-from edge_agent.disclosure import HEADINGS, section
+from edge_agent.privacy.disclosure import HEADINGS, section
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(set(headwater.COMMANDS) - {"bench"})

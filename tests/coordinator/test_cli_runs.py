@@ -21,7 +21,7 @@ from coordinator.config import load_config
 from coordinator.state.journal import utc_now
 from coordinator.state.release_keys import ReleaseKeys, new_key, read_public, write_key
 from coordinator.state.store import StateFolder
-from edge_agent.errors import StateError
+from edge_agent.core.errors import StateError
 
 TASK = """
 [task]

@@ -10,7 +10,7 @@ from federation_duties import TinyDuties
 from federation_harness import Federation
 
 from coordinator.runs.release import ranges_objection
-from edge_agent.bundle import open_bundle
+from edge_agent.bundle.archive import open_bundle
 from edge_agent.wire.tensors import decode
 
 AGENTS = ("a0", "a1", "a2")

@@ -18,9 +18,9 @@ from coordinator.runs.aggregation import StoredUpdates
 from coordinator.runs.server_side import Described, described, method_of
 from coordinator.state.store import BlobStore
 from edge_agent import methods
-from edge_agent.errors import RunFailed, StateError, TrainingFailed
+from edge_agent.core.children import InlineWorker
+from edge_agent.core.errors import RunFailed, StateError, TrainingFailed
 from edge_agent.wire.tensors import decode, encode
-from edge_agent.worker import InlineWorker
 
 
 def finished(folder, compute, method="scaffold", **export):

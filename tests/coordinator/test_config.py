@@ -6,8 +6,8 @@ import pytest
 from pydantic import BaseModel
 
 from coordinator.config import CohortConfig, CoordinatorConfig, RoundConfig
-from edge_agent.config import load, parse
-from edge_agent.errors import ConfigError
+from edge_agent.core.config import load, parse
+from edge_agent.core.errors import ConfigError
 
 MINIMAL = {"task": {"class_names": ["cat", "dog"]}}
 CONFIGS = Path(__file__).parents[2] / "configs"

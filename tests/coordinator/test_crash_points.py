@@ -10,8 +10,8 @@ from federation_disturbances import Stranger, killed_at_append, lose
 from federation_duties import TASK, WIDE_TASK
 from federation_harness import Federation, Killed
 
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import CHUNK_BYTES, decode_frame
+from edge_agent.wire.blobs.chunks import CHUNK_BYTES, decode_frame
+from edge_agent.wire.messages import down
 
 ROUNDS, WIDE_CHUNKS = 2, 103
 
@@ -210,7 +210,7 @@ def test_a_coordinator_that_stops_politely_keeps_the_chunks_it_has(tmp_path):
         agent.hello()
         agent.offer(fed.final)
         fed.settle()
-        (grant,) = agent.heard(wire.Grant)
+        (grant,) = agent.heard(down.Grant)
         assert grant.missing == ((2, 5), (6, WIDE_CHUNKS))
 
 
@@ -246,7 +246,7 @@ def test_an_agent_killed_between_training_and_receipt_sends_its_outbox(tmp_path,
 
 def test_a_lost_receipt_is_given_again_and_nothing_is_sent_twice(tmp_path, undisturbed):
     with Federation(tmp_path, task=WIDE_TASK, capture=True) as fed:
-        lost = lose(fed.coordinator.transport, lambda message: isinstance(message, wire.Receipt))
+        lost = lose(fed.coordinator.transport, lambda message: isinstance(message, down.Receipt))
         fed.request(rounds=ROUNDS)
         fed.finish()
         assert len(lost) == 1
@@ -260,7 +260,7 @@ def test_a_lost_receipt_is_given_again_and_nothing_is_sent_twice(tmp_path, undis
 def test_a_receipt_lost_with_the_last_round_does_not_hold_the_end(tmp_path):
     """The round closes with the update whose receipt is lost; its agent is needed for the report right after."""
     with Federation(tmp_path, agents=2, heartbeat_s=300) as fed:
-        lose(fed.coordinator.transport, lambda message: isinstance(message, wire.Receipt))
+        lose(fed.coordinator.transport, lambda message: isinstance(message, down.Receipt))
         fed.request(rounds=1)
         assert fed.finish() < 10
         assert [agent["id"] for agent in fed.state.run(fed.run).summary()["agents"]] == ["a0", "a1"]

@@ -18,7 +18,7 @@ from full_disk import DyingProcess
 
 from coordinator.runs.audit import audit
 from coordinator.state import store
-from edge_agent.storage import sweep
+from edge_agent.core.storage import sweep
 
 ROUNDS = 2
 METHOD = "fedper"

@@ -11,7 +11,7 @@ import pytest
 from federation_harness import Federation, undisturbed_hash
 
 from coordinator.state.store import StateFolder
-from edge_agent.errors import StateError
+from edge_agent.core.errors import StateError
 
 
 @contextlib.contextmanager

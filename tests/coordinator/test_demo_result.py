@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.cli import demo
 from coordinator.cli.output import show
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 
 
 def agent(name, tier, local, personal, **more):

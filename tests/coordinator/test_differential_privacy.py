@@ -17,13 +17,13 @@ from coordinator.cli.run import footnotes
 from coordinator.config import CoordinatorConfig, DifferentialPrivacyConfig
 from coordinator.runs.result_notes import spent
 from coordinator.service.preflight import checked_method
-from edge_agent.accountant import cost, epsilon_of
-from edge_agent.agent.privacy import LEDGER_FILE
-from edge_agent.config import PrivacyConfig, parse
-from edge_agent.errors import ConfigError, UsageError
-from edge_agent.storage import read_json
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import decode_frame
+from edge_agent.core.config import PrivacyConfig, parse
+from edge_agent.core.errors import ConfigError, UsageError
+from edge_agent.core.storage import read_json
+from edge_agent.privacy.accountant import cost, epsilon_of
+from edge_agent.privacy.policy import LEDGER_FILE
+from edge_agent.wire.blobs.chunks import decode_frame
+from edge_agent.wire.messages import down, up
 from edge_agent.wire.tensors import decode
 
 PAPERS = ("dualfed", "fedpac", "fedpick", "repper", "fedrir")
@@ -171,9 +171,9 @@ def test_a_round_of_more_updates_than_the_least_has_more_noise_and_costs_less(tm
     with federation(tmp_path, clip=1.0, noise=4.0, min_agents=1) as fed:
         run(fed, rounds=1)
         (line,) = fed.metrics()
-        jobs = fed.messages(fed.topics.down("a0"), wire.Job)
+        jobs = fed.messages(fed.topics.down("a0"), down.Job)
     assert line["noise_multiplier"] == pytest.approx(4 * math.sqrt(3))
-    assert jobs[0].privacy == wire.Noise(clip=1.0, clip_statistics=1.0, noise=4.0)
+    assert jobs[0].privacy == down.Noise(clip=1.0, clip_statistics=1.0, noise=4.0)
 
 
 @pytest.mark.parametrize("method, part", [("repper", 2 / math.sqrt(3)), ("fedpac", 2.0)])
@@ -181,7 +181,7 @@ def test_noise_is_divided_only_where_the_server_sees_to_a_sum(tmp_path, method, 
     """FedPAC sends each client a combination of single classifiers: parts of the noise would not add up in it."""
     with federation(tmp_path, clip=1.0, noise=2.0) as fed:
         run(fed, method, rounds=1)
-        (job, *_) = fed.messages(fed.topics.down("a0"), wire.Job)
+        (job, *_) = fed.messages(fed.topics.down("a0"), down.Job)
         (line,) = fed.metrics()
     assert job.privacy.noise == pytest.approx(part)
     assert line["noise_multiplier"] == 2.0
@@ -200,7 +200,7 @@ def test_what_is_on_the_wire_is_noise_of_the_size_that_was_asked_for_and_no_samp
     with federation(tmp_path, clip=1.0, noise=2.0) as fed:
         run(fed, rounds=1, lr=1e-9)
         changes = [uploads(fed, name)[0] for name in ("a0", "a1", "a2")]
-        manifests = [fed.messages(fed.topics.up(name), wire.UpdateManifest)[0] for name in ("a0", "a1", "a2")]
+        manifests = [fed.messages(fed.topics.up(name), up.UpdateManifest)[0] for name in ("a0", "a1", "a2")]
     assert {manifest.samples for manifest in manifests} == {1}
     between = [np.concatenate([(one[n] - changes[0][n]).ravel() for n in one]) for one in changes[1:]]
     std = 2.0 / math.sqrt(3) * math.sqrt(2)  # of the difference of two devices' noise
@@ -225,7 +225,7 @@ def test_the_devices_own_noise_and_budget_win(tmp_path):
 def test_a_device_sends_what_it_has_spent_as_metrics_with_its_updates(tmp_path):
     with federation(tmp_path, {"a1": {"clip": 1.0, "noise": 5.0, "epsilon": 9.0}}) as fed:
         run(fed, rounds=2)
-        sent = [m.metrics for m in fed.messages(fed.topics.up("a1"), wire.UpdateManifest)]
+        sent = [m.metrics for m in fed.messages(fed.topics.up("a1"), up.UpdateManifest)]
     assert sent[0]["epsilon"] == pytest.approx(epsilon_of(cost(5.0), 1e-5))
     assert sent[-1]["epsilon"] + sent[-1]["epsilon_left"] == pytest.approx(9.0)
 

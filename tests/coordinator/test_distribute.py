@@ -9,11 +9,13 @@ from federation_duties import WIDE_TASK
 from federation_harness import Federation
 
 from coordinator.fleet.transfers import GATHER_S, LONGEST_GATHER_S, SWEEP_S, Distributor
-from edge_agent.errors import ChunkError
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import Outgoing, decode_frame
-from edge_agent.wire.flow import REPORT_AFTER_S, STALL_S
-from edge_agent.wire.messages import Listen, Progress, Topics, Want
+from edge_agent.core.errors import ChunkError
+from edge_agent.wire.blobs.chunks import Outgoing, decode_frame
+from edge_agent.wire.blobs.flow import REPORT_AFTER_S, STALL_S
+from edge_agent.wire.messages import down, up
+from edge_agent.wire.messages.down import Listen
+from edge_agent.wire.messages.up import Progress, Want
+from edge_agent.wire.topics import Topics
 
 TOPICS = Topics("home")
 
@@ -421,7 +423,7 @@ def test_an_agent_that_has_the_blob_in_its_cache_gets_nothing(tmp_path):
         agent.hello()
         fed.request(rounds=1)
         fed.settle()
-        (job,) = agent.heard(wire.Job)
-        agent.say(wire.Have(digest=job.blobs[0].digest))
+        (job,) = agent.heard(down.Job)
+        agent.say(up.Have(digest=job.blobs[0].digest))
         fed.wait(2)
         assert not [topic for topic, _ in fed.broker.captured if "/b/" in topic or topic.endswith("/db")]

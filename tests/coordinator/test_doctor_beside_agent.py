@@ -14,9 +14,9 @@ from paho.mqtt.enums import CallbackAPIVersion
 from coordinator.broker import EmbeddedBroker, MosquittoBroker
 from edge_agent.agent.event_loop import will_of
 from edge_agent.cli import main
-from edge_agent.config import AgentConfig, DataConfig
-from edge_agent.wire.messages import Topics
+from edge_agent.core.config import AgentConfig, DataConfig
 from edge_agent.wire.mqtt import MqttTransport
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Disconnected, Message, Subscribed
 
 TOPICS = Topics("home")

@@ -6,8 +6,8 @@ import pytest
 from federation_disturbances import restart_broker
 from federation_harness import Federation, vanish
 
-from edge_agent.errors import DuplicateId
-from edge_agent.wire import messages as wire
+from edge_agent.core.errors import DuplicateId
+from edge_agent.wire.messages import down, up
 
 
 @pytest.fixture
@@ -112,9 +112,9 @@ def test_a_broken_broker_makes_no_doubles(fed):
 
 
 def test_a_question_is_answered_with_its_own_words(fed):
-    fed.broker.route(fed.topics.down("porch"), fed.order(wire.Who(question="q7")))
+    fed.broker.route(fed.topics.down("porch"), fed.order(down.Who(question="q7")))
     fed.settle()
-    assert fed.messages(fed.topics.up("porch"), wire.Hello)[-1].answers == "q7"
+    assert fed.messages(fed.topics.up("porch"), up.Hello)[-1].answers == "q7"
 
 
 def test_work_goes_on_while_a_second_one_is_being_refused(fed):

@@ -16,9 +16,10 @@ from coordinator.cli.follow import follow
 from coordinator.config import CoordinatorConfig
 from coordinator.state.store import StateFolder
 from edge_agent.cli import main as edge_agent
-from edge_agent.config import AgentConfig
-from edge_agent.errors import RunFailed
-from edge_agent.storage import folder_lock, write_json
+from edge_agent.core.config import AgentConfig
+from edge_agent.core.errors import RunFailed
+from edge_agent.core.locks import folder_lock
+from edge_agent.core.storage import write_json
 
 README = Path(__file__).parents[2] / "edge_agent/README.md"
 COORDINATOR = """
@@ -172,7 +173,7 @@ def test_a_folder_in_use_and_a_fault_end_with_1(place):
 
 
 def test_a_missing_package_ends_with_5(place, monkeypatch):
-    monkeypatch.setattr("edge_agent.capabilities.packages", dict)
+    monkeypatch.setattr("edge_agent.core.capabilities.packages", dict)
     assert code_of("edge-agent run --config a.toml") == 5
     assert code_of("edge-agent doctor") == 5
     assert "package" in meaning(5)

@@ -17,8 +17,8 @@ from coordinator.cli.run import result_parts
 from coordinator.config import RoundConfig
 from coordinator.runs.selection import Exclusions
 from coordinator.state.journal import Accepted, OpenRound
-from edge_agent.errors import TrainingFailed
-from edge_agent.wire import messages as wire
+from edge_agent.core.errors import TrainingFailed
+from edge_agent.wire.messages import up
 
 SHIPPED = RoundConfig().model_dump()
 
@@ -115,7 +115,7 @@ def test_an_agent_that_is_alive_and_never_takes_up_the_work_costs_three_heartbea
         fed.wait(5)
         beats += 1
         if beats % 3 == 0:
-            mute.say(wire.Heartbeat())
+            mute.say(up.Heartbeat())
     assert fed.record.status == "finished"
     seconds = [line["seconds"] for line in fed.metrics()]
     assert seconds[0] < 60

@@ -13,8 +13,8 @@ from federation_disturbances import QUORUM, Stranger, assert_honest_result, besi
 from federation_duties import WIDE_TASK
 from federation_harness import Federation
 
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import CHUNK_BYTES, HEADER_BYTES, Outgoing, decode_frame
+from edge_agent.wire.blobs.chunks import CHUNK_BYTES, HEADER_BYTES, Outgoing, decode_frame
+from edge_agent.wire.messages import codec, down, fields, up
 from edge_agent.wire.tensors import encode
 
 
@@ -132,10 +132,10 @@ def test_a_tiny_chunk_size_does_not_end_the_coordinator(fed):
 def test_a_million_tiny_chunks_are_refused_before_anything_is_kept_for_them(fed):
     """A manifest of a large blob in 64-byte chunks costs its sender a word, and us nothing."""
     fed.mallory.heard()
-    blob = wire.BlobRef(digest="ab" * 32, size_bytes=64 << 20, chunk_bytes=64)
-    fed.mallory.say(wire.UpdateManifest(run=fed.run_id, round=1, blob=blob, samples=1))
+    blob = fields.BlobRef(digest="ab" * 32, size_bytes=64 << 20, chunk_bytes=64)
+    fed.mallory.say(up.UpdateManifest(run=fed.run_id, round=1, blob=blob, samples=1))
     fed.settle()
-    (receipt,) = fed.mallory.heard(wire.Receipt)
+    (receipt,) = fed.mallory.heard(down.Receipt)
     assert receipt.reason.startswith("1048576 chunks of 64 bytes; expected chunks of 1024 bytes or more")
     assert_honest_result(fed)
 
@@ -159,31 +159,31 @@ def test_a_million_tiny_chunks_are_refused_before_anything_is_kept_for_them(fed)
 def test_a_damaged_chunk_costs_itself_and_the_upload_can_go_on(fed, spoil):
     blob = fed.mallory.offer(fed.final)
     fed.settle()
-    assert fed.mallory.heard(wire.Grant)
+    assert fed.mallory.heard(down.Grant)
     fed.mallory.chunk(spoil(blob.frame(0)))
     fed.settle()
     assert fed.coordinator.rejected.total == 1
-    assert not fed.mallory.heard(wire.Receipt)
+    assert not fed.mallory.heard(down.Receipt)
     fed.mallory.chunk(blob.frame(0))
     fed.settle()
-    assert fed.mallory.heard(wire.Receipt)[0].accepted
+    assert fed.mallory.heard(down.Receipt)[0].accepted
 
 
 def test_a_whole_blob_with_another_hash_is_asked_for_again(fed):
     """Chunks with right checksums whose sum is not what was announced: lies about the digest gain nothing."""
     good, lie = Outgoing.of(encode(fed.final)), Outgoing.of(bytes(len(encode(fed.final))))
-    manifest = wire.UpdateManifest(run=fed.run_id, round=1, blob=good.ref, samples=10)
+    manifest = up.UpdateManifest(run=fed.run_id, round=1, blob=good.ref, samples=10)
     fed.mallory.say(manifest)
     fed.settle()
     fed.mallory.heard()
     lying = replace(decode_frame(lie.frame(0)), transfer=decode_frame(good.frame(0)).transfer)
     fed.mallory.chunk(lying.encode())
     fed.settle()
-    (grant,) = fed.mallory.heard(wire.Grant, wire.Receipt)
+    (grant,) = fed.mallory.heard(down.Grant, down.Receipt)
     assert grant.missing == ((0, 1),)
     fed.mallory.chunk(good.frame(0))
     fed.settle()
-    assert fed.mallory.heard(wire.Receipt)[0].accepted
+    assert fed.mallory.heard(down.Receipt)[0].accepted
 
 
 def test_a_chunk_without_a_grant_is_refused_and_counted(fed):
@@ -206,7 +206,7 @@ def test_a_chunk_for_the_upload_of_somebody_else_changes_nothing(tmp_path):
         mallory.chunk(blob.frame(0))
         fed.settle()
         assert fed.coordinator.rejected.counts == {"mallory: ChunkError": 1}
-        assert not victim.heard(wire.Receipt)
+        assert not victim.heard(down.Receipt)
 
 
 def test_an_unknown_round_is_refused_as_late(fed):
@@ -242,8 +242,8 @@ def test_an_agent_that_never_said_hello_is_refused_too(fed):
 
 def test_metrics_that_are_no_numbers_are_refused_and_do_not_hold_the_round(fed):
     blob = Outgoing.of(encode(fed.final))
-    manifest = wire.UpdateManifest(run=fed.run_id, round=1, blob=blob.ref, samples=10)
-    raw = {**json.loads(wire.encode(manifest)), "boot": "x", "metrics": {"loss": float("nan")}}
+    manifest = up.UpdateManifest(run=fed.run_id, round=1, blob=blob.ref, samples=10)
+    raw = {**json.loads(codec.encode(manifest)), "boot": "x", "metrics": {"loss": float("nan")}}
     raw.pop("crc", None)
     fed.mallory.raw(json.dumps(raw).encode())
     fed.settle()

@@ -9,9 +9,9 @@ import pytest
 from federation_disturbances import Stranger, assert_honest_result, besieged, refusals
 from federation_harness import Federation
 
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import sealed
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages import codec, down, up
+from edge_agent.wire.messages.codec import sealed
 from edge_agent.wire.transport import Message
 
 
@@ -67,7 +67,7 @@ def test_garbage_on_every_topic_an_agent_speaks_on_harms_nobody(fed, kind):
 def test_garbage_on_every_topic_an_agent_listens_to_harms_nobody(fed):
     """Somebody with too many rights, or a broker without rules. Only a protocol number may end an agent."""
     fed.coordinator.config.round.model_copy()
-    (job,) = fed.messages(fed.topics.down("a0"), wire.Job)[:1]
+    (job,) = fed.messages(fed.topics.down("a0"), down.Job)[:1]
     topics = [fed.topics.down("a0"), fed.topics.down_chunks("a0"), fed.topics.announce]
     topics.append(fed.topics.broadcast(job.blobs[0].digest))
     for payload in garbage():
@@ -113,13 +113,13 @@ def test_what_strangers_can_make_the_coordinator_remember_is_bounded(fed):
     ids=["older", "newer", "absurd"],
 )
 def test_an_agent_of_another_protocol_is_told_so_and_the_coordinator_says_it_too(fed, version, upgrade, caplog):
-    hello = wire.Hello(software="other", tier="train", samples=1)
-    raw = {**json.loads(wire.encode(hello)), "v": version}
+    hello = up.Hello(software="other", tier="train", samples=1)
+    raw = {**json.loads(codec.encode(hello)), "v": version}
     raw.pop("crc", None)
     fed.mallory.heard()
     fed.mallory.raw(json.dumps(raw).encode())
     fed.settle()
-    (rejected,) = fed.mallory.heard(wire.Refused)
+    (rejected,) = fed.mallory.heard(down.Refused)
     assert rejected.error == "ProtocolMismatch"
     for text in (rejected.message, caplog.text):
         assert f"speaks protocol {version}"[:50] in text
@@ -130,7 +130,7 @@ def test_an_agent_of_another_protocol_is_told_so_and_the_coordinator_says_it_too
 
 @pytest.mark.parametrize("version, upgrade", [(0, "upgrade the peer"), (99, "upgrade this side")])
 def test_a_forged_message_of_another_protocol_ends_nobody_and_costs_nothing(fed, version, upgrade, caplog):
-    raw = {**json.loads(fed.order(wire.Welcome(software="x", lease_s=1))), "v": version}
+    raw = {**json.loads(fed.order(down.Welcome(software="x", lease_s=1))), "v": version}
     raw.pop("crc", None)
     fed.mallory.raw(json.dumps(raw).encode(), fed.topics.down("a0"))
     fed.mallory.raw(b'{"v":3}', fed.topics.announce)
@@ -145,14 +145,14 @@ def test_a_forged_message_of_another_protocol_ends_nobody_and_costs_nothing(fed,
 
 
 def poison(fed, message, agent="a0"):
-    fed.mallory.transport.publish(fed.topics.down(agent), wire.encode(message), retain=True)
+    fed.mallory.transport.publish(fed.topics.down(agent), codec.encode(message), retain=True)
 
 
 def test_a_retained_job_is_not_obeyed(tmp_path):
     with Federation(tmp_path, agents=1, cohort={"min_agents": 1}) as fed:
         fed.mallory = Stranger(fed, "mallory")
         blob = Outgoing.of(b"x" * 100)
-        job = wire.Job(
+        job = down.Job(
             run="run-6666", round=1, rounds=1, seed=0, method="fedavg", task=fed.task, blobs=(blob.ref,), deadline_s=9
         )
         fed.kill("a0")
@@ -187,9 +187,9 @@ def test_retained_messages_of_agents_are_not_believed_by_a_coordinator(tmp_path,
         fed.wait(1)
         mallory = Stranger(fed, "mallory")
         ref = Outgoing.of(bytes(400)).ref
-        words = {"bye": wire.Bye(), "update": wire.UpdateManifest(run=fed.run_id, round=1, blob=ref, samples=0)}
+        words = {"bye": up.Bye(), "update": up.UpdateManifest(run=fed.run_id, round=1, blob=ref, samples=0)}
         fed.kill_coordinator()
-        mallory.transport.publish(fed.topics.up("a0"), wire.encode(words[message]), retain=True)
+        mallory.transport.publish(fed.topics.up("a0"), codec.encode(words[message]), retain=True)
         fed.start_coordinator()
         fed.finish()
         assert fed.record.status == "finished"
@@ -202,10 +202,10 @@ def test_a_lower_epoch_is_not_listened_to(fed):
     epoch = agent.membership.epoch
     assert epoch >= 1
     fed.clock.now += 1
-    fed.mallory.raw(fed.order(wire.Announce(software="old"), epoch=0), fed.topics.announce)
-    fed.mallory.raw(fed.order(wire.Welcome(software="old", lease_s=1), epoch=0), fed.topics.down("a0"))
+    fed.mallory.raw(fed.order(down.Announce(software="old"), epoch=0), fed.topics.announce)
+    fed.mallory.raw(fed.order(down.Welcome(software="old", lease_s=1), epoch=0), fed.topics.down("a0"))
     fed.mallory.raw(fed.order(job.model_copy(update={"seed": 99}), epoch=0), fed.topics.down("a0"))
-    fed.mallory.raw(fed.order(wire.Cancel(run=job.run, round=1, reason="x"), epoch=0), fed.topics.down("a0"))
+    fed.mallory.raw(fed.order(down.Cancel(run=job.run, round=1, reason="x"), epoch=0), fed.topics.down("a0"))
     fed.settle()
     assert agent.membership.epoch == epoch
     assert (agent.jobs.job.run, agent.jobs.job.seed) == (job.run, job.seed)
@@ -215,7 +215,7 @@ def test_a_lower_epoch_is_not_listened_to(fed):
 
 @pytest.mark.parametrize("field", ["rss_mb", "metrics"])
 def test_a_report_with_infinity_does_not_fail_the_run(fed, field):
-    report = json.loads(wire.encode(wire.Report(run=fed.run_id, samples=10)))
+    report = json.loads(codec.encode(up.Report(run=fed.run_id, samples=10)))
     report.pop("crc", None)
     report[field] = float("inf") if field == "rss_mb" else {"x": float("inf")}
     fed.mallory.raw(json.dumps(report).encode())
@@ -225,14 +225,14 @@ def test_a_report_with_infinity_does_not_fail_the_run(fed, field):
 
 
 def test_reports_of_strangers_are_not_in_the_summary(fed):
-    Stranger(fed, "eve").say(wire.Report(run=fed.run_id, samples=10**9, acc_personal=1.0))
+    Stranger(fed, "eve").say(up.Report(run=fed.run_id, samples=10**9, acc_personal=1.0))
     fed.settle()
     assert_honest_result(fed)
     assert [agent["id"] for agent in fed.state.run(fed.run).summary()["agents"]] == ["a0", "a1"]
 
 
 def test_a_fault_of_one_agent_says_nothing_about_another(fed):
-    fed.mallory.say(wire.Fault(error="X", message="a0 is broken", run=fed.run_id, round=1))
+    fed.mallory.say(up.Fault(error="X", message="a0 is broken", run=fed.run_id, round=1))
     fed.settle()
     assert_honest_result(fed)
     assert refusals(fed) == ["X: a0 is broken"]
@@ -252,7 +252,7 @@ def test_a_job_that_cannot_be_read_is_answered_with_a_fault_so_that_nobody_waits
         raw = b'{"v":3,"type":"job","run":"run-0007","round":3,"rounds":9,"purpose":"dance","boot":"c9","seq":5}'
         Stranger(fed, "x").raw(sealed(raw), fed.topics.down("a0"))
         fed.settle()
-        (fault,) = fed.messages(fed.topics.up("a0"), wire.Fault)
+        (fault,) = fed.messages(fed.topics.up("a0"), up.Fault)
         assert (fault.run, fault.round, fault.error) == ("run-0007", 3, "MessageError")
         assert "purpose" in fault.message
 

@@ -14,7 +14,7 @@ from coordinator.processes.compute import InlineCompute
 from edge_agent import methods
 from edge_agent.agent.local_state import ClientStateFiles
 from edge_agent.training.parts import to_arrays
-from edge_agent.wire.chunks import decode_frame
+from edge_agent.wire.blobs.chunks import decode_frame
 from edge_agent.wire.tensors import decode
 
 

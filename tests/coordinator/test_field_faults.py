@@ -15,7 +15,7 @@ from federation_harness import Federation, undisturbed_hash
 from process_site import AGENTS, DIGITS, Site
 from slow_link import LinkedFederation
 
-from edge_agent.errors import StateError
+from edge_agent.core.errors import StateError
 
 ROUNDS = 3
 

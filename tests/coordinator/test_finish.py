@@ -18,10 +18,10 @@ from coordinator.runs import computations
 from coordinator.runs.context import Waiting, computed
 from coordinator.runs.lineage import lineage_of
 from coordinator.state.store import StateFolder
-from edge_agent.errors import BundleDamaged, ExportRejected
-from edge_agent.wire import messages as wire
+from edge_agent.core.children import ThreadWorker
+from edge_agent.core.errors import BundleDamaged, ExportRejected
+from edge_agent.wire.messages import up
 from edge_agent.wire.tensors import encode
-from edge_agent.worker import ThreadWorker
 
 EXPORT = {"export": {"after_run": True}}
 
@@ -170,7 +170,7 @@ def test_a_device_that_went_back_to_its_old_pair_does_not_install_again_on_each_
         def install(message, path):
             tried.append(message.bundle_id)
             tasks.bundle_id = "f" * 64
-            return wire.Report(run=message.run, samples=5, bundle_id="f" * 64, metrics={"rolled_back": 1.0})
+            return up.Report(run=message.run, samples=5, bundle_id="f" * 64, metrics={"rolled_back": 1.0})
 
         tasks.install = install
         fed.request(rounds=1)
@@ -187,7 +187,7 @@ def test_a_device_that_went_back_is_marked_wherever_its_figures_are(tmp_path, ex
     with Federation(tmp_path, agents=1, **EXPORT) as fed:
         fed.add("h1", tier="head")
         fed.settle()
-        fed.tasks["h1"].install = lambda message, path: wire.Report(
+        fed.tasks["h1"].install = lambda message, path: up.Report(
             run=message.run, samples=5, bundle_id="f" * 64, rolled_back=why, acc_personal=0.25, acc_global=0.5
         )
         fed.request(rounds=1)
@@ -212,10 +212,10 @@ def test_the_mark_goes_when_a_later_encoder_stays(tmp_path, exports):
         fed.add("h1", tier="head")
         fed.settle()
         roster = fed.coordinator.roster
-        roster.reported("h1", wire.Report(run="run-0001", samples=5, bundle_id="f" * 64, rolled_back="keeps it"))
+        roster.reported("h1", up.Report(run="run-0001", samples=5, bundle_id="f" * 64, rolled_back="keeps it"))
         assert roster.get("h1").candidate.reason == "keeps it"
         assert not roster.get("h1").is_well
-        roster.reported("h1", wire.Report(run="run-0002", samples=5, bundle_id="e" * 64))
+        roster.reported("h1", up.Report(run="run-0002", samples=5, bundle_id="e" * 64))
         assert roster.get("h1").candidate is None
         assert roster.get("h1").is_well
 
@@ -224,7 +224,7 @@ def test_a_device_without_samples_has_no_accuracies(tmp_path, exports):
     with Federation(tmp_path, agents=1, **EXPORT) as fed:
         fed.add("h1", tier="head")
         fed.settle()
-        fed.tasks["h1"].install = lambda message, path: wire.Report(
+        fed.tasks["h1"].install = lambda message, path: up.Report(
             run=message.run, samples=0, bundle_id=message.bundle_id, acc_local=0.0, acc_global=0.0, acc_personal=0.0
         )
         fed.request(rounds=1)

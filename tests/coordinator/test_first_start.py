@@ -13,8 +13,8 @@ from coordinator.service.first_start import Decisions
 from coordinator.service.inquiry import INQUIRY_S, Inquiry
 from coordinator.state.backup import MARKER, back_up
 from coordinator.state.store import StateFolder
-from edge_agent.errors import StartStopped, UsageError
-from edge_agent.wire import messages as wire
+from edge_agent.core.errors import StartStopped, UsageError
+from edge_agent.wire.messages import codec, down
 
 
 def asked(fed, inquiry):
@@ -77,11 +77,11 @@ def test_answers_to_others_and_announcements_prove_nothing(fed):
     inquiry = begun(fed)
     inquiry.step(0)
     for message in (
-        wire.Present(boot="zz", serving_s=9.0),
-        wire.Present(boot="zz", serving_s=9.0, answers="c1"),
-        wire.Present(boot="zz", standby=True, answers="q1"),
+        down.Present(boot="zz", serving_s=9.0),
+        down.Present(boot="zz", serving_s=9.0, answers="c1"),
+        down.Present(boot="zz", standby=True, answers="q1"),
     ):
-        fed.broker.route(fed.topics.coordinators, wire.encode(message))
+        fed.broker.route(fed.topics.coordinators, codec.encode(message))
     fed.broker.route(fed.topics.coordinators, b"\x00garbage")
     assert asked(fed, inquiry)[0] is None
 

@@ -18,8 +18,8 @@ from coordinator.state.journal import Entry
 from coordinator.state.releases import Book
 from coordinator.state.store import StateFolder
 from coordinator.web.folder_view import FolderView
-from edge_agent.storage import folder_lock
-from edge_agent.wire import messages as wire
+from edge_agent.core.locks import folder_lock
+from edge_agent.wire.messages import codec, up
 
 AT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
@@ -132,11 +132,11 @@ class Camera:
         self.run_id = {}
 
     def say(self, message):
-        self.fed.coordinator.handle("cam", "up", wire.encode(message))
+        self.fed.coordinator.handle("cam", "up", codec.encode(message))
         self.fed.settle()
 
     def hello(self, runs=""):
-        self.say(wire.Hello(boot="b1", software="1", tier="head", samples=24, bundle_id=runs))
+        self.say(up.Hello(boot="b1", software="1", tier="head", samples=24, bundle_id=runs))
 
     def release(self, bundle_id):
         journal = self.fed.state.journal
@@ -149,7 +149,7 @@ class Camera:
 
     def report(self, bundle_id, number, runs, local, shared, personal, **more):
         self.say(
-            wire.Report(
+            up.Report(
                 boot="b1",
                 run=self.run_id[bundle_id],
                 about=bundle_id,

@@ -13,10 +13,10 @@ from federation_duties import WIDE_TASK
 from federation_harness import Federation, Killed
 
 from coordinator.state.journal import Journal
-from edge_agent import storage
-from edge_agent.errors import StateError
-from edge_agent.storage import PendingSyncs, sync, sync_folder, syncs_into, without_syncs
-from edge_agent.wire import messages as wire
+from edge_agent.core import storage as storage_module
+from edge_agent.core.errors import StateError
+from edge_agent.core.storage import PendingSyncs, sync, sync_folder, syncs_into, without_syncs
+from edge_agent.wire.messages import codec, down, up
 
 AGENTS = 5
 
@@ -70,8 +70,8 @@ def test_every_receipt_is_sent_after_its_commit(fed, undisturbed):
 
     def checked(topic, payload, **options):
         if topic.endswith("/dn"):
-            message = wire.parse_from_coordinator(payload)
-            if isinstance(message, wire.Receipt):
+            message = codec.parse_from_coordinator(payload)
+            if isinstance(message, down.Receipt):
                 assert (topic.split("/")[-2], message.digest) in on_disk(fed, fed.run)
                 seen.append(message)
         publish(topic, payload, **options)
@@ -130,7 +130,7 @@ def test_a_coordinator_killed_around_the_commit_loses_nothing(tmp_path, undistur
             fed.until(lambda: fed.coordinator is not None and fed.coordinator.loop is None and accepted, limit_s=1)
         assert accepted
         assert fed.coordinator is None
-        receipts = [m for name in fed.agents for m in fed.messages(fed.topics.down(name), wire.Receipt)]
+        receipts = [m for name in fed.agents for m in fed.messages(fed.topics.down(name), down.Receipt)]
         with sqlite3.connect(fed.config.state / "journal.db") as other:
             (count,) = other.execute("SELECT count(*) FROM entries WHERE kind = 'update_accepted'").fetchone()
         assert len(receipts) <= count, "no receipt without its entry"
@@ -147,19 +147,19 @@ def test_a_full_disk_at_the_commit_stalls_the_run_and_gives_no_receipt(fed, undi
 
     def full(self):
         if self._files and len(failed) < 3:
-            failed.append(len(fed.messages(fed.topics.down("a0"), wire.Receipt)))
+            failed.append(len(fed.messages(fed.topics.down("a0"), down.Receipt)))
             descriptors, self._files = self._files, []
             for descriptor in descriptors:
                 os.close(descriptor)
             raise OSError(errno.ENOSPC, "No space left on device")
         finish(self)
 
-    monkeypatch.setattr(storage.PendingSyncs, "finish", full)
+    monkeypatch.setattr(storage_module.PendingSyncs, "finish", full)
     fed.request(rounds=2)
     fed.until(lambda: len(failed) == 1)
     assert "stalled" in fed.coordinator.waiting.what
     assert not on_disk(fed, fed.run)
-    assert not [m for name in fed.agents for m in fed.messages(fed.topics.down(name), wire.Receipt)]
+    assert not [m for name in fed.agents for m in fed.messages(fed.topics.down(name), down.Receipt)]
     fed.finish()
     assert len(failed) == 3
     assert fed.encoder_sha256 == undisturbed
@@ -182,16 +182,16 @@ def test_an_update_that_another_entry_could_not_take_to_disk_gets_no_receipt_whe
         (offer,) = [
             payload
             for payload in fed.published(fed.topics.up(accepted))
-            if isinstance(wire.parse_from_agent(payload), wire.UpdateManifest)
+            if isinstance(codec.parse_from_agent(payload), up.UpdateManifest)
         ]
 
         with monkeypatch.context() as patch:
-            patch.setattr(storage.PendingSyncs, "finish", full)
+            patch.setattr(storage_module.PendingSyncs, "finish", full)
             with pytest.raises(OSError, match="No space left"):
                 collector.failed(failed, "TrainingFailed: the loss became nan", "")
             fed.coordinator.handle(accepted, "up", offer)
         assert not journal.entries(fed.run, ("update_accepted",))
-        assert not fed.messages(fed.topics.down(accepted), wire.Receipt)
+        assert not fed.messages(fed.topics.down(accepted), down.Receipt)
         fed.finish()
         assert fed.encoder_sha256 == undisturbed
         assert len(fed.entries("update_accepted")) == 2 * AGENTS
@@ -222,14 +222,14 @@ def test_a_full_disk_at_the_commit_leaves_the_uploads_of_others_to_be_resumed(tm
         handle("a0", "ub", last[0])
         assert list(collector.open_round.accepted) == ["a0"]
         with monkeypatch.context() as patch:
-            patch.setattr(storage.PendingSyncs, "finish", full)
+            patch.setattr(storage_module.PendingSyncs, "finish", full)
             fed.coordinator.step(0)
         assert "stalled" in fed.coordinator.waiting.what
         fed.coordinator.handle = handle
         if end == "resumed":
             fed.finish()
             assert len(fed.entries("update_accepted")) == 2
-            grants = [grant.missing for grant in fed.messages(fed.topics.down("a1"), wire.Grant)]
+            grants = [grant.missing for grant in fed.messages(fed.topics.down("a1"), down.Grant)]
             assert grants == [((0, 103),), missing]
         else:
             fed.state.journal.append("cancel_requested", run=fed.run, body={"reason": "no room"})

@@ -14,9 +14,9 @@ from federation_harness import Federation, TimedWorker
 from coordinator.runs import computations, release
 from coordinator.runs.release import stop_reason
 from edge_agent import methods
-from edge_agent.task import ImageInput, Task
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import decode_frame
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.wire.blobs.chunks import decode_frame
+from edge_agent.wire.messages import down, up
 from edge_agent.wire.tensors import decode
 
 TASK = Task(
@@ -58,7 +58,7 @@ def gets(fed, name, accuracies):
 
     def install(message, path):
         fed.tasks[name].installed.append(message.bundle_id)
-        return wire.Report(run=message.run, samples=5, bundle_id=message.bundle_id, acc_personal=next(found))
+        return up.Report(run=message.run, samples=5, bundle_id=message.bundle_id, acc_personal=next(found))
 
     fed.tasks[name].install = install
 
@@ -229,7 +229,7 @@ def test_the_encoder_is_the_mean_of_those_who_train_it(tmp_path):
 
 def test_it_gets_its_own_combination_back_and_its_accuracies_are_on_record(tmp_path):
     fed = with_head_tier(tmp_path)
-    jobs = [m for m in fed.messages(fed.topics.down("h1"), wire.Job) if m.purpose == "contribute"]
+    jobs = [m for m in fed.messages(fed.topics.down("h1"), down.Job) if m.purpose == "contribute"]
     assert {job.round for job in jobs} == {1, 2}
     assert all(job.bundle is not None for job in jobs)
     assert {"a0", "a1", "h1"} == set(fed.lines[1]["agents"])
@@ -253,17 +253,17 @@ def test_no_tensor_of_the_encoder_goes_down_to_it_beside_the_bundle(tmp_path):
 
 def test_a_method_without_such_a_part_asks_devices_that_train_only(tmp_path):
     fed = with_head_tier(tmp_path, method="fedavg")
-    assert not list(fed.messages(fed.topics.down("h1"), wire.Job))
+    assert not list(fed.messages(fed.topics.down("h1"), down.Job))
     assert fed.lines[0]["agents"] == ["a0", "a1"]
 
 
 def test_a_device_that_is_asked_to_join_where_there_is_nothing_for_it_says_what_to_change(tmp_path):
     from edge_agent.agent.head_tier import contribute_round
-    from edge_agent.config import AgentConfig, DataConfig
-    from edge_agent.errors import MissingCapability
+    from edge_agent.core.config import AgentConfig, DataConfig
+    from edge_agent.core.errors import MissingCapability
 
     config = AgentConfig(id="h1", state=tmp_path, data=DataConfig(source="none:"))
-    job = wire.Job(run="run-0001", round=1, rounds=2, seed=0, method="fedavg", task=TASK, blobs=(), deadline_s=9.0)
+    job = down.Job(run="run-0001", round=1, rounds=2, seed=0, method="fedavg", task=TASK, blobs=(), deadline_s=9.0)
     with pytest.raises(MissingCapability, match=re.escape("cohort.tier should be 'train'")):
         contribute_round(config, job, {}, tmp_path, (None, None))
 

@@ -17,12 +17,12 @@ from coordinator.runs.selection import lack
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, Prepared
 from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import DataConfig
-from edge_agent.errors import DuplicateId
-from edge_agent.wire import messages as wire
-from edge_agent.wire.messages import Topics
+from edge_agent.core.children import InlineWorker
+from edge_agent.core.config import DataConfig
+from edge_agent.core.errors import DuplicateId
+from edge_agent.wire.messages import down, up
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message
-from edge_agent.worker import InlineWorker
 
 CLIENTS = ("c0", "c1", "c2", "c3")
 
@@ -167,11 +167,11 @@ def test_nobody_at_the_broker_can_speak_as_a_hosted_client(mixed, caplog):
         imposter.hello()
         fed.request("fedper", rounds=3, seed=7, params=quick_params("fedper"))
         fed.until(lambda: fed.entries("round_opened", round=1))
-        imposter.say(wire.Fault(error="X", message="I cannot", run=fed.run, round=1))
-        imposter.say(wire.Bye())
+        imposter.say(up.Fault(error="X", message="I cannot", run=fed.run, round=1))
+        imposter.say(up.Bye())
         fed.finish()
         assert fed.encoder_sha256 == sha
-        assert imposter.heard(wire.Welcome, wire.Job) == [], "what is for c0 stays in the house"
+        assert imposter.heard(down.Welcome, down.Job) == [], "what is for c0 stays in the house"
     assert caplog.text.count("agent=c0 is hosted here and was heard at the broker") == 1
 
 

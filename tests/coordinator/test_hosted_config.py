@@ -16,9 +16,9 @@ from coordinator.service import preflight
 from coordinator.service.preflight import check_defaults, overlaps
 from edge_agent import data
 from edge_agent.client import choose_device
-from edge_agent.config import load, parse
+from edge_agent.core.config import load, parse
+from edge_agent.core.errors import ConfigError
 from edge_agent.data import partition
-from edge_agent.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TASK = {"class_names": ["a", "b"], "encoder": "linear", "input": {"kind": "image", "channels": 1}}

@@ -26,8 +26,8 @@ from coordinator.simulation.plan import Plan
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, Prepared
 from coordinator.state.store import StateFolder
-from edge_agent.config import AgentConfig, DataConfig
-from edge_agent.wire import messages as wire
+from edge_agent.core.config import AgentConfig, DataConfig
+from edge_agent.wire.messages import codec
 from edge_agent.wire.transport import Message
 
 SOURCE = "digits:optdigits?n=160"
@@ -158,7 +158,7 @@ def test_a_client_at_whose_work_the_process_always_dies_is_given_up(tmp_path, mo
     told = [(event.topic, event.payload) for event in heard if event]
     presence = [("fl/1/home/s/h", b"online b1"), ("fl/1/home/s/h", b"offline b1")]
     assert told[:-1] == presence * 3
-    fault = wire.parse_from_agent(told[-1][1])
+    fault = codec.parse_from_agent(told[-1][1])
     assert (fault.run, fault.round) == ("run-0001", 2)
     assert "crashed 3 times in round 2" in fault.message
     assert "exit code 1; last output: no memory is left" in fault.message

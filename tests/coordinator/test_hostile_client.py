@@ -22,10 +22,10 @@ from paho.mqtt import client as paho
 
 from coordinator.broker import MosquittoBroker
 from coordinator.broker.access import COORDINATOR_USER, set_password
-from edge_agent.config import BrokerConfig
-from edge_agent.wire import messages as wire
-from edge_agent.wire.messages import Topics, matches
+from edge_agent.core.config import BrokerConfig
+from edge_agent.wire.messages import codec, down, up
 from edge_agent.wire.mqtt import MqttTransport, session_of
+from edge_agent.wire.topics import Topics, matches
 from edge_agent.wire.transport import Disconnected, Message, Subscribed
 
 pytestmark = [NEEDS_MOSQUITTO, pytest.mark.broker, pytest.mark.slow]
@@ -111,16 +111,16 @@ class Honest:
         wait_for(self.transport, Subscribed)
 
     def hello(self, limit_s=10.0):
-        message = wire.Hello(software="x", tier="train", samples=1, boot="b1", seq=len(self.took), connection=1)
+        message = up.Hello(software="x", tier="train", samples=1, boot="b1", seq=len(self.took), connection=1)
         begin = time.monotonic()
-        self.transport.publish(TOPICS.up(self.name), wire.encode(message))
+        self.transport.publish(TOPICS.up(self.name), codec.encode(message))
         while time.monotonic() - begin < limit_s:
             event = self.transport.receive(0.5)
             if isinstance(event, Disconnected):
                 self.cuts += 1
             if isinstance(event, Message):
                 with contextlib.suppress(Exception):
-                    if isinstance(wire.parse_from_coordinator(event.payload), wire.Welcome):
+                    if isinstance(codec.parse_from_coordinator(event.payload), down.Welcome):
                         self.took.append(time.monotonic() - begin)
                         return
                 if b"#" in event.payload:
@@ -163,7 +163,7 @@ def keep_saying_hello(honest, stop):
 def flood(port, stop):
     """As fast as one connection takes it, on its own topics: hellos, junk, heartbeats, chunks, presence."""
     hostile = Hostile(port, "mallory-flood")
-    hello = wire.encode(wire.Hello(software="x", tier="train", samples=1, boot="b6", seq=1, connection=1))
+    hello = codec.encode(up.Hello(software="x", tier="train", samples=1, boot="b6", seq=1, connection=1))
     junk = [(OWN[0], hello), (OWN[0], b"junk"), (OWN[3], b"{}"), (OWN[1], bytes(200)), (OWN[2], b"offline b6 1")]
     sent = 0
     for topic, payload in itertools.cycle(junk):
@@ -205,12 +205,14 @@ def test_rows_31_32_33_42_a_hostile_client_reaches_nothing_and_delays_nobody(sit
             if number % 2:
                 mallory.client.subscribe(topic, 1)
             elif "+" not in topic and "#" not in topic and not topic.startswith("$"):
-                message = wire.Announce(
+                message = down.Announce(
                     software=f"#{number}#", boot="b6", seq=number, federation="f" * 32, epoch=1 << 40
                 )
-                mallory.client.publish(topic, rng.choice(recorded or [wire.encode(message)]), 1, retain=number % 4 == 0)
+                mallory.client.publish(
+                    topic, rng.choice(recorded or [codec.encode(message)]), 1, retain=number % 4 == 0
+                )
                 if number < 2000:  # later it replays what it has made
-                    recorded.append(wire.encode(message))
+                    recorded.append(codec.encode(message))
             else:
                 mallory.client.publish(rng.choice(OWN), b"#own-%d#" % number, 1, retain=True)
             if number % 100 == 0:  # it takes over every session whose id it can think of
@@ -222,7 +224,7 @@ def test_rows_31_32_33_42_a_hostile_client_reaches_nothing_and_delays_nobody(sit
         until = time.monotonic() + 30
         while len([s for one in honest for s in one.took]) < 200 and time.monotonic() < until:
             stop.wait(0.2)
-        marker = wire.encode(wire.Bye(boot="b6", seq=1))
+        marker = codec.encode(up.Bye(boot="b6", seq=1))
         mallory.client.publish(OWN[0], marker, 1).wait_for_publish(30)  # everything before it has gone through
     arrived = [witness.heard.get() for _ in range(witness.heard.qsize())]
     forged = [
@@ -250,7 +252,7 @@ def test_row_33_what_a_hostile_client_has_left_at_the_broker_is_not_obeyed(site)
     """Retained messages on its own topics are all that it can leave; the coordinator counts them."""
     broker, honest, _, folder = site
     mallory = Hostile(broker.port, "mallory-1")
-    hello = wire.encode(wire.Hello(software="x", tier="train", samples=1, boot="b6", seq=1, connection=1))
+    hello = codec.encode(up.Hello(software="x", tier="train", samples=1, boot="b6", seq=1, connection=1))
     for topic in (*OWN, TOPICS.announce, TOPICS.down(HONEST[0]), TOPICS.down_chunks(HONEST[0]), TOPICS.coordinators):
         mallory.client.publish(topic, hello, 1, retain=True).wait_for_publish(20)
     mallory.close()

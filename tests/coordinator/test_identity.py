@@ -21,10 +21,10 @@ from coordinator.state.journal import Journal
 from coordinator.state.starts import Takeover, record_start
 from coordinator.state.store import StateFolder
 from edge_agent.agent.local_state import FOLLOW_S
-from edge_agent.errors import DuplicateCoordinator
-from edge_agent.storage import without_syncs
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import Outgoing
+from edge_agent.core.errors import DuplicateCoordinator
+from edge_agent.core.storage import without_syncs
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages import codec, down, fields, up
 
 FIRST = {"params": {"lr": 0.1, "batch_size": 8}, "seed": 5}
 SECOND = {"params": {"lr": 1e-3, "batch_size": 8}, "seed": 5}
@@ -76,7 +76,7 @@ def test_a_run_ends_with_its_own_model_whatever_was_there_before(tmp_path, tmp_p
     with Federation(tmp_path, **TWO) as fed:
         ask(fed, FIRST)
         if full:  # the coordinator goes away between the update and its receipt
-            lost = lose(fed.coordinator.transport, lambda message: isinstance(message, wire.Receipt), times=100)
+            lost = lose(fed.coordinator.transport, lambda message: isinstance(message, down.Receipt), times=100)
             fed.until(lambda: lost)
             assert update_in_outbox(fed) is not None
         else:
@@ -114,7 +114,7 @@ def test_the_encoder_of_the_old_run_is_another_one(tmp_path_factory):
 def test_leaving_a_federation_is_one_line_of_the_log_that_says_what_is_dropped(tmp_path, caplog):
     with Federation(tmp_path, **{**TWO, "agents": ("a0",)}) as fed:
         ask(fed, FIRST, rounds=1)
-        lost = lose(fed.coordinator.transport, lambda message: isinstance(message, wire.Receipt), times=100)
+        lost = lose(fed.coordinator.transport, lambda message: isinstance(message, down.Receipt), times=100)
         fed.until(lambda: lost)
         before = fed.coordinator.federation_id
         wipe(fed)
@@ -153,9 +153,9 @@ def test_an_update_of_another_state_folder_is_rejected_with_the_reason(tmp_path)
         fed.settle()
         blob, foreign = Outgoing.of(b"x" * 500), f"run-0001-{'a' * 32}"
         fed.request(rounds=1)
-        fed.agents["a0"].link.send(wire.UpdateManifest(run=foreign, round=1, blob=blob.ref, samples=3))
+        fed.agents["a0"].link.send(up.UpdateManifest(run=foreign, round=1, blob=blob.ref, samples=3))
         fed.settle()
-        receipts = fed.messages(fed.topics.down("a0"), wire.Receipt)
+        receipts = fed.messages(fed.topics.down("a0"), down.Receipt)
         (rejected,) = [receipt for receipt in receipts if not receipt.accepted]
         assert rejected.run == foreign
         assert rejected.reason == "unknown run run-0001: it is of another coordinator or state folder"
@@ -163,11 +163,11 @@ def test_an_update_of_another_state_folder_is_rejected_with_the_reason(tmp_path)
 
 def test_a_receipt_for_the_same_tensors_of_another_run_forgets_nothing(tmp_path):
     with Federation(tmp_path, agents=1) as fed:
-        lost = lose(fed.coordinator.transport, lambda message: isinstance(message, wire.Receipt), times=100)
+        lost = lose(fed.coordinator.transport, lambda message: isinstance(message, down.Receipt), times=100)
         fed.request(rounds=1)
         fed.until(lambda: lost)
         waits = update_in_outbox(fed)
-        other = wire.Receipt(run=f"run-0001-{'b' * 32}", digest=waits.blob.digest, accepted=True)
+        other = down.Receipt(run=f"run-0001-{'b' * 32}", digest=waits.blob.digest, accepted=True)
         fed.broker.route(fed.topics.down("a0"), fed.order(other))
         fed.settle()
         assert update_in_outbox(fed) == waits
@@ -178,7 +178,7 @@ def test_a_receipt_for_the_same_tensors_of_another_run_forgets_nothing(tmp_path)
 
 def order_of(fed, epoch, **changes):
     """A job as a coordinator of that epoch would send it."""
-    job = wire.Job(run="run-0666", round=1, rounds=1, seed=0, method="fedavg", task=fed.task, blobs=(), deadline_s=9)
+    job = down.Job(run="run-0666", round=1, rounds=1, seed=0, method="fedavg", task=fed.task, blobs=(), deadline_s=9)
     return fed.order(job, epoch=epoch, **changes)
 
 
@@ -239,7 +239,7 @@ def test_a_run_id_is_known_to_its_own_journal_alone(tmp_path):
             assert known.name(ids[-1]) == "run-0001"
             assert known.name(ids[0]) == ("run-0001" if len(ids) == 1 else None)
             assert [known.name(other) for other in ("run-0001", "run-0002", f"run-0002-{'0' * 32}")] == [None] * 3
-    assert wire.run_name(ids[0]) == wire.run_name(ids[1]) == "run-0001"
+    assert fields.run_name(ids[0]) == fields.run_name(ids[1]) == "run-0001"
 
 
 def test_a_run_of_a_version_without_run_ids_fails_at_once_and_says_what_to_do(tmp_path):
@@ -462,10 +462,10 @@ def test_a_backup_that_is_served_gives_no_run_the_name_of_one_that_an_agent_has_
         as_backup(fed.config.state)
         fed.start_coordinator()
         fed.settle()
-        later = wire.Heartbeat(boot=fed.agents["a0"].boot, run=f"run-0007-{'0' * 32}", round=1)
-        far = wire.Heartbeat(boot=fed.agents["a0"].boot, run=f"run-99999-{'0' * 32}", round=1)
+        later = up.Heartbeat(boot=fed.agents["a0"].boot, run=f"run-0007-{'0' * 32}", round=1)
+        far = up.Heartbeat(boot=fed.agents["a0"].boot, run=f"run-99999-{'0' * 32}", round=1)
         for message in (far, later, later):
-            fed.coordinator.handle("a0", "up", wire.encode(message))
+            fed.coordinator.handle("a0", "up", codec.encode(message))
         assert [entry.body for entry in fed.state.journal.entries(kinds=("run_heard",))] == [{"newest_run": 7}]
         assert fed.request(rounds=1) == "run-0008"
         fed.finish()
@@ -487,7 +487,7 @@ def test_two_that_both_serve_because_they_could_not_hear_each_other_become_one(t
         fed.until(lambda: len(fed.coordinator.roster.present()) == 2)
         fed.wait(10)
         ours = fed.coordinator.federation_id
-        deaf = lose(fed.coordinator.transport, lambda message: isinstance(message, wire.Present), times=2)
+        deaf = lose(fed.coordinator.transport, lambda message: isinstance(message, down.Present), times=2)
         with Second(fed, tmp_path / "second", "s1") as second:
             fed.until(lambda: second.coordinator.is_serving)
             assert deaf
@@ -501,11 +501,11 @@ def test_a_forged_message_stops_no_coordinator(tmp_path):
     """It does not answer what this coordinator has said, so nobody need be there."""
     with Federation(tmp_path, agents=1, probe_s=3.0) as fed:
         fed.until(lambda: fed.coordinator.roster.present())
-        forged = wire.Present(
+        forged = down.Present(
             boot="zz", federation=fed.coordinator.federation_id, epoch=99, serving_s=1e9, host="x", answers="other"
         )
         for _ in range(3):
-            fed.broker.route(fed.topics.coordinators, wire.encode(forged))
+            fed.broker.route(fed.topics.coordinators, codec.encode(forged))
             fed.broker.route(fed.topics.coordinators, b"\x00garbage")
             fed.wait(5)
         assert fed.coordinator.is_serving

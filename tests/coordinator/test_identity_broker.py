@@ -23,11 +23,11 @@ from coordinator.identity.enrolment import Enrolment
 from coordinator.identity.ledger import identity_folder
 from coordinator.identity.serving import IdentityService
 from coordinator.service.preflight import check_private
-from edge_agent.config import BrokerConfig, TlsConfig, check_tls
-from edge_agent.errors import BrokerAway, UsageError
-from edge_agent.task import Task
-from edge_agent.wire.messages import Topics
+from edge_agent.core.config import BrokerConfig, TlsConfig, check_tls
+from edge_agent.core.errors import BrokerAway, UsageError
+from edge_agent.core.task import Task
 from edge_agent.wire.mqtt import MqttTransport
+from edge_agent.wire.topics import Topics
 
 pytestmark = [NEEDS_MOSQUITTO, pytest.mark.broker]
 

@@ -16,7 +16,7 @@ from coordinator.identity.serving import BrokerFiles, server_names
 from coordinator.state.journal import utc_now
 from coordinator.state.releases import book_of
 from coordinator.state.store import StateFolder
-from edge_agent.identity import IdentityFolder
+from edge_agent.identity.certificates import IdentityFolder
 
 
 @pytest.fixture

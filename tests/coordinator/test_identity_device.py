@@ -14,9 +14,9 @@ from coordinator.config import load_config
 from coordinator.state.release_keys import ReleaseKeys
 from coordinator.state.store import StateFolder
 from edge_agent.cli import enroll
-from edge_agent.config import AgentConfig, load
-from edge_agent.errors import BrokerAway
-from edge_agent.identity import IdentityFolder
+from edge_agent.core.config import AgentConfig, load
+from edge_agent.core.errors import BrokerAway
+from edge_agent.identity.certificates import IdentityFolder
 
 DIGITS = DATA.format(0)
 

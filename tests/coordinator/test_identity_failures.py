@@ -35,27 +35,17 @@ from coordinator.state.command_keys import CommandKeys
 from coordinator.state.release_keys import ReleaseKeys
 from coordinator.state.store import StateFolder
 from edge_agent.agent import app
+from edge_agent.bundle.trust import TrustStore
 from edge_agent.cli.doctor import look
-from edge_agent.config import AgentConfig, DataConfig
-from edge_agent.errors import BrokerAway, ConfigError, EnrolmentRefused, MessageError, StateError, UsageError
-from edge_agent.identity import (
-    MAX_LINE_BYTES,
-    IdentityFolder,
-    Renewal,
-    Token,
-    answered,
-    ask,
-    enroll,
-    fingerprint,
-    new_secret,
-    renew_beside,
-    shown,
-    signing_request,
-    token_key,
-)
-from edge_agent.storage import write_private
-from edge_agent.trust import TrustStore
-from edge_agent.wire.authentic import AgentKey, read_key
+from edge_agent.core.config import AgentConfig, DataConfig
+from edge_agent.core.errors import BrokerAway, ConfigError, EnrolmentRefused, MessageError, StateError, UsageError
+from edge_agent.core.storage import write_private
+from edge_agent.identity.certificates import IdentityFolder, answered, enroll, shown
+from edge_agent.identity.keys import fingerprint, new_secret, signing_request, token_key
+from edge_agent.identity.renewal import Renewal, renew_beside
+from edge_agent.identity.signed_request import MAX_LINE_BYTES, ask
+from edge_agent.identity.tokens import Token
+from edge_agent.wire.seal import AgentKey, read_key
 
 DAY = timedelta(days=1)
 
@@ -656,7 +646,7 @@ def test_silent_stranger_with_many_connections_holds_no_renewal_up(side, device,
         until(lambda: side.port._served == {"127.0.0.1": AT_ONCE_OF_ONE})
         side.ahead = DAY * 20
         connect = functools.partial(socket.create_connection, source_address=("127.0.0.2", 0))
-        monkeypatch.setattr("edge_agent.identity.socket.create_connection", connect)
+        monkeypatch.setattr("edge_agent.identity.signed_request.socket.create_connection", connect)
         Renewal(folder.path.parent, wall=lambda: side.now().timestamp()).by_port()
         assert side.port._served["127.0.0.1"] == AT_ONCE_OF_ONE, "the stranger's connections are all still there"
 

@@ -19,8 +19,8 @@ from coordinator.identity.ledger import identity_folder
 from coordinator.identity.serving import BrokerFiles
 from coordinator.state.command_keys import CommandKeys
 from coordinator.state.release_keys import ReleaseKeys
-from edge_agent.identity import IdentityFolder
-from edge_agent.trust import TrustStore
+from edge_agent.bundle.trust import TrustStore
+from edge_agent.identity.certificates import IdentityFolder
 
 pytestmark = pytest.mark.skipif(os.name == "nt" or os.geteuid() != 0, reason="root alone gives files away")
 

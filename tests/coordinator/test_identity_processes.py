@@ -13,9 +13,9 @@ from identity_harness import DATA, Fleet
 from mqtt_harness import NEEDS_MOSQUITTO
 
 from coordinator.state.command_keys import CommandKeys
-from edge_agent.config import AgentConfig, load
-from edge_agent.identity import IdentityFolder
-from edge_agent.wire.authentic import read_key
+from edge_agent.core.config import AgentConfig, load
+from edge_agent.identity.certificates import IdentityFolder
+from edge_agent.wire.seal import read_key
 
 pytestmark = [NEEDS_MOSQUITTO, pytest.mark.broker]
 

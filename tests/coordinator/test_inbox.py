@@ -6,8 +6,8 @@ import pytest
 from federation_harness import Federation
 
 from coordinator.config import RoundConfig
-from edge_agent.wire import messages as wire
-from edge_agent.wire.messages import new_id
+from edge_agent.wire.messages import codec, down, up
+from edge_agent.wire.messages.fields import new_id
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def say(fed, agent, *messages):
     transport = fed.broker.transport()
     transport.start()
     for message in messages:
-        topic = fed.topics.heartbeat(agent) if isinstance(message, wire.Heartbeat) else fed.topics.up(agent)
-        transport.publish(topic, wire.encode(message))
+        topic = fed.topics.heartbeat(agent) if isinstance(message, up.Heartbeat) else fed.topics.up(agent)
+        transport.publish(topic, codec.encode(message))
     fed.settle()
 
 
@@ -33,9 +33,9 @@ def test_heartbeats_of_another_start_leave_an_agent_in_its_round(fed):
     fed.settle()
     fed.request(rounds=3)
     fed.wait(10)
-    asked = len(fed.messages(fed.topics.down("a1"), wire.Who))
-    say(fed, "a1", *[wire.Heartbeat(boot="deadbeef")] * 5)
-    assert len(fed.messages(fed.topics.down("a1"), wire.Who)) == asked + 5, "doctor waits for an answer"
+    asked = len(fed.messages(fed.topics.down("a1"), down.Who))
+    say(fed, "a1", *[up.Heartbeat(boot="deadbeef")] * 5)
+    assert len(fed.messages(fed.topics.down("a1"), down.Who)) == asked + 5, "doctor waits for an answer"
     fed.finish()
     assert [entry.body["clients"] for entry in fed.entries("round_closed")] == [2, 2, 2]
     assert [entry.body["left_out"] for entry in fed.entries("round_opened")] == [{}, {}, {}]
@@ -43,7 +43,7 @@ def test_heartbeats_of_another_start_leave_an_agent_in_its_round(fed):
 
 @pytest.mark.parametrize(
     "stray",
-    [wire.Heartbeat(boot="deadbeef"), wire.Fault(boot="deadbeef", error="TrainingFailed", message="of another start")],
+    [up.Heartbeat(boot="deadbeef"), up.Fault(boot="deadbeef", error="TrainingFailed", message="of another start")],
     ids=["heartbeat", "fault"],
 )
 def test_words_of_another_start_leave_the_condition_of_an_agent(fed, stray):
@@ -53,7 +53,7 @@ def test_words_of_another_start_leave_the_condition_of_an_agent(fed, stray):
     fed.settle()
     member = fed.coordinator.roster.get("a0")
     before = member.fault
-    fed.coordinator.handle("a0", "up", wire.encode(stray))
+    fed.coordinator.handle("a0", "up", codec.encode(stray))
     assert (member.condition, member.fault) == ("fault", before)
     assert before["error"] == "ValueError"
 
@@ -63,7 +63,7 @@ def test_a_fault_of_the_start_on_the_roster_counts_after_its_lease_ran_out(fed):
     fed.settle()
     member = fed.coordinator.roster.get("a0")
     fed.coordinator.roster.mark_offline("a0")
-    say(fed, "a0", wire.Fault(boot=member.boot, error="TrainingFailed", message="diverged"))
+    say(fed, "a0", up.Fault(boot=member.boot, error="TrainingFailed", message="diverged"))
     assert member.fault["error"] == "TrainingFailed"
 
 
@@ -82,7 +82,7 @@ def test_a_fault_about_other_work_of_the_run_leaves_the_agent_in_round_and_resul
     fed.request(rounds=3)
     fed.until(lambda: len(fed.entries("round_opened")) == 2)
     fed.wait(1)
-    late.link.send(wire.Fault(**FAILED, run=fed.run_id, round=number))
+    late.link.send(up.Fault(**FAILED, run=fed.run_id, round=number))
     fed.settle()
     assert fed.coordinator.roster.get("a1").fault["error"] == "TrainingFailed", "it is its own last fault"
     fed.finish()
@@ -101,7 +101,7 @@ def test_a_fault_about_an_order_that_was_never_given_changes_nothing_of_the_run(
     fed.until(lambda: fed.entries("round_opened"))
     who, run = ("h0", fed.run_id) if case == "other agent's order" else ("a0", f"run-0001-{new_id()}")
     run = f"run-0007-{new_id()}" if case == "other run" else run
-    fed.agents[who].link.send(wire.Fault(**FAILED, run=run, round=1))
+    fed.agents[who].link.send(up.Fault(**FAILED, run=run, round=1))
     fed.settle()
     assert fed.coordinator.roster.get(who).fault["error"] == "TrainingFailed"
     fed.finish()

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.state.journal import KINDS, Accepted, Entry, Journal, RunRecord, step
-from edge_agent.errors import StateError, UnknownName
-from edge_agent.storage import without_syncs
+from edge_agent.core.errors import StateError, UnknownName
+from edge_agent.core.storage import without_syncs
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
 

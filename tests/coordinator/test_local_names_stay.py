@@ -13,12 +13,12 @@ from federation_duties import TASK
 from federation_harness import Federation
 from PIL import Image
 
-from edge_agent import errors
 from edge_agent.agent.health import problem_of
 from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import DataConfig
-from edge_agent.task import ImageInput, Task
-from edge_agent.wire import messages as wire
+from edge_agent.core import errors
+from edge_agent.core.config import DataConfig
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.wire.messages import up
 
 CANARY = "canary"
 """In the name of every file, folder and class of the devices; compared without regard to case."""
@@ -144,4 +144,4 @@ def test_class_of_somebody_else_goes_by_the_nearest_one_that_is_known():
 def test_codes_are_codes():
     codes = {problem_of("work", error).code for error in ERRORS}
     assert {"data", "config", "bundle-damaged", "training", "state", "disk", "internal"} <= codes
-    assert all(wire.Fault(error="X", code=code, message="x").code == code for code in codes)
+    assert all(up.Fault(error="X", code=code, message="x").code == code for code in codes)

@@ -7,11 +7,11 @@ from federation_harness import Clock, Federation
 
 from coordinator.fleet import registry
 from coordinator.fleet.registry import Roster
-from edge_agent.wire import messages as wire
+from edge_agent.wire.messages import codec, up
 
 
 def hello(boot="b1"):
-    return wire.Hello(software="x", tier="train", samples=1, boot=boot, connection=1)
+    return up.Hello(software="x", tier="train", samples=1, boot=boot, connection=1)
 
 
 def fleet(count, lease_s=45.0):
@@ -109,7 +109,7 @@ def test_an_agent_at_work_sends_them_as_it_is_configured_and_says_when_it_is_don
     assert 7 <= at_work <= 10, "every 15 s of 120 s"
     fed.finish()
     fed.wait(1)
-    last = wire.parse_from_agent(fed.published(fed.topics.heartbeat("a2"))[-1])
+    last = codec.parse_from_agent(fed.published(fed.topics.heartbeat("a2"))[-1])
     assert last.run == ""
     assert fed.coordinator.roster.get("a2").asked_at is None
 

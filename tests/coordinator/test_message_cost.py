@@ -17,21 +17,21 @@ from coordinator.runs.request import Request
 from coordinator.service import coordinator as service
 from coordinator.state.journal import Journal
 from coordinator.state.store import StateFolder
-from edge_agent.wire import messages as wire
+from edge_agent.wire.messages import codec, down, up
 
 
 def heartbeat(agent, boot="b1", **about):
-    return wire.encode(wire.Heartbeat(boot=boot, seq=1, **about))
+    return codec.encode(up.Heartbeat(boot=boot, seq=1, **about))
 
 
 def hello(boot="b1", condition="ok"):
-    return wire.Hello(software="x", tier="train", samples=1, boot=boot, condition=condition, connection=1)
+    return up.Hello(software="x", tier="train", samples=1, boot=boot, condition=condition, connection=1)
 
 
 def joined(fed, count):
     """A coordinator with so many agents in a round; they only exist in its tables."""
     for number in range(count):
-        fed.coordinator.handle(f"m{number:04d}", "up", wire.encode(hello()))
+        fed.coordinator.handle(f"m{number:04d}", "up", codec.encode(hello()))
 
 
 def calls(function):
@@ -79,26 +79,26 @@ def test_a_report_on_a_broadcast_takes_as_many_steps_with_400_agents_as_with_20(
             joined(fed, size)
             fed.request(rounds=1)
             fed.until(lambda fed=fed: fed.coordinator.collector.open_round)
-            digest = fed.messages(fed.topics.down("m0000"), wire.Job)[0].blobs[0].digest
+            digest = fed.messages(fed.topics.down("m0000"), down.Job)[0].blobs[0].digest
             offer = fed.coordinator.distributor._offers[digest]
 
             def say(agent, message, fed=fed):
                 stamped = message.model_copy(update={"boot": "b1", "seq": 1})
-                fed.coordinator.handle(agent, "up", wire.encode(stamped))
+                fed.coordinator.handle(agent, "up", codec.encode(stamped))
 
             agents = fed.coordinator.collector.open_round.cohort
             for agent in agents:
-                say(agent, wire.Want(digest=digest, ranges=((0, 103),), direct=False))
+                say(agent, up.Want(digest=digest, ranges=((0, 103),), direct=False))
             for arrived in range(1, 7):
                 fed.clock.now += 0.2
                 fed.coordinator.step(0)
                 for agent in agents:
-                    say(agent, wire.Progress(digest=digest, missing=((2 * arrived, 103),)))
+                    say(agent, up.Progress(digest=digest, missing=((2 * arrived, 103),)))
             pace = fed.coordinator.distributor._paces["m0007"]
             assert len(offer.carousel.listeners) == size
             assert pace.samples >= SLOW_SAMPLES
             assert pace.rate > 0
-            report = wire.Progress(digest=digest, missing=((20, 103),))
+            report = up.Progress(digest=digest, missing=((20, 103),))
             counts.append(calls(lambda say=say, report=report: say("m0007", report)))
     assert counts[0] == counts[1]
 

@@ -23,7 +23,7 @@ from coordinator.web import health, metrics
 from coordinator.web.metrics import Reader, Snapshot, exposition, reason_label
 from coordinator.web.run_curves import Spread
 from edge_agent import __version__
-from edge_agent.wire import messages as wire
+from edge_agent.wire.messages import codec, up
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
 UNITS = ("seconds", "bytes", "ratio", "total", "info")
@@ -149,8 +149,8 @@ def test_the_worst_tenth_is_the_same_agents_in_status_metrics_and_pages(tmp_path
     with Federation(tmp_path, agents=()) as fed:
         fed.settle()
         for number in range(15):
-            said = wire.Hello(software="x", tier="train", samples=1, boot="b1", connection=1)
-            fed.coordinator.handle(f"m{number}", "up", wire.encode(said))
+            said = up.Hello(software="x", tier="train", samples=1, boot="b1", connection=1)
+            fed.coordinator.handle(f"m{number}", "up", codec.encode(said))
             fed.coordinator.roster.trained(f"m{number}", {"acc.personal": number / 100})
         in_status = fed.coordinator.roster.accuracies()["personal"]["worst_tenth"]
     scraped = figures(accuracies={"personal": [number / 100 for number in range(15)]})
@@ -303,10 +303,10 @@ def test_a_flood_of_questions_reads_the_folder_once_a_second(tmp_path, monkeypat
 def test_a_fault_of_an_agent_is_counted_by_its_code(tmp_path):
     with Federation(tmp_path, task=WIDE_TASK) as fed:
         fed.until(lambda: len(fed.coordinator.roster.ready) == 3)
-        fault = wire.Fault(
+        fault = up.Fault(
             error="DataError", code="data", message="no samples", remedy="add some", boot=fed.agents["a0"].boot
         )
-        fed.coordinator.handle("a0", "up", wire.encode(fault))
+        fed.coordinator.handle("a0", "up", codec.encode(fault))
         fed.coordinator._status_writer._write(fed.coordinator.status)
         found = parsed(exposition(Reader(fed.config.state).snapshot()))
     assert found["headwater_agents_with_fault", ("code", "data")] == 1

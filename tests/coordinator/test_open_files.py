@@ -12,10 +12,10 @@ import pytest
 
 from coordinator.fleet.transfers import MOST_OPEN_UPLOADS, Collection, Collector
 from coordinator.state.store import StateFolder
-from edge_agent import storage
-from edge_agent.storage import PendingSyncs, sync, syncs_into
-from edge_agent.wire import chunks
-from edge_agent.wire import messages as wire
+from edge_agent.core import storage
+from edge_agent.core.storage import PendingSyncs, sync, syncs_into
+from edge_agent.wire.blobs import chunks
+from edge_agent.wire.messages import down, up
 from edge_agent.wire.tensors import encode, specs_of
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="the system does not list open files")
@@ -38,7 +38,7 @@ def test_a_hundred_uploads_at_once_take_few_open_files_and_all_arrive(tmp_path):
     receipts = []
 
     def note(agent, message):
-        if isinstance(message, wire.Receipt) and message.accepted:
+        if isinstance(message, down.Receipt) and message.accepted:
             receipts.append(agent)
 
     with StateFolder(tmp_path).open("test") as state:
@@ -47,7 +47,7 @@ def test_a_hundred_uploads_at_once_take_few_open_files_and_all_arrive(tmp_path):
         collector.open(Collection(run, 1, agents, specs_of(tensors)))
         before = open_files()
         for agent in agents:
-            collector.manifest(agent, wire.UpdateManifest(run=run, round=1, blob=blob.ref, samples=1))
+            collector.manifest(agent, up.UpdateManifest(run=run, round=1, blob=blob.ref, samples=1))
         most = open_files()
         for frame in frames:
             for agent in agents:

@@ -16,14 +16,14 @@ from coordinator.cli.run import footnotes
 from coordinator.runs.result_notes import LastUpdates
 from coordinator.web.folder_view import FolderView
 from edge_agent import heads, methods
-from edge_agent.agent.privacy import UpdateFacts, check_update
-from edge_agent.config import PrivacyConfig
+from edge_agent.core.config import PrivacyConfig
+from edge_agent.core.errors import PrivacyRefused
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.data import Samples
-from edge_agent.errors import PrivacyRefused
 from edge_agent.heads.ridge import RidgeHead
 from edge_agent.methods.base import Method
 from edge_agent.methods.values import MethodParams
-from edge_agent.task import ImageInput, Task
+from edge_agent.privacy.policy import UpdateFacts, check_update
 
 TASK = Task(
     input=ImageInput(channels=1, height=8, width=8),

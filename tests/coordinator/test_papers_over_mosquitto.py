@@ -20,12 +20,12 @@ from coordinator.broker import MosquittoBroker, find_mosquitto
 from edge_agent import methods
 from edge_agent.agent.event_loop import Agent, will_of
 from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import AgentConfig, DataConfig, HeadConfig
-from edge_agent.storage import read_tensors
-from edge_agent.task import ImageInput, Task
+from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig
+from edge_agent.core.storage import read_tensors
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.training.parts import norm_names
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import CHUNK_BYTES, decode_frame, transfer_id
+from edge_agent.wire.blobs.chunks import CHUNK_BYTES, decode_frame, transfer_id
+from edge_agent.wire.messages import codec, down, up
 from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.tensors import decode
 
@@ -207,13 +207,13 @@ class Overheard:
 
     def messages(self, topic, kind):
         """Control messages of one kind on a topic, in order."""
-        parse = wire.parse_from_agent if topic.endswith("/up") else wire.parse_from_coordinator
+        parse = codec.parse_from_agent if topic.endswith("/up") else codec.parse_from_coordinator
         found = [parse(payload) for where, payload in self.heard if where == topic]
         return [message for message in found if isinstance(message, kind)]
 
     def uploads(self, agent):
         """(Purpose, round) -> tensors of every update that the agent has announced; all of it must have come."""
-        manifests = self.messages(self.topics.up(agent), wire.UpdateManifest)
+        manifests = self.messages(self.topics.up(agent), up.UpdateManifest)
         digests = {(m.purpose, m.round): m.blob.digest for m in manifests}
         blobs = {key: self.blobs[transfer_id(digest)] for key, digest in sorted(digests.items())}
         assert [hashlib.sha256(blob).hexdigest() for blob in blobs.values()] == [digests[key] for key in blobs]
@@ -241,8 +241,8 @@ class Overheard:
 
 
 def _asks_beyond(topic, payload):
-    message = wire.parse_from_coordinator(payload) if topic.endswith("/dn") else None
-    return isinstance(message, wire.Job) and message.purpose in {"batch_norm_stats", "personalize"}
+    message = codec.parse_from_coordinator(payload) if topic.endswith("/dn") else None
+    return isinstance(message, down.Job) and message.purpose in {"batch_norm_stats", "personalize"}
 
 
 def assembled(heard):
@@ -367,7 +367,7 @@ def test_devices_without_torch_take_part_in_fedpac_and_send_the_extra_arrays_alo
     made = methods.create("fedpac", PARAMS["fedpac"])
     extras = set(made.sends(made.build(TASK), TASK))
     for name in HEAD:
-        asked = [job.round for job in run.messages(run.topics.down(name), wire.Job) if job.purpose == "contribute"]
+        asked = [job.round for job in run.messages(run.topics.down(name), down.Job) if job.purpose == "contribute"]
         assert sorted(set(asked)) == [1, 2, 3, 4, 5]
         assert [set(tensors) for tensors in run.uploads(name).values()] == [extras] * ROUNDS
     assert [set(tensors) for tensors in run.uploads("a0").values()] == [declared("fedpac")[0]] * ROUNDS

@@ -32,9 +32,9 @@ from coordinator.config import CoordinatorConfig
 from coordinator.service import app
 from coordinator.state.command_keys import CommandKeys
 from edge_agent.cli import main as edge_agent
-from edge_agent.config import AgentConfig, BrokerConfig
-from edge_agent.errors import ConfigError, StateError, UsageError
-from edge_agent.wire.authentic import read_key
+from edge_agent.core.config import AgentConfig, BrokerConfig
+from edge_agent.core.errors import ConfigError, StateError, UsageError
+from edge_agent.wire.seal import read_key
 
 PATIENCE_S = 20
 ROOT = Path(__file__).parents[2]

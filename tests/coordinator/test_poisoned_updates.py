@@ -19,8 +19,8 @@ from coordinator.report.figures import read_run
 from coordinator.runs.audit import audit
 from coordinator.service.preflight import checked_method
 from coordinator.text import sentence
-from edge_agent.errors import UsageError
-from edge_agent.wire import messages as wire
+from edge_agent.core.errors import UsageError
+from edge_agent.wire.messages import down
 from edge_agent.wire.tensors import decode
 
 HONEST = ("a0", "a1", "a2", "a3", "a4")
@@ -43,7 +43,7 @@ class Duties(FakeDuties):
         sent, samples = {name: array + np.float32(1) for name, array in received.items()}, self.samples
         if self.config.id.startswith(MALLORY):
             sent, samples = self.poisoned(sent, received), self.lie or samples
-        return self.outbox.put(sent, wire.job_key(job), samples, {"loss": 1.0})
+        return self.outbox.put(sent, down.job_key(job), samples, {"loss": 1.0})
 
 
 def duties(poisoned, lie=0):

@@ -12,10 +12,10 @@ from federation_harness import Federation
 
 from edge_agent import methods
 from edge_agent.agent.local_state import ClientStateFiles
-from edge_agent.bundle import install
-from edge_agent.encoder import Encoder
-from edge_agent.task import ImageInput, Task
-from edge_agent.wire.chunks import decode_frame
+from edge_agent.bundle.installed import install
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.personal.encoder import Encoder
+from edge_agent.wire.blobs.chunks import decode_frame
 from edge_agent.wire.tensors import decode
 from export import model_from_state
 

@@ -9,9 +9,9 @@ from federation_duties import TASK, TinyDuties, quick_params
 from federation_harness import Federation
 
 from edge_agent.agent.data_check import check
-from edge_agent.config import AgentConfig, DataConfig, PrivacyConfig
-from edge_agent.errors import UnknownName
-from edge_agent.wire import messages as wire
+from edge_agent.core.config import AgentConfig, DataConfig, PrivacyConfig
+from edge_agent.core.errors import UnknownName
+from edge_agent.wire.messages import down, up
 
 PAPERS = ("dualfed", "fedpac", "fedpick", "repper", "fedrir")
 WITH_NORM = TASK.model_copy(update={"encoder": "small_cnn", "encoder_params": {"feature_dim": 8, "width": 2}})
@@ -63,7 +63,7 @@ def test_a_device_that_does_not_allow_the_method_is_left_out_with_its_reason_and
     assert [line["left_out"] for line in lines] == [[{"agent": "a2", "reason": reason}]] * 3
     assert [line["rejected"] for line in lines] == [[]] * 3
     assert (fed.conditions["a2"]["condition"], fed.conditions["a2"]["fault"]) == ("ok", None)
-    asked = [job for job in fed.messages(fed.topics.down("a2"), wire.Job) if job.run == fed.run_id]
+    asked = [job for job in fed.messages(fed.topics.down("a2"), down.Job) if job.run == fed.run_id]
     assert {job.round for job in asked} == {1}, "it is asked once"
     assert not fed.published(fed.topics.up_chunks("a2"))
 
@@ -112,12 +112,12 @@ def test_an_update_that_waited_for_the_coordinator_follows_the_policy_that_was_s
                 fed.clock.now += 0.01
         fed.kill_coordinator()
         fed.kill("a0")
-        before = len(fed.messages(fed.topics.up("a0"), wire.UpdateManifest))
+        before = len(fed.messages(fed.topics.up("a0"), up.UpdateManifest))
         policies["a0"] = {"clip": 1.0, "noise": 5.0, "metrics": []}
         fed.start_coordinator()
         fed.add("a0")
         fed.finish()
-        sent = fed.messages(fed.topics.up("a0"), wire.UpdateManifest)[before:]
+        sent = fed.messages(fed.topics.up("a0"), up.UpdateManifest)[before:]
         assert {(one.samples, len(one.metrics)) for one in sent} == {(1, 0)}, "with noise all count alike"
         assert [line["agents"] for line in fed.metrics()] == [["a0", "a1", "a2"]]
 
@@ -132,7 +132,7 @@ def test_a_restarted_coordinator_knows_who_refused(tmp_path):
         fed.kill_coordinator()
         fed.start_coordinator()
         fed.finish()
-        asked = {job.round for job in fed.messages(fed.topics.down("a2"), wire.Job)}
+        asked = {job.round for job in fed.messages(fed.topics.down("a2"), down.Job)}
     assert asked == {1}
 
 
@@ -157,7 +157,7 @@ def from_agent(fed, name, kind):
 
 def test_only_the_metrics_that_the_policy_names_leave(tmp_path):
     fed = finished(tmp_path, "fedavg", {"a1": {"metrics": ["loss"]}, "a2": {"metrics": []}}, rounds=1)
-    sent = {name: from_agent(fed, name, wire.UpdateManifest)[0].metrics for name in ("a0", "a1", "a2")}
+    sent = {name: from_agent(fed, name, up.UpdateManifest)[0].metrics for name in ("a0", "a1", "a2")}
     assert set(sent["a0"]) == {"loss", "acc.global", "acc.personal"}
     assert set(sent["a1"]) == {"loss"}
     assert sent["a2"] == {}
@@ -165,7 +165,7 @@ def test_only_the_metrics_that_the_policy_names_leave(tmp_path):
 
 def test_rounded_sample_counts_are_powers_of_two_everywhere(tmp_path):
     fed = finished(tmp_path, "fedavg", {"a1": {"samples": "rounded"}}, rounds=1)
-    counts = {name: from_agent(fed, name, wire.UpdateManifest)[0].samples for name in ("a0", "a1")}
+    counts = {name: from_agent(fed, name, up.UpdateManifest)[0].samples for name in ("a0", "a1")}
     assert counts == {"a0": 18, "a1": 16}
 
 

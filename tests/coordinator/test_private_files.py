@@ -11,7 +11,8 @@ import threading
 import pytest
 from process_site import DIGITS, Site
 
-from edge_agent.storage import folder_lock, private_files, write_atomic
+from edge_agent.core.locks import folder_lock, private_files
+from edge_agent.core.storage import write_atomic
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="modes are those of POSIX")
 

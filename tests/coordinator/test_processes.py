@@ -15,7 +15,7 @@ import pytest
 from coordinator.processes.compute import ComputeProcess
 from coordinator.processes.pipe import Pipe, SharedBuffer
 from coordinator.processes.supervisor import ChildProcess, Limits, Supervisor, worker_command
-from edge_agent.errors import ExportRejected, RunFailed, StateError, UsageError
+from edge_agent.core.errors import ExportRejected, RunFailed, StateError, UsageError
 
 FUNCTIONS = """
 import resource, time
@@ -40,7 +40,7 @@ def begin():
     time.setup = getattr(time, "setup", 0) + 1
 
 def fails(request):
-    from edge_agent import errors
+    from edge_agent.core import errors
     kind, arguments = request["error"]
     raise (OSError if kind == "OSError" else getattr(errors, kind))(*arguments)
 """
@@ -192,7 +192,7 @@ def test_a_child_that_hangs_is_killed_and_the_next_request_is_answered(functions
         (("ExportRejected", ["parity 3"]), ExportRejected, "parity 3"),
         (("StateError", ["x: damaged"]), StateError, "x: damaged"),
         (("ConfigError", ["here", ["one", "two"]]), UsageError, "here: 2 mistakes\n  - one\n  - two"),
-        (("nothing", []), RunFailed, "AttributeError: module 'edge_agent.errors' has no attribute 'nothing'"),
+        (("nothing", []), RunFailed, "AttributeError: module 'edge_agent.core.errors' has no attribute 'nothing'"),
     ],
 )
 def test_errors_of_the_child_keep_their_class(functions, raised, kind, message):

@@ -20,10 +20,10 @@ from coordinator.report.figures import read_run
 from coordinator.report.page import render
 from coordinator.runs.result_notes import metric_lines
 from edge_agent import methods
-from edge_agent.errors import RunFailed
-from edge_agent.storage import write_tensors
-from edge_agent.task import ImageInput, Task, WindowInput
-from edge_agent.worker import InlineWorker
+from edge_agent.core.children import InlineWorker
+from edge_agent.core.errors import RunFailed
+from edge_agent.core.storage import write_tensors
+from edge_agent.core.task import ImageInput, Task, WindowInput
 
 FLAT = Task(
     input=WindowInput(channels=1, length=4, stride=4),

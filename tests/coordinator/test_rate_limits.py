@@ -6,15 +6,15 @@ import pytest
 from federation_harness import Clock, Federation
 
 from coordinator.fleet.rate_limits import LEAST_BUCKETS, OTHER, RATES, RateLimits
-from edge_agent.wire import messages as wire
-from edge_agent.wire.messages import Topics
+from edge_agent.wire.messages import codec, down, fields, up
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message
 
 TOPICS = Topics("home")
 
 
 def hello(boot="b1"):
-    return wire.encode(wire.Hello(software="x", tier="train", samples=1, boot=boot, seq=1, connection=1))
+    return codec.encode(up.Hello(software="x", tier="train", samples=1, boot=boot, seq=1, connection=1))
 
 
 @pytest.fixture
@@ -59,20 +59,20 @@ def test_topics_that_are_not_of_agents_have_no_limit(limits):
 def test_types_are_recognised_in_every_message_of_an_agent(limits):
     """A type that were not found would share the low limit of junk."""
     digest = "0" * 64
-    ref = wire.BlobRef(digest=digest, size_bytes=100, chunk_bytes=100)
+    ref = fields.BlobRef(digest=digest, size_bytes=100, chunk_bytes=100)
     stamp = {"boot": "f" * 32, "seq": 1 << 60, "federation": "f" * 32}
     messages = [
-        wire.Have(digest=digest, **stamp),
-        wire.Want(digest=digest, ranges=((0, 1),), **stamp),
-        wire.Progress(digest=digest, missing=((0, 1),), **stamp),
-        wire.UpdateManifest(run="run-0001", round=1, blob=ref, samples=1, **stamp),
-        wire.Report(run="run-0001", samples=1, **stamp),
-        wire.Fault(error="x", message="y", **stamp),
-        wire.Bye(**stamp),
-        wire.Hello(software="x", tier="train", samples=1, **stamp),
+        up.Have(digest=digest, **stamp),
+        up.Want(digest=digest, ranges=((0, 1),), **stamp),
+        up.Progress(digest=digest, missing=((0, 1),), **stamp),
+        up.UpdateManifest(run="run-0001", round=1, blob=ref, samples=1, **stamp),
+        up.Report(run="run-0001", samples=1, **stamp),
+        up.Fault(error="x", message="y", **stamp),
+        up.Bye(**stamp),
+        up.Hello(software="x", tier="train", samples=1, **stamp),
     ]
     for message in messages:
-        assert admitted(limits, "a", wire.encode(message), 10_000) == RATES[message.type].at_once
+        assert admitted(limits, "a", codec.encode(message), 10_000) == RATES[message.type].at_once
 
 
 def test_invalid_chunks_use_up_the_limit_faster(limits):
@@ -123,9 +123,9 @@ class Flooded:
             return b"junk" * 50
         if self.kind == "hello":
             return hello("b9")
-        stale = wire.BlobRef(digest="1" * 64, size_bytes=1000, chunk_bytes=1000)
-        manifest = wire.UpdateManifest(run=self.fed.run_id, round=1, blob=stale, samples=1, boot="b9", seq=1)
-        return wire.encode(manifest)
+        stale = fields.BlobRef(digest="1" * 64, size_bytes=1000, chunk_bytes=1000)
+        manifest = up.UpdateManifest(run=self.fed.run_id, round=1, blob=stale, samples=1, boot="b9", seq=1)
+        return codec.encode(manifest)
 
     def step(self):
         while self.sent < (self.fed.clock.now - self.begin) * 5000:
@@ -139,7 +139,7 @@ class Flooded:
         self.fed.broker.captured.clear()
         at = self.fed.clock.now
         self.fed.broker.route(self.fed.topics.up("honest"), hello("b2"))
-        while not self.fed.messages(self.fed.topics.down("honest"), wire.Welcome):
+        while not self.fed.messages(self.fed.topics.down("honest"), down.Welcome):
             self.step()
             self.fed.broker.captured[:] = [
                 (topic, payload) for topic, payload in self.fed.broker.captured if "/honest/dn" in topic
@@ -230,8 +230,8 @@ def test_many_agents_that_flood_joins_and_heartbeats_cost_no_round(tmp_path):
                     fed.broker.route(fed.topics.heartbeat(f"m{number}"), heartbeat)
             return fed.record.is_over
 
-        head_hello = wire.encode(wire.Hello(software="x", tier="head", samples=1, boot="b9", connection=1))
-        heartbeat = wire.encode(wire.Heartbeat(boot="b9"))
+        head_hello = codec.encode(up.Hello(software="x", tier="head", samples=1, boot="b9", connection=1))
+        heartbeat = codec.encode(up.Heartbeat(boot="b9"))
         fed.until(flood)
         assert fed.encoder_sha256 == undisturbed
         seconds = fed.clock.now - begin
@@ -247,17 +247,17 @@ def test_a_repeated_manifest_of_an_old_round_gets_its_receipt_from_memory(fed, m
     """The journal is read for the first one only; the answer is the same."""
     (entry, *_) = fed.entries("update_accepted")
     digest = entry.digest if is_accepted else "2" * 64
-    ref = wire.BlobRef(digest=digest, size_bytes=1000, chunk_bytes=1000)
-    manifest = wire.UpdateManifest(run=fed.run_id, round=1, blob=ref, samples=1, boot="b2", seq=1)
+    ref = fields.BlobRef(digest=digest, size_bytes=1000, chunk_bytes=1000)
+    manifest = up.UpdateManifest(run=fed.run_id, round=1, blob=ref, samples=1, boot="b2", seq=1)
     agent = entry.agent
     boot = fed.agents[agent].boot
-    payload = wire.encode(manifest.model_copy(update={"boot": boot}))
+    payload = codec.encode(manifest.model_copy(update={"boot": boot}))
     fed.broker.captured.clear()
     fed.coordinator.handle(agent, "up", payload)
     monkeypatch.setattr(fed.state.journal, "entries", lambda *_, **__: pytest.fail("the journal is read"))
     monkeypatch.setattr(fed.state.journal, "replay", lambda *_, **__: pytest.fail("the journal is read"))
     fed.coordinator.handle(agent, "up", payload)
-    first, second = fed.messages(fed.topics.down(agent), wire.Receipt)
+    first, second = fed.messages(fed.topics.down(agent), down.Receipt)
     assert first.accepted == second.accepted == is_accepted
     assert first.reason == second.reason
     assert second.seq == first.seq + 1

@@ -15,9 +15,9 @@ from coordinator.broker import REFUSED_LINE, EmbeddedBroker, ManagedMosquitto
 from coordinator.broker.access import set_password
 from coordinator.cli import command_tree
 from coordinator.fleet.refusals import FORGOTTEN_S, MOST_LISTED, Refusals
-from edge_agent.config import BrokerConfig
-from edge_agent.errors import UsageError
-from edge_agent.wire import messages as wire
+from edge_agent.core.config import BrokerConfig
+from edge_agent.core.errors import UsageError
+from edge_agent.wire.messages import codec, fields, up
 from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.transport import Will
 
@@ -52,12 +52,12 @@ def told(fed):
 
 
 def test_agent_of_an_old_version_is_shown_with_its_remedy_until_it_is_upgraded(fed):
-    old = wire.encode(wire.Hello(software="0.1", tier="head", samples=3, boot="b1"), wire.OLDEST_PROTOCOL - 1)
+    old = codec.encode(up.Hello(software="0.1", tier="head", samples=3, boot="b1"), fields.OLDEST_PROTOCOL - 1)
     Stranger(fed, "porch").raw(old, fed.topics.up("porch"))
     fed.settle()
     (found,) = shown(fed)
     assert (found["id"], found["by"], found["error"]) == ("porch", "coordinator", "ProtocolMismatch")
-    assert f"speaks protocol {wire.OLDEST_PROTOCOL - 1}" in found["message"]
+    assert f"speaks protocol {fields.OLDEST_PROTOCOL - 1}" in found["message"]
     assert found["remedy"] == "upgrade the device"
     line = next(line for line in told(fed).splitlines() if line.startswith("refused"))
     assert line.startswith("refused: agent 'porch' by the coordinator (1 ×, last at ")

@@ -13,7 +13,9 @@ from coordinator.fleet.rollout import OFFERS_S, Rollout
 from coordinator.fleet.transfers import Distributor
 from coordinator.state.releases import Book, Plan
 from coordinator.state.store import StateFolder
-from edge_agent.wire.messages import Hello, Install, Report, Topics
+from edge_agent.wire.messages.down import Install
+from edge_agent.wire.messages.up import Hello, Report
+from edge_agent.wire.topics import Topics
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
 RUN, BUNDLE = f"run-0001-{'0' * 32}", "a" * 64

@@ -30,11 +30,11 @@ from coordinator.state.release_keys import (
     write_key,
 )
 from coordinator.state.store import BlobStore, StateFolder
-from edge_agent import bundle as bundles
+from edge_agent.bundle import archive
+from edge_agent.bundle.trust import Envelope, Key, Member, TrustStore, dump, parse, public_bytes
 from edge_agent.cli import main as edge_agent
-from edge_agent.errors import BundleUntrusted, StateError, UsageError
-from edge_agent.task import ImageInput, Task
-from edge_agent.trust import Envelope, Key, Member, TrustStore, dump, parse, public_bytes
+from edge_agent.core.errors import BundleUntrusted, StateError, UsageError
+from edge_agent.core.task import ImageInput, Task
 
 TASK = Task(
     input=ImageInput(channels=1, height=8, width=8), class_names=("a", "b"), encoder="linear", encoder_params={}
@@ -114,7 +114,7 @@ def test_two_of_three_people_sign_and_the_coordinator_does_not(fleet, bundle, ca
     state, path = fleet.folder / "new" / "state", bundle("b")
     assert runs_release.sign(path, state) is None
     assert "people sign releases here" in caplog.text
-    assert bundles.open_bundle(path).release is None
+    assert archive.open_bundle(path).release is None
     away = fleet.folder / "away"  # the people have these two files and no state folder
     away.mkdir()
     for name in ("root.json", "roots.json"):
@@ -134,9 +134,9 @@ def test_two_of_three_people_sign_and_the_coordinator_does_not(fleet, bundle, ca
     shown = fleet.call("keys", "show", "--key", fleet.folder / "alice.key.pub", "--json")[1]
     assert json.loads(shown)["id"] == signature_of(path)["signers"][0]["id"]
     with pytest.raises(BundleUntrusted, match="signed by 1 of"):
-        bundles.verify(path, root)
+        archive.verify(path, root)
     assert sign("carol")[0] == 0
-    assert bundles.verify(path, root)[0].federation == "home"
+    assert archive.verify(path, root)[0].federation == "home"
     code, out, _ = fleet.device("verify", path, "--root", away / "root.json", "--json")
     stated = json.loads(out)
     assert (code, stated["root"], stated["threshold"]) == (0, 1, 2)
@@ -206,7 +206,7 @@ def test_two_people_sign_an_older_bundle_for_a_new_release_by_the_commands_that_
         path = state.run("run-0001").folder / "run-0001.hwb"
         path.parent.mkdir(parents=True)
         shutil.copy(made, path)
-        bundle_id = bundles.open_bundle(path).manifest.bundle_id
+        bundle_id = archive.open_bundle(path).manifest.bundle_id
 
         def sign(number, version, again=False):
             key, end = read_key(files[number]), NOW + timedelta(days=1)
@@ -240,7 +240,7 @@ def test_what_people_have_signed_is_not_released_where_no_device_may_install_it(
         path = state.run("run-0001").folder / "run-0001.hwb"
         path.parent.mkdir(parents=True)
         shutil.copy(made, path)
-        bundle_id = bundles.open_bundle(path).manifest.bundle_id
+        bundle_id = archive.open_bundle(path).manifest.bundle_id
 
         def advice(version, end=NOW + timedelta(days=1), **more):
             key = read_key(tmp_path / "alice.key")
@@ -263,9 +263,9 @@ def test_a_bundle_carries_the_newest_roots_that_have_room(bundle, tmp_path, monk
     size = len(dump(home.roots[-1]))
     monkeypatch.setattr(state_release_keys, "MAX_BYTES", 5 * size)
     home.sign(path, 7)
-    carried = parse(Member, bundles.open_bundle(home.sign(path, 7)).release, "b").roots
+    carried = parse(Member, archive.open_bundle(home.sign(path, 7)).release, "b").roots
     assert [one.signed["version"] for one in carried] in ([7, 8, 9, 10], [8, 9, 10])
-    assert bundles.verify(home.sign(path, 7), home.roots[7])[0].version == 7
+    assert archive.verify(home.sign(path, 7), home.roots[7])[0].version == 7
     monkeypatch.setattr(state_release_keys, "MAX_BYTES", size)
     with pytest.raises(UsageError, match="use fewer keys"):
         home.sign(path, 8)
@@ -367,7 +367,7 @@ def test_status_names_who_signed_a_release_and_where_it_comes_from(fleet, bundle
     path, state = bundle("b"), fleet.folder / "state"
     origin = {"method": "fedavg", "seed": 7, "clients": 3, "partition_sha256": "ab" * 32}
     scores = {"clients": 3, "support": 30, "mean": 0.5, "worst_tenth": 0.25}
-    body = {"bundle_id": bundles.open_bundle(path).manifest.bundle_id, "lineage": {**origin, "scores": scores}}
+    body = {"bundle_id": archive.open_bundle(path).manifest.bundle_id, "lineage": {**origin, "scores": scores}}
     with StateFolder(state).look(create=True) as folder:
         digest = folder.blobs.put(path.read_bytes())
         folder.journal.append("bundle_exported", run="run-0001", round=9, digest=digest, body=body)
@@ -381,10 +381,10 @@ def test_status_names_who_signed_a_release_and_where_it_comes_from(fleet, bundle
         result = {"outcome": "ok", "acc": 0.75, "support": 20}
         said = {"runs": body["bundle_id"], "release": 1, "result": result}
         folder.journal.append("device_reported", agent="porch", body=said)
-        assert bundles.verify(folder.blobs.path(made.digest), keys_of(fleet).roots()[0])[0].version == signed["version"]
+        assert archive.verify(folder.blobs.path(made.digest), keys_of(fleet).roots()[0])[0].version == signed["version"]
         content, _ = file_to_release(folder, "run-0001", body["bundle_id"], made.digest, NOW)
         (fleet.folder / "again.hwb").write_bytes(content)
-    again, _ = bundles.verify(fleet.folder / "again.hwb", keys_of(fleet).roots()[0])
+    again, _ = archive.verify(fleet.folder / "again.hwb", keys_of(fleet).roots()[0])
     assert again.reported.model_dump() == {"clients": 1, "support": 20, "mean": 0.75, "worst_tenth": 0.75}
     code, out, _ = fleet.call("release", "status", "--state", state, "--json")
     (release,) = json.loads(out)["releases"]
@@ -448,7 +448,7 @@ def test_a_key_that_may_not_sign_leaves_the_bundle_unsigned_and_says_so(tmp_path
     write_key(keys.release_key, new_key())  # as a credential of systemd is, after a change of keys
     assert runs_release.sign(path, tmp_path) is None
     assert "is none of the 1 that sign releases" in caplog.text
-    assert bundles.open_bundle(path).release is None
+    assert archive.open_bundle(path).release is None
 
 
 def test_keys_are_made_once_and_damaged_ones_are_told(tmp_path):
@@ -484,7 +484,7 @@ def test_the_bundles_of_a_run_and_of_a_round_are_signed_for_their_purpose(tmp_pa
     run = SimpleNamespace(id="run-0001", context=context, model_for_compute=dict, request=request, method=method)
     for purpose in ("release", "round"):
         list(runs_release.export_bundle(run, purpose, purpose))
-        release, _ = bundles.verify(tmp_path / f"{purpose}.hwb", ReleaseKeys(state).roots()[0])
+        release, _ = archive.verify(tmp_path / f"{purpose}.hwb", ReleaseKeys(state).roots()[0])
         assert release.purpose == purpose
 
 

@@ -17,8 +17,9 @@ from coordinator.fleet.rollout import Rollout
 from coordinator.state import release_keys
 from coordinator.state.releases import RELEASE_KINDS, book_of, rollback_of
 from coordinator.state.store import StateFolder
-from edge_agent.errors import UsageError
-from edge_agent.wire.messages import Cancel, Fault, Hello, Pinned, Report
+from edge_agent.core.errors import UsageError
+from edge_agent.wire.messages.down import Cancel, Pinned
+from edge_agent.wire.messages.up import Fault, Hello, Report
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
 STEPS, SETTLES = 60, 12

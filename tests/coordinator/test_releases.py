@@ -10,8 +10,8 @@ import pytest
 from coordinator.fleet.rollout import COUNT_S, Rollout
 from coordinator.state.journal import Journal, utc_now
 from coordinator.state.releases import Book, Plan, amount, release_blobs, releases_in_use, rollback_of
-from edge_agent.errors import UsageError
-from edge_agent.moments import moment_of
+from edge_agent.core.errors import UsageError
+from edge_agent.core.time_and_text import moment_of
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
 DEVICES = tuple(f"d{number:02}" for number in range(10))

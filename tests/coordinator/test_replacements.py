@@ -11,7 +11,7 @@ from federation_duties import FakeDuties
 from federation_harness import Federation
 
 from coordinator.config import RoundConfig
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
 
 TRAINING_S = 5.0
 SHIPPED = RoundConfig().model_dump()

@@ -14,8 +14,8 @@ from coordinator.report.page import duration, megabytes, render
 from coordinator.report.run_charts import accuracy, accuracy_floor, benefit, cost, wilson
 from coordinator.state.store import RunFolder
 from coordinator.state.values import as_number
-from edge_agent.config import read_toml
-from edge_agent.errors import StateError
+from edge_agent.core.config import read_toml
+from edge_agent.core.errors import StateError
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
 

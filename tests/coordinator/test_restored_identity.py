@@ -16,7 +16,7 @@ from coordinator.identity.authority import Authority
 from coordinator.identity.enrolment import Enrolment
 from coordinator.identity.ledger import CertificateRecord, identity_folder
 from coordinator.identity.restore import apply, read_revocations, review, sources_in_reach
-from edge_agent.errors import StateError, UsageError
+from edge_agent.core.errors import StateError, UsageError
 
 BACKUP = datetime(2030, 1, 1, tzinfo=timezone.utc)
 CONFIG = IdentityConfig(host="localhost", bind="127.0.0.1")

@@ -13,7 +13,7 @@ from coordinator.cli.prune import prune, removed_by
 from coordinator.state.journal import Journal
 from coordinator.state.retention import prunable, prune_runs, runs_beyond, usage
 from coordinator.state.store import StateFolder, prune_blobs, states_of
-from edge_agent.errors import StateError, UsageError
+from edge_agent.core.errors import StateError, UsageError
 
 
 def blobs_on_disk(state):

@@ -12,8 +12,8 @@ from coordinator.state import release_keys
 from coordinator.state.journal import Journal
 from coordinator.state.releases import Device
 from coordinator.state.store import StateFolder
-from edge_agent.errors import UsageError
-from edge_agent.wire.messages import Fault, Hello, Report
+from edge_agent.core.errors import UsageError
+from edge_agent.wire.messages.up import Fault, Hello, Report
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
 

@@ -4,8 +4,8 @@ import pytest
 from federation_harness import Federation
 
 from coordinator.fleet.registry import PATIENCE_S, RETURN_S, Figures, Roster
-from edge_agent.wire import messages as wire
-from edge_agent.wire.messages import Hello
+from edge_agent.wire.messages import up
+from edge_agent.wire.messages.up import Hello
 
 
 class Clock:
@@ -46,7 +46,7 @@ def test_accuracies_of_the_fleet_follow_each_message_and_are_kept_between(roster
     first = roster.accuracies()
     assert first == {"personal": {"mean": 0.75, "worst_tenth": 0.5, "agents": 2}}
     assert roster.accuracies() is first
-    roster.reported("b", wire.Report(run="r" * 32, samples=1, acc_personal=0.25))
+    roster.reported("b", up.Report(run="r" * 32, samples=1, acc_personal=0.25))
     assert roster.accuracies() == {"personal": {"mean": 0.375, "worst_tenth": 0.25, "agents": 2}}
     roster.remember({"c": Figures(acc={"personal": 0.75})}, {})
     roster.hello("c", hello())
@@ -106,33 +106,31 @@ def test_those_never_heard_have_time_to_return_counted_from_the_last_connection(
 
 
 def report(**fields):
-    return wire.Report(run="run-0001", samples=40, **fields)
+    return up.Report(run="run-0001", samples=40, **fields)
 
 
 def test_figures_of_an_agent_are_those_of_its_newest_words(roster):
-    roster.hello("a", wire.Hello(software="x", tier="head", samples=1, boot="b1", facts={"rss_mb": 41.5}))
+    roster.hello("a", up.Hello(software="x", tier="head", samples=1, boot="b1", facts={"rss_mb": 41.5}))
     member = roster.get("a")
     assert member.figures == Figures(rss_mb=41.5)
     roster.trained("a", {"acc.global": 0.5, "acc.personal": None, "loss": 2.0})
     assert member.figures.acc == {"global": 0.5}
     roster.reported("a", report(acc_personal=0.75, acc_local=0.25, head="lr", better_alone=True))
     assert member.figures == Figures({"global": 0.5, "personal": 0.75, "local": 0.25}, "lr", True, 41.5)
-    roster.hello("a", wire.Hello(software="x", tier="head", samples=1, boot="b2"))
+    roster.hello("a", up.Hello(software="x", tier="head", samples=1, boot="b2"))
     assert roster.get("a").figures.acc["personal"] == 0.75, "a restart changes no model"
 
 
 @pytest.mark.parametrize("said", ["much", True, -1, float("inf"), 0, None])
 def test_memory_that_is_none_is_not_shown(roster, said):
-    roster.hello(
-        "a", wire.Hello.model_construct(tier="head", boot="b", software="x", samples=0, facts={"rss_mb": said})
-    )
+    roster.hello("a", up.Hello.model_construct(tier="head", boot="b", software="x", samples=0, facts={"rss_mb": said}))
     assert roster.get("a").figures.rss_mb is None
 
 
 def test_accuracy_that_is_none_is_not_shown(roster):
-    roster.hello("a", wire.Hello(software="x", tier="train", samples=1, boot="b1"))
+    roster.hello("a", up.Hello(software="x", tier="train", samples=1, boot="b1"))
     roster.trained("a", {"acc.global": 1.5, "acc.personal": -0.1})
-    roster.reported("a", wire.Report(run="run-0001", samples=0, acc_personal=0.9))
+    roster.reported("a", up.Report(run="run-0001", samples=0, acc_personal=0.9))
     assert roster.get("a").figures.acc == {}
 
 

@@ -10,9 +10,11 @@ from federation_disturbances import Stranger, lose
 from federation_duties import TASK, step_of
 from federation_harness import Federation
 
-from edge_agent.errors import MessageError, TrainingFailed
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import Outgoing, decode_frame
+from edge_agent.core.errors import MessageError, TrainingFailed
+from edge_agent.wire.blobs.chunks import Outgoing, decode_frame
+from edge_agent.wire.messages import codec, fields
+from edge_agent.wire.messages import down as down_module
+from edge_agent.wire.messages import up as up_module
 
 
 def opened(fed):
@@ -222,7 +224,7 @@ def test_somebody_new_takes_the_place_of_a_member_that_has_left_and_nobody_train
         mute.hello()
         fed.request(rounds=1)
         fed.wait(5)
-        mute.say(wire.Bye())
+        mute.say(up_module.Bye())
         fed.add("a2")
         fed.until(lambda: fed.entries("round_closed"))
         assert [cohort for _, _, cohort in opened(fed)] == [["a0", "a1", "mute"], ["a0", "a1", "mute", "a2"]]
@@ -299,7 +301,7 @@ def test_a_report_that_was_lost_is_asked_for_again(tmp_path):
     """The end of a run must not cost its whole deadline because one message was lost."""
     with Federation(tmp_path, agents=2, heartbeat_s=5) as fed:
         fed.request(rounds=1)
-        lost = lose(fed.agents["a1"].transport, lambda message: isinstance(message, wire.Report))
+        lost = lose(fed.agents["a1"].transport, lambda message: isinstance(message, up_module.Report))
         assert fed.finish() < 15
         assert len(lost) == 1
         assert [a["id"] for a in fed.state.run(fed.run).summary()["agents"]] == ["a0", "a1"]
@@ -308,7 +310,7 @@ def test_a_report_that_was_lost_is_asked_for_again(tmp_path):
 def test_a_finish_job_that_was_lost_is_sent_again(tmp_path):
     with Federation(tmp_path, agents=2, heartbeat_s=5) as fed:
         fed.request(rounds=1)
-        lost = lose(fed.coordinator.transport, lambda m: isinstance(m, wire.Job) and m.purpose == "personalize")
+        lost = lose(fed.coordinator.transport, lambda m: isinstance(m, down_module.Job) and m.purpose == "personalize")
         assert fed.finish() < 15
         assert len(lost) == 1
         assert [a["id"] for a in fed.state.run(fed.run).summary()["agents"]] == ["a0", "a1"]
@@ -417,7 +419,7 @@ def test_a_task_of_thousands_of_classes_travels_as_a_blob_once(tmp_path, classes
         assert len(heard) == 3 * 3 + 3
         assert all(job.task == task for job in heard)
         text = task.model_dump_json().encode()
-        assert len(text) > 2 * wire.MAX_MESSAGE_BYTES
+        assert len(text) > 2 * fields.MAX_MESSAGE_BYTES
         sent = fed.published(fed.topics.broadcast(hashlib.sha256(text).hexdigest()))
         assert b"".join(bytes(decode_frame(payload).data) for payload in sent) == text, "each piece once"
 
@@ -426,15 +428,15 @@ def test_a_blob_that_is_no_task_is_a_fault_and_not_an_end(tmp_path):
     with Federation(tmp_path, agents=("a0",), cohort={"min_agents": 1}, capture=True) as fed:
         fed.settle()
         false = Outgoing.of(b'{"class_names": "' + b"x" * 50_000 + b'"}')
-        job = wire.Job(
+        job = down_module.Job(
             run="run-0666", round=1, rounds=1, seed=0, method="fedavg", given=false.ref, blobs=(), deadline_s=99
         )
         fed.coordinator.distributor.offer(false, ("a0",))
         fed.broker.route(fed.topics.down("a0"), fed.order(job))
         fed.wait(2)
-        (fault, *_) = fed.messages(fed.topics.up("a0"), wire.Fault)
+        (fault, *_) = fed.messages(fed.topics.up("a0"), up_module.Fault)
         assert "the blob of the task is no task" in fault.message
         with pytest.raises(MessageError, match="at most 8388608 are read"):
-            wire.parse_from_coordinator(
-                wire.encode(job).replace(b'"size_bytes":50019', b'"size_bytes":8388609').partition(b',"crc"')[0] + b"}"
+            codec.parse_from_coordinator(
+                codec.encode(job).replace(b'"size_bytes":50019', b'"size_bytes":8388609').partition(b',"crc"')[0] + b"}"
             )

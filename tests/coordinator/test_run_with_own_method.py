@@ -14,10 +14,10 @@ from coordinator.config import load_config
 from coordinator.runs.request import Request
 from edge_agent import methods
 from edge_agent.agent.own_method import method_for
-from edge_agent.config import AgentConfig, TrainingConfig, load
-from edge_agent.errors import ConfigError, MissingCapability, UsageError
-from edge_agent.registry import PinnedFile
-from edge_agent.wire import messages as wire
+from edge_agent.core.config import AgentConfig, TrainingConfig, load
+from edge_agent.core.errors import ConfigError, MissingCapability, UsageError
+from edge_agent.core.registry import PinnedFile
+from edge_agent.wire.messages import down
 
 SOURCE = """
 from edge_agent.methods.fedavg import FedAvg
@@ -62,7 +62,7 @@ def finished(folder, file, trainings):
         fed.ended = fed.record
         fed.result = fed.state.run(fed.run).summary()
         fed.rounds = fed.metrics()
-        jobs = [job for name in trainings for job in fed.messages(fed.topics.down(name), wire.Job)]
+        jobs = [job for name in trainings for job in fed.messages(fed.topics.down(name), down.Job)]
         fed.announced = {(job.method, job.method_sha256) for job in jobs}
     return fed
 
@@ -114,7 +114,7 @@ def test_run_ends_with_a_reason_where_the_operators_file_has_changed(tmp_path, f
 
 def test_what_runs_is_what_was_hashed_also_after_the_file_has_changed(tmp_path, file):
     """An agent lives for months, and its owner replaces the file meanwhile."""
-    job = wire.Job(run="run-1", round=1, rounds=1, seed=0, method="mine", task=TASK, blobs=(), deadline_s=9)
+    job = down.Job(run="run-1", round=1, rounds=1, seed=0, method="mine", task=TASK, blobs=(), deadline_s=9)
     training = copied(tmp_path / "copy", SOURCE)
     docs = []
     for text in (SOURCE, SOURCE.replace("nothing", "everything")):
@@ -158,7 +158,7 @@ def test_files_of_an_agent_count_from_its_configuration(tmp_path, file):
     toml = file.parent / "agent.toml"
     toml.write_text('id = "a0"\n[data]\nsource = "digits"\n[training]\nmethods = ["mine.py:Mine"]\n', encoding="utf-8")
     config = load(AgentConfig, toml)
-    job = wire.Job(run="run-1", round=1, rounds=1, seed=0, method="mine", task=TASK, blobs=(), deadline_s=9,
+    job = down.Job(run="run-1", round=1, rounds=1, seed=0, method="mine", task=TASK, blobs=(), deadline_s=9,
                    method_sha256=hashlib.sha256(SOURCE.encode()).hexdigest())  # fmt: skip
     assert method_for(config.training, job) == str(PinnedFile.of("method", f"{file}:Mine"))
     toml.write_text('id = "a0"\n[data]\nsource = "digits"\n[training]\nmethods = ["mine"]\n', encoding="utf-8")

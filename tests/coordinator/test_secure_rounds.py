@@ -19,19 +19,21 @@ from coordinator.runs.audit import audit
 from coordinator.runs.round_loop import RunLoop
 from coordinator.runs.secure_rounds import SecureRound, disputed
 from coordinator.service.preflight import checked_method
-from edge_agent import methods, secure_tensors
+from edge_agent import methods
 from edge_agent.agent import secure
-from edge_agent.agent.privacy import LEDGER_FILE
 from edge_agent.agent.secure import SUMS_FILE, SecureSums
-from edge_agent.config import PrivacyConfig, parse
-from edge_agent.disclosure import SECURE_SUM
-from edge_agent.errors import CodecError, ConfigError, PrivacyRefused, StateError, TrainingFailed, UsageError
+from edge_agent.core.config import PrivacyConfig, parse
+from edge_agent.core.errors import CodecError, ConfigError, PrivacyRefused, StateError, TrainingFailed, UsageError
+from edge_agent.core.storage import read_json
 from edge_agent.methods import Update
-from edge_agent.secure_sum import PRIME, SHARE_BYTES, FixedPoint, at_zero
-from edge_agent.secure_tensors import KEYS, MASKED, REVEALED, SHARES
-from edge_agent.storage import read_json
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import decode_frame
+from edge_agent.privacy.disclosure import SECURE_SUM
+from edge_agent.privacy.policy import LEDGER_FILE
+from edge_agent.privacy.secure_sum import tensors as secure_tensors
+from edge_agent.privacy.secure_sum.fixed_point import FixedPoint
+from edge_agent.privacy.secure_sum.keys import PRIME, SHARE_BYTES, at_zero
+from edge_agent.privacy.secure_sum.tensors import KEYS, MASKED, REVEALED, SHARES
+from edge_agent.wire.blobs.chunks import decode_frame
+from edge_agent.wire.messages import down, up
 from edge_agent.wire.tensors import decode
 
 WITH_NORM = TASK.model_copy(update={"encoder": "small_cnn", "encoder_params": {"feature_dim": 8, "width": 2}})
@@ -106,7 +108,7 @@ class Fleet(Federation):
 
     def jobs(self, purpose, agents=None):
         names = agents or self.topics_of_agents()
-        every = (job for name in names for job in self.messages(self.topics.down(name), wire.Job))
+        every = (job for name in names for job in self.messages(self.topics.down(name), down.Job))
         return [job for job in every if job.purpose == purpose]
 
     def topics_of_agents(self):
@@ -178,7 +180,7 @@ def test_the_coordinator_receives_and_stores_no_single_update_and_no_sample_coun
         assert fed.record.status == "finished", fed.record.outcome
         uploads, final = list(fed.uploads()), fed.final
         manifests = [m for name in fed.topics_of_agents()
-                     for m in fed.messages(fed.topics.up(name), wire.UpdateManifest)]  # fmt: skip
+                     for m in fed.messages(fed.topics.up(name), up.UpdateManifest)]  # fmt: skip
         files = [path.read_bytes() for path in (tmp_path / "coordinator").rglob("*") if path.is_file()]
         sent = [payload for topic, payload in fed.broker.captured if topic.endswith(("/up", "/ub"))]
     assert {name for _, tensors in uploads for name in tensors} == {KEYS, SHARES, MASKED, REVEALED}
@@ -317,7 +319,7 @@ def test_a_device_reveals_shares_for_one_sum_of_the_same_training_also_after_a_r
     def asked(delivered, session, number=1, origin="1" * 64):
         names = [f"a{index}" for index in range(5)]
         everyone = {name: SecureSums(name, tmp_path) for name in names}
-        job = wire.Job(run="run-0001", round=number, rounds=9, seed=0, method="fedavg", task=TASK, blobs=(),
+        job = down.Job(run="run-0001", round=number, rounds=9, seed=0, method="fedavg", task=TASK, blobs=(),
                        deadline_s=9, session=session * 32)  # fmt: skip
         sums = SecureRound("run-0001", number, session * 32, {}, 3)
         sums.take_keys([Update(name, 1.0, one.begin(job)) for name, one in everyone.items()])
@@ -637,7 +639,7 @@ def test_a_refusal_by_the_protocol_is_none_of_the_devices_policy(tmp_path):
         sums.shares = lambda job, given: shares(job, given) if job.round > 1 else sums.of(job).shares({})
         fed.finish()
         assert fed.record.status == "finished", fed.record.outcome
-        refused = [fault.error for fault in fed.messages(fed.topics.up("a2"), wire.Fault)]
+        refused = [fault.error for fault in fed.messages(fed.topics.up("a2"), up.Fault)]
         assert refused == ["SumRefused"]
         rounds = [line["agents"] for line in fed.metrics()]
     assert "a2" not in rounds[0]

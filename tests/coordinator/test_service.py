@@ -13,7 +13,7 @@ from federation_harness import Federation
 
 from coordinator.runs.context import Waiting
 from coordinator.service.status import StatusWriter
-from edge_agent.wire import messages as wire
+from edge_agent.wire.messages import down, up
 
 
 def status_file(fed):
@@ -60,13 +60,13 @@ def test_each_start_has_a_higher_epoch(tmp_path):
 def test_an_agent_that_the_coordinator_does_not_know_is_asked_who_it_is(tmp_path):
     with Federation(tmp_path, agents=0) as fed:
         stranger = Stranger(fed, "a7")
-        stranger.say(wire.Heartbeat())
+        stranger.say(up.Heartbeat())
         fed.settle()
-        assert stranger.heard(wire.Who)
+        assert stranger.heard(down.Who)
         stranger.hello()
-        stranger.say(wire.Heartbeat())
+        stranger.say(up.Heartbeat())
         fed.settle()
-        assert not stranger.heard(wire.Who)
+        assert not stranger.heard(down.Who)
 
 
 def test_a_goodbye_takes_an_agent_off_the_list_at_once(tmp_path):
@@ -96,7 +96,7 @@ def test_a_full_disk_costs_the_chunk_and_not_the_process(tmp_path, monkeypatch):
         fed.settle()
         assert fed.coordinator.rejected.counts
         assert {key.rpartition(" ")[2] for key in fed.coordinator.rejected.counts} <= {"OSError", "ChunkError"}
-        assert not [r for r in agent.heard(wire.Receipt) if r.accepted]
+        assert not [r for r in agent.heard(down.Receipt) if r.accepted]
         monkeypatch.setattr(os, "pwrite", real)
         fed.clock.now += 2
         assert agent.deliver(fed.final).accepted
@@ -121,8 +121,8 @@ def test_a_mistake_of_ours_in_handling_one_message_does_not_end_the_service(tmp_
         def broken(*arguments):
             raise ZeroDivisionError
 
-        monkeypatch.setitem(fed.coordinator._handlers, wire.Progress, broken)
-        Stranger(fed, "x").say(wire.Progress(digest="0" * 64, missing=((0, 1),)))
+        monkeypatch.setitem(fed.coordinator._handlers, up.Progress, broken)
+        Stranger(fed, "x").say(up.Progress(digest="0" * 64, missing=((0, 1),)))
         fed.settle()
         assert fed.coordinator.rejected.counts == {"x: ZeroDivisionError": 1}
         assert "message_broke" in caplog.text

@@ -18,9 +18,9 @@ from coordinator.simulation.setup import Prepared
 from coordinator.state.store import StateFolder
 from edge_agent import methods
 from edge_agent.agent.tasks import TaskRunner
+from edge_agent.core.errors import TrainingFailed, UsageError
 from edge_agent.data import Samples, partition
-from edge_agent.errors import TrainingFailed, UsageError
-from edge_agent.wire.messages import Job
+from edge_agent.wire.messages.down import Job
 
 
 @pytest.fixture

@@ -33,11 +33,12 @@ from coordinator.simulation.engines.pool import LocalWorkers, WorkerPool
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, Prepared, planned
 from edge_agent.client import supported
-from edge_agent.errors import DataError, RunFailed, UsageError
-from edge_agent.task import Task
+from edge_agent.core.errors import DataError, RunFailed, UsageError
+from edge_agent.core.task import Task
 from edge_agent.training.precision import StepTimes
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Fault, Job, UpdateManifest
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Job
+from edge_agent.wire.messages.up import Fault, UpdateManifest
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from simulation_harness import run, small_plan, write_images
 
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import Prepared
-from edge_agent.bundle import open_bundle
+from edge_agent.bundle.archive import open_bundle
+from edge_agent.core.storage import read_tensors
 from edge_agent.data.partition import Division
-from edge_agent.storage import read_tensors
 from edge_agent.training.parts import load_arrays
 
 

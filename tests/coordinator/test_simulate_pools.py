@@ -10,7 +10,7 @@ from coordinator.simulation import datasets
 from coordinator.simulation import setup as simulation_folder
 from coordinator.simulation.plan import Plan
 from coordinator.simulation.setup import Prepared
-from edge_agent.errors import ConfigError, DataError, UnknownName, UsageError
+from edge_agent.core.errors import ConfigError, DataError, UnknownName, UsageError
 
 
 @pytest.fixture

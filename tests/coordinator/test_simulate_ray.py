@@ -21,8 +21,8 @@ from coordinator.simulation.engines.base import EngineChoice
 from coordinator.simulation.engines.ray_cluster import connected
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, Prepared
-from edge_agent.errors import MissingCapability, RunFailed, UsageError
-from edge_agent.installation import install_command
+from edge_agent.core.errors import MissingCapability, RunFailed, UsageError
+from edge_agent.core.installation import install_command
 
 STATEFUL = "fedper"
 

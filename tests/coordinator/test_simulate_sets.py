@@ -11,8 +11,8 @@ from PIL import Image
 
 from coordinator.simulation import datasets
 from coordinator.simulation.plan import Plan
+from edge_agent.core.errors import DataError, UsageError
 from edge_agent.data.sets import officecaltech, pacs, ucihar
-from edge_agent.errors import DataError, UsageError
 
 SMALL = {"encoder": "linear", "input": {"height": 4, "width": 4, "mean": 0.0, "std": 1.0}}
 

@@ -17,9 +17,9 @@ from coordinator.simulation.setup import Prepared
 from edge_agent import methods, models
 from edge_agent.client import ClientState, Session
 from edge_agent.client.stacked import Stack
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
+from edge_agent.core.task import Frozen
 from edge_agent.models.base import Layers, encoder
-from edge_agent.task import Frozen
 from edge_agent.wire.tensors import decode
 
 PARAMS = {"local_epochs": 2, "batch_size": 8, "lr": 0.05, "momentum": 0.5, "weight_decay": 1e-3}

@@ -16,8 +16,8 @@ from coordinator.cli.status import status as status_command
 from coordinator.service import status
 from coordinator.state import store
 from coordinator.state.store import StateFolder
-from edge_agent.errors import StateError
-from edge_agent.wire import messages as wire
+from edge_agent.core.errors import StateError
+from edge_agent.wire.messages import down
 
 
 def full(*_arguments, **_options):
@@ -132,7 +132,7 @@ def test_an_update_that_is_offered_while_the_run_is_stalled_is_kept_by_its_agent
         slow.heard()
         slow.offer(start)
         fed.settle()
-        assert not slow.heard(wire.Receipt, wire.Grant)
+        assert not slow.heard(down.Receipt, down.Grant)
         path.write_bytes(content)
         fed.wait(20)
         assert slow.deliver(start).accepted
@@ -158,7 +158,7 @@ def test_a_summary_that_cannot_be_written_holds_the_end_up(tmp_path, monkeypatch
 def test_a_journal_that_cannot_be_written_ends_neither_process_nor_run(tmp_path, monkeypatch, undisturbed):
     """Every append fails for a minute: a round cannot be opened, an update not noted, a cancellation not done."""
     from coordinator.state.journal import Journal
-    from edge_agent.errors import StateError
+    from edge_agent.core.errors import StateError
 
     def refuse(*_arguments, **_columns):
         raise StateError("journal.db: the journal cannot be read or written (database or disk is full)")

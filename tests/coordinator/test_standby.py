@@ -18,9 +18,9 @@ from coordinator.state.backup import back_up
 from coordinator.state.journal import Journal
 from coordinator.state.starts import record_start
 from coordinator.state.store import StateFolder
-from edge_agent.errors import DuplicateCoordinator, StateError, UsageError
-from edge_agent.storage import folder_lock, lock_holder, remove_lock
-from edge_agent.wire import messages as wire
+from edge_agent.core.errors import DuplicateCoordinator, StateError, UsageError
+from edge_agent.core.locks import folder_lock, lock_holder, remove_lock
+from edge_agent.wire.messages import down
 
 ROUNDS = 4
 
@@ -289,7 +289,7 @@ def test_announcements_and_answers_to_others_are_no_signs_of_life(tmp_path):
         started(fed)
         standby = Beside(fed, fed.config.state)
         fed.wait(5)
-        forged = fed.order(wire.Present(host="x", process=1, serving_s=99.0, answers="c9"))
+        forged = fed.order(down.Present(host="x", process=1, serving_s=99.0, answers="c9"))
         fed.kill_coordinator()
         fed.until(lambda: fed.broker.route(fed.topics.coordinators, forged) or standby.took_over_at, limit_s=20)
 
@@ -299,7 +299,7 @@ def test_a_foreign_coordinator_that_answers_once_or_twice_does_not_end_a_standby
         started(fed)
         standby = Beside(fed, fed.config.state)
         fed.wait(5)
-        foreign = fed.order(wire.Present(host="x", process=1, answers="r1"), federation="f" * 32)
+        foreign = fed.order(down.Present(host="x", process=1, answers="r1"), federation="f" * 32)
         for _ in range(5):
             for _ in range(2):
                 fed.broker.route(fed.topics.coordinators, foreign)

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.service import app
 from coordinator.state.store import StateFolder
-from edge_agent.errors import StateError
+from edge_agent.core.errors import StateError
 
 LOADED = """
 import contextlib, io, sys

@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 from coordinator.cli import command_tree
 from coordinator.config import CoordinatorConfig
 from coordinator.state.store import MOST_LISTED, read_agents
-from edge_agent.wire import messages as wire
+from edge_agent.wire.messages import codec, up
 
 SIZE = 450
 FAILING, AWAY = ("m0391", "m0440"), ("m0002", "m0333", "m0444")
 
 
 def hello(fed, name, boot="b1"):
-    message = wire.Hello(software="x", tier="train", samples=1, boot=boot, connection=1)
-    fed.coordinator.handle(name, "up", wire.encode(message))
+    message = up.Hello(software="x", tier="train", samples=1, boot=boot, connection=1)
+    fed.coordinator.handle(name, "up", codec.encode(message))
 
 
 @pytest.fixture
@@ -31,10 +31,10 @@ def fed(tmp_path):
         for number in range(SIZE):
             hello(federation, f"m{number:04d}")
         for name in FAILING:
-            fault = wire.Fault(error="DataError", message="no samples", remedy="add some", boot="b1")
-            federation.coordinator.handle(name, "up", wire.encode(fault))
+            fault = up.Fault(error="DataError", message="no samples", remedy="add some", boot="b1")
+            federation.coordinator.handle(name, "up", codec.encode(fault))
         for name in AWAY:
-            federation.coordinator.handle(name, "up", wire.encode(wire.Bye(boot="b1")))
+            federation.coordinator.handle(name, "up", codec.encode(up.Bye(boot="b1")))
         federation.wait(40)
         yield federation
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coordinator.state.journal import Journal
 from coordinator.state.store import BlobStore, RunFolder, StateFolder
-from edge_agent.errors import StateError, UsageError
+from edge_agent.core.errors import StateError, UsageError
 
 ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 """SHA-256 of 'abc', from FIPS 180-2."""

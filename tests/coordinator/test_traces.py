@@ -17,7 +17,7 @@ from coordinator.cli import traces as cli_traces
 from coordinator.cli.traces import Ended, sender
 from coordinator.state.journal import Journal
 from coordinator.state.spans import spans_of
-from edge_agent.installation import install_command
+from edge_agent.core.installation import install_command
 
 BEGIN = datetime(2030, 1, 1, tzinfo=timezone.utc)
 

@@ -22,10 +22,10 @@ from coordinator.processes.compute import ComputeProcess
 from coordinator.runs.request import Request
 from coordinator.service.preflight import checked_method
 from edge_agent import methods
-from edge_agent.config import parse
-from edge_agent.errors import ConfigError, RunFailed, UsageError
-from edge_agent.storage import read_tensors
-from edge_agent.worker import InlineWorker
+from edge_agent.core.children import InlineWorker
+from edge_agent.core.config import parse
+from edge_agent.core.errors import ConfigError, RunFailed, UsageError
+from edge_agent.core.storage import read_tensors
 
 
 @pytest.fixture

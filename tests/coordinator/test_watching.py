@@ -23,7 +23,7 @@ from coordinator.cli.output import fitted, table
 from coordinator.cli.status import _Changes, _gathered
 from coordinator.runs.timeline import Timeline
 from coordinator.state.log_file import MOST_BYTES, NAME, LogReader, logging_to
-from edge_agent.wire import messages as wire
+from edge_agent.wire.messages import codec, up
 
 
 def told(command, fed, *words):
@@ -40,8 +40,8 @@ def agents(fed, *words):
 
 def fault(fed, name, message="no samples", boot=None):
     boot = boot or fed.agents[name].boot
-    said = wire.Fault(error="DataError", code="data", message=message, remedy="add some", boot=boot)
-    fed.coordinator.handle(name, "up", wire.encode(said))
+    said = up.Fault(error="DataError", code="data", message=message, remedy="add some", boot=boot)
+    fed.coordinator.handle(name, "up", codec.encode(said))
 
 
 @pytest.fixture
@@ -321,7 +321,7 @@ def test_in_a_pipe_a_change_is_one_line(fed, capsys):
     assert any(line.startswith("a1: DataError: no samples; add some") for line in first)
     fed.wait(5)
     assert look() == [], "time that passes is no change"
-    fed.coordinator.handle("a1", "h", wire.encode(wire.Heartbeat(boot=fed.agents["a1"].boot)))
+    fed.coordinator.handle("a1", "h", codec.encode(up.Heartbeat(boot=fed.agents["a1"].boot)))
     fed.wait(2)
     assert look() == ["fleet: 3 known, 3 online, 0 fault, 0 stalled", "a1: over"]
 
@@ -330,8 +330,8 @@ def test_of_a_large_fleet_only_agents_with_faults_are_watched(tmp_path):
     with Federation(tmp_path, agents=()) as fed:
         fed.settle()
         for number in range(250):
-            said = wire.Hello(software="x", tier="train", samples=1, boot="b1", connection=1)
-            fed.coordinator.handle(f"m{number:04d}", "up", wire.encode(said))
+            said = up.Hello(software="x", tier="train", samples=1, boot="b1", connection=1)
+            fed.coordinator.handle(f"m{number:04d}", "up", codec.encode(said))
             fed.coordinator.roster.trained(f"m{number:04d}", {"acc.personal": number / 249})
         fault(fed, "m0123", boot="b1")
         fed.wait(40)

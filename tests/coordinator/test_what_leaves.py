@@ -14,16 +14,17 @@ from PIL import Image
 
 from edge_agent import methods
 from edge_agent.agent.event_loop import Agent, will_of
-from edge_agent.agent.privacy import Ledger
 from edge_agent.agent.tasks import TaskRunner
 from edge_agent.cli import main
 from edge_agent.cli.privacy import of_method
-from edge_agent.config import AgentConfig, DataConfig, HeadConfig, PrivacyConfig
-from edge_agent.disclosure import EVERY, messages, tensors
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import decode_frame
+from edge_agent.core.children import InlineWorker
+from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig, PrivacyConfig
+from edge_agent.privacy.disclosure import EVERY, messages, tensors
+from edge_agent.privacy.policy import Ledger
+from edge_agent.wire import topics
+from edge_agent.wire.blobs.chunks import decode_frame
+from edge_agent.wire.messages import codec, up
 from edge_agent.wire.tensors import decode
-from edge_agent.worker import InlineWorker
 
 PAPERS = ("dualfed", "fedpac", "fedpick", "repper", "fedrir")
 NORMED = TASK.model_copy(update={"encoder": "small_cnn", "encoder_params": {"feature_dim": 4, "width": 2}})
@@ -95,7 +96,7 @@ def from_agents(fed):
     for topic, payload in fed.broker.captured:
         try:
             yield fed.topics.sender(topic)[1], payload
-        except wire.MessageError:
+        except topics.MessageError:
             assert topic == fed.topics.announce or topic.startswith((f"{fed.topics.root}/a/", f"{fed.topics.root}/b/",
                                                                      fed.topics.coordinators))  # fmt: skip
 
@@ -124,7 +125,7 @@ def test_every_tensor_of_every_update_of_a_run_is_on_the_list(heard, method):
             assert frame.count == 1, "a tiny update is one chunk"
             blobs[frame.transfer] = bytes(frame.data)
         updates = [decode(data) for data in blobs.values()]
-        manifests = fed.messages(fed.topics.up(name), wire.UpdateManifest)
+        manifests = fed.messages(fed.topics.up(name), up.UpdateManifest)
         assert len(updates) == len({manifest.blob.digest for manifest in manifests})
         by_size = {manifest.blob.size_bytes: manifest.purpose for manifest in manifests}
         for data, update in zip(blobs.values(), updates, strict=True):
@@ -148,7 +149,7 @@ def test_the_canaries_would_be_found(heard):
 
 
 def test_a_field_that_is_not_on_the_list_would_be_noticed():
-    payload = wire.encode(wire.Hello(software="1", tier="head", samples=3, facts={"hostname": "x", "cores": 1}))
+    payload = codec.encode(up.Hello(software="1", tier="head", samples=3, facts={"hostname": "x", "cores": 1}))
     assert unlisted(payload) == ["facts.hostname"]
     assert unlisted(b'{"type":"report","where":{"lat":1}}') == ["where.lat"]
 

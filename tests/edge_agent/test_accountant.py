@@ -12,7 +12,7 @@ from dp_accounting.rdp import RdpAccountant
 from opacus.accountants.analysis import rdp as opacus_rdp
 from scipy import integrate, stats
 
-from edge_agent.accountant import cost, delta_of, epsilon_of
+from edge_agent.privacy.accountant import cost, delta_of, epsilon_of
 
 CASES = [(0.5, 1), (1.0, 1), (1.0, 30), (2.0, 10), (4.0, 100), (10.0, 5), pytest.param(0.3, 20, marks=pytest.mark.slow)]
 

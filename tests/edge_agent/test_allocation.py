@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from edge_agent import limits
+from edge_agent.core import limits
 
 WORK = """
 import resource
 import numpy as np
-from edge_agent.limits import give_freed_memory_back, keep_freed_memory
+from edge_agent.core.limits import give_freed_memory_back, keep_freed_memory
 
 def resident():
     with open("/proc/self/statm") as file:

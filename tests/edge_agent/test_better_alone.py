@@ -10,10 +10,10 @@ import pytest
 from edge_agent import Personalizer, data
 from edge_agent.cli import main
 from edge_agent.cli.agent import _rows
-from edge_agent.encoder import Encoder
-from edge_agent.errors import StateError, UsageError
+from edge_agent.core.errors import StateError, UsageError
 from edge_agent.heads import saved
-from edge_agent.personalize import FitOptions, load_head, personalize
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.personalize import FitOptions, load_head, personalize
 
 
 @pytest.fixture

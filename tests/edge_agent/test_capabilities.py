@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from edge_agent import capabilities
-from edge_agent.capabilities import Capabilities
-from edge_agent.installation import install_command
+from edge_agent.core import capabilities
+from edge_agent.core.capabilities import Capabilities
+from edge_agent.core.installation import install_command
 
 
 def device(**changes):
@@ -77,7 +77,7 @@ def test_a_module_of_another_distribution_counts(monkeypatch):
 def test_looking_imports_nothing_heavy():
     code = (
         "import sys\n"
-        "from edge_agent.capabilities import find\n"
+        "from edge_agent.core.capabilities import find\n"
         "find()\n"
         "assert not {'torch', 'onnxruntime', 'sklearn', 'PIL', 'paho'} & set(sys.modules)\n"
     )

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from edge_agent.cli import main
+from edge_agent.core.locks import folder_lock
 from edge_agent.heads import saved
-from edge_agent.storage import folder_lock
 
 COLOURS = {"cat": 0, "dog": 1, "tree": 2}
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_agent import bundle as bundles
+from edge_agent.bundle import archive, installed
 from edge_agent.cli import COMMANDS, main
+from edge_agent.core.installation import install_command
 from edge_agent.data import load
 from edge_agent.heads import saved
-from edge_agent.installation import install_command
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_fit_predict_and_evaluate_agree(place, capsys):
     names = ("acc.personal", "acc.global", "acc.local", "n_test")
     assert {name: scored[name] for name in names} == {name: fitted[name] for name in names}
     rows = answer(capsys, "predict", "--bundle", "b.hwb", "--data", "digits?n=200", "--head", "head")["predictions"]
-    task = bundles.open_bundle(place / "b.hwb").manifest.task
+    task = archive.open_bundle(place / "b.hwb").manifest.task
     truth = load("digits?n=200", task.input).labels
     right = np.mean([row["class"] == str(label) for row, label in zip(rows, truth, strict=True)])
     assert right > fitted["acc.personal"]  # three quarters of them were learned from
@@ -57,7 +57,7 @@ def test_a_head_is_scored_on_samples_that_it_was_not_fitted_on(place, capsys):
     assert (again["n_test"], again["n_fitted_on"]) == (fitted["n_test"], fitted["n_train"])
     assert again["acc.personal"] == fitted["acc.personal"]
     rng = np.random.default_rng(0)
-    own = load("digits?n=200", bundles.open_bundle(place / "b.hwb").manifest.task.input)
+    own = load("digits?n=200", archive.open_bundle(place / "b.hwb").manifest.task.input)
     np.savez(place / "noise.npz", inputs=rng.integers(0, 256, (30, 8, 8), np.uint8), labels=rng.integers(0, 10, 30))
     new = answer(capsys, *words, "--data", "npz:noise.npz")
     assert (new["n_test"], new["n_fitted_on"], new["acc.local"]) == (30, 0, None)
@@ -248,7 +248,7 @@ def test_wrong_usage_with_json_is_one_object(place, capsys):
 
 
 def test_pictures_are_classified_by_the_head_or_the_shared_classifier(place, capsys):
-    task = bundles.open_bundle(place / "b.hwb").manifest.task
+    task = archive.open_bundle(place / "b.hwb").manifest.task
     digits = load("digits?n=200", task.input)
     answer(capsys, *FIT)
     pixels = np.round((digits.inputs[0] * 0.5 + 0.5) * 255).astype(np.uint8).transpose(1, 2, 0)
@@ -265,17 +265,17 @@ def test_pictures_are_classified_by_the_head_or_the_shared_classifier(place, cap
 def test_import_installs_into_a_state_folder_that_other_commands_accept(place, capsys, make_bundle):
     found = answer(capsys, "import", "b.hwb", "--state", "state")
     assert found["self_test"] is True
-    assert bundles.current(place / "state" / "bundles").id == found["bundle_id"]
+    assert installed.current(place / "state" / "bundles").id == found["bundle_id"]
     answer(capsys, "fit", "--bundle", "state", "--data", "digits?n=50", "--out", "h")
     answer(capsys, "predict", "--bundle", found["folder"], "--data", "digits?n=5", "--head", "h")
     make_bundle("bad.hwb", golden_error=0.5)
     assert answer(capsys, "import", "bad.hwb", "--state", "state", code=4)["error"]["kind"] == "BundleDamaged"
-    assert bundles.current(place / "state" / "bundles").id == found["bundle_id"]
+    assert installed.current(place / "state" / "bundles").id == found["bundle_id"]
     assert main(["import", "bad.hwb", "--state", "state", "--no-self-test"]) == 0
 
 
 def test_import_waits_for_no_running_agent(place, capsys):
-    from edge_agent.storage import folder_lock
+    from edge_agent.core.locks import folder_lock
 
     with folder_lock(place / "state", "edge-agent run"):
         assert answer(capsys, "import", "b.hwb", "--state", "state", code=1)["error"]["kind"] == "StateError"
@@ -314,7 +314,9 @@ def test_mistakes_end_with_their_exit_code_and_a_message(place, capsys, case):
 
 
 def test_no_feature_is_computed_for_a_head_that_could_not_be_saved(place, capsys, monkeypatch):
-    monkeypatch.setattr("edge_agent.personalize.personalize", lambda *_, **__: pytest.fail("fitted before looking"))
+    monkeypatch.setattr(
+        "edge_agent.personal.personalize.personalize", lambda *_, **__: pytest.fail("fitted before looking")
+    )
     assert main([*FIT[:-1], "b.hwb/head"]) == 2
 
 
@@ -322,7 +324,7 @@ def test_an_error_of_the_system_is_a_message(place, capsys, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device", "head/head.json")
 
-    monkeypatch.setattr("edge_agent.personalize.Result.save", full)
+    monkeypatch.setattr("edge_agent.personal.personalize.Result.save", full)
     assert main(FIT) == 1
     advice = "free some space, or name a folder on another disk"
     assert capsys.readouterr().err == f"edge-agent: head/head.json: No space left on device; {advice}\n"
@@ -334,7 +336,7 @@ def test_a_full_disk_is_named_by_the_file_that_did_not_fit(place, capsys, monkey
     def full(_descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("edge_agent.bundle.sync", full)
+    monkeypatch.setattr("edge_agent.bundle.unpacked.sync", full)
     assert main([*FIT, "--cache", "small"]) == 1
     assert re.fullmatch(
         r"edge-agent: small/bundles/\S+/manifest\.json: No space .*; free some space.*\n", capsys.readouterr().err
@@ -362,7 +364,7 @@ def test_missing_packages_are_named_without_a_traceback(place, capsys, monkeypat
 
 
 def test_a_bundle_for_windows_takes_recordings_as_files(place, capsys, make_bundle):
-    from edge_agent.task import Task, WindowInput
+    from edge_agent.core.task import Task, WindowInput
 
     spec = WindowInput(channels=2, length=8, stride=8)
     make_bundle("w.hwb", task=Task(input=spec, class_names=("a", "b")), global_head=True)
@@ -391,7 +393,7 @@ def test_a_bundle_for_windows_takes_recordings_as_files(place, capsys, make_bund
 
 
 def test_windows_of_the_same_sitting_are_told(place, capsys, make_bundle):
-    from edge_agent.task import Task, WindowInput
+    from edge_agent.core.task import Task, WindowInput
 
     spec = WindowInput(channels=2, length=8, stride=8)
     make_bundle("w.hwb", task=Task(input=spec, class_names=("a", "b")))
@@ -440,7 +442,7 @@ def test_windows_of_the_same_sitting_are_told(place, capsys, make_bundle):
 @pytest.fixture
 def photos(place):
     """Six photos of zeros and ones by class, and the same in one flat folder."""
-    digits = load("digits:rendered?n=6&classes=0,1", bundles.open_bundle(place / "b.hwb").manifest.task.input)
+    digits = load("digits:rendered?n=6&classes=0,1", archive.open_bundle(place / "b.hwb").manifest.task.input)
     (place / "flat").mkdir()
     for number, (pixels, label) in enumerate(zip(digits.inputs, digits.labels, strict=True)):
         (place / "photos" / str(label)).mkdir(parents=True, exist_ok=True)
@@ -599,7 +601,7 @@ def test_doctor_ends_with_a_verdict(capsys, monkeypatch):
     said = answer(capsys, "doctor", "--broker", url, code=75)["verdict"]
     away = "not ready: the broker cannot be reached (tcp: no program listens on that port (connection refused)); "
     assert said.startswith(f"{away}the device itself can be an agent of tier '")
-    monkeypatch.setattr("edge_agent.capabilities.packages", dict)
+    monkeypatch.setattr("edge_agent.core.capabilities.packages", dict)
     said = answer(capsys, "doctor", code=5)["verdict"]
     assert said.startswith("not ready: tier: no encoder can run here; no onnxruntime, which runs encoders: ")
 
@@ -615,7 +617,7 @@ def test_doctor_ends_with_a_verdict(capsys, monkeypatch):
 )
 def test_doctor_tells_of_the_tier_that_is_configured(tmp_path, capsys, monkeypatch, tier, packages, code, verdict):
     """It said "ready as an agent of tier 'head'" of an agent that was to train and could not even start."""
-    monkeypatch.setattr("edge_agent.capabilities.packages", lambda: dict.fromkeys(packages, "1"))
+    monkeypatch.setattr("edge_agent.core.capabilities.packages", lambda: dict.fromkeys(packages, "1"))
     config = tmp_path / "agent.toml"
     config.write_text(
         f'id = "porch"\ntier = "{tier}"\n[broker]\nurl = "mqtt://127.0.0.1:1"\n[data]\nsource = "digits?n=20"\n'

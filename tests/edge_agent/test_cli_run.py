@@ -11,10 +11,11 @@ import pytest
 
 from edge_agent import __version__
 from edge_agent.agent.release_record import ReleaseRecord
-from edge_agent.bundle import current_id, current_manifest, install
+from edge_agent.bundle.installed import current_id, current_manifest, install
 from edge_agent.cli import COMMANDS, main
-from edge_agent.storage import folder_lock, write_json
-from edge_agent.wire.messages import Install
+from edge_agent.core.locks import folder_lock
+from edge_agent.core.storage import write_json
+from edge_agent.wire.messages.down import Install
 
 
 @pytest.fixture(autouse=True)

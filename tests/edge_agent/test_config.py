@@ -7,18 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_agent.config import (
-    AgentConfig,
-    BrokerConfig,
-    TlsConfig,
-    default_agent_id,
-    load,
-    parse,
-)
-from edge_agent.errors import ConfigError
-from edge_agent.storage import read_toml
-from edge_agent.task import Task
-from edge_agent.wire.messages import Topics
+from edge_agent.core.config import AgentConfig, BrokerConfig, TlsConfig, default_agent_id, load, parse
+from edge_agent.core.errors import ConfigError
+from edge_agent.core.storage import read_toml
+from edge_agent.core.task import Task
+from edge_agent.wire.topics import Topics
 
 MINIMAL = {"data": {"source": "folder:pictures"}}
 

@@ -10,8 +10,9 @@ from PIL import Image
 from edge_agent import __version__
 from edge_agent.agent import data_check
 from edge_agent.cli import main
-from edge_agent.storage import folder_lock, write_json
-from edge_agent.task import ImageInput, Task
+from edge_agent.core.locks import folder_lock
+from edge_agent.core.storage import write_json
+from edge_agent.core.task import ImageInput, Task
 
 TASK = Task(input=ImageInput(channels=3, height=32, width=32), class_names=("mug", "key", "box"), encoder="small_cnn")
 FAULT = {

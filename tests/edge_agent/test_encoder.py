@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_agent import bundle as bundles
-from edge_agent import encoder as encoders
+from edge_agent.bundle import archive, unpacked
+from edge_agent.bundle import installed as installed_module
+from edge_agent.core.errors import BundleDamaged, DataError, MissingCapability, StateError
+from edge_agent.core.own_folders import MARK
+from edge_agent.core.storage import oldest_first
+from edge_agent.core.task import ImageInput
 from edge_agent.data import Samples
-from edge_agent.encoder import Encoder, features_of
-from edge_agent.errors import BundleDamaged, DataError, MissingCapability, StateError
-from edge_agent.storage import MARK, oldest_first
-from edge_agent.task import ImageInput
+from edge_agent.personal import encoder as encoders
+from edge_agent.personal.encoder import Encoder, features_of
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +29,7 @@ def all_are_large(monkeypatch):
 @pytest.fixture
 def installed(make_bundle, tmp_path):
     made = make_bundle(int8=True)
-    return made, bundles.install(made.path, tmp_path / "bundles")
+    return made, installed_module.install(made.path, tmp_path / "bundles")
 
 
 def some_inputs(count: int, shape=(3, 8, 8)) -> np.ndarray:
@@ -69,7 +71,7 @@ def test_a_file_optimized_on_another_processor_is_not_used(installed, monkeypatc
     _, bundle = installed
     Encoder.open(bundle, "fp32")
     [before] = bundle.made.glob("*.ort")
-    monkeypatch.setattr("edge_agent.encoder.processor", lambda: "x86_64-00000000")
+    monkeypatch.setattr("edge_agent.personal.encoder.processor", lambda: "x86_64-00000000")
     Encoder.open(bundle, "fp32")
     [after] = bundle.made.glob("*.ort")
     assert before.name != after.name
@@ -103,16 +105,16 @@ def test_a_damaged_note_of_a_cache_makes_it_again(installed):
 def test_no_file_of_a_bundle_is_taken_for_one_that_the_device_made(make_bundle, tmp_path, name):
     """Nor overwritten: the encoder has such a name here."""
     made = make_bundle()
-    opened = bundles.open_bundle(made.path)
+    opened = archive.open_bundle(made.path)
     fields = made.manifest.model_dump(mode="json", exclude={"schema_version", "files"}) | {"variants": {"fp32": name}}
     files = {"golden.safetensors": opened.read("golden.safetensors"), name: opened.read("encoder.onnx")}
-    bundles.pack(made.path, fields, files)
-    bundle = bundles.install(made.path, tmp_path / "bundles")
+    archive.pack(made.path, fields, files)
+    bundle = installed_module.install(made.path, tmp_path / "bundles")
     assert Encoder.open(bundle, "fp32").format == "ort"
     assert {path.name for path in bundle.folder.iterdir()} == {
         MARK, ".made", "manifest.json", "manifest.sha256", "golden.safetensors", name
     }  # fmt: skip
-    bundles.open_folder(bundle.folder)
+    unpacked.open_folder(bundle.folder)
 
 
 def test_without_a_writable_place_the_onnx_file_is_loaded(installed, caplog, monkeypatch):
@@ -133,7 +135,7 @@ def test_an_ort_file_that_does_not_load_falls_back(installed, monkeypatch, caplo
     _, bundle = installed
     junk = bundle.folder / "junk.ort"
     junk.write_bytes(b"ORTM" * 10)
-    monkeypatch.setattr("edge_agent.encoder._mapped", lambda *_: junk)
+    monkeypatch.setattr("edge_agent.personal.encoder._mapped", lambda *_: junk)
     assert Encoder.open(bundle, "fp32").format == "onnx"
     assert "ort_not_loaded" in caplog.text
 
@@ -146,7 +148,7 @@ def test_inputs_of_another_shape_are_refused(installed):
 
 def test_an_encoder_with_another_size_than_promised_is_refused(make_bundle, tmp_path):
     golden = {"features_fp32": np.zeros((8, 23), np.float32)}
-    bundle = bundles.install(make_bundle(extra={"feature_dim": 23}, spoilt=golden).path, tmp_path / "bundles")
+    bundle = installed_module.install(make_bundle(extra={"feature_dim": 23}, spoilt=golden).path, tmp_path / "bundles")
     with pytest.raises(BundleDamaged, match=r"\[\[32, 24\]\], the manifest promises \[32, 23\]"):
         Encoder.open(bundle, "fp32")
 
@@ -158,14 +160,14 @@ def test_a_file_that_is_no_model_is_refused(installed):
         Encoder.open(bundle, "fp32")
     with pytest.raises(StateError, match="int8"):
         fewer = bundle.manifest.model_copy(update={"variants": {"fp32": bundle.variant("fp32")}})
-        Encoder.open(bundles.Bundle(bundle.folder, fewer), "int8")
+        Encoder.open(unpacked.Bundle(bundle.folder, fewer), "int8")
 
 
 def test_large_inputs_go_one_by_one_and_small_ones_by_32(make_bundle, tmp_path):
-    from edge_agent.task import Task
+    from edge_agent.core.task import Task
 
     task = Task(input=ImageInput(channels=3, height=65, width=64), class_names=("a",), encoder="linear")
-    large = bundles.install(make_bundle(task=task).path, tmp_path / "large")
+    large = installed_module.install(make_bundle(task=task).path, tmp_path / "large")
     seen: list[tuple[int, int]] = []
     Encoder.open(large, "fp32").features(some_inputs(3, (3, 65, 64)), lambda done, total: seen.append((done, total)))
     assert seen == [(1, 3), (2, 3), (3, 3)]
@@ -196,9 +198,9 @@ def test_resident_memory_after_running_stays_small(installed):
     code = (
         "import sys, numpy as np\n"
         "from pathlib import Path\n"
-        "from edge_agent import bundle\n"
-        "from edge_agent.encoder import Encoder\n"
-        f"e = Encoder.open(bundle.open_folder(Path({str(bundle.folder)!r})), 'fp32')\n"
+        "from edge_agent.bundle import unpacked\n"
+        "from edge_agent.personal.encoder import Encoder\n"
+        f"e = Encoder.open(unpacked.open_folder(Path({str(bundle.folder)!r})), 'fp32')\n"
         "e.features(np.zeros((40, 3, 8, 8), np.float32))\n"
         "print([l.split()[1] for l in open('/proc/self/status') if l.startswith('VmRSS')][0])\n"
         "assert not {'torch', 'onnx', 'sklearn', 'PIL'} & set(sys.modules)\n"
@@ -213,15 +215,15 @@ HELD = """
 import sys
 from pathlib import Path
 import numpy as np
-from edge_agent import bundle as bundles
-from edge_agent import encoder as encoders
-from edge_agent.encoder import Encoder
+from edge_agent.bundle import installed
+from edge_agent.personal import encoder as encoders
+from edge_agent.personal.encoder import Encoder
 
 def own_bytes():
     fields = Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()
     return int(fields[0]) * 1024
 
-encoder = Encoder.open(bundles.install(Path(sys.argv[1]), Path(sys.argv[2])), "fp32")
+encoder = Encoder.open(installed.install(Path(sys.argv[1]), Path(sys.argv[2])), "fp32")
 encoder.features(np.ones((1, 3, 8, 8), np.float32))
 before = own_bytes()
 for _ in range(3):
@@ -240,11 +242,11 @@ def test_what_a_run_needs_goes_back_to_the_system_when_it_is_over(make_bundle, t
 
 
 def test_features_of_many_encoders_are_bounded_and_the_newest_stay(make_bundle, tmp_path, monkeypatch):
-    monkeypatch.setattr("edge_agent.encoder._ALL_FEATURE_FILES", 3)
+    monkeypatch.setattr("edge_agent.personal.encoder._ALL_FEATURE_FILES", 3)
     cache, names = tmp_path / "features", []
     for seed in range(5):
         made = make_bundle(f"{seed}.hwb", seed=seed)
-        encoder = Encoder.open(bundles.install(made.path, tmp_path / "bundles"), "fp32", cache=False)
+        encoder = Encoder.open(installed_module.install(made.path, tmp_path / "bundles"), "fp32", cache=False)
         task = made.manifest.task
         inputs = np.zeros((2, *task.input_shape), np.float32)
         features_of(Samples(inputs, np.zeros(2, np.int64), task.class_names, task.input), encoder, cache)
@@ -256,7 +258,7 @@ def test_features_of_many_encoders_are_bounded_and_the_newest_stay(make_bundle, 
 
 def test_features_that_are_found_again_are_the_most_recently_used(make_bundle, tmp_path):
     made, cache = make_bundle(), tmp_path / "features"
-    encoder = Encoder.open(bundles.install(made.path, tmp_path / "bundles"), "fp32", cache=False)
+    encoder = Encoder.open(installed_module.install(made.path, tmp_path / "bundles"), "fp32", cache=False)
     task, labels = made.manifest.task, np.zeros(2, np.int64)
     inputs = (np.full((2, *task.input_shape), number, np.float32) for number in range(2))
     one, other = (Samples(rows, labels, task.class_names, task.input) for rows in inputs)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from edge_agent.errors import (
+from edge_agent.core.errors import (
     BrokerAway,
     ConfigError,
     HeadwaterError,
@@ -17,7 +17,7 @@ from edge_agent.errors import (
     nearest,
     remedy,
 )
-from edge_agent.installation import install_command
+from edge_agent.core.installation import install_command
 
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
 # As systemd does to all processes of a service that stops.

@@ -11,11 +11,10 @@ import warnings
 import numpy as np
 import pytest
 
-from edge_agent import bundle as bundles
-from edge_agent import encoder as encoders
-from edge_agent import graph
-from edge_agent.encoder import Encoder, onnxruntime
-from edge_agent.errors import BundleDamaged
+from edge_agent.bundle import archive, graph_check, installed
+from edge_agent.core.errors import BundleDamaged
+from edge_agent.personal import encoder as encoders
+from edge_agent.personal.encoder import Encoder, onnxruntime
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -137,7 +136,7 @@ def test_shapes_are_those_that_onnxruntime_computes(name):
     session = onnxruntime().InferenceSession(content, providers=["CPUExecutionProvider"])
     names = [one.name for one in session.get_inputs()]
     expected = session.run(None, dict.fromkeys(names, np.zeros(SIDES, np.float32)))[0].shape
-    assert graph.check(content, [SIDES]).outputs == (expected,)
+    assert graph_check.check(content, [SIDES]).outputs == (expected,)
 
 
 def test_memory_and_work_by_hand():
@@ -148,7 +147,7 @@ def test_memory_and_work_by_hand():
         node("GlobalAveragePool", "sum", to="mean"),
         node("Flatten", "mean"),
     ]
-    cost = graph.check(model(nodes, {"w": WEIGHT}).SerializeToString(), [SIDES])
+    cost = graph_check.check(model(nodes, {"w": WEIGHT}).SerializeToString(), [SIDES])
     maps = 2 * 6 * 6 * 6
     assert cost.memory_bytes == 4 * WEIGHT.size + 8 * 3 * maps
     assert cost.work == maps * 27 + 3 * maps + 12  # convolution, three operators that look at each value, the mean
@@ -162,7 +161,7 @@ def test_values_that_do_not_depend_on_the_input_stay():
         node("ReduceMean", "folded", to="mean", keepdims=0),
         node("Add", "image", "mean"),
     ]
-    cost = graph.check(model(nodes, {"sides": ints(1000)}).SerializeToString(), [SIDES])
+    cost = graph_check.check(model(nodes, {"sides": ints(1000)}).SerializeToString(), [SIDES])
     assert cost.memory_bytes == 8 + 8 * (1000 + 1000 + 1 + 2 * 384)
 
 
@@ -358,7 +357,7 @@ def test_hostile_graphs_are_refused_before_they_run(name):
     content = make().SerializeToString()
     begin = time.process_time()
     with pytest.raises(BundleDamaged, match=complaint):
-        graph.check(content, [SIDES])
+        graph_check.check(content, [SIDES])
     assert time.process_time() - begin < 1
 
 
@@ -387,12 +386,12 @@ def test_what_two_readers_could_understand_differently_is_refused():
         changed.attribute.append(wrong)
         content = with_field(b"", 7, with_field(b"", 1, changed.SerializeToString()))
         with pytest.raises(BundleDamaged, match="attribute of type"):
-            graph.check(content, [SIDES])
+            graph_check.check(content, [SIDES])
     with pytest.raises(BundleDamaged, match="occurs twice"):
-        graph.check(with_field(b"", 7, with_field(b"", 1, twice)), [SIDES])
+        graph_check.check(with_field(b"", 7, with_field(b"", 1, twice)), [SIDES])
     good.functions.add(name="f", domain="ai.onnx")
     with pytest.raises(BundleDamaged, match="field 25 of a model"):
-        graph.check(good.SerializeToString(), [SIDES])
+        graph_check.check(good.SerializeToString(), [SIDES])
 
 
 def test_damaged_bytes_are_refused_or_read_and_never_raise_anything_else():
@@ -405,7 +404,7 @@ def test_damaged_bytes_are_refused_or_read_and_never_raise_anything_else():
             for at in rng.integers(0, len(bad), rng.integers(1, 4)):
                 bad[at] = rng.integers(0, 256)
             with contextlib.suppress(BundleDamaged):
-                graph.check(bytes(bad[: rng.integers(1, len(bad) + 1)]), [SIDES])
+                graph_check.check(bytes(bad[: rng.integers(1, len(bad) + 1)]), [SIDES])
 
 
 def beginning(size, *fields):
@@ -507,11 +506,12 @@ READ = (
     + """
 import json, sys, time
 from pathlib import Path
-from edge_agent import graph, storage
-from edge_agent.errors import BundleDamaged
+from edge_agent.bundle import graph_check
+from edge_agent.core import storage
+from edge_agent.core.errors import BundleDamaged
 before, begin = peak(), time.process_time()
 try:
-    said = str(graph.check(storage.mapped(Path(sys.argv[1])), [(2, 3, 8, 8)]))
+    said = str(graph_check.check(storage.mapped(Path(sys.argv[1])), [(2, 3, 8, 8)]))
 except BundleDamaged as error:
     said = str(error)
 print(json.dumps({"said": said, "s": time.process_time() - begin, "MB": (peak() - before) / 1024}))
@@ -537,12 +537,12 @@ def test_what_is_read_of_a_graph_is_counted_before_it_takes_memory_or_time(tmp_p
 
 def repacked(made, files, name="hostile.hwb"):
     """A bundle whose manifest is right and whose files are others."""
-    opened = bundles.open_bundle(made.path)
+    opened = archive.open_bundle(made.path)
     fields = made.manifest.model_dump(mode="json", exclude={"schema_version", "files", "variants"})
     fields["variants"] = {kind: variant.file for kind, variant in made.manifest.variants.items()}
     contents = {file: opened.read(file) for file in made.manifest.files} | files
     path = made.path.with_name(name)
-    bundles.pack(path, fields, contents)
+    archive.pack(path, fields, contents)
     return path
 
 
@@ -551,13 +551,14 @@ OPENED = (
     + """
 import json, resource, sys, time
 from pathlib import Path
-from edge_agent import bundle, encoder
-from edge_agent.errors import BundleDamaged
+from edge_agent.bundle import installed
+from edge_agent.personal import encoder
+from edge_agent.core.errors import BundleDamaged
 encoder.onnxruntime()
 before = peak()
 begin = time.process_time()
 try:
-    encoder.Encoder.open(bundle.install(Path(sys.argv[1]), Path(sys.argv[2])))
+    encoder.Encoder.open(installed.install(Path(sys.argv[1]), Path(sys.argv[2])))
     said = "opened"
 except BundleDamaged as error:
     said = str(error)
@@ -584,7 +585,7 @@ def test_row_39_a_bomb_a_loop_and_files_outside_cost_neither_memory_nor_time(mak
 
 def test_an_encoder_is_tried_in_a_process_of_its_own_once(trials, make_bundle, tmp_path, monkeypatch):
     made = make_bundle()
-    bundle = bundles.install(made.path, tmp_path / "bundles")
+    bundle = installed.install(made.path, tmp_path / "bundles")
     asked = []
     original = encoders.answer_of_child
     monkeypatch.setattr(encoders, "answer_of_child", lambda *given: asked.append(given) or original(*given))
@@ -597,7 +598,7 @@ def test_an_encoder_is_tried_in_a_process_of_its_own_once(trials, make_bundle, t
 
 
 def test_an_encoder_that_computes_something_else_fails_its_trial(trials, make_bundle, tmp_path):
-    bundle = bundles.install(make_bundle(golden_error=0.5).path, tmp_path / "bundles")
+    bundle = installed.install(make_bundle(golden_error=0.5).path, tmp_path / "bundles")
     with pytest.raises(BundleDamaged, match="trial of the fp32 encoder: self-test"):
         Encoder.open(bundle)
     assert not (bundle.made / "trial.json").exists()
@@ -616,7 +617,7 @@ def test_a_trial_runs_a_batch_as_large_as_the_agent_does(trials, make_bundle, tm
         node("Add", "positive", "none"),
     ]
     content = model(nodes, {"batch": ints(32), "zero": np.zeros(1, np.float32), "w": made.weight}).SerializeToString()
-    bundle = bundles.install(repacked(made, {"encoder.onnx": content}), tmp_path / "bundles")
+    bundle = installed.install(repacked(made, {"encoder.onnx": content}), tmp_path / "bundles")
     with pytest.raises(BundleDamaged, match="trial of the fp32 encoder: the encoder does not run"):
         Encoder.open(bundle)
 
@@ -633,7 +634,7 @@ def test_an_encoder_that_takes_more_memory_than_it_may_fails_its_trial(trials, m
         node("Unsqueeze", "sum", "axis"),
     ]
     hungry = model(nodes, {"sides": ints(1 << 25), "axis": ints(1)}).SerializeToString()
-    bundle = bundles.install(repacked(made, {"encoder.onnx": hungry}), tmp_path / "bundles")
+    bundle = installed.install(repacked(made, {"encoder.onnx": hungry}), tmp_path / "bundles")
     with pytest.raises(BundleDamaged, match=r"trial of the fp32 encoder: (the encoder does not run|it ended)"):
         encoders.try_out(bundle.folder, "fp32", 64 << 20)
 
@@ -641,23 +642,23 @@ def test_an_encoder_that_takes_more_memory_than_it_may_fails_its_trial(trials, m
 def test_a_trial_gets_no_more_than_half_of_the_machine_whatever_the_size_of_the_file(
     make_bundle, tmp_path, monkeypatch
 ):
-    bundle = bundles.install(make_bundle().path, tmp_path / "bundles")
+    bundle = installed.install(make_bundle().path, tmp_path / "bundles")
     given = []
     monkeypatch.setattr(encoders, "try_out", lambda folder, precision, memory, *_: given.append(memory))
     cost = encoders.cost_of(bundle, "fp32").memory_bytes
     file = (bundle.folder / "encoder.onnx").stat().st_size
     encoders._try_once(bundle, "fp32", record=False)
-    monkeypatch.setattr(graph.os, "sysconf", {"SC_PHYS_PAGES": 2, "SC_PAGE_SIZE": cost + file}.get)
+    monkeypatch.setattr(graph_check.os, "sysconf", {"SC_PHYS_PAGES": 2, "SC_PAGE_SIZE": cost + file}.get)
     encoders._try_once(bundle, "fp32", record=False)
     assert given == [cost + 4 * file + (96 << 20), cost + file + (96 << 20)]
 
 
 def test_an_encoder_that_does_not_end_is_killed(trials, make_bundle, tmp_path, monkeypatch):
-    monkeypatch.setattr(graph, "MOST_WORK", 1 << 60)
+    monkeypatch.setattr(graph_check, "MOST_WORK", 1 << 60)
     monkeypatch.setattr(encoders, "TRIAL_S", 4.0)
     made = make_bundle(dim=1)
     path = repacked(made, {"encoder.onnx": heavy(9000).SerializeToString()})
-    bundle = bundles.install(path, tmp_path / "bundles")
+    bundle = installed.install(path, tmp_path / "bundles")
     begin = time.monotonic()
     with pytest.raises(BundleDamaged, match="did not end within 4 s"):
         Encoder.open(bundle)
@@ -666,6 +667,6 @@ def test_an_encoder_that_does_not_end_is_killed(trials, make_bundle, tmp_path, m
 
 def test_golden_tensors_beyond_their_size_are_not_read(make_bundle, tmp_path):
     made = make_bundle(spoilt={"more": np.zeros(1 << 16, np.float32)})
-    bundle = bundles.install(made.path, tmp_path / "bundles")
+    bundle = installed.install(made.path, tmp_path / "bundles")
     with pytest.raises(BundleDamaged, match="are possible"):
         bundle.golden()

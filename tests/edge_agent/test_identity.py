@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from edge_agent.config import AgentConfig, DataConfig
-from edge_agent.errors import EnrolmentRefused, StateError
-from edge_agent.identity import AGAIN_S, Identity, IdentityFolder, Renewal, check_identity
+from edge_agent.core.config import AgentConfig, DataConfig
+from edge_agent.core.errors import EnrolmentRefused, StateError
+from edge_agent.identity.certificates import Identity, IdentityFolder, check_identity
+from edge_agent.identity.renewal import AGAIN_S, Renewal
 
 DAY = 86_400.0
 BEGIN = 1_800_000_000.0
@@ -84,7 +85,7 @@ def test_a_damaged_identity_is_named_with_what_to_do(state, content):
 
 def test_a_look_at_the_certificate_loads_no_cryptography(state):
     code = (
-        "import sys; from pathlib import Path; from edge_agent.identity import Renewal; "
+        "import sys; from pathlib import Path; from edge_agent.identity.renewal import Renewal; "
         "Renewal(Path(sys.argv[1])).is_due(0.0); print('cryptography' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(state)], check=True, capture_output=True, text=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from edge_agent import installation
-from edge_agent.errors import MissingCapability
-from edge_agent.installation import find_origin, install_command, parse_origin, program_command
+from edge_agent.core import installation
+from edge_agent.core.errors import MissingCapability
+from edge_agent.core.installation import find_origin, install_command, parse_origin, program_command
 
-ROOT = Path(installation.__file__).parents[1]
+ROOT = Path(installation.__file__).parents[2]
 PYTHON = shlex.quote(sys.executable)
 
 
@@ -61,12 +61,12 @@ def test_a_folder_that_is_gone_is_described_instead_of_named(noted, tmp_path):
 
 def test_a_copy_from_an_index_is_extended_from_there(noted, tmp_path, monkeypatch):
     packages = tmp_path / "lib/python3/site-packages"
-    monkeypatch.setattr(installation, "__file__", str(packages / "edge_agent/installation.py"))
+    monkeypatch.setattr(installation, "__file__", str(packages / "edge_agent/core/installation.py"))
     assert install_command("camera") == f"{PYTHON} -m pip install 'headwater[camera]'"
 
 
 def test_a_developers_copy_that_pip_has_not_noted_is_extended_in_its_folder(noted, copy, monkeypatch):
-    monkeypatch.setattr(installation, "__file__", str(copy / "edge_agent/installation.py"))
+    monkeypatch.setattr(installation, "__file__", str(copy / "edge_agent/core/installation.py"))
     assert install_command("camera") == f"cd '{copy}' && {PYTHON} -m pip install -e '.[camera]'"
 
 

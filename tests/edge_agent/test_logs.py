@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from edge_agent.logs import RESERVED, JsonLines, LoggedStream, log_json, parts_of
+from edge_agent.core.logs import RESERVED, JsonLines, LoggedStream, log_json, parts_of
 
 HOSTILE = 'evil" run=run-9 level=critical\n{"event":"forged"}\x1b[31m\u2028'
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from edge_agent.moments import shown
+from edge_agent.core.time_and_text import shown
 
 
 @pytest.mark.parametrize(

@@ -10,22 +10,22 @@ import time
 import numpy as np
 import pytest
 
-from edge_agent import bundle as bundles
 from edge_agent import heads
-from edge_agent import personalize as module
+from edge_agent.bundle import installed
+from edge_agent.core.errors import BundleDamaged, FingerprintMismatch, UnknownName
 from edge_agent.data import Samples, load, split
-from edge_agent.encoder import Encoder
-from edge_agent.errors import BundleDamaged, FingerprintMismatch, UnknownName
 from edge_agent.heads import FitData
-from edge_agent.local.choice import BASELINES, choose
-from edge_agent.personalize import FitOptions, evaluate_heads, extract, load_head, personalize
-from edge_agent.personalizer import load_bundle
+from edge_agent.personal import personalize as module
+from edge_agent.personal.choice import BASELINES, choose
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.personalize import FitOptions, evaluate_heads, extract, load_head, personalize
+from edge_agent.personal.personalizer import load_bundle
 
 
 @pytest.fixture
 def ready(make_bundle, tmp_path):
     made = make_bundle(dim=48, global_head=True, int8=True)
-    bundle = bundles.install(made.path, tmp_path / "bundles")
+    bundle = installed.install(made.path, tmp_path / "bundles")
     task = bundle.manifest.task
     return made, bundle, Encoder.open(bundle, "fp32"), load("digits?n=300", task.input, task.class_names)
 
@@ -58,7 +58,7 @@ def test_scores_are_those_that_scikit_learn_and_plain_numpy_get(ready):
 def test_other_load_on_the_machine_takes_no_time_from_the_comparison_of_heads(ready, monkeypatch):
     """The comparison has its own clock, of this process alone; here it stands still, however slow the CPU is."""
     assert inspect.signature(choose).parameters["clock"].default is time.process_time
-    monkeypatch.setattr("edge_agent.personalize.choose", functools.partial(choose, clock=lambda: 0.0))
+    monkeypatch.setattr("edge_agent.personal.personalize.choose", functools.partial(choose, clock=lambda: 0.0))
     _, bundle, encoder, samples = ready
     hours = itertools.count(0, 3600)
     result = personalize(bundle, samples, encoder, FitOptions("auto", local=False, clock=lambda: next(hours)))
@@ -86,7 +86,7 @@ def test_the_same_seed_gives_the_same_head(ready):
 
 
 def test_without_a_shared_classifier_there_is_no_global_score(make_bundle, tmp_path):
-    bundle = bundles.install(make_bundle().path, tmp_path / "bundles")
+    bundle = installed.install(make_bundle().path, tmp_path / "bundles")
     samples = load("digits?n=60", bundle.manifest.task.input)
     assert personalize(bundle, samples, Encoder.open(bundle, "fp32")).scores.overall is None
 
@@ -161,7 +161,7 @@ def test_a_saved_head_belongs_to_its_bundle(ready, make_bundle, tmp_path):
     assert load_head(tmp_path / "head", bundle, "fp32").metrics["head"] == "lr"
     with pytest.raises(FingerprintMismatch):
         load_head(tmp_path / "head", bundle, "int8")
-    other = bundles.install(make_bundle("other.hwb", seed=1).path, tmp_path / "others")
+    other = installed.install(make_bundle("other.hwb", seed=1).path, tmp_path / "others")
     with pytest.raises(FingerprintMismatch):
         load_head(tmp_path / "head", other)
 

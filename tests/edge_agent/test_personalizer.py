@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from edge_agent import Personalizer
+from edge_agent.core.errors import DataError, UnknownName, UsageError
 from edge_agent.data import load
-from edge_agent.errors import DataError, UnknownName, UsageError
 
 
 @pytest.fixture

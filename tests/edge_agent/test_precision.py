@@ -9,20 +9,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edge_agent import bundle as bundles
-from edge_agent import encoder as encoder_module
-from edge_agent import precision as module
-from edge_agent import variants
+from edge_agent.bundle import installed
+from edge_agent.core.errors import BundleDamaged
 from edge_agent.data import load
-from edge_agent.encoder import Encoder
-from edge_agent.errors import BundleDamaged
-from edge_agent.precision import Refit, choose, count_right, open_encoder
-from edge_agent.variants import Timing, timed
+from edge_agent.personal import encoder as encoder_module
+from edge_agent.personal import precision as module
+from edge_agent.personal import variants
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.precision import Refit, choose, count_right, open_encoder
+from edge_agent.personal.variants import Timing, timed
 
 
 @pytest.fixture
 def bundle(make_bundle, tmp_path):
-    return bundles.install(make_bundle(dim=48, int8=True).path, tmp_path / "bundles")
+    return installed.install(make_bundle(dim=48, int8=True).path, tmp_path / "bundles")
 
 
 def samples(bundle, count=240):
@@ -130,7 +130,7 @@ def test_half_a_point_is_the_most_that_int8_may_lose(bundle, monkeypatch, lost, 
 def test_int8_features_that_lost_the_classes_are_not_used_however_fast(make_bundle, tmp_path, monkeypatch):
     """An int8 variant with one grid step for all weights: the self-test passes, the accuracy is gone."""
     fast_int8(monkeypatch)
-    bundle = bundles.install(make_bundle(dim=48, int8=True, int8_steps=2).path, tmp_path / "b")
+    bundle = installed.install(make_bundle(dim=48, int8=True, int8_steps=2).path, tmp_path / "b")
     choice = choose(bundle, samples(bundle))
     assert choice.precision == "fp32"
     assert "int8 may lose 0.5 %" in choice.why
@@ -145,7 +145,7 @@ def test_too_few_samples_to_tell_half_a_point_mean_fp32(bundle, monkeypatch):
 
 def test_no_recording_learns_and_answers(make_bundle, tmp_path, monkeypatch):
     """Windows of a recording overlap: a head that has learned from some of them knows the others."""
-    bundle = bundles.install(make_bundle(dim=48, int8=True).path, tmp_path / "b")
+    bundle = installed.install(make_bundle(dim=48, int8=True).path, tmp_path / "b")
     given = replace(samples(bundle, 100), groups=np.arange(100) // 5)
     seen = []
     real = variants.folds
@@ -190,7 +190,7 @@ def test_the_record_names_processor_runtime_and_variants(bundle):
 
 def test_a_device_that_fails_the_self_test_of_int8_alone_uses_fp32(make_bundle, tmp_path, monkeypatch):
     fast_int8(monkeypatch)
-    bundle = bundles.install(make_bundle(dim=48, int8=True, int8_golden_error=1.0).path, tmp_path / "b")
+    bundle = installed.install(make_bundle(dim=48, int8=True, int8_golden_error=1.0).path, tmp_path / "b")
     choice = choose(bundle, samples(bundle))
     assert (choice.precision, "self-test: int8" in choice.why) == ("fp32", True)
     assert open_encoder(bundle, "auto", samples(bundle)).precision == "fp32"
@@ -199,7 +199,7 @@ def test_a_device_that_fails_the_self_test_of_int8_alone_uses_fp32(make_bundle, 
 
 
 def test_a_device_that_fails_the_self_test_of_fp32_uses_neither(make_bundle, tmp_path):
-    bundle = bundles.install(make_bundle(int8=True, golden_error=1.0).path, tmp_path / "b")
+    bundle = installed.install(make_bundle(int8=True, golden_error=1.0).path, tmp_path / "b")
     with pytest.raises(BundleDamaged, match="self-test: fp32"):
         choose(bundle, samples(bundle))
 
@@ -208,6 +208,6 @@ def test_nothing_is_measured_where_there_is_nothing_to_choose(bundle, make_bundl
     def never() -> float:
         raise AssertionError("timed")
 
-    alone = bundles.install(make_bundle("alone.hwb").path, tmp_path / "alone")
+    alone = installed.install(make_bundle("alone.hwb").path, tmp_path / "alone")
     assert choose(alone, samples(alone), clock=never).why == "the bundle has no int8 variant"
     assert choose(bundle, None, clock=never).why == "no labelled samples to compare the accuracies on"

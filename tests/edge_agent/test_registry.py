@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from edge_agent import heads, methods
-from edge_agent.errors import UnknownName, UsageError
-from edge_agent.registry import Registry
+from edge_agent.core.errors import UnknownName, UsageError
+from edge_agent.core.registry import Registry
 
 
 @pytest.fixture

@@ -16,14 +16,15 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from edge_agent import bundle as bundles
-from edge_agent import storage
 from edge_agent.agent.local_state import RUN_FOLDER, remove_all_runs, remove_ended_runs
 from edge_agent.agent.tasks import Resources
-from edge_agent.config import AgentConfig, DataConfig
-from edge_agent.encoder import remove_features
-from edge_agent.errors import StateError, UsageError
-from edge_agent.storage import MARK, FolderKind
+from edge_agent.bundle import installed
+from edge_agent.core import locks, own_folders
+from edge_agent.core import storage as storage_module
+from edge_agent.core.config import AgentConfig, DataConfig
+from edge_agent.core.errors import StateError, UsageError
+from edge_agent.core.own_folders import MARK, FolderKind
+from edge_agent.personal.encoder import remove_features
 
 KIND = FolderKind("decoy")
 
@@ -47,7 +48,7 @@ def make_decoy(folder: Path) -> dict[str, bytes]:
 def test_importing_a_bundle_removes_no_folder_of_somebody_else(make_bundle, tmp_path, caplog):
     root = tmp_path / "state" / "bundles"
     before = make_decoy(root)
-    bundles.install(make_bundle("a.hwb").path, root)
+    installed.install(make_bundle("a.hwb").path, root)
     after = contents(root)
     assert {name: after.get(name) for name in before} == before
     assert "photos" in caplog.text, "nobody is told which folder stays"
@@ -60,9 +61,9 @@ def test_installing_through_a_link_is_refused_and_leaves_the_other_folder_as_it_
     root.parent.mkdir()
     root.symlink_to(decoy)
     with pytest.raises(UsageError, match="a symbolic link, expected a folder"):
-        bundles.install(make_bundle("a.hwb").path, root)
+        installed.install(make_bundle("a.hwb").path, root)
     with pytest.raises(UsageError, match="a symbolic link, expected a folder"):
-        bundles.remove_unused(root)
+        installed.remove_unused(root)
     assert contents(decoy) == before
 
 
@@ -84,24 +85,24 @@ def test_the_command_refuses_a_linked_state_folder_with_exit_code_2(make_bundle,
 
 def test_bundles_that_are_not_kept_are_removed(make_bundle, tmp_path):
     root = tmp_path / "bundles"
-    folders = [bundles.install(make_bundle(f"{n}.hwb", seed=n).path, root, keep=2).folder for n in range(3)]
+    folders = [installed.install(make_bundle(f"{n}.hwb", seed=n).path, root, keep=2).folder for n in range(3)]
     assert [folder.exists() for folder in folders] == [False, True, True]
 
 
 def test_a_bundle_that_an_earlier_version_unpacked_is_still_removed(make_bundle, tmp_path):
     root = tmp_path / "bundles"
-    folders = [bundles.install(make_bundle(f"{n}.hwb", seed=n).path, root, keep=2).folder for n in range(2)]
+    folders = [installed.install(make_bundle(f"{n}.hwb", seed=n).path, root, keep=2).folder for n in range(2)]
     for folder in folders:
         (folder / MARK).unlink()
         (folder / ".made").mkdir()
-    bundles.install(make_bundle("3.hwb", seed=3).path, root, keep=1)
+    installed.install(make_bundle("3.hwb", seed=3).path, root, keep=1)
     assert [folder.exists() for folder in folders] == [False, False]
 
 
 @pytest.mark.parametrize("change", ["renamed", "own_file", "linked_file", "damaged_manifest"])
 def test_what_only_resembles_an_earlier_bundle_stays(make_bundle, tmp_path, change):
     root = tmp_path / "bundles"
-    folder = bundles.install(make_bundle("a.hwb").path, root).folder
+    folder = installed.install(make_bundle("a.hwb").path, root).folder
     (folder / MARK).unlink()
     if change == "renamed":
         folder = folder.rename(root / "copy")
@@ -113,7 +114,7 @@ def test_what_only_resembles_an_earlier_bundle_stays(make_bundle, tmp_path, chan
         (folder / name).symlink_to(tmp_path / name)
     else:
         (folder / "manifest.json").write_text("{}")
-    bundles.install(make_bundle("b.hwb", seed=1).path, root, keep=1)
+    installed.install(make_bundle("b.hwb", seed=1).path, root, keep=1)
     assert folder.exists()
 
 
@@ -121,23 +122,23 @@ def test_a_folder_in_the_way_of_a_bundle_stays_and_the_bundle_goes_beside_it(mak
     made, root = make_bundle("a.hwb"), tmp_path / "bundles"
     in_the_way = root / made.manifest.bundle_id[:24]
     before = make_decoy(in_the_way)
-    bundle = bundles.install(made.path, root)
+    bundle = installed.install(made.path, root)
     assert bundle.folder != in_the_way
-    assert bundles.current(root).id == made.manifest.bundle_id
+    assert installed.current(root).id == made.manifest.bundle_id
     assert contents(in_the_way) == before
     assert in_the_way.name in caplog.text
 
 
 def test_the_mark_of_one_folder_makes_no_other_one_ours(tmp_path):
     made = tmp_path / "made"
-    storage.make_folder(made, KIND)
+    own_folders.make_folder(made, KIND)
     copy = tmp_path / "copy"
     shutil.copytree(made, copy)
     (copy / "own.txt").write_text("mine")
-    assert not storage.remove_folder(copy, KIND)
-    assert not storage.remove_folder(made, FolderKind("another kind"))
+    assert not own_folders.remove_folder(copy, KIND)
+    assert not own_folders.remove_folder(made, FolderKind("another kind"))
     assert (copy / "own.txt").read_text() == "mine"
-    assert storage.remove_folder(made, KIND)
+    assert own_folders.remove_folder(made, KIND)
     assert not made.exists()
 
 
@@ -148,28 +149,28 @@ def test_a_damaged_or_forged_mark_removes_nothing(tmp_path, mark):
     folder = tmp_path / "made"
     before = make_decoy(folder)
     (folder / MARK).write_text(mark)
-    assert not storage.remove_folder(folder, KIND)
+    assert not own_folders.remove_folder(folder, KIND)
     assert contents(folder) == {MARK: mark.encode(), **before}
 
 
 def test_a_mark_that_is_a_link_counts_as_none(tmp_path):
     made, other = tmp_path / "made", tmp_path / "elsewhere"
-    storage.make_folder(made, KIND)
+    own_folders.make_folder(made, KIND)
     shutil.move(made / MARK, other)
     (made / MARK).symlink_to(other)
-    assert not storage.remove_folder(made, KIND)
+    assert not own_folders.remove_folder(made, KIND)
 
 
 def test_links_inside_a_folder_are_removed_and_not_followed(tmp_path):
     decoy = tmp_path / "somebody"
     before = make_decoy(decoy)
     made = tmp_path / "made"
-    storage.make_folder(made, KIND)
+    own_folders.make_folder(made, KIND)
     (made / "below").mkdir()
     (made / "below" / "folder").symlink_to(decoy)
     (made / "file").symlink_to(decoy / "photos" / "one.txt")
     (made / "dangling").symlink_to(tmp_path / "nothing")
-    assert storage.remove_folder(made, KIND)
+    assert own_folders.remove_folder(made, KIND)
     assert not made.exists()
     assert contents(decoy) == before
 
@@ -177,7 +178,7 @@ def test_links_inside_a_folder_are_removed_and_not_followed(tmp_path):
 @pytest.mark.parametrize("depth", ["folder", "parent"])
 def test_a_link_in_place_of_a_folder_or_of_its_parent_is_not_followed(tmp_path, depth, caplog):
     real = tmp_path / "real"
-    storage.make_folder(real / "made", KIND)
+    own_folders.make_folder(real / "made", KIND)
     (real / "made" / "file").write_text("x")
     if depth == "parent":
         (tmp_path / "link").symlink_to(real)
@@ -185,7 +186,7 @@ def test_a_link_in_place_of_a_folder_or_of_its_parent_is_not_followed(tmp_path, 
     else:
         path = tmp_path / "made"
         path.symlink_to(real / "made")
-    assert not storage.remove_folder(path, KIND)
+    assert not own_folders.remove_folder(path, KIND)
     assert (real / "made" / "file").read_text() == "x"
     assert "links are not followed" in caplog.text
 
@@ -195,7 +196,7 @@ def test_a_folder_that_is_swapped_for_a_link_during_the_removal_leads_nowhere(tm
     decoy = tmp_path / "somebody"
     before = make_decoy(decoy)
     made = tmp_path / "made"
-    storage.make_folder(made, KIND)
+    own_folders.make_folder(made, KIND)
     walk = os.fwalk
 
     def swap_then_walk(*arguments, **options):
@@ -205,22 +206,22 @@ def test_a_folder_that_is_swapped_for_a_link_during_the_removal_leads_nowhere(tm
         return walk(*arguments, **options)
 
     monkeypatch.setattr(os, "fwalk", swap_then_walk)
-    storage.remove_folder(made, KIND)
+    own_folders.remove_folder(made, KIND)
     assert contents(decoy) == before
 
 
 def test_a_removal_that_was_interrupted_is_completed_by_the_next(tmp_path, monkeypatch):
     made = tmp_path / "made"
-    storage.make_folder(made, KIND)
+    own_folders.make_folder(made, KIND)
     (made / "file").write_text("x")
     real = os.rmdir
     with monkeypatch.context() as patched:
         patched.setattr(os, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-        assert not storage.remove_folder(made, KIND)
+        assert not own_folders.remove_folder(made, KIND)
     assert (made / MARK).exists(), "the mark has to go last"
     assert os.rmdir is real
-    assert storage.remove_folder(made, KIND)
-    assert storage.remove_folder(made, KIND), "what is gone is gone"
+    assert own_folders.remove_folder(made, KIND)
+    assert own_folders.remove_folder(made, KIND), "what is gone is gone"
 
 
 def test_runs_are_removed_and_folders_of_somebody_else_among_them_stay(tmp_path):
@@ -228,7 +229,7 @@ def test_runs_are_removed_and_folders_of_somebody_else_among_them_stay(tmp_path)
     before = make_decoy(runs)
     (runs / "link").symlink_to(runs / "photos")
     for number in range(3):
-        storage.make_folder(runs / f"run-{number}", RUN_FOLDER)
+        own_folders.make_folder(runs / f"run-{number}", RUN_FOLDER)
         os.utime(runs / f"run-{number}", (number, number))
     earlier = runs / "run-of-before"
     earlier.mkdir()
@@ -263,7 +264,7 @@ def test_a_state_folder_that_everybody_can_write_is_refused(tmp_path, mode):
     state = tmp_path / "state"
     (state / "bundles").mkdir(parents=True)
     state.chmod(mode)
-    with pytest.raises(UsageError, match=r"others can write it.*chmod go-w"), storage.folder_lock(state, "test"):
+    with pytest.raises(UsageError, match=r"others can write it.*chmod go-w"), locks.folder_lock(state, "test"):
         pass
 
 
@@ -273,7 +274,7 @@ def test_a_state_folder_that_another_group_can_write_is_refused(tmp_path):
     (state / "bundles").mkdir(parents=True)
     os.chown(state, -1, os.getegid() + 1)
     state.chmod(0o770)
-    with pytest.raises(UsageError, match="others can write it"), storage.folder_lock(state, "test"):
+    with pytest.raises(UsageError, match="others can write it"), locks.folder_lock(state, "test"):
         pass
 
 
@@ -283,7 +284,7 @@ def test_an_empty_folder_that_everybody_can_write_is_closed_and_used(tmp_path):
     state = tmp_path / "state"
     state.mkdir()
     state.chmod(0o777)
-    with storage.folder_lock(state, "test"):
+    with locks.folder_lock(state, "test"):
         assert state.stat().st_mode & 0o777 == 0o700
 
 
@@ -294,10 +295,10 @@ def test_the_link_that_systemd_makes_for_a_state_folder_is_followed(make_bundle,
     real.mkdir(parents=True)
     state = tmp_path / "headwater-agent"
     state.symlink_to("private/headwater-agent")
-    with storage.folder_lock(state, "test"):
-        bundles.install(make_bundle("a.hwb").path, state / "bundles")
-        storage.make_folder(state / "candidate", KIND)
-        assert storage.remove_folder(state / "candidate", KIND)
+    with locks.folder_lock(state, "test"):
+        installed.install(make_bundle("a.hwb").path, state / "bundles")
+        own_folders.make_folder(state / "candidate", KIND)
+        assert own_folders.remove_folder(state / "candidate", KIND)
     assert json.loads((real / "bundles" / "current.json").read_text())["bundles"]
 
 
@@ -306,24 +307,24 @@ def test_only_temporary_files_of_ours_are_swept(tmp_path):
     theirs = [".notes.tmp", "a.tmp", ".draft.odt.tmp"]
     for name in (*ours, *theirs):
         (tmp_path / name).write_text("x")
-    assert storage.sweep(tmp_path) == len(ours)
+    assert storage_module.sweep(tmp_path) == len(ours)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(theirs)
 
 
 def test_a_folder_of_the_same_disk_that_is_mounted_below_stays_whole(tmp_path, monkeypatch, caplog):
     """``mount --bind`` gives a folder of the same device; its mount has another number."""
     made = tmp_path / "made"
-    storage.make_folder(made, KIND)
+    own_folders.make_folder(made, KIND)
     before = make_decoy(made / "mounted")
     mounted = (made / "mounted").stat().st_ino
-    real = storage._mount_of
+    real = own_folders._mount_of
 
     def mount_of(descriptor):
         device, _ = real(descriptor)
         return device, 2 if os.fstat(descriptor).st_ino == mounted else 1
 
-    monkeypatch.setattr(storage, "_mount_of", mount_of)
-    assert not storage.remove_folder(made, KIND)
+    monkeypatch.setattr(own_folders, "_mount_of", mount_of)
+    assert not own_folders.remove_folder(made, KIND)
     assert contents(made / "mounted") == before
     assert "another file system is mounted below it" in caplog.text
 
@@ -332,7 +333,7 @@ def test_a_folder_of_the_same_disk_that_is_mounted_below_stays_whole(tmp_path, m
 def test_the_mount_of_an_opened_folder_is_known(tmp_path):
     descriptor = os.open(tmp_path, os.O_RDONLY)
     try:
-        device, mount = storage._mount_of(descriptor)
+        device, mount = own_folders._mount_of(descriptor)
     finally:
         os.close(descriptor)
     assert device == tmp_path.stat().st_dev
@@ -345,7 +346,7 @@ def test_a_folder_of_an_earlier_version_is_marked_where_it_was_opened(tmp_path, 
     before = make_decoy(decoy)
     made = tmp_path / "made"
     made.mkdir()
-    real = storage._read_mark
+    real = own_folders._read_mark
 
     def swap_then_read(folder, opened):
         result = real(folder, opened)
@@ -356,8 +357,8 @@ def test_a_folder_of_an_earlier_version_is_marked_where_it_was_opened(tmp_path, 
         return result
 
     calls: list[Path] = []
-    monkeypatch.setattr(storage, "_read_mark", swap_then_read)
-    storage.remove_folder(made, FolderKind("decoy", lambda _: True))
+    monkeypatch.setattr(own_folders, "_read_mark", swap_then_read)
+    own_folders.remove_folder(made, FolderKind("decoy", lambda _: True))
     assert contents(decoy) == before
 
 
@@ -369,7 +370,7 @@ def test_a_state_folder_with_a_link_to_a_folder_in_it_is_refused(tmp_path, name)
     state.mkdir()
     before = make_decoy(other)
     (state / name).symlink_to(other)
-    with pytest.raises(UsageError, match="a symbolic link, expected a folder"), storage.folder_lock(state, "test"):
+    with pytest.raises(UsageError, match="a symbolic link, expected a folder"), locks.folder_lock(state, "test"):
         pass
     assert contents(other) == before
 
@@ -386,7 +387,7 @@ def test_the_lock_empties_no_file_of_somebody_else(tmp_path, kind):
         os.link(other, state / "lock")
     else:
         os.mkfifo(state / "lock")
-    with pytest.raises(StateError, match="cannot be used as a state folder"), storage.folder_lock(state, "test"):
+    with pytest.raises(StateError, match="cannot be used as a state folder"), locks.folder_lock(state, "test"):
         pass
     assert other.read_text() == "mine"
 

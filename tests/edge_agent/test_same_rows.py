@@ -10,11 +10,12 @@ from simulation_harness import write_images
 
 from coordinator.simulation import datasets
 from coordinator.simulation.plan import Plan
-from edge_agent import Personalizer, personalize
+from edge_agent import Personalizer
 from edge_agent.agent.tasks import TaskRunner
 from edge_agent.cli import main
-from edge_agent.config import AgentConfig, DataConfig
+from edge_agent.core.config import AgentConfig, DataConfig
 from edge_agent.data.partition import own_samples
+from edge_agent.personal import personalize
 
 
 def test_recordings_are_held_out_whole_in_a_simulation_too(tmp_path):

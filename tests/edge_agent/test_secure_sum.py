@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from edge_agent.errors import CodecError, PrivacyRefused, SharesWrong, TrainingFailed
-from edge_agent.secure_sum import (
+from edge_agent.core.errors import CodecError, PrivacyRefused, SharesWrong, TrainingFailed
+from edge_agent.privacy.secure_sum.device import Participant
+from edge_agent.privacy.secure_sum.fixed_point import FixedPoint
+from edge_agent.privacy.secure_sum.keys import (
     PRIME,
-    FixedPoint,
-    Participant,
     PublicKeys,
     at_zero,
     derived,
@@ -23,8 +23,8 @@ from edge_agent.secure_sum import (
     split,
     stream,
     threshold,
-    unmasked,
 )
+from edge_agent.privacy.secure_sum.server import unmasked
 
 CONTEXT = b"federation run-1 round 3"
 

@@ -8,24 +8,24 @@ import shutil
 import numpy as np
 import pytest
 
-from edge_agent import bundle as bundles
-from edge_agent import encoder as encoder_module
-from edge_agent import self_test
+from edge_agent.bundle import archive, installed
 from edge_agent.cli import main
-from edge_agent.encoder import Encoder
-from edge_agent.errors import BundleDamaged
-from edge_agent.task import Task, WindowInput
+from edge_agent.core.errors import BundleDamaged
+from edge_agent.core.task import Task, WindowInput
+from edge_agent.personal import encoder as encoder_module
+from edge_agent.personal import self_test
+from edge_agent.personal.encoder import Encoder
 from edge_agent.wire.tensors import decode, encode
 
 
 def repacked(made, change, out):
     """The bundle packed again with ``change(fields, files)`` applied, and all hashes and fingerprints right."""
-    opened = bundles.open_bundle(made.path)
+    opened = archive.open_bundle(made.path)
     files = {name: opened.read(name) for name in opened.manifest.files}
     fields = opened.manifest.model_dump(mode="json", exclude={"files", "schema_version"})
     fields["variants"] = {precision: variant["file"] for precision, variant in fields["variants"].items()}
     change(fields, files)
-    bundles.pack(out, fields, files)
+    archive.pack(out, fields, files)
     return out
 
 
@@ -112,16 +112,16 @@ def test_no_command_answers_with_a_bundle_that_was_spoilt_before_it_was_packed(
 
 
 def test_a_good_bundle_passes_whatever_packs_it(good, tmp_path):
-    again = bundles.install(repacked(good, lambda *_: None, tmp_path / "again.hwb"), tmp_path / "installed")
+    again = installed.install(repacked(good, lambda *_: None, tmp_path / "again.hwb"), tmp_path / "installed")
     assert Encoder.open(again).precision == "fp32"
 
 
 def test_sensor_windows_are_tested_from_the_recording_on(make_bundle, tmp_path):
     task = Task(input=WindowInput(channels=3, length=16, stride=4), class_names=("a", "b"), encoder="linear")
     made = make_bundle(task=task)
-    Encoder.open(bundles.install(made.path, tmp_path / "good"))
+    Encoder.open(installed.install(made.path, tmp_path / "good"))
     for change in (input_with(stride=5), input_with(mean=[0.1]), input_with(std=[1.1])):
-        bad = bundles.install(repacked(made, change, tmp_path / "bad.hwb"), tmp_path / "bad")
+        bad = installed.install(repacked(made, change, tmp_path / "bad.hwb"), tmp_path / "bad")
         with pytest.raises(BundleDamaged):
             Encoder.open(bad)
 
@@ -141,7 +141,7 @@ class Counted:
 
 
 def test_it_runs_once_for_each_variant_of_an_unpacked_bundle(make_bundle, tmp_path, monkeypatch):
-    bundle, tests = bundles.install(make_bundle(int8=True).path, tmp_path / "b"), Counted(monkeypatch)
+    bundle, tests = installed.install(make_bundle(int8=True).path, tmp_path / "b"), Counted(monkeypatch)
     for expected in (2, 2):
         for precision in ("fp32", "int8"):
             Encoder.open(bundle, precision)
@@ -150,7 +150,7 @@ def test_it_runs_once_for_each_variant_of_an_unpacked_bundle(make_bundle, tmp_pa
 
 @pytest.mark.parametrize("what", ["processor", "runtime", "bundle", "record"])
 def test_it_runs_again_where_something_changed(make_bundle, tmp_path, monkeypatch, what):
-    bundle, tests = bundles.install(make_bundle(int8=True).path, tmp_path / "b"), Counted(monkeypatch)
+    bundle, tests = installed.install(make_bundle(int8=True).path, tmp_path / "b"), Counted(monkeypatch)
     Encoder.open(bundle)
     record = bundle.made / "self_test.json"
     if what == "processor":
@@ -160,7 +160,7 @@ def test_it_runs_again_where_something_changed(make_bundle, tmp_path, monkeypatc
     elif what == "record":
         record.write_bytes(b"{")
     else:
-        other = bundles.install(make_bundle("other.hwb", seed=1).path, tmp_path / "b")
+        other = installed.install(make_bundle("other.hwb", seed=1).path, tmp_path / "b")
         shutil.copy(record, other.folder)
         bundle = other
     Encoder.open(bundle)
@@ -168,12 +168,12 @@ def test_it_runs_again_where_something_changed(make_bundle, tmp_path, monkeypatc
 
 
 def test_without_a_writable_folder_it_runs_each_time(make_bundle, tmp_path, monkeypatch):
-    bundle, tests = bundles.install(make_bundle().path, tmp_path / "b"), Counted(monkeypatch)
+    bundle, tests = installed.install(make_bundle().path, tmp_path / "b"), Counted(monkeypatch)
 
     def refuse(*_, **__):
         raise OSError("read-only")
 
-    monkeypatch.setattr("edge_agent.storage.write_json", refuse)
+    monkeypatch.setattr("edge_agent.core.storage.write_json", refuse)
     for expected in (1, 2):
         Encoder.open(bundle)
         assert tests.count == expected
@@ -182,14 +182,14 @@ def test_without_a_writable_folder_it_runs_each_time(make_bundle, tmp_path, monk
 
 
 def test_a_failed_test_is_not_taken_for_a_passed_one_the_next_time(make_bundle, tmp_path):
-    bundle = bundles.install(make_bundle(golden_error=0.01).path, tmp_path / "b")
+    bundle = installed.install(make_bundle(golden_error=0.01).path, tmp_path / "b")
     for _ in range(2):
         with pytest.raises(BundleDamaged, match=r"0\.00\d+ of their scale.*at most 0\.0001"):
             Encoder.open(bundle)
 
 
 def test_features_that_are_no_numbers_fail(make_bundle, tmp_path):
-    bundle = bundles.install(make_bundle().path, tmp_path / "b")
+    bundle = installed.install(make_bundle().path, tmp_path / "b")
     with pytest.raises(BundleDamaged, match="nan"):
         self_test.check(bundle, "fp32", lambda inputs: np.full((len(inputs), 24), np.nan, np.float32))
 
@@ -197,7 +197,7 @@ def test_features_that_are_no_numbers_fail(make_bundle, tmp_path):
 @pytest.mark.parametrize("share, passes", [(0.9, True), (1.1, False)])
 def test_tolerances_are_shares_of_the_largest_feature_or_of_each_row(make_bundle, tmp_path, share, passes):
     made = make_bundle(int8=True)
-    bundle = bundles.install(made.path, tmp_path / "b")
+    bundle = installed.install(made.path, tmp_path / "b")
     golden = bundle.golden()
     for precision, tolerance in (("fp32", self_test.FP32_TOLERANCE), ("int8", self_test.INT8_TOLERANCE)):
         rows = golden[f"features_{precision}"]
@@ -213,7 +213,7 @@ def test_tolerances_are_shares_of_the_largest_feature_or_of_each_row(make_bundle
 @pytest.mark.parametrize("rows, passes", [(3, True), (5, False)])
 def test_int8_features_of_few_inputs_may_be_rounded_otherwise(make_bundle, tmp_path, rows, passes):
     """As on arm64, where the sums of ResNet18's branches are; damaged weights move the features of all inputs."""
-    bundle = bundles.install(make_bundle(int8=True).path, tmp_path / "b")
+    bundle = installed.install(make_bundle(int8=True).path, tmp_path / "b")
     off = bundle.golden()["features_int8"].copy()
     off[:rows] *= np.float32(1.05)
     if passes:
@@ -224,7 +224,7 @@ def test_int8_features_of_few_inputs_may_be_rounded_otherwise(make_bundle, tmp_p
 
 
 def test_one_infinite_int8_feature_fails(make_bundle, tmp_path):
-    bundle = bundles.install(make_bundle(int8=True).path, tmp_path / "b")
+    bundle = installed.install(make_bundle(int8=True).path, tmp_path / "b")
     off = bundle.golden()["features_int8"].copy()
     off[7, 3] = np.inf
     with pytest.raises(BundleDamaged, match="int8"):
@@ -243,6 +243,6 @@ def test_one_infinite_int8_feature_fails(make_bundle, tmp_path):
     ],
 )
 def test_golden_tensors_of_another_form_are_rejected_before_anything_is_computed(make_bundle, tmp_path, name, array):
-    bundle = bundles.install(make_bundle(global_head=True, spoilt={name: array}).path, tmp_path / "b")
+    bundle = installed.install(make_bundle(global_head=True, spoilt={name: array}).path, tmp_path / "b")
     with pytest.raises(BundleDamaged, match=f"golden tensors: {name} missing, or not of the form"):
         self_test.check(bundle, "fp32", lambda _: pytest.fail("computed"))

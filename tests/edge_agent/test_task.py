@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from edge_agent.task import ImageInput, Task, WindowInput
+from edge_agent.core.task import ImageInput, Task, WindowInput
 
 TASK = Task(
     input=ImageInput(channels=1, height=28, width=28, mean=(0.1307,), std=(0.3081,)),

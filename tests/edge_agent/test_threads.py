@@ -76,7 +76,7 @@ def test_nothing_is_set_where_numpy_is_loaded_already(monkeypatch):
     """A program that calls us has made its choice; its environment stays as it is."""
     import numpy as np
 
-    from edge_agent.limits import limit_threads
+    from edge_agent.core.limits import limit_threads
 
     assert np.__name__ in sys.modules
     for name in TOLD:

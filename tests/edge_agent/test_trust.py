@@ -15,10 +15,9 @@ from tuf.api.metadata import Metadata
 from tuf.ngclient._internal.trusted_metadata_set import TrustedMetadataSet
 
 from coordinator.state.release_keys import role
-from edge_agent import bundle as bundles
-from edge_agent import cli, trust
-from edge_agent.errors import BundleDamaged, BundleError, BundleUntrusted, StateError
-from edge_agent.trust import (
+from edge_agent import cli
+from edge_agent.bundle import archive, installed, trust
+from edge_agent.bundle.trust import (
     Envelope,
     Key,
     Member,
@@ -31,6 +30,7 @@ from edge_agent.trust import (
     dump,
     read,
 )
+from edge_agent.core.errors import BundleDamaged, BundleError, BundleUntrusted, StateError
 
 
 @pytest.fixture
@@ -48,15 +48,15 @@ def folder(tmp_path, home):
 
 @pytest.fixture
 def install(folder):
-    return lambda path, at=now: bundles.install(path, folder, now=at)
+    return lambda path, at=now: installed.install(path, folder, now=at)
 
 
 def changed(path, edit):
     """A copy of a signed bundle whose signatures are edited: ``edit`` gets and returns them as JSON."""
     out = path.with_name(f"changed-{path.name}")
     shutil.copy(path, out)
-    content = edit(json.loads(bundles.open_bundle(path).release))
-    bundles.attach(out, canonical(content) + b"\n")
+    content = edit(json.loads(archive.open_bundle(path).release))
+    archive.attach(out, canonical(content) + b"\n")
     return out
 
 
@@ -67,17 +67,17 @@ def test_a_signed_bundle_is_installed_and_verified_at_every_load(make_bundle, ho
     asked = []
     original = Envelope.signers
     monkeypatch.setattr(Envelope, "signers", lambda *given: asked.append(given) or original(*given))
-    assert bundles.current(folder).id == bundle.id
+    assert installed.current(folder).id == bundle.id
     assert len(asked) == 1
 
 
 def test_the_id_of_a_bundle_does_not_depend_on_its_signatures(make_bundle, home):
     made = make_bundle()
-    signed = bundles.open_bundle(home.sign(made.path, 7))
+    signed = archive.open_bundle(home.sign(made.path, 7))
     assert signed.manifest == made.manifest
-    assert bundles.open_bundle(made.path).release is None
-    bundles.attach(signed.path, signed.release)  # again
-    assert bundles.open_bundle(signed.path).release == signed.release
+    assert archive.open_bundle(made.path).release is None
+    archive.attach(signed.path, signed.release)  # again
+    assert archive.open_bundle(signed.path).release == signed.release
 
 
 # --- arbitrary software ----------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_the_id_of_a_bundle_does_not_depend_on_its_signatures(make_bundle, home)
 def test_row_35_unsigned_and_strange_bundles_are_refused_before_any_file_is_there(make_bundle, home, install, folder):
     made = make_bundle()
     install(home.sign(made.path, 7))
-    kept = bundles.current(folder).id
+    kept = installed.current(folder).id
     other = make_bundle("other.hwb", seed=1)
     mallory = Federation(root_keys=(66,), keys=(77,))
     strange = mallory.sign(make_bundle("strange.hwb", seed=1).path, 9)
@@ -94,23 +94,23 @@ def test_row_35_unsigned_and_strange_bundles_are_refused_before_any_file_is_ther
     for number in (77, 1):  # a key of nobody, and a genuine one in a role that it does not have
         path = other.path.with_name(f"forged-{number}.hwb")
         shutil.copy(other.path, path)
-        bundles.attach(path, dump(Member(release=unsigned.with_signature(key(number)), roots=tuple(home.roots))))
+        archive.attach(path, dump(Member(release=unsigned.with_signature(key(number)), roots=tuple(home.roots))))
         forged.append((path, "signed by 0 of"))
     for path, why in ((other.path, "is not signed"), (strange, "another one"), *forged):
         with pytest.raises(BundleUntrusted, match=why):
             install(path)
     assert [path.name for path in folder.iterdir() if path.is_dir()] == [kept[:24]]
-    assert bundles.current(folder).id == kept
+    assert installed.current(folder).id == kept
 
 
 def read_member(path):
-    return trust.parse(Member, bundles.open_bundle(path).release, str(path))
+    return trust.parse(Member, archive.open_bundle(path).release, str(path))
 
 
 def test_row_35_a_flip_of_any_byte_of_a_signed_bundle_is_refused(make_bundle, home, install, folder):
     path = home.sign(make_bundle(global_head=True).path, 7)
     good, target = path.read_bytes(), path.with_name("flipped.hwb")
-    end = bundles.open_bundle(path).end
+    end = archive.open_bundle(path).end
     known = good.index(b'"roots":[{"signatures"', end)
     signatures = range(known, good.index(b'"signed"', known))  # of a root that is trusted already: they do not count
     for position in {*range(0, len(good), 97), *range(end, len(good), 5)} - {*signatures}:
@@ -128,10 +128,10 @@ def test_row_35_files_changed_on_the_device_are_refused_at_the_next_load(make_bu
     for name in ("encoder.onnx", "manifest.json", "manifest.sha256", "golden.safetensors"):
         shutil.copy(bundle.folder / name, other.folder / name)
     with pytest.raises(BundleUntrusted, match="its release is of bundle"):  # whole in itself, and not what was signed
-        bundles.current(folder)
+        installed.current(folder)
     (other.folder / "release.json").unlink()
     with pytest.raises(BundleUntrusted, match="is not signed"):
-        bundles.current(folder)
+        installed.current(folder)
 
 
 # --- mix and match, extraneous dependencies --------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_row_35_files_changed_on_the_device_are_refused_at_the_next_load(make_bu
 
 def test_mix_and_match_a_release_of_another_bundle_is_refused(make_bundle, home, install):
     one, two = (home.sign(make_bundle(f"{seed}.hwb", seed=seed).path, 7 + seed) for seed in (0, 1))
-    bundles.attach(two, bundles.open_bundle(one).release)
+    archive.attach(two, archive.open_bundle(one).release)
     with pytest.raises(BundleUntrusted, match=r"its release is of bundle .* encoder\.onnx"):
         install(two)
 
@@ -170,9 +170,9 @@ def test_row_36_an_older_release_is_refused_also_after_a_restart(make_bundle, ho
     another = home.sign(old.path, 8)
     with pytest.raises(BundleUntrusted, match="is older than version 8"):  # the same number for another bundle
         install(another)
-    assert bundles.current(folder).id == new.manifest.bundle_id
+    assert installed.current(folder).id == new.manifest.bundle_id
     install(second)  # once more, as after a kill between counter and switch
-    assert bundles.current(folder).id == new.manifest.bundle_id
+    assert installed.current(folder).id == new.manifest.bundle_id
 
 
 def test_row_36_an_operator_goes_back_by_a_new_version_of_the_old_bundle(make_bundle, home, install, folder):
@@ -180,7 +180,7 @@ def test_row_36_an_operator_goes_back_by_a_new_version_of_the_old_bundle(make_bu
     install(home.sign(old.path, 7))
     install(home.sign(new.path, 8))
     install(home.sign(old.path, 9))
-    assert bundles.current(folder).id == old.manifest.bundle_id
+    assert installed.current(folder).id == old.manifest.bundle_id
     with pytest.raises(BundleUntrusted):
         install(home.sign(new.path, 8))
 
@@ -192,14 +192,16 @@ def test_row_36_expired_metadata_are_not_installed_and_what_runs_keeps_serving(m
     for offset in (timedelta(days=2), timedelta(days=365 * 20)):
         with pytest.raises(BundleUntrusted, match=r"expired at .* this device's clock says"):
             install(later, lambda offset=offset: (NOW + offset).timestamp())
-    assert bundles.current(folder).id == bundles.open_bundle(path).manifest.bundle_id  # at any time: no clock is asked
+    assert (
+        installed.current(folder).id == archive.open_bundle(path).manifest.bundle_id
+    )  # at any time: no clock is asked
     assert TrustStore(folder).described((NOW + YEAR).timestamp())["expired"]
     install(later)
 
 
 def test_a_clock_that_is_behind_does_not_bring_back_what_has_expired(make_bundle, home, folder):
     def install(path, days):
-        return bundles.install(path, folder, now=lambda: (NOW + timedelta(days=days)).timestamp())
+        return installed.install(path, folder, now=lambda: (NOW + timedelta(days=days)).timestamp())
 
     path, second = make_bundle().path, timedelta(seconds=1)
     soon = home.sign(path, 7, expires=NOW + timedelta(days=30)).rename(folder.parent / "soon.hwb")
@@ -228,7 +230,7 @@ def test_an_expired_root_installs_nothing(make_bundle, folder):
     store = TrustStore(folder.parent / "other")
     store.anchor(root)
     with pytest.raises(BundleUntrusted, match="the root expired"):
-        bundles.install(home.sign(make_bundle().path, 7), folder.parent / "other", now=now)
+        installed.install(home.sign(make_bundle().path, 7), folder.parent / "other", now=now)
 
 
 def test_fast_forward_is_undone_by_a_change_of_keys(make_bundle, home, install, folder):
@@ -249,14 +251,14 @@ def test_a_change_of_one_key_of_three_is_no_way_back(make_bundle, folder):
     TrustStore(folder).anchor(home.roots[0])
     old, new = (make_bundle(f"{seed}.hwb", seed=seed) for seed in (1, 2))
     older = home.sign(old.path, 5, 11, 13)
-    bundles.install(home.sign(new.path, 9, 11, 12), folder, now=now)
+    installed.install(home.sign(new.path, 9, 11, 12), folder, now=now)
     home.rotate(1, keys=(11, 13, 14))  # 12 leaves
-    bundles.attach(older, dump(Member(release=read_member(older).release, roots=tuple(home.roots))))
+    archive.attach(older, dump(Member(release=read_member(older).release, roots=tuple(home.roots))))
     with pytest.raises(BundleUntrusted, match=r"version 5 .* is older than version 9"):
-        bundles.install(older, folder, now=now)
+        installed.install(older, folder, now=now)
     home.rotate(1, keys=(13, 14, 15))  # 11 as well: both signers of release 9 may have been abused
-    bundles.attach(older, dump(Member(release=read_member(home.sign(old.path, 5)).release, roots=tuple(home.roots))))
-    assert bundles.install(older, folder, now=now).id == old.manifest.bundle_id
+    archive.attach(older, dump(Member(release=read_member(home.sign(old.path, 5)).release, roots=tuple(home.roots))))
+    assert installed.install(older, folder, now=now).id == old.manifest.bundle_id
 
 
 def test_a_root_with_fewer_signatures_is_the_same_root(make_bundle, folder):
@@ -264,7 +266,7 @@ def test_a_root_with_fewer_signatures_is_the_same_root(make_bundle, folder):
     TrustStore(folder).anchor(home.roots[0])
     home.roots[0] = home.roots[0].model_copy(update={"signatures": home.roots[0].signatures[:1]})
     made = make_bundle()
-    assert bundles.install(home.sign(made.path, 7), folder, now=now).id == made.manifest.bundle_id
+    assert installed.install(home.sign(made.path, 7), folder, now=now).id == made.manifest.bundle_id
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
@@ -276,9 +278,9 @@ def test_two_of_three_keys_have_to_sign(make_bundle, tmp_path):
     TrustStore(folder).anchor(home.roots[0])
     for number, signers in enumerate(itertools.chain(itertools.combinations(home.keys, 1), [(11,)])):
         with pytest.raises(BundleUntrusted, match=r"signed by 1 of .* 2 of 3 are needed"):
-            bundles.install(home.sign(make_bundle().path, 7 + number, *signers), folder, now=now)
+            installed.install(home.sign(make_bundle().path, 7 + number, *signers), folder, now=now)
     for version, pair in enumerate(itertools.combinations(home.keys, 2), 20):
-        bundles.install(home.sign(make_bundle().path, version, *pair), folder, now=now)
+        installed.install(home.sign(make_bundle().path, version, *pair), folder, now=now)
 
 
 def test_one_key_does_not_count_twice():
@@ -319,13 +321,13 @@ def test_a_device_that_was_off_for_two_changes_of_keys_follows_them(make_bundle,
     home.rotate(1, 2, root_keys=(2,))
     home.rotate(2, keys=(14, 15, 16), threshold=2)
     bundle = install(home.sign(make_bundle("n.hwb", seed=1).path, 8))
-    assert bundles.current(folder).id == bundle.id
+    assert installed.current(folder).id == bundle.id
     assert TrustStore(folder).newest_root().version == 3
     with pytest.raises(BundleUntrusted, match="signed by 0 of the keys of root 3"):  # the old key is worth nothing now
         old = Federation(roots=[])
         old.roots[:] = home.roots[:1]
         install(old.sign(make_bundle("o.hwb", seed=2).path, 9, 11))
-    assert bundles.rollback(folder).id != bundle.id  # what the old key had signed then may still serve
+    assert installed.rollback(folder).id != bundle.id  # what the old key had signed then may still serve
 
 
 def test_roots_that_do_not_follow_are_refused(make_bundle, home, install):
@@ -367,7 +369,7 @@ def test_a_bundle_for_a_newer_agent_is_refused(make_bundle, home, install):
 
 def test_endless_metadata_are_not_read(make_bundle, home, install):
     path = home.sign(make_bundle().path, 7)
-    bundles.attach(path, b" " * (trust.MAX_BYTES + 1))
+    archive.attach(path, b" " * (trust.MAX_BYTES + 1))
     with pytest.raises(BundleDamaged, match="unexpected bytes"):
         install(path)
 
@@ -395,7 +397,7 @@ def test_malformed_metadata_are_refused(make_bundle, home, install, folder, edit
     except BundleError:
         assert not (folder / "current.json").exists()
     else:  # roots that the device knows already need not be there
-        assert json.loads(bundles.open_bundle(path).release)["roots"] == []
+        assert json.loads(archive.open_bundle(path).release)["roots"] == []
 
 
 def test_a_damaged_counter_or_root_file_stops_installs_and_says_so(make_bundle, home, install, folder):
@@ -508,7 +510,7 @@ def test_import_trusts_a_root_from_a_file_and_nobody_else_from_then_on(make_bund
     assert cli.main(["import", str(other.path), "--state", str(state)]) == 0  # nobody is trusted yet
     signed = home.sign(made.path, 7, expires=NOW + 50 * YEAR)
     assert cli.main(["import", str(signed), "--state", str(state), "--root", str(root)]) == 0
-    assert bundles.rollback(state / "bundles").id == other.manifest.bundle_id  # it was there before
+    assert installed.rollback(state / "bundles").id == other.manifest.bundle_id  # it was there before
     assert cli.main(["import", str(make_bundle("p.hwb", seed=2).path), "--state", str(state)]) == 4
     assert "is not signed" in capsys.readouterr().err
 

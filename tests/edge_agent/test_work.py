@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from edge_agent.errors import TrainingFailed
-from edge_agent.worker import InlineWorker, Stop, ThreadWorker
+from edge_agent.core.children import InlineWorker, Stop, ThreadWorker
+from edge_agent.core.errors import TrainingFailed
 
 PATIENCE_S = 20
 

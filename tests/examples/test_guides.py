@@ -31,7 +31,7 @@ from coordinator.runs.request import Request
 from coordinator.state.store import StateFolder
 from edge_agent import data
 from edge_agent.cli import COMMANDS as EDGE_AGENT
-from edge_agent.task import ImageInput, Task
+from edge_agent.core.task import ImageInput, Task
 
 if sys.version_info >= (3, 11):
     import tomllib

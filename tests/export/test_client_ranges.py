@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from edge_agent import methods
-from edge_agent.bundle import open_bundle
+from edge_agent.bundle.archive import open_bundle
+from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.data import Samples
-from edge_agent.task import ImageInput, Task, WindowInput
 from edge_agent.training.parts import encoder_and_head
 from edge_agent.training.ranges import activation_ranges
 from export import bundle, synthetic_inputs

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from edge_agent import bundle as bundles
 from edge_agent import methods
+from edge_agent.bundle import installed
+from edge_agent.core.errors import FingerprintMismatch
 from edge_agent.data import load
-from edge_agent.encoder import Encoder
-from edge_agent.errors import FingerprintMismatch
-from edge_agent.personalize import FitOptions, load_head, personalize
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.personalize import FitOptions, load_head, personalize
 from edge_agent.training.parts import encoder_and_head
 from export import bundle
 
@@ -28,7 +28,7 @@ def pair(task, tmp_path_factory):
             model, methods.create("fedavg"), task, scale * noise, folder / f"{name}.hwb",
             name=name, created="2026-01-02T03:04:05+00:00", exporter="legacy",
         )  # fmt: skip
-        opened.append(bundles.install(made.path, folder / "installed", keep=2))
+        opened.append(installed.install(made.path, folder / "installed", keep=2))
     return opened
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edge_agent.wire.transport import MemoryBroker, MemoryTransport, Message
+from edge_agent.wire.memory import MemoryBroker, MemoryTransport
+from edge_agent.wire.transport import Message
 
 
 @dataclass

@@ -26,14 +26,14 @@ from coordinator.state.command_keys import CommandKeys
 from coordinator.state.starts import Takeover
 from coordinator.state.store import StateFolder
 from edge_agent.agent.event_loop import Agent, will_of
-from edge_agent.config import AgentBrokerConfig, AgentConfig, DataConfig
-from edge_agent.errors import TrainingCancelled
-from edge_agent.task import Task, Tensors
-from edge_agent.wire import messages as wire
-from edge_agent.wire.messages import Topics
+from edge_agent.core.children import InlineWorker, Worker
+from edge_agent.core.config import AgentBrokerConfig, AgentConfig, DataConfig
+from edge_agent.core.errors import TrainingCancelled
+from edge_agent.core.task import Task, Tensors
+from edge_agent.wire.memory import MemoryTransport
+from edge_agent.wire.messages import codec, down, fields
 from edge_agent.wire.tensors import decode
-from edge_agent.wire.transport import MemoryTransport
-from edge_agent.worker import InlineWorker, Worker
+from edge_agent.wire.topics import Topics
 
 LONGEST_PAUSE_S = 0.5
 NOON = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
@@ -91,7 +91,7 @@ class TrainingWorker(TimedWorker):
     def collect(self) -> None:
         for item in list(self._jobs):
             _, job, done = item
-            if getattr(self.tasks, "cancelled", None) == wire.job_key(job.args[0]):
+            if getattr(self.tasks, "cancelled", None) == down.job_key(job.args[0]):
                 self._jobs.remove(item)
                 done(None, TrainingCancelled("its round is over"))
         super().collect()
@@ -217,11 +217,11 @@ class Federation:
             self._run_ids[self.run] = self.record.request["id"]
         return self._run_ids[self.run]
 
-    def order(self, message: wire.Command, **stamp: Any) -> bytes:
+    def order(self, message: fields.Command, **stamp: Any) -> bytes:
         """A message as the coordinator that serves now would send it."""
         assert self.coordinator is not None
         who = {"federation": self.coordinator.federation_id, "epoch": self.coordinator.commands.epoch}
-        return wire.encode(message.model_copy(update={"boot": "c9", "seq": 1, **who, **stamp}))
+        return codec.encode(message.model_copy(update={"boot": "c9", "seq": 1, **who, **stamp}))
 
     # --- agents ----------------------------------------------------------------------------------------------------
 
@@ -360,9 +360,9 @@ class Federation:
         """Payloads that were published on a topic, in order (with ``capture``)."""
         return [payload for where, payload in self.broker.captured if where == topic]
 
-    def messages(self, topic: str, kind: type[wire.Control]) -> list[Any]:
+    def messages(self, topic: str, kind: type[fields.Control]) -> list[Any]:
         """Control messages of one kind on a topic, in order (with ``capture``)."""
-        parse = wire.parse_from_agent if topic.endswith("/up") or "/h/" in topic else wire.parse_from_coordinator
+        parse = codec.parse_from_agent if topic.endswith("/up") or "/h/" in topic else codec.parse_from_coordinator
         return [message for p in self.published(topic) if isinstance(message := parse(p), kind)]
 
 

@@ -14,7 +14,7 @@ import time
 from coordinator.broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
 from coordinator.runs.request import Request
 from coordinator.state.store import StateFolder
-from edge_agent.task import ImageInput, Task
+from edge_agent.core.task import ImageInput, Task
 
 AGENTS = ("a0", "a1", "a2")
 EVERYBODY = f"[cohort]\nmin_agents = {len(AGENTS)}\n[round]\nquorum = 1.0"

@@ -30,11 +30,12 @@ from edge_agent import data, heads
 from edge_agent import methods as method_registry
 from edge_agent.cli import COMMANDS as EDGE_AGENT
 from edge_agent.cli import _parser as edge_agent_parser
-from edge_agent.config import AgentConfig
-from edge_agent.disclosure import BESIDE, SECURE_SUM, Item, messages, tensors, travels
+from edge_agent.core.config import AgentConfig
 from edge_agent.heads import numeric
-from edge_agent.wire import messages as wire_messages
-from edge_agent.wire.messages import OLDEST_PROTOCOL, PROTOCOL, Command, Control, Topics
+from edge_agent.privacy.disclosure import BESIDE, SECURE_SUM, Item, messages, tensors, travels
+from edge_agent.wire.messages import down, up
+from edge_agent.wire.messages.fields import OLDEST_PROTOCOL, PROTOCOL, Command, Control
+from edge_agent.wire.topics import Topics
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 120
@@ -241,7 +242,8 @@ def protocol_page() -> str:
         (topics.presence("AGENT"), "agent or broker", "online and offline (retained, and the last will)"),
         (topics.heartbeat("AGENT"), "agent", "heartbeats"),
     ]
-    kinds = [kind for kind in vars(wire_messages).values() if inspect.isclass(kind) and issubclass(kind, Control)]
+    every = {**vars(up), **vars(down)}
+    kinds = [kind for kind in every.values() if inspect.isclass(kind) and issubclass(kind, Control)]
     kinds = [
         kind
         for kind in kinds

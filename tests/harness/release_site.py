@@ -13,10 +13,10 @@ from coordinator.cli import main
 from coordinator.cli import release as command_line
 from coordinator.fleet import release_commands as commands
 from coordinator.fleet.release_commands import device_rows
-from edge_agent import bundle as bundles
 from edge_agent.agent.tasks import TaskRunner
+from edge_agent.bundle import installed
 from edge_agent.cli import main as edge_agent_main
-from edge_agent.config import DataConfig, HeadConfig
+from edge_agent.core.config import DataConfig, HeadConfig
 
 
 class HeadDuties(TaskRunner):
@@ -69,7 +69,7 @@ class ReleaseSite(Federation):
     def running(self) -> dict[str, int | None]:
         """Device -> the newest release of the bundle that is in its folder."""
         known = {release.bundle_id: release.number for release in self.coordinator.releases.book.releases}
-        return {name: known.get(bundles.current_id(self.folder / name / "bundles")) for name in sorted(self.agents)}
+        return {name: known.get(installed.current_id(self.folder / name / "bundles")) for name in sorted(self.agents)}
 
     def stages(self) -> list[str]:
         """The stage of each release."""

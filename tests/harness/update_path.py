@@ -70,7 +70,7 @@ class Recorder:
     def _is_beside(self, frame: FrameType, file: str, name: str) -> bool:
         if (file, name) == ("edge_agent/agent/event_loop.py", "step"):
             return bool(frame.f_locals["self"].config.id != "agent-0")
-        return file == "edge_agent/wire/transport.py" or name in BESIDE.get(file, ())
+        return file == "edge_agent/wire/memory.py" or name in BESIDE.get(file, ())
 
     def _file(self, path: str) -> str:
         if path not in self._files:

@@ -17,7 +17,7 @@ from coordinator.web.app import make_app
 from coordinator.web.events import Watch
 from coordinator.web.folder_view import FolderView
 from coordinator.web.served import Site
-from edge_agent.storage import without_syncs
+from edge_agent.core.storage import without_syncs
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it would rather use a successor of httpx

@@ -21,9 +21,9 @@ from coordinator.identity import serving
 from coordinator.state.journal import utc_now
 from coordinator.web import health, metrics
 from coordinator.web.app import ROUTES, Guard
-from edge_agent.config import AgentConfig, load, parse
-from edge_agent.errors import MissingCapability
-from edge_agent.storage import read_toml
+from edge_agent.core.config import AgentConfig, load, parse
+from edge_agent.core.errors import MissingCapability
+from edge_agent.core.storage import read_toml
 
 PROGRAMS = ("coordinator", "agent")
 hadolint = pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")

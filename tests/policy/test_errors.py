@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 
-from edge_agent import errors
+from edge_agent.core import errors
 
 LINE = re.compile(r"^(?P<branch>[│├└─ ]*)(?P<name>\w+)\s+exit\s+(?P<code>\d+)\s+\S", re.MULTILINE)
 
@@ -39,7 +39,7 @@ def test_all_errors_of_the_packages_are_in_the_tree(sources):
     strays = [
         f"{source.name}.{node.name}"
         for source in sources
-        if source.name != "edge_agent.errors"
+        if source.name != "edge_agent.core.errors"
         for node in ast.walk(source.tree)
         if isinstance(node, ast.ClassDef) and {ast.unparse(base).split(".")[-1] for base in node.bases} & names
     ]
@@ -53,7 +53,9 @@ def test_every_error_is_raised_somewhere(sources):
         kind.__name__ for kind in subclasses(errors.HeadwaterError) - parents if kind.__module__ == errors.__name__
     }
     # Some are raised by their own class method, or by their name from what a child process has told.
-    used = {name for name in leaves for source in sources if source.name != "edge_agent.errors" and name in source.text}
+    used = {
+        name for name in leaves for source in sources if source.name != "edge_agent.core.errors" and name in source.text
+    }
     assert leaves - used == set()
 
 

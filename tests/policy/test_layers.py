@@ -9,13 +9,9 @@ import sys
 import pytest
 
 FLOORS = [
-    (
-        "L0",
-        r"edge_agent|edge_agent\.(limits|errors|config|task|registry|storage|capabilities|graph|trust|worker|(bundle|wire)(\..+)?)",
-    ),
-    ("L0", r"edge_agent\.moments|edge_agent\.methods(\.(base|values))?"),
+    ("L0", r"edge_agent|edge_agent\.(core|wire|bundle|identity|privacy)(\..+)?|edge_agent\.methods(\.(base|values))?"),
     ("L3", r"edge_agent\.(training|models|client)(\..+)?|edge_agent\.methods\..+"),
-    ("L1", r"edge_agent\.(encoder|own_norm|self_test|variants|(heads|data|local)(\..+)?)"),
+    ("L1", r"edge_agent\.(heads|data|personal)(\..+)?"),
     ("L2", r"edge_agent\..+"),
     ("export", r"export(\..+)?"),
     ("coordinator", r"coordinator(\..+)?"),
@@ -30,8 +26,8 @@ THIRD_PARTY = {
 }
 ALSO = {
     r"edge_agent\.wire\.mqtt": {"paho"},
-    r"edge_agent\.wire\.authentic": {"cryptography"},
-    r"edge_agent\.encoder": {"onnxruntime"},
+    r"edge_agent\.wire\.seal": {"cryptography"},
+    r"edge_agent\.(personal\.encoder)": {"onnxruntime"},
     r"edge_agent\.data(\..+)?": {"PIL"},
     r"edge_agent\.data\._sound_files": {"soundfile", "soxr"},
     r"edge_agent\.data\.video": {"cv2"},
@@ -39,7 +35,7 @@ ALSO = {
     r"edge_agent\.heads\..+": {"sklearn"},
     r"export\.(parity|quantize)": {"onnxruntime"},
     r"edge_agent\.agent(\..+)?": {"torch"},
-    r"edge_agent\.(identity|secure_sum|trust)": {"cryptography"},
+    r"edge_agent\.(identity\..+|privacy\.secure_sum\..+|bundle\.trust)": {"cryptography"},
 }
 """Modules that may import more, each its own package; what a floor forbids altogether is in HEAVY."""
 
@@ -51,7 +47,7 @@ INNER = {
     "L3": {"L0", "L1", "L3"},
     "export": {"L0", "L1", "L3", "export"},
 }
-FORBIDDEN_TO_METHODS = r"edge_agent\.(wire\.mqtt|wire\.transport|agent|cli|worker)(\..+)?|paho.*"
+FORBIDDEN_TO_METHODS = r"edge_agent\.(wire\.mqtt|wire\.transport|agent|cli|core\.children)(\..+)?|paho.*"
 OURS = {"edge_agent", "export", "coordinator"}
 
 
@@ -150,7 +146,7 @@ def test_a_method_does_not_know_that_mqtt_exists(sources):
     "package, only",
     [
         ("paho", {"edge_agent.wire.mqtt"}),
-        ("onnxruntime", {"edge_agent.encoder", "export.parity", "export.quantize"}),
+        ("onnxruntime", {"edge_agent.personal.encoder", "export.parity", "export.quantize"}),
         ("amqtt", {"coordinator.broker.serve"}),
         ("ray", {"coordinator.simulation.engines.base"}),
     ],

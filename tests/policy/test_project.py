@@ -18,8 +18,8 @@ from coordinator.cli import COMMANDS as HEADWATER_COMMANDS
 from coordinator.config import CoordinatorConfig
 from edge_agent import __version__, data, methods
 from edge_agent.cli import COMMANDS
-from edge_agent.config import AgentConfig, load
-from edge_agent.errors import HeadwaterError
+from edge_agent.core.config import AgentConfig, load
+from edge_agent.core.errors import HeadwaterError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -326,7 +326,7 @@ def test_the_guide_lists_every_extra_with_what_it_brings(root, project):
 
 
 def test_extras_are_installed_from_the_copy_and_not_by_a_name_on_an_index(root):
-    """The name may be somebody else's there; `edge_agent.installation` says how a copy was installed."""
+    """The name may be somebody else's there; `edge_agent.core.installation` says how a copy was installed."""
     folders = ("edge_agent", "export", "coordinator", "configs", "examples")
     files = [path for folder in folders for path in (root / folder).rglob("*") if path.suffix in TEXTS]
     by_name = re.compile(r"(?<![\w/])headwater\[(?!\{)")

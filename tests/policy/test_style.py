@@ -78,7 +78,7 @@ def test_arrays_are_loaded_with_pickle_forbidden_in_so_many_words(sources):
 
 def test_input_is_never_checked_by_assert(sources):
     asserts = [f"{s.name}:{node.lineno}" for s in sources for node in ast.walk(s.tree) if isinstance(node, ast.Assert)]
-    assert asserts == [], "python -O removes them; raise an error of edge_agent.errors"
+    assert asserts == [], "python -O removes them; raise an error of edge_agent.core.errors"
 
 
 MACHINE = re.compile(r"(?<![\w.])(/home/\w|/root/|/work/|/Users/|[A-Z]:\\\\|/mnt/\w)|\.\./shared\b")
@@ -175,7 +175,7 @@ def test_silenced_lint_names_its_rule_and_says_why(sources):
 
 
 def test_only_the_guarded_function_removes_folders(sources):
-    """`storage.remove_folder` removes what this program has made, and follows no link."""
+    """`own_folders.remove_folder` removes what this program has made, and follows no link."""
     wrong = [
         f"{source.name}:{node.lineno} {ast.unparse(node)}"
         for source in sources
@@ -188,5 +188,5 @@ def test_only_the_guarded_function_removes_folders(sources):
         for imported in source.imports
         if imported.name in REMOVES_FOLDERS
     ]
-    assert [place for place in wrong if not place.startswith("edge_agent.storage:")] == []
-    assert any(place.startswith("edge_agent.storage:") for place in wrong), "the search finds nothing"
+    assert [place for place in wrong if not place.startswith("edge_agent.core.own_folders:")] == []
+    assert any(place.startswith("edge_agent.core.own_folders:") for place in wrong), "the search finds nothing"

@@ -68,7 +68,7 @@ def run(code, home, *arguments, **environment):
     )
 
 
-@pytest.mark.parametrize("door", ["edge_agent.encoder", "export.parity"])
+@pytest.mark.parametrize("door", ["edge_agent.personal.encoder", "export.parity"])
 def test_running_an_encoder_leaves_no_trace_and_calls_nobody(door, model, tmp_path):
     done = run(RUN_A_SESSION, tmp_path, door, model)
     assert done.returncode == 0, done.stderr

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_agent.errors import UsageError, nearest
+from edge_agent.core.errors import UsageError, nearest
 
 from .settings import Location, Settings
 

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 
-from edge_agent.errors import MissingCapability
+from edge_agent.core.errors import MissingCapability
 from edge_agent.heads._features import fisher_score, keep_top
 
 LEAST = 1e-12

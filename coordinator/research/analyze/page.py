@@ -9,7 +9,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
-from edge_agent.storage import write_atomic, write_json
+from edge_agent.core.storage import write_atomic, write_json
 
 from ...report.charts import (
     CLASSES,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from edge_agent import heads
-from edge_agent.errors import MissingCapability
+from edge_agent.core.errors import MissingCapability
 from edge_agent.heads import FitData
 from edge_agent.heads._features import fisher_score, keep_top
 

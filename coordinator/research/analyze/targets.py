@@ -14,15 +14,15 @@ from weakref import finalize
 
 import numpy as np
 
-from edge_agent import bundle as bundles
 from edge_agent import data, heads, methods
-from edge_agent.bundle import Bundle
-from edge_agent.config import NAME_PATTERN
-from edge_agent.encoder import Encoder
-from edge_agent.errors import DataError, ExportRejected, HeadwaterError, UsageError
+from edge_agent.bundle import installed, unpacked
+from edge_agent.bundle.unpacked import Bundle
+from edge_agent.core.config import NAME_PATTERN
+from edge_agent.core.errors import DataError, ExportRejected, HeadwaterError, UsageError
+from edge_agent.core.task import State, Task, Tensors
 from edge_agent.heads import FitData
-from edge_agent.personalize import global_probabilities
-from edge_agent.task import State, Task, Tensors
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.personalize import global_probabilities
 from edge_agent.wire.tensors import decode
 
 from ...runs.release import pooled_before
@@ -355,10 +355,10 @@ def _opened(path: Path, stack: ExitStack) -> Bundle:
     """The bundle, verified; a file is unpacked where nothing of it stays."""
     if path.is_file():
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headwater-analyze-")))
-        return bundles.install(path, folder / "bundles")
+        return installed.install(path, folder / "bundles")
     if (path / "manifest.json").is_file():
-        return bundles.open_folder(path)
-    result = bundles.current(path / "bundles")
+        return unpacked.open_folder(path)
+    result = installed.current(path / "bundles")
     if result is None:
         raise UsageError(f"{path}: no bundle in this folder; expected a bundle file or an agent's state folder")
     return result

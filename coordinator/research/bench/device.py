@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edge_agent import __version__
-from edge_agent.config import BrokerConfig
-from edge_agent.errors import HeadwaterError, MeasuringFailed, MissingCapability
-from edge_agent.storage import read_tensors, write_tensors
-from edge_agent.task import ImageInput, Task
-from edge_agent.wire import messages as wire
-from edge_agent.wire.messages import Topics
+from edge_agent.core.config import BrokerConfig
+from edge_agent.core.errors import HeadwaterError, MeasuringFailed, MissingCapability
+from edge_agent.core.storage import read_tensors, write_tensors
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.wire.messages import codec, down, fields, up
 from edge_agent.wire.mqtt import MqttTransport
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message
 
 from ...broker import find_mosquitto
@@ -35,9 +35,10 @@ from .measuring import Row, Usage, module, usage, wait_for
 from .rounds import FEDERATION, agent_file, broker
 
 if TYPE_CHECKING:
-    from edge_agent.bundle import Bundle, EncoderPrecision
+    from edge_agent.bundle.manifest import EncoderPrecision
+    from edge_agent.bundle.unpacked import Bundle
+    from edge_agent.core.task import Tensors
     from edge_agent.data import Samples
-    from edge_agent.task import Tensors
 
 HEADS = {"lr": "LR", "svm": "SVM", "dualfed": "DualFed", "fedpick": "FedPick"}
 LIMIT_S = 60.0
@@ -125,15 +126,15 @@ def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage
                 agent.check()
                 if not isinstance(event, Message) or not event.topic.endswith("/up"):
                     continue
-                if isinstance(wire.parse_from_agent(event.payload), wire.Hello):
+                if isinstance(codec.parse_from_agent(event.payload), up.Hello):
                     break
             else:
                 raise MeasuringFailed(f"{name} sent no hello within {LIMIT_S:.0f} s; {agent.stopped()}")
             ready = usage(agent.pid)
-            welcome = wire.Welcome(
-                software=__version__, lease_s=LIMIT_S, boot="bench", seq=1, federation=wire.new_id(), epoch=1
+            welcome = down.Welcome(
+                software=__version__, lease_s=LIMIT_S, boot="bench", seq=1, federation=fields.new_id(), epoch=1
             )
-            host.publish(topics.down(name), wire.encode(welcome))
+            host.publish(topics.down(name), codec.encode(welcome))
             wait_for(
                 lambda: bool(read_status(folder / name).get("welcomed")),
                 [agent],
@@ -258,9 +259,9 @@ def resnet18(cache: Path) -> Bundle:
     Raises:
         MissingCapability: it has to be exported and torch or onnx is not installed.
     """
-    from edge_agent import bundle as bundles
+    from edge_agent.bundle import installed, manifest
 
-    file = cache / f"resnet18-{__version__}-schema{bundles.SCHEMA}.hwb"
+    file = cache / f"resnet18-{__version__}-schema{manifest.SCHEMA}.hwb"
     if not file.exists():
         if importlib.util.find_spec("torch") is None:
             raise MissingCapability.package("torch", "export", "measuring an encoder")
@@ -279,4 +280,4 @@ def resnet18(cache: Path) -> Bundle:
         images = np.random.default_rng(0).standard_normal((CALIBRATION, *task.input_shape), np.float32)
         # The older exporter takes seconds where the newer one takes a quarter of a minute.
         bundle(model, method, task, images, file, name="bench", exporter="legacy")
-    return bundles.install(file, cache / "bundles", keep=2)
+    return installed.install(file, cache / "bundles", keep=2)

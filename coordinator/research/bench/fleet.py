@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from edge_agent.errors import MeasuringFailed
-from edge_agent.task import ImageInput, Task
-from edge_agent.wire.messages import Topics
+from edge_agent.core.errors import MeasuringFailed
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Event, Message, Subscribed, Traffic
 
 from ...config import CoordinatorConfig

@@ -16,9 +16,9 @@ import threading
 import time
 from collections.abc import Iterator
 
-from edge_agent.errors import MeasuringFailed
-from edge_agent.limits import OPEN_FILES, allow_open_files
-from edge_agent.wire.messages import Topics
+from edge_agent.core.errors import MeasuringFailed
+from edge_agent.core.limits import OPEN_FILES, allow_open_files
+from edge_agent.wire.topics import Topics
 
 from .fleet_agents import FleetAgent, Models, Timers
 from .measuring import lines, send_line

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from edge_agent.errors import MeasuringFailed
-from edge_agent.task import ImageInput, Task
+from edge_agent.core.errors import MeasuringFailed
+from edge_agent.core.task import ImageInput, Task
 
 from ...broker import EmbeddedBroker, MosquittoBroker, SupervisedBroker, find_mosquitto
 from ...runs.request import Request

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent.capabilities import cores
 from edge_agent.client import choose_device
-from edge_agent.errors import MeasuringFailed
+from edge_agent.core.capabilities import cores
+from edge_agent.core.errors import MeasuringFailed
 
 from ...simulation.engines.stacked import device_name
 from ...simulation.plan import Plan

@@ -24,13 +24,14 @@ from pydantic import Field
 from edge_agent import methods, models
 from edge_agent.agent.event_loop import Agent, will_of
 from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import AgentConfig, load
+from edge_agent.core.children import ThreadWorker
+from edge_agent.core.config import AgentConfig, load
+from edge_agent.core.task import ImageInput, Task, Tensors
 from edge_agent.methods import Client, Method, MethodParams
 from edge_agent.models import NoParams
-from edge_agent.task import ImageInput, Task, Tensors
-from edge_agent.wire.messages import Job, Report, UpdateManifest, job_key
+from edge_agent.wire.messages.down import Job, job_key
+from edge_agent.wire.messages.up import Report, UpdateManifest
 from edge_agent.wire.mqtt import MqttTransport
-from edge_agent.worker import ThreadWorker
 
 if TYPE_CHECKING:
     from torch import nn
@@ -155,7 +156,7 @@ def main() -> None:
     if arguments.program == "agent":
         _run_agent(load(AgentConfig, arguments.config), trains=arguments.train)
         return
-    from edge_agent.worker import stop_on_signals
+    from edge_agent.core.children import stop_on_signals
 
     from ...config import load_config
     from ...processes.compute import ComputeProcess

@@ -14,11 +14,12 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from edge_agent import data, methods, models
-from edge_agent.config import mistakes_of, parse
+from edge_agent.core.config import mistakes_of, parse
+from edge_agent.core.errors import ConfigError, DataError, StateError, UnknownName, UsageError
+from edge_agent.core.own_folders import remove_folder
+from edge_agent.core.storage import read_json, read_toml, write_json
+from edge_agent.core.task import Frozen
 from edge_agent.data.partition import Division
-from edge_agent.errors import ConfigError, DataError, StateError, UnknownName, UsageError
-from edge_agent.storage import read_json, read_toml, remove_folder, write_json
-from edge_agent.task import Frozen
 
 from ...runs.request import Weights
 from ...simulation.plan import Plan

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from edge_agent.storage import write_atomic, write_json
+from edge_agent.core.storage import write_atomic, write_json
 
 from ...report.charts import CLASSES, Axis, Lines, Series, ends
 from ...report.pictures import picture

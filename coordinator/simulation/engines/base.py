@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edge_agent.capabilities import cores
 from edge_agent.client import choose_device
-from edge_agent.errors import MissingCapability, RunFailed
-from edge_agent.installation import install_command
-from edge_agent.task import Tensors
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Job, UpdateManifest
+from edge_agent.core.capabilities import cores
+from edge_agent.core.errors import MissingCapability, RunFailed
+from edge_agent.core.installation import install_command
+from edge_agent.core.task import Tensors
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Job
+from edge_agent.wire.messages.up import UpdateManifest
 from edge_agent.wire.tensors import decode
 
 from ..client_tasks import Answer, Reply, Shared, answer

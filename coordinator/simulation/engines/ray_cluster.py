@@ -30,11 +30,11 @@ import numpy as np
 from edge_agent import __version__
 from edge_agent.agent.local_state import ClientStateFiles, merge, split
 from edge_agent.agent.tasks import kept_before
+from edge_agent.core.errors import RunFailed, UsageError
+from edge_agent.core.task import Tensors
 from edge_agent.data.partition import Division
-from edge_agent.errors import RunFailed, UsageError
-from edge_agent.task import Tensors
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Job
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Job
 from edge_agent.wire.tensors import decode, pieces
 
 from ..client_tasks import Answer, answer, kept_in

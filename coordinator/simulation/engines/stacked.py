@@ -20,12 +20,12 @@ import torch
 
 from edge_agent import methods
 from edge_agent.client.stacked import Convolutions, Schedule, Stack, has_norm, has_unfolding, obstacle, schedule
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
+from edge_agent.core.task import Tensors
 from edge_agent.methods import Client, Method
-from edge_agent.task import Tensors
 from edge_agent.training.loops import diverged
 from edge_agent.training.parts import Parts
-from edge_agent.wire.messages import Fault, UpdateManifest
+from edge_agent.wire.messages.up import Fault, UpdateManifest
 
 from ..client_tasks import Answer, HalfRound, Shared, attempt, failed_reply, is_out_of_memory
 from ..failures import Failure

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from ...errors import DataError, UnknownName, cause
-from ...storage import read_regular
-from ...task import ImageInput
+from ...core.errors import DataError, UnknownName, cause
+from ...core.storage import read_regular
+from ...core.task import ImageInput
 from ..base import DataSource, Options, Raw, Strings, near
 from ..images import SUFFIXES, ImageFiles, images_in, visible
 

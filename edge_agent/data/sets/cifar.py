@@ -20,9 +20,9 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from ...errors import DataError
-from ...storage import read_regular
-from ...task import ImageInput
+from ...core.errors import DataError
+from ...core.storage import read_regular
+from ...core.task import ImageInput
 from ..base import DataSource, PartOptions, Raw, labels_by_name
 from ._layouts import Origin, lines_of, random_part
 

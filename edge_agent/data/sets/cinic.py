@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...task import ImageInput
+from ...core.task import ImageInput
 from ..base import DataSource, PartOptions, Raw, near
 from ..images import ImageFiles, images_in, visible
 from ._layouts import Origin, random_part

@@ -21,8 +21,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from ...errors import DataError, MissingCapability, UnknownName, cause
-from ...task import ImageInput
+from ...core.errors import DataError, MissingCapability, UnknownName, cause
+from ...core.task import ImageInput
 from ..base import DataSource, Options, Raw, Strings
 from ..npz import load_arrays
 from ._layouts import Origin, random_part

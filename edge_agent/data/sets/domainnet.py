@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from ...errors import ConfigError, UnknownName
+from ...core.errors import ConfigError, UnknownName
 from ..base import DataSource, Raw
 from ._layouts import DomainOptions, Facts, Origin, Split, find
 from ._layouts import read as read_layout

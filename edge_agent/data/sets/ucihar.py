@@ -19,8 +19,8 @@ from typing import Literal
 
 import numpy as np
 
-from ...errors import DataError
-from ...task import WindowInput
+from ...core.errors import DataError
+from ...core.task import WindowInput
 from ..base import DataSource, Integers, Options, Raw
 from ._layouts import Origin, integers_of, lines_of
 

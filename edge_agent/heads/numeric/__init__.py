@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...config import parse
-from ...registry import Registry
+from ...core.config import parse
+from ...core.registry import Registry
 from .base import NumericData, NumericHead
 
 __all__ = ["NumericData", "NumericHead", "create", "get", "names", "registry"]

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...errors import DataError, StateError
-from ...task import Tensors
+from ...core.errors import DataError, StateError
+from ...core.task import Tensors
 from ..base import HeadParams
 
 

@@ -14,8 +14,8 @@ import math
 import numpy as np
 from pydantic import Field
 
-from ...errors import DataError
-from ...task import Tensors
+from ...core.errors import DataError
+from ...core.task import Tensors
 from ..base import HeadParams
 from .base import NumericData, NumericHead
 

@@ -13,7 +13,7 @@ from simulation_harness import write_images
 from coordinator.research.analyze.targets import LabelledSamples
 from coordinator.state.store import StateFolder
 from edge_agent import methods
-from edge_agent.errors import DataError, UsageError
+from edge_agent.core.errors import DataError, UsageError
 from edge_agent.wire.tensors import decode
 
 

@@ -15,8 +15,8 @@ from coordinator.research.analyze import Location, Settings, find
 from coordinator.state.store import StateFolder, states_of
 from edge_agent import heads
 from edge_agent.agent.local_state import ClientStateFiles
-from edge_agent.errors import StateError
-from edge_agent.storage import read_tensors, write_tensors
+from edge_agent.core.errors import StateError
+from edge_agent.core.storage import read_tensors, write_tensors
 from edge_agent.wire.tensors import decode
 
 

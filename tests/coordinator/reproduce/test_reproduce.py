@@ -16,7 +16,7 @@ from coordinator.research.reproduce import outcome
 from coordinator.research.reproduce.cells import Column, Reproduction, Row, Table, names, read_table
 from coordinator.research.reproduce.outcome import panel, sentence
 from coordinator.simulation.client_pool import SimulatedClients
-from edge_agent.errors import ConfigError, UsageError
+from edge_agent.core.errors import ConfigError, UsageError
 
 # --- the tables that come with the project ---------------------------------------------------------------------------
 

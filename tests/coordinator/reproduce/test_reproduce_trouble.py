@@ -11,7 +11,7 @@ from coordinator.research.reproduce.cells import Reproduction, read_table
 from coordinator.runs.results import end_run
 from coordinator.simulation.client_pool import SimulatedClients
 from coordinator.state.store import StateFolder
-from edge_agent.errors import ConfigError, RunFailed, StateError
+from edge_agent.core.errors import ConfigError, RunFailed, StateError
 
 BAD_ROW = '[[rows]]\nname = "Bad"\nmethod = "{method}"\nparams = {params}\nplan = {plan}\n'
 LOCAL = ("t.toml", "--row", "local", "--column", "even")

@@ -10,7 +10,7 @@ from web_site import BASE, act, agent_status, fields, sign_in
 
 from coordinator.web.access import WRONG_AT_ONCE, WRONG_EVERY_S, Access, WrongTokens, is_known_host, token_path
 from coordinator.web.folder_view import FolderView
-from edge_agent.errors import StateError
+from edge_agent.core.errors import StateError
 
 ORIGIN = {"origin": BASE}
 

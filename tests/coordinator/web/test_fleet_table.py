@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coordinator.state.fleet_rows import AgentRow
 from coordinator.web.fleet_table import SORTS, Query, page_of, totals
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 
 
 def fleet(size, seed=0):

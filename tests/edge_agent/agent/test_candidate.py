@@ -19,18 +19,18 @@ import numpy as np
 import pytest
 from federation_harness import Clock
 
-from edge_agent import bundle as bundles
-from edge_agent import limits, worker
 from edge_agent.agent import candidate as module
 from edge_agent.agent.candidate import children_of, prepare_beside
 from edge_agent.agent.head_tier import install_bundle
 from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import AgentConfig, DataConfig, HeadConfig
-from edge_agent.encoder import Encoder
-from edge_agent.errors import BundleDamaged, BundleError, DataError
-from edge_agent.personalize import load_head
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Install
+from edge_agent.bundle import installed
+from edge_agent.core import children, limits
+from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig
+from edge_agent.core.errors import BundleDamaged, BundleError, DataError
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.personalize import load_head
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Install
 
 PROBE = np.random.default_rng(5).normal(size=(6, 3, 8, 8)).astype(np.float32)
 
@@ -70,7 +70,7 @@ def install(config, made, heard=lambda _step: None):
 
 def answers_of(config):
     """The bundle in use, and what it and its head answer; refuses a pair of two halves."""
-    bundle = bundles.current(config.state / "bundles")
+    bundle = installed.current(config.state / "bundles")
     head = load_head(config.state / "head", bundle)
     assert head.fingerprint == bundle.variant(head.precision).fingerprint
     return bundle.id, head.predict_proba(Encoder.open(bundle, "fp32").features(PROBE))
@@ -174,8 +174,8 @@ import os, signal, sys
 from pathlib import Path
 from edge_agent.agent.candidate import children_of, prepare_beside
 from edge_agent.agent.head_tier import install_bundle
-from edge_agent.config import AgentConfig
-from edge_agent.wire.messages import Install
+from edge_agent.core.config import AgentConfig
+from edge_agent.wire.messages.down import Install
 config, message = AgentConfig.model_validate_json(sys.argv[1]), Install.model_validate_json(sys.argv[2])
 steps = []
 def heard(step):
@@ -216,8 +216,8 @@ import os, signal, sys
 from pathlib import Path
 from edge_agent.agent import candidate
 from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import AgentConfig
-from edge_agent.wire.messages import Install
+from edge_agent.core.config import AgentConfig
+from edge_agent.wire.messages.down import Install
 config, message = AgentConfig.model_validate_json(sys.argv[1]), Install.model_validate_json(sys.argv[2])
 prepare = candidate.prepare_beside
 candidate.prepare_beside = lambda *given: prepare(*given, lambda step: os.kill(os.getpid(), signal.SIGKILL))
@@ -244,7 +244,7 @@ def test_a_second_kill_after_a_new_head_was_put_there_does_not_lose_the_old_one(
     bundle_id, before = answers_of(config)
     for made in (new, make_bundle("other.hwb", dim=32, seed=3)):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(bundles, "switch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(installed, "switch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             patch.setattr("edge_agent.agent.head_tier.clean", lambda _config: None)  # as a kill has it
             install_bundle(config, order(made), made.path)
         TaskRunner(config, "head").started()
@@ -292,7 +292,7 @@ def test_row_37_a_preparation_that_goes_wrong_is_refused_with_its_reason(
         clock.now += 240.0 if trouble.startswith("hangs") and "samples" in begun else 0.0
         return clock()
 
-    monkeypatch.setattr(module, "answer_of_watched", partial(worker.answer_of_watched, clock=time_of_hanging))
+    monkeypatch.setattr(module, "answer_of_watched", partial(children.answer_of_watched, clock=time_of_hanging))
     tasks = TaskRunner(bad, "head", beside=True)
     monkeypatch.setattr(module, "prepare_beside", lambda *given: prepare_beside(*given, heard))
     report = tasks.install(order(new), new.path)
@@ -316,7 +316,7 @@ def test_without_an_old_pair_its_end_is_a_fault(config, new, tmp_path):
     with pytest.raises(BundleError, match="it ended with code 3") as caught:
         install(bad, new)
     assert caught.value.is_public
-    assert bundles.current(config.state / "bundles") is None
+    assert installed.current(config.state / "bundles") is None
 
 
 def test_errors_beside_are_those_of_here(config, old, new, make_bundle, tmp_path):
@@ -425,8 +425,8 @@ def test_a_child_that_answers_otherwise_has_failed(tmp_path, monkeypatch, lines,
     (tmp_path / "child_module.py").write_text(f"def main():\n    import sys\n    for line in {lines!r}: print(line)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     heard = []
-    with pytest.raises(worker.ChildFailed, match=words):
-        worker.answer_of_watched("child_module", "main", {}, heard.append, silent_s=60, limit_s=60)
+    with pytest.raises(children.ChildFailed, match=words):
+        children.answer_of_watched("child_module", "main", {}, heard.append, silent_s=60, limit_s=60)
     assert heard == [json.loads(line) for line in lines[:1] if line.startswith("{")]
 
 
@@ -435,8 +435,8 @@ def test_a_child_that_talks_for_too_long_is_ended(tmp_path, monkeypatch):
     (tmp_path / "child_module.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     seen = set()
-    with contextlib.suppress(AssertionError), pytest.raises(worker.ChildFailed, match="it took longer than 1 s"):
-        worker.answer_of_watched(
+    with contextlib.suppress(AssertionError), pytest.raises(children.ChildFailed, match="it took longer than 1 s"):
+        children.answer_of_watched(
             "child_module", "main", {}, lambda _: None, silent_s=60, limit_s=1, look=lambda process: seen.add(process)
         )
     assert len(seen) == 1

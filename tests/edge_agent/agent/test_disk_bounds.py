@@ -19,13 +19,13 @@ from edge_agent.agent.local_state import disk_usage, make_room
 from edge_agent.agent.tasks import TaskQueue
 from edge_agent.agent.transfers import Downloads
 from edge_agent.cli.agent import status
-from edge_agent.config import AgentConfig, DataConfig
-from edge_agent.encoder import trim_features
-from edge_agent.storage import write_tensors
-from edge_agent.task import ImageInput, Task
-from edge_agent.wire.chunks import BlobCache, Outgoing, decode_frame
-from edge_agent.wire.messages import Job
-from edge_agent.worker import InlineWorker
+from edge_agent.core.children import InlineWorker
+from edge_agent.core.config import AgentConfig, DataConfig
+from edge_agent.core.storage import write_tensors
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.personal.encoder import trim_features
+from edge_agent.wire.blobs.chunks import BlobCache, Outgoing, decode_frame
+from edge_agent.wire.messages.down import Job
 
 MB = 1 << 20
 LETTER = {"cache": 0, "features": len("features-"), "runs": len("run-")}

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from edge_agent.agent.transfers import Downloads
-from edge_agent.errors import ChunkError
-from edge_agent.wire.chunks import BlobCache, Outgoing, decode_frame
-from edge_agent.wire.flow import IDLE_S, REPORT_AFTER_S
-from edge_agent.wire.messages import Have, Listen, Progress, Want
+from edge_agent.core.errors import ChunkError
+from edge_agent.wire.blobs.chunks import BlobCache, Outgoing, decode_frame
+from edge_agent.wire.blobs.flow import IDLE_S, REPORT_AFTER_S
+from edge_agent.wire.messages.down import Listen
+from edge_agent.wire.messages.up import Have, Progress, Want
 
 
 class Bench:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_agent import bundle as bundles
 from edge_agent import data
 from edge_agent.agent import head_tier as module
 from edge_agent.agent.data_check import check
 from edge_agent.agent.head_tier import install_bundle
 from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import AgentConfig, DataConfig, HeadConfig
-from edge_agent.encoder import Encoder
-from edge_agent.errors import BundleDamaged, BundleError, DataError
-from edge_agent.personalize import FitOptions, features_of, load_head
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Install
+from edge_agent.bundle import installed as installed_module
+from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig
+from edge_agent.core.errors import BundleDamaged, BundleError, DataError
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.personalize import FitOptions, features_of, load_head
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Install
 
 
 @pytest.fixture
@@ -35,13 +35,13 @@ def order(made, bundle_id=None):
 
 
 def running(config):
-    current = bundles.current(config.state / "bundles")
+    current = installed_module.current(config.state / "bundles")
     return None if current is None else current.manifest.bundle_id
 
 
 def score_by_hand(config):
     """acc.personal of what is installed, worked out from the files alone."""
-    bundle = bundles.current(config.state / "bundles")
+    bundle = installed_module.current(config.state / "bundles")
     saved = load_head(config.state / "head", bundle)
     task = bundle.manifest.task
     samples = data.load(config.data.source, task.input, task.class_names)
@@ -69,7 +69,7 @@ def test_an_agent_says_when_its_device_is_better_off_alone_and_uses_that_where_i
     allowed = config.model_copy(update={"head": config.head.model_copy(update={"allow_local": True})})
     again = install_bundle(allowed, order(weak), weak.path)
     assert again.head == report.local_model
-    saved = load_head(config.state / "head", bundles.current(config.state / "bundles"))
+    saved = load_head(config.state / "head", installed_module.current(config.state / "bundles"))
     assert saved.title == report.local_model
     assert install_bundle(allowed, order(weak), weak.path).rolled_back == "", "the old pair is scored by what it uses"
     quiet = config.model_copy(update={"head": config.head.model_copy(update={"local": False, "min_gain": -1.0})})
@@ -91,7 +91,11 @@ def test_a_device_may_have_classes_that_the_encoder_was_not_trained_for(config, 
     report = install_bundle(own, order(made), made.path)
     assert report.acc_global is None
     assert report.acc_personal > 0.9
-    assert load_head(own.state / "head", bundles.current(own.state / "bundles")).class_names == ("cat", "dog", "tree")
+    assert load_head(own.state / "head", installed_module.current(own.state / "bundles")).class_names == (
+        "cat",
+        "dog",
+        "tree",
+    )
     again = install_bundle(own, order(made), made.path)
     assert again.acc_personal == report.acc_personal, "the pair in use is scored under its own classes"
 
@@ -134,7 +138,7 @@ def test_cached_features_go_with_their_bundle(config, make_bundle):
     cached = [path.name for path in (config.state / "features").iterdir()]
     own = {one.manifest.variants["fp32"].fingerprint[:32] for one in made[1:]}
     assert {name.split("-")[1] for name in cached} == own
-    bundles.rollback(config.state / "bundles")
+    installed_module.rollback(config.state / "bundles")
     TaskRunner(config, "head").refit()
     only = {made[1].manifest.variants["fp32"].fingerprint[:32]}
     assert {path.name.split("-")[1] for path in (config.state / "features").iterdir()} == only
@@ -272,7 +276,7 @@ def test_a_first_refit_that_fails_leaves_no_encoder_without_a_head(config, make_
 
 def test_a_head_that_cannot_be_written_goes_back_to_the_old_pair(config, make_bundle, installed, monkeypatch):
     """The disk is full at the last step: encoder and head are switched together or not at all."""
-    from edge_agent import personalize
+    from edge_agent.personal import personalize
 
     def full(self, folder):
         raise OSError(28, "No space left on device")
@@ -286,14 +290,14 @@ def test_a_head_that_cannot_be_written_goes_back_to_the_old_pair(config, make_bu
 
 
 def test_a_kill_between_the_new_head_and_its_bundle_leaves_the_old_pair(config, make_bundle, installed, monkeypatch):
-    before, name = score_by_hand(config), bundles.write_json.__name__
+    before = score_by_hand(config)
 
     def killed(*_):
         raise KeyboardInterrupt
 
     new = make_bundle("new.hwb", dim=96, seed=6)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(bundles, name, killed)  # the pointer to the bundle in use
+        patched.setattr(installed_module, "write_json", killed)  # the pointer to the bundle in use
         install_bundle(config, order(new), new.path)
     assert TaskRunner(config, "head").bundle_id == running(config) == installed.manifest.bundle_id
     assert score_by_hand(config) == before
@@ -325,14 +329,14 @@ def test_features_used_for_the_score_are_those_of_the_bundle(config, make_bundle
     task = made.manifest.task
     samples = data.load(config.data.source, task.input, task.class_names)
     train, test = data.split(samples, config.data.test_fraction, config.data.seed)
-    saved = load_head(config.state / "head", bundles.current(config.state / "bundles"))
+    saved = load_head(config.state / "head", installed_module.current(config.state / "bundles"))
     answers = saved.head.predict_proba(made.features(test.inputs)).argmax(1)
     assert float(np.mean(answers == test.labels)) == pytest.approx(report.acc_personal, abs=0.021)
     assert len(train) == report.samples
 
 
 def current_folder(config):
-    return bundles.current(config.state / "bundles").folder
+    return installed_module.current(config.state / "bundles").folder
 
 
 BREAKS = {
@@ -353,7 +357,7 @@ def test_a_device_whose_pair_is_broken_starts_and_says_that_it_runs_none(config,
     other = make_bundle("other.hwb", dim=8, seed=9)
     samples = data.load(config.data.source, other.manifest.task.input, other.manifest.task.class_names)
     folder = config.state.parent / "elsewhere"
-    bundle = bundles.install(other.path, folder)
+    bundle = installed_module.install(other.path, folder)
     result = module.personalize(bundle, samples, Encoder.open(bundle, "fp32", 1), FitOptions("prototype"))
     assert TaskRunner(config, "head").bundle_id == installed.manifest.bundle_id
     BREAKS[case](config, result)

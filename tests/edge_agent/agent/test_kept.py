@@ -7,7 +7,7 @@ import pytest
 
 from edge_agent.agent.local_state import GENERATIONS, ClientStateFiles, remove_ended_runs
 from edge_agent.agent.tasks import LAST_ROUND
-from edge_agent.errors import StateError
+from edge_agent.core.errors import StateError
 
 
 def arrays(value):

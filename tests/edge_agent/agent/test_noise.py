@@ -12,13 +12,13 @@ from scipy import stats
 
 from coordinator.config import DifferentialPrivacyConfig
 from edge_agent import methods
-from edge_agent.accountant import cost, epsilon_of
-from edge_agent.agent.noise import Mechanism
-from edge_agent.agent.privacy import LEDGER_FILE, Ledger
-from edge_agent.config import PrivacyConfig
-from edge_agent.errors import PrivacyRefused, StateError, TrainingFailed
+from edge_agent.core.config import PrivacyConfig
+from edge_agent.core.errors import PrivacyRefused, StateError, TrainingFailed
 from edge_agent.heads.fedpac import extras
-from edge_agent.wire.messages import Noise
+from edge_agent.privacy.accountant import cost, epsilon_of
+from edge_agent.privacy.noise import Mechanism
+from edge_agent.privacy.policy import LEDGER_FILE, Ledger
+from edge_agent.wire.messages.down import Noise
 
 FEDAVG, FEDPAC = methods.create("fedavg"), methods.create("fedpac")
 RUN = Noise(clip=2.0, clip_statistics=6.0, noise=0.5)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from edge_agent.agent.privacy import check_job, public_report, sample_count
-from edge_agent.config import PrivacyConfig
-from edge_agent.errors import PrivacyRefused
-from edge_agent.wire.messages import BlobRef, Job, Report
+from edge_agent.core.config import PrivacyConfig
+from edge_agent.core.errors import PrivacyRefused
+from edge_agent.privacy.policy import check_job, public_report, sample_count
+from edge_agent.wire.messages.down import Job
+from edge_agent.wire.messages.fields import BlobRef
+from edge_agent.wire.messages.up import Report
 
 
 @pytest.mark.parametrize(

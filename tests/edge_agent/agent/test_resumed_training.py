@@ -9,9 +9,9 @@ from federation_duties import TinyDuties
 from federation_harness import Federation, Killed
 
 from edge_agent.agent.local_state import TRAINING_FILE
-from edge_agent.errors import TrainingCancelled
+from edge_agent.core.errors import TrainingCancelled
 from edge_agent.training import loops
-from edge_agent.wire import messages as wire
+from edge_agent.wire.messages import fields
 
 PARAMS = {"local_epochs": 3, "batch_size": 6}
 STEPS = 3 * 3
@@ -114,7 +114,7 @@ def test_a_cancelled_round_stops_its_training(tmp_path, monkeypatch, after):
         def counted(client, *rest):
             steps.append(client.round)
             if len(steps) == after:
-                tasks.cancel(wire.JobKey(fed.run_id, 1))
+                tasks.cancel(fields.JobKey(fed.run_id, 1))
             return whole(client, *rest)
 
         monkeypatch.setattr(loops, "_value", counted)
@@ -122,7 +122,7 @@ def test_a_cancelled_round_stops_its_training(tmp_path, monkeypatch, after):
 
         def made(job):
             if not after and not raised:
-                tasks.cancel(wire.JobKey(fed.run_id, 1))
+                tasks.cancel(fields.JobKey(fed.run_id, 1))
             return session(job)
 
         monkeypatch.setattr(tasks, "session", made)
@@ -152,4 +152,4 @@ def test_a_cancel_message_reaches_the_training(tmp_path):
         fed.request(rounds=1)
         fed.until(lambda: fed.entries("round_closed"))
         fed.settle()
-        assert fed.tasks["a1"].cancelled == wire.JobKey(fed.run_id, 1)
+        assert fed.tasks["a1"].cancelled == fields.JobKey(fed.run_id, 1)

@@ -5,11 +5,11 @@ import pytest
 
 from edge_agent import client
 from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import AgentConfig, DataConfig, TrainingConfig
-from edge_agent.errors import DataError, MissingCapability, UnknownName
-from edge_agent.task import ImageInput, Task
+from edge_agent.core.config import AgentConfig, DataConfig, TrainingConfig
+from edge_agent.core.errors import DataError, MissingCapability, UnknownName
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.training.precision import StepTimes
-from edge_agent.wire.messages import Job
+from edge_agent.wire.messages.down import Job
 
 TASK = Task(
     input=ImageInput(channels=1, height=8, width=8),

@@ -16,10 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from edge_agent import __version__
 from edge_agent.agent.app import _serve
 from edge_agent.agent.textfile import Figures, TextFile, text, write
-from edge_agent.config import AgentConfig, DataConfig, MetricsConfig, PrivacyConfig
-from edge_agent.errors import ConfigError, DataError
-from edge_agent.storage import write_json
-from edge_agent.wire.messages import Report
+from edge_agent.core.config import AgentConfig, DataConfig, MetricsConfig, PrivacyConfig
+from edge_agent.core.errors import ConfigError, DataError
+from edge_agent.core.storage import write_json
+from edge_agent.wire.messages.up import Report
 
 PLAIN = Figures(
     tier="head",
@@ -149,7 +149,7 @@ def test_a_folder_that_cannot_be_written_costs_one_line_and_no_work(tmp_path, ca
 
 def test_only_files_that_the_collector_reads_are_accepted():
     with pytest.raises(ConfigError, match=r"end in \.prom"):
-        from edge_agent.config import parse
+        from edge_agent.core.config import parse
 
         parse(MetricsConfig, {"textfile": "metrics.txt"}, where="agent.toml")
 

@@ -11,19 +11,19 @@ import pytest
 from federation_harness import Killed
 from release_site import ReleaseSite
 
-from edge_agent import bundle as bundles
 from edge_agent.agent import head_tier
 from edge_agent.agent.release_record import ReleaseRecord
+from edge_agent.bundle import installed
 from edge_agent.cli import main
-from edge_agent.errors import DataError
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import Outgoing
+from edge_agent.core.errors import DataError
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages import down, up
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
 
 
 def offer(bundle_id, release):
-    return wire.Install(run="run-0001", bundle_id=bundle_id, release=release, blob=Outgoing.of(b"x").ref)
+    return down.Install(run="run-0001", bundle_id=bundle_id, release=release, blob=Outgoing.of(b"x").ref)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def first(site, made):
 
 
 def uses(site, bundle):
-    return bundles.current_id(site.folder / "porch" / "bundles") == bundle.manifest.bundle_id
+    return installed.current_id(site.folder / "porch" / "bundles") == bundle.manifest.bundle_id
 
 
 # --- an agent that does not live with a bundle in use ----------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_a_damaged_record_does_not_end_the_agent_whose_bundle_is_on_trial(site, 
     site.wait(400)
     assert site.agents["porch"].welcomed
     site.agents.pop("porch").close()
-    assert site.messages(site.topics.up("porch"), wire.Bye)
+    assert site.messages(site.topics.up("porch"), up.Bye)
 
 
 # --- an agent that does not survive a preparation --------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_a_first_bundle_that_kills_the_agent_is_a_fault_after_three_times(site, 
     site.device("porch")
     site.until(lambda: "porch" in site.release("status")["releases"][0]["results"], limit_s=60)
     assert site.agents
-    fault = site.messages(site.topics.up("porch"), wire.Fault)[-1]
+    fault = site.messages(site.topics.up("porch"), up.Fault)[-1]
     assert (fault.error, "ended 3 times" in fault.message) == ("BundleError", True)
 
 
@@ -233,7 +233,7 @@ def test_an_error_of_a_preparation_is_no_end_of_the_agent(site, made, monkeypatc
 
     monkeypatch.setattr(head_tier, "personalize", fails)
     tasks, path = site.tasks["porch"], made[1].path
-    order = wire.Install(
+    order = down.Install(
         run="run-0001", bundle_id=made[1].manifest.bundle_id, release=2, blob=Outgoing.of(path.read_bytes()).ref
     )
     for _ in range(5):
@@ -294,7 +294,7 @@ def test_nobody_pins_while_the_agent_switches(site, made, monkeypatch):
     first(site, made)
     was_held = []
 
-    def switches(*given, real=bundles.switch):
+    def switches(*given, real=installed.switch):
         descriptor = os.open(site.folder / "porch" / "bundles", os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -305,7 +305,7 @@ def test_nobody_pins_while_the_agent_switches(site, made, monkeypatch):
             os.close(descriptor)
         real(*given)
 
-    monkeypatch.setattr(bundles, "switch", switches)
+    monkeypatch.setattr(installed, "switch", switches)
     released(site, made[1])
     site.until(lambda: uses(site, made[1]), limit_s=30)
     assert was_held == [True]
@@ -313,11 +313,11 @@ def test_nobody_pins_while_the_agent_switches(site, made, monkeypatch):
 
 def test_a_pin_of_a_bundle_that_has_just_been_replaced_is_refused(site, made, monkeypatch, capsys):
     first(site, made)
-    old, real = made[0].manifest.bundle_id, bundles.current_id
+    old, real = made[0].manifest.bundle_id, installed.current_id
     answers = iter([old])
     released(site, made[1])
     site.until(lambda: uses(site, made[1]), limit_s=30)
-    monkeypatch.setattr(bundles, "current_id", lambda root: next(answers, None) or real(root))
+    monkeypatch.setattr(installed, "current_id", lambda root: next(answers, None) or real(root))
     assert main(["pin", "--state", str(site.folder / "porch"), "--reason", "x"]) == 2
     assert f"bundle {made[1].manifest.bundle_id[:12]} is in use now, expected {old[:12]}" in capsys.readouterr().err
     assert not (site.folder / "porch" / "pin.json").exists()
@@ -331,7 +331,7 @@ def test_a_bundle_whose_download_outlasts_its_open_window_is_not_used_after_it(s
     first(site, made)
     site.kill_coordinator()
     agent, content = site.agents["porch"], made[1].path.read_bytes()
-    order = wire.Install(
+    order = down.Install(
         run="run-0001",
         bundle_id=made[1].manifest.bundle_id,
         release=2,

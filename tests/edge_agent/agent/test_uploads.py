@@ -11,14 +11,16 @@ import pytest
 
 from edge_agent.agent.tasks import TaskQueue
 from edge_agent.agent.transfers import OFFER_AGAIN_S, Downloads, Outbox, Uploads
-from edge_agent.config import AgentConfig, DataConfig, PrivacyConfig
-from edge_agent.errors import ChunkError, UsageError
-from edge_agent.task import ImageInput, Task
-from edge_agent.wire.chunks import CHUNK_BYTES, BlobCache, decode_frame
-from edge_agent.wire.flow import MEASURED_S
-from edge_agent.wire.messages import Ack, Grant, Job, JobKey, Noise, Queued, Receipt, UpdateManifest, job_key
+from edge_agent.core.children import InlineWorker
+from edge_agent.core.config import AgentConfig, DataConfig, PrivacyConfig
+from edge_agent.core.errors import ChunkError, UsageError
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.wire.blobs.chunks import CHUNK_BYTES, BlobCache, decode_frame
+from edge_agent.wire.blobs.flow import MEASURED_S
+from edge_agent.wire.messages.down import Ack, Grant, Job, Noise, Queued, Receipt, job_key
+from edge_agent.wire.messages.fields import JobKey
+from edge_agent.wire.messages.up import UpdateManifest
 from edge_agent.wire.tensors import decode
-from edge_agent.worker import InlineWorker
 
 
 def tensors(value=1.0, size=4):

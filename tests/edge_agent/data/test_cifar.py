@@ -9,10 +9,10 @@ import warnings
 import numpy as np
 import pytest
 
+from edge_agent.core.errors import ConfigError, DataError
 from edge_agent.data import check, load
 from edge_agent.data.sets import cifar
 from edge_agent.data.sets.cifar import parse
-from edge_agent.errors import ConfigError, DataError
 
 FINE = ("apple", "bear", "boy", "clock")
 COARSE = ("fruit", "people")

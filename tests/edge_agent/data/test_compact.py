@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from edge_agent.core.task import ImageInput
 from edge_agent.data import load, standardised
 from edge_agent.data.partition import Share, read_pools
-from edge_agent.task import ImageInput
 
 SPEC = ImageInput(channels=3, height=9, width=7, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
+from edge_agent.core.errors import ConfigError, DataError, MissingCapability, UnknownName
 from edge_agent.data import load
-from edge_agent.errors import ConfigError, DataError, MissingCapability, UnknownName
 
 DOMAINS = ("optdigits", "inverted", "photo", "rendered")
 

@@ -10,10 +10,10 @@ import pytest
 from edge_agent import data
 from edge_agent.agent.data_check import check
 from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import AgentConfig, DataConfig, parse
+from edge_agent.core.config import AgentConfig, DataConfig, parse
+from edge_agent.core.errors import ConfigError, DataError
+from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.data import partition
-from edge_agent.errors import ConfigError, DataError
-from edge_agent.task import ImageInput, Task, WindowInput
 
 SPEC = ImageInput(channels=1, height=4, width=4, mean=(0.0,), std=(1.0,))
 NAMES = ("a", "b", "c")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge_agent.core.errors import ConfigError, DataError, UnknownName
 from edge_agent.data import partition
-from edge_agent.errors import ConfigError, DataError, UnknownName
 
 TRAIN = np.random.default_rng(1).permutation(np.repeat(np.arange(10), 6000))
 TEST = np.random.default_rng(2).permutation(np.repeat(np.arange(10), 1000))

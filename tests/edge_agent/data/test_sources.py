@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_agent.config import DataConfig
+from edge_agent.core.config import DataConfig
+from edge_agent.core.errors import ConfigError, DataError, MissingCapability, UnknownName
+from edge_agent.core.task import ImageInput, WindowInput
 from edge_agent.data import check, from_files, label_array, load, parse_source, registry
 from edge_agent.data.images import files_by_class
 from edge_agent.data.partition import Pool, divided, own_samples, read_pools
-from edge_agent.errors import ConfigError, DataError, MissingCapability, UnknownName
-from edge_agent.task import ImageInput, WindowInput
 
 SPEC = ImageInput(channels=3, height=8, width=8, mean=(0.0,), std=(1.0,))
 

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge_agent.core.task import ImageInput, WindowInput
 from edge_agent.data import Samples, split, standardised
 from edge_agent.data.base import numbered_apart, same_sitting
-from edge_agent.task import ImageInput, WindowInput
 
 
 def plain(labels):

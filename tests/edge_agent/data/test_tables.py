@@ -7,9 +7,9 @@ import gzip
 import numpy as np
 import pytest
 
+from edge_agent.core.errors import ConfigError, DataError
+from edge_agent.core.task import ImageInput, WindowInput
 from edge_agent.data import from_files, load, split
-from edge_agent.errors import ConfigError, DataError
-from edge_agent.task import ImageInput, WindowInput
 
 SPEC = WindowInput(channels=2, length=4, stride=2)
 

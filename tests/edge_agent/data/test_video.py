@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edge_agent.core.errors import DataError, MissingCapability
+from edge_agent.core.task import ImageInput
 from edge_agent.data import load, split
-from edge_agent.errors import DataError, MissingCapability
-from edge_agent.task import ImageInput
 
 SPEC = ImageInput(channels=3, height=8, width=8, mean=(0.0,), std=(1.0,))
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import soundfile
 
+from edge_agent.core.errors import DataError, MissingCapability
+from edge_agent.core.task import ImageInput, WindowInput
 from edge_agent.data import _sound_files, load, split
 from edge_agent.data._sound_files import read_header, read_signal
 from edge_agent.data.wav import WavOptions, log_mel, mel_bands
-from edge_agent.errors import DataError, MissingCapability
-from edge_agent.task import ImageInput, WindowInput
 
 RATE = 16000
 

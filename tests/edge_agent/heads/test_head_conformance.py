@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edge_agent import heads
-from edge_agent.errors import ConfigError, DataError, StateError
+from edge_agent.core.errors import ConfigError, DataError, StateError
 from edge_agent.heads import FitData, saved
 
 NAMES = ("cat", "dog", "owl", "elk")

@@ -10,7 +10,7 @@ import pytest
 from feature_clouds import clouds
 
 from edge_agent import heads
-from edge_agent.errors import ConfigError, StateError, TrainingFailed
+from edge_agent.core.errors import ConfigError, StateError, TrainingFailed
 from edge_agent.heads import FitData, _layers, saved
 from edge_agent.heads.dualfed import DualFedHeadParams as Params
 from edge_agent.heads.dualfed import Trainer, contrastive, start

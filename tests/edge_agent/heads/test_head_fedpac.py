@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_agent import heads
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
 from edge_agent.heads import FitData
 from edge_agent.heads.fedpac import FedPACHead, class_means, statistics, train
 from edge_agent.heads.fedpac import FedPACHeadParams as Params

@@ -9,7 +9,7 @@ import pytest
 from feature_clouds import clouds
 
 from edge_agent import heads
-from edge_agent.errors import StateError, TrainingFailed
+from edge_agent.core.errors import StateError, TrainingFailed
 from edge_agent.heads import FitData, _layers, saved
 from edge_agent.heads._features import fisher_score, keep_top
 from edge_agent.heads.fedpick import FedPickHeadParams as Params

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edge_agent import heads
-from edge_agent.errors import ConfigError, TrainingFailed
+from edge_agent.core.errors import ConfigError, TrainingFailed
 from edge_agent.heads import FitData
 from edge_agent.heads.fedrir_global import FedRIRGlobalParams as Params
 from edge_agent.heads.fedrir_global import train

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_agent import heads
-from edge_agent.errors import ConfigError, DataError, StateError, UnknownName
+from edge_agent.core.errors import ConfigError, DataError, StateError, UnknownName
 from edge_agent.heads import FitData
 from edge_agent.heads._layers import minimise
 from edge_agent.heads.lr import LogisticRegressionParams as Params

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edge_agent import heads
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
 from edge_agent.heads import FitData
 from edge_agent.heads.mlp import perceptron, propagate
 

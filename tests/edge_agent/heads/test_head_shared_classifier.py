@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edge_agent import heads
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 from edge_agent.heads import FitData
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from edge_agent import heads
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 from edge_agent.heads import FitData
 
 

@@ -10,12 +10,12 @@ from PIL import Image
 
 from edge_agent import Personalizer, heads
 from edge_agent.cli import main
-from edge_agent.errors import ConfigError, DataError, StateError, UnknownName, UsageError
+from edge_agent.core.errors import ConfigError, DataError, StateError, UnknownName, UsageError
 from edge_agent.heads import numeric, saved
 from edge_agent.heads.numeric import NumericData
 from edge_agent.heads.numeric.mahalanobis import distances, gaussian
 from edge_agent.heads.saved import SavedNumeric
-from edge_agent.numeric import auroc
+from edge_agent.personal.numeric import auroc
 
 
 def parts(count, folds=5):

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from edge_agent import heads
+from edge_agent.core.errors import HeadwaterError, TrainingFailed
+from edge_agent.core.task import ImageInput
 from edge_agent.data import Samples
-from edge_agent.errors import HeadwaterError, TrainingFailed
 from edge_agent.heads import FitData
 from edge_agent.heads._time import time_limit
-from edge_agent.local.choice import MOST_ROWS, Trial, candidates, choose, thinned
-from edge_agent.local.validation import folds
-from edge_agent.task import ImageInput
+from edge_agent.personal.choice import MOST_ROWS, Trial, candidates, choose, thinned
+from edge_agent.personal.local.validation import folds
 
 
 def problem(count=120, spread=1.0, seed=0):

@@ -5,9 +5,9 @@ import pytest
 from scipy.spatial.distance import cdist
 from scipy.stats import binom
 
-from edge_agent.errors import StateError
+from edge_agent.core.errors import StateError
 from edge_agent.heads.base import softmax
-from edge_agent.local.confidence import Calibration, Confidence, UnknownRule, calibrate, calibration_error, tempered
+from edge_agent.personal.confidence import Calibration, Confidence, UnknownRule, calibrate, calibration_error, tempered
 
 
 def test_false_alarms_stay_below_the_rate_that_was_asked_for():

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from edge_agent.core.task import ImageInput
 from edge_agent.data import Samples
-from edge_agent.local.confidence import OutOfFold
-from edge_agent.local.details import ClassCount, WorstSample, class_counts, label_conflicts, worst_samples
-from edge_agent.task import ImageInput
+from edge_agent.personal.confidence import OutOfFold
+from edge_agent.personal.local.details import ClassCount, WorstSample, class_counts, label_conflicts, worst_samples
 
 SPEC = ImageInput(channels=1, height=4, width=4)
 

@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from edge_agent.local.features import (
+from edge_agent.personal.local.features import (
     STATISTICS,
     convolution_features,
     flattened,

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from edge_agent import data, heads
+from edge_agent.core.task import WindowInput
 from edge_agent.data import Samples
 from edge_agent.heads import FitData
-from edge_agent.local import models
-from edge_agent.local.models import Candidate, fit_local, fitted
-from edge_agent.task import WindowInput
+from edge_agent.personal.local import models
+from edge_agent.personal.local.models import Candidate, fit_local, fitted
 
 
 def test_hand_made_features_beat_raw_pixels_on_digits_before_photos():

@@ -8,8 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
+from edge_agent.core.task import ImageInput, WindowInput
 from edge_agent.data import Samples
-from edge_agent.local.validation import (
+from edge_agent.personal.local.validation import (
     CurvePoint,
     LearningCurve,
     extrapolated,
@@ -20,7 +21,6 @@ from edge_agent.local.validation import (
     new_rows,
     p_value,
 )
-from edge_agent.task import ImageInput, WindowInput
 
 IMAGE = ImageInput(channels=1, height=4, width=4)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from edge_agent import methods
+from edge_agent.core.task import ImageInput, Task, Tensors, WindowInput
 from edge_agent.methods.base import Method
 from edge_agent.methods.values import Client, Update
-from edge_agent.task import ImageInput, Task, Tensors, WindowInput
 from edge_agent.training.parts import Parts, load_arrays, personal_names, to_arrays
 from edge_agent.wire.tensors import decode, encode
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from edge_agent import methods
-from edge_agent.task import Task, WindowInput
+from edge_agent.core.task import Task, WindowInput
 
 TINY = Task(
     input=WindowInput(channels=1, length=4),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from edge_agent import heads, methods
-from edge_agent.errors import ConfigError, TrainingFailed
+from edge_agent.core.errors import ConfigError, TrainingFailed
 from edge_agent.methods.base import Method, weighted_mean
 from edge_agent.methods.values import Update
 from edge_agent.wire.tensors import decode, encode, specs_of

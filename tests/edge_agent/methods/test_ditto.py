@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from edge_agent import methods
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
 from edge_agent.training.finetune import pairs
 from edge_agent.training.losses import proximal_gradient
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paper_methods import dualfed, is_statistic
 
 from edge_agent import heads, methods
-from edge_agent.errors import ConfigError
+from edge_agent.core.errors import ConfigError
 from edge_agent.methods.values import Update
 from edge_agent.training.loops import features_of, local_optimizer, train
 from edge_agent.training.networks import ensemble

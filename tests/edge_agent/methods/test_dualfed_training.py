@@ -11,7 +11,7 @@ import torch
 from paper_methods import dualfed, is_statistic, on_twelve_windows
 from torch.nn import functional as F
 
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
 from edge_agent.wire.tensors import encode
 
 

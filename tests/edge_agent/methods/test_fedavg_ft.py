@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from edge_agent import methods
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
 from edge_agent.training import finetune
 from edge_agent.training.loops import local_optimizer, train
 from edge_agent.wire.tensors import encode

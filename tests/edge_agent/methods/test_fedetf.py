@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from edge_agent import methods
-from edge_agent.errors import ConfigError
+from edge_agent.core.errors import ConfigError
 from edge_agent.methods.fedetf import tune_only
 from edge_agent.training.finetune import on_features
 from edge_agent.training.loops import features_of

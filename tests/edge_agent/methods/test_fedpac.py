@@ -9,11 +9,11 @@ from paper_methods import fedpac, softmax
 
 from edge_agent import heads, methods
 from edge_agent.client import Arrays, ClientState, Session
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
+from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.heads import FitData
 from edge_agent.heads.fedpac import FedPACHead
 from edge_agent.methods.values import Update
-from edge_agent.task import ImageInput, Task, WindowInput
 from edge_agent.training.loops import features_of, train
 from edge_agent.wire.tensors import encode, specs_of
 

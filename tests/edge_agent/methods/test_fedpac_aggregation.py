@@ -9,7 +9,7 @@ import pytest
 from paper_methods import fedpac, softmax
 from paper_methods import fedpac_update as update
 
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
 from edge_agent.methods.values import Update
 from edge_agent.training.loops import features_of
 from edge_agent.wire.tensors import decode, encode

@@ -13,7 +13,7 @@ from paper_methods import fedpick, on_twelve_windows
 from torch.nn import functional as F
 
 from edge_agent import heads, methods
-from edge_agent.errors import ConfigError, TrainingFailed
+from edge_agent.core.errors import ConfigError, TrainingFailed
 from edge_agent.heads._features import fisher_score, keep_top, mistake_of_share
 from edge_agent.training.loops import features_of
 from edge_agent.training.parts import to_arrays

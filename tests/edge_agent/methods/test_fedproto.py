@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from edge_agent import methods
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
 from edge_agent.methods.fedproto import Prototypes
 from edge_agent.methods.values import Update
 from edge_agent.training.loops import features_of

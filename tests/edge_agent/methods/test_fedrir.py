@@ -9,9 +9,9 @@ from paper_methods import FEDRIR_MODES, FEDRIR_PARTS, fedrir, is_statistic, part
 
 from edge_agent import heads, methods
 from edge_agent.client import Arrays, ClientState, Session
-from edge_agent.errors import ConfigError, TrainingFailed
+from edge_agent.core.errors import ConfigError, TrainingFailed
+from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.methods.fedrir import specific_features
-from edge_agent.task import ImageInput, Task, WindowInput
 from edge_agent.wire.tensors import decode, encode
 
 

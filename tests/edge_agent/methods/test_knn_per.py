@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from edge_agent import methods
-from edge_agent.errors import ConfigError
+from edge_agent.core.errors import ConfigError
 from edge_agent.training.finetune import fingerprint
 from edge_agent.training.loops import features_of
 from edge_agent.wire.tensors import encode

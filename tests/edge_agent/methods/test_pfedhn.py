@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from edge_agent import methods
-from edge_agent.errors import ConfigError
+from edge_agent.core.errors import ConfigError
 from edge_agent.methods.families import names_in
 from edge_agent.methods.pfedhn import Hypernetwork, PFedHNParams, clipped, pull_back
 from edge_agent.methods.values import Update

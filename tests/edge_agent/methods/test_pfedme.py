@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from edge_agent import methods
+from edge_agent.core.task import Task, WindowInput
 from edge_agent.methods.pfedme import follow
 from edge_agent.methods.values import Update
-from edge_agent.task import Task, WindowInput
 from edge_agent.training.finetune import pairs
 
 TINY = Task(

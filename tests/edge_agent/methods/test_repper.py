@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from edge_agent import heads, methods
-from edge_agent.errors import ConfigError, UnknownName
+from edge_agent.core.errors import ConfigError, UnknownName
 from edge_agent.heads import FitData
 from edge_agent.methods import repper as repper_module
 from edge_agent.training.loops import features_of

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from edge_agent import methods
-from edge_agent.task import Task, WindowInput
+from edge_agent.core.task import Task, WindowInput
 
 QUICK = {"lr": 0.1, "batch_size": 4, "local_epochs": 2}
 TINY = Task(

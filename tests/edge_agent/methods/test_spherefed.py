@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from edge_agent import methods
-from edge_agent.errors import ConfigError
+from edge_agent.core.errors import ConfigError
+from edge_agent.core.task import Task, WindowInput
 from edge_agent.methods.spherefed import unpacked
 from edge_agent.methods.values import Update
-from edge_agent.task import Task, WindowInput
 from edge_agent.training.loops import features_of
 
 LABELS = {"a": [0, 1, 1, 0, 1], "b": [1, 2, 2, 2]}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from edge_agent.task import ImageInput, Task, WindowInput
+from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.training import augment
 
 COLOUR = ImageInput(channels=3, height=16, width=12, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))

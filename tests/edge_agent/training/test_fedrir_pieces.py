@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_agent.task import ImageInput, Task
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.training.augment import mask_patches
 from edge_agent.training.losses import GaussianPredictor, gaussian_misfit, vclub
 from edge_agent.training.networks import Generator, SpecificEncoder, kl_to_standard_normal, sample

@@ -16,7 +16,7 @@ from edge_agent import methods
 from edge_agent.agent import local_state
 from edge_agent.agent.local_state import TRAINING_FILE, TrainingCheckpointFile
 from edge_agent.client import Arrays, ClientState, Session
-from edge_agent.errors import TrainingCancelled
+from edge_agent.core.errors import TrainingCancelled
 from edge_agent.methods.values import TrainingControl
 from edge_agent.training.parts import to_arrays
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from edge_agent import methods
-from edge_agent.errors import ConfigError, DataError, TrainingFailed
+from edge_agent.core.errors import ConfigError, DataError, TrainingFailed
+from edge_agent.core.task import Task, WindowInput
 from edge_agent.methods.values import Client, MethodParams
-from edge_agent.task import Task, WindowInput
 from edge_agent.training import loops
 from edge_agent.training.parts import Parts
 

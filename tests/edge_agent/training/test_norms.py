@@ -9,7 +9,7 @@ from torch import nn
 
 from edge_agent import methods
 from edge_agent.client import Arrays, ClientState, Session
-from edge_agent.task import Task, WindowInput
+from edge_agent.core.task import Task, WindowInput
 from edge_agent.training.parts import MOST_ROWS, Parts, own_layers, statistics_of, take_statistics
 
 VALUES = torch.tensor([[1.0, 0.0], [3.0, 0.0], [5.0, 6.0], [7.0, 6.0]])

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from edge_agent.errors import StateError
+from edge_agent.core.errors import StateError
+from edge_agent.core.task import Task, WindowInput
 from edge_agent.methods.values import Client
-from edge_agent.task import Task, WindowInput
 from edge_agent.training.loops import lasting, moments, restore
 from edge_agent.training.parts import Parts, channels_last
 from edge_agent.wire.tensors import decode, encode

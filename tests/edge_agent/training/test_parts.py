@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from edge_agent.errors import TensorsError, UnknownName
+from edge_agent.core.errors import TensorsError, UnknownName
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.methods.base import pooled_norm
-from edge_agent.task import ImageInput, Task
 from edge_agent.training.parts import (
     Parts,
     encoder_alone,

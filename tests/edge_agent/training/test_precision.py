@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from edge_agent import methods
-from edge_agent.task import ImageInput, Task
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.training import precision
 from edge_agent.training.precision import StepTimes, time_steps
 

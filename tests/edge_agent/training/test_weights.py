@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 from torch import nn
 
 from edge_agent import methods
-from edge_agent.errors import WeightsError
-from edge_agent.task import ImageInput, Task
+from edge_agent.core.errors import WeightsError
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.training.parts import Parts
 from edge_agent.training.weights import put_weights, read_weights
 

@@ -6,10 +6,10 @@ import os
 import numpy as np
 import pytest
 
-from edge_agent.errors import ChunkError, StateError
-from edge_agent.wire import chunks
-from edge_agent.wire.chunks import BlobCache, Outgoing, decode_frame
-from edge_agent.wire.messages import BlobRef
+from edge_agent.core.errors import ChunkError, StateError
+from edge_agent.wire.blobs import chunks
+from edge_agent.wire.blobs.chunks import BlobCache, Outgoing, decode_frame
+from edge_agent.wire.messages.fields import BlobRef
 
 CHUNK = 64
 

@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from edge_agent.errors import ChunkError
-from edge_agent.wire import chunks as chunks_module
-from edge_agent.wire.chunks import Incoming, Outgoing, decode_frame
+from edge_agent.core.errors import ChunkError
+from edge_agent.wire.blobs import chunks as chunks_module
+from edge_agent.wire.blobs.chunks import Incoming, Outgoing, decode_frame
 
 CHUNK = 64
 

@@ -10,8 +10,8 @@ from chunked_blobs import CHUNK, blob, frames_of, ranges_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_agent.errors import ChunkError, StateError
-from edge_agent.wire.chunks import (
+from edge_agent.core.errors import ChunkError, StateError
+from edge_agent.wire.blobs.chunks import (
     CHUNK_BYTES,
     FRAME_BYTES,
     HEADER_BYTES,

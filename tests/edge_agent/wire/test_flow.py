@@ -7,9 +7,9 @@ from chunked_blobs import CHUNK, blob_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_agent.errors import ChunkError
-from edge_agent.wire.chunks import Incoming, Outgoing, decode_frame
-from edge_agent.wire.flow import (
+from edge_agent.core.errors import ChunkError
+from edge_agent.wire.blobs.chunks import Incoming, Outgoing, decode_frame
+from edge_agent.wire.blobs.flow import (
     FIRST_BYTES,
     IDLE_S,
     MEASURED_S,

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.fleet.carousel import Carousel
-from edge_agent.wire.chunks import Incoming, decode_frame
-from edge_agent.wire.flow import REPORT_AFTER_S, UPLOAD_REPORT_BYTES, WINDOW_BYTES, Pace, Receiving, Sending
+from edge_agent.wire.blobs.chunks import Incoming, decode_frame
+from edge_agent.wire.blobs.flow import REPORT_AFTER_S, UPLOAD_REPORT_BYTES, WINDOW_BYTES, Pace, Receiving, Sending
 
 
 class World:

@@ -11,10 +11,10 @@ from chunked_blobs import CHUNK, blob, frames_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_agent.errors import ChunkError
-from edge_agent.wire import chunks as chunks_module
-from edge_agent.wire.chunks import Frame, Incoming, decode_frame, flags_of
-from edge_agent.wire.messages import BlobRef
+from edge_agent.core.errors import ChunkError
+from edge_agent.wire.blobs import chunks as chunks_module
+from edge_agent.wire.blobs.chunks import Frame, Incoming, decode_frame, flags_of
+from edge_agent.wire.messages.fields import BlobRef
 
 
 @given(st.integers(1, 700), st.randoms(use_true_random=False), st.integers(0, 3))

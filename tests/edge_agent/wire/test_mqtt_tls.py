@@ -15,8 +15,8 @@ from cryptography.x509.oid import NameOID
 from mqtt_harness import NEEDS_MOSQUITTO, wait_for
 
 from coordinator.broker import MosquittoBroker
-from edge_agent.config import BrokerConfig, TlsConfig
-from edge_agent.errors import BrokerAway, ConfigError
+from edge_agent.core.config import BrokerConfig, TlsConfig
+from edge_agent.core.errors import BrokerAway, ConfigError
 from edge_agent.wire.transport import Message, Subscribed
 
 

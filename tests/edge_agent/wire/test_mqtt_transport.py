@@ -15,8 +15,8 @@ import pytest
 from mqtt_harness import CONNACK, NEEDS_MOSQUITTO, PATIENCE_S, packet, url_of, wait_for
 
 from coordinator.broker import MosquittoBroker
-from edge_agent.config import BrokerConfig
-from edge_agent.errors import BrokerAway
+from edge_agent.core.config import BrokerConfig
+from edge_agent.core.errors import BrokerAway
 from edge_agent.wire import mqtt
 from edge_agent.wire.inbox import MESSAGE_BYTES, RESERVED_SHARE, Inbox, Rank
 from edge_agent.wire.mqtt import MqttTransport, longest_pause_s

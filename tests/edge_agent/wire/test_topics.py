@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_agent.errors import MessageError
-from edge_agent.wire.messages import Topics, matches
+from edge_agent.core.errors import MessageError
+from edge_agent.wire.topics import Topics, matches
 
 AGENT = "porch-7"
 DIGEST = "0123456789abcdef" * 4

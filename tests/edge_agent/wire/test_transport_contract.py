@@ -14,9 +14,10 @@ import pytest
 from mqtt_harness import NEEDS_MOSQUITTO, PATIENCE_S, wait_for
 
 from coordinator.broker import EmbeddedBroker, MosquittoBroker
-from edge_agent.errors import MessageError
+from edge_agent.core.errors import MessageError
+from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.mqtt import MqttTransport
-from edge_agent.wire.transport import Connected, Disconnected, MemoryBroker, Message, Subscribed, Will, Woken
+from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Will, Woken
 
 OPEN_FILES = Path("/proc/self/fd")
 KINDS = {"embedded": EmbeddedBroker, "mosquitto": MosquittoBroker}

@@ -1,0 +1,76 @@
+"""Tokens: what an operator gives to a device so that it can enroll once."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from edge_agent.identity.keys import SECRET_BYTES, Fingerprint, Name, Port
+
+from ..core.config import BrokerConfig
+from ..core.errors import (
+    UsageError,
+)
+from ..core.task import Frozen, parse_json
+from ..wire.messages.fields import printable
+
+TOKEN_PREFIX = "hw1."  # noqa: S105 - not a secret, the beginning of every token
+
+
+MOST_TIME = 1 << 40
+"""Unix time in seconds, in some 30,000 years."""
+
+
+class Token(Frozen):
+    """What a device needs to enroll once."""
+
+    url: str = Field(description="of the broker, mqtts://host:port")
+    port: Port = Field(description="enrolment port of the coordinator")
+    host: str = Field("", max_length=253, description="host of that port; empty: the broker's")
+    federation: Name
+    name: Name = Field(description="the agent's id")
+    authority: Fingerprint = Field(description="of the federation's certificate authority")
+    secret: str = Field(pattern=r"^[A-Za-z0-9_-]{22}$", description=f"{SECRET_BYTES} random bytes")
+    expires: int = Field(ge=0, le=MOST_TIME, description="Unix time in seconds")
+    replaces: Name | None = Field(None, description="the id that its device has now: it is renamed")
+
+    def text(self) -> str:
+        """The one line that a person copies; its end is a checksum, so that the device notices a typing error."""
+        content = json.dumps(self.model_dump(exclude_defaults=True), separators=(",", ":")).encode()
+        body = base64.urlsafe_b64encode(content).decode().rstrip("=")
+        return f"{TOKEN_PREFIX}{body}.{_checksum(body)}"
+
+    @classmethod
+    def parse(cls, text: str) -> Token:
+        """The token in a line.
+
+        Raises:
+            UsageError: it is no token, not the whole one, or mistyped.
+        """
+        text = text.strip()
+        advice = "copy the whole line that 'headwater enroll NAME' prints on the coordinator"
+        if not text.startswith(TOKEN_PREFIX):
+            raise UsageError(f"token: '{printable(text[:12])}…' does not begin with {TOKEN_PREFIX}; {advice}")
+        body, _, check = text[len(TOKEN_PREFIX) :].partition(".")
+        if not hmac.compare_digest(check.encode(), _checksum(body).encode()):
+            raise UsageError(f"token: it is mistyped or cut off ({len(text)} characters); {advice}")
+        try:
+            token = cls.model_validate(parse_json(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))))
+            BrokerConfig(url=token.url)
+        except (ValueError, RecursionError) as error:
+            raise UsageError("token: another version has made it; upgrade the older side") from error
+        return token
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port to ask."""
+        return self.host or urlsplit(self.url).hostname or "", self.port
+
+
+def _checksum(body: str) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(body.encode()).digest())[:6].decode()

@@ -1,0 +1,164 @@
+"""The tensors of a secure sum: what its exchanges hold, and an update as integers that can be added up.
+
+All floating arrays of an update, in the order of their names and times the update's weight, are one vector; its last
+number is the weight. Counters of batch norm are no part of it: they stay as they were sent out. Lists of the exchanges
+have a row for each client, in the order of `MEMBERS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from ...core.config import NAME_PATTERN
+from ...core.errors import TensorsError
+from ...core.task import Tensors
+from ...wire.tensors import Spec
+from .fixed_point import FixedPoint
+from .keys import SHARE_BYTES, PublicKeys
+
+PREFIX = "secure."
+KEYS = f"{PREFIX}keys"
+"""An agent's two public keys and the hash of its seed (96,) uint8; to the agents those of all (n, 96)."""
+
+MEMBERS = f"{PREFIX}members"
+"""The clients of the sum, sorted, a line each, as bytes (uint8)."""
+
+SHARES = f"{PREFIX}shares"
+"""Encrypted shares (n, 148) uint8: by an agent for each client, or for an agent by each client. Its own row is 0."""
+
+SHARERS = f"{PREFIX}sharers"
+"""Clients that have sent shares (n,) bool."""
+
+MASKED = f"{PREFIX}masked"
+"""An update as integers modulo 2^64 under masks, as int64."""
+
+DELIVERED = f"{PREFIX}delivered"
+"""Clients whose masked updates are here (n,) bool."""
+
+REVEALED = f"{PREFIX}revealed"
+"""An agent's share of one secret of each client that has sent shares (n, 66) uint8; 0 for the others."""
+
+KEY_BYTES, SEALED_BYTES = 96, 2 * SHARE_BYTES + 16
+MOST_CLIENTS = 1000
+FIXED_POINT = FixedPoint()
+_COUNTER = ".num_batches_tracked"
+_BYTE, _INTEGER = np.dtype(np.uint8), np.dtype(np.int64)
+
+
+def context_of(run: str, number: int, session: str) -> bytes:
+    """What an attempt's secrets are for (`secure_sum.Participant`), the same on all sides; ``run``: the run's name."""
+    return f"{run} {number} {session}".encode()
+
+
+def specs(clients: int = 0, size: int = 0) -> dict[str, Spec]:
+    """The form of what agents send, by name, in a sum over so many clients of updates of ``size`` numbers."""
+    return {
+        KEYS: Spec(_BYTE, (KEY_BYTES,)),
+        SHARES: Spec(_BYTE, (clients, SEALED_BYTES)),
+        MASKED: Spec(_INTEGER, (size + 1,)),
+        REVEALED: Spec(_BYTE, (clients, SHARE_BYTES)),
+    }
+
+
+def parted(received: Tensors) -> tuple[Tensors, Tensors]:
+    """What belongs to the exchanges, and everything else."""
+    ours = {name: array for name, array in received.items() if name.startswith(PREFIX)}
+    return ours, {name: array for name, array in received.items() if name not in ours}
+
+
+def taken(received: Tensors, name: str, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
+    """The array of that name, which must be of this form.
+
+    Raises:
+        TensorsError: it is missing, or of another form.
+    """
+    expected, array = Spec(np.dtype(dtype), shape), received.get(name)
+    if array is None or Spec(array.dtype, array.shape) != expected:
+        is_what = "is missing" if array is None else f"is {Spec(array.dtype, array.shape)}"
+        raise TensorsError(f"'{name}' {is_what}, a secure sum needs {expected}", is_public=True)
+    return array
+
+
+def members_as_bytes(members: Iterable[str]) -> np.ndarray:
+    """`MEMBERS` of these clients, which must be sorted."""
+    return np.frombuffer("\n".join(members).encode(), np.uint8)
+
+
+def members_of(received: Tensors) -> tuple[str, ...]:
+    """The clients of the sum.
+
+    Raises:
+        TensorsError: they are missing, too many, no names of agents, or not in order.
+    """
+    array = received.get(MEMBERS, np.zeros(0, np.uint8))
+    names = taken(received, MEMBERS, np.uint8, (array.size,)).tobytes().decode("ascii", "replace").split("\n")
+    if len(names) > MOST_CLIENTS or names != sorted({*names}):
+        raise TensorsError(
+            f"{len(names)} clients in a secure sum, expected up to {MOST_CLIENTS}, each once and sorted", is_public=True
+        )
+    if wrong := [name for name in names if not re.fullmatch(NAME_PATTERN, name)]:
+        raise TensorsError(f"client {wrong[0][:80]!r} of a secure sum is no name of an agent", is_public=True)
+    return tuple(names)
+
+
+def keys_as_bytes(keys: PublicKeys) -> np.ndarray:
+    """`KEYS` of one client."""
+    return np.frombuffer(keys.share + keys.mask + keys.seed, np.uint8)
+
+
+def keys_of(row: np.ndarray) -> PublicKeys:
+    """The public keys in a row (96,) uint8."""
+    content = row.tobytes()
+    return PublicKeys(content[:32], content[32:64], content[64:])
+
+
+def table(rows: Mapping[str, bytes], members: Sequence[str], width: int) -> np.ndarray:
+    """Rows (n, width) uint8 of these members; 0 where one has none."""
+    every = b"".join(rows.get(member, bytes(width)) for member in members)
+    return np.frombuffer(every, np.uint8).reshape(len(members), width)
+
+
+def summed(forms: Mapping[str, Spec]) -> dict[str, Spec]:
+    """The arrays that are added up, in their order.
+
+    Raises:
+        TensorsError: an integer array that is no counter of batch norm, of which a mean says nothing.
+    """
+    floating = {name: spec for name, spec in sorted(forms.items()) if spec.dtype.kind == "f"}
+    if others := sorted(name for name in forms.keys() - floating.keys() if not name.endswith(_COUNTER)):
+        raise TensorsError(f"'{others[0]}' holds {forms[others[0]].dtype.name}, a secure sum adds up floating numbers")
+    return floating
+
+
+def size_of(forms: Mapping[str, Spec]) -> int:
+    """Numbers of an update that are added up."""
+    return sum(spec.nbytes // spec.dtype.itemsize for spec in summed(forms).values())
+
+
+def as_integers(update: Tensors, forms: Mapping[str, Spec], weight: float, clients: int) -> np.ndarray:
+    """An update times its weight, and the weight, as integers (size + 1,) uint64 for a sum over so many clients.
+
+    Raises:
+        TrainingFailed: a number is not finite, or too large for the sum.
+    """
+    result, begin = np.empty(size_of(forms) + 1, np.uint64), 0
+    for name in summed(forms):
+        numbers = update[name].reshape(-1).astype(np.float64) * weight
+        result[begin : begin + numbers.size] = FIXED_POINT.encode(numbers, clients)
+        begin += numbers.size
+    result[begin:] = FIXED_POINT.encode(np.array([weight]), clients)
+    return result
+
+
+def mean_of(total: np.ndarray, forms: Mapping[str, Spec]) -> Tensors:
+    """The weighted mean of the updates of a sum (size + 1,) uint64; ``total`` has a weight above 0."""
+    numbers, begin = FIXED_POINT.decode(total), 0
+    means: Tensors = {}
+    for name, spec in summed(forms).items():
+        count = spec.nbytes // spec.dtype.itemsize
+        means[name] = (numbers[begin : begin + count] / numbers[-1]).astype(spec.dtype).reshape(spec.shape)
+        begin += count
+    return means

@@ -1,0 +1,201 @@
+"""Messages as bytes: encoded, sealed, and checked before anything of them is used.
+
+Every message carries the protocol version, the boot of its sender and a sequence number within that boot, so that a
+repeated message is recognised, and the id of its sender's federation, so that no agent works for two. Messages of a
+coordinator carry its epoch as well, and a proof of who sent them (`wire.seal`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import zlib
+from collections.abc import Callable
+from typing import Any, get_args
+
+from pydantic import (
+    ValidationError,
+)
+
+from edge_agent.wire.messages.down import FromCoordinator, Present
+from edge_agent.wire.messages.fields import (
+    MAX_MESSAGE_BYTES,
+    MAX_ROUND,
+    MISTAKE_CHARS,
+    OLDEST_PROTOCOL,
+    PROTOCOL,
+    RUN_PATTERN,
+    START,
+    Command,
+    Control,
+    JobKey,
+    Kind,
+    printable,
+)
+from edge_agent.wire.messages.up import FromAgent
+
+from ...core.config import mistakes_of
+from ...core.errors import MessageError, ProtocolMismatch, cause
+from ...core.task import parse_json
+
+_SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}\Z')
+
+
+_PROOF = re.compile(rb',"(mac|sig)":"((?:[0-9a-f]{64}){1,2})"\}\Z')
+
+
+SPOKEN = f"speaks protocol {OLDEST_PROTOCOL}..{PROTOCOL}"
+"""The protocol versions of this side, for messages about another version."""
+
+
+def sealed(payload: bytes) -> bytes:
+    """A JSON object with its checksum as the last field."""
+    return payload[:-1] + b',"crc":"%08x"}' % zlib.crc32(payload)
+
+
+def unsealed(payload: bytes) -> bytes:
+    """The message without its checksum, which must be right where there is one (a message may have none).
+
+    TCP lets one broken segment in some 10^9 pass, and one flipped digit here changes a learning rate or a weight.
+
+    Raises:
+        MessageError: the checksum is wrong.
+    """
+    payload = proof_of(payload)[0]
+    seal = _SEAL.search(payload)
+    if seal is None:
+        return payload
+    body = payload[: seal.start()] + b"}"
+    if zlib.crc32(body) != int(seal[1], 16):
+        raise MessageError("checksum is wrong, the message was changed on the way")
+    return body
+
+
+def proof_of(payload: bytes) -> tuple[bytes, str, bytes]:
+    """A message without its MAC or signature, which of the two it had (``mac``, ``sig`` or empty), and its bytes."""
+    proof = _PROOF.search(payload, max(0, len(payload) - 144))
+    if proof is None:
+        return payload, "", b""
+    return payload[: proof.start()] + b"}", proof[1].decode(), bytes.fromhex(proof[2].decode())
+
+
+def start_of(payload: bytes) -> str:
+    """The start (``boot``) that a message of whatever protocol version names; empty where it names none."""
+    try:
+        return START.validate_python(json_object(unsealed(payload)).get("boot"))
+    except (MessageError, ValidationError):
+        return ""
+
+
+def check_version(version: object) -> None:
+    """Return quietly for a protocol version that we understand.
+
+    Raises:
+        ProtocolMismatch: names both versions and the side to upgrade.
+        MessageError: no version at all.
+    """
+    if type(version) is not int:
+        raise MessageError(f"protocol version is {str(version)[:40]!r}, expected a number")
+    shown = str(version)[:40]
+    if version > PROTOCOL:
+        raise ProtocolMismatch(f"peer speaks protocol {shown}, this side up to {PROTOCOL}; upgrade this side")
+    if version < OLDEST_PROTOCOL:
+        raise ProtocolMismatch(f"peer speaks protocol {shown}, this side from {OLDEST_PROTOCOL}; upgrade the peer")
+
+
+def json_object(payload: bytes) -> dict[str, Any]:
+    """The JSON object in a payload.
+
+    Raises:
+        MessageError: too large, not JSON, not an object, or with a key that occurs twice.
+    """
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"message of {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are read")
+    try:
+        raw = parse_json(payload)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"not JSON: {cause(error)[:120]}") from error
+    if not isinstance(raw, dict):
+        raise MessageError(f"JSON {type(raw).__name__}, expected an object")
+    return raw
+
+
+def _parser(*kinds: type[Kind]) -> Callable[[bytes], Kind]:
+    """A function that parses these messages.
+
+    Raises (the function):
+        MessageError: not one of the expected messages, or a field out of bounds.
+        ProtocolMismatch: it speaks another protocol version.
+    """
+    by_type = {kind.model_fields["type"].default: kind for kind in kinds}
+
+    def parse(payload: bytes) -> Kind:
+        payload = unsealed(payload)
+        raw = json_object(payload)
+        check_version(raw.get("v"))
+        kind = by_type.get(raw.get("type")) if isinstance(raw.get("type"), str) else None
+        if kind is None:
+            raise MessageError(f"type {str(raw.get('type'))[:40]!r} is not one of {', '.join(by_type)}")
+        try:
+            return kind.model_validate_json(payload)
+        except ValidationError as error:
+            mistakes = (printable(mistake)[:MISTAKE_CHARS] for mistake in mistakes_of(error, kind)[:5])
+            raise MessageError(f"{kind.__name__}: {'; '.join(mistakes)}", is_public=True) from error
+
+    return parse
+
+
+parse_from_agent: Callable[[bytes], Control] = _parser(*get_args(FromAgent))
+
+
+parse_from_coordinator: Callable[[bytes], Command] = _parser(*get_args(FromCoordinator))
+
+
+parse_between_coordinators = _parser(Present)
+
+
+@functools.cache
+def _later(kind: type[Control], protocol: int) -> frozenset[str]:
+    """Fields of a message that are not in this version of the protocol."""
+    later = set[str]()
+    for name, field in kind.model_fields.items():
+        since = field.json_schema_extra.get("since") if isinstance(field.json_schema_extra, dict) else None
+        if isinstance(since, int) and since > protocol:
+            later.add(name)
+    return frozenset(later)
+
+
+def encode(message: Control, protocol: int = PROTOCOL) -> bytes:
+    """A message as UTF-8 JSON, its checksum last; fields at their default are left out, ``v`` and ``type`` never.
+
+    ``protocol``: the version that the receiver speaks.
+
+    Raises:
+        MessageError: larger than the other side reads, or with NaN or infinity in it.
+    """
+    plain = {name for name, f in type(message).model_fields.items() if getattr(message, name) == f.default}
+    left_out = (plain | _later(type(message), protocol)) - {"v", "type"}
+    fields = {**message.model_dump(mode="json", by_alias=True, exclude=left_out), "v": protocol}
+    try:
+        payload = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError as error:
+        raise MessageError(f"{type(message).__name__} cannot be written as JSON: {error}") from error
+    payload = sealed(payload)
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"{type(message).__name__} of {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are read")
+    return payload
+
+
+def named_job(payload: bytes) -> JobKey | None:
+    """The key of an undamaged `Job` with fields that this side does not know; None for anything else."""
+    if not _SEAL.search(proof_of(payload)[0]):  # one flipped bit in the checksum leaves a message without any
+        return None
+    try:
+        raw = json_object(unsealed(payload))
+    except MessageError:
+        return None
+    run, number = raw.get("run"), raw.get("round")
+    if raw.get("type") != "job" or not isinstance(run, str) or type(number) is not int:
+        return None
+    return JobKey(run, number, None) if re.fullmatch(RUN_PATTERN, run) and 0 <= number <= MAX_ROUND else None
