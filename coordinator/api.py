@@ -229,7 +229,8 @@ def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[
     """The plan's fields ``data`` and ``partition``; what the caller holds in memory is written into ``folder``."""
     from .simulation import own_data
 
-    rule, seed = fields.get("partition"), int(fields.get("seed", 0))
+    rule = fields.get("partition")
+    seed = int(fields.get("seed", 0))
     share = float(fields.get("test_fraction", Plan.model_fields["test_fraction"].default))
     if isinstance(data, Mapping):
         own_data.check_is_clients(data, has_rule="partition" in fields or "clients" in fields)
@@ -292,7 +293,8 @@ def finish(simulation: Simulation, folder: Path, watch: Callable[[Job], None]) -
     from .simulation.results import curves
 
     result = simulation.finish(watch)
-    picture, run = folder / "curves.svg", simulation.state.run(simulation.run)
+    picture = folder / "curves.svg"
+    run = simulation.state.run(simulation.run)
     write_atomic(picture, curves(result))
     result |= {"folder": str(folder), "report": str(run.report_path), "curves": str(picture)}
     write_json(folder / "result.json", result)
@@ -330,7 +332,8 @@ def federate(
     quiet = config.export.model_copy(update={"after_run": False})
     config = config.model_copy(update={"cohort": cohort, "export": quiet})
     chosen = methods.create(method, params).params.model_dump(mode="json")
-    broker, members = MemoryBroker(), list[Coordinator | Agent]()
+    broker = MemoryBroker()
+    members = list[Coordinator | Agent]()
     with StateFolder(config.state).open("federate") as state:
         run = state.journal.request_run(Request(method, chosen, rounds, seed, config.task).body())
         members.append(Coordinator(config, state, broker.transport(), probe_s=0))
@@ -382,7 +385,8 @@ def export_run(
     from .simulation.setup import planned
 
     trained = TrainedModel.of(folder, run)
-    task, method = trained.request.task, trained.method
+    task = trained.request.task
+    method = trained.method
     domains: Mapping[str, Samples] = {}
     if settings.int8 and calibration:
         domains = domains_of(calibration, task)  # as typed; those of the configuration count from its folder

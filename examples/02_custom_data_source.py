@@ -29,7 +29,8 @@ def waves(n: str = "60", noise: str = "0.3") -> tuple[np.ndarray, np.ndarray, tu
     """Way 1: windows (n, 1, 32), labels (n,), and the names of the classes."""
     rng = np.random.default_rng(7)
     labels = rng.integers(0, 2, int(n))
-    time, begin = np.arange(32) / 32, rng.uniform(0, 1, (len(labels), 1))
+    time = np.arange(32) / 32
+    begin = rng.uniform(0, 1, (len(labels), 1))
     pure = np.sin(2 * np.pi * ((2 + 3 * labels)[:, None] * time + begin))
     return (pure + rng.normal(0, float(noise), pure.shape))[:, None].astype(np.float32), labels, CLASSES
 

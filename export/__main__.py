@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HeadwaterError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    manifest, size = report.manifest, report.path.stat().st_size
+    manifest = report.manifest
+    size = report.path.stat().st_size
     if options.json:
         content = {
             "path": str(report.path),

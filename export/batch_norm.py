@@ -107,9 +107,12 @@ def _own_constants(model: Any) -> list[int]:
 
 def _place(model: bytes, layer: int, what: str, channels: int) -> int:
     """The byte of the serialised model at which a constant of `_own_constants` begins."""
-    name, left, length = _constant(layer, what).encode(), 4 * channels, b""
+    name = _constant(layer, what).encode()
+    left = 4 * channels
+    length = b""
     while left > 127:  # seven bits in each byte, the highest bit says that more follow
-        length, left = length + bytes([left % 128 + 128]), left // 128
+        length = length + bytes([left % 128 + 128])
+        left = left // 128
     before = _NAME_TAG + bytes([len(name)]) + name + _DATA_TAG + length + bytes([left])
     return model.index(before) + len(before)
 
@@ -143,12 +146,14 @@ def _probe(model: Any, image: str) -> bytes:
         if node.op_type != "BatchNormalization":
             twin = copy.deepcopy(node)
             twin.name = f"{PREFIX}{node.name}"
-            twin.input[:], twin.output[:] = map(own, node.input), map(own, node.output)
+            twin.input[:] = map(own, node.input)
+            twin.output[:] = map(own, node.output)
             graph.node.append(twin)
             continue
         rank = ranks[node.input[0]]
         inputs, weight, bias, *stored = map(own, node.input)
-        at, axes = f"norm.{layers}", [0, *range(2, rank)]
+        at = f"norm.{layers}"
+        axes = [0, *range(2, rank)]
         epsilon = next(attribute.f for attribute in node.attribute if attribute.name == "epsilon")
         to_rank = np.array([1, -1, *[1] * (rank - 2)], np.int64)
         graph.initializer.append(numpy_helper.from_array(to_rank, f"{PREFIX}{at}.shape"))

@@ -38,7 +38,8 @@ from .quantize import LEAST_CLIENTS, MAX_WEIGHT, MIN_COSINE, Quantizer, common, 
 _log = logging.getLogger(__name__)
 
 _GRAPHS: dict[EncoderPrecision, str] = {"fp32": "encoder.onnx", "int8": "encoder.int8.onnx"}
-_GOLDEN, _HEAD = "golden.safetensors", "global_head.safetensors"
+_GOLDEN = "golden.safetensors"
+_HEAD = "global_head.safetensors"
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ def bundle(
     domains = {} if isinstance(calibration, np.ndarray) else chosen(calibration)
     observed = {"": calibration} if isinstance(calibration, np.ndarray) else range_inputs(domains)
     inputs = _checked(observed, task)
-    encoder, seconds = model.part("encoder"), dict[str, float]()
+    encoder = model.part("encoder")
+    seconds = dict[str, float]()
     with _timed(seconds, "onnx"):
         free = _free_norm(encoder, task) if own_norm and method.own_norm and exporter != "dynamo" else None
         exported = to_onnx(encoder, task, exporter) if free is None else free.exported
@@ -99,7 +101,8 @@ def bundle(
         gates.append(gate)
         _check_passed(gates, task)
     graphs: dict[EncoderPrecision, bytes] = {"fp32": exported.model}
-    quantization, int8_note = None, "not asked for"
+    quantization = None
+    int8_note = "not asked for"
     if int8:  # without this variant a device uses fp32
         with _timed(seconds, "int8"):
             variant = _Int8.of(exported.model, encoder, task, inputs, observed, domains, client_ranges or {})
@@ -317,7 +320,8 @@ def _latencies(
         )
     if "int8" not in encoders:
         return {}
-    timing, batch = timed(encoders, time.thread_time), encoders["fp32"].batch_size
+    timing = timed(encoders, time.thread_time)
+    batch = encoders["fp32"].batch_size
     return {"fp32": round(timing.fp32_ms / batch, 4), "int8": round(timing.int8_ms / batch, 4)}
 
 

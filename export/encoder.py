@@ -71,7 +71,8 @@ def to_onnx(
                 )
                 raw = program.model_proto.SerializeToString()
             else:
-                buffer, axes = io.BytesIO(), {name: {0: "batch"} for name in (task.input.kind, "features")}
+                buffer = io.BytesIO()
+                axes = {name: {0: "batch"} for name in (task.input.kind, "features")}
                 if keep_norm:
                     settings["training"] = torch.onnx.TrainingMode.PRESERVE
                 # The annotation of the file knows paths only; both work.

@@ -80,7 +80,8 @@ def graph_gates(model: bytes, task: Task) -> list[Gate]:
 
 def parity_gate(model: bytes, encoder: nn.Module, inputs: np.ndarray) -> tuple[Gate, Parity]:
     """Largest difference between ONNX Runtime and torch over batches of 1, 2 and 7 of ``inputs`` (n, ...) float32."""
-    worst, scale = 0.0, 0.0
+    worst = 0.0
+    scale = 0.0
     for size in BATCHES:
         batch = np.resize(inputs, (size, *inputs.shape[1:])).astype(np.float32)
         ours = evaluate(encoder, encoder, torch.from_numpy(batch)).numpy()

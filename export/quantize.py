@@ -146,7 +146,8 @@ def ranges_of_clients(
     ``each``: client -> (steps, 2), see `training.ranges`. Tensors and steps are brought together by what they are for a
     few of ``inputs`` (n, ...) float32. Empty where a tensor of the graph is none of the steps.
     """
-    few, seen = inputs[:4], list[np.ndarray]()
+    few = inputs[:4]
+    seen = list[np.ndarray]()
     steps(encoder, torch.from_numpy(few), lambda tensor: seen.append(tensor.detach().cpu().numpy().ravel().copy()))
     where: dict[str, int] = {}
     for name, array in quantizer.values(few).items():

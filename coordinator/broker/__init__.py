@@ -64,8 +64,10 @@ class SupervisedBroker(ABC):
     def __init__(
         self, bind: str = "127.0.0.1", port: int = 0, *, federation: str = "home", password_file: Path | None = None
     ) -> None:
-        self.bind, self.port = bind, port
-        self.federation, self.password_file = federation, password_file
+        self.bind = bind
+        self.port = port
+        self.federation = federation
+        self.password_file = password_file
         self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)  # noqa: S104 - compared, not bound
         self.on_refused: OnRefused = _not_noted
         """Set it before `start`; it is called in a thread that reads the broker's output."""
@@ -138,7 +140,8 @@ class SupervisedBroker(ABC):
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _wait_until_ready(self) -> None:
-        where, deadline = f"the broker on {self.bind}:{self.port}", time.monotonic() + START_TIMEOUT_S
+        where = f"the broker on {self.bind}:{self.port}"
+        deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             if self.is_alive:
                 with contextlib.suppress(OSError):

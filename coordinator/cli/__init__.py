@@ -168,7 +168,8 @@ class _UnlessDefault:
     """Leaves a parameter's default as it is; other values are for ``convert``, typer's own way."""
 
     def __init__(self, default: object, convert: Callable[[], Any]) -> None:
-        self._default, self._convert = default, convert
+        self._default = default
+        self._convert = convert
 
     def coerce(self, value: Any, **others: Any) -> Any:
         """The value for the command."""

@@ -120,7 +120,8 @@ def _all(result: dict[str, Any]) -> Iterator[Table | str]:
 
 
 def _one(agent: dict[str, Any]) -> Iterator[Table | str]:
-    seen, history = ago(agent["last_seen_s"]), agent["history"]
+    seen = ago(agent["last_seen_s"])
+    history = agent["history"]
     alone = {True: "yes: acc.local is above acc.personal by more than noise", False: "no"}
     known = any(value is not None for value in agent["acc"].values())
     facts = {
@@ -214,7 +215,8 @@ def revoke(name: Name, config: Config = None, state: State = None, as_json: Json
     Example: headwater agents revoke porch
     """
     issuer = enrolment(config, state)
-    before, record = issuer.ledger.get(name), issuer.revoke(name)
+    before = issuer.ledger.get(name)
+    record = issuer.revoke(name)
     with StateFolder(issuer.folder.parent).look(create=True) as folder:
         if name in book_of(folder.journal).devices:
             folder.journal.append("device_retired", agent=name, body={"reason": "revoked"})
@@ -243,7 +245,8 @@ def rename(
 
     Example: headwater agents rename porch garden
     """
-    issuer, life = enrolment(config, state), duration(expires)
+    issuer = enrolment(config, state)
+    life = duration(expires)
     if issuer.ledger.get(name) is None:
         raise UsageError(f"no agent '{name}' is enrolled; 'headwater agents certificates' shows all")
     if (taken := issuer.ledger.get(new)) is not None and taken.certificates:
@@ -252,7 +255,8 @@ def rename(
 
 
 def _described(record: AgentRecord, now: float) -> dict[str, Any]:
-    current, token = record.current(), record.token
+    current = record.current()
+    token = record.token
     is_open = token is not None and token.used_at is None
     if current is not None:
         state = "enrolled" if current.not_after >= now else "expired"

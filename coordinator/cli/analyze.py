@@ -110,10 +110,13 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
     if result["communication"] is not None and result["communication"]["targets"]:
         rows = []
         for one in result["communication"]["targets"]:
-            sizes, done, acc = ["", "", ""], "not reached", one.get("best")
+            sizes = ["", "", ""]
+            done = "not reached"
+            acc = one.get("best")
             if one["reached"]:
                 sizes = [f"{one[name] / 1e6:.2f}" for name in ("bytes_up", "bytes_down", "bytes_per_agent")]
-                done, acc = one["rounds_done"], one["acc"]
+                done = one["rounds_done"]
+                acc = one["acc"]
             rows.append((f"acc.{one['scope']}", f"{one['target']:g}", done, acc, *sizes))
         columns = ("scope", "target", "rounds\ndone", "accuracy", "up\nMB", "down\nMB", "MB for\nan agent")
         yield table("rounds and bytes to an accuracy (mean over agents)", columns, rows)

@@ -27,7 +27,8 @@ def cancel(run: Run, config: Config = None, state: State = None, as_json: Json =
 
     Example: headwater cancel run-0003 --config coordinator.toml
     """
-    pause, by = threading.Event(), f"by {author()}, 'headwater cancel'"
+    pause = threading.Event()
+    by = f"by {author()}, 'headwater cancel'"
     with StateFolder(state_path(config, state)).look() as folder:
         record = cancel_run(folder, run, lambda: pause.wait(LOOK_EVERY_S), int(TIMEOUT_S / LOOK_EVERY_S), by)
     line = f"{run} will be cancelled as soon as the coordinator has done what it is at; see 'headwater status'"

@@ -234,7 +234,8 @@ def _classify_gain(agent: Mapping[str, Any]) -> Gain:
 
 def _gain_points(agent: Mapping[str, Any]) -> float | None:
     """Return how many points ``acc.personal`` is above ``acc.local``; None where one of them is not known."""
-    personal, local = agent["acc"]["personal"], agent["acc"]["local"]
+    personal = agent["acc"]["personal"]
+    local = agent["acc"]["local"]
     return None if personal is None or local is None else 100 * (personal - local)
 
 
@@ -266,7 +267,8 @@ def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
     if bundle := summary.get("bundle"):
         yield "Next, on this machine or any other, without torch and without a network:"
         source = f"digits:{HEAD_STYLES[0]}?client={len(TRAIN_STYLES)}&clients={len(STYLES)}"
-        program, path = program_command("edge-agent"), shlex.quote(str(bundle["path"]))
+        program = program_command("edge-agent")
+        path = shlex.quote(str(bundle["path"]))
         yield f"  {program} fit --bundle {path} --data '{source}' --out my-head"
         yield f"  {program} evaluate --bundle {path} --data '{source}' --head my-head"
 
@@ -326,7 +328,8 @@ def _agents(folder: Path, url: str, seed: int) -> Iterator[dict[str, ChildProces
     try:
         for number, style in enumerate(STYLES):
             tier = "train" if number < len(TRAIN_STYLES) else "head"
-            name, path = f"{tier}-{style}", folder / f"{tier}-{style}.toml"
+            name = f"{tier}-{style}"
+            path = folder / f"{tier}-{style}.toml"
             count = f"&n={SAMPLES_OF_RENDERED}" if style == "rendered" else ""
             source = f"digits:{style}?client={number}&clients={len(STYLES)}&seed={seed}{count}"
             path.write_text(

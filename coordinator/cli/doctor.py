@@ -138,7 +138,8 @@ def _login(transport: MqttTransport, topics: Topics, broker: BrokerConfig | None
 
 def _receive_own_message(transport: MqttTransport, topics: Topics, federation: str) -> str:
     """Publish a message without effect on the presence topic of an agent that does not exist, and receive it."""
-    topic, until = topics.presence(f"doctor-{secrets.token_hex(8)}"), time.monotonic() + TIMEOUT_S
+    topic = topics.presence(f"doctor-{secrets.token_hex(8)}")
+    until = time.monotonic() + TIMEOUT_S
     while time.monotonic() < until:
         event = transport.receive(0.1)
         if isinstance(event, Subscribed):

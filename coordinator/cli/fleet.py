@@ -34,7 +34,8 @@ SortKey = Literal[
 
 def rows_of(folder: StateFolder) -> list[Row]:
     """All agents that are known, as JSON: heard since the coordinator's start, kept out lately, or with results."""
-    status, now = read_status(folder.path), utc_now()
+    status = read_status(folder.path)
+    now = utc_now()
     refused = [one for one in status.get("refused_agents", ()) if one["id"]]
     book = book_of(folder.journal)
     facts = FleetFacts(

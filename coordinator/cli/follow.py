@@ -43,7 +43,8 @@ def follow(
         StateError: its state folder was removed or replaced: what is there now says nothing of this run.
     """
     pause = threading.Event()
-    record, last_id = RunRecord(run, {}), -1
+    record = RunRecord(run, {})
+    last_id = -1
     with _progress(run) as show_progress:
         while not record.is_over:
             if step is not None:
@@ -58,7 +59,8 @@ def follow(
             status = read_status(state.path)
             waiting = _waiting(status, run)
             if newest != last_id:
-                record, last_id = state.journal.replay(run), newest
+                record = state.journal.replay(run)
+                last_id = newest
             show_progress(record, waiting, status)
     if record.status != "finished":
         raise RunFailed(f"{run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
@@ -112,7 +114,10 @@ class _Lines:
 
     def __init__(self, run: str) -> None:
         self._time_left = _TimeLeft()
-        self._run, self._closed, self._since, self._is_shown = run, -1, time.monotonic(), False
+        self._run = run
+        self._closed = -1
+        self._since = time.monotonic()
+        self._is_shown = False
         self._last: tuple[RunRecord | None, str] = None, ""
         self._without: dict[str, str] = {}
         self._said = SaidBefore()
@@ -123,13 +128,16 @@ class _Lines:
             self._closed = record.round
             self._show(self._closed_line(record.round, int(rounds or 0)))
         if record.open_round is not None:  # agents that are left out, unless they were in the previous round
-            before, self._without = self._without, dict(record.open_round.body.get("left_out", {}))
+            before = self._without
+            self._without = dict(record.open_round.body.get("left_out", {}))
             for agent, reason in self._without.items():
                 if agent not in before:
                     why = self._said.reason(agent, reason)
                     self._show(f"round {record.open_round.round} continues without {agent}: {why}")
         if record is not self._last[0] or waiting != self._last[1]:
-            self._last, self._since, self._is_shown = (record, waiting), time.monotonic(), False
+            self._last = (record, waiting)
+            self._since = time.monotonic()
+            self._is_shown = False
         elif waiting and not self._is_shown and time.monotonic() - self._since >= WAIT_IS_LONG_S:
             self._show(f"waits: {waiting}")
             self._is_shown = True
@@ -212,7 +220,8 @@ def _does(agent: dict[str, Any], run: dict[str, Any]) -> str:
 
 
 def _waiting(status: dict[str, Any], run: str) -> str:
-    now, waiting = status.get("run") or {}, status.get("waiting") or {}
+    now = status.get("run") or {}
+    waiting = status.get("waiting") or {}
     whom = listed(waiting.get("whom", ()), "")
     what = str(waiting.get("for", "")) + (f", not yet from {whom}" if whom else "")
     tries = f"; {advised}" if (advised := advice(status)) else ""

@@ -131,7 +131,8 @@ def init(
         text = NEW.format(federation=json.dumps(federation)) + section
     public = [read_public(file) for file in release_key or ()]
     role(public or [Public(bytes(32))], threshold)
-    before, made = read_regular(path) if path.exists() else None, not path.parent.exists()
+    before = read_regular(path) if path.exists() else None
+    made = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         write_atomic(path, text.encode())
@@ -189,7 +190,8 @@ def _make(
     from ..state.journal import utc_now
     from ..state.release_keys import ReleaseKeys
 
-    folder, now = identity_folder(state), utc_now()
+    folder = identity_folder(state)
+    now = utc_now()
     keys = ReleaseKeys(state)
     if keys.exist and (other := keys.newest().federation) != federation:
         raise UsageError(

@@ -399,12 +399,11 @@ def _sign_change(path: Path, files: list[Path], as_json: bool) -> None:
 def _present_change(path: Path, changed: list[Envelope], as_json: bool) -> None:
     """What a change of keys changes, and what it lacks until it counts."""
     old, new = (read(RootMetadata, envelope, "root") for envelope in changed[-2:])
-    lines, lacks = (
-        [f"{path}: root {new.version} of federation '{new.federation}', after root {old.version}"],
-        missing(changed),
-    )
+    lines = [f"{path}: root {new.version} of federation '{new.federation}', after root {old.version}"]
+    lacks = missing(changed)
     for name, what in _ROLES.items():
-        before, after = old.roles[name], new.roles[name]
+        before = old.roles[name]
+        after = new.roles[name]
         if before == after:
             lines.append(f"{what}: as before")
             continue

@@ -34,7 +34,8 @@ def methods(name: Name = None, as_json: Json = False) -> None:
         present(one, _lines(one), as_json=as_json)
         return
     listed = {} if as_json else json.loads(files(__package__).joinpath(LISTED).read_bytes())
-    rows, broken = list[dict[str, Any]](), dict[str, str]()
+    rows = list[dict[str, Any]]()
+    broken = dict[str, str]()
     for known in registry.names():
         try:
             rows.append(listed.get(known) or describe(known))

@@ -163,7 +163,8 @@ def _type_of(annotation: Any) -> Any:
 
 def _help(field: FieldInfo) -> str:
     """The field's description as a sentence, with its default where that is not said."""
-    kind, text = _type_of(field.annotation), field.description or ""
+    kind = _type_of(field.annotation)
+    text = field.description or ""
     if field.default is True:
         text = f"Do not {text}"
     if kind is dict:

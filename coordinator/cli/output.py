@@ -125,7 +125,9 @@ class _Cells(Table):
 
     def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, **options: Any) -> None:
         super().__init__(**options)
-        self.heads, self.cells, self.left = [" ".join(column.split()) for column in columns], rows, left
+        self.heads = [" ".join(column.split()) for column in columns]
+        self.cells = rows
+        self.left = left
         self.least_width = 0
         """In which no number is cut or wrapped, and no word of `WORD_CHARS`."""
 

@@ -87,7 +87,8 @@ def password(
     key_file = _write_key(path, agent, federation, state)
     has_changed = acl is not None and add_rules(acl, federation, account=account)
     status = users.stat()
-    owner, mode = str(status.st_uid), f"{stat.S_IMODE(status.st_mode):o}"
+    owner = str(status.st_uid)
+    mode = f"{stat.S_IMODE(status.st_mode):o}"
     with contextlib.suppress(KeyError):  # an account without a name, as in many containers
         owner = users.owner()
     result = {

@@ -39,7 +39,8 @@ def prune(
 
     Example: headwater prune --config coordinator.toml --keep 3 --dry-run
     """
-    path, pause = state_path(config, state), threading.Event()
+    path = state_path(config, state)
+    pause = threading.Event()
     if keep is None:
         has_config = config is not None or DEFAULT_CONFIG.exists()
         keep = (load_config(config, state).retention if has_config else RetentionConfig()).runs
@@ -50,7 +51,8 @@ def prune(
             folder, runs, lambda: pause.wait(LOOK_EVERY_S), int(TIMEOUT_S / LOOK_EVERY_S)
         )
         size = sum(one.size_bytes for one in listed)
-        left, kept = usage(folder), on_offer(folder)
+        left = usage(folder)
+        kept = on_offer(folder)
     what = "removed" if removed else "would be removed" if dry_run else "will be removed by the coordinator soon"
     line = f"{size / 1e6:.1f} MB of {counted(len(runs), 'run')} {what}; {left['free_bytes'] / 1e6:.0f} MB are free"
     line += "".join(f"; {run} stays, because its release is in use" for run in kept)

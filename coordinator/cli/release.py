@@ -208,18 +208,22 @@ def status(
     """
     path = state_path(config, state)
     with StateFolder(path).look() as folder:
-        book, now = book_of(folder.journal), utc_now()
+        book = book_of(folder.journal)
+        now = utc_now()
     if number is not None:
         chosen(book, number)
-    releases, rows = [described(book, one, now) for one in book.releases], device_rows(book, now)
+    releases = [described(book, one, now) for one in book.releases]
+    rows = device_rows(book, now)
     result = {"releases": [one for one in releases if number in {None, one["release"]}], "devices": rows}
-    shown, others = rows[:devices] if devices else rows, tiers_without_releases(path)
+    shown = rows[:devices] if devices else rows
+    others = tiers_without_releases(path)
     lines = [*release_lines(releases, number), *(device_lines(shown, len(rows), others) if releases else ())]
     present(result, lines, as_json=as_json)
 
 
 def _show(folder: StateFolder, number: int, *, as_json: bool) -> None:
-    book, now = book_of(folder.journal), utc_now()
+    book = book_of(folder.journal)
+    now = utc_now()
     if (release := book.get(number)) is None:
         raise UsageError(f"release {number} was not made; 'headwater release status' shows all")
     result = described(book, release, now)

@@ -79,13 +79,15 @@ def other_tiers(others: Mapping[str, int]) -> Iterator[str]:
 
 def _row(release: Shown) -> tuple[object, ...]:
     reports = ", ".join(f"{count} {outcome}" for outcome, count in release["outcomes"].items())
-    bundle, run = release["bundle_id"][:12], release["lineage"]["run"]
+    bundle = release["bundle_id"][:12]
+    run = release["lineage"]["run"]
     return (release["release"], release["plan"]["channel"], stage_text(release), bundle, run, reports)
 
 
 def _details(release: Shown) -> Iterator[str]:
     """When and by whom it was made, where it comes from, what it scored where, who failed it, what it waits for."""
-    plan, scored = release["plan"], release["scored"]
+    plan = release["plan"]
+    scored = release["scored"]
     by = f" by {release['by']}" if release["by"] else ""
     note = f": {release['note']}" if release["note"] else ""
     made = f"made {shown(release['at'])}{by}"

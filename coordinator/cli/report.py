@@ -43,7 +43,8 @@ def report(
     """
     run = one_of(run, run_option, "RUN")
     folder = StateFolder(state_path(config, state))
-    record, releases = None, list[dict[str, Any]]()
+    record = None
+    releases = list[dict[str, Any]]()
     if folder.journal.path.exists():
         with folder.look():
             record = folder.journal.replay(run) if run else _latest(folder)

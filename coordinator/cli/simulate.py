@@ -206,11 +206,13 @@ class _RunProgress:
     """Progress of a run, in trainings of a client; the final evaluation of a client counts `AT_THE_END`."""
 
     def __init__(self, simulation: Simulation, later_rounds: int = 0) -> None:
-        self._simulation, plan = simulation, simulation.prepared.plan
+        self._simulation = simulation
+        plan = simulation.prepared.plan
         clients = len(simulation.prepared.division.clients)
         share = (plan.fraction + (plan.fraction_max or plan.fraction)) / 2
         cohort = max(1, round(share * (clients - plan.new_clients)))
-        self.rounds, self.total = plan.rounds, plan.rounds * cohort + AT_THE_END * clients
+        self.rounds = plan.rounds
+        self.total = plan.rounds * cohort + AT_THE_END * clients
         self._later = self.total * later_rounds / plan.rounds
         record = simulation.state.journal.replay(simulation.run)
         self._closed = record.round
@@ -271,7 +273,8 @@ def shown(simulation: Simulation, later_rounds: int = 0) -> Iterator[Callable[[J
         return
     from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-    text, scores = "{task.description}", "{task.fields[scores]}"
+    text = "{task.description}"
+    scores = "{task.fields[scores]}"
     columns = (text, BarColumn(), scores, TimeElapsedColumn(), "left", TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=run_progress.total, completed=int(run_progress.done), scores="")
@@ -351,7 +354,8 @@ _NAMES = {
 
 def _row(name: object, one: dict[str, Any]) -> tuple[object, ...]:
     scores = {scope: acc["clients_mean"] for scope, acc in one["acc"].items()}
-    personal, seconds = one["acc"].get("personal", {}), one.get("seconds")
+    personal = one["acc"].get("personal", {})
+    seconds = one.get("seconds")
     sizes = (None if (size := one.get(key)) is None else f"{size / 1e6:.1f}" for key in ("bytes_up", "bytes_down"))
     return (
         name,

@@ -206,7 +206,9 @@ def _pages(count: int, size: int) -> int:
 
 
 def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
-    serving, runs, agents = result["serving"], result["runs"], result.get("agents", [])
+    serving = result["serving"]
+    runs = result["runs"]
+    agents = result.get("agents", [])
     age = ""
     if "at" in result:
         seconds = status_age_s(result, utc_now())

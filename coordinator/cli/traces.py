@@ -48,7 +48,8 @@ def traces(
                 send(new[begin : begin + SENT_AT_ONCE])
             if not follow or stop.wait(LOOK_EVERY_S):
                 break
-        spans, runs = len(ended.known), len({of for of, _ in ended.known})
+        spans = len(ended.known)
+        runs = len({of for of, _ in ended.known})
         result = {"spans": spans, "runs": runs}
         present(result, [f"{counted(spans, 'span')} of {counted(runs, 'run')} sent"], as_json=as_json)
         if stop.signal == signal.SIGINT:
@@ -59,7 +60,8 @@ class Ended:
     """The spans that have ended in a journal, each once."""
 
     def __init__(self, journal: Journal, run: str | None = None) -> None:
-        self._journal, self._run = journal, run
+        self._journal = journal
+        self._run = run
         self._version: tuple[int, int] | None = None
         self._over = set[str]()
         self.known = set[tuple[str, str]]()
@@ -71,7 +73,8 @@ class Ended:
         Raises:
             UnknownName: no such run.
         """
-        version, new = self._journal.version(), list[Span]()
+        version = self._journal.version()
+        new = list[Span]()
         if version == self._version:
             return new
         self._version = version

@@ -169,7 +169,8 @@ class Roster:
         """The entry of each agent that counts; others are of earlier leases."""
 
         self._connected_at: float | None = clock()
-        self._deaf_since, self._deaf_s = 0.0, 0.0
+        self._deaf_since = 0.0
+        self._deaf_s = 0.0
         self._faults = Rejections(clock)
         self._before = dict[str, Figures]()
         self._candidates = dict[str, Candidate]()
@@ -199,8 +200,11 @@ class Roster:
             if self._has_lost_connection(before, member):
                 member.breaks.add(self._clock(), utc_now())
             if before.boot == member.boot:
-                member.notes, member.fault, member.condition = before.notes, before.fault, before.condition
-                member.stalled_at, member.asked_at = before.stalled_at, before.asked_at
+                member.notes = before.notes
+                member.fault = before.fault
+                member.condition = before.condition
+                member.stalled_at = before.stalled_at
+                member.asked_at = before.asked_at
         member.heard_at = self._clock()
         self._members[agent] = member
         self._sorted.clear()
@@ -341,7 +345,8 @@ class Roster:
 
     def new_heartbeat_s(self, agent: str) -> float | None:
         """The `heartbeat_s` to send to an agent now; None where the one that it has is about right."""
-        member, now_s = self._members[agent], self.heartbeat_s()
+        member = self._members[agent]
+        now_s = self.heartbeat_s()
         if 2 / 3 * member.heartbeat_s <= now_s <= 3 / 2 * member.heartbeat_s:
             return None
         self.note_heartbeat_s(agent, now_s)
@@ -405,10 +410,12 @@ class Roster:
         """Seconds that an offline or stalled agent is still waited for (0 or less: no more), else None."""
         member = self._members.get(agent)
         if member is None:
-            offline_at, patience_s = self._connected_at, RETURN_S
+            offline_at = self._connected_at
+            patience_s = RETURN_S
         else:
             is_stalled = member.is_present and member.condition == "stalled"
-            offline_at, patience_s = member.stalled_at if is_stalled else member.offline_at, PATIENCE_S
+            offline_at = member.stalled_at if is_stalled else member.offline_at
+            patience_s = PATIENCE_S
             if offline_at is None:
                 return None
         if offline_at is None or self._connected_at is None:
@@ -468,7 +475,9 @@ class DuplicateIds:
     """Who may have an id. Call `accept` for every hello."""
 
     def __init__(self, roster: Roster, send: Callable[[str, fields.Command], None], clock: Callable[[], float]) -> None:
-        self._roster, self._send, self._clock = roster, send, clock
+        self._roster = roster
+        self._send = send
+        self._clock = clock
         self._claims: dict[str, _Claim] = {}
         self._rejected: dict[str, str] = {}
         self._starts: dict[str, dict[str, int]] = {}
@@ -583,7 +592,8 @@ class Rejections:
         self.total = 0
         self.counts: dict[str, int] = {}
         self._logged_at: dict[str, float] = {}
-        self._window, self._lines = float("-inf"), 0
+        self._window = float("-inf")
+        self._lines = 0
 
     def note(self, what: str, times: int = 1) -> int | None:
         """Count so many; how often it has happened if that is worth a line in the log now, else None."""
@@ -594,7 +604,8 @@ class Rejections:
         self.counts[what] = self.counts.get(what, 0) + times
         now = self._clock()
         if now - self._window >= AGAIN_S:
-            self._window, self._lines = now, 0
+            self._window = now
+            self._lines = 0
         if self._lines >= LINES_AT_ONCE or now - self._logged_at.get(what, float("-inf")) < AGAIN_S:
             return None
         self._lines += 1
@@ -687,15 +698,21 @@ class CommandSender:
         boot: str,
         keys: CommandKeys | None = None,
     ) -> None:
-        self._topics, self._publish, self._run_ids, self._boot, self._keys = topics, publish, run_ids, boot, keys
-        self.federation, self.epoch = "", 0
+        self._topics = topics
+        self._publish = publish
+        self._run_ids = run_ids
+        self._boot = boot
+        self._keys = keys
+        self.federation = ""
+        self.epoch = 0
         self._seq = 0
         self._epochs: dict[str, int] = {}
         self._protocols: dict[str, int] = {}
 
     def serve_as(self, federation: str, epoch: int) -> None:
         """Messages are of this federation and this start of its coordinator from now on."""
-        self.federation, self.epoch = federation, epoch
+        self.federation = federation
+        self.epoch = epoch
 
     def speaks(self, agent: str, protocol: int) -> None:
         """Messages to this agent are of that version of the protocol from now on; to others, of the oldest."""

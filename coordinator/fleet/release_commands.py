@@ -45,7 +45,8 @@ def create(folder: StateFolder, plan: Plan, run: str | None, by: str, *, new_cha
             f"{of} has a bundle that can be released; a run exports one at its end where export.after_run is true, "
             "'headwater report' says why it did not"
         )
-    chosen, book = at_hand[-1], book_of(folder.journal)
+    chosen = at_hand[-1]
+    book = book_of(folder.journal)
     if not new_channel:
         book.check_channel(plan.channel)
     book.check_fleet(plan)
@@ -183,7 +184,8 @@ def author() -> str:
 
 def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
     """A release as JSON: its plan, where it stands, where it comes from, and what it scored where."""
-    body, on_devices = release.body, book.scores(release.bundle_id)
+    body = release.body
+    on_devices = book.scores(release.bundle_id)
     lineage = {"run": release.run, "round": release.round, **body.get("lineage", {})}
     scored = {
         "run": lineage.pop("scores", None),
@@ -231,7 +233,8 @@ def waits_for(book: Book, release: Release, now: datetime) -> Iterator[str]:
     """
     if release.rolled_back_by or book.replaced_by(release) is not None:
         return
-    number, answers = release.number, book.pending(release, now)
+    number = release.number
+    answers = book.pending(release, now)
     pending, unable = ([one for one in answers if (one in release.results) is has] for has in (False, True))
     if release.held:
         yield from release.held.splitlines()
@@ -263,7 +266,8 @@ class Running:
     """By which number a device runs a release: several releases may be of one bundle."""
 
     def __init__(self, book: Book) -> None:
-        self._newest, self._in_channel = dict[str, int](), dict[tuple[str, str], int]()
+        self._newest = dict[str, int]()
+        self._in_channel = dict[tuple[str, str], int]()
         for release in book.releases:
             self._newest[release.bundle_id] = release.number
             self._in_channel[release.plan.channel, release.bundle_id] = release.number
@@ -282,9 +286,11 @@ def device_rows(book: Book, now: datetime) -> list[dict[str, Any]]:
 
     ``held``: it stays with what it runs, because that release is held.
     """
-    rows, running = list[dict[str, Any]](), Running(book)
+    rows = list[dict[str, Any]]()
+    running = Running(book)
     for agent, device in sorted(book.devices.items()):
-        wanted, pin = book.wanted(device, now), book.pin(agent, now)
+        wanted = book.wanted(device, now)
+        pin = book.pin(agent, now)
         runs = running.number(device, wanted)
         about = wanted if wanted is not None else book.get(runs or 0)
         result = about.results.get(agent) if about is not None else None
@@ -313,7 +319,8 @@ def tiers_without_releases(path: Path) -> Counter[str]:
 
 def open_releases(folder: StateFolder) -> list[dict[str, Any]]:
     """The releases that devices may get now, or that are held, in short: what each waits for."""
-    book, now = book_of(folder.journal), utc_now()
+    book = book_of(folder.journal)
+    now = utc_now()
     held = (one for one in book.releases if one.held and not one.rolled_back_by and book.replaced_by(one) is None)
     return [
         {
@@ -344,7 +351,8 @@ def stage_text(release: Mapping[str, Any]) -> str:
 
 def releases_of_run(folder: StateFolder, run: str) -> list[dict[str, Any]]:
     """The releases of a run as JSON, see `described`."""
-    book, now = book_of(folder.journal), utc_now()
+    book = book_of(folder.journal)
+    now = utc_now()
     return [described(book, one, now) for one in book.releases if one.run == run]
 
 

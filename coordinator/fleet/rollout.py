@@ -86,19 +86,27 @@ class Rollout:
         gone_after: timedelta = timedelta(days=90),
     ) -> None:
         """``now``: the wall clock, for ends of pins and maintenance windows; devices retire after ``gone_after``."""
-        self._state, self._roster, self._distributor, self._send = state, roster, distributor, send
-        self._clock, self._now, self._gone_after = clock, now, gone_after
-        self.book, self._has_read = Book(), False
+        self._state = state
+        self._roster = roster
+        self._distributor = distributor
+        self._send = send
+        self._clock = clock
+        self._now = now
+        self._gone_after = gone_after
+        self.book = Book()
+        self._has_read = False
         self._offers: dict[str, _Offer] = {}
         self._pinned: dict[str, Pin] = {}
         """The pins that devices know of since their last hello."""
 
-        self._changes, self._signatures = Counter[str](), Counter[str]()
+        self._changes = Counter[str]()
+        self._signatures = Counter[str]()
         self._late: dict[str, tuple[Device, Release | None, Result | None]] = {}
         """Changes of devices that have had many in this hour."""
 
         self._blobs: dict[str, Outgoing] = {}
-        self._looked_at, self._version = float("-inf"), (-1, -1)
+        self._looked_at = float("-inf")
+        self._version = (-1, -1)
         self._counted_at = clock()  # after a start, devices have time to come back
         self._change_at: datetime | None = None
         self._to_offer: dict[str, bool] = {}
@@ -156,18 +164,22 @@ class Rollout:
         if device is None:  # it sends a hello first
             return
         runs = Device(agent, message.bundle_id or device.runs, device.channel, message.kept)
-        release, offer = self._release_of(agent, message), self._offers.get(agent)
+        release = self._release_of(agent, message)
+        offer = self._offers.get(agent)
         if offer is not None and offer.release == message.release:
             offer.again_at = None
         self._note(runs, release, None if release is None else _result_of(message, release.plan.min_gain))
-        wanted, offer = self._wanted(agent), self._offers.get(agent)
+        wanted = self._wanted(agent)
+        offer = self._offers.get(agent)
         is_other = release is not None and release is not wanted  # it was at work meanwhile
         if wanted is not None and (is_other or offer is None or offer.release != wanted.number):
             self.offer(agent)
 
     def fault(self, agent: str, message: Fault) -> None:
         """A device could not install the bundle that it was offered, by its fault or by that of the bundle."""
-        release, offer, device = self._release_of(agent, message), self._offers.get(agent), self.book.devices.get(agent)
+        release = self._release_of(agent, message)
+        offer = self._offers.get(agent)
+        device = self.book.devices.get(agent)
         if release is None or device is None or offer is None or offer.release != release.number:
             return
         why = f"{message.error}: {message.message}"
@@ -230,7 +242,8 @@ class Rollout:
 
     def _release_of(self, agent: str, message: Report | Fault) -> Release | None:
         """The release that a message is about; None for one that this device was not to get: it has no say in that."""
-        release, pin = self.book.get(message.release), self.book.pin(agent, self._now())
+        release = self.book.get(message.release)
+        pin = self.book.pin(agent, self._now())
         if release is None or (isinstance(message, Report) and message.about != release.bundle_id):
             return None
         is_pinned = pin is not None and pin.release == release.number
@@ -303,11 +316,13 @@ class Rollout:
 
     def _offer_more(self) -> None:
         """Offer some more devices what they are to run: not all of a large fleet in one step."""
-        damaged, begin = dict[int, StateError](), self._clock()
+        damaged = dict[int, StateError]()
+        begin = self._clock()
         while self._to_offer and self._clock() - begin < OFFERS_S:
             agent = next(iter(self._to_offer))
             anyway = self._to_offer.pop(agent)
-            offer, release = self._offers.get(agent), self._wanted(agent)
+            offer = self._offers.get(agent)
+            release = self._wanted(agent)
             self._tell_pin(agent)
             if (
                 offer is not None
@@ -354,7 +369,8 @@ class Rollout:
 
     def _retire(self) -> None:
         """Journal which devices are there, seldom, and which were not heard for so long that they count no more."""
-        now, present = self._now(), set(self._roster.present("head"))
+        now = self._now()
+        present = set(self._roster.present("head"))
         for agent in self.book.gone(now - HEARD_AGAIN):
             if agent in present:
                 device = self.book.devices[agent]
@@ -369,7 +385,8 @@ class Rollout:
 
     def _read(self) -> bool:
         """Count new entries; whether one of them may change what devices are to run."""
-        is_first, self._has_read = not self._has_read, True
+        is_first = not self._has_read
+        self._has_read = True
         entries = self.book.read(self._state.journal)
         for entry in () if is_first else entries:
             if (by := entry.body.get("by")) not in {None, AUTOMATIC}:  # a command's, which others are to see as well
@@ -379,7 +396,8 @@ class Rollout:
 
     def _decide(self, *, draws: bool) -> bool:
         """Journal the next step of a release, if there is one."""
-        now, journal = self._now(), self._state.journal
+        now = self._now()
+        journal = self._state.journal
         for release in self.book.current():
             verdict, reason = self.book.verdict(release, now)
             if verdict == "stop":
@@ -405,7 +423,8 @@ class Rollout:
         try:
             older, body = rollback_of(self.book, release, reason, AUTOMATIC)
             content, signed = file_to_release(self._state, older.run, older.bundle_id, older.digest, self._now())
-            body, digest = {**body, "signed": signed}, self._state.blobs.put(content)
+            body = {**body, "signed": signed}
+            digest = self._state.blobs.put(content)
         except (UsageError, BundleError, StateError, OSError) as error:  # no older one, unsigned, or its file is gone
             running = sum(device.runs == release.bundle_id for device in self.book.devices.values())
             on = f"{running} run it" if running else "no device runs it"
@@ -430,7 +449,8 @@ class Rollout:
 
 def _result_of(report: Report, min_gain: float | None) -> Result:
     """What a report means for the release that it is about."""
-    acc, before = report.acc_personal, report.metrics.get("acc.before")
+    acc = report.acc_personal
+    before = report.metrics.get("acc.before")
     outcome: Outcome = "ok"
     reason = report.kept or report.rolled_back
     if report.kept:
@@ -439,7 +459,9 @@ def _result_of(report: Report, min_gain: float | None) -> Result:
         outcome = "failed"
     elif min_gain is not None:
         if before is None or acc is None:
-            outcome, reason = "unable", "its gain is not known: it reports no acc.personal, or none of the pair before"
+            outcome = "unable"
+            reason = "its gain is not known: it reports no acc.personal, or none of the pair before"
         elif acc < before + min_gain:
-            outcome, reason = "failed", f"acc.personal is {acc:.3f}, {before:.3f} before; {min_gain:+g} is allowed"
+            outcome = "failed"
+            reason = f"acc.personal is {acc:.3f}, {before:.3f} before; {min_gain:+g} is allowed"
     return Result(outcome, reason[:500], acc, before, report.support)

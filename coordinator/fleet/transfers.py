@@ -230,7 +230,10 @@ class Collector:
 
         ``unread_s``: how long the oldest message that has arrived has waited to be handled (`Transport.unread_s`).
         """
-        self._blobs, self._journal, self._send, self._clock = blobs, journal, send, clock
+        self._blobs = blobs
+        self._journal = journal
+        self._send = send
+        self._clock = clock
         self._is_stalled = is_stalled
         self._unread_s = unread_s
         self._uploads: dict[str, _Upload] = {}
@@ -448,7 +451,8 @@ class Collector:
 
     def under_way_bytes(self) -> int:
         """About how much of all updates may be under way."""
-        now, rates = self._clock(), self._rates
+        now = self._clock()
+        rates = self._rates
         return sum(upload.budget_bytes(now, rates.get(agent, 0.0)) for agent, upload in self._uploads.items())
 
     def _grant(self, agent: str, message: UpdateManifest) -> None:
@@ -484,11 +488,14 @@ class Collector:
             longest_idle.incoming.release_file()
 
     def _acknowledge(self, agent: str, upload: _Upload) -> None:
-        run, digest, receiving = upload.manifest.run, upload.manifest.blob.digest, upload.receiving
+        run = upload.manifest.run
+        digest = upload.manifest.blob.digest
+        receiving = upload.receiving
         self._send(agent, Ack(run=run, digest=digest, missing=receiving.missing))
 
     def _finish(self, agent: str, upload: _Upload) -> None:
-        message, collection = upload.manifest, self.open_round
+        message = upload.manifest
+        collection = self.open_round
         digest = message.blob.digest
         arrived = self._folder(agent) / f"{digest}.whole"
         try:
@@ -568,7 +575,9 @@ class Collector:
 
     def _note_late(self, agent: str, message: UpdateManifest, reason: str) -> None:
         """Count an update of a round that is over: once, and only of those who were asked in it."""
-        journal, run, number = self._journal, message.run, message.round
+        journal = self._journal
+        run = message.run
+        number = message.round
         if message.session and self.open_round is not None and number == self.open_round.round:
             return  # of an earlier attempt at a secure sum: its agent takes part in this one
         opened = journal.entries(run, ("round_opened",), round=number)
@@ -588,7 +597,8 @@ class Collector:
         if collection.purpose not in EXCHANGES:
             body = {"reason": reason[:1000], "boot": boot}
             self._journal.append("update_refused", run=collection.run, round=collection.round, agent=agent, body=body)
-        collection.rejected[agent], collection.failed_boots[agent] = reason, boot
+        collection.rejected[agent] = reason
+        collection.failed_boots[agent] = boot
 
 
 def _noted(message: UpdateManifest) -> str | None:
@@ -718,7 +728,10 @@ class Distributor:
         unread_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """``unread_s``: how long the oldest message that has arrived has waited to be handled."""
-        self._topics, self._publish, self._say, self._clock = topics, publish, send, clock
+        self._topics = topics
+        self._publish = publish
+        self._say = send
+        self._clock = clock
         self._unread_s = unread_s
         self._offers: dict[str, _Offer] = {}
         self._busy: dict[str, _Offer] = {}
@@ -841,7 +854,8 @@ class Distributor:
             self._touched.update(self._busy)
             for offer in self._busy.values():
                 self._measure(offer)
-        touched, self._touched = self._touched, {}
+        touched = self._touched
+        self._touched = {}
         for digest, offer in touched.items():
             if offer.waiting and (not offer.unanswered or now >= self._gathered_at(offer, now)):
                 self._start(offer)
@@ -911,7 +925,8 @@ class Distributor:
     def _start(self, offer: _Offer) -> None:
         """Send to all who wait: by broadcast to those who need the same."""
         self._measure(offer)
-        waiting, offer.waiting = offer.waiting, {}
+        waiting = offer.waiting
+        offer.waiting = {}
         others = len(waiting) + len(offer.carousel.listeners) + len(offer.unanswered) - 1
         needs = {agent: bits_of(chunks.flags_of(want.ranges, offer.blob.count)) for agent, want in waiting.items()}
         wanted = offer.carousel.wanted

@@ -127,10 +127,12 @@ class HostedAgents:
         clock: Callable[[], float] = time.monotonic,
         note: Note = lambda *_: None,
     ) -> None:
-        self.broker, shared = MemoryBroker(), ProcessResources()
+        self.broker = MemoryBroker()
+        shared = ProcessResources()
         self.agents = []
         for config in configs:
-            boot, tasks = secrets.token_hex(8), HostedTaskRunner(config, shared, note)
+            boot = secrets.token_hex(8)
+            tasks = HostedTaskRunner(config, shared, note)
             transport = self.broker.transport(will_of(config, boot))
             self.agents.append(Agent(config, transport, tasks, clock=clock, worker=worker, boot=boot))
 

@@ -41,7 +41,8 @@ MOST_REASONS = 10
 """Different failures of the proxy that the journal records of one run; the log has all."""
 
 WHOM = ("the coordinator",)
-_PROXY, _WARM = "proxy-{}.safetensors", "warm.safetensors"
+_PROXY = "proxy-{}.safetensors"
+_WARM = "warm.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,9 @@ class OwnDataHooks(RunHooks):
 
     def __init__(self, proxy: ProxyConfig | None, process: Compute, worker: Worker) -> None:
         """``worker`` is not shared with others: its thread waits for results."""
-        self._proxy, self._process, self._worker = proxy, process, worker
+        self._proxy = proxy
+        self._process = process
+        self._worker = worker
         self._running: _Evaluation | None = None
         self._next: _Evaluation | None = None
 
@@ -158,7 +161,8 @@ class OwnDataHooks(RunHooks):
         }
         begin = run.context.stopwatch()
         what = f"a warm start on {settings.data}, {counted(settings.epochs, 'epoch')}, before the first round"
-        waiting, result = Waiting(what, WHOM, None, "warm start"), None
+        waiting = Waiting(what, WHOM, None, "warm start")
+        result = None
         try:
             result = yield from computed(self._worker, "warm start", lambda: self._process.submit(request), waiting)
         except Exception as error:
@@ -166,7 +170,8 @@ class OwnDataHooks(RunHooks):
         finally:
             if result is None:  # perhaps the run was cancelled
                 self._process.cancel(request)
-        journal, blobs = run.context.state.journal, run.context.state.blobs
+        journal = run.context.state.journal
+        blobs = run.context.state.blobs
         state = read_tensors(path)
         digest = blobs.put(*pieces(state))
         run = replace(run, state=state, checkpoint=digest)
@@ -199,7 +204,8 @@ class OwnDataHooks(RunHooks):
             self._start_next()
 
     def _start_next(self) -> None:
-        started, self._next = self._next, None
+        started = self._next
+        self._next = None
         self._running = started
         if started is not None:
             done = functools.partial(self._record, started)
@@ -209,7 +215,8 @@ class OwnDataHooks(RunHooks):
         """Record a result, unless its run has ended."""
         if evaluation is not self._running:
             return
-        run, number = evaluation.run, evaluation.number
+        run = evaluation.run
+        number = evaluation.number
         _remove(evaluation.path)
         if answer is None:
             _note_failure(run, number, reason_of(error) if error is not None else "no answer")

@@ -56,7 +56,10 @@ class CombinedTransport:
         away: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         """``side`` calls ``main.wake`` when it has a message. ``away``: hosted client -> why it is offline."""
-        self._main, self._side, self._topics, self._hosted = main, side, topics, frozenset(hosted)
+        self._main = main
+        self._side = side
+        self._topics = topics
+        self._hosted = frozenset(hosted)
         self.max_payload_bytes = min(main.max_payload_bytes, side.max_payload_bytes)
         self.traffic = main.traffic
         """That of the broker; messages of hosted clients do not use a network."""
@@ -66,7 +69,8 @@ class CombinedTransport:
         self._is_sides_turn = False
         self._away = away
         self._duplicates = dict[str, str]()
-        self._boot, self._seq = secrets.token_hex(8), 0
+        self._boot = secrets.token_hex(8)
+        self._seq = 0
 
     def start(self) -> None:
         """Start both.
@@ -176,8 +180,10 @@ class HostedTransport:
 
     def __init__(self, configs: Sequence[AgentConfig], processes: int, folder: Path, wake: Callable[[], None]) -> None:
         """``folder``: for the logs of the processes, among which the clients are divided."""
-        self.max_payload_bytes, self.traffic = DEFAULT_MAX_PAYLOAD_BYTES, Traffic()
-        self._topics, self._wake = Topics(configs[0].federation), wake
+        self.max_payload_bytes = DEFAULT_MAX_PAYLOAD_BYTES
+        self.traffic = Traffic()
+        self._topics = Topics(configs[0].federation)
+        self._wake = wake
         self._inbox = Inbox()
         self._is_called = False
         self.processes = [
@@ -251,8 +257,10 @@ class HostedProcess:
     def __init__(
         self, number: int, configs: Sequence[AgentConfig], folder: Path, deliver: Callable[[Message], None]
     ) -> None:
-        self.number, self.configs = number, configs
-        self._deliver, self._topics = deliver, Topics(configs[0].federation)
+        self.number = number
+        self.configs = configs
+        self._deliver = deliver
+        self._topics = Topics(configs[0].federation)
         self._log = folder / f"process-{number}.log"
         self._presence = {self._topics.presence(config.id) for config in configs}
         self._boots: dict[str, str] = {}
@@ -327,7 +335,8 @@ class HostedProcess:
         for topic, boot in self._boots.items():
             self._deliver(Message(topic, f"offline {boot}".encode()))
         self._boots.clear()
-        task, self._running = self._running, None
+        task = self._running
+        self._running = None
         if task is None:
             return
         self._crashes[task] += 1

@@ -39,7 +39,8 @@ class Authority:
     """The key and certificate of a federation's authority."""
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
-        self._key, self.certificate = key, certificate
+        self._key = key
+        self.certificate = certificate
 
     @classmethod
     def create(cls, folder: Path, federation: str, now: datetime) -> Authority:

@@ -73,9 +73,13 @@ class Enrolment:
         Raises:
             StateError: there is none.
         """
-        self.folder, self.federation, self.config, self.now = identity_folder(state), federation, config, now
+        self.folder = identity_folder(state)
+        self.federation = federation
+        self.config = config
+        self.now = now
         self.authority = Authority.open(self.folder)
-        self.ledger, self._taken = Ledger(self.folder / "agents"), taken
+        self.ledger = Ledger(self.folder / "agents")
+        self._taken = taken
         self.crl = self.folder / "crl.pem"
 
     @property
@@ -103,7 +107,8 @@ class Enrolment:
             raise UsageError(f"'{name}' is the name of a program of the federation; choose another for the device")
         if name in self._taken:
             raise UsageError(f"'{name}' is a client that this coordinator hosts ([[hosted]]); choose another name")
-        now, secret = self.now(), new_secret()
+        now = self.now()
+        secret = new_secret()
         public = token_key(secret).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
         expires = now + life
         made = TokenRecord(
@@ -197,7 +202,8 @@ class Enrolment:
 
     def write_crl(self) -> None:
         """Write the list of revoked certificates; inside `Ledger.changing`, or before anybody else is there."""
-        now, records = self.now(), self.ledger.records()
+        now = self.now()
+        records = self.ledger.records()
         try:
             before = self.revoked()
         except StateError as error:
@@ -245,7 +251,8 @@ class Enrolment:
         return 0 if record is None else record.generation
 
     def _check_quota(self, agent: AgentRecord, replaces: str) -> None:
-        most, now = self.config.agents_per_owner, self.now().timestamp()
+        most = self.config.agents_per_owner
+        now = self.now().timestamp()
         if most is None or not agent.owner:
             return
         others = [
@@ -270,7 +277,8 @@ class Enrolment:
         try:
             csr = x509.load_der_x509_csr(base64.b64decode(request.csr, validate=True))
             named = [str(one.value) for one in csr.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
-            key, is_signed = csr.public_key(), csr.is_signature_valid
+            key = csr.public_key()
+            is_signed = csr.is_signature_valid
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise NotProven(
                 f"request: it is no certificate signing request ({error}); run the command again"
@@ -314,7 +322,8 @@ class Enrolment:
 
     def _proven(self, record: AgentRecord | None, request: CertificateRequest) -> CertificateRecord:
         """The certificate whose key has signed the request, where it counts or may be renewed."""
-        name, now = request.name, self.now()
+        name = request.name
+        now = self.now()
         # Whoever cannot sign with the certificate's key gets one answer, whatever is known of that name.
         shown_one = _shown_certificate(record, request)
         if shown_one.revoked_at is not None:
@@ -332,7 +341,8 @@ class Enrolment:
     ) -> CertificateRecord:
         shown_one = self._proven(known, request)
         record = known or AgentRecord(name=request.name)  # it is known: a certificate of it was shown
-        name, now = record.name, self.now()
+        name = record.name
+        now = self.now()
         valid = [one for one in record.certificates if one.revoked_at is None]
         for one in valid:
             if one.renews == request.serial and one.key == key_fingerprint(key):

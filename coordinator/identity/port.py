@@ -56,9 +56,12 @@ class EnrolmentPort:
 
     def __init__(self, enrolment: Enrolment, certificate: Path) -> None:
         """``certificate``: file with the key and certificate that this side shows; read again for each connection."""
-        self.enrolment, self._certificate = enrolment, certificate
-        self._free, self._is_over = threading.Semaphore(AT_ONCE), threading.Event()
-        self._served, self._lock = Counter[str](), threading.Lock()
+        self.enrolment = enrolment
+        self._certificate = certificate
+        self._free = threading.Semaphore(AT_ONCE)
+        self._is_over = threading.Event()
+        self._served = Counter[str]()
+        self._lock = threading.Lock()
         self.on_refused: OnRefused = lambda *_: None
         """Called with agent, reason and remedy when a certificate does not count; in a thread of the connection.
 
@@ -82,7 +85,8 @@ class EnrolmentPort:
         Raises:
             UsageError: the port is taken.
         """
-        bind, port = self.enrolment.config.bind, self.enrolment.config.enroll_port
+        bind = self.enrolment.config.bind
+        port = self.enrolment.config.enroll_port
         with held_port(bind, port):
             pass
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
@@ -102,7 +106,8 @@ class EnrolmentPort:
             self._thread.join()
 
     def _run(self) -> None:
-        listener, is_failing = self._listener, False
+        listener = self._listener
+        is_failing = False
         while listener is not None:
             self._free.acquire()
             if self._is_over.is_set():

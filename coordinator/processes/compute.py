@@ -93,10 +93,15 @@ class ComputeProcess:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``setup``: functions (``module:name``) that the child calls first. ``clock``: monotonic seconds."""
-        self._log_file, self._limits, self._setup = log_file, limits, setup
-        self._idle_s, self._clock, self._used_at = idle_s, clock, clock()
+        self._log_file = log_file
+        self._limits = limits
+        self._setup = setup
+        self._idle_s = idle_s
+        self._clock = clock
+        self._used_at = clock()
         self._child: ChildProcess | None = None
-        self._asking, self._starting = threading.Lock(), threading.Lock()
+        self._asking = threading.Lock()
+        self._starting = threading.Lock()
         self._is_closed = False
         self._running: Request | None = None
         self._cancelled = deque[Request](maxlen=16)
@@ -181,7 +186,8 @@ class ComputeProcess:
 
     def _drop(self) -> None:
         """Kill the process if it still runs, and release it."""
-        child, self._child = self._child, None
+        child = self._child
+        self._child = None
         if child is not None:
             child.close()
 
@@ -194,11 +200,13 @@ def serve(pipe: Pipe, *setup: str) -> None:
         _named(name)()
     while True:
         try:
-            topic, result = "result", _call(json.loads(frames.get().payload))
+            topic = "result"
+            result = _call(json.loads(frames.get().payload))
         except Exception as error:
             if not isinstance(error, HeadwaterError | OSError):
                 log.exception("compute_failed")
-            topic, result = "failed", _described(error)
+            topic = "failed"
+            result = _described(error)
         pipe.send(topic, json.dumps(result).encode())
 
 

@@ -28,7 +28,8 @@ def write_report(
     Raises:
         StateError: there are no figures yet, or they are damaged.
     """
-    summary, metrics = folder.summary(), folder.metrics()
+    summary = folder.summary()
+    metrics = folder.metrics()
     if summary is None and not metrics:
         raise StateError(f"{folder.folder}: no figures yet; a report can be made after the first round")
     if not summary and record is not None:  # what is known of a run that has no summary yet

@@ -131,7 +131,8 @@ def audit(state: StateFolder, run: str, agent_states: Iterable[Path] = ()) -> Au
         result.breaks.append(str(error))
         return result
     hosted = (path for path in sorted((state.path / "hosted").glob("*")) if path.is_dir())
-    given, id_ = list(agent_states), str(record.request.get("id"))
+    given = list(agent_states)
+    id_ = str(record.request.get("id"))
     folders = [folder / "runs" / id_ for folder in (*hosted, *given)]
     result.without_receipts = [str(one) for one in given if not (one / "runs" / id_ / RECEIPTS).is_file()]
     # Of a run at work: the journal has everything that receipts and figures tell of only if it is read after them.
@@ -212,7 +213,8 @@ def _compare_figures(
 ) -> None:
     """Each closed round has one line of figures, with the agents that were aggregated; after ``last`` it may lack."""
     lines = [line for line in figures if line.get("kind") == "round"]
-    numbers, rounds = [line.get("round") for line in lines], list(closed)
+    numbers = [line.get("round") for line in lines]
+    rounds = list(closed)
     for one in rounds:
         count = numbers.count(one.number)
         if count != 1 and (count or one.number <= last):
@@ -225,7 +227,9 @@ def _compare_figures(
 
 def _compare_blobs(state: StateFolder, entries: Iterable[Entry], result: Audit) -> set[str]:
     """Digests of the blobs on disk with the right hash; a wrong one breaks, and one that is needed and gone."""
-    needed, sound, wrong = blobs_needed(state), set[str](), list[tuple[Entry, StateError]]()
+    needed = blobs_needed(state)
+    sound = set[str]()
+    wrong = list[tuple[Entry, StateError]]()
     for entry in entries:
         if entry.digest is None or entry.digest in sound:
             continue
@@ -340,7 +344,8 @@ def _compare_receipts(
             result.breaks.append(f"{row}: the agent's receipt says rejected, and entry {entry.id} has accepted it")
         elif entry is not None and entry.body.get("purpose") not in OUTSIDE_ROUNDS:
             confirmed.add((one.agent, one.round))
-    result.receipts, result.agents = len(receipts), sorted({one.agent for one in receipts})
+    result.receipts = len(receipts)
+    result.agents = sorted({one.agent for one in receipts})
     for one_round, audited in zip(closed, result.rounds, strict=True):
         audited.confirmed = sum((agent, entry.round) in confirmed for agent, entry in one_round.accepted.items())
 
@@ -358,7 +363,8 @@ def _receipts(folder: Path) -> tuple[list[_Receipt], int]:
         return [], 0
     except OSError as error:
         raise StateError(f"{path}: cannot be read: {cause(error)}") from error
-    result, unreadable = [], 0
+    result = []
+    unreadable = 0
     for line in lines:
         try:
             raw = json.loads(line)

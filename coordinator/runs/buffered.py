@@ -62,7 +62,8 @@ def rebased(
         if asked == number:
             yield update
             continue
-        weight, before = staleness_weight(number - asked), base(asked)
+        weight = staleness_weight(number - asked)
+        before = base(asked)
         tensors = {name: _moved(name, array, state, before, weight) for name, array in update.tensors.items()}
         yield Update(update.client, update.weight, tensors)
 

@@ -240,7 +240,8 @@ def _margins(declared: ClassStatistics, updates: Updates, without: frozenset[str
         by_array: _Margins = {}
         for name in names if sums else ():
             directions, has_class = _directions(_rows(update.tensors[name], declared))
-            others, others_holders = sums[name], holders[name]
+            others = sums[name]
+            others_holders = holders[name]
             if update.client not in without:
                 others = others - directions
                 others_holders = others_holders - has_class
@@ -266,7 +267,8 @@ def _margins_of(
         return {}
     centres = others / np.maximum(others_holders, 1)[:, None]
     if common.sum() > 1:
-        origin, own_origin = centres[common].mean(axis=0), directions[common].mean(axis=0)
+        origin = centres[common].mean(axis=0)
+        own_origin = directions[common].mean(axis=0)
     else:
         # Of a single class nobody knows how far the client's encoder has moved it: it is compared as it is.
         origin = centres[known].mean(axis=0)

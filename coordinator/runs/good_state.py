@@ -47,7 +47,8 @@ def explosion(
     known = [-math.inf if loss is None else loss for loss in losses]
     if most is None or good is None or not known:
         return None
-    loss, bound = median_low(known), most * max(good.loss, math.log(max(2, num_classes)))
+    loss = median_low(known)
+    bound = most * max(good.loss, math.log(max(2, num_classes)))
     return Explosion(loss, bound) if loss > bound else None
 
 

@@ -155,7 +155,8 @@ class Pace:
         result = -math.inf
         for agent, at in asked.items():
             share = work.get(agent, 1.0)
-            expected, wait_s = self.expected_s(agent, share), self.wait_s(agent, share)
+            expected = self.expected_s(agent, share)
+            wait_s = self.wait_s(agent, share)
             if expected is None or wait_s is None:
                 return until
             if at + stretch * expected <= until and not self._is_late_anyway(agent):

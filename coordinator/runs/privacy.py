@@ -62,7 +62,8 @@ class PrivacyBudget:
         Raises:
             RunFailed: they are not, so nobody can tell what the round would cost.
         """
-        then, now = body.get("privacy"), self.terms().get("privacy")
+        then = body.get("privacy")
+        now = self.terms().get("privacy")
         if then != now:
             raise RunFailed(
                 f"round {number} was opened under privacy terms {then or 'none'}, the configuration gives "
@@ -90,7 +91,8 @@ class PrivacyBudget:
         """
         if not self.is_on:
             return None
-        privacy, (spent, uncovered) = self.config.privacy, self.spent()
+        privacy = self.config.privacy
+        (spent, uncovered) = self.spent()
         epsilon = epsilon_of(spent, privacy.delta)
         return {
             "epsilon": round(epsilon, 4) if math.isfinite(epsilon) else None,

@@ -67,7 +67,8 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
     Raises:
         ExportRejected: a check failed, or the exporter did.
     """
-    folder, config = run.context.state.run(run.id).folder, run.context.config
+    folder = run.context.state.run(run.id).folder
+    config = run.context.config
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.hwb"
     lineage = _lineage(run) if purpose == "release" else None  # that of one round is removed after it
@@ -240,7 +241,8 @@ def with_pooled_norm(
     if not collection.accepted:
         return replace(run, pooled={})
     pooled = pooled_norm((update.weight, update.tensors) for update in updates_of(state.blobs, collection))
-    digest, clients = state.blobs.put(*pieces(pooled)), sorted(collection.accepted)
+    digest = state.blobs.put(*pieces(pooled))
+    clients = sorted(collection.accepted)
     state.journal.append("norm_pooled", run=run.id, round=number, digest=digest, body={"clients": clients})
     prune_blobs(state)
     return replace(run, pooled=pooled)
@@ -262,7 +264,8 @@ def with_client_ranges(
     They are those of the encoder that is exported, and empty where the configuration asks for none, there is no such
     encoder, or no agent sends any.
     """
-    state, export = run.context.state, run.context.config.export
+    state = run.context.state
+    export = run.context.config.export
     run = replace(run, client_ranges={})
     if not export.client_ranges or not export.int8 or "encoder" not in run.method.shared:
         return run

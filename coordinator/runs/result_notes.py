@@ -63,7 +63,8 @@ def absent_of(
 
     ``records``: the figures of the closed rounds in order. ``failing``: agent -> why it delivers no more.
     """
-    heard, delivered = dict[str, int](), dict[str, int]()
+    heard = dict[str, int]()
+    delivered = dict[str, int]()
     for record in records:
         asked = (*record["agents"], *record["missing"], *(one["agent"] for one in record["rejected"]))
         heard.update(dict.fromkeys(asked, record["round"]))
@@ -242,7 +243,8 @@ def local_models(agents: Iterable[Mapping[str, Any]]) -> str:
 
 def _below_local(scored: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
     for one in scored:
-        personal, local = one["acc"]["personal"], one["acc"].get("local")
+        personal = one["acc"]["personal"]
+        local = one["acc"].get("local")
         if local is not None and one.get("better_alone"):
             message = (
                 f"client '{one['id']}' is better off alone: acc.local {local:.3f} ({one['local_model']}) is above "
@@ -258,7 +260,8 @@ def _collapsed(scored: Sequence[Mapping[str, Any]]) -> Iterator[Warned]:
     mean = fmean(one["acc"]["personal"] for one in scored)
     ranked = sorted(scored, key=lambda one: (one["acc"]["personal"], -one["support"], one["id"]))
     worst = ranked[: worst_tenth(len(ranked))]
-    theirs, support = fmean(one["acc"]["personal"] for one in worst), sum(one["support"] for one in worst)
+    theirs = fmean(one["acc"]["personal"] for one in worst)
+    support = sum(one["support"] for one in worst)
     if adjusted(theirs, support) + STANDARD_ERRORS * standard_error(theirs, support) < COLLAPSED * mean:
         clients = [one["id"] for one in worst]
         message = (
@@ -269,7 +272,8 @@ def _collapsed(scored: Sequence[Mapping[str, Any]]) -> Iterator[Warned]:
 
 
 def _exploded(losses: Sequence[Mapping[str, float]], num_classes: int) -> Iterator[Warned]:
-    first, last = dict[str, float](), dict[str, float]()
+    first = dict[str, float]()
+    last = dict[str, float]()
     for of_round in losses:
         for client, loss in of_round.items():
             first.setdefault(client, loss)

@@ -99,7 +99,8 @@ def round_record(closed: OpenRound, figures: Mapping[str, Any]) -> dict[str, Any
 
     refused = {agent: why for agent, why in closed.rejected.items() if is_by_policy(why)}
     rejected = {agent: why for agent, why in closed.rejected.items() if agent not in refused}
-    busy, stale = figures.get("busy", {}), sorted(closed.body.get("asked", {}).keys() & closed.updates.keys())
+    busy = figures.get("busy", {})
+    stale = sorted(closed.body.get("asked", {}).keys() & closed.updates.keys())
     return {
         "kind": "round",
         "round": closed.round,
@@ -140,7 +141,8 @@ def restore(state: StateFolder, run: str) -> None:
             "newer journal back, or the whole state folder from a backup; to repeat those rounds, remove their lines"
         )
     for number in sorted(closed.keys() - recorded):
-        record, before = RunRecord(run, {}, round=number - 1), closed.get(number - 1)
+        record = RunRecord(run, {}, round=number - 1)
+        before = closed.get(number - 1)
         for entry in state.journal.entries(run, after=before.id if before is not None else 0):
             if entry.id < closed[number].id:  # what comes after it was late
                 record = step(record, entry)
@@ -159,7 +161,9 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     """
     from ..report import write_report
 
-    state, request, context = run.context.state, run.request, run.context
+    state = run.context.state
+    request = run.request
+    context = run.context
     released: Released | None = None
     why_not = "export.after_run is false"
     if context.config.export.after_run and run.has_encoder:

@@ -149,7 +149,8 @@ class Assignment:
         if self.downlinks is None or not new:
             self._offer(new, {})
         else:
-            job, done = functools.partial(self.downlinks, new), functools.partial(self._on_computed, new)
+            job = functools.partial(self.downlinks, new)
+            done = functools.partial(self._on_computed, new)
             self.context.worker.submit("downlink", job, done)
 
     def _on_computed(
@@ -280,7 +281,9 @@ class RunLoop:
             for entry in closed[-1:]:
                 self._busy = entry.body.get("busy", {})
                 self._bases = {int(number): digest for number, digest in entry.body.get("bases", {}).items()}
-        last, stopped, export = record.round, "", self.run.context.config.export
+        last = record.round
+        stopped = ""
+        export = self.run.context.config.export
         patience = 0 if self.run.method.needs_last_round else export.patience
         self._check_budget(record.round, is_open=record.open_round is not None)
         for number in range(record.round + 1, self.run.request.rounds + 1):
@@ -313,7 +316,8 @@ class RunLoop:
 
     def on_fault(self, agent: str, message: Fault) -> None:
         """An agent failed at its task: its update is no longer expected. Faults of other tasks change nothing."""
-        reason, asked = f"{message.error}: {message.message}", self._asked_of(agent)
+        reason = f"{message.error}: {message.message}"
+        asked = self._asked_of(agent)
         if message.round != (asked.spec.round if asked is not None else 0):  # 0: the bundle that is being released
             return
         if asked is not None and message.purpose not in {None, asked.purpose_of(agent)}:
@@ -401,10 +405,14 @@ class RunLoop:
 
     def _begin(self, checkpoint: str | None) -> Generator[Waiting, None, None]:
         """Set the state to continue from: a checkpoint, or an initial model from the run's seed."""
-        run, journal, context, request = self.run, self._journal, self.run.context, self.run.request
+        run = self.run
+        journal = self._journal
+        context = self.run.context
+        request = self.run.request
         asked = {**run.for_compute(), "is_new": checkpoint is None}
         begun = yield from context.ask("begin", asked, "the model is being built", BEGIN_LIMIT_S)
-        blobs, config = context.state.blobs, context.config
+        blobs = context.state.blobs
+        config = context.config
         method, self._own = method_of(begun["method"], asked, context.compute, context.state.run(run.id).folder)
         if why := aggregation.refusal(method, config):
             raise RunFailed(why)
@@ -433,9 +441,14 @@ class RunLoop:
 
         if why := check_forms(self._expected):
             raise RunFailed(f"{why}; set privacy.secure_sum = false, or choose another method")
-        run, config = self.run, self.run.context.config
-        stats, clock, most = Stats.begin(run.context), run.context.stopwatch, config.round.max_attempts
-        opened, absent, barred = resumed or OpenRound(number, 0, (), {}), _Absent(), set[str]()
+        run = self.run
+        config = self.run.context.config
+        stats = Stats.begin(run.context)
+        clock = run.context.stopwatch
+        most = config.round.max_attempts
+        opened = resumed or OpenRound(number, 0, (), {})
+        absent = _Absent()
+        barred = set[str]()
         for attempt in range(1, most + 1):
             waits_since = clock()
             before = [one.body for one in self._journal.entries(None, ("sum_revealed",))]
@@ -448,7 +461,8 @@ class RunLoop:
             sums = SecureRound(run.id, number, new_id(), self._expected, least)
             cohort = self.selection.draw(planned.cohort, MOST_CLIENTS, number)
             body = {**planned.body, "session": sums.session, "again": list(cohort)}
-            opened, absent = opened.next_attempt(cohort, body), _Absent()
+            opened = opened.next_attempt(cohort, body)
+            absent = _Absent()
             done = yield from self._secure_attempt(opened, sums, absent, () if only else barred)
             if isinstance(done, _Summed):
                 yield from self._close(done.closed, done.collection, stats, absent.unanswered, done.mean)
@@ -467,7 +481,8 @@ class RunLoop:
     def _origin(self) -> str:
         """Digest of what decides updates, save for what is random: `edge_agent.agent.secure.origin_of`."""
         run = self.run
-        task, params = run.request.task.model_dump(mode="json"), run.method.all_params()
+        task = run.request.task.model_dump(mode="json")
+        params = run.method.all_params()
         return sha256_of(json.dumps([task, run.method.name, params, run.checkpoint], sort_keys=True).encode())
 
     def _same_again(self, number: int, agents: tuple[str, ...]) -> Generator[Waiting, None, OpenRound]:
@@ -498,7 +513,9 @@ class RunLoop:
         """The sum of one attempt without those ``barred``, or why there is none."""
         from .secure_rounds import keys_objection, negative_variance
 
-        run, blobs, number = self.run, self.run.context.state.blobs, opened.round
+        run = self.run
+        blobs = self.run.context.state.blobs
+        number = opened.round
         asked = tuple(without(opened.cohort, barred))
         keyed = yield from self._exchange("secure_keys", opened, asked, sums, {}, absent, keys_objection)
         sums.take_keys(updates_of(blobs, keyed))
@@ -570,7 +587,9 @@ class RunLoop:
         return collection
 
     def _round(self, number: int, resumed: OpenRound | None) -> Steps:
-        stats, clock, roster = Stats.begin(self.run.context), self.run.context.stopwatch, self.run.context.roster
+        stats = Stats.begin(self.run.context)
+        clock = self.run.context.stopwatch
+        roster = self.run.context.roster
         waits_since = clock()
         if resumed is not None:
             self._budget.check_terms(number, resumed.body)
@@ -579,7 +598,8 @@ class RunLoop:
             self._frozen = yield from freeze(self.run)
         stats.waiting_s += clock() - waits_since
         collection = self._open(opened, is_new=resumed is None)
-        until, heard_s = (yield from self._ask_members(opened, collection)), roster.heard_s
+        until = yield from self._ask_members(opened, collection)
+        heard_s = roster.heard_s
         wanted = int(opened.body.get("wanted", 0))
         while True:
             late_s = yield from self.selection.collect(collection, until, wanted, opened.body.get("work"))
@@ -624,7 +644,8 @@ class RunLoop:
 
     def _buffered(self, number: int, cohort: tuple[str, ...]) -> OpenRound:
         """A round of the agents that work on and of idle ones, or of ``cohort`` where it is the first."""
-        config, asked = self.run.context.config.round, dict(sorted(self._busy.items()))
+        config = self.run.context.config.round
+        asked = dict(sorted(self._busy.items()))
         self._bases = {version: self._bases[version] for version in set(asked.values())} | {number: self.run.checkpoint}
         body = {
             "joining": [],
@@ -641,7 +662,8 @@ class RunLoop:
         if not opened.body.get("buffer") or opened.round == self.run.request.rounds:
             self._call_off(collection)
             return
-        following, most = opened.round + 1, self.run.context.config.round.max_staleness
+        following = opened.round + 1
+        most = self.run.context.config.round.max_staleness
         for agent in collection.outstanding:
             asked = opened.asked_in(agent)
             if agent in collection.given_up or agent in unanswered or following - asked > most:
@@ -673,7 +695,8 @@ class RunLoop:
 
     def _enlarged(self, opened: OpenRound, new: Sequence[str], body: dict[str, Any]) -> OpenRound:
         """Another attempt at the round with ``new`` members, which its record names, too."""
-        cohort, added = (*opened.cohort, *new), sorted({*opened.body.get("added", ()), *new})
+        cohort = (*opened.cohort, *new)
+        added = sorted({*opened.body.get("added", ()), *new})
         shares = {agent: share for agent, share in self._work(opened.round, cohort).items() if agent in new}
         work = {**opened.body.get("work", {}), **shares}
         return opened.next_attempt(cohort, {**opened.body, "added": added, "work": work, **body})
@@ -708,7 +731,9 @@ class RunLoop:
         ``late``: the late updates that came during the attempt before (`Collection.late`). ``sums``: the updates come
         masked, from those who have sent shares; those in ``absent`` have failed before.
         """
-        number, attempt, buffer = opened.round, opened.attempt, opened.body.get("buffer")
+        number = opened.round
+        attempt = opened.attempt
+        buffer = opened.body.get("buffer")
         left_out = opened.body.get("left_out", {})
         if is_new:
             left_out = self.selection.spared(number, opened.cohort)
@@ -759,7 +784,10 @@ class RunLoop:
 
     def _assignment(self, run: Run, spec: JobSpec) -> Generator[Waiting, None, Assignment]:
         """The tasks of agents that start from the state of ``run``, or from what is given instead."""
-        method, config, number, purpose = run.method, run.context.config, spec.round, spec.purpose
+        method = run.method
+        config = run.context.config
+        number = spec.round
+        purpose = spec.purpose
         limit_s = config.round.deadline_s if purpose == "train" else REPORT_DEADLINE_S
         if purpose in EXCHANGES:
             limit_s = min(limit_s, config.round.deadline_s)
@@ -796,7 +824,8 @@ class RunLoop:
             stored = run.context.state.blobs.path(run.checkpoint)
             common = (Outgoing.open(stored, run.checkpoint) if in_store else Outgoing.of(encode(shared)),)
 
-        task, gets_state = () if large is None else (large,), bool(common) and spec.given is None
+        task = () if large is None else (large,)
+        gets_state = bool(common) and spec.given is None
         is_own = gets_state and "downlink" in self._own.names
 
         def make(agent: str, downlink: Tensors) -> tuple[Job, tuple[Outgoing, ...]]:
@@ -822,7 +851,8 @@ class RunLoop:
     def _call_off(self, collection: Collection) -> None:
         asked_in = collection.asked_in if isinstance(collection, BufferedCollection) else {}
         for agent in collection.outstanding:
-            number, purpose = asked_in.get(agent, collection.round), collection.purpose_of(agent)
+            number = asked_in.get(agent, collection.round)
+            purpose = collection.purpose_of(agent)
             self._cancel(agent, number, purpose, session=collection.session)
         self.run.context.collector.close()
         self.withdraw()
@@ -849,14 +879,18 @@ class RunLoop:
 
         ``mean``: digest of that of the updates, where nobody sees single ones.
         """
-        run, journal, blobs, number = self.run, self._journal, self.run.context.state.blobs, closed.round
+        run = self.run
+        journal = self._journal
+        blobs = self.run.context.state.blobs
+        number = closed.round
         rule = self._rule
         losses = [one.metrics.get("loss") for one in collection.accepted.values()]
         boots = {agent: self.selection.boot(agent) for agent in (*collection.outstanding, *unanswered)}
         watched = rule.max_loss is not None and not isinstance(collection, BufferedCollection)
         exploded = explosion(losses, self._good, run.request.task.num_classes, rule.max_loss) if watched else None
         if exploded is not None and self._good is not None:
-            state, decisions = decode(blobs.read(self._good.digest)), aggregation.Decisions().body()
+            state = decode(blobs.read(self._good.digest))
+            decisions = aggregation.Decisions().body()
             self._was_restored = True
         else:
             try:
@@ -924,7 +958,8 @@ class RunLoop:
         self, updates: StoredUpdates, rule: AggregationConfig
     ) -> Generator[Waiting, None, tuple[State, dict[str, Any]]]:
         """The next state, and the decisions about single updates as JSON."""
-        run, blobs = self.run, self.run.context.state.blobs
+        run = self.run
+        blobs = self.run.context.state.blobs
         if "aggregate" in self._own.names:
             run.context.collector.pause()  # in buffered rounds updates come meanwhile: they are offered again
             aggregate = functools.partial(self._own.aggregate, run.checkpoint, updates, rule)

@@ -102,7 +102,8 @@ class SecureRound:
         vectors = {update.client: update.tensors[layout.MASKED].view(np.uint64) for update in masked}
         answers = {update.client: self._answer(update.tensors[layout.REVEALED]) for update in revealed}
         context = layout.context_of(self.run, self.round, self.session)
-        total, most = unmasked(vectors, self.keys, answers, context, self._blame), len(vectors) * MAX_SAMPLES
+        total = unmasked(vectors, self.keys, answers, context, self._blame)
+        most = len(vectors) * MAX_SAMPLES
         if not 0 < (weight := float(layout.FIXED_POINT.decode(total[-1:])[0])) <= most:
             raise CodecError(f"the weights add up to {weight:g}, expected 1 to {most:g}; an agent has sent no update")
         return layout.mean_of(total, self.forms)
@@ -128,7 +129,8 @@ def disputed(reasons: Mapping[str, str], members: Iterable[str]) -> set[str]:
 
 def keys_objection(tensors: Tensors) -> str:
     """Why public keys are none, so that all others would refuse them; empty when they are."""
-    both, trial = layout.keys_of(tensors[layout.KEYS]), private_key(bytes(SECRET_BYTES - 1) + b"\1")
+    both = layout.keys_of(tensors[layout.KEYS])
+    trial = private_key(bytes(SECRET_BYTES - 1) + b"\1")
     try:
         for public in (both.share, both.mask):
             agreed(trial, public, b"")

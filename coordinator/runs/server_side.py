@@ -50,7 +50,9 @@ class Described(Method):
     def __init__(self, values: Mapping[str, Any]) -> None:
         """``values``: those of `described`."""
         self._values = values
-        self.shared, self.norm, self.weighting = tuple(values["shared"]), values["norm"], values["weighting"]
+        self.shared = tuple(values["shared"])
+        self.norm = values["norm"]
+        self.weighting = values["weighting"]
         self.bounded_extras = dict(values["bounded_extras"])
         self.class_statistics = CLASS_STATISTICS.validate_python(values["class_statistics"])
 

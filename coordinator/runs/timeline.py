@@ -49,8 +49,12 @@ class Timeline:
 
     def __init__(self, state: StateFolder, run: str, *, least: Level = "info", agent: str | None = None) -> None:
         """``least``: the least level; ``agent``: only what is about that one."""
-        self._state, self._run, self._least, self._agent = state, run, LEVELS.index(least), agent
-        self._log, self._after = LogReader(state.path), 0
+        self._state = state
+        self._run = run
+        self._least = LEVELS.index(least)
+        self._agent = agent
+        self._log = LogReader(state.path)
+        self._after = 0
         self._begun = self._ended = ""
         self._said = SaidBefore()
 
@@ -74,7 +78,8 @@ class Timeline:
 
     def _logged(self) -> Iterator[Event]:
         for line in self._log.new():
-            run, at = line.get("run"), _time(line["time"])
+            run = line.get("run")
+            at = _time(line["time"])
             named = run_name(run) if isinstance(run, str) else None
             is_during = bool(self._begun) and self._begun <= at and (not self._ended or at < self._ended)
             if (named == self._run or (named is None and is_during)) and line.get("event") not in _KINDS:
@@ -87,7 +92,8 @@ class Timeline:
 
 def with_durations(events: list[Event]) -> list[Event]:
     """The same events; waits say how long they took, where the next one is known."""
-    result, next_at = list[Event](), ""
+    result = list[Event]()
+    next_at = ""
     for event in reversed(events):
         is_wait = event.kind == "waiting"
         result.append(_lasting(event, next_at) if is_wait and next_at else event)
@@ -117,7 +123,8 @@ def _requested(body: Mapping[str, Any]) -> str:
 
 
 def _opened(entry: Entry, said: SaidBefore) -> str:
-    cohort, without = entry.body.get("cohort", ()), entry.body.get("left_out", {})
+    cohort = entry.body.get("cohort", ())
+    without = entry.body.get("left_out", {})
     again = f", attempt {entry.body['attempt']}" if entry.body.get("attempt", 1) != 1 else ""
     left = "".join(f"; without {agent}: {said.reason(f'opened {agent}', why)}" for agent, why in without.items())
     return f"round {entry.round} begins{again} with {counted(len(cohort), 'agent')}: {listed(cohort)}{left}"

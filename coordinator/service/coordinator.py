@@ -125,9 +125,13 @@ class Coordinator:
         ``refusals``: devices that broker or enrolment port do not let in. ``takeover``: the coordinator that this one
         was told to replace.
         """
-        self.config, self.state, self.transport, self.clock = config, state, transport, clock
+        self.config = config
+        self.state = state
+        self.transport = transport
+        self.clock = clock
         self.stopwatch = stopwatch or clock
-        self.worker, self.hooks = worker or InlineWorker(), hooks or RunHooks()
+        self.worker = worker or InlineWorker()
+        self.hooks = hooks or RunHooks()
         self.compute = compute or InlineCompute()
         self.broker_url = broker_url
         self.topics = Topics(config.federation)
@@ -142,7 +146,9 @@ class Coordinator:
             self.topics, self._publish, self.send, clock, unread_s=lambda: self.transport.unread_s
         )
         self.storage = Storage(clock)
-        self.limits, self.identity, self._settings = limits, identity, config.digests()
+        self.limits = limits
+        self.identity = identity
+        self._settings = config.digests()
         self.receipts = ReceiptMemory(self._send_durable)
         self.collector = Collector(
             state.blobs,
@@ -175,8 +181,10 @@ class Coordinator:
         """Receipts of updates that are not on disk yet, with their agents."""
 
         self._hosted = frozenset(client.id for client in config.hosted)
-        self._is_behind, self._due_at = False, float("-inf")
-        self._advance_at, self._advance_took_s = float("-inf"), 0.0
+        self._is_behind = False
+        self._due_at = float("-inf")
+        self._advance_at = float("-inf")
+        self._advance_took_s = 0.0
         self._broker_wait: Waiting | None = None
         """What the coordinator waits for while the broker is unreachable."""
 
@@ -339,7 +347,8 @@ class Coordinator:
 
     def _flush(self) -> None:
         """Bring the updates that have arrived to disk, all at once, and only then send their receipts."""
-        unsent, self._unsent = self._unsent, []
+        unsent = self._unsent
+        self._unsent = []
         has_updates = self.state.journal.has_deferred
         try:
             self.state.journal.flush()
@@ -363,14 +372,16 @@ class Coordinator:
 
     def _plan(self, begin: float, pump_s: float | None) -> None:
         """Set when the next look at timers and the run is due, with and without messages before it."""
-        now, due = self.clock(), [LOOK_FOR_REQUESTS_S if self.loop is None else TICK_S]
+        now = self.clock()
+        due = [LOOK_FOR_REQUESTS_S if self.loop is None else TICK_S]
         if not self.is_serving and (until := self.peers.waiting().until) is not None:
             due.append(until - now)
         if pump_s is not None:
             due.append(pump_s)
         if self.loop is not None and (until := self.runs.waiting.until) is not None:
             due.append(until - now)
-        self._due_at, self._is_behind = now + min(due), False
+        self._due_at = now + min(due)
+        self._is_behind = False
         # One long look, such as an aggregation, does not count in full, or the messages after it would wait for it.
         self._advance_took_s = min(now - begin, 2 * self._advance_took_s + 1e-5)
         self._advance_at = now + min(ADVANCE_S, self._advance_took_s / ADVANCE_SHARE)
@@ -573,7 +584,8 @@ class Coordinator:
             self.releases.hello(agent, message)
 
     def _welcome(self, agent: str, heartbeat_s: float) -> None:
-        now, lease_s = utc_now().isoformat(timespec="seconds"), self.roster.lease_s
+        now = utc_now().isoformat(timespec="seconds")
+        lease_s = self.roster.lease_s
         member = self.roster.get(agent)
         answers = "" if member is None else member.boot
         welcome = down.Welcome(
@@ -614,7 +626,9 @@ class Coordinator:
 
     def status(self) -> StatusReport:
         """The coordinator's state now."""
-        loop, waiting, stall = self.loop, self.waiting, self.storage.stall
+        loop = self.loop
+        waiting = self.waiting
+        stall = self.storage.stall
         run = None if loop is None else loop.status()
         if stall is not None:
             run = {**(run or {"id": stall.run, "left_out": {}}), "stalled": stall.body()}
@@ -661,7 +675,8 @@ class Coordinator:
         return [*self._described(self.roster.members(), run), *self._away()]
 
     def _counts(self) -> dict[str, int]:
-        members, ready = self.roster.members(), len(self.roster.ready)
+        members = self.roster.members()
+        ready = len(self.roster.ready)
         conditions = Counter(member.condition for member in members if member.is_present)
         return {
             "agents": len(members),
@@ -682,7 +697,8 @@ class Coordinator:
 
     def _described(self, members: Iterable[Member], run: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         """These agents, with notes on why one is left out of ``run``, and what was done to its last update."""
-        hosted_notes, left_out = self._hosted_notes(), {} if run is None else run["left_out"]
+        hosted_notes = self._hosted_notes()
+        left_out = {} if run is None else run["left_out"]
         bounded = {} if run is None else run.get("bounded", {})
         for member in members:
             candidate = member.candidate

@@ -65,9 +65,12 @@ def wait_for_folder(
     """
     with StateFolder(state).look():
         pass
-    free_since, said, wait = None, "", pause or stop.wait
+    free_since = None
+    said = ""
+    wait = pause or stop.wait
     while not stop.is_set():
-        holder, now = _lock_holder(state), clock()
+        holder = _lock_holder(state)
+        now = clock()
         if holder is not None:
             free_since = None
             if holder.name != said:
@@ -108,10 +111,16 @@ class Standby:
         clock: Callable[[], float] = time.monotonic,
         boot: str | None = None,
     ) -> None:
-        self._name, self._state, self._transport, self._clock = federation, state, transport, clock
-        self._takeover_s, self._boot = takeover_s, boot or secrets.token_hex(8)
+        self._name = federation
+        self._state = state
+        self._transport = transport
+        self._clock = clock
+        self._takeover_s = takeover_s
+        self._boot = boot or secrets.token_hex(8)
         self._topics = Topics(federation)
-        self._host, self._process, self._seq = socket.gethostname()[:255], os.getpid(), 0
+        self._host = socket.gethostname()[:255]
+        self._process = os.getpid()
+        self._seq = 0
         self._asked_at = float("-inf")
         self._returned_at: float | None = None
         """When the broker last returned a query of this process; None: it is not connected."""
@@ -164,7 +173,8 @@ class Standby:
                     f"the broker does not let this process subscribe to {self._topics.coordinators}, so it cannot hear "
                     "whether a coordinator serves; give it the rights of the coordinator ('headwater password --acl')"
                 )
-            self._returned_at, self._asked_at = None, float("-inf")
+            self._returned_at = None
+            self._asked_at = float("-inf")
         elif isinstance(event, Disconnected):
             log.warning("broker_away reason=%s: until it is back, nothing is taken over", event.reason)
             self._returned_at = None
@@ -201,7 +211,9 @@ class Standby:
             if self._wrong_answers >= WRONG_ANSWERS:
                 raise UsageError(f"federation '{self._name}' is served by {about}, and {why}")
             return
-        self._heard_at, self._wrong_answers, self._said = now, 0, ""
+        self._heard_at = now
+        self._wrong_answers = 0
+        self._said = ""
         if about != self.serving:
             log.info("standing_by serving=%s takeover_s=%.0f", about, self._takeover_s)
         self.serving = about
@@ -231,7 +243,8 @@ class Standby:
             holder = _lock_holder(self._state)
             if holder != self._lock[0]:
                 self._lock = (holder, now)
-            silent_s, is_copy = now - self._heard_at, self._is_copy()
+            silent_s = now - self._heard_at
+            is_copy = self._is_copy()
             if silent_s < (QUIET_S if holder is None and not is_copy else self._takeover_s):
                 return False
             if holder is not None and (why := self._objection(holder, now, is_copy=is_copy)):

@@ -59,11 +59,17 @@ class SimulatedClients:
 
         ``beside``: what new_clients get beside the blobs of their job, as devices get it with a bundle.
         """
-        self._topics, self._distributor, self._roster, self._engine = topics, distributor, roster, engine
+        self._topics = topics
+        self._distributor = distributor
+        self._roster = roster
+        self._engine = engine
         self._transport = broker.transport()
-        self._samples, self._new_clients = samples, frozenset(new_clients)
+        self._samples = samples
+        self._new_clients = frozenset(new_clients)
         self._absent = tuple(self._new_clients)
-        self._dropouts, self._attempt, self._beside = dropouts, attempt, beside
+        self._dropouts = dropouts
+        self._attempt = attempt
+        self._beside = beside
         self._jobs: list[tuple[float, int, str, down.Job]] = []
         self._vanished = deque[down.Job]()
         self._durations = Durations(samples)
@@ -104,7 +110,8 @@ class SimulatedClients:
             return None
         done = self._engine.take()
         _check(done)
-        client, job = done.work.client, done.work.job
+        client = done.work.client
+        job = done.work.job
         self._durations.note(client, job.purpose, done.seconds)
         self._hand_out()  # before the reply is sent: no worker is idle while the coordinator handles it
         if self._fate(client, job) != "trains_in_vain":
@@ -187,7 +194,9 @@ def _check(done: Done) -> None:
 
     After the last round the run ends without the reply of a client whose training failed, as with devices.
     """
-    client, job, reply = done.work.client, done.work.job, done.reply
+    client = done.work.client
+    job = done.work.job
+    reply = done.reply
     is_training_failure = isinstance(reply, up.Fault) and reply.error == TrainingFailed.__name__
     if not isinstance(reply, up.Fault) or (is_training_failure and job.purpose == "personalize"):
         return

@@ -161,7 +161,9 @@ class SimulatedResources(Resources):
             privacy=PrivacyConfig(min_class_count=1, statistics=("*",)),  # whatever a paper asks for
         )
         super().__init__(config)
-        self._shared, self.outbox, self.evaluate_after = shared, MemoryOutbox(), plan.evaluate_after
+        self._shared = shared
+        self.outbox = MemoryOutbox()
+        self.evaluate_after = plan.evaluate_after
 
     def samples(self, task: Task) -> tuple[Samples, Samples]:  # noqa: ARG002 - the pools are of the run's task
         """The client's rows of the pools, copied."""
@@ -216,14 +218,16 @@ class HalfRound:
 
     def end(self) -> up.UpdateManifest:
         """Save the client's state, and put what the model has learned into the outbox."""
-        job, session = self.job, self.session
+        job = self.job
+        session = self.session
         outcome = session.after_round(self.client, session.sent(), self.metrics, evaluate=job.evaluate)
         return self.tasks.deliver(job, outcome)
 
 
 def answer(shared: Shared, client: str, job: down.Job, received: Tensors) -> Answer:
     """Run a client's job; any error becomes its `Fault`, as on a device."""
-    begin, content = time.perf_counter(), list[bytes | memoryview]()
+    begin = time.perf_counter()
+    content = list[bytes | memoryview]()
 
     def work() -> up.UpdateManifest | up.Report:
         resources = SimulatedResources(shared, client)

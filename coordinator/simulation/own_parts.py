@@ -83,7 +83,8 @@ def reference(part: Any, add: Callable[[Any], str]) -> tuple[str, bool]:
     ``add``: `add_method` or `add_encoder`.
     """
     module = sys.modules.get(getattr(part, "__module__", ""))
-    file, name = getattr(module, "__file__", None), getattr(part, "__qualname__", "")
+    file = getattr(module, "__file__", None)
+    name = getattr(part, "__qualname__", "")
     is_loadable = module is not None and module.__name__ != "__main__" and getattr(module, name, None) is part
     known_as = add(part)
     if is_loadable and is_reference(f"{file}:{name}"):

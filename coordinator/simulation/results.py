@@ -58,8 +58,10 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
     ``failed``: clients that are missing there, and why.
     ``best`` is chosen on the same samples, which ``scored_on`` names: test, or validation.
     """
-    plan, division = prepared.plan, prepared.division
-    record, summary = state.journal.replay(run), state.run(run).summary() or {}
+    plan = prepared.plan
+    division = prepared.division
+    record = state.journal.replay(run)
+    summary = state.run(run).summary() or {}
     weights = record.request.get("weights")
     rounds = [round_of(state, run, number, division) for number in range(1, record.round + 1)]
     agents: dict[str, list[Mapping[str, Any]]] = {"trained": [], "new": []}
@@ -150,7 +152,8 @@ def best_of(result: Mapping[str, Any], by: str = "clients_mean") -> dict[str, di
     Only means over all clients that train and have test samples count, of rounds as of the end: the mean of a few that
     were selected varies from round to round, and the highest of many such means says nothing.
     """
-    last, all_clients = result["last"], scored_clients(result)
+    last = result["last"]
+    all_clients = scored_clients(result)
     candidates = [
         (scope, rounds_done(scope, one["round"]), scores)
         for one in result["rounds"]
@@ -182,7 +185,9 @@ MOST_COUNTED = 1000
 
 def describe(state: StateFolder, run: str, prepared: Prepared) -> None:
     """Add what only a simulation knows to the summary of a finished run, and write its page with it."""
-    plan, division, folder = prepared.plan, prepared.division, state.run(run)
+    plan = prepared.plan
+    division = prepared.division
+    folder = state.run(run)
     shown = class_counts(division, prepared.pools, prepared.task.class_names)
     if len(shown["clients"]) > MOST_COUNTED:
         shown["clients"] = []

@@ -52,8 +52,12 @@ class Simulation:
     """One run in one folder, which this process has locked. `step` until `is_over`."""
 
     def __init__(self, prepared: Prepared, state: StateFolder, run: str, engine: Engine) -> None:
-        self.prepared, self.state, self.run, self.engine = prepared, state, run, engine
-        self.clock_s, broker = 0.0, MemoryBroker()  # a clock that stands still until it is advanced
+        self.prepared = prepared
+        self.state = state
+        self.run = run
+        self.engine = engine
+        self.clock_s = 0.0
+        broker = MemoryBroker()  # a clock that stands still until it is advanced
         self.coordinator = StrictCoordinator(
             prepared.config(state.path),
             state,
@@ -277,7 +281,9 @@ SPARE_BYTES = 1 << 30
 
 def create_engine(prepared: Prepared, folder: Path, setup: Sequence[str]) -> Engine:
     """The engine that was chosen, for the simulation in ``folder``; ``setup``: functions that workers call first."""
-    plan, choice, clients = prepared.plan, prepared.choice, folder / CLIENTS
+    plan = prepared.plan
+    choice = prepared.choice
+    clients = folder / CLIENTS
     if choice.engine == "ray":
         return WorkerPool("ray", RayWorkers(prepared, clients, setup), choice.workers)
     if choice.engine == "pool":
@@ -285,7 +291,8 @@ def create_engine(prepared: Prepared, folder: Path, setup: Sequence[str]) -> Eng
     shared = Shared(plan, prepared.pools, prepared.division, prepared.model, clients)
     if choice.engine == "serial":
         return Serial(shared)
-    device, spare_bytes = choose_device(plan.device), SPARE_BYTES
+    device = choose_device(plan.device)
+    spare_bytes = SPARE_BYTES
     if device.type == "cuda":  # a quarter of a GPU, where samples would otherwise be sent again in each round
         spare_bytes = int(torch.cuda.get_device_properties(device).total_memory) // 4
     return Stacked(replace(shared, sessions=Sessions(spare_bytes)), always=plan.stacked_always)

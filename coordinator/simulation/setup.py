@@ -92,7 +92,8 @@ class Prepared:
         Raises:
             ConfigError: unknown or impossible parameters, all of them listed.
         """
-        method, plan = methods.create(self.plan.method_name, params), self.plan
+        method = methods.create(self.plan.method_name, params)
+        plan = self.plan
         if method.params == self.method.params:
             return self
         model = Built.of(method, self.task, seed=plan.seed, device=plan.device, weights=self.pools.weights)

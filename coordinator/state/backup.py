@@ -130,7 +130,8 @@ def back_up(state: StateFolder, target: Path) -> Backup:
         try:
             _pin(state, pinned)
             with pinned.look():
-                entries, runs = pinned.journal.last_id(), len(pinned.journal.runs())
+                entries = pinned.journal.last_id()
+                runs = len(pinned.journal.runs())
                 first = pinned.journal.first_hash()
             with folder_lock(target, _OWNER):
                 _check_target(state, target)  # again: a standby may have taken it over meanwhile
@@ -141,7 +142,8 @@ def back_up(state: StateFolder, target: Path) -> Backup:
 
 def _check_target(state: StateFolder, target: Path) -> None:
     """Return quietly where a backup may be written over what is there."""
-    source, folder = state.path.resolve(), target.resolve()
+    source = state.path.resolve()
+    folder = target.resolve()
     if folder.is_relative_to(source) or source.is_relative_to(folder):
         where = "inside" if folder.is_relative_to(source) else "above"
         raise UsageError(

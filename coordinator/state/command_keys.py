@@ -33,7 +33,9 @@ class CommandKeys:
 
     def __init__(self, master: bytes, federation: str, generation: Callable[[str], int] = lambda _: 0) -> None:
         """``generation`` of an agent's key: another one is another key, so that who had one has not the next."""
-        self._master, self._federation, self._generation = master, federation, generation
+        self._master = master
+        self._federation = federation
+        self._generation = generation
         self._derived = functools.lru_cache(MOST_AGENTS)(self._derive)
 
     @classmethod

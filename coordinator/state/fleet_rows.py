@@ -202,7 +202,9 @@ def reported_by(entries: Iterable[Entry], book: Book) -> dict[str, Reported]:
 
 
 def _row(agent: str, facts: FleetFacts) -> AgentRow:
-    row, status, reported = AgentRow(agent), facts.status.get(agent), facts.reported.get(agent)
+    row = AgentRow(agent)
+    status = facts.status.get(agent)
+    reported = facts.reported.get(agent)
     row.state = "not heard" if facts.is_serving else "unknown"
     if status is not None:
         _fill(row, status, facts)
@@ -223,7 +225,8 @@ def _row(agent: str, facts: FleetFacts) -> AgentRow:
     if (row.gain or 0.0) > 0:
         row.better_alone = False  # that was said of older figures
     if agent in facts.refused and row.state not in PRESENT:
-        row.state, row.fault = "refused", facts.refused[agent]
+        row.state = "refused"
+        row.fault = facts.refused[agent]
     if agent in facts.revoked:
         row.state = "revoked"
     return row
@@ -237,14 +240,17 @@ def _note_candidate(row: AgentRow) -> None:
 
 def _fill(row: AgentRow, status: Mapping[str, Any], facts: FleetFacts) -> None:
     """What the status says of an agent that was heard."""
-    condition, silent_s = as_text(status.get("condition") or "ok"), as_number(status.get("silent_s"))
+    condition = as_text(status.get("condition") or "ok")
+    silent_s = as_number(status.get("silent_s"))
     is_present = status.get("present") is True
     if facts.is_serving:
         row.state = "offline" if not is_present else condition if condition in {"fault", "stalled"} else "online"
-    row.tier, row.transport = as_text(status.get("tier") or ""), as_text(status.get("transport") or "")
+    row.tier = as_text(status.get("tier") or "")
+    row.transport = as_text(status.get("transport") or "")
     row.silent_s = silent_s
     row.seen_at = None if facts.status_at is None or silent_s is None else facts.status_at - silent_s
-    row.software, row.samples = as_text(status.get("software") or ""), _count(status.get("samples"))
+    row.software = as_text(status.get("software") or "")
+    row.samples = _count(status.get("samples"))
     row.bundle_id = as_text(status.get("bundle_id") or "")
     row.candidate = Candidate.from_body(status.get("candidate"))
     fault = status.get("fault")
@@ -257,7 +263,9 @@ def _fill(row: AgentRow, status: Mapping[str, Any], facts: FleetFacts) -> None:
 def _fill_reported(row: AgentRow, reported: Reported) -> None:
     row.tier = row.tier or reported.tier
     row.local, row.shared, row.personal = (reported.acc.get(scope) for scope in SCOPES)
-    row.better_alone, row.rss_mb, row.head = reported.better_alone, reported.rss_mb, reported.head
+    row.better_alone = reported.better_alone
+    row.rss_mb = reported.rss_mb
+    row.head = reported.head
     row.candidate = reported.candidate
     row.support = reported.support
     row.samples = row.samples if row.samples is not None else reported.samples

@@ -202,7 +202,9 @@ def step(record: RunRecord, entry: Entry) -> RunRecord:
     Raises:
         StateError: the entry contradicts those before it.
     """
-    opened, number, body = record.open_round, entry.round, entry.body
+    opened = record.open_round
+    number = entry.round
+    body = entry.body
     bases = tuple(body.get("bases", {}).values())
     if entry.kind in {"run_started", "warm_started"}:
         begun = entry.digest or record.checkpoint
@@ -297,7 +299,8 @@ class Journal:
     """The journal in one file. Use as a context manager, or call `open` and `close`."""
 
     def __init__(self, path: Path, *, now: Callable[[], datetime] = utc_now) -> None:
-        self.path, self._now = path, now
+        self.path = path
+        self._now = now
         self._connection: sqlite3.Connection | None = None
         self._lock = threading.RLock()
         self._opened: os.stat_result | None = None
@@ -411,7 +414,8 @@ class Journal:
         A coordinator that was suspended while another one took over its folder finds out before it writes a word.
         ``is_held``: whether the lock of the folder is still that of this process.
         """
-        self._start, self._is_held = start, is_held
+        self._start = start
+        self._is_held = is_held
 
     def check_newest(self) -> None:
         """Return quietly while no other coordinator has started on this journal.
@@ -450,8 +454,11 @@ class Journal:
     def close(self) -> None:
         """Close the file; deferred entries are lost, as in a crash: `flush` them before."""
         self._pending.discard()
-        self._has_deferred, self._lost = False, None
-        self._start, self._is_held, self._successor = None, lambda: True, None
+        self._has_deferred = False
+        self._lost = None
+        self._start = None
+        self._is_held = lambda: True
+        self._successor = None
         self._replayed.clear()
         if self._connection is not None:
             self._connection.close()
@@ -487,7 +494,8 @@ class Journal:
 
         Entries can be read at once; other processes see them after `flush`, which any other entry implies.
         """
-        before, self._deferring = self._deferring, threading.get_ident()
+        before = self._deferring
+        self._deferring = threading.get_ident()
         try:
             with syncs_into(self._pending):
                 yield
@@ -510,7 +518,8 @@ class Journal:
             try:
                 self._commit_deferred()
             finally:
-                lost, self._lost = self._lost, None
+                lost = self._lost
+                self._lost = None
             if lost is not None:
                 raise lost
 
@@ -541,7 +550,8 @@ class Journal:
 
         At most ``limit``, the oldest; -1: all.
         """
-        conditions, values = ["id > ?"], list[Any]([after])
+        conditions = ["id > ?"]
+        values = list[Any]([after])
         for column, wanted in (("run", run), ("round", round), ("agent", agent)):
             if wanted is not None:  # after an entry the newest ones are read, not all of the run
                 conditions.append(f"+{column} = ?" if after else f"{column} = ?")
@@ -617,7 +627,8 @@ class Journal:
         Raises:
             StateError: an entry was changed, removed or inserted; the first one is named.
         """
-        count, previous = 0, _GENESIS
+        count = 0
+        previous = _GENESIS
         with self._transaction() as connection:
             highest = _value(connection, "SELECT seq FROM sqlite_sequence WHERE name = 'entries'")
             with contextlib.closing(connection.execute("SELECT * FROM entries ORDER BY id")) as rows:
@@ -782,7 +793,8 @@ class Journal:
         if self._connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.rollback()
-        self._has_deferred, self._lost = False, error
+        self._has_deferred = False
+        self._lost = error
         self._replayed.clear()
 
     def _usable(self, *, writes: bool) -> sqlite3.Connection:

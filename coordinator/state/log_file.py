@@ -74,7 +74,8 @@ class LogReader:
     """Reads the lines of a state folder in order; `new` continues where it ended, also after one was renamed or cut."""
 
     def __init__(self, state: Path) -> None:
-        self._path, self._older_path = state / NAME, state / f"{NAME}.1"
+        self._path = state / NAME
+        self._older_path = state / f"{NAME}.1"
         self._position: _Position | None = None
         self._older: _Position | None = None
 

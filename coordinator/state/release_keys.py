@@ -231,7 +231,8 @@ def sign_bundle(
         UsageError: a key is none of those that may sign releases.
     """
     opened = archive.open_bundle(path)
-    files, newest = manifest.files_of(opened.manifest), read(Root, roots[-1], "root")
+    files = manifest.files_of(opened.manifest)
+    newest = read(Root, roots[-1], "root")
     allowed = newest.roles["targets"]
     if strange := [Key.of(public_bytes(key)).id for key in keys if Key.of(public_bytes(key)).id not in allowed.keyids]:
         raise UsageError(
@@ -280,8 +281,10 @@ def sign_change(roots: Sequence[Envelope], keys: Sequence[Ed25519PrivateKey]) ->
         UsageError: a key has no say in that change.
         BundleUntrusted: the roots before do not follow from each other.
     """
-    before, made = followed(roots[:1], roots[1:-1]), roots[-1]
-    old, new = read(Root, before[-1], "root"), read(Root, made, "root")
+    before = followed(roots[:1], roots[1:-1])
+    made = roots[-1]
+    old = read(Root, before[-1], "root")
+    new = read(Root, made, "root")
     for key in keys:
         keyid = Key.of(public_bytes(key)).id
         if keyid not in {*old.roles["root"].keyids, *new.roles["root"].keyids}:
@@ -320,8 +323,10 @@ class ReleaseKeys:
 
     def __init__(self, state: Path) -> None:
         self.folder = state / IDENTITY / "release"
-        self.root, self._roots = self.folder / "root.json", self.folder / "roots.json"
-        self.root_key, self.release_key = self.folder / "root.key", self.folder / "release.key"
+        self.root = self.folder / "root.json"
+        self._roots = self.folder / "roots.json"
+        self.root_key = self.folder / "root.key"
+        self.release_key = self.folder / "release.key"
         self._next_key = self.folder / "release.key.next"
 
     @property
@@ -399,7 +404,8 @@ class ReleaseKeys:
                 f"{self.release_key}: it is not here, so {path.name} is not signed; 'headwater keys sign {path} --key "
                 "FILE' signs it with the key of a person"
             )
-        keys, version = [read_key(self.online_key)], self.next_version(now)
+        keys = [read_key(self.online_key)]
+        version = self.next_version(now)
         return sign_bundle(
             path,
             self.roots(),
@@ -541,7 +547,9 @@ def _signed_by_people(
     state: StateFolder, keys: ReleaseKeys, run: str, bundle_id: str, digest: str, now: datetime
 ) -> tuple[bytes, dict[str, Any] | None]:
     """The file in the run's folder, which devices that have all releases so far install now; as `file_to_release`."""
-    path, again, why = state.run(run).folder / f"{run}.hwb", "", ""
+    path = state.run(run).folder / f"{run}.hwb"
+    again = ""
+    why = ""
     released = state.journal.entries(kinds=("release_made", "release_signed"))
     versions = [(entry.body.get("signed") or {}).get("version") or 0 for entry in released]
     if digest in {entry.digest for entry in released}:

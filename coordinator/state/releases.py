@@ -307,13 +307,15 @@ class Book:
     def _changed(self, release: Release, entry: Entry) -> None:
         body = entry.body
         if entry.kind == "release_signed":
-            release.digest, release.body = entry.digest or "", {**release.body, "signed": body.get("signed")}
+            release.digest = entry.digest or ""
+            release.body = {**release.body, "signed": body.get("signed")}
         elif release.rolled_back_by:
             return
         elif entry.kind == "release_canary":
             release.canary = dict.fromkeys(body["agents"])
         elif entry.kind == "release_stage":
-            release.paused, release.promoted = True, release.promoted or body["stage"] == "everybody"
+            release.paused = True
+            release.promoted = release.promoted or body["stage"] == "everybody"
         elif entry.kind == "release_held" and not release.rolls_back:
             release.held = body.get("reason") or "by 'headwater release hold'"
         elif entry.kind == "release_resumed":
@@ -325,7 +327,8 @@ class Book:
         return self.releases[number - 1] if 0 < number <= len(self.releases) else None
 
     def _made(self, entry: Entry) -> None:
-        body, plan = entry.body, Plan.of(entry.body.get("plan", {}))
+        body = entry.body
+        plan = Plan.of(entry.body.get("plan", {}))
         made = Release(
             number=len(self.releases) + 1,
             run=entry.run or "",
@@ -354,11 +357,13 @@ class Book:
         self.releases.append(made)
 
     def _reported(self, agent: str, entry: Entry) -> None:
-        body, before = entry.body, self.devices.get(agent)
+        body = entry.body
+        before = self.devices.get(agent)
         if before is not None:
             self.sizes[before.channel] -= 1
         device = Device(agent, body["runs"], body.get("channel", "stable"), body.get("kept", ""))
-        self.devices[agent], self.heard[agent] = device, entry.at
+        self.devices[agent] = device
+        self.heard[agent] = entry.at
         if before is None:  # it may come back, and what it said counts again
             self._count(agent, 1)
         self.sizes[device.channel] += 1
@@ -506,7 +511,8 @@ class Book:
         return [*counted, *fresh] if fresh else as_it_is
 
     def _is_out(self, agent: str, release: Release, now: datetime) -> bool:
-        result, device = release.results.get(agent), self.devices.get(agent)
+        result = release.results.get(agent)
+        device = self.devices.get(agent)
         if device is None or device.channel != release.plan.channel or self.pin(agent, now) is not None:
             return True
         return bool(device.kept) if result is None else result.outcome in {"declined", "unable"}
@@ -545,7 +551,8 @@ class Book:
         return [agent for agent in agents if self._is_meant(agent, release, now)]
 
     def _is_meant(self, agent: str, release: Release, now: datetime) -> bool:
-        device, result = self.devices.get(agent), release.results.get(agent)
+        device = self.devices.get(agent)
+        result = release.results.get(agent)
         is_meant = device is not None and device.channel == release.plan.channel and device.runs != release.bundle_id
         has_answered = result is not None and result.outcome != "unable"
         return is_meant and not has_answered and self.pin(agent, now) is None

@@ -55,7 +55,8 @@ def on_offer(state: StateFolder) -> list[str]:
 
 def prunable(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:
     """What can be removed with these runs of `runs_beyond`; a file that several of them have counts for the first."""
-    needed, result = blobs_needed(state, runs), list[Prunable]()
+    needed = blobs_needed(state, runs)
+    result = list[Prunable]()
     for run in runs:
         entries = state.journal.entries(run)
         digests = {entry.digest for entry in entries if entry.digest is not None} - needed

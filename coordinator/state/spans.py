@@ -52,7 +52,8 @@ class _Run:
     """A run as far as its entries were read."""
 
     def __init__(self, request: Entry) -> None:
-        self._id, body = str(request.body.get("id", request.run)), request.body
+        self._id = str(request.body.get("id", request.run))
+        body = request.body
         self._known: dict[str, Attribute] = {"headwater.run": str(request.run)}
         self._known |= {f"headwater.{name}": body[name] for name in ("method", "rounds") if name in body}
         self._requested = self._at = moment(request)
@@ -60,7 +61,8 @@ class _Run:
 
     def after(self, entry: Entry) -> Iterator[Span]:
         """The spans that end with this entry."""
-        at, is_open = moment(entry), self._round
+        at = moment(entry)
+        is_open = self._round
         if entry.kind == "round_opened":
             if is_open is None:
                 self._round = _Round(entry.round or 0, at, len(entry.body.get("cohort", ())))
@@ -71,7 +73,8 @@ class _Run:
             is_open.rejected += entry.kind == "update_refused"
         elif is_open is not None and entry.kind == "round_closed":
             yield from self._closed(is_open, entry)
-            self._round, self._at = None, at
+            self._round = None
+            self._at = at
         elif entry.kind in {"run_started", "bundle_exported"}:
             name = "queue" if entry.kind == "run_started" else "export"
             yield self._made(name, self._digits("run"), self._at, at, str(entry.round or ""))
@@ -81,8 +84,11 @@ class _Run:
             yield self._made("run", "", self._requested, at, error=error, status=FINAL[entry.kind])
 
     def _closed(self, one: _Round, entry: Entry) -> Iterator[Span]:
-        body, end, about = entry.body, moment(entry), str(one.number)
-        own, clients = self._digits("round", about), int(body.get("clients") or 0)
+        body = entry.body
+        end = moment(entry)
+        about = str(one.number)
+        own = self._digits("round", about)
+        clients = int(body.get("clients") or 0)
         begin = one.opened - timedelta(seconds=float(body.get("waiting_s") or 0))
         collected = one.last_update or one.opened
         yield self._made("members", own, begin, one.opened, about, round=one.number)
@@ -115,7 +121,8 @@ class _Run:
         **more: Attribute,
     ) -> Span:
         attributes = self._known | {f"headwater.{key}": value for key, value in more.items()}
-        trace, own = self._digits("trace", count=32), self._digits(name, about)
+        trace = self._digits("trace", count=32)
+        own = self._digits(name, about)
         return Span(trace, own, parent, name, min(begin, end), end, attributes, error)
 
     def _digits(self, name: str, about: str = "", count: int = 16) -> str:

@@ -114,7 +114,8 @@ class RunFolder:
     """Results of one run, for reports: they are derived from the journal and may be written twice."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.run = folder, folder.name
+        self.folder = folder
+        self.run = folder.name
         self.metrics_path = folder / "metrics.jsonl"
         """One JSON object in each line."""
 
@@ -229,7 +230,8 @@ class StatusFiles:
     """What the coordinator of a state folder last wrote about its work."""
 
     def __init__(self, state: Path) -> None:
-        self._status, self._everyone = JsonFile(state / STATUS), JsonFile(state / EVERYONE)
+        self._status = JsonFile(state / STATUS)
+        self._everyone = JsonFile(state / EVERYONE)
 
     def status(self) -> dict[str, Any]:
         """Its status; empty where it has written nothing yet."""

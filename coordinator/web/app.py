@@ -55,7 +55,8 @@ class Guard:
     """Refuses requests for other hosts and over-long ones, and adds headers to every answer."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
-        self._app, self._names = app, names
+        self._app = app
+        self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""

@@ -115,7 +115,9 @@ class FolderView:
         now: Callable[[], datetime] = utc_now,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.path, self.now, self._clock = path, now, clock
+        self.path = path
+        self.now = now
+        self._clock = clock
         self.lock = threading.RLock()
         self.faults = FaultLog(path)
         self.folder = StateFolder(path)
@@ -128,10 +130,13 @@ class FolderView:
         """Whether everything was read that was there at the first look."""
 
         self._reading = threading.Lock()
-        self._status_file, self._everyone_file = JsonFile(path / STATUS), JsonFile(path / EVERYONE)
+        self._status_file = JsonFile(path / STATUS)
+        self._everyone_file = JsonFile(path / EVERYONE)
         self._everyone: list[dict[str, Any]] = []
-        self._looked_at, self._is_held = float("-inf"), False
-        self._fleet_mark, self._run_mark = 0, 0
+        self._looked_at = float("-inf")
+        self._is_held = False
+        self._fleet_mark = 0
+        self._run_mark = 0
         self._rows: tuple[Any, list[AgentRow]] = None, []
         self._revoked: frozenset[str] = frozenset()
         self._revoked_stamp: tuple[int, int, int] | None = None
@@ -221,18 +226,22 @@ class FolderView:
         if (run := self.runs.get(name)) is None:
             return
         if entry.kind == "run_started":
-            run.status, run.started_at = "running", run.started_at or entry.at
+            run.status = "running"
+            run.started_at = run.started_at or entry.at
         elif entry.kind == "cancel_requested":
             run.cancel_requested = True
         elif entry.kind == "bundle_exported":
             run.bundle = {**entry.body, "digest": entry.digest, "at": entry.at}
         else:
-            run.status, run.ended_at = FINAL[entry.kind], entry.at
+            run.status = FINAL[entry.kind]
+            run.ended_at = entry.at
             run.reason = as_text(entry.body.get("reason") or "")
 
     def _read_status(self) -> None:
-        is_new, everyone_is_new = self._status_file.look(), self._everyone_file.look()
-        status, everyone = self._status_file.content, self._everyone_file.content
+        is_new = self._status_file.look()
+        everyone_is_new = self._everyone_file.look()
+        status = self._status_file.content
+        everyone = self._everyone_file.content
         with self.lock:
             if is_new and isinstance(status, dict):
                 self.status = status
@@ -249,7 +258,8 @@ class FolderView:
             status = (self.path / IDENTITY / "revoked.json").stat()
             stamp = status.st_mtime_ns, status.st_size, status.st_ino
             if self._revoked_stamp != stamp:
-                self._revoked, self._revoked_stamp = revoked_agents(self.path), stamp
+                self._revoked = revoked_agents(self.path)
+                self._revoked_stamp = stamp
 
     def _read_faults(self) -> None:
         version = self.faults.version()
@@ -258,7 +268,8 @@ class FolderView:
             for fault in self.faults.read():
                 result.setdefault(as_text(fault["agent"]), []).append(fault)
             with self.lock:
-                self._faults_of, self._fault_version = result, version
+                self._faults_of = result
+                self._fault_version = version
 
     def _read_curves(self) -> bool:
         """Read on in the first run that is not read to its end: those that pages ask for, then from the newest on."""
@@ -352,7 +363,8 @@ class FolderView:
     def waiting(self) -> dict[str, Any]:
         """What the coordinator waits for, with ``until`` in seconds since 1970 where there is a limit."""
         waiting = dict(_mapping(self.status.get("waiting"))) if self.is_serving else {}
-        left, at = as_number(waiting.get("seconds_left")), self.status_at
+        left = as_number(waiting.get("seconds_left"))
+        at = self.status_at
         waiting["until"] = None if left is None or at is None else at + left
         return waiting
 

@@ -33,7 +33,8 @@ def site_of(request: Request) -> Site:
 def page(request: Request, template: str, *, topic: str = "", code: int = 200, **content: Any) -> HTMLResponse:
     """A page; ``topic``: what it has to be fetched again for, see `FolderView.version`. Hold the view's lock."""
     site = site_of(request)
-    view, cookie = site.view, request.cookies.get(site.cookie, "")
+    view = site.view
+    cookie = request.cookies.get(site.cookie, "")
     is_signed_in = site.access is not None and site.access.is_session(cookie)
     text = (
         _templates()

@@ -139,7 +139,8 @@ def choose_tier(config: AgentConfig) -> str:
 
 def _leave_status(config: AgentConfig, error: HeadwaterError) -> None:
     """Add why the agent ended to the status file, for 'edge-agent status'."""
-    problem, path = problem_of("start", error), config.state / "status.json"
+    problem = problem_of("start", error)
+    path = config.state / "status.json"
     status: dict[str, Any] = {}
     with contextlib.suppress(StateError):
         status = read_json(path) or {}
@@ -159,7 +160,8 @@ def _serve(agent: Agent, stop: threading.Event) -> None:
             agent.raise_if_rejected()
             now = (agent.welcomed, None if agent.problem is None else agent.problem.message)
             if agent.clock() - noted_at >= STATUS_EVERY_S or now != noted:
-                noted_at, noted = agent.clock(), now
+                noted_at = agent.clock()
+                noted = now
                 _notify("WATCHDOG=1")
                 try:
                     agent.write_status()

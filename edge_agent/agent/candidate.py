@@ -67,7 +67,8 @@ def prepare_beside(
         "memory_bytes": memory,
         "cpu_s": CPU_S,
     }
-    step, peak_mb = "start", 0.0
+    step = "start"
+    peak_mb = 0.0
 
     def on_line(said: dict[str, Any]) -> None:
         nonlocal step
@@ -116,7 +117,8 @@ def _error_of(answer: dict[str, Any]) -> Exception:
 
 def main() -> None:
     """The child: its question comes as JSON on stdin; steps, lines of the log and the answer go to stdout."""
-    question, out = json.load(sys.stdin), sys.stdout
+    question = json.load(sys.stdin)
+    out = sys.stdout
     stand_back(question["parent"])
     sys.path[:] = question["path"]  # data may come from a function of the owner's
 
@@ -129,7 +131,8 @@ def main() -> None:
             say(logger=record.name, level=record.levelno, text=record.getMessage()[:4000])
 
     logging.basicConfig(level=logging.INFO, handlers=[Lines()])
-    config, message = AgentConfig.model_validate(question["config"]), Install.model_validate(question["message"])
+    config = AgentConfig.model_validate(question["config"])
+    message = Install.model_validate(question["message"])
     limit_resources(question["memory_bytes"], question["cpu_s"])
     try:
         with contextlib.redirect_stdout(sys.stderr):  # of the owner's function

@@ -97,7 +97,10 @@ class Agent:
         Raises:
             ConfigError: the file of the key of its commands cannot be used.
         """
-        self.config, self.transport, self.tasks, self.clock = config, transport, tasks, clock
+        self.config = config
+        self.transport = transport
+        self.tasks = tasks
+        self.clock = clock
         self.worker = worker or InlineWorker()
         self.boot = boot or secrets.token_hex(8)
         self.membership = Membership(config.state / "federation.json", clock)
@@ -118,9 +121,11 @@ class Agent:
             room_bytes=lambda: self.jobs.room_bytes,
             resume=self._hello,
         )
-        self.renewal, self._is_renewing = renewal, False
+        self.renewal = renewal
+        self._is_renewing = False
         self._refused_topics = refused_topics
-        self._failed_connects, self._ask_at = 0, float("-inf")
+        self._failed_connects = 0
+        self._ask_at = float("-inf")
         self.welcomed = False
         self.rejected: HeadwaterError | None = None
         self._mismatch = Mismatch(clock, rng or random.Random())  # noqa: S311 - spreads hellos, guards nothing
@@ -128,7 +133,8 @@ class Agent:
         self._trial: tuple[Trial, float] | None = None
         self._sent_kept = ""
         self._beat_at = self._hello_at = float("-inf")
-        self._idle_heartbeat_s, self._was_busy = 0.0, False
+        self._idle_heartbeat_s = 0.0
+        self._was_busy = False
         self._silence = Silence(self._mismatch, clock)
         self._other_clock = OtherClock(now, clock)
         self._new_samples = NewSamples(config, clock)
@@ -327,7 +333,8 @@ class Agent:
 
     def _beat_is_due(self, now: float) -> bool:
         """Whether to send a heartbeat: without a job less often, where the coordinator of a large fleet asks for it."""
-        is_idle, is_stretched = self.jobs.job is None, self._idle_heartbeat_s > self.config.heartbeat_s
+        is_idle = self.jobs.job is None
+        is_stretched = self._idle_heartbeat_s > self.config.heartbeat_s
         has_finished = is_idle and is_stretched and self._was_busy  # the coordinator expects the next one later
         self._was_busy = not is_idle
         pause_s = self._idle_heartbeat_s if is_idle and is_stretched else self.config.heartbeat_s
@@ -466,7 +473,8 @@ class Agent:
     def _on_welcome(self, message: down.Welcome) -> None:
         is_news = not self.welcomed or not self.membership.is_current(message)
         self._follow(message.federation, message.epoch)
-        self.welcomed, self._idle_heartbeat_s = True, message.heartbeat_s
+        self.welcomed = True
+        self._idle_heartbeat_s = message.heartbeat_s
         self._other_clock.heard(message.time)
         self._operator_pin = None  # where there is one, it follows
         self.membership.answered()
@@ -546,8 +554,10 @@ class Agent:
 
     def write_status(self) -> None:
         """Write status.json for ``edge-agent status`` (a cache: not synced)."""
-        job, membership = self.jobs.job, self.membership
-        problem, pin = self.problem, self._operator_pin
+        job = self.jobs.job
+        membership = self.membership
+        problem = self.problem
+        pin = self._operator_pin
         status = {
             "id": self.config.id,
             "version": __version__,
@@ -582,7 +592,8 @@ class Agent:
         Raises:
             OSError: the state folder is not there.
         """
-        report, saved = self.jobs.last_report, dict[str, Any]()
+        report = self.jobs.last_report
+        saved = dict[str, Any]()
         if report is None:
             with contextlib.suppress(StateError):  # a damaged head is reported elsewhere
                 saved = (read_json(self.config.state / "head" / "head.json") or {}).get("metrics") or {}

@@ -116,7 +116,8 @@ def install_bundle(
         BundleError: damaged, or not the one announced; without an old pair also one that fails its trial.
         DataError: local data do not fit the task; the old pair stays.
     """
-    opened, root = archive.open_bundle(path), config.state / "bundles"
+    opened = archive.open_bundle(path)
+    root = config.state / "bundles"
     if opened.manifest.bundle_id != message.bundle_id:
         raise BundleDamaged(
             f"bundle {opened.manifest.bundle_id[:16]}, announced was {message.bundle_id[:16]}; rejected", is_public=True
@@ -171,20 +172,113 @@ def prepare_here(
         except BundleError as error:
             return rejected(config, message, error)
     progress("samples")
-    old, task, collection = _old_pair(config), bundle.manifest.task, collection_of(config)
+    old = _old_pair(config)
+    task = bundle.manifest.task
+    collection = collection_of(config)
     if config.data.watch is not None:  # of a device without any other samples these are its first
         _take_in(collection, config.data.watch, task, config.data.budget, lambda: now)
     version = collection.index().version
     begin = time.perf_counter()
     samples = _samples(config, task, progress)
     read_s = time.perf_counter() - begin
-    result, before, rejection = None, None, ""
-    runs, why = bundle.id, ""
+    trial = _try_head(config, message, bundle, old, samples, read_s, progress)
+    if trial.result is not None:
+        log_if_better_alone(trial.result.scores)
+        if not trial.rejection:
+            progress("save")
+            make_folder(candidate_folder(config), CANDIDATE_FOLDER)
+            trial.result.save(candidate_folder(config))
+    report = Report(
+        run=message.run,
+        about=bundle.id,
+        release=message.release,
+        bundle_id=trial.runs,
+        rolled_back=trial.why,
+        one_class=of_one_class(*samples),
+        metrics=trial.metrics(),
+        **trial.figures(samples),
+    )
+    return Candidate(report, version, trial.rejection)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What came of a head that was fitted on a new bundle's features, beside the pair in use."""
+
+    result: Result | None
+    """The new head; None where none could be fitted."""
+
+    before: float | None
+    """Accuracy (0..1) of the old pair on the same held-out samples; None where there is no old pair, or no figure."""
+
+    runs: str
+    """Id of the bundle that this device uses from now on."""
+
+    rejection: str = ""
+    """Why the old pair stays, for this device's log; empty where the new one takes its place."""
+
+    why: str = ""
+    """The same for the coordinator."""
+
+    def figures(self, samples: Split) -> dict[str, Any]:
+        """Return the fields of the report about the new head; ``samples``: what it was fitted and scored on."""
+        if self.result is None:
+            return {"samples": sum(map(len, samples))}
+        return {
+            "samples": self.result.n_train,
+            "support": self.result.n_test,
+            "head": self.result.title,
+            "precision": self.result.precision,
+            "fingerprint": self.result.fingerprint,
+            **self.result.scores.reported(),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of the report that have no field of their own."""
+        metrics = {"rolled_back": float(bool(self.why))}
+        if self.result is None:
+            return metrics
+        if self.before is not None:
+            metrics["acc.before"] = self.before
+        metrics["seconds"] = round(self.result.seconds, 3)
+        metrics["norm.own"] = 0.0 if self.result.norm is None else self.result.norm.share
+        if self.result.choice is not None:
+            metrics |= {name: value for name, value in self.result.choice.metrics().items() if isinstance(value, float)}
+        return metrics
+
+
+def _try_head(
+    config: AgentConfig,
+    message: Install,
+    bundle: Bundle,
+    old: Pair | None,
+    samples: Split,
+    read_s: float,
+    progress: Progress,
+) -> _Trial:
+    """Fit a head on the new bundle's features and compare it with the old pair, where the coordinator wants that.
+
+    Args:
+        config: The device's configuration.
+        message: The coordinator's order.
+        bundle: The new bundle.
+        old: The pair in use.
+        samples: The parts to fit and to score on.
+        read_s: How long reading them took, in seconds.
+        progress: Is told the step that begins.
+
+    Raises:
+        BundleError: the new head is worse or cannot be fitted, and there is no old pair of another bundle.
+    """
+    result = None
+    before = None
     try:
         result = _refit(config, bundle, samples, progress).with_reading(read_s)
         progress("compare")
-        before = None if old is None else _score(config, old, samples)
-        least, personal = config.head.min_gain, result.used_accuracy
+        if old is not None:
+            before = _score(config, old, samples)
+        least = config.head.min_gain
+        personal = result.used_accuracy
         if message.compare and before is not None and (personal or 0.0) < before + least:
             shown = "none" if personal is None else f"{personal:.3f}"
             raise BundleError(
@@ -194,39 +288,10 @@ def prepare_here(
     except BundleError as error:
         if old is None or old[0].id == bundle.id:
             raise
-        runs, rejection, why = old[0].id, str(error), keeps(old[0].id, error)
-        log.warning("rolled_back tried=%s keeps=%s reason=%s", bundle.id[:12], runs[:12], rejection)
-    figures: dict[str, Any] = {"samples": sum(map(len, samples))}
-    metrics = {"rolled_back": float(bool(why))}
-    if result is not None:
-        log_if_better_alone(result.scores)
-        figures = {
-            "samples": result.n_train,
-            "support": result.n_test,
-            "head": result.title,
-            "precision": result.precision,
-            "fingerprint": result.fingerprint,
-            **result.scores.reported(),
-        }
-        metrics |= {} if before is None else {"acc.before": before}
-        metrics |= {"seconds": round(result.seconds, 3), "norm.own": 0.0 if result.norm is None else result.norm.share}
-        if result.choice is not None:
-            metrics |= {name: v for name, v in result.choice.metrics().items() if isinstance(v, float)}
-        if not rejection:
-            progress("save")
-            make_folder(candidate_folder(config), CANDIDATE_FOLDER)
-            result.save(candidate_folder(config))
-    report = Report(
-        run=message.run,
-        about=bundle.id,
-        release=message.release,
-        bundle_id=runs,
-        rolled_back=why,
-        one_class=of_one_class(*samples),
-        metrics=metrics,
-        **figures,
-    )
-    return Candidate(report, version, rejection)
+        kept = old[0].id
+        log.warning("rolled_back tried=%s keeps=%s reason=%s", bundle.id[:12], kept[:12], error)
+        return _Trial(result, before, kept, str(error), keeps(kept, error))
+    return _Trial(result, before, bundle.id)
 
 
 def rejected(config: AgentConfig, message: Install, error: BundleError) -> Candidate:
@@ -282,7 +347,8 @@ def admit(config: AgentConfig, opened: BundleFile) -> Envelope | None:
         ConfigError: as `trust_configured`.
         BundleUntrusted: it is unsigned, or signed by nobody who is trusted, and the configuration does not allow that.
     """
-    store, release = TrustStore(config.state / "bundles"), opened.release
+    store = TrustStore(config.state / "bundles")
+    release = opened.release
     if release is not None and store.known() is not None:
         with contextlib.suppress(BundleUntrusted):  # before the configured root, which may be some changes ahead
             store.follow(parse(Member, release, "release").roots)
@@ -449,7 +515,8 @@ def _samples(config: AgentConfig, task: Task, progress: Progress = lambda _step:
             reported_at = time.monotonic()
             progress(f"samples {done}/{total}")
 
-    own, collection = None, collection_of(config)
+    own = None
+    collection = collection_of(config)
     if not is_collected(config.data):
         names = config.head.own_classes
         own = own_samples(config.data, config.id, task.input, task.class_names, own_classes=names, progress=report)
@@ -466,7 +533,9 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split, progress: Progre
     Raises:
         BundleDamaged: this device computes something else than the exporter did, in fp32, too.
     """
-    wanted, threads, features = config.head.precision, config.training.threads, config.state / "features"
+    wanted = config.head.precision
+    threads = config.training.threads
+    features = config.state / "features"
 
     def of_step(step: str) -> Callable[[int, int], None]:
         return lambda done, total: progress(f"{step} {done}/{total}")
@@ -533,7 +602,8 @@ def _old_pair(config: AgentConfig) -> Pair | None:
 
 def _score(config: AgentConfig, old: Pair, samples: Split) -> float | None:
     """acc.personal of the old pair on the held-out samples of the new one; None where it knows other classes."""
-    (bundle, head), (_, test) = old, samples
+    (bundle, head) = old
+    (_, test) = samples
     task = bundle.manifest.task
     if (head.class_names, task.input) != (test.class_names, test.input):
         return None
@@ -588,7 +658,8 @@ def contribute_round(
 
 def _update_facts(job: Job, data: FitData) -> UpdateFacts:
     """What the arrays of an update of this device are judged by; of the model it knows the linear classifier alone."""
-    classes, features = data.num_classes, data.features.shape[1]
+    classes = data.num_classes
+    features = data.features.shape[1]
     classifier = {"head.weight": (classes, features), "head.bias": (classes,)}
     return UpdateFacts(
         method=job.method,
@@ -608,7 +679,8 @@ def _scores(encoder: Encoder, test: Samples, received: Tensors, sent: Tensors) -
     features = encoder.features(test.inputs).astype(np.float64)
     result: dict[str, float] = {}
     for name, arrays, prefix in (("acc.personal", received, "head"), ("acc.after.personal", sent, "extra.head")):
-        weight, bias = arrays.get(f"{prefix}.weight"), arrays.get(f"{prefix}.bias")
+        weight = arrays.get(f"{prefix}.weight")
+        bias = arrays.get(f"{prefix}.bias")
         if weight is not None and bias is not None:
             share = accuracy(lambda rows, w=weight, b=bias: softmax(rows @ w.T + b), features, test.labels)  # type: ignore[misc]
             result[name] = float(share or 0.0)

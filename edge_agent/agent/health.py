@@ -317,8 +317,12 @@ class Disk:
 
         ``resume`` is called when the disk can be written again: the coordinator asks for what is still to do.
         """
-        self._folder, self._condition, self._send = folder, condition, send
-        self._stall, self._room_bytes, self._resume = stall, room_bytes, resume
+        self._folder = folder
+        self._condition = condition
+        self._send = send
+        self._stall = stall
+        self._room_bytes = room_bytes
+        self._resume = resume
         self._again_at: float | None = None
         self._pause_s = AGAIN_S
 
@@ -341,7 +345,8 @@ class Disk:
         if not self._condition.is_stalled:
             return
         if self._again_at is None:
-            self._pause_s, self._again_at = AGAIN_S, now + AGAIN_S
+            self._pause_s = AGAIN_S
+            self._again_at = now + AGAIN_S
             if (problem := self._condition.problem) is not None:
                 log.error("stalled reason=%s; %s", problem.message, problem.remedy)
                 self._send(problem.to_coordinator())
@@ -372,7 +377,8 @@ class Silence:
     """How long an agent has had no answer, from the moment that it could have had one, and why as far as is known."""
 
     def __init__(self, mismatch: Mismatch, clock: Callable[[], float]) -> None:
-        self._mismatch, self._clock = mismatch, clock
+        self._mismatch = mismatch
+        self._clock = clock
         self._since: float | None = None
         self._logged_at = 0.0
         self._away = ""
@@ -382,11 +388,13 @@ class Silence:
     def begin(self) -> None:
         """From now on a coordinator could answer."""
         self._since = self._logged_at = self._clock()
-        self._problem, self._has_asked = None, False
+        self._problem = None
+        self._has_asked = False
 
     def broker_away(self, reason: str, remedy: str, config: AgentConfig) -> None:
         """No answer can arrive until the broker is online again; ``remedy``: it refuses the login."""
-        self._since, self._away = None, reason
+        self._since = None
+        self._away = reason
         if not remedy:
             self._problem = None
             return
@@ -441,7 +449,8 @@ class Silence:
 
     def tell(self, config: AgentConfig) -> None:
         """Log that there is no answer: after a while, and then from time to time."""
-        now, since = self._clock(), self._since
+        now = self._clock()
+        since = self._since
         pause = ALONE_S if since == self._logged_at else ALONE_AGAIN_S
         if since is not None and now - self._logged_at >= pause:
             self._logged_at = now
@@ -479,7 +488,8 @@ class OtherClock:
     """How far this device's clock is from the coordinator's, for the device's own status."""
 
     def __init__(self, now: Callable[[], float], clock: Callable[[], float]) -> None:
-        self._now, self._clock = now, clock
+        self._now = now
+        self._clock = clock
         self._off_s = self._read_at = self._read = 0.0
 
     def heard(self, at: str) -> None:
@@ -505,7 +515,8 @@ class OtherClock:
         return Problem("connection", WRONG_CLOCK, "connection", message, "", SET_CLOCK, at)
 
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+FIRST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 60.0
 FINAL_S = 300.0
 LEAST_ANSWERS = 5
 FORGOTTEN_S = 2 * LONGEST_PAUSE_S
@@ -516,25 +527,31 @@ class Mismatch:
     """``reason`` is what the other side speaks; empty while there is no mismatch."""
 
     def __init__(self, clock: Callable[[], float], rng: random.Random) -> None:
-        self._clock, self._rng = clock, rng
+        self._clock = clock
+        self._rng = rng
         self.clear()
 
     def clear(self) -> None:
         """A coordinator that is understood has answered."""
         self.reason = ""
         self._since = self._heard_at = 0.0
-        self._ask_at, self._pause_s = float("inf"), FIRST_PAUSE_S
-        self._has_asked, self._answers = False, 0
+        self._ask_at = float("inf")
+        self._pause_s = FIRST_PAUSE_S
+        self._has_asked = False
+        self._answers = 0
 
     def note(self, reason: str) -> bool:
         """Something of another version has come; True when this is the first of it."""
-        now, is_new = self._clock(), not self.reason
+        now = self._clock()
+        is_new = not self.reason
         if is_new:
             self._since = now
             self._plan(now)
         elif self._has_asked:
             self._answers += 1
-        self.reason, self._heard_at, self._has_asked = reason, now, False
+        self.reason = reason
+        self._heard_at = now
+        self._has_asked = False
         return is_new
 
     def is_final(self) -> bool:

@@ -33,7 +33,8 @@ from ..wire.messages.up import UpdateManifest
 
 log = logging.getLogger(__name__)
 
-_PERSONAL, _MEMORY = "personal.", "memory."
+_PERSONAL = "personal."
+_MEMORY = "memory."
 GENERATIONS = 2
 
 RECEIPTS = "receipts.jsonl"
@@ -138,14 +139,16 @@ class ClientStateFiles:
     """The files of one run. With ``keep_every`` k, the state after rounds k, 2 k, … stays as well."""
 
     def __init__(self, folder: Path, keep_every: int = 0) -> None:
-        self.folder, self._keep_every = folder, keep_every
+        self.folder = folder
+        self._keep_every = keep_every
 
     def write(self, round_number: int, personal: Tensors, memory: Tensors) -> None:
         """Save the state after a round; on disk when this returns. A client that never keeps anything has no file.
 
         The state of later rounds is removed: a client that does an earlier one now was set back to it.
         """
-        both, before = merge(personal, memory), self.rounds()
+        both = merge(personal, memory)
+        before = self.rounds()
         if not both and not before:
             return
         make_folder(self.folder, RUN_FOLDER)
@@ -196,7 +199,10 @@ class TrainingCheckpointFile:
     """
 
     def __init__(self, folder: Path, training: str, every_s: float, clock: Callable[[], float]) -> None:
-        self._path, self._training, self._every_s, self._clock = folder / TRAINING_FILE, training, every_s, clock
+        self._path = folder / TRAINING_FILE
+        self._training = training
+        self._every_s = every_s
+        self._clock = clock
         self._due_at = clock() + every_s
 
     def is_due(self) -> bool:
@@ -211,7 +217,8 @@ class TrainingCheckpointFile:
             write_tensors(self._path, tensors, {"training": self._training, "notes": json.dumps(notes)})
         except OSError as error:
             log.warning("checkpoint_not_written path=%s reason=%s", self._path, cause(error))
-        now, size = self._clock(), sum(array.nbytes for array in tensors.values())
+        now = self._clock()
+        size = sum(array.nbytes for array in tensors.values())
         self._due_at = now + max(self._every_s, 20 * (now - begin), size / CHECKPOINT_BYTES_PER_S)
 
     def load(self) -> tuple[Tensors, dict[str, Any]] | None:
@@ -223,7 +230,8 @@ class TrainingCheckpointFile:
             _, metadata = inspect(data)
             if metadata.get("training") != self._training:
                 return None
-            tensors, notes = decode(data), json.loads(metadata["notes"])
+            tensors = decode(data)
+            notes = json.loads(metadata["notes"])
         except FileNotFoundError:
             return None
         except (CodecError, OSError, ValueError, KeyError) as error:
@@ -282,12 +290,15 @@ class Membership:
     """The federation that an agent follows, saved at ``path``; empty before its first welcome."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        self._path, self._clock = path, clock
-        self.federation, self.epoch = "", 0
+        self._path = path
+        self._clock = clock
+        self.federation = ""
+        self.epoch = 0
         try:
             if (raw := read_json(path)) is not None:
                 followed = _Followed.model_validate(raw)
-                self.federation, self.epoch = followed.federation, followed.epoch
+                self.federation = followed.federation
+                self.epoch = followed.epoch
         except (StateError, ValidationError) as error:  # the next welcome writes it again
             log.warning("federation_unreadable path=%s reason=%s", path, cause(error))
         self._other: _Other | None = None
@@ -312,8 +323,10 @@ class Membership:
             if self._other is None or self._other.federation != message.federation:
                 self._other = _Other(message.federation, message.epoch, now, now)
             else:
-                self._other.epoch, self._other.heard_at = max(self._other.epoch, message.epoch), now
-        self._ignored, self._ignored_at = f"{why}: two coordinators, or a state folder that was replaced", now
+                self._other.epoch = max(self._other.epoch, message.epoch)
+                self._other.heard_at = now
+        self._ignored = f"{why}: two coordinators, or a state folder that was replaced"
+        self._ignored_at = now
         if now - self._said_at >= SAID_AGAIN_S:
             self._said_at = now
             log.warning("order_ignored type=%s %s", message.type, self._ignored)
@@ -327,7 +340,8 @@ class Membership:
 
         Those of another coordinator that was online for all the time that the own one had for an answer.
         """
-        other, now = self._other, self._clock()
+        other = self._other
+        now = self._clock()
         if other is None:
             return None
         if now - other.since >= FOLLOW_S and other.heard_at - other.since >= FOLLOW_S / 2:
@@ -345,7 +359,8 @@ class Membership:
         """Follow that federation and epoch from now on. A disk that cannot be written is logged, not raised."""
         if (federation, epoch) == (self.federation, self.epoch):
             return
-        self.federation, self.epoch = federation, epoch
+        self.federation = federation
+        self.epoch = epoch
         self._ignored_at = float("-inf")  # the sender that was ignored may be the one that it follows now
         try:
             write_json(self._path, {"federation": federation, "epoch": epoch})

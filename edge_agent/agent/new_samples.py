@@ -53,11 +53,15 @@ class NewSamples:
     """
 
     def __init__(self, config: AgentConfig, clock: Callable[[], float], now: Callable[[], float] = time.time) -> None:
-        self._index, self._watch = samples_folder(config) / "index.json", config.data.watch
-        self._clock, self._now = clock, now
+        self._index = samples_folder(config) / "index.json"
+        self._watch = config.data.watch
+        self._clock = clock
+        self._now = now
         self._seen: tuple[tuple[str, tuple[int, int]], ...] = ()
         self._looked_at = float("-inf")
-        self._failures, self._reason, self._again_at = 0, "", float("inf")
+        self._failures = 0
+        self._reason = ""
+        self._again_at = float("inf")
         self._early_at = float("-inf")
 
     def is_due(self) -> bool:
@@ -88,11 +92,14 @@ class NewSamples:
     def tried(self, error: BaseException | None) -> None:
         """A fit came to this end; None: it is done, or nothing was to be fitted."""
         if error is None:
-            self._failures, self._reason, self._again_at = 0, "", float("inf")
+            self._failures = 0
+            self._reason = ""
+            self._again_at = float("inf")
             return
         # From the sixth doubling on the pause is the longest; 2.0**1024 would raise after as many failures.
         pause = min(REFIT_AGAIN_S * 2.0 ** min(self._failures, 6), REFIT_SELDOM_S)
-        self._failures, self._reason = self._failures + 1, f"{type(error).__name__}: {error}"
+        self._failures = self._failures + 1
+        self._reason = f"{type(error).__name__}: {error}"
         self._again_at = self._clock() + pause
         log.warning("refit_failed tries=%d next_try_s=%.0f", self._failures, pause)
 

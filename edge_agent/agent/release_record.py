@@ -144,7 +144,9 @@ class ReleaseRecord:
     """
 
     def __init__(self, state: Path) -> None:
-        self._path, self._pin_path, self._bundles = state / "releases.json", state / "pin.json", state / "bundles"
+        self._path = state / "releases.json"
+        self._pin_path = state / "pin.json"
+        self._bundles = state / "bundles"
         self._lock = threading.RLock()
         self.on_trial: Trial | None = None
         """The bundle in use, where this agent has started it or started with it, and has yet to show that it lives with
@@ -156,7 +158,8 @@ class ReleaseRecord:
         That is 1, and one more for each preparation of it in a row that the agent did not survive, see `Trial.started`.
         """
         with self._lock:
-            before, about = self._read(), _about(message)
+            before = self._read()
+            about = _about(message)
             last = before.prepared
             if last is None or last.model_dump(include={*about}) != about:
                 last = Trial(**about)
@@ -308,7 +311,8 @@ class ReleaseRecord:
 
     def why_declined(self, message: Install, now: float) -> str:
         """Why this device does not even try a release; empty where it does. ``now``: as `time.time`."""
-        record, pin = self._read(), self.pinned()
+        record = self._read()
+        pin = self.pinned()
         if pin is not None and pin.holds(now):
             return "" if message.bundle_id == pin.bundle_id else str(pin)
         for one in record.refused:
@@ -383,7 +387,8 @@ class Waiting(Frozen):
     @classmethod
     def of(cls, install: Install, now: float) -> Waiting:
         """What an offer that has just come means."""
-        opens, within_s = now + install.activate_in_s, install.activate_within_s
+        opens = now + install.activate_in_s
+        within_s = install.activate_within_s
         return cls(install=install, at=now, opens=opens, closes=None if within_s is None else opens + within_s)
 
     def is_open(self, now: float) -> bool:

@@ -33,7 +33,9 @@ class SecureSums:
 
     def __init__(self, agent: str, folder: Path, entropy: Entropy = secrets.token_bytes) -> None:
         """``folder``: the state folder, which has the sums of all runs."""
-        self._agent, self._path, self._entropy = agent, folder / SUMS_FILE, entropy
+        self._agent = agent
+        self._path = folder / SUMS_FILE
+        self._entropy = entropy
         self._attempt: tuple[bytes, Participant] | None = None
         self._origin = ""
         """Digest of what the masked update was trained from; empty: none was masked in this attempt."""
@@ -42,7 +44,8 @@ class SecureSums:
         """The public keys for the attempt of ``job``."""
         context = _context(job)
         if self._attempt is None or self._attempt[0] != context:
-            self._attempt, self._origin = (context, Participant(self._agent, context, self._entropy)), ""
+            self._attempt = (context, Participant(self._agent, context, self._entropy))
+            self._origin = ""
         return {layout.KEYS: layout.keys_as_bytes(self._attempt[1].keys())}
 
     def shares(self, job: Job, received: Tensors) -> Tensors:
@@ -53,7 +56,8 @@ class SecureSums:
             SumRefused: as `Participant.shares`.
             CodecError: what was received is not of that form.
         """
-        one, members = self.of(job), layout.members_of(received)
+        one = self.of(job)
+        members = layout.members_of(received)
         rows = layout.taken(received, layout.KEYS, np.uint8, (len(members), layout.KEY_BYTES))
         sealed = one.shares({member: layout.keys_of(row) for member, row in zip(members, rows, strict=True)})
         return {layout.SHARES: layout.table(sealed, members, layout.SEALED_BYTES)}
@@ -132,7 +136,8 @@ def _note_sum(path: Path, origin: str, terms: list[str]) -> None:
         SumRefused: it was of others before.
         StateError: the file is damaged.
     """
-    known, digest = dict(read_json(path) or {}), sha256_of("\n".join(terms).encode())
+    known = dict(read_json(path) or {})
+    digest = sha256_of("\n".join(terms).encode())
     if known.get(origin, digest) != digest:
         raise SumRefused(
             "the masks of this training were taken off a sum of other devices before, in this run or another; the "

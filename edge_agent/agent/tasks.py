@@ -181,7 +181,11 @@ class TaskRunner:
         ``beside``: whether new bundles are prepared in a child process. ``entropy``: where the noise of differential
         privacy comes from, 256 bits for each update. ``machine``: which start of the machine this is.
         """
-        self.config, self.tier, self.now, self._entropy, self._machine = config, tier, now, entropy, machine
+        self.config = config
+        self.tier = tier
+        self.now = now
+        self._entropy = entropy
+        self._machine = machine
         self._beside = beside
         self.resources = Resources(config) if resources is None else resources
         self.outbox = self.resources.outbox
@@ -219,7 +223,8 @@ class TaskRunner:
             if job.purpose in fields.EXCHANGES:
                 return self._offer(job, self._exchange(job, given), 1, {})
             self._secure_sums().of(job)  # before the training, which would be in vain
-        session, files = self.session(job), self.resources.state_files(job.run)
+        session = self.session(job)
+        files = self.resources.state_files(job.run)
         check_job(self.config.privacy, job, session.method.least_class_count)
         from ..client import ClientState
         from ..core.limits import keep_freed_memory
@@ -289,8 +294,10 @@ class TaskRunner:
         """``given``: what a secure sum needs beside what is ``received``."""
         from ..methods.values import TrainingControl
 
-        key, folder = job_key(job), self.resources.state_files(job.run).folder
-        every_s, training = self.config.training.checkpoint_s, ""
+        key = job_key(job)
+        folder = self.resources.state_files(job.run).folder
+        every_s = self.config.training.checkpoint_s
+        training = ""
         if every_s > 0:
             device = (session.precision, str(session.device), __version__)
             received_now = (ref.digest for ref in job.blobs)
@@ -307,7 +314,8 @@ class TaskRunner:
         if noise is not None:
             outcome = noise(session.method, received, outcome)
         if job.session:
-            policy, is_uniform = self.config.privacy, session.method.weighting == "uniform"
+            policy = self.config.privacy
+            is_uniform = session.method.weighting == "uniform"
             weight = 1 if is_uniform else sample_count(policy, outcome.samples)
             from .secure import origin_of
 
@@ -330,7 +338,8 @@ class TaskRunner:
 
         from ..privacy.noise import Mechanism
 
-        mechanism, ledger = Mechanism.of(policy, job.privacy), Ledger(self.config.state, policy)
+        mechanism = Mechanism.of(policy, job.privacy)
+        ledger = Ledger(self.config.state, policy)
         if mechanism is None:
             return None
         ledger.check(mechanism.noise)
@@ -423,7 +432,8 @@ class TaskRunner:
         except Exception:
             self.releases.ended()
             raise
-        self.bundle_id, self.rolled_back = report.bundle_id, report.rolled_back
+        self.bundle_id = report.bundle_id
+        self.rolled_back = report.rolled_back
         self.samples = report.samples
         if report.bundle_id == message.bundle_id:
             self.releases.took(message, self._machine())
@@ -487,7 +497,8 @@ class TaskRunner:
 
     def _remove_ended(self, run: str) -> None:
         """When a run begins here, remove the client state of the oldest ones."""
-        folder, keep = self.config.state / "runs", self.config.keep_runs
+        folder = self.config.state / "runs"
+        keep = self.config.keep_runs
         if not (folder / run).is_dir() and (removed := remove_ended_runs(folder, run, keep)):
             log.info("runs_removed runs=%s: the newest %d are kept", ",".join(removed), keep)
 
@@ -672,10 +683,16 @@ class TaskQueue:
     """The work of an agent. Every change of it continues by itself as far as it can."""
 
     def __init__(self, tasks: TaskRunner, downloads: Downloads, uploads: Uploads, worker: Worker, link: Link) -> None:
-        self._tasks, self._cache, self._downloads, self._uploads = tasks, downloads.cache, downloads, uploads
-        self._worker, self._link, self.condition = worker, link, Condition()
+        self._tasks = tasks
+        self._cache = downloads.cache
+        self._downloads = downloads
+        self._uploads = uploads
+        self._worker = worker
+        self._link = link
+        self.condition = Condition()
         self.job: down.Job | None = None
-        self._closes_at, self._judged_at = float("inf"), float("-inf")
+        self._closes_at = float("inf")
+        self._judged_at = float("-inf")
         self._install: down.Install | None = None
         self._working_on: JobKey | str | None = None
         self._heard: deque[tuple[str, int]] = deque(maxlen=REMEMBERED)
@@ -703,7 +720,8 @@ class TaskQueue:
 
     def on_job(self, job: down.Job) -> None:
         """The coordinator asks for a job. A repeated message changes nothing; a new message means doing it again."""
-        key, stamp = job_key(job), (job.boot, job.seq)
+        key = job_key(job)
+        stamp = (job.boot, job.seq)
         if job.boot and stamp in self._heard:
             return
         self._heard.append(stamp)
@@ -768,10 +786,12 @@ class TaskQueue:
 
     def give_up_late(self) -> None:
         """Drop a job whose model or update cannot pass the link before the round closes, and say so at once."""
-        job, now = self.job, self._downloads.clock()
+        job = self.job
+        now = self._downloads.clock()
         if job is None or now < self._judged_at + JUDGED_APART_S or self._working_on == job_key(job):
             return
-        self._judged_at, left_s = now, self._closes_at - now
+        self._judged_at = now
+        left_s = self._closes_at - now
         if self._uploads.holds(job_key(job)):
             why = self._uploads.objection(left_s)
         else:
@@ -802,7 +822,8 @@ class TaskQueue:
 
     def go_on(self) -> None:
         """Begin the work whose blobs are all here."""
-        job, install = self.job, self._install
+        job = self.job
+        install = self._install
         if self.is_working:
             return
         if job is not None and not self._uploads.holds(job_key(job)) and self._downloads.has_all(job.refs):
@@ -834,7 +855,8 @@ class TaskQueue:
         if not is_wanted:
             self._drop_install()
             return
-        self._install, self._waiting = message, waiting
+        self._install = message
+        self._waiting = waiting
         self._switches_at = self._downloads.clock() + START_GRACE_S
         if why := waiting.why_not(self._tasks.now()):
             self._report(StateError(why, is_public=True), JobKey(message.run, purpose=None), "bundle")
@@ -853,7 +875,8 @@ class TaskQueue:
         if self._waiting is not None:
             self.go_on()
             return
-        within_s, late_s = self._install.activate_within_s, self._downloads.clock() - self._switches_at
+        within_s = self._install.activate_within_s
+        late_s = self._downloads.clock() - self._switches_at
         if within_s is not None and late_s > within_s and self._working_on != self._install.blob.digest:
             log.info("not_switched bundle=%s: its time is over", self._install.bundle_id[:12])
             self._drop_install()
@@ -930,7 +953,8 @@ class TaskQueue:
         self._drop_install()
         self._heard.clear()
         self._fetch()
-        update, runs = self._uploads.drop_all(), self._tasks.forget_runs()
+        update = self._uploads.drop_all()
+        runs = self._tasks.forget_runs()
         dropped = ["the job"] if had_job else []
         if update is not None:
             dropped.append(f"update {fields.run_name(update.run)} round {update.round}")
@@ -953,7 +977,8 @@ class TaskQueue:
 
     def _fetch(self) -> None:
         """Download what is needed now, and nothing else: job and bundle at once only where both fit."""
-        job, bundle = self.job.refs if self.job else (), (self._install.blob,) if self._install else ()
+        job = self.job.refs if self.job else ()
+        bundle = (self._install.blob,) if self._install else ()
         refs = (*job, *bundle)
         self.room_bytes = sum(ref.size_bytes for ref in refs) or self.room_bytes
         if job and self._cannot_hold(refs) is not None:
@@ -971,7 +996,8 @@ class TaskQueue:
 
     def _cannot_hold(self, blobs: Sequence[fields.BlobRef]) -> UsageError | None:
         """Why the cache can never hold all of these blobs; None where it can."""
-        size, limit = sum({ref.digest: ref.size_bytes for ref in blobs}.values()), self._cache.limit_bytes
+        size = sum({ref.digest: ref.size_bytes for ref in blobs}.values())
+        limit = self._cache.limit_bytes
         if size <= limit:
             return None
         return UsageError(
@@ -1055,7 +1081,8 @@ class TaskQueue:
             log.error("work_broke", exc_info=error)
         # A full disk passes: the agent's condition says that its job has to wait.
         if problem.kind == "disk":
-            about, release = None, 0
+            about = None
+            release = 0
         self._link.send(problem.to_coordinator(about, release))
 
 

@@ -106,8 +106,12 @@ class TextFile:
     """The file that ``[metrics] textfile`` names, as often as heartbeats are sent; a failure costs a line of log."""
 
     def __init__(self, config: AgentConfig, clock: Callable[[], float], now: Callable[[], float] = time.time) -> None:
-        self._path, self._every_s, self._clock, self._now = config.metrics.textfile, config.heartbeat_s, clock, now
-        self._due_at, self._failure = float("-inf"), ""
+        self._path = config.metrics.textfile
+        self._every_s = config.heartbeat_s
+        self._clock = clock
+        self._now = now
+        self._due_at = float("-inf")
+        self._failure = ""
 
     def tick(self, figures: Callable[[], Figures]) -> None:
         """Write the file when it is due."""

@@ -33,8 +33,11 @@ class Link:
     """What an agent sends: messages stamped with its start and federation, and chunks; and what it listens to."""
 
     def __init__(self, config: AgentConfig, transport: Transport, membership: Membership, boot: str) -> None:
-        self.topics, self.boot = Topics(config.federation), boot
-        self._agent, self._transport, self._membership = config.id, transport, membership
+        self.topics = Topics(config.federation)
+        self.boot = boot
+        self._agent = config.id
+        self._transport = transport
+        self._membership = membership
         self._seq = 0
 
     def send(self, message: fields.Control) -> None:
@@ -84,7 +87,8 @@ class Outbox:
     """
 
     def __init__(self, folder: Path, policy: PrivacyConfig) -> None:
-        self.folder, self.note = folder, folder / "update.json"
+        self.folder = folder
+        self.note = folder / "update.json"
         self._policy = policy.model_dump(mode="json")
         self._lock = threading.Lock()
 
@@ -182,12 +186,14 @@ class Budget:
     """
 
     def __init__(self) -> None:
-        self._rate, self._noted_at = 0.0, float("-inf")
+        self._rate = 0.0
+        self._noted_at = float("-inf")
 
     def note(self, rate: float, now: float) -> None:
         """A transfer was measured, in bytes per second; 0: it was too short."""
         if rate:
-            self._rate, self._noted_at = rate, now
+            self._rate = rate
+            self._noted_at = now
 
     def forget(self) -> None:
         """The link is a new one."""
@@ -209,10 +215,13 @@ class Uploads:
     """The update in the outbox, if any, and how far it has come."""
 
     def __init__(self, outbox: Outbox, link: Link, clock: Callable[[], float]) -> None:
-        self._outbox, self._link, self._clock = outbox, link, clock
+        self._outbox = outbox
+        self._link = link
+        self._clock = clock
         self._manifest = outbox.get()
         self._sending: flow.Sending | None = None
-        self._pace, self._budget = flow.Pace(flow.WINDOW_BYTES), Budget()
+        self._pace = flow.Pace(flow.WINDOW_BYTES)
+        self._budget = Budget()
         self._again_at = clock() + OFFER_AGAIN_S
         self.waits_for = ""
         """What the update waits for; empty where it is under way, or there is none."""
@@ -258,7 +267,8 @@ class Uploads:
             return
         if self._sending is None:
             try:
-                path, size = self._outbox.path_of(message.digest), self._chunk_bytes
+                path = self._outbox.path_of(message.digest)
+                size = self._chunk_bytes
                 self._sending = flow.Sending(chunks.Outgoing.open(path, message.digest, size), self._pace)
             except StateError as error:
                 log.warning("outbox_damaged reason=%s", error)
@@ -302,7 +312,8 @@ class Uploads:
         """Why what waits cannot be at the coordinator within ``left_s`` seconds; empty where it can, or none does."""
         if self._manifest is None:
             return ""
-        size, now = self._manifest.blob.size_bytes, self._clock()
+        size = self._manifest.blob.size_bytes
+        now = self._clock()
         if self._sending is not None:
             size = self._sending.remaining_bytes
             self._budget.note(self._sending.meter.rate, now)
@@ -323,13 +334,15 @@ class Uploads:
         return waits is not None and (waits.run, waits.blob.digest) == (message.run, message.digest)
 
     def _wait(self, seconds: float, what: str) -> None:
-        self._again_at, self.waits_for = self._clock() + seconds, what
+        self._again_at = self._clock() + seconds
+        self.waits_for = what
 
     def _forget(self) -> None:
         if self._manifest is not None:
             self._outbox.forget(self._manifest.blob.digest)
         self._stop_sending()
-        self._manifest, self.waits_for = None, ""
+        self._manifest = None
+        self.waits_for = ""
 
     def _stop_sending(self) -> None:
         if self._sending is not None:
@@ -366,7 +379,9 @@ class Downloads:
     """
 
     def __init__(self, cache: chunks.BlobCache, link: Link, clock: Callable[[], float]) -> None:
-        self.cache, self._link, self.clock = cache, link, clock
+        self.cache = cache
+        self._link = link
+        self.clock = clock
         self._listens = False
         self._budget = Budget()
         self._answer_s = 0.0
@@ -401,14 +416,16 @@ class Downloads:
         self._budget.forget()
         for download in self._under_way.values():
             self._leave(download)
-            download.is_direct, download.receiving.meter = True, flow.Meter()
+            download.is_direct = True
+            download.receiving.meter = flow.Meter()
 
     def listening(self, filters: Iterable[str]) -> None:
         """The broker has confirmed these filters: request what comes on their topics."""
         ends = {f.rsplit("/", 1)[-1] for f in filters}
         for download in list(self._under_way.values()):
             if ("db" if download.is_direct else download.ref.digest[:16]) in ends:
-                download.is_listening, download.listening_at = not download.is_direct, self.clock()
+                download.is_listening = not download.is_direct
+                download.listening_at = self.clock()
                 self._ask(download)
 
     def listen(self, message: down.Listen) -> None:
@@ -418,7 +435,8 @@ class Downloads:
         if download is None or download.ref.digest != message.digest:
             return
         if download.is_direct and message.broadcast:
-            download.is_direct, download.receiving.meter = False, flow.Meter()
+            download.is_direct = False
+            download.receiving.meter = flow.Meter()
             self._link.listen(message.digest)
         elif not message.broadcast:
             self._separate(download)
@@ -445,11 +463,13 @@ class Downloads:
         The rate of a broadcast is that of its slowest listener: where it is too low, the blob is requested for this
         agent alone, which shows the rate of its own link.
         """
-        size, now = 0, self.clock()
+        size = 0
+        now = self.clock()
         for download in self._under_way.values():
             if download.ref not in refs:
                 continue
-            rate, missing = download.receiving.meter.rate, download.receiving.missing_bytes
+            rate = download.receiving.meter.rate
+            missing = download.receiving.missing_bytes
             if download.is_direct:
                 size += missing
                 self._budget.note(rate, now)
@@ -491,7 +511,8 @@ class Downloads:
     def _separate(self, download: _Download) -> None:
         """Request a blob for this agent alone."""
         self._leave(download)
-        download.is_direct, download.receiving.meter = True, flow.Meter()
+        download.is_direct = True
+        download.receiving.meter = flow.Meter()
         self._ask(download)
 
     def _leave(self, download: _Download) -> None:
@@ -500,7 +521,8 @@ class Downloads:
             download.is_listening = False
 
     def _report(self, download: _Download) -> None:
-        digest, receiving = download.ref.digest, download.receiving
+        digest = download.ref.digest
+        receiving = download.receiving
         self._link.send(up.Progress(digest=digest, missing=receiving.missing))
 
     def _ask(self, download: _Download) -> None:
@@ -511,7 +533,8 @@ class Downloads:
                 log.warning("chunk_refused reason=%s", error)
             return
         download.receiving.restart(self.clock())
-        digest, missing = download.ref.digest, download.receiving.missing
+        digest = download.ref.digest
+        missing = download.receiving.missing
         self._link.send(up.Want(digest=digest, ranges=missing, direct=download.is_direct))
 
     def _finish(self, download: _Download) -> None:

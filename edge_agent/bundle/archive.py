@@ -200,7 +200,8 @@ def verify(path: Path, root: Envelope) -> tuple[Release, Root]:
 
 def _header(name: str, size: int) -> bytes:
     info = tarfile.TarInfo(name)
-    info.size, info.mode = size, 0o644
+    info.size = size
+    info.mode = 0o644
     return info.tobuf(tarfile.USTAR_FORMAT)
 
 
@@ -245,7 +246,8 @@ def _size_in(header: bytes) -> int | None:
 
 def _content(file: BinaryIO, path: Path, name: str, entry: FileEntry) -> Iterator[bytes]:
     """Content of one member in blocks; BundleDamaged where it is not what the manifest promises."""
-    digest, left = hashlib.sha256(), entry.size_bytes
+    digest = hashlib.sha256()
+    left = entry.size_bytes
     while left:
         block = file.read(min(left, _COPY_BYTES))
         if not block:

@@ -149,7 +149,8 @@ def budget_bytes(most: int = MOST_BYTES) -> int:
 
 # --- protobuf --------------------------------------------------------------------------------------------------------
 
-_VARINT, _LENGTH = 0, 2
+_VARINT = 0
+_LENGTH = 2
 _SIZES = {1: 8, _LENGTH: 0, 5: 4}
 """Wire type -> bytes of its content, where they are fixed."""
 
@@ -205,7 +206,8 @@ class _Reader:
         self._budget = budget
 
     def model(self, data: memoryview) -> _Graph:
-        graph, known = _Graph(), self._known(data, _MODEL, _MODEL_SKIPPED, "model")
+        graph = _Graph()
+        known = self._known(data, _MODEL, _MODEL_SKIPPED, "model")
         beside = len(data)
         if (count := len(known["graph"])) > MOST_GRAPHS:
             raise BundleDamaged(f"{count} graphs, at most {MOST_GRAPHS} are allowed")
@@ -236,11 +238,13 @@ class _Reader:
 
     def _fields(self, data: memoryview) -> Iterator[tuple[int, int, _Raw]]:
         """Number, wire type and content of each field."""
-        at, end = 0, len(data)
+        at = 0
+        end = len(data)
         while at < end:
             self._budget.spend("fields", 1)
             tag, at = _varint(data, at)
-            number, kind = tag >> 3, tag & 7
+            number = tag >> 3
+            kind = tag & 7
             if kind == _VARINT:
                 value, at = _varint(data, at)
                 yield number, kind, value
@@ -308,7 +312,8 @@ class _Reader:
         if kind not in _ITEM_BYTES:
             raise BundleDamaged(f"element type {kind} of a constant is not allowed")
         shape = _shape(self._integers(known["dims"]))
-        count, size = math.prod(shape), _ITEM_BYTES[kind]
+        count = math.prod(shape)
+        size = _ITEM_BYTES[kind]
         values: np.ndarray | None = None
         typed = [name for name in _TYPED if known[name]]
         if len(typed) + bool(known["raw_data"]) > 1:
@@ -372,7 +377,9 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
         if at >= len(data) or shift > 63:
             raise BundleDamaged("no ONNX model, or cut short")
         byte = data[at]
-        value, at, shift = value | (byte & 127) << shift, at + 1, shift + 7
+        value = value | (byte & 127) << shift
+        at = at + 1
+        shift = shift + 7
         if byte < 128:
             return value & (1 << 64) - 1, at
 
@@ -582,8 +589,10 @@ def _common(shapes: Sequence[Shape]) -> Shape:
 def _windows(node: _Node, shape: Shape, kernel: Sequence[int]) -> Shape:
     """Sides of what slides over an input (n, c, ...)."""
     count = len(shape) - 2
-    strides, dilations = node.ints("strides", [1] * count), node.ints("dilations", [1] * count)
-    pads, auto = node.ints("pads", [0] * 2 * count), node.attributes.get("auto_pad", b"NOTSET")
+    strides = node.ints("strides", [1] * count)
+    dilations = node.ints("dilations", [1] * count)
+    pads = node.ints("pads", [0] * 2 * count)
+    auto = node.attributes.get("auto_pad", b"NOTSET")
     if (
         count < 1
         or not len(kernel) == len(strides) == len(dilations) == len(pads) // 2 == count
@@ -609,7 +618,9 @@ def _windows(node: _Node, shape: Shape, kernel: Sequence[int]) -> Shape:
 
 
 def _conv(node: _Node, state: _State) -> list[Shape]:
-    shape, weight, group = state.shape(node, 0), state.shape(node, 1), node.int("group", 1)
+    shape = state.shape(node, 0)
+    weight = state.shape(node, 1)
+    group = node.int("group", 1)
     is_possible = len(shape) == len(weight) >= 3 and group >= 1
     if not is_possible or shape[1] != weight[1] * group or weight[0] % group:
         raise BundleDamaged(f"Conv of {shape} with weights {weight} in {group} groups")
@@ -617,10 +628,14 @@ def _conv(node: _Node, state: _State) -> list[Shape]:
 
 
 def _conv_transpose(node: _Node, state: _State) -> list[Shape]:
-    shape, weight, group = state.shape(node, 0), state.shape(node, 1), node.int("group", 1)
+    shape = state.shape(node, 0)
+    weight = state.shape(node, 1)
+    group = node.int("group", 1)
     count = len(shape) - 2
-    strides, dilations = node.ints("strides", [1] * count), node.ints("dilations", [1] * count)
-    pads, extra = node.ints("pads", [0] * 2 * count), node.ints("output_padding", [0] * count)
+    strides = node.ints("strides", [1] * count)
+    dilations = node.ints("dilations", [1] * count)
+    pads = node.ints("pads", [0] * 2 * count)
+    extra = node.ints("output_padding", [0] * count)
     if (
         count < 1
         or not len(weight) - 2 == len(strides) == len(dilations) == len(pads) // 2 == len(extra) == count
@@ -651,7 +666,8 @@ def _global_pool(node: _Node, state: _State) -> list[Shape]:
 
 
 def _gemm(node: _Node, state: _State) -> list[Shape]:
-    one, other = state.shape(node, 0), state.shape(node, 1)
+    one = state.shape(node, 0)
+    other = state.shape(node, 1)
     if len(one) != 2 or len(other) != 2:
         raise BundleDamaged(f"Gemm of {one} and {other}")
     one = one[::-1] if node.int("transA", 0) else one
@@ -662,10 +678,12 @@ def _gemm(node: _Node, state: _State) -> list[Shape]:
 
 
 def _matmul(node: _Node, state: _State) -> list[Shape]:
-    one, other = state.shape(node, 0), state.shape(node, 1)
+    one = state.shape(node, 0)
+    other = state.shape(node, 1)
     if not one or not other:
         raise BundleDamaged("MatMul of a scalar")
-    left, right = one if len(one) > 1 else (1, *one), other if len(other) > 1 else (*other, 1)
+    left = one if len(one) > 1 else (1, *one)
+    right = other if len(other) > 1 else (*other, 1)
     if left[-1] != right[-2]:
         raise BundleDamaged(f"MatMul of {one} and {other}")
     sides = (*_common([left[:-2], right[:-2]]), left[-2], right[-1])
@@ -690,7 +708,8 @@ def _concat(node: _Node, state: _State) -> list[Shape]:
 
 def _split(node: _Node, state: _State) -> list[Shape]:
     shape = state.shape(node, 0)
-    axis, count = _axis(node.int("axis", 0), len(shape)), len(node.outputs)
+    axis = _axis(node.int("axis", 0), len(shape))
+    count = len(node.outputs)
     parts = state.given(node, 1) or node.ints("split")
     if not parts:
         each = -(-shape[axis] // count)
@@ -702,7 +721,8 @@ def _split(node: _Node, state: _State) -> list[Shape]:
 
 def _slices(node: _Node, state: _State) -> tuple[slice, ...]:
     shape = state.shape(node, 0)
-    starts, ends = state.given(node, 1), state.given(node, 2)
+    starts = state.given(node, 1)
+    ends = state.given(node, 2)
     if starts is None or ends is None:
         raise BundleDamaged("Slice without starts and ends")
     axes = state.given(node, 3) or list(range(len(starts)))
@@ -738,9 +758,11 @@ def _squeeze(node: _Node, state: _State) -> list[Shape]:
 
 
 def _unsqueeze(node: _Node, state: _State) -> list[Shape]:
-    shape, axes = state.shape(node, 0), _axes(node, state)
+    shape = state.shape(node, 0)
+    axes = _axes(node, state)
     rank = len(shape) + len(axes)
-    places, sides = {_axis(axis, rank) for axis in axes}, iter(shape)
+    places = {_axis(axis, rank) for axis in axes}
+    sides = iter(shape)
     if len(places) != len(axes):
         raise BundleDamaged(f"Unsqueeze with axes {axes}")
     return [tuple(1 if at in places else next(sides) for at in range(rank))]
@@ -755,12 +777,14 @@ def _transpose(node: _Node, state: _State) -> list[Shape]:
 
 
 def _reshape(node: _Node, state: _State) -> list[Shape]:
-    shape, wanted = state.shape(node, 0), state.given(node, 1)
+    shape = state.shape(node, 0)
+    wanted = state.given(node, 1)
     if wanted is None or min(wanted, default=0) < -1 or wanted.count(-1) > 1:
         raise BundleDamaged(f"Reshape of {shape} to {wanted}")
     if not node.int("allowzero", 0):
         wanted = [shape[at] if side == 0 else side for at, side in enumerate(wanted)]
-    known, count = math.prod(side for side in wanted if side != -1), math.prod(shape)
+    known = math.prod(side for side in wanted if side != -1)
+    count = math.prod(shape)
     sides = [count // known if side == -1 else side for side in wanted]
     if math.prod(sides) != count:
         raise BundleDamaged(f"Reshape of {shape} to {wanted}")
@@ -773,7 +797,8 @@ def _expand(node: _Node, state: _State) -> list[Shape]:
 
 def _pad(node: _Node, state: _State) -> list[Shape]:
     shape = state.shape(node, 0)
-    pads, axes = state.given(node, 1) or node.ints("pads"), state.given(node, 3) or list(range(len(shape)))
+    pads = state.given(node, 1) or node.ints("pads")
+    axes = state.given(node, 3) or list(range(len(shape)))
     if len(pads) != 2 * len(axes):
         raise BundleDamaged(f"Pad of {shape} by {pads[:20]}")
     sides = list(shape)
@@ -783,7 +808,8 @@ def _pad(node: _Node, state: _State) -> list[Shape]:
 
 
 def _gather(node: _Node, state: _State) -> list[Shape]:
-    shape, indices = state.shape(node, 0), state.shape(node, 1)
+    shape = state.shape(node, 0)
+    indices = state.shape(node, 1)
     axis = _axis(node.int("axis", 0), len(shape))
     return [(*shape[:axis], *indices, *shape[axis + 1 :])]
 

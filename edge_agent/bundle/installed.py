@@ -136,7 +136,8 @@ def switch(
 
     ``first``: the root that it was `admitted` by where nothing was trusted; it is trusted from now on.
     """
-    store, name = TrustStore(root), bundle.folder.name
+    store = TrustStore(root)
+    name = bundle.folder.name
     if first is not None:
         store.anchor(first)
     if member is not None:

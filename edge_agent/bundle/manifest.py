@@ -113,7 +113,8 @@ class DomainAnswers(Frozen):
     @property
     def noise(self) -> float:
         """What chance adds to `loss` in 19 of 20 cases at most: 1.645 standard errors of paired answers."""
-        only_fp32, only_int8 = self.fp32 - self.both, self.int8 - self.both
+        only_fp32 = self.fp32 - self.both
+        only_int8 = self.int8 - self.both
         total = max(self.support, 1)
         return 1.645 * math.sqrt(max(only_fp32 + only_int8 - (only_fp32 - only_int8) ** 2 / total, 0.0)) / total
 
@@ -270,7 +271,8 @@ def origin(manifest: Manifest, release: Release | None = None) -> dict[str, Any]
 
     ``release``: its verified signed metadata, of which the reports of devices are taken.
     """
-    lineage, figures = manifest.lineage, variant_figures(manifest)
+    lineage = manifest.lineage
+    figures = variant_figures(manifest)
     reported = None if release is None else release.reported
     if lineage is None and reported is None:
         return None

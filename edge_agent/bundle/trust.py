@@ -189,7 +189,8 @@ class Envelope(Frozen):
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-        content, valid = canonical(self.signed), set[str]()
+        content = canonical(self.signed)
+        valid = set[str]()
         for signature in self.signatures:
             key = keys.get(signature.keyid)
             # By the id that follows from the key: one key under two names would count twice.
@@ -309,7 +310,8 @@ def followed(trusted: Sequence[Envelope], offered: Iterable[Envelope]) -> list[E
     Raises:
         BundleUntrusted: one of them is not signed as its predecessor and itself demand, or one is left out.
     """
-    result, known = [*trusted], {envelope.signed.get("version"): envelope for envelope in trusted}
+    result = [*trusted]
+    known = {envelope.signed.get("version"): envelope for envelope in trusted}
     newest = read(Root, result[-1], "trusted root")
     for envelope in offered:
         root = read(Root, envelope, "root")
@@ -343,7 +345,8 @@ def signed_by(member: Member) -> dict[str, Any]:
     Raises:
         BundleUntrusted: the metadata cannot be read.
     """
-    release, root = read(Release, member.release, "release"), read(Root, member.roots[-1], "root")
+    release = read(Release, member.release, "release")
+    root = read(Root, member.roots[-1], "root")
     expected = root.roles["targets"]
     signers = sorted(member.release.signers(expected, root.keys))
     return {
@@ -495,7 +498,9 @@ class TrustStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._roots, self._newest = folder, folder / "roots.json", folder / "newest.json"
+        self._folder = folder
+        self._roots = folder / "roots.json"
+        self._newest = folder / "newest.json"
         self._clock = folder / "time"
 
     def known(self) -> Roots | None:
@@ -637,7 +642,8 @@ class TrustStore:
             return
         if raw is None:
             raise BundleUntrusted(f"bundle {files.bundle_id[:16]}… is not signed; install a signed one", is_public=True)
-        member, problems = parse(Member, raw, "release"), list[BundleUntrusted]()
+        member = parse(Member, raw, "release")
+        problems = list[BundleUntrusted]()
         for envelope in reversed(known.roots):
             try:
                 verified(member, files, read(Root, envelope, "root"))

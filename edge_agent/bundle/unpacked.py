@@ -145,7 +145,8 @@ class Bundle:
             BundleDamaged: the file is larger than these can be.
         """
         manifest = self.manifest
-        spec, rows = manifest.task.input, _GOLDEN_INPUTS * (4 * manifest.feature_dim * len(manifest.variants))
+        spec = manifest.task.input
+        rows = _GOLDEN_INPUTS * (4 * manifest.feature_dim * len(manifest.variants))
         if spec.kind == "image":
             raw = (_GOLDEN_INPUTS + 3) * math.prod(spec.shape)  # inputs, and an image of twice the size, resized
         else:
@@ -168,7 +169,8 @@ class Bundle:
         """
         if self.manifest.global_head is None:
             return None
-        classes, size = self.manifest.task.num_classes, self.manifest.feature_dim
+        classes = self.manifest.task.num_classes
+        size = self.manifest.feature_dim
         result = self._tensors(self.manifest.global_head, 4 * classes * (size + 1))
         shapes = {name: array.shape for name, array in result.items()}
         if shapes != {"weight": (classes, size), "bias": (classes,)}:

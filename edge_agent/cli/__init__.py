@@ -124,7 +124,8 @@ def _parser(given: Sequence[str]) -> _Parser:
             module = importlib.import_module(f"{__name__}.{module_name}")
             run = getattr(module, function)
             about, _, example = inspect.cleandoc(run.__doc__ or "").partition("\nExample:\n")
-            command.description, command.epilog = about.strip(), f"example:\n{example}"
+            command.description = about.strip()
+            command.epilog = f"example:\n{example}"
             getattr(module, f"add_{name}_arguments")(command)
             command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
             command.add_argument("-v", "--verbose", action="store_true", help="verbose logging on stderr")

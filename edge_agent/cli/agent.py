@@ -218,11 +218,13 @@ def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[
     }
     manifest = current_manifest(state / "bundles")
     if manifest is not None:
-        result["bundle_id"], result["release"] = manifest.bundle_id, record.release_of(manifest.bundle_id)
+        result["bundle_id"] = manifest.bundle_id
+        result["release"] = record.release_of(manifest.bundle_id)
         if (reported.get("candidate") or {}).get("bundle_id") == manifest.bundle_id:
             result["candidate"] = None  # the agent uses it by now, and has yet to say so
         result["encoder"] = {"name": manifest.task.encoder, "features": manifest.feature_dim, "method": manifest.method}
-        result["figures"], result["lineage"] = variant_figures(manifest), current_origin(state / "bundles")
+        result["figures"] = variant_figures(manifest)
+        result["lineage"] = current_origin(state / "bundles")
         fingerprints = {variant.fingerprint for variant in manifest.variants.values()}
         if (head.get("variant") or head.get("fingerprint")) not in fingerprints:  # it was fitted for another bundle
             head = {}

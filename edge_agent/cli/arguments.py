@@ -208,7 +208,8 @@ def fit_options(arguments: argparse.Namespace, **more: Any) -> FitOptions:
     """Seed, cache and progress of a fit by these arguments; ``more`` are fields of `FitOptions`."""
     from ..personal.personalize import FitOptions
 
-    cache, allow_local = cache_of(arguments) / "features", getattr(arguments, "allow_local", False)
+    cache = cache_of(arguments) / "features"
+    allow_local = getattr(arguments, "allow_local", False)
     return FitOptions(
         seed=arguments.seed,
         cache=cache,

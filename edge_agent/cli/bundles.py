@@ -59,12 +59,15 @@ def import_bundle(arguments: argparse.Namespace) -> int:
     with folder_lock(state, "edge-agent import"):
         notes: dict[str, str] = {}
         check = None if arguments.no_self_test else lambda unpacked: notes.update(_self_test(unpacked))
-        record, root = ReleaseRecord(state), state / "bundles"
+        record = ReleaseRecord(state)
+        root = state / "bundles"
         record.check()
         _check_unpinned(record)
-        before, trust = current_id(root), TrustStore(root)
+        before = current_id(root)
+        trust = TrustStore(root)
         if arguments.root is not None:
-            (*others, newest), raw = _roots(arguments.root), open_bundle(arguments.bundle).release
+            (*others, newest) = _roots(arguments.root)
+            raw = open_bundle(arguments.bundle).release
             carried = () if raw is None else parse(Member, raw, str(arguments.bundle)).roots
             trust.anchor(newest, (*carried, *others))
         try:
@@ -170,7 +173,8 @@ def rollback(arguments: argparse.Namespace) -> int:
     if arguments.head:
         return _restore_head(arguments, state)
     with folder_lock(state, "edge-agent rollback"):
-        record, root = ReleaseRecord(state), state / "bundles"
+        record = ReleaseRecord(state)
+        root = state / "bundles"
         record.check()
         _check_unpinned(record)
         before = installed.current(root)

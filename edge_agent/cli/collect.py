@@ -66,7 +66,8 @@ def add(arguments: argparse.Namespace) -> int:
     if arguments.data is None:
         samples = from_files(arguments.files, task.input, strict=arguments.strict, compact=True)
     else:
-        own, names = arguments.label is None, task.class_names
+        own = arguments.label is None
+        names = task.class_names
         samples = load_data(
             arguments.data, task.input, names, strict=arguments.strict, compact=True, labelled=own, own_classes=own
         )
@@ -108,7 +109,8 @@ def classes(arguments: argparse.Namespace) -> int:
     from ..data.partition import is_collected
     from ..heads.saved import class_names
 
-    names, action = arguments.names, arguments.action
+    names = arguments.names
+    action = arguments.action
     if not {"list": len(names) == 0, "rename": len(names) == 2, "merge": len(names) > 2, "remove": len(names) > 0}[
         action
     ]:
@@ -126,10 +128,12 @@ def classes(arguments: argparse.Namespace) -> int:
     content: dict[str, Any]
     if action == "rename":
         collection.rename(names[0], names[1], known)
-        content, rows = {"renamed": names}, [("renamed", f"{names[0]} → {names[1]}")]
+        content = {"renamed": names}
+        rows = [("renamed", f"{names[0]} → {names[1]}")]
     elif action == "merge":
         collection.merge(names[:-1], names[-1], known)
-        content, rows = {"merged": names}, [("merged", f"{', '.join(names[:-1])} → {names[-1]}")]
+        content = {"merged": names}
+        rows = [("merged", f"{', '.join(names[:-1])} → {names[-1]}")]
     else:
         held = {entry.label for entry in collection.index().samples}
         if is_collected(config.data) and held and held <= {*names}:
@@ -138,7 +142,8 @@ def classes(arguments: argparse.Namespace) -> int:
                 "samples of another class first"
             )
         gone = collection.remove(names, known)
-        content, rows = {"removed": names, "samples_removed": gone}, [("removed", ", ".join(names))]
+        content = {"removed": names, "samples_removed": gone}
+        rows = [("removed", ", ".join(names))]
         hint = "'edge-agent rollback --head' brings back the head alone"
         rows += [("samples", f"{gone} removed for good; {hint}")] if gone else []
     return _refitted(arguments, config, content, rows)
@@ -200,7 +205,8 @@ def _refitted(
     content["acc.personal_before"] = before.get("acc.personal")
     if why:
         return output.result(arguments, content, lambda: output.pairs([*rows, ("head", f"not fitted here: {why}")]))
-    count, share = int(metrics.get("n_test") or 0), metrics.get("acc.personal")
+    count = int(metrics.get("n_test") or 0)
+    share = metrics.get("acc.personal")
     text = output.percent(share)
     if share is not None:
         low, high = interval(round(share * count), count)
@@ -313,7 +319,9 @@ def _states(config: AgentConfig, collection: Collection, manifest: Manifest) -> 
     """The classes with their numbers of added samples and their states, in the order of the head."""
     from ..heads import saved
 
-    index, trained, names = collection.index(), set[str](), list[str]()
+    index = collection.index()
+    trained = set[str]()
+    names = list[str]()
     try:
         head = saved.load(config.state / "head", {k: v.fingerprint for k, v in manifest.variants.items()})
         names = list(head.class_names)

@@ -62,7 +62,9 @@ def doctor(arguments: argparse.Namespace) -> int:
     from ..core.capabilities import find
     from ..core.config import AgentConfig, BrokerConfig, load, parse
 
-    device, config, ca = find(), None, arguments.ca
+    device = find()
+    config = None
+    ca = arguments.ca
     steps: list[Step] = []
     if arguments.config is not None:
         config = load(AgentConfig, arguments.config)
@@ -293,7 +295,8 @@ class _Visit:
         from ..wire.mqtt import user_of
         from ..wire.topics import Topics
 
-        self._config, self._timeout_s = config, timeout_s
+        self._config = config
+        self._timeout_s = timeout_s
         self._user = user_of(config.broker, config.id)
         self._topics = Topics(config.federation)
         self._broker = config.broker.model_copy(update={"user": self._user, "wait": False})
@@ -361,7 +364,8 @@ class _Visit:
         from ..wire.transport import Message
 
         until = time.monotonic() + self._timeout_s
-        beat, beat_at = codec.encode(up.Heartbeat(boot=self._boot)), float("-inf")
+        beat = codec.encode(up.Heartbeat(boot=self._boot))
+        beat_at = float("-inf")
         while time.monotonic() < until:
             if time.monotonic() - beat_at >= 0.5:  # a connection that has just begun does not hear the first answers
                 beat_at = time.monotonic()
@@ -381,7 +385,8 @@ class _Visit:
         self._transport = None
 
     def _forbidden(self, what: str) -> UsageError:
-        agent, federation = self._config.id, self._config.federation
+        agent = self._config.id
+        federation = self._config.federation
         if self._user not in {None, agent}:
             remedy = f"an agent logs in with its id, and this one's is '{agent}': change id or broker.user"
         else:

@@ -131,7 +131,8 @@ def _patiently(ask: Callable[[], Identity], pause: Callable[[float], None] = tim
     Raises:
         BrokerAway: none has answered.
     """
-    until, said = time.monotonic() + START_S, ""
+    until = time.monotonic() + START_S
+    said = ""
     while True:
         try:
             return ask()

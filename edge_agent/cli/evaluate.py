@@ -96,7 +96,9 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
         bundle, saved, encoder_of(arguments, bundle, saved), test, fit_options(arguments), train
     )
     parts = (test if train is None else train, test)
-    count, one_class, no_global = len(test), of_one_class(*parts), why_no_global(bundle, saved.class_names)
+    count = len(test)
+    one_class = of_one_class(*parts)
+    no_global = why_no_global(bundle, saved.class_names)
     content: dict[str, Any] = {
         **scores.metrics(),
         "head": saved.title,
@@ -122,12 +124,15 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
             "--data, and those to score as --test"
         )
     notes += [f"note: no acc.global: {no_global}"] if no_global else []
-    error, alarms, drift = None, None, None
+    error = None
+    alarms = None
+    drift = None
     if count >= LEAST_FOR_CALIBRATION:
         error = calibration_error(saved.predict_proba(features), test.labels)
     if (rule := saved.confidence.unknown) is not None and count:
         unknown = int(rule.is_unknown(features).sum())
-        alarms, drift = unknown / count, rule.has_drifted(unknown, count)
+        alarms = unknown / count
+        drift = rule.has_drifted(unknown, count)
         notes += [output.drift(unknown, count, rule.rate)] if drift else []
     content |= {"ece": error, "false_alarms": alarms, "drift": drift}
     of = f"{saved.precision} features" if saved.local is None else "without the encoder"
@@ -197,7 +202,8 @@ def _evaluate_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:
     labelled = False if saved.head.predicts_targets else None
     fitted_on, test, known = _to_score(arguments, bundle, saved.learned, None, labelled)
     train = fitted_on if _all_here(fitted_on, saved.learned) else None
-    encoder, options = encoder_of(arguments, bundle, saved), fit_options(arguments)
+    encoder = encoder_of(arguments, bundle, saved)
+    options = fit_options(arguments)
     features = features_of(test, encoder, options.cache, options.progress("features"))
     scores = score_numeric(saved.head, test, features, train)
     about = {"head": saved.head.name, "n_test": len(test), "n_fitted_on": known, "threshold": saved.head.threshold}
@@ -223,7 +229,9 @@ def _to_score(
     from ..data.partition import own_samples
     from ..personal.local.validation import new_rows
 
-    config, spec, own = data_config(arguments), bundle.manifest.task.input, class_names is not None
+    config = data_config(arguments)
+    spec = bundle.manifest.task.input
+    own = class_names is not None
     options: dict[str, Any] = {"own_classes": own, "labelled": labelled, "progress": output.progress("samples")}
     if config.partition is None and config.test is None:
         train = load(config.source, spec, class_names, folder=config.folder, strict=config.strict, **options)
@@ -263,7 +271,8 @@ def _of_known_classes(samples: Samples, class_names: tuple[str, ...], where: str
             f"{where}: has only classes {', '.join(samples.class_names[:10])}, the head knows "
             f"{', '.join(class_names[:10])}; give data of its classes, or fit another head"
         )
-    rows, names = np.flatnonzero(samples.labels < count), samples.class_names
+    rows = np.flatnonzero(samples.labels < count)
+    names = samples.class_names
     others = [names[label] for label in np.unique(samples.labels) if label >= count]
     return replace(samples.take(rows), class_names=class_names), others
 

@@ -111,7 +111,8 @@ def fit(arguments: argparse.Namespace) -> int:
         fit_options(arguments, head=arguments.head, params=params, unknown=arguments.unknown, doubtful_labels=True),
     ).with_reading(read_s)
     result.save(arguments.out)
-    skipped, figures = skipped_of(parts), variant_figures(bundle.manifest)
+    skipped = skipped_of(parts)
+    figures = variant_figures(bundle.manifest)
     made = {"fingerprint": result.fingerprint, "out": str(arguments.out), "skipped": len(skipped), "figures": figures}
     intervals = intervals_of(result.scores, result.n_test)
     content: dict[str, Any] = {**result.metrics(), **made, "intervals": intervals, **result.details()}
@@ -176,12 +177,14 @@ def _confidence_rows(
     """What is known of a head's reliability, or why it is not, for a table."""
     from ..personal.confidence import LEAST_FOR_CALIBRATION, least_for
 
-    known, rule = confidence.calibration, confidence.unknown
+    known = confidence.calibration
+    rule = confidence.unknown
     calibration = f"not calibrated: {samples} samples, {LEAST_FOR_CALIBRATION} are needed"
     if samples >= LEAST_FOR_CALIBRATION:
         calibration = "not calibrated: no temperature lowers the error in cross-validation"
     if known is not None:
-        before, after = output.percent(known.error_before), output.percent(known.error_after)
+        before = output.percent(known.error_before)
+        after = output.percent(known.error_after)
         calibration = f"temperature {known.temperature:.2f}, expected calibration error {before} before, {after} after"
     unknown = "not asked for"
     if rule is not None:
@@ -220,7 +223,8 @@ def _fit_numeric(arguments: argparse.Namespace, params: dict[str, Any]) -> int:
     check_writable(cache_of(arguments))
     bundle = bundle_of(arguments)
     parts = _numeric_parts(arguments, bundle, head)
-    encoder, options = encoder_of(arguments, bundle), fit_options(arguments)
+    encoder = encoder_of(arguments, bundle)
+    options = fit_options(arguments)
     features, held_out = (features_of(part, encoder, options.cache, options.progress("features")) for part in parts)
     head = fit_numeric(arguments.head, params, parts[0], features, arguments.seed)
     scores = score_numeric(head, parts[1], held_out, parts[0])
@@ -238,7 +242,8 @@ def _fit_numeric(arguments: argparse.Namespace, params: dict[str, Any]) -> int:
     save_numeric(arguments.out, result)
     content = {"fingerprint": result.fingerprint, "out": str(arguments.out)}
     rows = [("time", f"{seconds:.2f} s"), ("saved in", str(arguments.out))]
-    samples, skipped = f"{learned} to fit, {len(parts[1])} held out", skipped_of(parts)
+    samples = f"{learned} to fit, {len(parts[1])} held out"
+    skipped = skipped_of(parts)
     return numeric_result(arguments, result, samples, skipped, scores, {**result.metrics, **content}, rows)
 
 

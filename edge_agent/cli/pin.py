@@ -33,7 +33,8 @@ def pin(arguments: argparse.Namespace) -> int:
     from ..agent.release_record import Pin, ReleaseRecord
     from ..bundle.installed import current_id
 
-    state, until = state_of(arguments), ""
+    state = state_of(arguments)
+    until = ""
     reason = "pinned on the device"
     if arguments.reason is not None:
         reason = printable(arguments.reason).strip()[:500]
@@ -46,7 +47,8 @@ def pin(arguments: argparse.Namespace) -> int:
     if not (running := current_id(state / "bundles")):
         raise UsageError(f"{state}: no bundle is in use; import one, or wait for a release")
     record = ReleaseRecord(state)
-    before, made = record.pinned(), Pin(bundle_id=running, reason=reason, until=until)
+    before = record.pinned()
+    made = Pin(bundle_id=running, reason=reason, until=until)
     record.pin(made)
     replaced = before if before is not None and before.holds(time.time()) else None
     content = {**made.model_dump(mode="json"), "replaces": None if replaced is None else replaced.model_dump()}

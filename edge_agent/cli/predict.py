@@ -56,7 +56,8 @@ def predict(arguments: argparse.Namespace) -> int:
     samples, names = _inputs(arguments, bundle)
     encoder = encoder_of(arguments, bundle, head)
     features = saved_features(head, encoder, samples, progress=output.progress("features"))
-    shares, rule = probabilities(bundle, head, features), None if head is None else head.confidence.unknown
+    shares = probabilities(bundle, head, features)
+    rule = None if head is None else head.confidence.unknown
     strange = [None] * len(names) if rule is None else rule.is_unknown(features).tolist()
     rows = [
         {"input": name, "class": class_names[row.argmax()], "probability": round(float(row.max()), 6), "unknown": known}
@@ -94,7 +95,8 @@ def _predict_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:
     samples, names = _inputs(arguments, bundle)
     encoder = encoder_of(arguments, bundle, saved)
     answers = saved.head.predict(encoder.features(samples.inputs, output.progress("features"))).tolist()
-    threshold, key = saved.head.threshold, "value" if saved.head.predicts_targets else "score"
+    threshold = saved.head.threshold
+    key = "value" if saved.head.predicts_targets else "score"
     rows: list[dict[str, Any]] = [{"input": name, key: answer} for name, answer in zip(names, answers, strict=True)]
     if not saved.head.predicts_targets:
         for row in rows:
@@ -131,7 +133,8 @@ def _inputs(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, tup
     """What is to be predicted, without labels, and a name for each input."""
     from ..data import from_files, load
 
-    spec, files = bundle.manifest.task.input, _files(arguments)
+    spec = bundle.manifest.task.input
+    files = _files(arguments)
     if arguments.data is not None:
         progress = output.progress("samples")
         samples = load(arguments.data, spec, strict=arguments.strict, labelled=False, progress=progress)

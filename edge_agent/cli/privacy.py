@@ -83,7 +83,8 @@ def of_method(config: AgentConfig, name: str) -> dict[str, Any]:
         refused = refusal(config, method)
         listed = [{**asdict(item), "state": state(config, item)} for item in tensors(method)]
     except ModuleNotFoundError:
-        refused, listed = "; ".join(objections(config.privacy, name, None)), None
+        refused = "; ".join(objections(config.privacy, name, None))
+        listed = None
     content = {"name": name, "allowed": not refused, "refused": refused or None}
     return {**content, "travels": travels(name), "tensors": listed}
 

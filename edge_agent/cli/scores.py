@@ -122,7 +122,8 @@ def numeric_result(
         (name, output.percent(score) if name in shares else output.number(score)) for name, score in scores.items()
     ]
     notes = output.skipped(skipped)
-    personal, mean = scores.get("rmse.personal"), scores.get("rmse.mean")
+    personal = scores.get("rmse.personal")
+    mean = scores.get("rmse.mean")
     if personal is not None and mean is not None and personal >= mean:
         notes.append("note: no better than always answering the mean of the training targets")
     if not head.predicts_targets and head.threshold is None:

@@ -116,11 +116,16 @@ class Session:
     ) -> None:
         if not len(train.labels):
             raise DataError(f"client '{client}' has no training samples; expected at least 1; check its data source")
-        self.method, self.task, self.client, self.seed = method, task, client, seed
-        self.device, self._evaluates_after = choose_device(device), evaluate_after or method.evaluate_after
+        self.method = method
+        self.task = task
+        self.client = client
+        self.seed = seed
+        self.device = choose_device(device)
+        self._evaluates_after = evaluate_after or method.evaluate_after
         self.precision = supported(precision, self.device)
         built = model or Built.of(method, task, seed=seed, device=device)
-        self._model, self._fresh = built.model, built.fresh
+        self._model = built.model
+        self._fresh = built.fresh
         self._shared = method.shared_names(self._model)
         self._personal = personal_names(self._model, self._shared)
         self._norms = own_layers(self._model, self._personal) if method.params.refresh_stats else []

@@ -125,7 +125,8 @@ class _Batches:
         k = int(np.count_nonzero(self.lengths[step]))
         lengths = self.lengths[step, :k]
         longest = int(lengths.max())
-        rows, counts = self._index[step, :k, :longest], None
+        rows = self._index[step, :k, :longest]
+        counts = None
         if not (lengths == longest).all():
             columns = torch.arange(longest, device=rows.device)
             counts = (columns < self._on_device[step, :k, None]).to(self._inputs.dtype)
@@ -136,7 +137,9 @@ class _Training:
     """One round of all clients whose tensors are given."""
 
     def __init__(self, model: Parts, tensors: dict[str, Tensor], layers: _NormLayers, params: MethodParams) -> None:
-        self._model, self._layers, self._params = model, layers, params
+        self._model = model
+        self._layers = layers
+        self._params = params
         learning = [name for name, weight in model.named_parameters() if weight.requires_grad]
         self._live = {name: tensors[name].detach().requires_grad_() for name in learning}
         self._rest = {name: tensor for name, tensor in tensors.items() if name not in self._live}
@@ -144,7 +147,8 @@ class _Training:
 
     def run(self, batches: _Batches) -> np.ndarray:
         """All steps; the loss of each, (steps, clients)."""
-        count, device = batches.lengths.shape[1], next(iter(self._live.values())).device
+        count = batches.lengths.shape[1]
+        device = next(iter(self._live.values())).device
         losses = torch.full(batches.lengths.shape, math.nan, device=device)
         for step in range(len(batches.lengths)):
             inputs, labels, counts = batches.at(step)
@@ -177,7 +181,8 @@ class _Training:
         counts: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Of one client: cross entropy (), and the running statistics as they are after this batch."""
-        self._layers.counts, self._layers.statistics = counts, {}
+        self._layers.counts = counts
+        self._layers.statistics = {}
         logits = functional_call(self._model, {**live, **rest}, (inputs,))
         if counts is None:
             return F.cross_entropy(logits, labels), self._layers.statistics
@@ -224,7 +229,8 @@ class _NormLayers:
         if layer.running_mean is not None and layer.running_var is not None and done is not None:
             share = 1.0 / done if layer.momentum is None else layer.momentum
             unbiased = (variance * size / (size - 1)).detach()
-            old_mean, old_variance = layer.running_mean, layer.running_var
+            old_mean = layer.running_mean
+            old_variance = layer.running_var
             self.statistics[f"{name}.running_mean"] = old_mean + share * (mean.detach() - old_mean)
             self.statistics[f"{name}.running_var"] = old_variance + share * (unbiased - old_variance)
         result = centred * torch.rsqrt(variance + layer.eps).view(shape)
@@ -242,7 +248,8 @@ class _NormLayers:
 @contextlib.contextmanager
 def _stackable(model: Parts, convolutions: Convolutions) -> Iterator[_NormLayers]:
     """Inside, batch norm in train mode reports its statistics and leaves them, and convolutions are as requested."""
-    layers, changed = _NormLayers(), list[nn.Module]()
+    layers = _NormLayers()
+    changed = list[nn.Module]()
     for name, module in model.named_modules():
         forward: Callable[[Tensor], Tensor] | None = None
         if isinstance(module, NORM_LAYERS) and module.training:

@@ -132,13 +132,15 @@ def answer_of_watched(
                     line = b"\n"
                 now = clock()
                 if line.strip():
-                    spoken_at, said = now, _object(line)
+                    spoken_at = now
+                    said = _object(line)
                     if said.keys() == {"answer"}:
                         answer: dict[str, Any] = said["answer"]
                         return answer
                     heard(said)
                 elif not line:
-                    code, tail = child.wait(), _tail_of(errors)
+                    code = child.wait()
+                    tail = _tail_of(errors)
                     raise ChildFailed(f"it ended by signal {-code}" if code < 0 else f"it ended with code {code}", tail)
                 if now - begin > limit_s:
                     raise ChildFailed(f"it took longer than {limit_s:g} s")

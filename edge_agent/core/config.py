@@ -113,7 +113,8 @@ class BrokerConfig(Frozen):
             line = read_regular_text(path).partition("\n")[0].rstrip("\r")
             why = "" if line else "its first line is empty; 'headwater password' writes such a file"
         except (OSError, UnicodeDecodeError) as error:
-            line, why = "", cause(error)
+            line = ""
+            why = cause(error)
         if why:
             raise ConfigError("broker.password_file", [f"cannot read a line from {path}: {why}"])
         return line
@@ -526,7 +527,8 @@ def mistakes_of(error: ValidationError, model: type[BaseModel]) -> list[str]:
     mistakes = []
     for detail in error.errors(include_url=False, include_context=False):
         path = tuple(str(step) for step in detail["loc"])
-        key, message = ".".join(path), detail["msg"].removeprefix("Value error, ")
+        key = ".".join(path)
+        message = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
             known = _fields_at(model, path[:-1])
             close = nearest(path[-1], known)

@@ -87,7 +87,9 @@ class UnknownName(UsageError):
     """A name is not in a registry; ``nearest`` is the closest name that is, or None."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        self.kind, self.name, self.known = kind, name, tuple(sorted(known))
+        self.kind = kind
+        self.name = name
+        self.known = tuple(sorted(known))
         self.nearest = nearest(name, self.known)
         hint = f"did you mean '{self.nearest}'? " if self.nearest else ""
         super().__init__(f"unknown {kind} '{name}': {hint}known: {', '.join(self.known) or 'none'}")

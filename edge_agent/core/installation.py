@@ -101,7 +101,8 @@ def parse_origin(noted: dict[str, Any]) -> Origin:
     if not isinstance(address, str):
         raise TypeError(f"the address is {address!r}, expected text")
     if "vcs_info" in noted:
-        scheme, commit = noted["vcs_info"]["vcs"], noted["vcs_info"]["commit_id"]
+        scheme = noted["vcs_info"]["vcs"]
+        commit = noted["vcs_info"]["commit_id"]
         return Origin(requirement=f"{DISTRIBUTION}{{extras}} @ {scheme}+{_escape_braces(address)}@{commit}")
     if "dir_info" not in noted:
         return Origin(requirement=f"{DISTRIBUTION}{{extras}} @ {_escape_braces(address)}")

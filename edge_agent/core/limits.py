@@ -105,7 +105,8 @@ def allow_open_files(wanted: int) -> int | None:
     return most
 
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
 LARGEST_BYTES, KEPT_BYTES = 32 << 20, 128 << 20
 """Largest block that is kept (glibc takes no larger number here), and most bytes of free blocks."""
 

@@ -29,7 +29,10 @@ _EVENT = re.compile(r"([a-z][a-z0-9]*(?:_[a-z0-9]+)+|[a-z]+(?=:|$)|[a-z]+(?= [A-
 
 def parts_of(template: str, args: tuple[Any, ...]) -> tuple[str, dict[str, Any], bool]:
     """Event, named values, and whether the message has more than these; the event is ``log`` where none is named."""
-    values, spans, rest, number = dict[str, Any](), list[tuple[int, int]](), template, 0
+    values = dict[str, Any]()
+    spans = list[tuple[int, int]]()
+    rest = template
+    number = 0
     for match in _DIRECTIVE.finditer(template):
         if match[0] == "%%":
             continue
@@ -74,7 +77,9 @@ class JsonLines(logging.Formatter):
         try:
             event, values, has_more = parts_of(str(record.msg), args)
         except (TypeError, ValueError):  # a message of somebody else's, which does not fit its values
-            event, values, has_more = "log", {}, True
+            event = "log"
+            values = {}
+            has_more = True
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -100,7 +105,9 @@ class LoggedStream(io.TextIOBase):
     """A stream for what is not logged, warnings and tracebacks for example: each line becomes a record ``output``."""
 
     def __init__(self, handler: logging.Handler) -> None:
-        self._handler, self._begun, self._lock = handler, "", threading.RLock()
+        self._handler = handler
+        self._begun = ""
+        self._lock = threading.RLock()
 
     def writable(self) -> bool:
         """True."""
@@ -117,7 +124,8 @@ class LoggedStream(io.TextIOBase):
     def finish(self) -> None:
         """Log the last line, where nothing ended it."""
         with self._lock:
-            line, self._begun = self._begun, ""
+            line = self._begun
+            self._begun = ""
             self._log(line)
 
     def _log(self, line: str) -> None:

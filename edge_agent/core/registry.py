@@ -41,7 +41,9 @@ class Registry:
         besides: Iterable[str] = (),
         families: Mapping[str, Iterable[str]] | None = None,
     ) -> None:
-        self.kind, self.packages, self.entry_points = kind, packages, entry_points
+        self.kind = kind
+        self.packages = packages
+        self.entry_points = entry_points
         self.families = {member: file for file, members in (families or {}).items() for member in members}
         self.besides = frozenset({"base", *besides, *self.families.values()})
         self._extra: dict[str, Any] = {}
@@ -89,7 +91,8 @@ class Registry:
             have = ", ".join(result.__qualname__ for result in classes) or "none"
             raise UsageError(f"{self.kind} '{name}' ({member!r}): expected one subclass of {contract}, found {have}")
         if missing := sorted(getattr(classes[0], "__abstractmethods__", ())):
-            what, where = ", ".join(missing), f"{classes[0].__module__}.{classes[0].__qualname__}"
+            what = ", ".join(missing)
+            where = f"{classes[0].__module__}.{classes[0].__qualname__}"
             raise UsageError(f"{self.kind} '{name}' ({where}) has no {what}; {contract} says what that is")
         if is_plugged_in and hasattr(base, "name"):
             # By default the name is that of the file, which the entry point of another package may not follow.
@@ -244,7 +247,8 @@ class _HashedSource(SourceLoader):
     """Loads a module from the bytes that were hashed; the file may have changed since. No compiled file is written."""
 
     def __init__(self, path: Path, content: bytes) -> None:
-        self._path, self._content = path, content
+        self._path = path
+        self._content = content
 
     def get_filename(self, fullname: str) -> str:  # noqa: ARG002 - one module each
         """The file, which tracebacks name."""

@@ -282,7 +282,8 @@ def check(
         MissingCapability: a package that this kind needs is not installed.
     """
     resolved = _resolve(source, folder)
-    kind, options = resolved.kind, resolved.options
+    kind = resolved.kind
+    options = resolved.options
     if kind.needs_path and not Path(resolved.location).exists():
         raise DataError(f"{source}: there is no {Path(resolved.location).absolute()}; check the path")
     if kind.inspect is not None:
@@ -345,7 +346,8 @@ def from_files(
         DataError: files that cannot be read; all of them are listed.
         MissingCapability: Pillow is not installed.
     """
-    files, unknown = [Path(path) for path in paths], np.full(len(paths), -1)
+    files = [Path(path) for path in paths]
+    unknown = np.full(len(paths), -1)
     if isinstance(spec, ImageInput):
         from .images import ImageFiles
 
@@ -448,7 +450,8 @@ def subjects(source: str, *, folder: Path | None = None) -> dict[int, str]:
         HeadwaterError: as `check`.
     """
     resolved = _resolve(source, folder)
-    kind, given = resolved.kind, resolved.given
+    kind = resolved.kind
+    given = resolved.given
     if kind.subjects is None or "subject" in given:
         return {}
     given = {**({"split": "all"} if "split" in kind.options.model_fields else {}), **given}
@@ -544,7 +547,8 @@ class _Executed:
             names = tuple(map(raw.name_at, self.rows.tolist(), self.starts.tolist()))
         else:
             names = tuple(raw.names[row] for row in self.rows) if raw.names else ()
-        whole, targets = raw.are_whole, self.targets
+        whole = raw.are_whole
+        targets = self.targets
         return Samples(self.inputs, labels, class_names, spec, self.groups, names, self.skipped, whole, targets)
 
 
@@ -628,7 +632,8 @@ def _for_all(
             beside them where that is not allowed. All are reported at once.
     """
     rows: list[int] = []
-    failed, by_reason = [], dict[str, list[str]]()
+    failed = []
+    by_reason = dict[str, list[str]]()
     for row in range(len(raw.items)):
         try:
             fill(row)
@@ -639,7 +644,8 @@ def _for_all(
             by_reason.setdefault(str(error), []).append(name)
         if progress is not None:
             progress(row + 1, len(raw.items))
-    total, left = len(raw.items) + len(raw.skipped), (*raw.skipped, *failed)
+    total = len(raw.items) + len(raw.skipped)
+    left = (*raw.skipped, *failed)
     if not rows or (strict is not False and failed) or (strict and left):
         beside = raw.skipped if strict or not rows else ()
         lines = [*beside, *(f"{_listed(names)}: {reason}" for reason, names in by_reason.items())]

@@ -72,7 +72,8 @@ class FileItems(Sequence[Any]):
     """What ``read`` makes of each path (and part), on access, so that a folder of photos need not fit into memory."""
 
     def __init__(self, paths: Sequence[Any], read: Callable[[Any], Any]) -> None:
-        self.paths, self.read = paths, read
+        self.paths = paths
+        self.read = read
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -158,7 +159,8 @@ class Samples:
         groups = None if self.groups is None else self.groups[rows]
         names = tuple(self.names[row] for row in rows) if self.names else ()
         targets = None if self.targets is None else self.targets[rows]
-        inputs, labels = self.inputs[rows], self.labels[rows]
+        inputs = self.inputs[rows]
+        labels = self.labels[rows]
         return replace(self, inputs=inputs, labels=labels, groups=groups, names=names, targets=targets)
 
 
@@ -221,20 +223,23 @@ def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, S
     nothing held out then, the end of its part of one recording is, where that leaves some to train.
     """
     if samples.groups is None:
-        rng, is_test = np.random.default_rng(seed), np.zeros(len(samples), bool)
+        rng = np.random.default_rng(seed)
+        is_test = np.zeros(len(samples), bool)
         for label in np.unique(samples.labels):
             rows = rng.permutation(np.flatnonzero(samples.labels == label))
             is_test[rows[: _test_count(len(rows), test_fraction)]] = True
         return samples.take(np.flatnonzero(~is_test)), samples.take(np.flatnonzero(is_test))
     is_test = np.isin(samples.groups, sorted(_test_groups(samples, test_fraction, seed)))
-    is_train, tested = ~is_test, np.unique(samples.labels[is_test])
+    is_train = ~is_test
+    tested = np.unique(samples.labels[is_test])
     gap = windows_apart(samples.input) if isinstance(samples.input, WindowInput) else 0
     recordings = [np.flatnonzero(samples.groups == group) for group in np.unique(samples.groups)]
     for rows in () if samples.are_whole else recordings:
         if not is_test[rows[0]] and len(rows) >= gap + 2 and not np.isin(samples.labels[rows], tested).any():
             begin = max(min(len(rows) - _test_count(len(rows), test_fraction), len(rows) - 1), gap + 1)
             if np.isin(samples.labels[rows], samples.labels[rows[: begin - gap]]).all():
-                is_train[rows[begin - gap :]], is_test[rows[begin:]] = False, True
+                is_train[rows[begin - gap :]] = False
+                is_test[rows[begin:]] = True
     missing = np.setdiff1d(samples.labels, samples.labels[is_test]).tolist()
     for label in sorted(missing, key=samples.labels.tolist().count):  # the rarest first
         _hold_out_end(samples.labels, label, recordings, is_train, is_test, gap, test_fraction)
@@ -273,17 +278,20 @@ def _hold_out_end(
     """
     own = [rows[is_train[rows] & (labels[rows] == label)] for rows in recordings]
     most = int(np.argmax([len(rows) for rows in own]))
-    rows, count = recordings[most], len(own[most])
+    rows = recordings[most]
+    count = len(own[most])
     positions = np.flatnonzero(is_train[rows] & (labels[rows] == label))
     wanted = _test_count(count, fraction)
     while wanted:
         for end in (count, count - gap):  # behind the end the only windows of another class may begin
-            held, trains = positions[max(0, end - wanted) : max(0, end)], is_train.copy()
+            held = positions[max(0, end - wanted) : max(0, end)]
+            trains = is_train.copy()
             for position in held:
                 trains[rows[max(0, position - gap) : position + gap + 1]] = False
             keeps = rows[trains[rows]]
             if len(held) and (labels[keeps] == label).any() and np.isin(labels[is_train], labels[trains]).all():
-                is_train[:], is_test[rows[held]] = trains, True
+                is_train[:] = trains
+                is_test[rows[held]] = True
                 return
         wanted //= 2
 

@@ -111,7 +111,9 @@ class Collection:
         with waited_lock(self.folder):
             index = self.index()
             entries = {entry.id: entry for entry in index.samples}
-            before, new, moved = len(entries), self._entries(samples, index), 0
+            before = len(entries)
+            new = self._entries(samples, index)
+            moved = 0
             for row, entry in new:
                 if entry.id not in entries:
                     write_tensors(self.folder / _file(entry), {"input": _raw(samples.inputs[row], samples.input)})
@@ -257,7 +259,8 @@ class Collection:
 
     def _entries(self, samples: Samples, index: Index) -> list[tuple[int, Entry]]:
         """Row and entry of each sample that is to be kept: of overlapping windows at the division none."""
-        rows, held = range(len(samples)), dict.fromkeys(range(len(samples)), False)
+        rows = range(len(samples))
+        held = dict.fromkeys(range(len(samples)), False)
         recordings = [""] * len(samples)
         if samples.groups is not None:
             numbered = replace(samples, inputs=np.arange(len(samples))[:, None], names=())
@@ -354,7 +357,8 @@ def _joined(index: Index, order: tuple[str, ...], own: Samples | None, collected
 
 def _numbered(own: tuple[Samples, Samples], mine: Samples) -> tuple[tuple[Samples, Samples], Samples]:
     """Both with numbers of their recordings that differ; a sample that is of none has its own."""
-    train, test = own[0].groups, own[1].groups
+    train = own[0].groups
+    test = own[1].groups
     if train is None or test is None:
         train, test = np.split(np.arange(len(own[0]) + len(own[1])), [len(own[0])])
     begin = 1 + max(train.max(initial=-1), test.max(initial=-1))
@@ -387,7 +391,8 @@ def _dealt(entry: Entry, others: Iterable[Entry]) -> Entry:
 
 def _surplus(entries: list[Entry], budget: int) -> list[Entry]:
     """The samples to drop: again and again the oldest one of the class that has most."""
-    counts, dropped = Counter(entry.label for entry in entries), []
+    counts = Counter(entry.label for entry in entries)
+    dropped = []
     for _ in range(len(entries) - budget):
         label = counts.most_common(1)[0][0]
         oldest = next(entry for entry in entries if entry.label == label)

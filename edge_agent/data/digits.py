@@ -53,7 +53,8 @@ def plain(digit: np.ndarray, seed: int, number: int) -> np.ndarray:  # noqa: ARG
 def inverted(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
     """The digit in a dark colour on a light one, (32, 32, 3)."""
     rng = np.random.default_rng([seed, number, 1])
-    ink, paper = rng.uniform(0, 90, 3), rng.uniform(165, 255, 3)
+    ink = rng.uniform(0, 90, 3)
+    paper = rng.uniform(165, 255, 3)
     share = _large(digit)[:, :, None] / 255.0
     return np.asarray(np.round(share * ink + (1 - share) * paper), np.uint8)
 
@@ -70,7 +71,9 @@ def on_photo(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
 def slanted(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
     """The digit leaning by up to 45 degrees in a bright colour on a dark one, (32, 32, 3): another person's hand."""
     rng = np.random.default_rng([seed, number, 3])
-    lean, ink, paper = rng.uniform(0.4, 1.0), rng.uniform(150, 255, 3), rng.uniform(0, 70, 3)
+    lean = rng.uniform(0.4, 1.0)
+    ink = rng.uniform(150, 255, 3)
+    paper = rng.uniform(0, 70, 3)
     large = _large(digit).astype(np.float64)
     shifts = np.round((np.arange(SIDE) - SIDE / 2) * -lean / 1.6).astype(int)
     rows = [np.roll(row, shift) for row, shift in zip(large, shifts, strict=True)]
@@ -81,7 +84,9 @@ def slanted(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
 def striped(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
     """The digit on coloured stripes with noise, sometimes darker and sometimes lighter than they are, (32, 32, 3)."""
     rng = np.random.default_rng([seed, number, 4])
-    ink, one, other = rng.uniform(0, 255, 3), rng.uniform(60, 200, 3), rng.uniform(60, 200, 3)
+    ink = rng.uniform(0, 255, 3)
+    one = rng.uniform(60, 200, 3)
+    other = rng.uniform(60, 200, 3)
     ink = np.where(np.abs(ink - (one + other) / 2) < 60, 255 - ink, ink)
     rows, columns = np.mgrid[:SIDE, :SIDE]
     wave = 0.5 + 0.5 * np.sin((rows * rng.uniform(-1, 1) + columns * rng.uniform(-1, 1)) * 1.2 + rng.uniform(0, 6))
@@ -136,9 +141,11 @@ def draw(seed: int, number: int, classes: tuple[int, ...]) -> tuple[np.ndarray, 
     paper, ink = rng.integers(0, 256, (2, 3))
     while abs(float(paper.mean() - ink.mean())) < 80:  # grey levels on average
         paper, ink = rng.integers(0, 256, (2, 3))
-    paper, ink = tuple(paper.tolist()), tuple(ink.tolist())
+    paper = tuple(paper.tolist())
+    ink = tuple(ink.tolist())
     image = Image.new("RGB", (_CANVAS, _CANVAS), paper)
-    pen, font = ImageDraw.Draw(image), _font(int(rng.integers(22, 30)))
+    pen = ImageDraw.Draw(image)
+    font = _font(int(rng.integers(22, 30)))
     middle = _CANVAS / 2 + rng.uniform(-2.5, 2.5, 2)
     for side in (-1, 1):  # neighbours reach into the picture, as on house numbers
         if rng.random() < 0.5:
@@ -206,14 +213,16 @@ def read(where: str, options: DigitsOptions) -> Raw:
     if domain == "rendered":
         numbers = options.client + options.clients * np.arange(options.n or _RENDERED_DEFAULT)
         drawn = [draw(options.seed, int(number), options.classes) for number in numbers]
-        images, labels = [image for image, _ in drawn], np.array([label for _, label in drawn], np.int64)
+        images = [image for image, _ in drawn]
+        labels = np.array([label for _, label in drawn], np.int64)
     else:
         digits, all_labels = load()
         pool = np.random.default_rng(options.seed).permutation(len(all_labels))
         mine = pool[np.isin(all_labels[pool], options.classes)][options.client :: options.clients]
         if options.n is not None and options.n > len(mine):
             raise DataError(f"digits: n={options.n}, this part holds {len(mine)}; choose fewer, or fewer clients")
-        mine, decorate = mine[: options.n], _HANDWRITTEN[domain]
+        mine = mine[: options.n]
+        decorate = _HANDWRITTEN[domain]
         images = [decorate(digits[row], options.seed, int(row)) for row in mine]
         labels = all_labels[mine].astype(np.int64)
     return Raw("image", images, labels, tuple("0123456789"), natural=ImageInput(channels=3, height=32, width=32))

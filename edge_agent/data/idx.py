@@ -37,7 +37,8 @@ def read(where: str, options: IdxOptions) -> Raw:
     for stem in _STEMS[options.split]:
         paths = _find(folder, f"{stem}-images", 3), _find(folder, f"{stem}-labels", 1)
         if paths[0] is not None and paths[1] is not None:
-            pixels, digits = read_idx(paths[0], 3), read_idx(paths[1], 1)
+            pixels = read_idx(paths[0], 3)
+            digits = read_idx(paths[1], 1)
             if len(pixels) != len(digits):
                 counts = f"{len(pixels)} images in '{paths[0].name}', {len(digits)} labels in '{paths[1].name}'"
                 raise DataError(f"idx: {counts}")
@@ -50,7 +51,8 @@ def read(where: str, options: IdxOptions) -> Raw:
     images, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     if options.n is not None and options.n < len(values):
         rows = np.random.default_rng(options.seed).permutation(len(values))[: options.n]
-        images, values = images[rows], values[rows]
+        images = images[rows]
+        values = values[rows]
     labels, names = labels_by_name(values, options.class_names, f"idx: {where}")
     return Raw("image", images, labels, names)  # type: ignore[arg-type]
 

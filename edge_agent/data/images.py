@@ -81,7 +81,8 @@ def read(where: str, options: ImagesOptions) -> Raw:
     """The images of all class folders in ``where``, or those in it, without labels, where there are no folders."""
     files = files_by_class(Path(where).expanduser(), "images", tuple(sorted(SUFFIXES)), options.limit)
     items = ImageFiles(files.paths)
-    labels, reason = files.labels, files.unlabelled
+    labels = files.labels
+    reason = files.unlabelled
     return Raw("image", items, labels, files.class_names, names=files.names, unlabelled=reason, skipped=files.skipped)
 
 
@@ -140,7 +141,8 @@ class _Folder:
     @classmethod
     def of(cls, folder: Path, kind: str, suffixes: tuple[str, ...]) -> _Folder:
         """The names in ``folder``; most files are not looked at one by one, as their folder tells what they are."""
-        files, folders = list[str](), list[str]()
+        files = list[str]()
+        folders = list[str]()
         with os.scandir(folder) as entries:
             for entry in entries:
                 known = (

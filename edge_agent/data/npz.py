@@ -46,7 +46,8 @@ def read(where: str, options: NpzOptions) -> Raw:
     if reason and (missing != [options.labels] or "labels" in options.model_fields_set):
         given = "&".join(f"{name}=ARRAY" for name in ("inputs", "labels") if getattr(options, name) in missing)
         raise DataError(f"{reason}; name those to take{f' ({given})' if given else ''}")
-    inputs, groups = arrays[options.inputs], arrays[options.groups] if options.groups else None
+    inputs = arrays[options.inputs]
+    groups = arrays[options.groups] if options.groups else None
     class_names: tuple[str, ...] = ()
     labels = np.full(inputs.shape[:1], -1)
     targets = None

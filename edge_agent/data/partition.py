@@ -446,7 +446,8 @@ def dirichlet(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Gen
     """
     _check_pool(len(labels), clients, min_size, "dirichlet")
     counts = np.bincount(labels)
-    smallest, poorest = -1, 0
+    smallest = -1
+    poorest = 0
     for _ in range(MAX_DRAWS):
         cuts = _draw_cuts(counts, clients, alpha, rng)
         if cuts is None:
@@ -454,7 +455,8 @@ def dirichlet(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Gen
         sizes = np.diff(np.stack(cuts), axis=1).sum(axis=0)
         least = int(sizes.min())
         if least > smallest:
-            smallest, poorest = least, int(sizes.argmin())
+            smallest = least
+            poorest = int(sizes.argmin())
         if least >= min_size:
             dealt: list[Rows] = [[] for _ in range(clients)]
             for label, cut in enumerate(cuts):
@@ -471,7 +473,9 @@ def dirichlet(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Gen
 
 def _draw_cuts(counts: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> list[np.ndarray] | None:
     """For each class the places (clients + 1,) at which its samples are cut; None where a class found no taker."""
-    held, fair, cuts = np.zeros(clients, np.int64), counts.sum() / clients, []
+    held = np.zeros(clients, np.int64)
+    fair = counts.sum() / clients
+    cuts = []
     for count in counts:
         shares = rng.dirichlet(np.full(clients, alpha)) * (held < fair)
         total = shares.sum()
@@ -498,17 +502,20 @@ def pathological(
     if classes_each > len(counts):
         raise DataError(f"partition pathological: {classes_each} classes for each client, the data have {len(counts)}")
     takers = int(np.ceil(clients / len(counts) * classes_each))
-    needs, dealt = np.full(clients, classes_each), [[np.empty(0, np.int64)] for _ in range(clients)]
+    needs = np.full(clients, classes_each)
+    dealt = [[np.empty(0, np.int64)] for _ in range(clients)]
     for label, count in enumerate(counts):
         chosen = np.flatnonzero(needs)[:takers]
         if not len(chosen):
             break
-        rows, each = np.flatnonzero(labels == label), count / len(chosen)
+        rows = np.flatnonzero(labels == label)
+        each = count / len(chosen)
         sizes = rng.integers(int(each / 10), max(int(each), int(each / 10) + 1), len(chosen) - 1)
         for client, piece in zip(chosen, np.split(rows, np.cumsum(sizes)), strict=True):
             dealt[client].append(piece)
         needs[chosen] -= 1
-    result, least = [np.concatenate(pieces) for pieces in dealt], max(1, min_size)
+    result = [np.concatenate(pieces) for pieces in dealt]
+    least = max(1, min_size)
     if short := [client for client, rows in enumerate(result) if len(rows) < least]:
         raise DataError(
             f"partition pathological: client {short[0]} gets {len(result[short[0]])} samples, expected at least "
@@ -538,7 +545,8 @@ def alike(train: Rows, train_labels: np.ndarray, test_labels: np.ndarray, rng: n
     held = np.stack([np.bincount(train_labels[rows], minlength=classes) for rows in train]).astype(np.float64)
     dealt: list[Rows] = [[] for _ in train]
     for label in range(classes):
-        rows, total = rng.permutation(np.flatnonzero(test_labels == label)), held[:, label].sum()
+        rows = rng.permutation(np.flatnonzero(test_labels == label))
+        total = held[:, label].sum()
         cuts = np.floor(np.cumsum(held[:, label]) / (total or 1.0) * len(rows) + 1e-9).astype(np.int64)
         for client, piece in enumerate(np.split(rows, cuts)[: len(train)]):
             dealt[client].append(piece)

@@ -103,7 +103,8 @@ def resize_numpy(pixels: np.ndarray, height: int, width: int, *, antialias: bool
     if rounded and antialias:
         kind = np.float64
         across, down = (np.floor(weights * _PILLOW_UNIT + 0.5) / _PILLOW_UNIT for weights in (across, down))
-    across, down = across.astype(kind), down.astype(kind)
+    across = across.astype(kind)
+    down = down.astype(kind)
     blocks = [
         _round(np.einsum("ow,hwc->hoc", across, pixels[begin : begin + _ROWS].astype(kind), optimize=True), rounded)
         for begin in range(0, len(pixels), _ROWS)
@@ -158,7 +159,9 @@ def _as_bytes_or_floats(array: np.ndarray) -> np.ndarray:
         raise DataError(
             f"image of {array.dtype} with NaN, infinity or no numbers at all; expected 0..255, or floats 0..1"
         )
-    low, high, top = float(array.min()), float(array.max()), 1 if array.dtype.kind == "f" else 255
+    low = float(array.min())
+    high = float(array.max())
+    top = 1 if array.dtype.kind == "f" else 255
     if low < 0 or high > top:
         raise DataError(
             f"image of {array.dtype} with values {low:g}..{high:g}, expected integers 0..255 or floats 0..1"

@@ -69,7 +69,8 @@ def _find(where: str) -> Callable[..., Any]:
 
 
 def _raw(where: str, inputs: Any, labels: Any, class_names: Sequence[str] | None = None, groups: Any = None) -> Raw:
-    reason, values = "", np.full(len(inputs), -1)
+    reason = ""
+    values = np.full(len(inputs), -1)
     names: tuple[str, ...] = ()
     if labels is None:
         reason = f"{where} returned no labels; expected (inputs, labels[, class_names[, groups]])"

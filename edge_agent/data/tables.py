@@ -95,13 +95,17 @@ def read(where: str, options: CsvOptions) -> Raw:
     if options.label and options.target:
         raise DataError(f"csv: '{where}': label={options.label} and target={options.target}; expected one of them")
     root = Path(where).expanduser()
-    paths, classes = [root], [""]
+    paths = [root]
+    classes = [""]
     names: tuple[str, ...] = (root.name,)
     skipped: tuple[str, ...] = ()
     reason = f"csv: '{where}': no column of labels is named (label=COLUMN)"
     if root.is_dir():
         files = files_by_class(root, "csv", SUFFIXES)
-        paths, names, reason, skipped = files.paths, files.names, files.unlabelled, files.skipped
+        paths = files.paths
+        names = files.names
+        reason = files.unlabelled
+        skipped = files.skipped
         classes = [files.class_names[label] for label in files.labels] if files.class_names else [""] * len(paths)
     segments: list[_Segment] = []
     columns: tuple[str, ...] = ()
@@ -148,7 +152,8 @@ def read(where: str, options: CsvOptions) -> Raw:
 def _rows_as_inputs(raw: Raw, segments: Sequence[_Segment], options: CsvOptions, where: str) -> Raw:
     """The same data where each row is an input."""
     values = np.concatenate(raw.items)
-    shape, wide = options.shape, values.shape[1]
+    shape = options.shape
+    wide = values.shape[1]
     if not shape:
         shape = (1, wide) if options.row == "window" else (math.isqrt(wide), math.isqrt(wide))
     if math.prod(shape) != wide or len(shape) not in ({2} if options.row == "window" else {2, 3}):
@@ -204,7 +209,8 @@ def _table(path: Path, options: CsvOptions) -> _Table:
 
 def _segments(path: Path, name: str, table: _Table) -> list[_Segment]:
     """The rows of a file, sorted, and cut wherever a window must not reach over."""
-    options, count = table.options, len(table.lines)
+    options = table.options
+    count = len(table.lines)
     labels, recordings = (
         np.array(table.texts[column], np.str_) if column else np.full(count, "")
         for column in (options.label, options.recording)
@@ -212,7 +218,9 @@ def _segments(path: Path, name: str, table: _Table) -> list[_Segment]:
     times = np.array(table.numbers[options.time]) if options.time else np.arange(count, dtype=np.float64)
     order = np.lexsort((times, recordings))
     is_usable = table.is_usable()[order]
-    labels, recordings, times = labels[order], recordings[order], times[order]
+    labels = labels[order]
+    recordings = recordings[order]
+    times = times[order]
     same = recordings[1:] == recordings[:-1]
     breaks = ~same | (labels[1:] != labels[:-1]) | (is_usable[1:] != is_usable[:-1])
     if options.time and same.any():
@@ -251,7 +259,8 @@ class _Table:
         header = [cell.strip() for cell in next(reader([first], delimiter=delimiter), [])]
         column_count = len(header)
         header = header[:_MOST_COLUMNS]
-        self.options, self.header = options, header
+        self.options = options
+        self.header = header
         texts = [name for name in (options.label, options.recording) if name]
         singles = [name for name in (options.time, options.target) if name]
         self.columns = options.columns or tuple(name for name in header if name and name not in {*texts, *singles})

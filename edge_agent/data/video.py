@@ -39,7 +39,9 @@ class Frames:
     """
 
     def __init__(self, path: Path, every_s: float) -> None:
-        self.path, self.every_s, self._next = path, every_s, 0
+        self.path = path
+        self.every_s = every_s
+        self._next = 0
         self._capture = opened(str(path))
         if not self._capture.isOpened():
             raise DataError("cannot be read as a video")
@@ -58,7 +60,8 @@ class Frames:
         """Pixels (height, width, 3) uint8 of a chosen frame."""
         wanted = number * self._step
         if wanted < self._next:
-            self._capture, self._next = opened(str(self.path)), 0
+            self._capture = opened(str(self.path))
+            self._next = 0
         while self._next <= wanted:
             if not self._capture.grab():
                 raise DataError(f"ends before frame {wanted}")
@@ -128,7 +131,9 @@ def read(where: str, options: VideoOptions) -> Raw:
     names = tuple(
         f"{files.names[row]} {number * options.every_s:g} s" for row, number in zip(rows, numbers, strict=True)
     )
-    labels, reason, left = files.labels[rows], files.unlabelled, files.skipped
+    labels = files.labels[rows]
+    reason = files.unlabelled
+    left = files.skipped
     items = FileItems(keys, frame)
     return Raw(
         "image", items, labels, files.class_names, rows, names=names, unlabelled=reason, are_whole=True, skipped=left

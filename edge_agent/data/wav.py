@@ -58,13 +58,15 @@ def mel_bands(options: WavOptions) -> np.ndarray:
     Raises:
         DataError: bands beyond half of the rate, or without a frequency in them.
     """
-    high, size = options.high_hz or options.rate / 2, _frame_length(options)
+    high = options.high_hz or options.rate / 2
+    size = _frame_length(options)
     ends = 2595 * np.log10(1 + np.array([options.low_hz, high]) / 700)
     edges = 700 * (10 ** (np.linspace(ends[0], ends[1], options.mels + 2) / 2595) - 1)
     below, center, above = (edges[start : start + options.mels, None] for start in range(3))
     frequencies = np.arange(size // 2 + 1) * options.rate / size
     with np.errstate(divide="ignore", invalid="ignore"):
-        rising, falling = (frequencies - below) / (center - below), (above - frequencies) / (above - center)
+        rising = (frequencies - below) / (center - below)
+        falling = (above - frequencies) / (above - center)
     bands = np.maximum(np.minimum(rising, falling), 0)
     if high > options.rate / 2 or options.low_hz >= high:
         raise DataError(f"wav: bands from {options.low_hz:g} to {high:g} Hz, expected within 0..{options.rate / 2:g}")
@@ -108,7 +110,8 @@ def log_mel(signal: np.ndarray, options: WavOptions, bands: np.ndarray) -> np.nd
 
 def _read_energies(path: Path, options: WavOptions, bands: np.ndarray) -> np.ndarray:
     """Return the log energies (frames, mels) float32 of a file, and of the silence that is to follow its sound."""
-    least_frames, silent_frames = _least_frames(options), _silent_frames(options)
+    least_frames = _least_frames(options)
+    silent_frames = _silent_frames(options)
     signal = read_signal(path, options.rate, least_frames=least_frames, silent_frames=silent_frames)
     return log_mel(signal, options, bands)
 
@@ -149,7 +152,8 @@ def read(where: str, options: WavOptions) -> Raw:
     Raises:
         DataError: no such files, or impossible bands.
     """
-    bands, root = mel_bands(options), Path(where).expanduser()
+    bands = mel_bands(options)
+    root = Path(where).expanduser()
     files = ClassFiles([root], np.full(1, -1), (), (root.name,), f"wav: '{where}' is one file, which has no label")
     if not root.is_file():
         files = files_by_class(root, "wav", SUFFIXES, options.limit)
@@ -161,10 +165,13 @@ def read(where: str, options: WavOptions) -> Raw:
 
     if options.form == "recording":
         natural = WindowInput(channels=options.mels, length=steps, stride=max(steps // 2, 1))
-        items, rows = FileItems(files.paths, energies), np.arange(len(files.paths))
-        names, reason = files.names, files.unlabelled
+        items = FileItems(files.paths, energies)
+        rows = np.arange(len(files.paths))
+        names = files.names
+        reason = files.unlabelled
         step_s = options.step_ms / 1000
-        labels, classes = files.labels, files.class_names
+        labels = files.labels
+        classes = files.class_names
         return Raw(
             "recording", items, labels, classes, rows, natural, names, reason, are_whole=True,
             name_at=lambda row, frame: f"{names[row]} {frame * step_s:g} s", skipped=files.skipped,

@@ -31,7 +31,8 @@ class WindowsOptions(Options):
 def read(where: str, options: WindowsOptions) -> Raw:
     """The recordings that the options choose."""
     arrays = _arrays(where)
-    reason, labels = "", np.full(arrays["lengths"].shape, -1)
+    reason = ""
+    labels = np.full(arrays["lengths"].shape, -1)
     class_names: tuple[str, ...] = ()
     if "label" in arrays:
         names = [str(name) for name in arrays.get("label_names", np.array([], "U1"))]
@@ -84,7 +85,8 @@ def _arrays(where: str) -> dict[str, np.ndarray]:
     arrays = load_arrays(Path(where).expanduser())
     if missing := [name for name in ("samples", "lengths") if name not in arrays]:
         raise DataError(f"windows: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}")
-    samples, lengths = arrays["samples"], arrays["lengths"]
+    samples = arrays["samples"]
+    lengths = arrays["lengths"]
     mistakes = []
     if samples.ndim != 2 or samples.dtype.kind != "f":
         mistakes.append(f"samples are {samples.dtype}{list(samples.shape)}, expected floats (time, channels)")

@@ -76,7 +76,8 @@ def fisher_score(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
     varies between classes only scores infinity.
     """
     wide = features.astype(np.float64)
-    between, within = np.zeros(wide.shape[1]), np.zeros(wide.shape[1])
+    between = np.zeros(wide.shape[1])
+    within = np.zeros(wide.shape[1])
     mean = wide.mean(axis=0)
     for label in np.unique(labels):
         rows = wide[labels == label]

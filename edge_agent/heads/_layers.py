@@ -29,7 +29,8 @@ class Linear:
     """``inputs @ weight.T + bias`` with ``weight`` (outputs, inputs); works on the very arrays that it is given."""
 
     def __init__(self, weight: np.ndarray, bias: np.ndarray, rows: int) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
         self._gradients = np.empty_like(weight), np.empty_like(bias)
         self._out = np.empty((rows, weight.shape[0]), weight.dtype)
         self._back = np.empty((rows, weight.shape[1]), weight.dtype)
@@ -78,7 +79,10 @@ class BatchNorm:
     """Batch norm: in training biased variances of the batch normalise and unbiased ones enter the running variance."""
 
     def __init__(self, weight: np.ndarray, bias: np.ndarray, mean: np.ndarray, variance: np.ndarray, rows: int) -> None:
-        self.weight, self.bias, self.mean, self.variance = weight, bias, mean, variance
+        self.weight = weight
+        self.bias = bias
+        self.mean = mean
+        self.variance = variance
         self._gradients = np.empty_like(weight), np.empty_like(bias)
         self._normal, self._out = np.empty((2, rows, len(weight)), weight.dtype)
         self._scale = np.ones_like(weight)
@@ -86,7 +90,8 @@ class BatchNorm:
     def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:
         """Normalised inputs (n, size), n >= 2 in training."""
         n = len(inputs)
-        normal, out = self._normal[:n], self._out[:n]
+        normal = self._normal[:n]
+        out = self._out[:n]
         mean = inputs.mean(axis=0) if train else self.mean
         np.subtract(inputs, mean, out=normal)
         if train:
@@ -161,7 +166,8 @@ def chain_of(tensors: Mapping[str, np.ndarray], part: str, rows: int) -> Chain:
     for index in sorted({int(name.split(".")[1]) for name in tensors if name.startswith(f"{part}.")}):
         if index - before > 1:
             layers.append(Rectify())
-        weight, bias = tensors[f"{part}.{index}.weight"], tensors[f"{part}.{index}.bias"]
+        weight = tensors[f"{part}.{index}.weight"]
+        bias = tensors[f"{part}.{index}.bias"]
         if weight.ndim == 2:
             layers.append(Linear(weight, bias, rows))
         else:
@@ -197,7 +203,9 @@ class Sgd:
 
     def __init__(self, pairs: Pairs, params: Any) -> None:
         self._pairs = [(weight, gradient, np.zeros_like(weight)) for weight, gradient in pairs]
-        self._lr, self._momentum, self._decay = params.lr, params.momentum, params.weight_decay
+        self._lr = params.lr
+        self._momentum = params.momentum
+        self._decay = params.weight_decay
 
     def step(self) -> None:
         """One step along the present gradients."""
@@ -261,7 +269,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> tuple[float, np.ndarray]:
     """Mean softmax cross entropy, and its gradient (n, k) by ``logits``."""
-    log_q, rows = log_softmax(logits), np.arange(len(labels))
+    log_q = log_softmax(logits)
+    rows = np.arange(len(labels))
     loss = -float(log_q[rows, labels].mean())
     error = np.exp(log_q)
     error[rows, labels] -= 1
@@ -304,7 +313,8 @@ def minimise(
         curvature = float(change @ step)
         if curvature > 1e-12 * float(change @ change):
             pairs.append((step, change, 1.0 / curvature))
-        point, gradient = point + step, new_gradient
+        point = point + step
+        gradient = new_gradient
     return point
 
 
@@ -312,7 +322,8 @@ def _direction(gradient: np.ndarray, pairs: deque[tuple[np.ndarray, np.ndarray, 
     """The two-loop recursion (Nocedal and Wright, Algorithm 7.4)."""
     if not pairs:
         return np.asarray(-gradient / max(1.0, float(np.linalg.norm(gradient))))
-    rest, weights = gradient.copy(), []
+    rest = gradient.copy()
+    weights = []
     for step, change, inverse in reversed(pairs):
         weights.append(inverse * float(step @ rest))
         rest -= weights[-1] * change

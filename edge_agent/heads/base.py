@@ -82,7 +82,8 @@ class Head(ABC):
         Raises:
             MissingCapability: a package that this head needs for fitting is not installed.
         """
-        self.num_classes, self.feature_dim = data.num_classes, data.features.shape[1]
+        self.num_classes = data.num_classes
+        self.feature_dim = data.features.shape[1]
         classes = data.classes
         if len(classes) == 1:
             self.arrays = {"only_class": classes}
@@ -111,7 +112,9 @@ class Head(ABC):
 
     def load(self, arrays: Tensors, num_classes: int, feature_dim: int = 0) -> None:
         """Take over the arrays of a saved head of the same name and parameters; ``feature_dim`` 0 = not known."""
-        self.arrays, self.num_classes, self.feature_dim = dict(arrays), num_classes, feature_dim
+        self.arrays = dict(arrays)
+        self.num_classes = num_classes
+        self.feature_dim = feature_dim
 
     @abstractmethod
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:

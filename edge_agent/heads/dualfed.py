@@ -66,8 +66,10 @@ class DualFedHead(Head):
     uses_shared = True
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
-        params, tensors = self.params, start(data.features.shape[1], len(classes), self.params, rng)
-        inputs, labels = np.ascontiguousarray(data.features, np.float32), np.searchsorted(classes, data.labels)
+        params = self.params
+        tensors = start(data.features.shape[1], len(classes), self.params, rng)
+        inputs = np.ascontiguousarray(data.features, np.float32)
+        labels = np.searchsorted(classes, data.labels)
         trainer = Trainer(tensors, params, min(len(inputs), params.batch_size + params.smallest_batch - 1))
         layers.train(
             "dualfed",
@@ -82,9 +84,11 @@ class DualFedHead(Head):
         return {**tensors, **shared_rows_tuned(data, classes, params.shared_c)}
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
-        rows, arrays = np.ascontiguousarray(features, np.float32), self.arrays
+        rows = np.ascontiguousarray(features, np.float32)
+        arrays = self.arrays
         projector = layers.chain_of(arrays, "projector", min(len(rows), _ROWS))
-        weight, bias = arrays["personal_head.weight"], arrays["personal_head.bias"]
+        weight = arrays["personal_head.weight"]
+        bias = arrays["personal_head.bias"]
         pieces = [rows[begin : begin + _ROWS] for begin in range(0, len(rows), _ROWS)]
         logits = np.concatenate([projector.forward(piece, train=False) @ weight.T + bias for piece in pieces])
         return ensemble(logits, shared_logits(arrays, rows), self.params.ensemble)

@@ -99,7 +99,8 @@ def extras(
     ``head`` holds ``head.weight`` (K, d) and ``head.bias`` (K,); ``before`` and ``after`` are the features (n, d) as
     they are before and after local training. Classes of fewer than ``min_class_count`` samples have count 0.
     """
-    num_classes, least = len(head["head.bias"]), int(method_params.get("min_class_count", 2))
+    num_classes = len(head["head.bias"])
+    least = int(method_params.get("min_class_count", 2))
     means, counts = class_means(after, labels, num_classes, least)
     arrays = {"centroids": means.astype(np.float32), "counts": counts, **head}
     if method_params.get("weights", "qp") == "qp":

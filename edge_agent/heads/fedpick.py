@@ -87,8 +87,10 @@ class FedPickHead(Head):
         shared = shared_rows_tuned(data, classes, self.params.shared_c)
         if self.params.selector == "fisher":
             return {**self._fit_fisher(data, classes), **shared}
-        params, tensors = self.params, start(data.features.shape[1], len(classes), self.params, rng)
-        inputs, labels = np.ascontiguousarray(data.features, np.float32), np.searchsorted(classes, data.labels)
+        params = self.params
+        tensors = start(data.features.shape[1], len(classes), self.params, rng)
+        inputs = np.ascontiguousarray(data.features, np.float32)
+        labels = np.searchsorted(classes, data.labels)
         logits = shared_logits(shared, inputs)
         known = None if logits is None else layers.log_softmax(logits)
         trainer = Trainer(tensors, params, min(len(inputs), params.batch_size + 1))
@@ -127,7 +129,8 @@ class FedPickHead(Head):
 
 def answers(arrays: Tensors, rows: np.ndarray, params: FedPickHeadParams) -> tuple[np.ndarray, float]:
     """Logits (n, k) of the relevant classifier for ``rows`` (n, d) float32, and the mean of the mask (0..1)."""
-    logits, share = [], 0.0
+    logits = []
+    share = 0.0
     for begin in range(0, len(rows), _ROWS):
         piece = rows[begin : begin + _ROWS]
         mask = picked(arrays, piece, params)
@@ -166,8 +169,11 @@ class Trainer:
         ``known`` (n, k): the global classifier's log-softmax. The part of the loss that only that classifier, which is
         frozen, sees is left out.
         """
-        params, n = self._params, len(labels)
-        soft, relevant, rest = self._soft[:n], self._picked[:n], self._rest[:n]
+        params = self._params
+        n = len(labels)
+        soft = self._soft[:n]
+        relevant = self._picked[:n]
+        rest = self._rest[:n]
         noisy = np.add(self._mask.forward(inputs), noise, out=soft)
         if params.mask == "hard":
             np.multiply(inputs, noisy > params.cut, out=relevant)
@@ -233,7 +239,8 @@ def divergence(logits: np.ndarray, known: np.ndarray, *, both: bool) -> tuple[fl
     Without ``both`` the second term counts in the value and has no gradient.
     """
     log_q = layers.log_softmax(logits)
-    q, p = np.exp(log_q), np.exp(known)
+    q = np.exp(log_q)
+    p = np.exp(known)
     ratio = log_q - known
     backward = (q * ratio).sum(axis=1, keepdims=True)
     value = float((backward[:, 0] - (p * ratio).sum(axis=1)).mean())

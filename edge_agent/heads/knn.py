@@ -64,7 +64,8 @@ class KNNHead(Head):
         if self.params.mix is not None:
             return float(self.params.mix)
         total = len(features)
-        order, held = rng.permutation(total), round(self.params.held_back * total)
+        order = rng.permutation(total)
+        held = round(self.params.held_back * total)
         if not 0 < held < total:
             return 0.5
         rest = {**arrays, **{name: arrays[name][order[held:]] for name in ("stored", "members")}}

@@ -43,14 +43,16 @@ def fit_logistic(
     With ``towards``, a ``weight`` (k, d) and ``bias`` (k,), the penalty is |W - weight|^2 / (2 C), and the solver
     starts there.
     """
-    (count, size), classes = inputs.shape, targets.shape[1]
+    (count, size) = inputs.shape
+    classes = targets.shape[1]
     # Softmax over two opposite vectors w/2 and -w/2 is the sigmoid of w, but has half of its squared length.
     strength = (2.0 if classes == 2 and towards is None else 1.0) / (params.c * count)
     center = np.zeros((classes, size)) if towards is None else towards["weight"].astype(np.float64)
     bias_start = np.zeros(classes) if towards is None else towards["bias"].astype(np.float64)
 
     def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        weight, bias = flat[: classes * size].reshape(classes, size), flat[classes * size :]
+        weight = flat[: classes * size].reshape(classes, size)
+        bias = flat[classes * size :]
         logits = inputs @ weight.T
         logits += bias
         logits -= logits.max(axis=1, keepdims=True)

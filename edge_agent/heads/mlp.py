@@ -34,7 +34,8 @@ class PerceptronHead(NormedHead):
     source = "RepPer (PCL stage): MLP head, one linear layer, 10 local epochs of SGD"
 
     def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
-        params, arrays = self.params, dict[str, np.ndarray]()
+        params = self.params
+        arrays = dict[str, np.ndarray]()
         for number, (size, outputs) in enumerate(pairwise([inputs.shape[1], *filter(None, [params.hidden]), classes])):
             arrays[f"weight{number}"], arrays[f"bias{number}"] = layers.uniform(size, outputs, rng)
         chain = perceptron(arrays, min(len(inputs), params.batch_size))

@@ -37,7 +37,9 @@ BEFORE = "before.json"
 """The head that was replaced by the last one, for `restore`; its arrays stay beside it."""
 MAX_CARD_BYTES = 1 << 20
 MAX_ARRAYS_BYTES = 1 << 28
-_CONFIDENCE, _LOCAL, _LEARNED = "confidence.", "local.", "learned"
+_CONFIDENCE = "confidence."
+_LOCAL = "local."
+_LEARNED = "learned"
 _SHA256 = r"^[0-9a-f]{64}$"
 _ARRAYS_FILE = re.compile(r"arrays-[0-9a-f]{16}\.safetensors")
 """Names of the arrays of heads: no other file in the folder is ours to remove."""

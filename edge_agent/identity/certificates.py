@@ -74,7 +74,9 @@ class IdentityFolder:
 
     def __init__(self, state: Path) -> None:
         self.path = state / IDENTITY
-        self.file, self.ca, self.pending = self.path / "agent.pem", self.path / "ca.pem", self.path / "pending.pem"
+        self.file = self.path / "agent.pem"
+        self.ca = self.path / "ca.pem"
+        self.pending = self.path / "pending.pem"
         self.commands = state / ENROLLED_KEY
 
     def read(self) -> Identity | None:
@@ -136,7 +138,8 @@ class IdentityFolder:
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
 
-        now, key = self.read(), read_key(self.file)
+        now = self.read()
+        key = read_key(self.file)
         if now is None or key is None:
             raise StateError(
                 f"{self.file} holds no certificate; 'headwater enroll {name}' on the coordinator makes a token"
@@ -163,7 +166,8 @@ class IdentityFolder:
 
         key = self.pending_key()
         try:
-            made, authority = x509.load_der_x509_certificate(certificate), x509.load_der_x509_certificate(ca)
+            made = x509.load_der_x509_certificate(certificate)
+            authority = x509.load_der_x509_certificate(ca)
             made.verify_directly_issued_by(authority)
             named = [str(one.value) for one in made.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
         except (ValueError, TypeError, InvalidSignature) as error:
@@ -259,7 +263,9 @@ def answered(token: Token, folder: IdentityFolder, answer: dict[str, Any]) -> Id
 
 def _installed(token: Token, folder: IdentityFolder, ca: bytes, answer: dict[str, Any]) -> Identity:
     host, port = token.address
-    certificate, commands, root = decoded(answer, "certificate"), str(answer.get("commands")), answer.get("root")
+    certificate = decoded(answer, "certificate")
+    commands = str(answer.get("commands"))
+    root = answer.get("root")
     _check_signature(token, ca, answer)
     check_key(commands, token.federation, token.name)
     if root is not None:

@@ -43,7 +43,9 @@ class Renewal:
     """
 
     def __init__(self, state: Path, *, wall: Callable[[], float] = time.time) -> None:
-        self.state, self.folder, self._wall = state, IdentityFolder(state), wall
+        self.state = state
+        self.folder = IdentityFolder(state)
+        self._wall = wall
         self._look_at = float("-inf")
 
     @property
@@ -75,8 +77,10 @@ class Renewal:
             EnrolmentRefused: the coordinator refuses; the message says why, and what to do.
             BrokerAway: no coordinator answers, or the clocks differ: many a device sets its own after its start.
         """
-        now, ca = self._identity(), self.folder.ca_der()
-        address, request = (now.host, now.port), self._request().model_dump()
+        now = self._identity()
+        ca = self.folder.ca_der()
+        address = (now.host, now.port)
+        request = self._request().model_dump()
         try:
             answer = ask(address, ca, {"ask": "authority"}, checks_time=False)
             check_clock(answer, self._wall())

@@ -80,7 +80,8 @@ def ask(
     if not checks_time:
         context.verify_flags |= NO_CHECK_TIME
     if ca is None:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
     try:
         with (
             socket.create_connection(address, TIMEOUT_S) as plain,

@@ -108,7 +108,8 @@ class Problem:
         (P a)_j must be a' P a where a_j > 0, and no less elsewhere; what rounding can do is forgiven. Infinite where a
         row is no point of the simplex.
         """
-        s, used = self.products, weights > 0
+        s = self.products
+        used = weights > 0
         with np.errstate(all="ignore"):
             slopes = weights @ s - s - np.einsum("ij,ij->i", weights, s)[:, None] + np.diag(s)[:, None]
             slopes += self.raised * weights
@@ -133,23 +134,27 @@ class Problem:
             answers = scale[:, None] * np.linalg.solve(matrix, scale[:, None] * targets)
         except np.linalg.LinAlgError:
             return np.eye(len(matrix))
-        free, towards_one = answers[:, :-1], answers[:, -1]
+        free = answers[:, :-1]
+        towards_one = answers[:, -1]
         with np.errstate(all="ignore"):
             weights = free + towards_one[:, None] * ((1 - free.sum(axis=0)) / towards_one.sum())
         return np.ascontiguousarray(weights.T)
 
     def solve(self, row: int) -> np.ndarray:
         """The weights (m,) of one client; NaN when exchanges do not come to an end."""
-        s, squares = self.products, np.diag(self.products)
+        s = self.products
+        squares = np.diag(self.products)
         diagonal = self.raised[row] + np.maximum(squares + squares[row] - 2 * s[row], 0.0)
         inside = np.zeros(len(s), dtype=bool)
         inside[np.argsort(diagonal, kind="stable")[:_FIRST_SUPPORT]] = True
         inside[row] = True
-        fewest, patience = len(s) + 1, _PATIENCE
+        fewest = len(s) + 1
+        patience = _PATIENCE
         for _ in range(_MAX_EXCHANGES):
             support = np.flatnonzero(inside)
             # P b = 1 on the support. The row's own head stands alone in P (its D is 0), so its b is 1 / V.
-            b, others = 1 / diagonal[support], support != row
+            b = 1 / diagonal[support]
+            others = support != row
             chosen = support[others]
             scale = 1 / np.sqrt(diagonal[chosen])
             matrix = s[np.ix_(chosen, chosen)] - s[chosen, row][:, None] - s[row, chosen] + s[row, row]
@@ -171,7 +176,8 @@ class Problem:
             if patience >= 0:
                 # All that is wrong leaves the support, but only the most urgent half as many enter it: letting all of
                 # them in makes the support twenty times as large as it ends up to be.
-                entering, limit = np.flatnonzero(wrong & ~inside), max(8, int(inside.sum()) // 2)
+                entering = np.flatnonzero(wrong & ~inside)
+                limit = max(8, int(inside.sum()) // 2)
                 urgent = np.argsort((gap / np.sqrt(diagonal))[entering], kind="stable")[:limit]
                 wrong &= inside
                 wrong[entering[urgent]] = True

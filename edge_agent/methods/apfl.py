@@ -56,7 +56,8 @@ class APFL(TwoNetworks):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Per batch one step of w, one of v and one of alpha, all from where the batch began."""
-        model, params = client.model, self.params
+        model = client.model
+        params = self.params
         alpha = share(model)
         optimizer = local_optimizer([weight for pair in pairs(model) for weight in pair], params)
         if params.adaptive:

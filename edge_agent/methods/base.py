@@ -331,7 +331,9 @@ def weighted_mean(weighted: Iterable[tuple[float, Tensors]], *, may_be_empty: bo
     Raises:
         TrainingFailed: weights that sum to zero, or no updates where ``may_be_empty`` does not allow it.
     """
-    total, sums, dtypes = 0.0, dict[str, np.ndarray](), dict[str, np.dtype[Any]]()
+    total = 0.0
+    sums = dict[str, np.ndarray]()
+    dtypes = dict[str, np.dtype[Any]]()
     for weight, tensors in weighted:
         total += weight
         for name, array in tensors.items():
@@ -354,7 +356,8 @@ def weighted_mean(weighted: Iterable[tuple[float, Tensors]], *, may_be_empty: bo
 
 def _add_scaled(accumulator: np.ndarray, array: np.ndarray, weight: float, block: int = 1 << 16) -> None:
     """accumulator += weight * array, in blocks that stay in cache: no temporary of the array's size."""
-    flat, source = accumulator.reshape(-1), array.reshape(-1)
+    flat = accumulator.reshape(-1)
+    source = array.reshape(-1)
     for begin in range(0, flat.size, block):
         part = source[begin : begin + block].astype(np.float64)
         part *= weight
@@ -370,7 +373,8 @@ def pooled_norm(weighted: Iterable[tuple[float, Tensors]]) -> Tensors:
     Raises:
         TensorsError: no client, weights that do not sum to more than zero, or a variance without its mean.
     """
-    total, sums = 0.0, dict[str, np.ndarray]()
+    total = 0.0
+    sums = dict[str, np.ndarray]()
     for weight, tensors in weighted:
         total += weight
         for name, array in tensors.items():

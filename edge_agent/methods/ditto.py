@@ -37,7 +37,8 @@ class Ditto(TwoNetworks):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Per batch one step of the shared network and one of the personal one."""
-        model, params = client.model, self.params
+        model = client.model
+        params = self.params
         personal, anchors = zip(*pairs(model), strict=True)
         pull = proximal_gradient(personal, [anchor.detach().clone() for anchor in anchors], params.proximal_weight)
         shared_optimizer = local_optimizer(anchors, params)

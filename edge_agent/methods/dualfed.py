@@ -105,7 +105,8 @@ class DualFed(Method):
         return self.sent(client)
 
     def _train(self, client: Client, trained: Sequence[Part], loss: Loss, log: str = "loss") -> None:
-        params, weights = self.params, {"contrastive_weight (lambda)": self.params.contrastive_weight}
+        params = self.params
+        weights = {"contrastive_weight (lambda)": self.params.contrastive_weight}
         options: dict[str, Any] = {"smallest_batch": params.smallest_batch, "weights": weights, "log": log}
         frozen = [part for part in PARTS if part not in trained]
         train_parts(client, loss, params, trained, trained[0], frozen=frozen, frozen_norm=params.stage2_bn, **options)

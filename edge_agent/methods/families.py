@@ -179,6 +179,7 @@ class FineTuned(Tuned):
 
     def tune(self, client: Client) -> None:
         """SGD on all parts; or on the head alone, with features that are computed once by the encoder in eval mode."""
-        params, tuned = self.params, client if self.params.tune == "all" else on_features(client)
+        params = self.params
+        tuned = client if self.params.tune == "all" else on_features(client)
         model = tuned.model if params.tune == "all" else tuned.model.head
         train(tuned, cross_entropy(model), params, epochs=params.tune_epochs, lr=params.tune_lr)

@@ -28,7 +28,11 @@ from . import Client, Method, MethodParams, grades
 
 Weights = dict[str, torch.Tensor]
 
-_OWN, _SHARES, _NEXT, _MIXED, _STAMP = "ala.own.", "ala.shares.", "ala.next.", "ala.mixed.", "ala.made_from"
+_OWN = "ala.own."
+_SHARES = "ala.shares."
+_NEXT = "ala.next."
+_MIXED = "ala.mixed."
+_STAMP = "ala.made_from"
 
 
 class FedALAParams(MethodParams):
@@ -76,7 +80,9 @@ class FedALA(Method):
 
         The first call makes them, from random numbers of the model's own; shares are kept when training begins.
         """
-        names, memory, stamp = upper(client.model, self.params.upper_tensors), client.memory, fingerprint(client.model)
+        names = upper(client.model, self.params.upper_tensors)
+        memory = client.memory
+        stamp = fingerprint(client.model)
         if not np.array_equal(memory.get(_STAMP, ()), stamp):
             received = to_arrays(client.model, names)
             own = {name: memory.get(_OWN + name, array) for name, array in received.items()}
@@ -97,7 +103,8 @@ class FedALA(Method):
         The official code takes a stretch of data that were shuffled before; a stretch of data that lie class by class
         would leave some out.
         """
-        params, model = self.params, client.model
+        params = self.params
+        model = client.model
         size = max(1, int(params.ala_samples * client.samples))
         chosen = torch.from_numpy(rng.permutation(client.samples)[:size]).to(client.device)
         part = [data[chosen] for data in (client.train_inputs, client.train_labels)]

@@ -65,7 +65,8 @@ class FedCP(Method):
 
     def loss(self, client: Client, received: Tensors) -> Loss:
         """Eq. 8: cross entropy of both heads, and the alignment with the features of the received encoder."""
-        model, params = client.model, self.params
+        model = client.model
+        params = self.params
         before = copy.deepcopy(model.encoder).train().requires_grad_(requires_grad=False)
         direction = context(model)
 
@@ -83,13 +84,15 @@ class FedCP(Method):
         """E epochs of encoder, gate and personal head; returns the mean of both heads as the head."""
         weights = {"alignment_weight (lambda)": self.params.alignment_weight}
         train(client, self.loss(client, received), self.params, frozen=self.frozen, weights=weights)
-        sent, heads = self.sent(client), list(client.model.head.state_dict())
+        sent = self.sent(client)
+        heads = list(client.model.head.state_dict())
         own = to_arrays(client.model, [f"personal_head.{name}" for name in heads])
         return {**sent, **{f"head.{name}": (own[f"personal_head.{name}"] + sent[f"head.{name}"]) / 2 for name in heads}}
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Class probabilities of both heads together."""
-        model, params = client.model, self.params
+        model = client.model
+        params = self.params
         noise = torch.Generator(device=client.device).manual_seed(client.round) if params.test_noise else None
         direction = context(model)
 
@@ -101,8 +104,10 @@ class FedCP(Method):
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Features, and the personal head's share of each of them."""
-        model, views = client.model, super().views(client, inputs)
-        direction, gate = context(model), model.part("gate")
+        model = client.model
+        views = super().views(client, inputs)
+        direction = context(model)
+        gate = model.part("gate")
         mask = evaluate(lambda z: gate(z * direction, self.params.temperature, None)[0], model, views["encoder"])
         return {**views, "mask": mask}
 

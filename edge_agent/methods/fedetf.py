@@ -76,7 +76,9 @@ class FedETF(Tuned):
             ConfigError: ``projection_dim`` below the number of classes.
         """
         model = encoder_and_head(task)
-        size, classes, params = feature_dim(model.encoder), task.num_classes, self.params
+        size = feature_dim(model.encoder)
+        classes = task.num_classes
+        params = self.params
         width = params.projection_dim or max(size, classes)
         if width < classes:
             mistake = f"projection_dim = {width} for {classes} classes, expected at least as many, or 0"
@@ -86,7 +88,8 @@ class FedETF(Tuned):
 
     def loss(self, client: Client, received: Tensors) -> Loss:
         """The balanced loss; the classifier itself learns nothing."""
-        model, gamma = client.model, self.params.gamma
+        model = client.model
+        gamma = self.params.gamma
         counts = torch.bincount(client.train_labels, minlength=client.task.num_classes)
         return lambda inputs, labels: balanced_softmax(model(inputs), labels, counts, gamma)
 
@@ -96,7 +99,8 @@ class FedETF(Tuned):
         train(client, self.loss(client, {}), params)
         cached = on_features(client)
         head = cached.model.head
-        projection, etf = list(head.get_submodule("projection").parameters()), [head.get_parameter("etf")]
+        projection = list(head.get_submodule("projection").parameters())
+        etf = [head.get_parameter("etf")]
         # Steps of SGD whatever trains the model, and those of the classifier bare, as in the authors' code.
         sgd = params.model_copy(update={"optimizer": "sgd", "local_epochs": params.tune_epochs})
         bare = sgd.model_copy(update={"momentum": 0.0, "weight_decay": 0.0})

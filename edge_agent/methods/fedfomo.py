@@ -32,9 +32,15 @@ from . import Client, MethodParams, Update, grades
 from .base import is_learned
 from .families import TwoNetworks, names_in, rng_of, with_rows
 
-_NAMES, _MODEL, _AFFINITY, _ROUND = "clients.names", "clients.model.", "clients.affinity", "clients.round"
-_PEER, _HELPED, _BEGAN = "extra.model.", "extra.helped", "began."
-_VALIDATION, _EXPLORING = 0, 1
+_NAMES = "clients.names"
+_MODEL = "clients.model."
+_AFFINITY = "clients.affinity"
+_ROUND = "clients.round"
+_PEER = "extra.model."
+_HELPED = "extra.helped"
+_BEGAN = "began."
+_VALIDATION = 0
+_EXPLORING = 1
 
 
 class FedFomoParams(MethodParams):
@@ -101,7 +107,8 @@ class FedFomo(TwoNetworks):
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         """The latest model of each client, the affinities with the reported help of the offers, and the mean model."""
-        models, helped = dict[str, Tensors](), dict[str, np.ndarray]()
+        models = dict[str, Tensors]()
+        helped = dict[str, np.ndarray]()
 
         def take(update: Update, extras: Tensors) -> None:
             model = {name: array for name, array in update.tensors.items() if name != _HELPED}
@@ -111,7 +118,8 @@ class FedFomo(TwoNetworks):
         mean = self.mean(updates, take)
         rows = with_rows(state, _NAMES, models)
         # P (m, m): how much client j's models have helped client i so far.
-        clients, before = names_in(rows, _NAMES), names_in(state, _NAMES)
+        clients = names_in(rows, _NAMES)
+        before = names_in(state, _NAMES)
         affinities = np.zeros((len(clients), len(clients)))
         if before:
             old = [clients.index(name) for name in before]
@@ -156,7 +164,8 @@ class FedFomo(TwoNetworks):
 
         The first candidate is what the client's own last training led to. Where nothing helps that stays.
         """
-        model, names = client.model, self.shared_names(client.model)
+        model = client.model
+        names = self.shared_names(client.model)
         copy_tensors(second(model), model)
         stacks = {name.removeprefix(_PEER): array for name, array in received.items() if name.startswith(_PEER)}
         count = len(stacks[names[0]]) if stacks else 0
@@ -204,7 +213,8 @@ def held_back(client: Client) -> tuple[torch.Tensor, torch.Tensor]:
 
 def validation_loss(client: Client, tensors: Tensors) -> float:
     """Mean cross entropy of a model on the held-out samples; ``client.model`` is that model afterwards."""
-    model, (_, rows) = client.model, held_back(client)
+    model = client.model
+    (_, rows) = held_back(client)
     load_arrays(model, tensors)
     logits = evaluate(model, model, client.train_inputs[rows])
     return float(F.cross_entropy(logits, client.train_labels[rows]))

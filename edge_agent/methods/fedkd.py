@@ -62,7 +62,8 @@ def truncated(array: np.ndarray, energy: float) -> tuple[np.ndarray, int]:
 
 def compressed(tensors: Tensors, base: Tensors, energy: float) -> tuple[Tensors, int]:
     """``base`` plus what is left of each difference from it, and the bytes of all factors; nothing in base is zero."""
-    result, total = dict[str, np.ndarray](), 0
+    result = dict[str, np.ndarray]()
+    total = 0
     for name, array in tensors.items():
         start = base.get(name)
         low, taken = truncated(array if start is None else array - start, energy)
@@ -71,7 +72,9 @@ def compressed(tensors: Tensors, base: Tensors, energy: float) -> tuple[Tensors,
     return result, total
 
 
-_ENERGY, _DOWN, _BASE = "extra.energy", "extra.down_bytes", SERVER_ONLY + "base."
+_ENERGY = "extra.energy"
+_DOWN = "extra.down_bytes"
+_BASE = SERVER_ONLY + "base."
 
 
 class FedKDParams(MethodParams):
@@ -108,7 +111,8 @@ class FedKD(Method):
 
     def build(self, task: Task) -> Parts:
         """Student (encoder and head), teacher, and the projection of the student's features to the teacher's."""
-        model, params = encoder_and_head(task), self.params
+        model = encoder_and_head(task)
+        params = self.params
         named = {"encoder": params.teacher_encoder, "encoder_params": params.teacher_params}
         teacher = encoder_and_head(task.model_copy(update=named) if params.teacher_encoder else task)
         sizes = feature_dim(model.encoder), feature_dim(teacher.encoder)
@@ -139,7 +143,8 @@ class FedKD(Method):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """E epochs of both losses at once; returns the student, cut down."""
-        params, model = self.params, client.model
+        params = self.params
+        model = client.model
         networks = [[*model.encoder.parameters(), *model.head.parameters(), *model.part("projection").parameters()]]
         networks.append(list(teacher(model).parameters()))
 
@@ -174,8 +179,10 @@ def mutual_loss(model: Parts) -> Loss:
     """
 
     def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        z_s, z_t = model.features(inputs), teacher(model).features(inputs)
-        logits_s, logits_t = model.head(z_s), teacher(model).head(z_t)
+        z_s = model.features(inputs)
+        z_t = teacher(model).features(inputs)
+        logits_s = model.head(z_s)
+        logits_t = teacher(model).head(z_t)
         seen = model.part("projection")(z_s)
         entropies = F.cross_entropy(logits_t, labels), F.cross_entropy(logits_s, labels)
         doubt = (entropies[0] + entropies[1]).detach().clamp(min=torch.finfo(z_s.dtype).eps)

@@ -102,7 +102,8 @@ class FedPAC(Method):
     def sends(self, model: Parts, task: Task) -> Tensors:
         """Classifier, class means and counts; with the programme also V and h."""
         head = {name: np.zeros_like(array) for name, array in to_arrays(model, _HEAD).items()}
-        weight, counts = head["head.weight"], np.zeros(task.num_classes, np.int64)
+        weight = head["head.weight"]
+        counts = np.zeros(task.num_classes, np.int64)
         qp = {"variance": np.zeros(1), "weighted_means": weight} if self.params.weights == "qp" else {}
         arrays = {**head, "centroids": weight, "counts": counts, **qp}
         return {f"extra.{name}": array for name, array in arrays.items()}
@@ -142,13 +143,15 @@ class FedPAC(Method):
             raise TrainingFailed(
                 f"client '{client.id}' has no training samples; it takes no part until it has some", is_public=True
             )
-        params, labels = self.params, client.train_labels.cpu().numpy()
+        params = self.params
+        labels = client.train_labels.cpu().numpy()
         before = features_of(client.model, client.train_inputs).cpu().numpy()
         require_finite(client, "features", before)
         self.train_head(client, before)
         # Features are drawn to the common centroids, and to the client's own means of classes without one; while there
         # are no centroids at all, to nothing: the paper's first round aligns nothing.
-        counts, targets = received.get("extra.counts"), None
+        counts = received.get("extra.counts")
+        targets = None
         if counts is not None and counts.any() and params.alignment_weight:
             own, _ = steps.class_means(before, labels, client.task.num_classes)
             chosen = np.where(counts[:, None] > 0, received["extra.centroids"], own)
@@ -162,7 +165,9 @@ class FedPAC(Method):
 
     def train_head(self, client: Client, features: np.ndarray) -> None:
         """Eq. 6 on cached features: the encoder is frozen, so they are the same in every batch."""
-        head, params, inputs = client.model.head, self.params, torch.from_numpy(features).to(client.device)
+        head = client.model.head
+        params = self.params
+        inputs = torch.from_numpy(features).to(client.device)
         cached = replace(client, model=Parts(head=head), train_inputs=inputs)
         train(cached, cross_entropy(head), params, lr=params.head_lr, epochs=params.head_epochs, log="head_loss")
 
@@ -218,7 +223,8 @@ class FedPAC(Method):
 
     def _combine(self, members: Sequence[Update]) -> np.ndarray:
         """Weights (m, m) float64; clients without class means keep their own classifier and are left out otherwise."""
-        weights, params = np.eye(len(members)), self.params
+        weights = np.eye(len(members))
+        params = self.params
         indices = [index for index, member in enumerate(members) if member.tensors["counts"].any()]
         if not indices:
             return weights
@@ -239,14 +245,16 @@ class FedPAC(Method):
     def _centroids(self, state: State, members: Sequence[Update]) -> Tensors:
         """Eq. 11. A class without samples keeps its centroid and count."""
         counted = np.stack([member.tensors["counts"] for member in members])
-        sums, total = np.zeros(members[0].tensors["centroids"].shape), np.zeros(counted.shape[1])
+        sums = np.zeros(members[0].tensors["centroids"].shape)
+        total = np.zeros(counted.shape[1])
         for member, own in zip(members, counted, strict=True):
             # By samples a client counts for no more than those that its update was trained on.
             share = own.astype(np.float64) * min(1.0, member.weight / max(float(own.sum()), 1.0))
             share = share if self.params.centroid_weighting == "samples" else own > 0
             sums += share[:, None] * member.tensors["centroids"]
             total += share
-        means, counts = (sums / np.where(total > 0, total, 1.0)[:, None]).astype(np.float32), counted.sum(axis=0)
+        means = (sums / np.where(total > 0, total, 1.0)[:, None]).astype(np.float32)
+        counts = counted.sum(axis=0)
         if "extra.counts" in state:
             means = np.where(counts[:, None] > 0, means, state["extra.centroids"])
             counts = np.where(counts > 0, counts, state["extra.counts"])

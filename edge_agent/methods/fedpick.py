@@ -88,7 +88,8 @@ class FedPick(Method):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """E epochs of Eq. 15 on all parts together; with selector fisher the mask is chosen before."""
-        params, model = self.params, client.model
+        params = self.params
+        model = client.model
         if params.selector == "fisher" and client.samples:
             scores = fisher_score(
                 features_of(client.model, client.train_inputs).cpu().numpy(), client.train_labels.cpu().numpy()
@@ -131,7 +132,8 @@ class FedPick(Method):
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Class probabilities of the global and the relevant classifier together, Eq. 14 (halved)."""
-        model, kind = client.model, self.params.ensemble
+        model = client.model
+        kind = self.params.ensemble
 
         def both(piece: torch.Tensor) -> torch.Tensor:
             features = model.features(piece)
@@ -145,7 +147,8 @@ class FedPick(Method):
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """All features, and the mask that picks among them without noise."""
-        views, model = super().views(client, inputs), client.model
+        views = super().views(client, inputs)
+        model = client.model
         return {**views, "mask": evaluate(lambda z: self._mask(model.part("mask")(z)), model, views["encoder"])}
 
     def head_params(self, head: str) -> dict[str, Any]:

@@ -31,7 +31,8 @@ from . import Client, Method, MethodParams, Update
 from .families import objection_to, require_finite
 from .values import ClassStatistics
 
-_MEANS, _COUNTS = "prototypes.means", "prototypes.counts"
+_MEANS = "prototypes.means"
+_COUNTS = "prototypes.counts"
 
 
 class FedProtoParams(MethodParams):
@@ -91,7 +92,8 @@ class FedProto(Method):
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         """For each class the mean over the clients that have sent one."""
-        sums, total = np.zeros(state[_MEANS].shape), np.zeros(len(state[_COUNTS]))
+        sums = np.zeros(state[_MEANS].shape)
+        total = np.zeros(len(state[_COUNTS]))
         most = np.zeros_like(state[_COUNTS])
         for update in updates:
             counts = update.tensors[_COUNTS]
@@ -112,9 +114,11 @@ class FedProto(Method):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """E epochs of cross entropy and of the distance to prototypes; returns the client's own prototypes."""
-        params, batches = self.params, list[tuple[torch.Tensor, torch.Tensor]]()
+        params = self.params
+        batches = list[tuple[torch.Tensor, torch.Tensor]]()
         optimizer = optimizer_of(client.model, ("encoder", "head"), params)
-        loss, weights = self.aligned_loss(client.model, batches), {"alignment_weight (lambda)": params.alignment_weight}
+        loss = self.aligned_loss(client.model, batches)
+        weights = {"alignment_weight (lambda)": params.alignment_weight}
         for epochs in (max(params.local_epochs - 1, 0), min(params.local_epochs, 1)):
             batches.clear()
             train(client, loss, params, optimizer=optimizer, epochs=epochs, weights=weights)
@@ -123,14 +127,16 @@ class FedProto(Method):
             if params.prototypes == "after" or not batches
             else (torch.cat(tensors) for tensors in zip(*batches, strict=True))
         )
-        classes, least = client.task.num_classes, params.min_class_count
+        classes = client.task.num_classes
+        least = params.min_class_count
         means, counts = class_means(features.cpu().numpy(), labels.cpu().numpy(), classes, least)
         require_finite(client, "prototypes", means)
         return {_MEANS: means.astype(np.float32), _COUNTS: counts}
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Softmax of minus the squared distances to the prototypes; or the own head's answer."""
-        model, prototypes = client.model, client.model.part("prototypes")
+        model = client.model
+        prototypes = client.model.part("prototypes")
         if self.params.inference == "head" or not prototypes.get_buffer("counts").any():
             return super().predict(client, inputs)
         return evaluate(lambda piece: torch.softmax(prototypes(model.features(piece)), dim=1), model, inputs)

@@ -44,6 +44,7 @@ class FedProx(Method):
                 if w.grad is not None and self.params.mu:
                     w.grad.add_(w.detach() - w_t, alpha=self.params.mu)
 
-        loss, mu = cross_entropy(client.model), self.params.mu
+        loss = cross_entropy(client.model)
+        mu = self.params.mu
         train(client, loss, self.params, before_step=add_proximal_gradient, weights={"mu": mu})
         return self.sent(client)

@@ -107,7 +107,8 @@ class FedRIR(Method):
         if self.params.without_mcsl:
             return encoder_and_head(task)
         encoder = create(task)
-        shared, specific = feature_dim(encoder), self.params.specific_dim
+        shared = feature_dim(encoder)
+        specific = self.params.specific_dim
         parts = {"specific": SpecificEncoder(task, specific), "generator": Generator(task, specific)}
         if self.distills:
             ends = (shared, specific) if self.params.id_mode == "official" else (specific, shared)
@@ -130,8 +131,10 @@ class FedRIR(Method):
 
     def learn_specific(self, client: Client) -> None:
         """Masked client-specific learning: CSFE and generator redraw whole images from masked ones."""
-        params, kld_weight = self.params, float(self.params.kld_weight)
-        specific, generator = client.model.part("specific"), client.model.part("generator")
+        params = self.params
+        kld_weight = float(self.params.kld_weight)
+        specific = client.model.part("specific")
+        generator = client.model.part("generator")
 
         def loss(images: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
             mean, logvar = specific(mask_patches(images, params.mask_ratio, params.patch, client.generator))
@@ -143,13 +146,16 @@ class FedRIR(Method):
 
     def distill(self, client: Client) -> None:
         """Information distillation: encoder, head and IDM learn beside the frozen CSFE, with L = CE + weight L_id."""
-        model, params, terms = client.model, self.params, dict[str, torch.Tensor]()
+        model = client.model
+        params = self.params
+        terms = dict[str, torch.Tensor]()
         fits_idm = self.distills and params.id_mode == "vclub"  # on its own, before each step of the encoder
         trained = ["encoder", "head", *(["distiller"] if self.distills and not fits_idm else [])]
         idm = optimizer_of(model, ["distiller"], params) if fits_idm else None
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            g, c = model.features(inputs), specific_features(model, inputs)
+            g = model.features(inputs)
+            c = specific_features(model, inputs)
             value: torch.Tensor = F.cross_entropy(model.head(torch.cat([g, c], dim=1)), labels)
             terms["loss"] = value
             if not self.distills:
@@ -169,7 +175,8 @@ class FedRIR(Method):
 
     def _vclub(self, client: Client, g: torch.Tensor, c: torch.Tensor, idm: torch.optim.Optimizer) -> torch.Tensor:
         """Eq. 7: an upper bound of I(g; c), from q(g | c) that ``idm`` has fitted to this batch before."""
-        q, params = client.model.part("distiller"), self.params
+        q = client.model.part("distiller")
+        params = self.params
         for _ in range(params.idm_steps):
             idm.zero_grad(set_to_none=True)
             gaussian_misfit(g.detach(), *q(c)).backward()  # type: ignore[no-untyped-call]
@@ -186,7 +193,8 @@ class FedRIR(Method):
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Shared features, and the client's own where it has any."""
-        views, model = super().views(client, inputs), client.model
+        views = super().views(client, inputs)
+        model = client.model
         if self.params.without_mcsl:
             return views
         return {**views, "specific": evaluate(lambda piece: specific_features(model, piece), model, inputs)}

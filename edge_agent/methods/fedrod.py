@@ -52,7 +52,8 @@ class FedRoD(Method):
 
     def loss(self, client: Client, received: Tensors) -> Loss:
         """Both losses in one sum: step for step the same as one after the other, as they share no weight."""
-        model, personal = client.model, client.model.part("personal_head")
+        model = client.model
+        personal = client.model.part("personal_head")
         counts = torch.bincount(client.train_labels, minlength=client.task.num_classes)
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

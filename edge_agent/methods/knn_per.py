@@ -25,7 +25,10 @@ from ..training.finetune import fingerprint
 from ..training.loops import evaluate, features_of
 from . import Client, Method, MethodParams, grades
 
-_STAMP, _FEATURES, _LABELS, _CHOSEN = "memorized.from", "memorized.features", "memorized.labels", "memorized.chosen"
+_STAMP = "memorized.from"
+_FEATURES = "memorized.features"
+_LABELS = "memorized.labels"
+_CHOSEN = "memorized.chosen"
 
 
 class KNNPerParams(MethodParams):
@@ -92,14 +95,18 @@ class KNNPer(Method):
         self, client: Client, features: np.ndarray, labels: np.ndarray, rng: np.random.Generator
     ) -> tuple[float, float, float]:
         """k, scale and lambda of most correct answers on held-out samples; the first of equally good ones."""
-        params, total = self.params, len(features)
+        params = self.params
+        total = len(features)
         shares = MIXES if params.mix is None else (params.mix,)
         offered = list(itertools.product(params.neighbours, params.scales, shares))
-        order, held = rng.permutation(total), round(params.held_back * total)
+        order = rng.permutation(total)
+        held = round(params.held_back * total)
         if len(offered) == 1 or not 0 < held < total:
             return float(params.neighbours[0]), params.scales[0], 0.5 if params.mix is None else params.mix
-        asked, rest = order[:held], order[held:]
-        queries, shared = features[asked].astype(np.float64), _probabilities(client, features[asked])
+        asked = order[:held]
+        rest = order[held:]
+        queries = features[asked].astype(np.float64)
+        shared = _probabilities(client, features[asked])
 
         def near(neighbours: int, scale: float) -> np.ndarray:
             return votes(queries, features[rest], labels[rest], client.task.num_classes, neighbours, scale)

@@ -61,8 +61,10 @@ class PerFedAvg(Tuned):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """E epochs of meta steps."""
-        model, params = client.model, self.params
-        weights, optimizer = list(model.parameters()), local_optimizer(model.parameters(), params)
+        model = client.model
+        params = self.params
+        weights = list(model.parameters())
+        optimizer = local_optimizer(model.parameters(), params)
 
         def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             first, last = halves(len(labels))
@@ -87,9 +89,11 @@ class PerFedAvg(Tuned):
 
     def tune(self, client: Client) -> None:
         """One step, or some, of plain SGD with alpha."""
-        params, model = self.params, client.model
+        params = self.params
+        model = client.model
         optimizer = torch.optim.SGD(model.parameters(), lr=params.adapt_lr)
-        weights, steps = {"adapt_lr": params.adapt_lr}, params.adapt_steps
+        weights = {"adapt_lr": params.adapt_lr}
+        steps = params.adapt_steps
         train(client, cross_entropy(model), params, optimizer=optimizer, epochs=1, steps=steps, weights=weights)
 
 

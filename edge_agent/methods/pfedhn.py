@@ -33,8 +33,11 @@ from .base import is_learned
 from .families import names_in, rng_of, with_rows
 from .values import Norm
 
-_HYPER, _SPEED, _NAMES = "hyper.net.", "hyper.speed.", "clients.names"
-_EMBEDDING, _EMBEDDING_SPEED = "clients.embedding", "clients.speed"
+_HYPER = "hyper.net."
+_SPEED = "hyper.speed."
+_NAMES = "clients.names"
+_EMBEDDING = "clients.embedding"
+_EMBEDDING_SPEED = "clients.speed"
 _MOST_BYTES = 4 << 30
 
 
@@ -122,7 +125,8 @@ class PFedHN(Method):
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         """One step of the hypernetwork and of the embeddings of the round's clients."""
-        network, embeddings = self._network(state), dict[str, Tensors]()
+        network = self._network(state)
+        embeddings = dict[str, Tensors]()
         summed = [torch.zeros_like(weight) for weight in network.parameters()]
         before = names_in(state, _NAMES)
 
@@ -140,7 +144,8 @@ class PFedHN(Method):
 
         result = {**state, **self.mean(updates, differentiate)}
         for (name, _), slope in zip(network.named_parameters(), summed, strict=True):
-            old, speed = state[_HYPER + name], state[_SPEED + name]
+            old = state[_HYPER + name]
+            speed = state[_SPEED + name]
             result[_HYPER + name], result[_SPEED + name] = self._step(old, speed, slope.numpy())
         return {**result, **with_rows(state, _NAMES, embeddings)}
 
@@ -168,7 +173,8 @@ class PFedHN(Method):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """K steps of SGD from H(e)."""
-        model, params = client.model, self.params
+        model = client.model
+        params = self.params
 
         def clip() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), params.clip)

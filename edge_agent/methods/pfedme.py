@@ -54,7 +54,9 @@ class PFedMe(TwoNetworks):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """R batches: K steps of theta, then one of w; returns w."""
-        params, model, network = self.params, client.model, second(client.model)
+        params = self.params
+        model = client.model
+        network = second(client.model)
         copy_tensors(model, network)
         own, shared = zip(*pairs(model), strict=True)
         optimizer = local_optimizer(own, params, lr=params.personal_lr)

@@ -88,7 +88,8 @@ class RepPer(Method):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Stage CRL: E epochs of the supervised contrastive loss."""
-        params, model = self.params, client.model
+        params = self.params
+        model = client.model
         shrink = params.lr_decay ** sum(client.round > share * client.rounds for share in params.decay_at)
         optimizer = local_optimizer(model.encoder.parameters(), params, lr=params.lr * shrink)
         if params.global_head:

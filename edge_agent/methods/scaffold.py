@@ -29,7 +29,9 @@ from . import Client, Method, MethodParams, Update, grades
 from .base import SERVER_ONLY, is_learned
 from .families import names_in, packed, towards
 
-_SENT, _OWN, _SEEN = "extra.control.", "control.", SERVER_ONLY + "clients"
+_SENT = "extra.control."
+_OWN = "control."
+_SEEN = SERVER_ONLY + "clients"
 
 
 class ScaffoldParams(MethodParams):
@@ -84,7 +86,8 @@ class Scaffold(Method):
         """E epochs of corrected SGD; then the control variate becomes the mean gradient of the way that was taken."""
         controls = {name.removeprefix(_SENT): array for name, array in received.items() if name.startswith(_SENT)}
         own = {name: client.memory.get(_OWN + name, np.zeros_like(array)) for name, array in controls.items()}
-        weights, steps = dict(client.model.named_parameters()), 0
+        weights = dict(client.model.named_parameters())
+        steps = 0
         shifts = [
             (weights[name], torch.from_numpy(control - own[name]).to(client.device))
             for name, control in controls.items()

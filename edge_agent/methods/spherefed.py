@@ -35,7 +35,8 @@ from . import Client, Method, MethodParams, Update
 from .families import MOST_SAMPLES
 from .values import ClassStatistics
 
-_GRAM, _CROSS = "extra.gram", "extra.cross"
+_GRAM = "extra.gram"
+_CROSS = "extra.cross"
 
 
 class SphereFedParams(MethodParams):
@@ -161,7 +162,9 @@ class SphereFed(Method):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """E epochs of the encoder; in the last round none, but A and B of what was received."""
-        params, labels, classes = self.params, client.train_labels, client.task.num_classes
+        params = self.params
+        labels = client.train_labels
+        classes = client.task.num_classes
         calibrates = params.calibrate and client.round >= client.rounds > 1
         train(client, self.loss(client, received), params, epochs=0 if calibrates else None, frozen=self.frozen)
         if not calibrates:
@@ -170,12 +173,15 @@ class SphereFed(Method):
         counted = (torch.bincount(labels, minlength=classes) >= params.min_class_count)[labels]
         unit = F.normalize(features_of(client.model, client.train_inputs)[counted].double(), dim=1)
         targets = F.one_hot(labels[counted], classes).double()
-        gram, cross = (unit.T @ unit).cpu().numpy(), (unit.T @ targets).cpu().numpy()
+        gram = (unit.T @ unit).cpu().numpy()
+        cross = (unit.T @ targets).cpu().numpy()
         return {**self.sent(client), _GRAM: gram[np.triu_indices(len(gram))], _CROSS: cross}
 
     def loss(self, client: Client, received: Tensors) -> Loss:
         """Squared error of W z / |z| to one-hot labels, or cross entropy."""
-        model, classes, scale = client.model, client.task.num_classes, self.params.scale
+        model = client.model
+        classes = client.task.num_classes
+        scale = self.params.scale
         if self.params.loss == "ce":
             return lambda inputs, labels: F.cross_entropy(model(inputs), labels)
         return lambda inputs, labels: F.mse_loss(model(inputs) / scale, F.one_hot(labels, classes).float())

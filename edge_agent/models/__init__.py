@@ -108,7 +108,8 @@ def check(task: Task) -> Encoder:
         ConfigError: as `create`.
         MissingCapability: as `create`.
     """
-    encoder, mistakes = get(task.encoder), list[str]()
+    encoder = get(task.encoder)
+    mistakes = list[str]()
     sides = task.input_shape[1:]
     if task.input.kind not in encoder.accepts:
         mistake = f"task.input.kind is '{task.input.kind}', this encoder takes {' or '.join(encoder.accepts)}"

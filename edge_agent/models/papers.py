@@ -120,7 +120,8 @@ def _cells(side: int) -> torch.Tensor:
     """Weights (6, side) of each cell's mean; cells overlap, or repeat pixels, where 6 does not divide the side."""
     weights = torch.zeros(_GRID, side)
     for cell in range(_GRID):
-        begin, end = cell * side // _GRID, -(-(cell + 1) * side // _GRID)
+        begin = cell * side // _GRID
+        end = -(-(cell + 1) * side // _GRID)
         weights[cell, begin:end] = 1.0 / (end - begin)
     return weights
 
@@ -140,7 +141,8 @@ def alexnet_bn(task: Task, _: NoParams) -> nn.Module:
         height, width = ((side + 2 * padding - kernel) // stride + 1 for side in (height, width))
         if pooled:
             layers.append(nn.MaxPool2d(3, stride=2))
-            height, width = (height - 3) // 2 + 1, (width - 3) // 2 + 1
+            height = (height - 3) // 2 + 1
+            width = (width - 3) // 2 + 1
         channels = wider
     layers += [nn.Identity() if (height, width) == (_GRID, _GRID) else GridMean(height, width), nn.Flatten()]
     for inputs in (256 * _GRID * _GRID, 4096):

@@ -165,7 +165,8 @@ def choose(
     `LONGEST_FIT_S` is given up, whatever parameters the bundle suggests.
     Without folds (one sample of each class) the first one that can be fitted is taken.
     """
-    trials, on = [Trial(name) for name in names], _CrossValidation(fit, features, labels, divisions, clock)
+    trials = [Trial(name) for name in names]
+    on = _CrossValidation(fit, features, labels, divisions, clock)
     if not divisions:
         return HeadChoice(on.first_that_fits(trials), tuple(trials), "too few samples to compare heads")
     running, slow = on.race(trials, budget_s)
@@ -194,7 +195,8 @@ def cross_validated(
     clock: Callable[[], float] = time.process_time,
 ) -> Trial:
     """How one head fares on all folds; ``dropped`` says why where a fit fails. Arguments as for `choose`."""
-    trial, on = Trial(name), _CrossValidation(fit, features, labels, divisions, clock)
+    trial = Trial(name)
+    on = _CrossValidation(fit, features, labels, divisions, clock)
     for fold in divisions:
         if not on.tried(trial, fold):
             break
@@ -213,7 +215,10 @@ class _CrossValidation:
 
     def race(self, trials: Sequence[Trial], budget_s: float) -> tuple[list[Trial], list[Trial]]:
         """The heads that were tried on all folds that there was time for, in their order, and those too slow for it."""
-        begin, running, slow, folds = self.clock(), list(trials), list[Trial](), len(self.divisions)
+        begin = self.clock()
+        running = list(trials)
+        slow = list[Trial]()
+        folds = len(self.divisions)
         for number, fold in enumerate(self.divisions):
             for trial in list(running):
                 cost = trial.seconds / number if number else 0.0
@@ -235,7 +240,8 @@ class _CrossValidation:
 
     def tried(self, trial: Trial, fold: Fold) -> bool:
         """Try a head on one fold; whether it could be fitted. Why not is in ``trial.dropped``."""
-        begin, labels = self.clock(), self.labels[fold.test]
+        begin = self.clock()
+        labels = self.labels[fold.test]
         try:
             with time_limit(LONGEST_FIT_S, self.clock):
                 answers = self.fit(trial.name, fold.train).predict_proba(self.features[fold.test])

@@ -55,7 +55,8 @@ class UnknownRule:
         rows = _unit(features)
         if len(rows) > (most := max(MOST_ROWS, least_for(rate))):
             part = np.random.default_rng(0).choice(len(rows), most, replace=False)
-            rows, own = rows[part], own[part]
+            rows = rows[part]
+            own = own[part]
         distances = np.sort(_distances(rows, rows, own))
         return cls(rows, float(distances[math.ceil((len(rows) + 1) * (1 - rate)) - 1]), rate)
 
@@ -123,7 +124,8 @@ def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
 
     ``probabilities`` (n, K), ``labels`` (n,) integers below K; n is at least 1.
     """
-    confidence, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
+    confidence = probabilities.max(axis=1)
+    right = probabilities.argmax(axis=1) == labels
     parts = np.array_split(np.argsort(confidence, kind="stable"), _BINS)
     return float(
         sum(abs(confidence[part].mean() - right[part].mean()) * len(part) for part in parts if len(part)) / len(labels)
@@ -147,9 +149,12 @@ def best_temperature(probabilities: np.ndarray, labels: np.ndarray) -> float:
 
     ``probabilities`` (n, K), ``labels`` (n,) integers below K.
     """
-    low, high, ratio = -1.0, 1.0, (math.sqrt(5) - 1) / 2
+    low = -1.0
+    high = 1.0
+    ratio = (math.sqrt(5) - 1) / 2
     for _ in range(30):
-        first, second = high - ratio * (high - low), low + ratio * (high - low)
+        first = high - ratio * (high - low)
+        second = low + ratio * (high - low)
         losses = [float(log_losses(probabilities, labels, 10.0**exponent).mean()) for exponent in (first, second)]
         low, high = (low, second) if losses[0] <= losses[1] else (first, high)
     return float(10.0 ** ((low + high) / 2))
@@ -178,7 +183,8 @@ class Confidence:
         Raises:
             StateError: they are not such arrays, or for other features than those of ``feature_dim`` values.
         """
-        calibration, unknown = None, None
+        calibration = None
+        unknown = None
         try:
             if "calibration" in arrays:
                 calibration = Calibration(*arrays["calibration"].tolist())
@@ -194,7 +200,8 @@ class Confidence:
 
     def metrics(self) -> dict[str, float | int | str | None]:
         """What is reported of it: temperature, ``ece_before`` and ``ece_after`` (0..1), ``unknown_rate`` (0..1)."""
-        known, rule = self.calibration, self.unknown
+        known = self.calibration
+        rule = self.unknown
         return {
             "temperature": None if known is None else round(known.temperature, 4),
             "ece_before": None if known is None else round(known.error_before, 4),

@@ -122,7 +122,8 @@ class Encoder:
                 its output has another size than the manifest promises, or this device computes other features than
                 the exporter.
         """
-        variant, runtime = bundle.variant(precision), onnxruntime()
+        variant = bundle.variant(precision)
+        runtime = onnxruntime()
         model = _Model(bundle.folder / variant.file, bundle.manifest.files[variant.file].sha256, bundle.made)
         if norm is not None:
             if precision != "fp32":
@@ -204,7 +205,8 @@ def cost_of(bundle: Bundle, precision: EncoderPrecision) -> graph_check.Cost:
     Raises:
         BundleDamaged: it is none that may run, or that gives features of the promised size.
     """
-    variant, shape = bundle.variant(precision), bundle.manifest.task.input_shape
+    variant = bundle.variant(precision)
+    shape = bundle.manifest.task.input_shape
     expected = (batch_size(shape), bundle.manifest.feature_dim)
     cost = graph_check.check(mapped(bundle.folder / variant.file), [(expected[0], *shape)], where=variant.file)
     if cost.outputs != (expected,):
@@ -221,7 +223,8 @@ def _try_once(bundle: Bundle, precision: EncoderPrecision, *, record: bool) -> N
         BundleDamaged: it does not run, does not end, or computes something else than the exporter did.
     """
     cost = cost_of(bundle, precision)
-    path, conditions = bundle.made / "trial.json", {"bundle_id": bundle.id, **arithmetic()}
+    path = bundle.made / "trial.json"
+    conditions = {"bundle_id": bundle.id, **arithmetic()}
     passed = read_record(path, conditions).get("passed", []) if record else []
     if precision not in passed:
         try_out(bundle.folder, precision, _trial_memory(bundle, precision, cost))
@@ -265,7 +268,8 @@ def trial() -> None:
     """The child of `try_out`: its question comes as JSON on stdin, what is wrong goes to stdout."""
     question = json.load(sys.stdin)
     end_with(question["parent"])
-    runtime, precision = onnxruntime(), question["precision"]
+    runtime = onnxruntime()
+    precision = question["precision"]
     limit_resources(question["memory_bytes"], TRIAL_CPU_S)
     result: dict[str, Any] = {}
     try:
@@ -284,7 +288,8 @@ def trial() -> None:
 def _run_encoder(runtime: ModuleType, bundle: Bundle, precision: EncoderPrecision) -> None:
     file = bundle.folder / bundle.variant(precision).file
     session = _onnx_session(runtime, _Model(file, "", bundle.made), ["CPUExecutionProvider"], 1)
-    shape, size = bundle.manifest.task.input_shape, bundle.manifest.feature_dim
+    shape = bundle.manifest.task.input_shape
+    size = bundle.manifest.feature_dim
     name = session.get_inputs()[0].name
     encoder = Encoder(session, name, shape, size, precision, "", ("CPUExecutionProvider",), "onnx")
     self_test.check(bundle, precision, encoder.features)
@@ -324,7 +329,8 @@ def features_of(
     digests = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in samples.inputs]
     rows = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
     stored: dict[bytes, np.ndarray] = {}
-    wanted, others = set(digests), oldest_first(cache.glob(f"{stem}-*.safetensors"))
+    wanted = set(digests)
+    others = oldest_first(cache.glob(f"{stem}-*.safetensors"))
     for other in reversed(others):
         names, features = _read_features(other, encoder.feature_dim)
         for name, row in zip(map(bytes, names), features, strict=True):
@@ -375,12 +381,14 @@ def trim_features(cache: Path, most_bytes: int, fingerprint: str) -> int:
     # A name ends with the encoder's fingerprint, the providers and the digest of the samples.
     of_head = [path for path in files if path.name.split("-")[-3:-2] == [fingerprint[:32]]][-2:]
     sizes = {path: size_of(path) for path in files}
-    used, removed = sum(sizes.values()), 0
+    used = sum(sizes.values())
+    removed = 0
     for path in files:
         if used <= most_bytes:
             break
         if path not in of_head:
-            used, removed = used - sizes[path], removed + 1
+            used = used - sizes[path]
+            removed = removed + 1
             path.unlink(missing_ok=True)
     return removed
 
@@ -389,7 +397,8 @@ def _read_features(path: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Digests (n, 16) uint8 of the inputs, and their features (n, size); n is 0 where the file cannot be used."""
     with contextlib.suppress(HeadwaterError):
         content = read_tensors(path)
-        rows, features = content.get("rows", np.empty(0)), content.get("features", np.empty(0))
+        rows = content.get("rows", np.empty(0))
+        features = content.get("features", np.empty(0))
         is_whole = rows.shape == (len(features), 16) and features.shape[1:] == (size,)
         if is_whole and rows.dtype == np.uint8 and features.dtype == np.float32 and np.isfinite(features).all():
             return rows, features
@@ -492,11 +501,13 @@ def _mapped(model: _Model, runtime: ModuleType) -> Path | None:
     """The .ort twin of ``model``, made where it is missing or damaged; None where it cannot be made."""
     onnx = model.path
     stem = f"{onnx.name}.{model.id[:16]}.{runtime.__version__}.{processor()}"
-    target, note = model.made / f"{stem}.ort", model.made / f"{stem}.json"
+    target = model.made / f"{stem}.ort"
+    note = model.made / f"{stem}.json"
     conditions = {"encoder": model.id, **arithmetic()}
     if target.is_file() and sha256_file(target) == read_record(note, conditions).get("sha256"):
         return target
-    temporary, source = model.made / f".{stem}.{os.getpid()}.tmp", onnx
+    temporary = model.made / f".{stem}.{os.getpid()}.tmp"
+    source = onnx
     try:
         model.made.mkdir(exist_ok=True)
         if model.content is not None:

@@ -31,7 +31,8 @@ def fit_numeric(
     head = numeric.create(name, params)
     if not head.predicts_targets:
         rows = np.flatnonzero(is_normal(train, head))
-        train, features = replace(train.take(rows), targets=None), features[rows]
+        train = replace(train.take(rows), targets=None)
+        features = features[rows]
     elif train.targets is None:
         raise DataError(_no_targets(head))
     parts = folds(train, FOLDS, np.random.default_rng(seed)) if len(train) else []
@@ -63,7 +64,8 @@ def score_numeric(
         }
     if test.targets is None:
         raise DataError(_no_targets(head))
-    errors, variance = answers - test.targets, float(test.targets.var()) if len(test) else 0.0
+    errors = answers - test.targets
+    variance = float(test.targets.var()) if len(test) else 0.0
     result = {
         "rmse.personal": _root_mean_square(errors),
         "mae.personal": float(np.abs(errors).mean()) if len(test) else None,
@@ -107,7 +109,8 @@ def auroc(low: np.ndarray, high: np.ndarray) -> float | None:
     if not len(low) or not len(high):
         return None
     ordered = np.sort(low)
-    below, up_to = np.searchsorted(ordered, high, "left"), np.searchsorted(ordered, high, "right")
+    below = np.searchsorted(ordered, high, "left")
+    up_to = np.searchsorted(ordered, high, "right")
     return float((below + up_to).mean() / (2 * len(low)))
 
 

@@ -226,9 +226,11 @@ class Result:
 
     def save(self, folder: Path) -> Path:
         """Write the head into ``folder``; returns the path of its JSON file."""
-        head, confidence = self.head, self.confidence
+        head = self.head
+        confidence = self.confidence
         if self.local is not None:
-            head, confidence = self.local.head, Confidence()
+            head = self.local.head
+            confidence = Confidence()
         bound = self.fingerprint, self.precision, self.class_names
         return saved.save(
             folder, SavedHead(head, *bound, self.metrics(), confidence, self.norm, self.local, self.learned)
@@ -315,7 +317,9 @@ def _is_used_alone(features: Features, local: Alone, result: Result) -> bool:
     """Whether the local model takes the head's place: better beyond noise, or surer in the head's cross-validation."""
     if result.scores.better_alone or local.model.name == MAJORITY:
         return result.scores.better_alone
-    train, options, names = features.train.ready(), features.options, features.train.class_names
+    train = features.train.ready()
+    options = features.options
+    names = features.train.class_names
     divisions = _divisions(train, options)
 
     def fit_rows(name: str, rows: np.ndarray) -> Head:
@@ -349,9 +353,11 @@ def _measured(features: Features, options: FitOptions) -> Result:
     """The result of a head with what it costs; memory is what numpy takes, which is nearly all."""
     tracemalloc.start()
     try:
-        before, begin = tracemalloc.get_traced_memory()[0], options.clock()
+        before = tracemalloc.get_traced_memory()[0]
+        begin = options.clock()
         result = _fit_and_score(features, options)
-        seconds, peak = options.clock() - begin, tracemalloc.get_traced_memory()[1]
+        seconds = options.clock() - begin
+        peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     begin = options.clock()
@@ -380,7 +386,8 @@ def with_doubtful_labels(features: Features, result: Result) -> Result:
 
 def curve(features: Features, head: str) -> LearningCurve:
     """Accuracy of a head by number of samples, cross-validated on the training samples."""
-    options, labels = replace(features.options, head=head, params={}), features.train.labels
+    options = replace(features.options, head=head, params={})
+    labels = features.train.labels
 
     def score(rows: np.ndarray, tested: np.ndarray) -> int:
         names = features.train.class_names
@@ -392,15 +399,19 @@ def curve(features: Features, head: str) -> LearningCurve:
 
 
 def _fit_and_score(features: Features, options: FitOptions) -> Result:
-    names, train, encoder = features.train.class_names, features.train, features.encoder
+    names = features.train.class_names
+    train = features.train
+    encoder = features.encoder
     options, choice = best_head(features.bundle, train, features.train_features, options)
     fitted = fit(features.bundle, features.train_features, train.labels, options, names)
-    exactness, card = "not stated", features.bundle.manifest.heads.get(fitted.name)
+    exactness = "not stated"
+    card = features.bundle.manifest.heads.get(fitted.name)
     if card is not None:
         exactness = card.exactness
     if fitted.uses_shared and shared_classifier(features.bundle, names) is None:
         exactness = "approximate"  # it answers without the shared classifier
-    answers, test = fitted.predict_proba(features.test_features), features.test
+    answers = fitted.predict_proba(features.test_features)
+    test = features.test
     return Result(
         head=fitted,
         fingerprint=encoder.fingerprint,
@@ -440,7 +451,8 @@ def extract(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOption
     train_features, test_features = (
         features_of(part, encoder, options.cache, options.progress("features")) for part in (train, test)
     )
-    computed, local = options.clock(), None
+    computed = options.clock()
+    local = None
     if options.local:
         local = alone(train, test, len(train.class_names), options.seed, options.progress("local model"))
     return Features(

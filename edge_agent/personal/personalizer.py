@@ -136,7 +136,11 @@ class Personalizer:
         norm: WantedNorm = "shipped",
         threads: int = 1,
     ) -> None:
-        self.bundle, self.encoder, self.head, self._norm, self._threads = bundle, encoder, head, norm, threads
+        self.bundle = bundle
+        self.encoder = encoder
+        self.head = head
+        self._norm = norm
+        self._threads = threads
         self.numeric: SavedNumeric | None = None
         self.local: LocalModel | None = None
         self.choice: HeadChoice | None = None
@@ -288,7 +292,8 @@ class Personalizer:
         """
         if self.head is not None and self._seen is None:
             raise UsageError("a loaded head comes without its samples; fit one with all samples first")
-        given, known = data.label_array(y), () if self._seen is None else self._seen.class_names
+        given = data.label_array(y)
+        known = () if self._seen is None else self._seen.class_names
         named = np.empty(0, int) if classes is None else data.label_array(classes)
         more = named.astype(str).tolist()
         are_names = given.dtype.kind == "U" or all(map(_is_integer, [*known, *more]))
@@ -297,7 +302,8 @@ class Personalizer:
         if not known and not more:
             names = data.with_own_classes(self.bundle.manifest.task.class_names, held)
         new = self._samples(X, given, names)
-        features, digests = self.encoder.features(new.inputs), new.row_digests()
+        features = self.encoder.features(new.inputs)
+        digests = new.row_digests()
         kind: LabelKind = "text" if named.dtype.kind == "U" else _kind_of_labels(given, new)
         if self._seen is not None:
             kind = kind if self.head is None or self.head.metrics["labels"] == kind else "text"
@@ -335,8 +341,11 @@ class Personalizer:
             norm=encoder.norm,
             learned=digests,
         )
-        self.numeric, self.local = None, None
-        self.encoder, self._seen, self._options = encoder, seen, options
+        self.numeric = None
+        self.local = None
+        self.encoder = encoder
+        self._seen = seen
+        self._options = options
         return self
 
     @property
@@ -406,7 +415,8 @@ class Personalizer:
             return score_numeric(self.numeric.head, samples, self.encoder.features(samples.inputs))
         samples = self._samples(X, y, self.classes, strict=strict)
         features = self.encoder.features(samples.inputs)
-        right, overall = np.zeros(0, bool), score_global(self.bundle, features, samples)
+        right = np.zeros(0, bool)
+        overall = score_global(self.bundle, features, samples)
         if self.head is not None:
             rows = features if self.head.local is None else saved_features(self.head, self.encoder, samples)
             right = self.head.head.predict_proba(rows).argmax(axis=1) == samples.labels
@@ -437,7 +447,8 @@ class Personalizer:
             FingerprintMismatch: the head was fitted on another encoder.
             StateError: no head there, or a damaged one.
         """
-        folder, encoder = Path(path), self.encoder
+        folder = Path(path)
+        encoder = self.encoder
         known: SavedNumeric | SavedHead = (
             load_numeric_head(folder, self.bundle) if saved.is_numeric(folder) else load_head(folder, self.bundle)
         )

@@ -137,7 +137,8 @@ def with_norm(
     )
     right = {name: f"{100 * rows.mean():.1f} %" if rows.size else "none" for name, rows in answers.items()}
     why = f"a head on local data is right on {right['own']} with own statistics, {right['shipped']} with those shipped"
-    noise, stays_local = (lost + gained) ** 0.5, bundle.manifest.norm != "global"
+    noise = (lost + gained) ** 0.5
+    stays_local = bundle.manifest.norm != "global"
     result = (
         own if answers["own"].size and (lost - gained <= noise if stays_local else gained - lost > noise) else shipped
     )
@@ -151,7 +152,8 @@ def estimated(bundle: Bundle, inputs: np.ndarray) -> OwnNorm:
     Raises:
         BundleDamaged: the probe does not run, gives impossible statistics, or others than the changed encoder uses.
     """
-    free, variant = bundle.manifest.free_norm, bundle.variant("fp32")
+    free = bundle.manifest.free_norm
+    variant = bundle.variant("fp32")
     if free is None:
         raise BundleDamaged(why_not(bundle.manifest, len(inputs)))
     kind = bundle.manifest.task.input.kind
@@ -163,7 +165,8 @@ def estimated(bundle: Bundle, inputs: np.ndarray) -> OwnNorm:
     if not np.isfinite(statistics).all():
         raise BundleDamaged("batch norm statistics of the local inputs are not finite")
     golden = self_test.prepared(bundle.golden()["raw"], bundle.manifest.task.input)
-    few, content = inputs[: len(golden)], changed(bundle, variant.fingerprint, statistics)
+    few = inputs[: len(golden)]
+    content = changed(bundle, variant.fingerprint, statistics)
     features = run_probe(probe_of(bundle, content), kind, np.concatenate([golden, few]), 0.0)[1]
     difference = float(np.abs(features[len(golden) :] - expected[: len(few)]).max(initial=0))
     if not difference <= _PROBE_TOLERANCE * max(1.0, float(np.abs(expected).max(initial=0))):

@@ -103,7 +103,8 @@ def run(
     Raises:
         BundleDamaged: a result differs by more than its tolerance.
     """
-    path, conditions = bundle.made / "self_test.json", {"bundle_id": bundle.id, **device}
+    path = bundle.made / "self_test.json"
+    conditions = {"bundle_id": bundle.id, **device}
     name = precision if norm is None else norm.fingerprint
     passed = read_record(path, conditions).get("passed", []) if record else []
     if name in passed:
@@ -125,7 +126,9 @@ def check(
     Raises:
         BundleDamaged: as `run`.
     """
-    result, spec, class_names = bundle.golden(), bundle.manifest.task.input, bundle.manifest.task.class_names
+    result = bundle.golden()
+    spec = bundle.manifest.task.input
+    class_names = bundle.manifest.task.class_names
     _check_form(bundle, precision, result)
     if not np.array_equal(result["class_names"], _digest(class_names)):
         raise BundleDamaged(
@@ -159,7 +162,8 @@ def check(
 
 def _check_form(bundle: Bundle, precision: EncoderPrecision, received: Tensors) -> None:
     """Check that all golden tensors exist, in the form that the exporter writes."""
-    task, size = bundle.manifest.task, bundle.manifest.feature_dim
+    task = bundle.manifest.task
+    size = bundle.manifest.feature_dim
     expected: dict[str, tuple[tuple[int, ...], type]] = {
         "class_names": ((32,), np.uint8),
         f"features_{precision}": ((_COUNT, size), np.float32),
@@ -185,14 +189,16 @@ def _photo_shape(spec: ImageInput) -> tuple[int, int, int]:
 
 def _check_features(received: np.ndarray, expected: np.ndarray, precision: EncoderPrecision) -> float:
     if precision == "fp32":
-        tolerance, (difference, scale) = FP32_TOLERANCE, _difference(received, expected)
+        tolerance = FP32_TOLERANCE
+        (difference, scale) = _difference(received, expected)
         shown = f"by {difference:.3g} of their scale {scale:.3g}"
     else:
         lengths = np.linalg.norm(expected.astype(np.float64), axis=1)
         distances = np.linalg.norm(received.astype(np.float64) - expected, axis=1)
         # A row of almost nothing counts by the length of the others.
         relative = distances / np.maximum(lengths, 1e-3 * lengths.max(initial=0) or 1.0)
-        tolerance, difference = INT8_TOLERANCE, float(np.median(relative) if np.isfinite(received).all() else np.nan)
+        tolerance = INT8_TOLERANCE
+        difference = float(np.median(relative) if np.isfinite(received).all() else np.nan)
         shown = f"by a relative distance of {difference:.3g} in the median"
     if not difference <= tolerance:  # also where it is NaN
         raise BundleDamaged(

@@ -309,7 +309,8 @@ class Ledger:
     """What the updates of this device have cost, on its disk, over all runs."""
 
     def __init__(self, folder: Path, policy: PrivacyConfig) -> None:
-        self._path, self._policy = folder / LEDGER_FILE, policy
+        self._path = folder / LEDGER_FILE
+        self._policy = policy
 
     def check(self, noise: float) -> None:
         """Return quietly when one more update with this noise multiplier is within the budget.
@@ -318,7 +319,8 @@ class Ledger:
             PrivacyRefused: it is not.
             StateError: the file is damaged; nothing leaves before that is repaired.
         """
-        limit, delta = self._policy.epsilon, self._policy.delta
+        limit = self._policy.epsilon
+        delta = self._policy.delta
         if limit is None:
             return
         after = epsilon_of(self.spent() + cost(noise), delta)
@@ -358,7 +360,8 @@ class Ledger:
 
         Epsilon does not cover the ``updates_without_noise``.
         """
-        limit, delta = self._policy.epsilon, self._policy.delta
+        limit = self._policy.epsilon
+        delta = self._policy.delta
         epsilon = epsilon_of(self.spent(), delta)
         return {
             "epsilon": epsilon if math.isfinite(epsilon) else None,

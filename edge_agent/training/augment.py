@@ -33,7 +33,8 @@ def _on_pixels(views: Augment, spec: ImageInput) -> Augment:
     mean, std = (torch.tensor(v).expand(spec.channels).view(1, -1, 1, 1).clone() for v in (spec.mean, spec.std))
 
     def augment(inputs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        offset, scale = mean.to(inputs), std.to(inputs)
+        offset = mean.to(inputs)
+        scale = std.to(inputs)
         return (views(inputs * scale + offset, generator) - offset) / scale
 
     return augment
@@ -71,9 +72,11 @@ def flips_and_turns(task: Task, degrees: float = 30.0) -> Augment:
         return lambda inputs, _: inputs
 
     def turned(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        n, (height, width) = len(pixels), pixels.shape[-2:]
+        n = len(pixels)
+        (height, width) = pixels.shape[-2:]
         angle = _uniform(n, generator, -1.0, 1.0) * math.radians(degrees)
-        flip, stretch = _signs(n, generator), height / width
+        flip = _signs(n, generator)
+        stretch = height / width
         turns = [angle.cos() * flip, -angle.sin() * stretch, angle.sin() * flip / stretch, angle.cos()]
         rotation = torch.stack(turns, dim=1).view(n, 2, 2)
         still = torch.zeros(n, 2, 1, device=generator.device)
@@ -128,8 +131,10 @@ def _luma(pixels: torch.Tensor) -> torch.Tensor:
 
 def _erase(pixels: torch.Tensor, generator: torch.Generator, *, probability: float) -> torch.Tensor:
     """A rectangle of up to a third of each side becomes black, in a share of the images."""
-    n, (height, width) = len(pixels), pixels.shape[-2:]
-    rows, columns = _stretch(n, height, generator), _stretch(n, width, generator)
+    n = len(pixels)
+    (height, width) = pixels.shape[-2:]
+    rows = _stretch(n, height, generator)
+    columns = _stretch(n, width, generator)
     chosen = _uniform((n, 1, 1, 1), generator, 0.0, 1.0) < probability
     hole = rows[:, None, :, None] & columns[:, None, None, :] & chosen
     return pixels.masked_fill(hole.to(pixels.device), 0.0)
@@ -160,7 +165,8 @@ def mask_patches(images: torch.Tensor, ratio: float, patch: int, generator: torc
 
     ``patch`` (pixels) divides height and width. Ratio 0 gives the very images.
     """
-    rows, columns = images.shape[2] // patch, images.shape[3] // patch
+    rows = images.shape[2] // patch
+    columns = images.shape[3] // patch
     hidden = math.floor(ratio * rows * columns + 1e-9)  # 0.29 of 100 patches is 28.999999999999996 of them
     if not hidden:
         return images

@@ -47,7 +47,8 @@ def make_copy(client: Client, tune: Callable[[Client], object], parts: Sequence[
     Raises:
         TrainingFailed: from ``tune``; the model is put back and memory is as before.
     """
-    model, stamp = client.model, fingerprint(client.model)
+    model = client.model
+    stamp = fingerprint(client.model)
     names = [name for name in model.state_dict() if name.split(".", 1)[0] in parts]
     seed = int.from_bytes(stamp[:7].tobytes(), "little")
     generator = torch.Generator(device=client.device)

@@ -53,7 +53,8 @@ def local_optimizer(
     options: dict[str, Any] = {"lr": lr or params.lr, "weight_decay": params.weight_decay}
     make: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
     if params.optimizer == "sgd":
-        make, options["momentum"] = torch.optim.SGD, params.momentum
+        make = torch.optim.SGD
+        options["momentum"] = params.momentum
     try:
         return make(weights, fused=True, **options)
     except RuntimeError:
@@ -145,7 +146,9 @@ def train_by_steps(
         raise TrainingFailed(
             f"client '{client.id}' has no training samples; it takes no part until it has some", is_public=True
         )
-    control, mean_loss, optimizers = client.control, math.nan, [*filter(None, (optimizer, beside))]
+    control = client.control
+    mean_loss = math.nan
+    optimizers = [*filter(None, (optimizer, beside))]
     position, known_loss = begun(client, optimizers)
     if known_loss is not None:
         return known_loss
@@ -226,13 +229,16 @@ class Position:
         if self.resumed is not None:
             client.rng.bit_generator.state = self.order
             return
-        self.epoch, self.batch, self.order = epoch, 0, dict(client.rng.bit_generator.state)
+        self.epoch = epoch
+        self.batch = 0
+        self.order = dict(client.rng.bit_generator.state)
         self.sums = {"": torch.zeros((), device=client.device)}
 
     def within(self, client: Client) -> None:
         """The order of the epoch's batches is known: what is random continues as at the checkpoint."""
         if self.resumed is not None:
-            client.rng.bit_generator.state, self.resumed = self.resumed, None
+            client.rng.bit_generator.state = self.resumed
+            self.resumed = None
 
     def add(self, loss: torch.Tensor, terms: Mapping[str, torch.Tensor], samples: int) -> None:
         """One batch is done."""

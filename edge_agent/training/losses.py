@@ -62,7 +62,8 @@ def symmetric_divergence(first: torch.Tensor, second: torch.Tensor, *, detach_fi
 
     ``detach_first``: the first side of each term is a target that gets no gradient from it.
     """
-    log_p, log_q = F.log_softmax(first, dim=1), F.log_softmax(second, dim=1)
+    log_p = F.log_softmax(first, dim=1)
+    log_q = F.log_softmax(second, dim=1)
     target_p, target_q = (log_p.detach(), log_q.detach()) if detach_first else (log_p, log_q)
     forth = F.kl_div(log_q, target_p, reduction="batchmean", log_target=True)
     return forth + F.kl_div(log_p, target_q, reduction="batchmean", log_target=True)
@@ -98,9 +99,11 @@ def vclub(
     j runs over all rows, or for each i over the one row ``others[i]`` (n,). Normalising terms cancel.
     """
     if others is None:  # only the first two moments of all rows matter: n steps instead of n^2
-        first, second = values.mean(dim=0), values.square().mean(dim=0)
+        first = values.mean(dim=0)
+        second = values.square().mean(dim=0)
     else:
-        first, second = values[others], values[others].square()
+        first = values[others]
+        second = values[others].square()
     gap = second - values.square() + 2 * mean * (values - first)
     return 0.5 * (gap * torch.exp(-logvar)).sum(dim=1).mean()
 

@@ -141,7 +141,8 @@ def to_arrays(model: nn.Module, names: Iterable[str]) -> Tensors:
     Raises:
         TensorsError: the model has no tensor of such a name.
     """
-    state, wanted = model.state_dict(), tuple(names)
+    state = model.state_dict()
+    wanted = tuple(names)
     if missing := [f"no tensor '{name}'" for name in wanted if name not in state]:
         raise TensorsError(first_of(missing))
     copies = {name: state[name].to("cpu", copy=True, memory_format=torch.contiguous_format) for name in wanted}

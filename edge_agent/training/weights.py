@@ -26,7 +26,8 @@ CONVERT = (
 )
 MOST_BYTES = 4 << 30
 _PICKLES = (b"PK", b"\x80\x02")
-_COUNTER, _VARIANCE = "num_batches_tracked", "running_var"
+_COUNTER = "num_batches_tracked"
+_VARIANCE = "running_var"
 _PREFIX = "encoder."
 
 
@@ -39,7 +40,8 @@ def read_weights(encoder: nn.Module, path: Path) -> tuple[Tensors, tuple[str, ..
         WeightsError: the file cannot be read or is no safetensors file, or does not hold this encoder, finite and of
             its very shapes; all mistakes are listed.
     """
-    stored, expected = _read(path), encoder.state_dict()
+    stored = _read(path)
+    expected = encoder.state_dict()
     names = {name: name if name in stored else _PREFIX + name for name in expected}
     taken = {name: stored[key] for name, key in names.items() if key in stored}
     mistakes = [mistake for name, tensor in expected.items() if (mistake := _mistake(name, tensor, taken.get(name)))]

@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 
 _SHUT_OUT = frozenset({"Not authorized", "Bad user name or password"})
 INFLIGHT = 96  # QoS 1 publishes that paho may have unacknowledged; more wait in its queue, which our windows bound
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 30.0
+FIRST_BACKOFF_S = 0.5
+LAST_BACKOFF_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 2.0
 """How long a broker that has stopped reading may delay a disconnect."""
@@ -64,7 +65,9 @@ class MqttTransport:
 
         ``rank_of(message)``: how it is treated while it waits to be received; called in the network thread.
         """
-        self.config, self.client_id, self.will = config, client_id, will
+        self.config = config
+        self.client_id = client_id
+        self.will = will
         self.max_payload_bytes = config.max_packet_bytes
         self.traffic = Traffic()
         self._rng = rng or random.Random()  # noqa: S311 - spreads reconnects, guards nothing
@@ -75,7 +78,9 @@ class MqttTransport:
         self._subscribing = threading.RLock()
         self._client: paho.Client | None = None
         self._last_sent: paho.MQTTMessageInfo | None = None
-        self._up, self._tried, self._stopping = threading.Event(), threading.Event(), threading.Event()
+        self._up = threading.Event()
+        self._tried = threading.Event()
+        self._stopping = threading.Event()
         self._first_failure = self._rejection = self._remedy = ""
         self._thread: threading.Thread | None = None
         self._connection = 0
@@ -102,7 +107,8 @@ class MqttTransport:
 
     def close(self) -> None:
         """Disconnect; what was published before is sent first."""
-        client, last = self._client, self._last_sent
+        client = self._client
+        last = self._last_sent
         if client is not None and last is not None and self._up.is_set():
             # With an acknowledgement still unread, closing the socket would reset it: messages are lost, and the broker
             # publishes the will.
@@ -181,7 +187,8 @@ class MqttTransport:
         try:
             self._client = client = self._new_client()
             client.connect(self.config.host, self.config.port, keepalive=self.config.keepalive_s)
-            code, until = paho.MQTT_ERR_SUCCESS, float("inf")
+            code = paho.MQTT_ERR_SUCCESS
+            until = float("inf")
             while code == paho.MQTT_ERR_SUCCESS and time.monotonic() < until:
                 code = client.loop(timeout=1.0)
                 if self._stopping.is_set() and until == float("inf"):

@@ -158,7 +158,8 @@ class Guard:
     """What an agent lets in. ``refused`` counts commands that are not authentic, ``replayed`` those of the past."""
 
     def __init__(self, key: AgentKey | None, boot: str) -> None:
-        self._key, self._boot = key, boot
+        self._key = key
+        self._boot = boot
         self._numbers: OrderedDict[str, _Numbers] = OrderedDict()
         self._coordinator: str | None = None
         self._before: set[str] = set()
@@ -211,7 +212,8 @@ class Guard:
         if isinstance(message, Welcome) and message.boot != self._coordinator:
             if self._coordinator is not None:
                 self._before.add(self._coordinator)
-            self._coordinator, numbers.floor = message.boot, message.seq
+            self._coordinator = message.boot
+            numbers.floor = message.seq
         return True
 
     def _is_authentic(self, key: AgentKey, payload: bytes, *, to_all: bool) -> bool:

@@ -95,7 +95,8 @@ def pieces(
     entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     end = 0
     for name in order:
-        array, begin = arrays[name], end
+        array = arrays[name]
+        begin = end
         end += array.nbytes
         entries[name] = {"dtype": _CODES[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
@@ -119,7 +120,8 @@ def decode(data: Buffer) -> Tensors:
     start, entries, _ = _header(view)
     arrays: Tensors = {}
     for name, (spec, offset) in entries.items():
-        count, begin = math.prod(spec.shape), start + offset
+        count = math.prod(spec.shape)
+        begin = start + offset
         # numpy would accept a true of 255, and count it as 255.
         if spec.dtype.kind == "b" and np.frombuffer(view, np.uint8, count, begin).max(initial=0) > 1:
             raise TensorsError(f"tensor {name!r} is bool and holds other bytes than 0 and 1")
@@ -251,7 +253,9 @@ def _entry(name: str, fields: object) -> tuple[Spec, int]:
     _check_name(name)
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise TensorsError(f"tensor {name!r}: expected exactly dtype, shape and data_offsets")
-    code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    code = fields["dtype"]
+    shape = fields["shape"]
+    offsets = fields["data_offsets"]
     dtype = _DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
         raise TensorsError(f"tensor {name!r}: dtype {_short(code)} is not one of {', '.join(_DTYPES)}")

@@ -86,7 +86,8 @@ class Topics:
 
 def matches(topic_filter: str, topic: str) -> bool:
     """Whether a topic falls under a filter with ``+`` (one level) and ``#`` (all that follow)."""
-    wanted, levels = topic_filter.split("/"), topic.split("/")
+    wanted = topic_filter.split("/")
+    levels = topic.split("/")
     for position, level in enumerate(wanted):
         if level == "#":
             return True

@@ -24,7 +24,8 @@ def main(bundle_file: Path, inputs_file: Path, head_folder: Path, own_folder: Pa
     """Everything that a device computes, as named arrays."""
     bundle = installed.install(bundle_file, out.parent / "guest-bundles")
     with np.load(inputs_file, allow_pickle=False) as given:
-        inputs, labels = given["inputs"], given["labels"]
+        inputs = given["inputs"]
+        labels = given["labels"]
     found = {"machine": np.array(platform.machine())}
     for precision in ("fp32", "int8"):
         found[precision] = Encoder.open(bundle, precision).features(inputs)  # after its self-test

@@ -137,7 +137,8 @@ def test_bundle_of_the_host_says_the_same_in_the_guest(guest, made):
     """
     path, samples, folder = made
     bundle = installed.install(path, folder / "bundles")
-    inputs, labels = samples.inputs[:IMAGES], samples.labels[:IMAGES]
+    inputs = samples.inputs[:IMAGES]
+    labels = samples.labels[:IMAGES]
     np.savez(folder / "inputs.npz", inputs=inputs, labels=labels)
     here = {precision: Encoder.open(bundle, precision).features(inputs) for precision in ("fp32", "int8")}
     result = personalize(bundle, samples, Encoder.open(bundle, "fp32"))

@@ -36,14 +36,16 @@ class Hub:
     """A coordinator that only moves blobs. `start`, then `broadcast` and `upload`."""
 
     def __init__(self, state: StateFolder, transport: MqttTransport, topics: Topics) -> None:
-        self.transport, self.topics = transport, topics
+        self.transport = transport
+        self.topics = topics
         self.distributor = Distributor(topics, transport.publish, time.monotonic)
         self.collector = Collector(state.blobs, state.journal, self.send, time.monotonic)
         self.agents: set[str] = set()
         self.holders: set[str] = set()
         self.manifests: dict[str, up.UpdateManifest] = {}
         self.reports: set[str] = set()
-        self._seq, self._federation = 0, fields.new_id()
+        self._seq = 0
+        self._federation = fields.new_id()
 
     def start(self, count: int) -> None:
         """Listen until so many agents have said hello."""
@@ -55,7 +57,8 @@ class Hub:
         """Seconds until every agent has fetched and checked a new blob."""
         array = np.random.default_rng(number).integers(0, 255, size_bytes, np.uint8)
         blob = Outgoing.of(encode({"array": array}))
-        self.holders, self.reports = set(), set()
+        self.holders = set()
+        self.reports = set()
         begin = time.monotonic()
         self.distributor.offer(blob, self.agents)
         self._ask(number, blob, "personalize", {})

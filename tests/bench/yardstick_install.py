@@ -90,7 +90,8 @@ def measure(where: str, folder: Path, cache: Path, available_mb: int = 0) -> dic
         done = subprocess.run([*child, INSTALLS, *words], capture_output=True, text=True, check=True)
     finally:
         predicting.send_signal(signal.SIGTERM)
-    found, answers = json.loads(done.stdout), json.loads(predicting.communicate()[0])
+    found = json.loads(done.stdout)
+    answers = json.loads(predicting.communicate()[0])
     times = {
         "before": [seconds for at, seconds in answers if at + seconds < found["begin"] - 1],
         "during": [seconds for at, seconds in answers if found["begin"] < at < found["end"]],

@@ -23,7 +23,8 @@ from edge_agent.training.parts import Parts
 NETWORKS = {"fedpac_cnn": (1, 28), "small_cnn": (3, 32), "resnet18": (3, 64)}
 """Encoder -> channels and side of its images."""
 
-SAMPLES, BATCH = 200, 50
+SAMPLES = 200
+BATCH = 50
 
 
 def report(repeats: int, wish: str, threads: int) -> dict[str, Any]:
@@ -42,11 +43,9 @@ def report(repeats: int, wish: str, threads: int) -> dict[str, Any]:
 
 
 def _rows(encoder: str, device: torch.device, repeats: int) -> Iterator[Row]:
-    usual, mixed, other = (
-        _client(encoder, device, "float32"),
-        _client(encoder, device, "bfloat16"),
-        _client(encoder, device, "float32", layout=torch.contiguous_format),
-    )
+    usual = _client(encoder, device, "float32")
+    mixed = _client(encoder, device, "bfloat16")
+    other = _client(encoder, device, "float32", layout=torch.contiguous_format)
     turns = [[_epoch_s(client) for client in (usual, mixed, other)] for _ in range(repeats + 1)][1:]
     size = f"{encoder}, {NETWORKS[encoder][1]} pixels"
     yield Row(f"{size}: {SAMPLES} images in float32, channels last", median([turn[0] for turn in turns]), "s")

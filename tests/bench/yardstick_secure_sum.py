@@ -27,7 +27,8 @@ from coordinator.config import DifferentialPrivacyConfig  # noqa: E402
 from edge_agent.privacy.secure_sum.device import Participant  # noqa: E402
 from edge_agent.privacy.secure_sum.server import unmasked  # noqa: E402
 
-AGENTS, ROUNDS = (5, 10, 20), 4
+AGENTS = (5, 10, 20)
+ROUNDS = 4
 CLIENTS, NUMBERS = (10, 30), 11_200_000
 """Of the second table: clients in a sum, and numbers of a ResNet18."""
 

@@ -40,7 +40,9 @@ class Linked(FederationInRealTime):
         for proxy in self.proxies.values():
             proxy.__enter__()
         self.keepalive_s = keepalive_s
-        self.slowest_control_s, self._probed_at, self._probe = 0.0, 0.0, 0
+        self.slowest_control_s = 0.0
+        self._probed_at = 0.0
+        self._probe = 0
         self.broker = self
 
     def __exit__(self, *error):
@@ -105,7 +107,8 @@ def test_a_round_over_a_slow_link_sends_each_byte_once_and_lets_control_messages
         fed.present(1)
         proxy.up.rate = proxy.down.rate = rate
         proxy.up.delay_s = proxy.down.delay_s = 0.03
-        up, down = proxy.up.bytes, proxy.down.bytes
+        up = proxy.up.bytes
+        down = proxy.down.bytes
         fed.request(rounds=1)
         took_s = fed.until(fed.probe("a0"), 1.5 * 2 * 1_100_000 / rate + 20)
         size = len(fed.state.blobs.read(fed.record.checkpoint))
@@ -124,7 +127,8 @@ def test_a_connection_that_is_reset_after_every_200_kb_delivers_the_same_bits(tm
         fed.present(2)
         proxy = fed.proxies["a1"]
         proxy.down.cut_every = proxy.up.cut_every = 200_000
-        up, down = proxy.up.bytes, proxy.down.bytes
+        up = proxy.up.bytes
+        down = proxy.down.bytes
         fed.request(rounds=1)
         fed.until(lambda: fed.entries("round_closed"), 120)
         assert proxy.down.cuts >= 2

@@ -54,8 +54,10 @@ def test_a_round_over_a_slow_link_sends_each_byte_once_and_lets_control_messages
     with federation(tmp_path, {"a0": rate}) as fed:
         fed.settle()
         fed.request(rounds=1)
-        took_s, size = round_closes(fed), model_bytes(fed)
-        down, up = fed.line("a0", "down"), fed.line("a0", "up")
+        took_s = round_closes(fed)
+        size = model_bytes(fed)
+        down = fed.line("a0", "down")
+        up = fed.line("a0", "up")
         assert took_s < 1.25 * 2 * size / rate
         assert down.bytes < 1.1 * size
         assert up.bytes < 1.1 * size
@@ -97,7 +99,8 @@ def test_agents_at_the_same_slow_rate_share_one_broadcast(tmp_path):
     with federation(tmp_path, dict.fromkeys(("a0", "a1", "a2", "a3"), 40_000), capture=True) as fed:
         fed.settle()
         fed.request(rounds=1)
-        took_s, size = round_closes(fed), model_bytes(fed)
+        took_s = round_closes(fed)
+        size = model_bytes(fed)
         assert took_s < 1.25 * 2 * size / 40_000
         assert published(fed) == size
         for name in fed.agents:
@@ -166,7 +169,8 @@ def test_a_connection_that_breaks_after_every_100_kb_costs_what_was_under_way(tm
 
         def step():
             nonlocal breaks
-            line, transport = fed.line("a1", "down"), fed.agents["a1"].transport
+            line = fed.line("a1", "down")
+            transport = fed.agents["a1"].transport
             if line.bytes + fed.line("a1", "up").bytes > (breaks + 1) * 100_000:
                 breaks += 1
                 transport.reconnect()
@@ -190,7 +194,8 @@ def test_a_link_that_hangs_for_90_s_delivers_the_rest_and_little_of_it_twice(tmp
         fed.request(rounds=1)
         fed.until(lambda: fed.line("a1", way).bytes > 300_000, 300)
         fed.line("a1", way).free_at += 90
-        took_s, size = round_closes(fed), model_bytes(fed)
+        took_s = round_closes(fed)
+        size = model_bytes(fed)
         assert took_s < 90 + 1.25 * 2 * size / 40_000
         assert fed.line("a1", way).bytes < 1.2 * size
         fed.finish(3000)
@@ -267,7 +272,8 @@ def test_uploads_beyond_the_budget_wait_for_their_turn_and_nothing_is_sent_twice
     with federation(tmp_path, dict.fromkeys(names, 200_000), capture=True) as fed:
         fed.settle()
         fed.request(rounds=1)
-        most, told = 0, set()
+        most = 0
+        told = set()
 
         def step():
             nonlocal most

@@ -118,7 +118,8 @@ def test_honest_updates_give_the_bits_of_the_plain_mean(method, count):
         pytest.skip("no such method")
     made = methods.create(method, {})
     # Honest changes have something in common: here it is (2, 2, ...), beside which each has its own.
-    vectors, weights = 2 + random_vectors(count) / 4, np.random.default_rng(1).integers(20, 25, count).astype(float)
+    vectors = 2 + random_vectors(count) / 4
+    weights = np.random.default_rng(1).integers(20, 25, count).astype(float)
     fresh = update("", np.zeros(7)).tensors
     state = made.start(fresh)
     extras = {name: array for name, array in state.items() if name.startswith("extra.")}
@@ -223,7 +224,8 @@ def test_class_means_and_classifiers_of_fedpac_are_bounded_by_those_of_the_other
         return fedpac_update(client, head=[[head, 0], [0, 0]], h=np.zeros((2, 2)), centroids=rows, counts=counts)
 
     updates = [sent("a", 1, [0, 2], [2, 0]), sent("b", 1, [0, 2]), sent("c", 1, [0, 2], [2, 0])]
-    method, state = methods.create("fedpac", {}), {"encoder.w": np.float32([1])}
+    method = methods.create("fedpac", {})
+    state = {"encoder.w": np.float32([1])}
     assert norms_of(method, state, updates) == {
         "weights": {"a": 0.0, "b": 0.0, "c": 0.0},
         "classifiers": {"a": 1.0, "b": 1.0, "c": 1.0},
@@ -308,7 +310,8 @@ def test_geometric_median_of_a_majority_that_changes_nothing_is_the_model(unchan
 
 
 def test_geometric_median_has_no_shorter_sum_of_distances_nearby():
-    vectors, rng = random_vectors(9, 4), np.random.default_rng(0)
+    vectors = random_vectors(9, 4)
+    rng = np.random.default_rng(0)
 
     def total(point):
         return np.linalg.norm(vectors - point, axis=1).sum()

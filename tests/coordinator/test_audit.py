@@ -142,7 +142,8 @@ READS = [
 @contextlib.contextmanager
 def disturbed(owner, name, act):
     """Inside, ``act`` runs just before and just after each call of a function by others than itself."""
-    real, acting = getattr(owner, name), []
+    real = getattr(owner, name)
+    acting = []
 
     def call(*arguments, **options):
         if acting:
@@ -211,7 +212,8 @@ def test_an_update_that_was_journaled_twice_breaks(folder):
 
 def test_an_update_that_was_accepted_after_its_round_was_closed_is_lost(folder):
     def change(rows):
-        at, end = index_of(rows, "update_accepted", 2, "a1"), index_of(rows, "round_closed", 2)
+        at = index_of(rows, "update_accepted", 2, "a1")
+        end = index_of(rows, "round_closed", 2)
         return [*rows[:at], *rows[at + 1 : end + 1], rows[at], *rows[end + 1 :]]
 
     rewritten(folder, change)
@@ -380,7 +382,8 @@ def test_a_full_disk_costs_one_line_of_receipts(tmp_path, room):
     note_receipt(tmp_path, "a0", UPDATE, accepted=True)
     path = tmp_path / RECEIPTS
     one = path.stat().st_size
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (one + room, limits[1]))
         note_receipt(tmp_path, "a0", UPDATE.model_copy(update={"round": 2}), accepted=True)

@@ -172,7 +172,8 @@ def test_new_state_folder_is_a_stranger_to_agents_with_keys(fed, tmp_path, caplo
 
 
 def test_secret_is_made_once_and_private(tmp_path):
-    first, again = CommandKeys.of(tmp_path, "home"), CommandKeys.of(tmp_path, "home")
+    first = CommandKeys.of(tmp_path, "home")
+    again = CommandKeys.of(tmp_path, "home")
     assert first.of_agent("a0") == again.of_agent("a0")
     assert first.of_agent("a0").key not in {first.of_agent("a1").key, CommandKeys.of(tmp_path, "x").of_agent("a0").key}
     path = tmp_path / MASTER

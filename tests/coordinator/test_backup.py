@@ -103,7 +103,9 @@ def test_a_run_that_an_earlier_version_began_is_copied_without_the_state_it_bega
 
 def test_backups_beside_a_coordinator_under_load_are_all_whole(tmp_path, undisturbed):
     """A thread makes one after another while rounds are opened, closed and their updates removed."""
-    made, stop, failures = [], threading.Event(), []
+    made = []
+    stop = threading.Event()
+    failures = []
 
     def make(state_path):
         while not stop.is_set():
@@ -131,7 +133,8 @@ def test_backups_beside_a_coordinator_under_load_are_all_whole(tmp_path, undistu
         assert fed.encoder_sha256 == undisturbed
         restored(fed, made[-1], tmp_path / "elsewhere")
         for run in fed.state.journal.runs():
-            fed.run, fed._looked_at = run, -1
+            fed.run = run
+            fed._looked_at = -1
             fed.finish()
             assert fed.encoder_sha256 == undisturbed
     for target in made:
@@ -143,7 +146,8 @@ def test_a_blob_that_goes_between_snapshot_and_copy_is_of_no_later_snapshot(tmp_
     with slow_fleet(tmp_path) as fed:
         fed.request(rounds=3)
         fed.until(lambda: fed.entries("update_accepted"))
-        real, taken = Journal.copy_to, []
+        real = Journal.copy_to
+        taken = []
 
         def copy_to(journal, path):
             real(journal, path)
@@ -283,7 +287,8 @@ def test_a_backup_that_was_killed_is_completed_by_the_next_one(tmp_path, monkeyp
             return or_die
 
         for dies_at in range(1, 5):
-            count[0], target = 0, tmp_path / f"backup-{dies_at}"
+            count[0] = 0
+            target = tmp_path / f"backup-{dies_at}"
             with StateFolder(fed.config.state).look() as state:
                 with monkeypatch.context() as patch, pytest.raises(Gone):
                     for name in ("write_atomic", "write_json"):
@@ -299,10 +304,8 @@ def test_client_state_of_hosted_clients_is_copied_and_their_caches_are_not(tmp_p
     with Federation(tmp_path) as fed:
         fed.request(rounds=1)
         hosted = fed.config.state / "hosted"
-        kept, left_out = (
-            "h0/runs/run-0001/kept-0000001.safetensors",
-            ("compute.log", "h0/lock", f"h0/cache/{64 * 'a'}"),
-        )
+        kept = "h0/runs/run-0001/kept-0000001.safetensors"
+        left_out = ("compute.log", "h0/lock", f"h0/cache/{64 * 'a'}")
         for name in (kept, *left_out):
             (hosted / name).parent.mkdir(parents=True, exist_ok=True)
             (hosted / name).write_bytes(b"x")
@@ -342,7 +345,8 @@ def test_the_command_says_how_to_restore(tmp_path, capsys):
 def test_repeated_backups_follow_the_coordinator_and_report_what_fails(tmp_path, capsys, monkeypatch):
     """The target's disk is away once; the next one is made all the same."""
     with Federation(tmp_path, task=WIDE_TASK) as fed:
-        pauses, made = [], []
+        pauses = []
+        made = []
 
         class Stop(threading.Event):
             signal = None

@@ -228,7 +228,8 @@ def test_an_idle_agent_without_torch_is_measured_in_a_process_of_its_own(tmp_pat
 def made_up_features(tmp_path):
     """Files of 40 features of size 8 in 3 classes, to fit on and to test on."""
     rng = np.random.default_rng(0)
-    labels, means = np.arange(80) % 3, 3 * rng.standard_normal((3, 8), np.float32)
+    labels = np.arange(80) % 3
+    means = 3 * rng.standard_normal((3, 8), np.float32)
     points = means[labels] + rng.standard_normal((80, 8), np.float32)
     classifier = {"weight": means, "bias": np.zeros(3, np.float32)}
     paths = (tmp_path / "fit", tmp_path / "test")

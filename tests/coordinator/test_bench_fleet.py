@@ -92,7 +92,8 @@ def test_lengths_of_packets_are_those_of_the_standard(length, encoded):
 
 def test_packets_are_taken_apart_however_they_arrive():
     sent = packet(3, b"a" * 200) + packet(4, struct.pack(">H", 7)) + packet(3, b"")
-    received, result = bytearray(), []
+    received = bytearray()
+    result = []
     for position in range(len(sent)):
         received += sent[position : position + 1]
         result += list(fleet_mqtt.packets(received))

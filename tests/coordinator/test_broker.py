@@ -43,7 +43,9 @@ class Client:
     """A paho client whose callbacks only put things into queues."""
 
     def __init__(self, port, name, user=None, password=None, will=None):
-        self.connects, self.subscribed, self.messages = queue.Queue(), queue.Queue(), queue.Queue()
+        self.connects = queue.Queue()
+        self.subscribed = queue.Queue()
+        self.messages = queue.Queue()
         self.client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2, client_id=name, reconnect_on_failure=True)
         self.client.reconnect_delay_set(1, 1)
         self.client.on_connect = lambda _c, _u, _f, reason, _p: self.connects.put(not reason.is_failure)
@@ -94,7 +96,8 @@ def test_message_larger_than_a_chunk_goes_through(kind):
 def test_killed_broker_comes_back_on_its_port_and_clients_find_it(kind):
     with kind() as broker, Client(broker.port, "listener") as listener:
         assert listener.is_let_in()
-        port, first = broker.port, broker.pid
+        port = broker.port
+        first = broker.pid
         os.kill(first, signal.SIGKILL)
         assert listener.is_let_in(), "paho has connected a second time"
         assert broker.is_alive
@@ -110,7 +113,8 @@ def test_killed_broker_comes_back_on_its_port_and_clients_find_it(kind):
 def test_stopped_broker_is_gone_and_stays_gone(kind):
     broker = kind()
     broker.start()
-    pid, port = broker.pid, broker.port
+    pid = broker.pid
+    port = broker.port
     broker.stop()
     assert not broker.is_alive
     with pytest.raises(ProcessLookupError):

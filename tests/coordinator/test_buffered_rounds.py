@@ -81,7 +81,8 @@ def digits(seed):
     """Inputs and labels of 1,297 samples to train on, and of 500 to test."""
     bunch = load_digits()
     order = np.random.default_rng(seed).permutation(len(bunch.target))
-    inputs, labels = (bunch.images[order, None] / 16).astype(np.float32), bunch.target[order].astype(np.int64)
+    inputs = (bunch.images[order, None] / 16).astype(np.float32)
+    labels = bunch.target[order].astype(np.int64)
     return (inputs[500:], labels[500:]), (inputs[:500], labels[:500])
 
 
@@ -178,7 +179,9 @@ def test_an_upload_that_ends_after_its_agent_was_called_off_counts_in_no_round(t
         for name, training_s in (("a0", 10), ("a1", 10), ("a2", 14), ("a3", 15), ("a4", 15.5)):
             fed.add(name, training_s=training_s)
         fed.settle()
-        collector, handle, held = fed.coordinator.collector, fed.coordinator.handle, []
+        collector = fed.coordinator.collector
+        handle = fed.coordinator.handle
+        held = []
 
         def delayed(agent, kind, payload):
             upload = collector._uploads.get(agent) if (agent, kind) == ("a2", "ub") else None
@@ -209,7 +212,9 @@ def test_the_next_round_goes_on_with_the_uploads_of_those_that_work_on_alone(
     tmp_path, monkeypatch, cohort, asked, goes_on, is_queued
 ):
     tensors = {"encoder.w": np.arange(40_000, dtype=np.float32)}
-    blob, expected, said = Outgoing.of(encode(tensors)), specs_of(tensors), []
+    blob = Outgoing.of(encode(tensors))
+    expected = specs_of(tensors)
+    said = []
     with StateFolder(tmp_path).open("test") as state:
         run = state.journal.request_run({})
         collector = Collector(state.blobs, state.journal, lambda *about: said.append(about), lambda: 0.0)

@@ -42,7 +42,8 @@ def test_a_queued_run_is_cancelled_while_the_one_before_it_goes_on(tmp_path):
         assert cancel(fed, second).status == "cancelled"
         assert status_of(fed, first) == "running"
         assert summary_of(fed, second)["status"] == "cancelled"
-        fed.run, fed._looked_at = first, -1
+        fed.run = first
+        fed._looked_at = -1
         fed.finish()
         assert fed.record.status == "finished"
         assert not fed.state.journal.entries(second, ("run_started",))

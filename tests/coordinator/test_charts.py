@@ -64,7 +64,10 @@ def every_kind(name="kitchen"):
 class Elements(HTMLParser):
     def __init__(self, html):
         super().__init__()
-        self.tags, self.attributes, self.cells, self.open = [], [], [], []
+        self.tags = []
+        self.attributes = []
+        self.cells = []
+        self.open = []
         self.data = ""
         self.feed(html)
         self.close()
@@ -139,7 +142,8 @@ def test_an_axis_that_begins_at_zero_says_so():
 
 def test_long_series_keep_their_ends_and_extremes_and_the_page_says_it():
     points = [(float(x), math.sin(x / 40)) for x in range(5000)]
-    points[1234], points[4321] = (1234.0, 7.0), (4321.0, -7.0)
+    points[1234] = (1234.0, 7.0)
+    points[4321] = (4321.0, -7.0)
     chart = Lines("t", "s", Axis("x"), Axis("y"), (Series("a", tuple(points), "local"),), "All agents.")
     kept = thinned(chart.series[0]).points
     assert len(kept) <= MOST_POINTS

@@ -315,7 +315,8 @@ def test_export_of_an_unknown_run_names_the_nearest(call, config, tmp_path):
 def test_enrolled_agent_gets_a_password_that_only_its_owner_reads(call, tmp_path):
     from coordinator.broker.access import is_password, read_passwords
 
-    users, secret = tmp_path / "users", tmp_path / "porch.password"
+    users = tmp_path / "users"
+    secret = tmp_path / "porch.password"
     code, out, _ = call("password", "porch", "--users", users, "--out", secret)
     assert code == 0
     assert secret.stat().st_mode & 0o077 == 0
@@ -431,7 +432,8 @@ def test_tables_in_a_pipe_are_neither_cut_nor_wrapped_nor_taken_for_markup(capsy
 
 
 def test_the_same_fault_of_an_agent_is_said_in_full_once(capsys):
-    lines, why = _Lines("run-0001"), "class folders Mug, keys are not those of the task"
+    lines = _Lines("run-0001")
+    why = "class folders Mug, keys are not those of the task"
     for number in range(1, 6):  # it is asked again in rounds 3 and 5
         left_out = {"a": why} if number in {2, 4} else {}
         opened = Entry(number, "", "round_opened", "run-0001", number, None, None, {"left_out": left_out}, "", "")

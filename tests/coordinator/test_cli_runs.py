@@ -163,7 +163,8 @@ def replaced(folder: Path) -> None:
 
 def test_a_followed_run_whose_state_folder_is_replaced_does_not_end_with_another_run(tmp_path):
     with StateFolder(tmp_path / "state").look(create=True) as state:
-        run, looks = add_run(state, closed=1), iter(range(20))
+        run = add_run(state, closed=1)
+        looks = iter(range(20))
 
         def step():
             if next(looks) == 2:
@@ -350,7 +351,9 @@ def test_a_run_ends_with_the_bundle_id_that_status_shows():
 
 
 def test_a_run_ends_with_the_commands_that_bring_its_bundle_to_devices(tmp_path):
-    state, summary, invocation = tmp_path / "state", {"run_id": "run-0001"}, Invocation(Path("c.toml"), None)
+    state = tmp_path / "state"
+    summary = {"run_id": "run-0001"}
+    invocation = Invocation(Path("c.toml"), None)
     with StateFolder(state).look(create=True) as folder:
         assert [*next_steps(state, summary, invocation)] == []
         summary["bundle"] = {"bundle_id": "a" * 64, "path": "b.hwb"}

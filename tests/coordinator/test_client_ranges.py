@@ -54,7 +54,8 @@ def finished(folder, *, tasks=TinyDuties, keep_back=(), kill=False, method="feda
         summary = fed.state.run(fed.run).summary()
         fed.manifest = open_bundle(Path(summary["bundle"]["path"])).manifest
         fed.refused = fed.entries("update_refused")
-        fed.sha, fed.last = fed.encoder_sha256, fed.final
+        fed.sha = fed.encoder_sha256
+        fed.last = fed.final
     return fed
 
 
@@ -94,7 +95,8 @@ def test_impossible_ranges_are_rejected_and_the_others_are_used(tmp_path):
 
 
 def test_a_coordinator_killed_while_it_asks_exports_the_same(tmp_path):
-    calm, torn = finished(tmp_path / "1"), finished(tmp_path / "2", kill=True)
+    calm = finished(tmp_path / "1")
+    torn = finished(tmp_path / "2", kill=True)
     assert torn.sha == calm.sha
     assert torn.manifest.variants["int8"].fingerprint == calm.manifest.variants["int8"].fingerprint
 

@@ -36,7 +36,9 @@ class Compose:
     """Mosquitto, coordinator, two agents and Prometheus; each host name is 127.0.0.1 with a port of ours."""
 
     def __init__(self, folder, configs):
-        self.folder, self.configs, self.processes = folder, configs, {}
+        self.folder = folder
+        self.configs = configs
+        self.processes = {}
         self.services = yaml.safe_load((configs / "containers/compose.yaml").read_text(encoding="utf-8"))["services"]
         self.broker, self.web, self.prometheus = free_ports(3)
         self.places = {
@@ -59,7 +61,8 @@ class Compose:
         for name, module in PROGRAMS.items():
             self.start(name, [sys.executable, "-m", module, *self.command(name)])
         config = f"--config.file={self.folder / 'prometheus/prometheus.yml'}"
-        listen, storage = f"--web.listen-address=127.0.0.1:{self.prometheus}", f"--storage.tsdb.path={self.folder}/tsdb"
+        listen = f"--web.listen-address=127.0.0.1:{self.prometheus}"
+        storage = f"--storage.tsdb.path={self.folder}/tsdb"
         self.start("prometheus", ["prometheus", config, listen, storage])
         return self
 
@@ -109,7 +112,8 @@ class Compose:
 
     def until(self, condition, what, limit_s=120.0):
         """Return what the condition returns once that is true."""
-        end, pause = time.monotonic() + limit_s, threading.Event()
+        end = time.monotonic() + limit_s
+        pause = threading.Event()
         while not (found := condition()):
             if time.monotonic() > end:
                 logs = "\n".join(f"{path.name}:\n{path.read_text()[-1500:]}" for path in self.folder.glob("*.log"))

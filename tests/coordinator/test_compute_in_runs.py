@@ -35,7 +35,9 @@ class Killed(ComputeProcess):
 
     def __init__(self, log_file, then=lambda: None):
         super().__init__(log_file)
-        self.then, self.aggregations, self.pids = then, 0, []
+        self.then = then
+        self.aggregations = 0
+        self.pids = []
 
     def submit(self, request, limit_s=None):
         self.aggregations += request["do"].endswith(":aggregate")
@@ -80,7 +82,9 @@ class Broken(InlineCompute):
     is_here = False
 
     def __init__(self, function, error):
-        self.function, self.error, self.cancelled = function, error, []
+        self.function = function
+        self.error = error
+        self.cancelled = []
 
     def submit(self, request, limit_s=None):
         if request["do"].endswith(f":{self.function}"):
@@ -171,7 +175,8 @@ class Counting(InlineCompute):
 
 def test_updates_of_buffered_rounds_that_come_while_a_method_computes_count_later(tmp_path):
     """That of a2 comes 20 s after the round closed, and the aggregation takes 40 s."""
-    compute, options = Counting(), {"mode": "buffered", "buffer": 2}
+    compute = Counting()
+    options = {"mode": "buffered", "buffer": 2}
     with Federation(tmp_path, agents=(), compute=compute, round=options) as fed:
         for name, training_s in (("a0", 10.0), ("a1", 10.0), ("a2", 30.0)):
             fed.add(name, training_s=training_s)
@@ -191,7 +196,8 @@ def test_a_run_that_is_cancelled_while_its_method_computes_asks_no_more(tmp_path
         fed.coordinator.worker = worker = Slow(fed.clock)
         fed.request("fedpac", rounds=2, params=quick_params("fedpac"))
         fed.until(lambda: "objection" in worker.names)
-        compute.function, compute.error = "objection", AssertionError("asked")
+        compute.function = "objection"
+        compute.error = AssertionError("asked")
         fed.state.journal.append("cancel_requested", run=fed.run, body={"reason": "enough"})
         fed.until(lambda: fed.record.status == "cancelled")
         fed.wait(60)

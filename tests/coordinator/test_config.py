@@ -111,5 +111,6 @@ def test_example_file_is_valid_and_says_the_defaults():
     config = load(CoordinatorConfig, CONFIGS / "coordinator.toml")
     default = parse(CoordinatorConfig, {"task": config.task.model_dump()}, where="defaults", base=CONFIGS)
     for name in ("embedded", "run", "cohort", "round", "export", "evaluate_every", "federation"):
-        shown, meant = getattr(config, name), getattr(default, name)
+        shown = getattr(config, name)
+        meant = getattr(default, name)
         assert shown == meant, name

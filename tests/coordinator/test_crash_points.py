@@ -13,7 +13,8 @@ from federation_harness import Federation, Killed
 from edge_agent.wire.blobs.chunks import CHUNK_BYTES, decode_frame
 from edge_agent.wire.messages import down
 
-ROUNDS, WIDE_CHUNKS = 2, 103
+ROUNDS = 2
+WIDE_CHUNKS = 103
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,8 @@ def test_a_coordinator_killed_at_any_message_ends_in_the_same_bits(tmp_path, und
 
 
 def dies_at_publish(transport, number, is_counted=lambda topic: True):
-    real, count = transport.publish, [0]
+    real = transport.publish
+    count = [0]
 
     def publish(topic, payload, **options):
         count[0] += is_counted(topic)

@@ -39,7 +39,8 @@ def run_with(folder, side, number):
         process.full_at = number
         fed.until(lambda: not process.has_room or fed.record.is_over)
         fed.wait(1)
-        points, is_dead = list(process.writes), not process.has_room
+        points = list(process.writes)
+        is_dead = not process.has_room
         process.started()
         if is_dead:
             if side == "coordinator":

@@ -25,7 +25,8 @@ class Bench:
 
     def __init__(self):
         self.now = 0.0
-        self.published, self.said = [], []
+        self.published = []
+        self.said = []
         self.distributor = Distributor(
             TOPICS,
             lambda topic, frame: self.published.append((topic, frame)),
@@ -52,7 +53,8 @@ class Bench:
         return found
 
     def heard(self):
-        found, self.said[:] = list(self.said), []
+        found = list(self.said)
+        self.said[:] = []
         return found
 
     chunk_bytes = 1000
@@ -185,9 +187,14 @@ def drive(bench, agents, offered, *, rate=1e9, until=120.0, rates=None):
     """
     rates = {name: (rates or {}).get(name, rate) for name in agents}
     lacking = {name: set(range(offered.count)) for name in agents}
-    listening, asked, received, queue = set(), set(), dict.fromkeys(agents, 0), []
+    listening = set()
+    asked = set()
+    received = dict.fromkeys(agents, 0)
+    queue = []
     published = 0
-    free, told, news = dict.fromkeys(agents, 0.0), dict.fromkeys(agents, 0.0), dict.fromkeys(agents, 0.0)
+    free = dict.fromkeys(agents, 0.0)
+    told = dict.fromkeys(agents, 0.0)
+    news = dict.fromkeys(agents, 0.0)
     bench.distributor.offer(offered, agents)
     while bench.now < until and any(lacking.values()):
         for name, at in agents.items():

@@ -35,7 +35,8 @@ def broker(request):
 
 
 def events_of(transport, seconds):
-    found, until = [], time.monotonic() + seconds
+    found = []
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
         if (event := transport.receive(0.1)) is not None:
             found.append(event)
@@ -56,11 +57,14 @@ def test_doctor_leaves_session_will_and_messages_of_the_live_agent(broker, tmp_p
     for transport in (agent, watch):
         transport.start()
         wait_for(transport, Subscribed)
-    namesake, breaks = paho.Client(CallbackAPIVersion.VERSION2, client_id="porch-doctor"), []
+    namesake = paho.Client(CallbackAPIVersion.VERSION2, client_id="porch-doctor")
+    breaks = []
     namesake.on_disconnect = lambda *_: breaks.append("put out")
     namesake.connect("127.0.0.1", broker.port)
     namesake.loop_start()
-    visitors, orders, heard = 2, [], []
+    visitors = 2
+    orders = []
+    heard = []
     doctors = [
         threading.Thread(target=main, args=(["doctor", "--json", "--config", str(file)],)) for _ in range(visitors)
     ]

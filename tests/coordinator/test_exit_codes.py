@@ -145,7 +145,8 @@ def test_a_file_of_the_other_program_is_recognised(words, said, capsys):
 
 
 def test_keys_that_tell_the_two_files_apart_are_in_one_of_them_alone():
-    agent, coordinator = set(AgentConfig.model_fields), set(CoordinatorConfig.model_fields)
+    agent = set(AgentConfig.model_fields)
+    coordinator = set(CoordinatorConfig.model_fields)
     assert AgentConfig.file_kind.foreign_keys <= coordinator - agent
     assert CoordinatorConfig.file_kind.foreign_keys <= agent - coordinator
 

@@ -296,7 +296,9 @@ def closed(number, delivered=(), rejected=(), missing=()):
 
 
 def test_pauses_double_up_to_sixteen_rounds_and_one_update_settles_everything():
-    book, number, pauses = Exclusions(), 1, []
+    book = Exclusions()
+    number = 1
+    pauses = []
     for _ in range(7):
         book.closed(closed(number, rejected=["m"]), {}, {})
         again = next(n for n in range(number + 1, number + 100) if not book.left_out(n))

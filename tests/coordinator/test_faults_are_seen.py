@@ -63,7 +63,10 @@ class Home:
     """A folder with a coordinator and devices as processes."""
 
     def __init__(self, folder, capsys):
-        self.folder, self.capsys, self.processes, self.views = folder, capsys, {}, []
+        self.folder = folder
+        self.capsys = capsys
+        self.processes = {}
+        self.views = []
         with held_port("127.0.0.1", 0) as self.port:
             pass
         (folder / "coordinator.toml").write_text(COORDINATOR.format(port=self.port))
@@ -79,7 +82,8 @@ class Home:
                 Image.new("L", (8, 8), 60 * number + one).save(folder / name / f"{one}.png")
 
     def device(self, name, *, tier="head", user=None, password=None, data="right", state=None):
-        user, folder = user or name, self.folder
+        user = user or name
+        folder = self.folder
         (folder / f"{user}.password").write_text(password or f"of {user}")
         text = AGENT.format(name=name, tier=tier, state=state or name, port=self.port, user=user, data=data)
         (folder / f"{name}.toml").write_text(text)
@@ -98,7 +102,8 @@ class Home:
         return self.capsys.readouterr().out
 
     def until(self, condition, limit_s):
-        begin, pause = time.monotonic(), threading.Event()
+        begin = time.monotonic()
+        pause = threading.Event()
         while not condition():
             if time.monotonic() - begin > limit_s:
                 return None

@@ -128,7 +128,8 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tmp_path):
 
 def test_the_order_in_which_updates_arrive_does_not_matter(tmp_path, monkeypatch):
     """Floating point addition is not associative: only a fixed order of folding gives the same bits, always."""
-    real, folded = fedavg.FedAvg.aggregate, []
+    real = fedavg.FedAvg.aggregate
+    folded = []
 
     def aggregate(self, state, updates):
         updates = list(updates)

@@ -171,7 +171,8 @@ def test_a_damaged_chunk_costs_itself_and_the_upload_can_go_on(fed, spoil):
 
 def test_a_whole_blob_with_another_hash_is_asked_for_again(fed):
     """Chunks with right checksums whose sum is not what was announced: lies about the digest gain nothing."""
-    good, lie = Outgoing.of(encode(fed.final)), Outgoing.of(bytes(len(encode(fed.final))))
+    good = Outgoing.of(encode(fed.final))
+    lie = Outgoing.of(bytes(len(encode(fed.final))))
     manifest = up.UpdateManifest(run=fed.run_id, round=1, blob=good.ref, samples=10)
     fed.mallory.say(manifest)
     fed.settle()
@@ -196,7 +197,8 @@ def test_a_chunk_without_a_grant_is_refused_and_counted(fed):
 def test_a_chunk_for_the_upload_of_somebody_else_changes_nothing(tmp_path):
     """Uploads are told apart by topic: frames of a0's blob on mallory's topic do not reach a0's file."""
     with Federation(tmp_path, agents=(), round=QUORUM, cohort={"min_agents": 2}) as fed:
-        victim, mallory = Stranger(fed, "victim"), Stranger(fed, "mallory")
+        victim = Stranger(fed, "victim")
+        mallory = Stranger(fed, "mallory")
         victim.hello()
         mallory.hello()
         fed.request(rounds=1)

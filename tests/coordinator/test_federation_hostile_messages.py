@@ -198,7 +198,8 @@ def test_retained_messages_of_agents_are_not_believed_by_a_coordinator(tmp_path,
 
 def test_a_lower_epoch_is_not_listened_to(fed):
     """Neither an announcement nor an order; whoever is really there answers the hello that follows."""
-    agent, job = fed.agents["a0"], fed.agents["a0"].jobs.job
+    agent = fed.agents["a0"]
+    job = fed.agents["a0"].jobs.job
     epoch = agent.membership.epoch
     assert epoch >= 1
     fed.clock.now += 1

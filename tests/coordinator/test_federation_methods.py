@@ -51,7 +51,8 @@ def first_of(tmp_path_factory):
 
 @pytest.mark.parametrize("method", methods.names())
 def test_every_method_finishes_and_the_same_seed_gives_the_same_bits(first_of, tmp_path, method):
-    first, second = first_of(method), finished(tmp_path, method)
+    first = first_of(method)
+    second = finished(tmp_path, method)
     shas = {summary_of(fed)["encoder_sha256"] for fed in (first, second)}
     assert len(shas) == 1
     assert len(summary_of(first)["agents"]) == 3
@@ -100,7 +101,8 @@ def test_a_method_whose_class_only_the_compute_process_knows_gives_the_same_bits
 
 
 def test_another_seed_gives_other_bits(tmp_path):
-    first, second = finished(tmp_path / "1", "fedavg", seed=1), finished(tmp_path / "2", "fedavg", seed=2)
+    first = finished(tmp_path / "1", "fedavg", seed=1)
+    second = finished(tmp_path / "2", "fedavg", seed=2)
     assert summary_of(first)["encoder_sha256"] != summary_of(second)["encoder_sha256"]
 
 

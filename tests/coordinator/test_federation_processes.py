@@ -176,7 +176,8 @@ def test_a_coordinator_on_a_full_disk_neither_ends_nor_loses_a_run_and_starts_wh
         shutil.copytree(tmp_path / "state", small_disk / "state")
         shutil.rmtree(tmp_path / "state")
         site.state = StateFolder(small_disk / "state")
-        config, log = tmp_path / "coordinator.toml", tmp_path / "serve.log"
+        config = tmp_path / "coordinator.toml"
+        log = tmp_path / "serve.log"
         config.write_text(config.read_text().replace('state = "state"', f'state = "{small_disk}/state"', 1))
         site.serve()
         run = site.request(5, local_epochs=6)
@@ -223,7 +224,8 @@ def test_an_agent_of_three_that_is_killed_for_good_delays_nobody(tmp_path):
 @pytest.mark.slow
 def test_an_agent_killed_in_the_middle_of_an_upload_goes_on_where_it_was(tmp_path):
     """33.6 MB; killed when the coordinator has noted 64 chunks (3.9 MB). From zero it would send those twice."""
-    noted_bytes, size_bytes = 64 * 61_400, 4 * (4096 * 2048 + 2048 + 10 * 2048 + 10)
+    noted_bytes = 64 * 61_400
+    size_bytes = 4 * (4096 * 2048 + 2048 + 10 * 2048 + 10)
     with Site(tmp_path, LARGE) as site:
         run = killed_while_uploading(site)
         site.agent("a1")
@@ -309,7 +311,8 @@ def test_a_removed_state_folder_and_a_second_coordinator(tmp_path):
         site.start("other", "coordinator", "serve", "--config", "other.toml")
         site.until(lambda: site.processes["other"].poll() is not None, "the second coordinator ends")
         assert site.processes["other"].returncode == 2
-        serving, process = site.processes["serve"].pid, site.processes["other"].pid
+        serving = site.processes["serve"].pid
+        process = site.processes["other"].pid
         words = (tmp_path / "other.log").read_text()
         assert "another coordinator of federation 'home' has been serving for" in words
         assert f"process {serving}, start" in words

@@ -57,7 +57,8 @@ def test_a_whole_upload_of_an_earlier_round_that_is_sent_again_counts_nothing(tm
             fed.add(name, seconds=2 + number)
         fed.request(rounds=ROUNDS)
         fed.until(lambda: fed.record.round == 1)
-        up, chunks = fed.topics.up("a1"), fed.topics.up_chunks("a1")
+        up = fed.topics.up("a1")
+        chunks = fed.topics.up_chunks("a1")
         recorded = [(topic, payload) for topic, payload in fed.broker.captured if topic in {up, chunks}]
         assert sum(topic == chunks for topic, _ in recorded) > 8
         fed.until(lambda: fed.entries("round_opened", round=2))

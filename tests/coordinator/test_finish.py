@@ -44,7 +44,8 @@ def exports(monkeypatch):
 @pytest.fixture
 def asked(exports, monkeypatch):
     """What the worker was asked to export."""
-    made, inner = [], computations.export_bundle
+    made = []
+    inner = computations.export_bundle
 
     def noting(request):
         made.append(request)
@@ -330,7 +331,8 @@ def test_the_summary_says_what_was_asked_for_and_what_came_out(tmp_path):
 
 
 def test_a_coordinator_killed_during_the_export_exports_again(tmp_path, monkeypatch, exports):
-    real, died = computations.export_bundle, []
+    real = computations.export_bundle
+    died = []
 
     def dies_once(request):
         if not died:

@@ -88,7 +88,8 @@ def test_newer_figures_win_and_those_of_a_run_under_way_only_over_older_reports(
 
 
 def test_states_of_agents():
-    here, off = agent_status("a"), agent_status("a", present=False)
+    here = agent_status("a")
+    off = agent_status("a", present=False)
     refused = {"a": {"error": "LoginRefused", "message": "m", "remedy": "r", "at": ""}}
     assert [row_of(one).state for one in (here, off)] == ["online", "offline"]
     assert row_of(here, is_serving=False).state == "unknown"
@@ -120,7 +121,8 @@ def test_values_of_another_form_count_as_absent(value):
 
 # --- a release that a device goes back from --------------------------------------------------------------------------
 
-RUNNING, TRIED = "a" * 64, "b" * 64
+RUNNING = "a" * 64
+TRIED = "b" * 64
 WHY = "keeps bundle aaaaaaaaaaaa because acc.personal fell from 0.750 to 0.250"
 
 

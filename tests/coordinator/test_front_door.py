@@ -270,7 +270,8 @@ def test_rows_that_one_client_holds_out_and_another_trains_on_are_named(caplog):
 
 
 def test_clients_may_bring_their_own_test_samples():
-    (x, y), both = samples(), {}
+    (x, y) = samples()
+    both = {}
     both["a"] = x[:10], y[:10], x[10:], y[10:]
     both["b"] = samples()
     result = coordinator.simulate(data=both, **IN_PROCESS)

@@ -9,7 +9,8 @@ from full_disk import FullDisk
 
 from coordinator.runs.audit import audit
 
-ROUNDS, FULL_S = 2, 20
+ROUNDS = 2
+FULL_S = 20
 
 
 def run_on(folder, side, full_at):
@@ -23,14 +24,16 @@ def run_on(folder, side, full_at):
             fed.until(lambda: fed.record.is_over or not disk.has_room)
             if not disk.has_room:
                 fed.wait(FULL_S)
-                disk.has_room, disk.full_at = True, None
+                disk.has_room = True
+                disk.full_at = None
             fed.finish()
             fed.wait(1)
         result = audit(fed.state, fed.run, [folder / name for name in fed.agents])
         assert result.breaks == []
         assert [one.is_aggregation for one in result.rounds] == [True] * ROUNDS
         summary = fed.state.run(fed.run).summary()
-        reported, missing = [one["id"] for one in summary["agents"]], {*summary["faults"]}
+        reported = [one["id"] for one in summary["agents"]]
+        missing = {*summary["faults"]}
         assert {*reported, *missing} == {"a0", "a1"}
         if missing:  # full after its last update: the run does not wait for the report of the final model, and says so
             assert disk.writes[:full_at].count("replace /outbox/update.json") == ROUNDS

@@ -65,7 +65,8 @@ def on_disk(fed, run):
 
 def test_every_receipt_is_sent_after_its_commit(fed, undisturbed):
     """Each published receipt is looked up by another connection to the database, at the moment when it is sent."""
-    transport, seen = fed.coordinator.transport, []
+    transport = fed.coordinator.transport
+    seen = []
     publish = transport.publish
 
     def checked(topic, payload, **options):
@@ -84,7 +85,8 @@ def test_every_receipt_is_sent_after_its_commit(fed, undisturbed):
 
 
 def test_updates_that_arrive_together_share_a_transaction_and_the_sync_of_their_folder(fed, monkeypatch):
-    statements, synced = [], []
+    statements = []
+    synced = []
     fed.state.journal._connection.set_trace_callback(statements.append)
     plain = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(path_of(fd)) or plain(fd))
@@ -104,7 +106,8 @@ def test_updates_that_arrive_together_share_a_transaction_and_the_sync_of_their_
 def test_a_coordinator_killed_around_the_commit_loses_nothing(tmp_path, undisturbed, before):
     """Before it, no agent has a receipt, and all send their updates again; after it, none sends anything again."""
     with Federation(tmp_path, agents=AGENTS, capture=True) as fed:
-        journal, accepted = fed.state.journal, []
+        journal = fed.state.journal
+        accepted = []
 
         def killed(plain):
             def flush():
@@ -143,12 +146,14 @@ def test_a_coordinator_killed_around_the_commit_loses_nothing(tmp_path, undistur
 
 
 def test_a_full_disk_at_the_commit_stalls_the_run_and_gives_no_receipt(fed, undisturbed, monkeypatch):
-    finish, failed = PendingSyncs.finish, []
+    finish = PendingSyncs.finish
+    failed = []
 
     def full(self):
         if self._files and len(failed) < 3:
             failed.append(len(fed.messages(fed.topics.down("a0"), down.Receipt)))
-            descriptors, self._files = self._files, []
+            descriptors = self._files
+            self._files = []
             for descriptor in descriptors:
                 os.close(descriptor)
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -172,7 +177,8 @@ def test_an_update_that_another_entry_could_not_take_to_disk_gets_no_receipt_whe
     """The fault of another agent is written at once, fails, and takes the accepted updates with it."""
     with Federation(tmp_path, agents=AGENTS, capture=True) as fed:
         with_slow_looks(fed.coordinator, fed.clock)
-        journal, collector = fed.state.journal, fed.coordinator.collector
+        journal = fed.state.journal
+        collector = fed.coordinator.collector
         fed.request(rounds=2)
         while not (collector.open_round is not None and collector.open_round.accepted and journal.has_deferred):
             if not fed.step():
@@ -203,7 +209,8 @@ def test_a_full_disk_at_the_commit_leaves_the_uploads_of_others_to_be_resumed(tm
     with Federation(tmp_path, agents=2, capture=True, task=WIDE_TASK) as fed:
         fed.request(rounds=1)
         collector = fed.coordinator.collector
-        handle, last = fed.coordinator.handle, []
+        handle = fed.coordinator.handle
+        last = []
 
         def missing_bytes(agent):
             upload = collector._uploads.get(agent)
@@ -298,7 +305,8 @@ def test_an_entry_that_cannot_be_written_leaves_those_before_it(journal):
 
 
 def test_syncs_are_done_together_and_files_before_their_names(tmp_path, monkeypatch):
-    pending, synced = PendingSyncs(), []
+    pending = PendingSyncs()
+    synced = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(path_of(fd)))
     with syncs_into(pending):
         for name in ("a", "b"):

@@ -237,7 +237,8 @@ def test_it_gets_its_own_combination_back_and_its_accuracies_are_on_record(tmp_p
 
 
 def test_a_coordinator_killed_in_such_a_round_ends_with_the_same_state(tmp_path):
-    calm, torn = with_head_tier(tmp_path / "1"), with_head_tier(tmp_path / "2", kill_in_round=2)
+    calm = with_head_tier(tmp_path / "1")
+    torn = with_head_tier(tmp_path / "2", kill_in_round=2)
     assert torn.sha == calm.sha
     assert torn.last.keys() == calm.last.keys()
     assert all(np.array_equal(torn.last[name], calm.last[name]) for name in calm.last)

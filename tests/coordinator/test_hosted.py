@@ -48,7 +48,9 @@ class Mixed(Federation):
         # As in a simulation, which takes the papers' own means.
         options = {"cohort": {"min_agents": 4}, "aggregation": NO_BOUNDS}
         super().__init__(folder, agents=agents, task=prepared.task, **options)
-        self.source, self.partition, self.hosted = source, partition, hosted
+        self.source = source
+        self.partition = partition
+        self.hosted = hosted
         clients = [{"id": name, "data": {"source": source, "partition": partition}} for name in hosted]
         self.config = type(self.config).model_validate({**self.config.model_dump(), "hosted": clients})
         self.make_tasks = self.real_duties
@@ -63,7 +65,8 @@ class Mixed(Federation):
         super().start_coordinator(self.join)
 
     def join(self, coordinator):
-        main, side = coordinator.transport, self.crew.broker.transport()
+        main = coordinator.transport
+        side = self.crew.broker.transport()
         side.subscribe(*self.topics.for_coordinator())
         coordinator.transport = CombinedTransport(main, side, self.topics, self.hosted)
 
@@ -211,7 +214,8 @@ def test_a_hosted_client_that_is_away_is_in_the_status_with_the_reason(mixed):
 
 
 def test_both_sides_are_heard_in_turn_and_hear_what_is_for_all():
-    main, side = FaultyBroker(capture=True), FaultyBroker(capture=True)
+    main = FaultyBroker(capture=True)
+    side = FaultyBroker(capture=True)
     topics = Topics("home")
     hosted = side.transport()
     hosted.subscribe("x/+")

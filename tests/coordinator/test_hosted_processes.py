@@ -46,10 +46,13 @@ def simulated(folder, rounds=3):
 
 
 def until(condition, what, words=lambda: ""):
-    pause, end, said = threading.Event(), time.monotonic() + LIMIT_S, words()
+    pause = threading.Event()
+    end = time.monotonic() + LIMIT_S
+    said = words()
     while not (found := condition()):
         if words() != said:
-            end, said = time.monotonic() + LIMIT_S, words()
+            end = time.monotonic() + LIMIT_S
+            said = words()
         assert time.monotonic() < end, f"nothing new within {LIMIT_S} s: {what}\n{said}"
         pause.wait(0.02)
     return found
@@ -206,7 +209,8 @@ NO_WORDS = PIPE + "end.sendall(bytes([1, 0, 0, 0, 0, 0, 255])); threading.Event(
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), BlockingIOError(11, "no"), ValueError("?")])
 def test_a_process_that_cannot_be_started_is_tried_again_and_the_status_says_why(tmp_path, monkeypatch, error, caplog):
-    real, tries = subprocess.Popen, []
+    real = subprocess.Popen
+    tries = []
 
     def popen(*words, **options):
         tries.append(words)

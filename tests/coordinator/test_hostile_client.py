@@ -78,7 +78,8 @@ class Hostile:
     """A plain paho client as mallory; ``heard`` holds what reaches it."""
 
     def __init__(self, port, session, user="mallory", password="m", will=None):
-        self.heard, self.code = queue.SimpleQueue(), None
+        self.heard = queue.SimpleQueue()
+        self.code = None
         self.client = paho.Client(paho.CallbackAPIVersion.VERSION2, session, reconnect_on_failure=False)
         self.client.username_pw_set(user, password)
         if will:
@@ -105,7 +106,11 @@ class Honest:
 
     def __init__(self, url, name, folder):
         config = BrokerConfig(url=url, user=name, password_file=folder / f"{name}.password")
-        self.name, self.transport, self.took, self.cuts, self.strange = name, MqttTransport(config, name), [], 0, []
+        self.name = name
+        self.transport = MqttTransport(config, name)
+        self.took = []
+        self.cuts = 0
+        self.strange = []
         self.transport.subscribe(*TOPICS.for_agent(name))
         self.transport.start()
         wait_for(self.transport, Subscribed)
@@ -190,7 +195,8 @@ def test_rows_31_32_33_42_a_hostile_client_reaches_nothing_and_delays_nobody(sit
         witness.client.subscribe([(f"{TOPICS.root}/#", 1)])
         mallory = Hostile(broker.port, "mallory-1")
         stack.callback(mallory.close)
-        stop, sent = threading.Event(), []
+        stop = threading.Event()
+        sent = []
         threads = [
             threading.Thread(target=keep_saying_hello, args=(honest, stop)),
             threading.Thread(target=lambda: sent.append(flood(broker.port, stop))),

@@ -151,7 +151,8 @@ def test_another_feature_size_after_the_state_folder_was_removed_is_no_trouble(t
 def test_an_update_of_another_state_folder_is_rejected_with_the_reason(tmp_path):
     with Federation(tmp_path, agents=1, capture=True) as fed:
         fed.settle()
-        blob, foreign = Outgoing.of(b"x" * 500), f"run-0001-{'a' * 32}"
+        blob = Outgoing.of(b"x" * 500)
+        foreign = f"run-0001-{'a' * 32}"
         fed.request(rounds=1)
         fed.agents["a0"].link.send(up.UpdateManifest(run=foreign, round=1, blob=blob.ref, samples=3))
         fed.settle()
@@ -266,7 +267,8 @@ class Second:
     """Another coordinator at the same broker, with its own state folder."""
 
     def __init__(self, fed, folder, boot, takeover=None):
-        self.fed, self._opened = fed, contextlib.ExitStack()
+        self.fed = fed
+        self._opened = contextlib.ExitStack()
         state = StateFolder(folder)
         self._opened.enter_context(state.open("test"))
         self.coordinator = Coordinator(
@@ -282,7 +284,8 @@ class Second:
         self.stopped = None
 
     def __enter__(self):
-        self.step, self.fed.step = self.fed.step, self.both
+        self.step = self.fed.step
+        self.fed.step = self.both
         return self
 
     def __exit__(self, *_):
@@ -368,7 +371,8 @@ def with_more_entries(folder, count=100):
 @pytest.mark.parametrize("kind", ["copied by hand", "started often", "backup", "newer journal"])
 def test_a_copy_that_starts_beside_a_coordinator_that_serves_never_ends_it(parted, tmp_path, kind):
     """The epoch of a copy is higher: of a backup by a thousand, of a copy by hand after a few starts elsewhere."""
-    fed, copy = parted, tmp_path / "copy"
+    fed = parted
+    copy = tmp_path / "copy"
     if kind == "started often":
         with Journal(copy / "journal.db") as journal:
             for _ in range(5):
@@ -392,7 +396,8 @@ def test_a_copy_that_starts_beside_a_coordinator_that_serves_never_ends_it(parte
 
 @pytest.mark.parametrize("is_backup", [True, False])
 def test_a_copy_that_is_told_to_take_over_ends_the_coordinator_that_serves(parted, tmp_path, is_backup):
-    fed, copy = parted, tmp_path / "copy"
+    fed = parted
+    copy = tmp_path / "copy"
     if is_backup:
         as_backup(copy)
     replaced = Takeover(epoch=fed.coordinator.commands.epoch, newest_run=2)
@@ -527,7 +532,8 @@ def test_a_coordinator_that_may_not_serve_yet_says_nothing_to_agents_and_what_it
 def test_an_order_of_another_federation_is_not_carried_out_while_the_own_coordinator_answers(tmp_path, caplog):
     with Federation(tmp_path, agents=1) as fed:
         fed.settle()
-        ours, agent = fed.coordinator.federation_id, fed.agents["a0"]
+        ours = fed.coordinator.federation_id
+        agent = fed.agents["a0"]
         for number in range(20):
             fed.broker.route(fed.topics.down("a0"), order_of(fed, 9, federation="f" * 32, seq=number))
             fed.wait(1)

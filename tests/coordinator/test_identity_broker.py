@@ -42,14 +42,16 @@ class Certified:
     def __init__(self, folder):
         port, enroll_port = free_ports()
         config = IdentityConfig(host="localhost", bind="127.0.0.1", port=port, enroll_port=enroll_port)
-        self.folder, self.port = folder, port
+        self.folder = folder
+        self.port = port
         self.authority = Authority.create(identity_folder(folder), "home", NOW)
         self.service = IdentityService(Enrolment(folder, "home", config))
         self.clients = []
 
     def certificate(self, name, *, authority=None, begin=NOW, life=timedelta(hours=1), server=False):
         """A file with a key and its certificate."""
-        key, path = ec.generate_private_key(ec.SECP256R1()), self.folder / f"{name}-{len(self.clients)}.pem"
+        key = ec.generate_private_key(ec.SECP256R1())
+        path = self.folder / f"{name}-{len(self.clients)}.pem"
         authority = authority or self.authority
         if server:
             made = authority.for_server(["localhost", "127.0.0.1"], key.public_key(), begin, life)
@@ -68,7 +70,9 @@ class Client:
     """An MQTT client that notes whether it got in, what it heard, and whether it was thrown off."""
 
     def __init__(self, port, ca, file, client_id, user):
-        self.heard, self.is_in, self.ended = [], threading.Event(), threading.Event()
+        self.heard = []
+        self.is_in = threading.Event()
+        self.ended = threading.Event()
         self.mqtt = paho.Client(CallbackAPIVersion.VERSION2, client_id=client_id, reconnect_on_failure=False)
         context = ssl.create_default_context(cafile=str(ca))
         if file is not None:
@@ -141,14 +145,16 @@ def test_row_31_client_id_of_another_agent_takes_nothing_over(site):
 
 
 def wait_until(condition):
-    until, pause = time.monotonic() + LIMIT_S, threading.Event()
+    until = time.monotonic() + LIMIT_S
+    pause = threading.Event()
     while not condition():
         assert time.monotonic() < until
         pause.wait(0.01)
 
 
 def test_row_32_enrolled_agent_reaches_no_topic_of_another_in_10_000_tries(site):
-    victim, mallory = site.client(site.certificate("porch")), site.client(site.certificate("mallory"))
+    victim = site.client(site.certificate("porch"))
+    mallory = site.client(site.certificate("mallory"))
     chief = site.client(site.certificate("coordinator"))
     for one in (victim, mallory, chief):
         assert one.gets_in()
@@ -205,7 +211,8 @@ def transport(url, ca, cert=None):
 
 @A_SOCKET_THAT_PAHO_LEAVES
 def test_row_49_an_agent_talks_to_no_broker_of_another_authority_or_without_tls(site, tmp_path):
-    mine, cert = identity_folder(site.folder) / "ca.pem", site.certificate("porch")
+    mine = identity_folder(site.folder) / "ca.pem"
+    cert = site.certificate("porch")
     good = transport(f"mqtts://localhost:{site.port}", mine, cert)
     good.start()
     good.close()

@@ -25,9 +25,12 @@ class Device:
     """One device that enrolls by files, so that nothing serves."""
 
     def __init__(self, fleet):
-        self.fleet, self.issuer = fleet, enrolment(fleet.config, None)
-        self.config, self.state = fleet.folder / "agent.toml", fleet.folder / "agent-state"
-        self.request, self.answer = fleet.folder / "request.json", fleet.folder / "answer.json"
+        self.fleet = fleet
+        self.issuer = enrolment(fleet.config, None)
+        self.config = fleet.folder / "agent.toml"
+        self.state = fleet.folder / "agent-state"
+        self.request = fleet.folder / "request.json"
+        self.answer = fleet.folder / "answer.json"
 
     def token(self, name, **others):
         return self.issuer.token(name, timedelta(days=1), **others).text()

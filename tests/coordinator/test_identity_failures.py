@@ -55,7 +55,8 @@ LONG_S = 600.0
 
 def until(condition, limit_s=10.0):
     """Wait for what another thread does."""
-    end, pause = time.monotonic() + limit_s, threading.Event()
+    end = time.monotonic() + limit_s
+    pause = threading.Event()
     while not condition():
         assert time.monotonic() < end
         pause.wait(0.01)
@@ -68,7 +69,9 @@ class Side:
     """A coordinator's enrolment port, with a clock that a test may set ahead."""
 
     def __init__(self, state, *, federation="home", ahead=timedelta(0), ports=None):
-        self.state, self.federation, self.ahead = state, federation, ahead
+        self.state = state
+        self.federation = federation
+        self.ahead = ahead
         port, enroll_port = ports or free_ports()
         self.config = IdentityConfig(host="localhost", bind="127.0.0.1", port=port, enroll_port=enroll_port)
         if not (identity_folder(state) / "ca.key").exists():
@@ -119,7 +122,8 @@ def test_a_token_that_was_used_by_another_device_is_refused(side, device):
 
 
 def test_a_device_whose_answer_was_lost_gets_the_same_certificate_again(side, device):
-    token, folder = side.token(), device()
+    token = side.token()
+    folder = device()
     first = ask(token.address, side.enrolment.authority.der, folder.request("home", "porch", token.secret).model_dump())
     assert enroll(token, folder).serial == side.enrolment.ledger.get("porch").certificates[0].serial
     assert base64.b64decode(first["certificate"]) in ssl.PEM_cert_to_DER_cert(
@@ -128,7 +132,9 @@ def test_a_device_whose_answer_was_lost_gets_the_same_certificate_again(side, de
 
 
 def test_refused_enrolment_leaves_no_key_but_that_of_a_request_in_a_file(side, device):
-    token, folder, other = side.token(), device(), device()
+    token = side.token()
+    folder = device()
+    other = device()
     enroll(token, device())
     other.pending_key()
     for one in (folder, other):
@@ -261,7 +267,9 @@ def test_a_damaged_token_and_one_that_is_none_are_told_apart_from_tokens(side):
 
 
 def test_a_key_that_was_exchanged_on_the_way_is_not_certified(side, device):
-    token, folder, attacker = side.token(), device(), device()
+    token = side.token()
+    folder = device()
+    attacker = device()
     request = folder.request("home", "porch", token.secret)
     csr = base64.b64encode(signing_request(attacker.pending_key(), "porch")).decode()
     with pytest.raises(EnrolmentRefused, match=r"^token: it is not the newest one"):
@@ -292,7 +300,8 @@ def test_a_certificate_is_renewed_within_the_grace_and_not_after_it(side, device
 
 
 def test_a_renewal_needs_the_key_of_the_certificate_that_it_names(side, device):
-    mine, theirs = device(), device()
+    mine = device()
+    theirs = device()
     enroll(side.token("mallory"), mine)
     enroll(side.token("porch"), theirs)
     request = mine.request("home", "mallory").model_copy(update={"name": "porch"})
@@ -488,7 +497,8 @@ def test_request_with_algorithms_that_nobody_knows_is_refused(side, device, capl
 @pytest.mark.parametrize("what", ["certificate", "commands", "root", "signature"])
 def test_answer_in_a_file_that_was_changed_on_its_way_is_not_installed(side, device, what, tmp_path):
     ReleaseKeys(side.state).create("home", side.now())
-    token, folder = side.token(), device()
+    token = side.token()
+    folder = device()
     request = folder.request("home", "porch", token.secret)
     answer = side.enrolment.answer("porch", side.enrolment.certify(request))
     thief = AgentKey("home", "porch", bytes(32), bytes(32)).text()
@@ -566,7 +576,8 @@ def test_row_43_one_owner_has_no_more_agents_than_the_quota(side, device):
 
 
 def test_both_secrets_may_be_credentials_of_systemd_and_lie_nowhere_in_the_state_folder(side, tmp_path, monkeypatch):
-    fingerprint, key = side.enrolment.authority.fingerprint, side.enrolment.command_key("porch")
+    fingerprint = side.enrolment.authority.fingerprint
+    key = side.enrolment.command_key("porch")
     credentials = tmp_path / "credentials"
     credentials.mkdir()
     for name in ("ca.key", "master.key"):
@@ -610,7 +621,8 @@ def test_hostile_bytes_are_refused_and_the_port_serves_on(side, device, line):
 
 def test_port_listens_on_after_a_connection_could_not_be_accepted(side, device, monkeypatch, caplog):
     """With all files in use accept fails, and a failed accept ended the port for good, without a line in the log."""
-    failures, accept = [OSError(errno.EMFILE, "Too many open files")], socket.socket.accept
+    failures = [OSError(errno.EMFILE, "Too many open files")]
+    accept = socket.socket.accept
 
     def failing_once(listener):
         if failures:
@@ -736,10 +748,12 @@ def test_strangers_answer_ends_no_agent_whose_certificate_has_expired(side, devi
 
 
 def test_device_asks_whether_its_certificate_counts_and_is_told_what_a_renewal_would_be(side, device):
-    folder, other = device(), device()
+    folder = device()
+    other = device()
     identity = enroll(side.token(), folder)
     enroll(side.token("garden"), other)
-    renewal, records = Renewal(folder.path.parent), side.enrolment.ledger.get("porch").certificates
+    renewal = Renewal(folder.path.parent)
+    records = side.enrolment.ledger.get("porch").certificates
     assert renewal.standing() == shown(identity.not_after)
     forged = {**other.question("home", "garden").model_dump(), "name": "porch", "serial": identity.serial}
     with pytest.raises(EnrolmentRefused, match=r"none of 'porch' is known here with the serial and the key"):
@@ -811,7 +825,8 @@ def test_time_is_asked_of_a_coordinator_whose_certificate_does_not_hold_now(side
 
 
 def test_an_answer_with_another_certificate_is_not_installed(side, device):
-    folder, other = device(), device()
+    folder = device()
+    other = device()
     enroll(side.token("mallory"), other)
     wrong = base64.b64decode(side.enrolment.ledger.get("mallory").certificates[0].der)
     side.token()
@@ -855,7 +870,9 @@ def test_a_backup_has_the_authority_and_the_ledger_and_its_key_stays_private(sid
 
 def forged_requests(side, device):
     """Requests that a stranger may send, for names of which nothing, and of which something, is known."""
-    token_only, enrolled, revoked = "token-only", "enrolled", "revoked"
+    token_only = "token-only"
+    enrolled = "enrolled"
+    revoked = "revoked"
     side.token(token_only)
     enroll(side.token(enrolled), device())
     serial = side.enrolment.ledger.get(enrolled).certificates[0].serial
@@ -874,7 +891,8 @@ def forged_requests(side, device):
 
 
 def test_stranger_accuses_no_agent_and_learns_nothing_of_any(side, device):
-    accused, answers = [], {}
+    accused = []
+    answers = {}
     side.port.on_refused = lambda *about: accused.append(about)
     for name, how, request in forged_requests(side, device):
         answer = side.port.answer(request.model_dump_json().encode(), "192.0.2.1")

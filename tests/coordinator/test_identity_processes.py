@@ -291,7 +291,9 @@ def test_renamed_device_keeps_its_folder_and_gets_its_id_in_the_configuration(fl
 
 def test_device_that_reaches_the_broker_alone_enrolls_by_two_files(fleet):
     fleet.init()
-    token, request, answer = fleet.token("porch"), fleet.folder / "request.json", fleet.folder / "answer.json"
+    token = fleet.token("porch")
+    request = fleet.folder / "request.json"
+    answer = fleet.folder / "answer.json"
     options = ("--config", fleet.folder / "porch.toml", "--state", fleet.folder / "porch", "--data", DATA.format(0))
     code, said, err = fleet.device("enroll", token, *options, "--csr", request)
     assert (code, f"--answer answer.json --data '{DATA.format(0)}'" in said) == (0, True), err

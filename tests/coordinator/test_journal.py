@@ -303,7 +303,8 @@ def test_replay_reads_each_entry_of_the_journal_once(journal):
     unchanged = [steps(), steps()][-1]
     for number in range(1, 301):
         journal.append("update_accepted", run=second, round=number, agent="a0", digest="0" * 64)
-    once, again = steps(), steps()
+    once = steps()
+    again = steps()
     assert once > 300
     assert again == unchanged < 50
     journal.append("run_pruned", run=first)
@@ -324,7 +325,10 @@ IN_A_ROUND = st.sampled_from(("round_opened", "update_accepted", "update_refused
 @given(st.lists(st.tuples(IN_A_ROUND, st.integers(1, 3), st.sampled_from("abc")), max_size=30))
 def test_replay_agrees_with_a_plain_list_of_what_happened(steps):
     """A twin that keeps sets: whatever the order of entries, each digest is in at most one place."""
-    record, open_round, updates, closed = RunRecord("run-0001", {}), None, set(), 0
+    record = RunRecord("run-0001", {})
+    open_round = None
+    updates = set()
+    closed = 0
     for number, (kind, round_, agent) in enumerate(steps, 1):
         entry = Entry(number, "", kind, "run-0001", round_, agent, "aa" * 32, {"cohort": ["a", "b", "c"]}, "", "")
         if kind == "round_opened" and round_ != closed + 1:
@@ -335,7 +339,8 @@ def test_replay_agrees_with_a_plain_list_of_what_happened(steps):
         if kind == "round_opened":
             open_round, updates = round_, updates if open_round == round_ else set()
         elif kind == "round_closed":
-            open_round, closed = None, round_
+            open_round = None
+            closed = round_
         elif kind == "update_accepted" and round_ == open_round:
             updates.add(agent)
     assert record.round == closed

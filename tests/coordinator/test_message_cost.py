@@ -107,7 +107,8 @@ class Looks:
     """Counts how often the coordinator looks at its run, which takes ``look_s`` of the clock."""
 
     def __init__(self, fed, look_s):
-        self.times, self.look_s = [], look_s
+        self.times = []
+        self.look_s = look_s
         advance = fed.coordinator.runs.advance
 
         def look():
@@ -205,7 +206,10 @@ class PlainRoster:
     """Leases by a search through all agents, which is slow and plainly right."""
 
     def __init__(self, lease_s):
-        self.lease_s, self.heard, self.stalled, self.since = lease_s, {}, set(), 0.0
+        self.lease_s = lease_s
+        self.heard = {}
+        self.stalled = set()
+        self.since = 0.0
 
     def expire(self, now):
         if self.since is None:
@@ -221,11 +225,14 @@ class PlainRoster:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_leases_and_presence_are_those_of_a_plain_search(seed):
-    rng, clock = random.Random(seed), Clock(0.0)
-    roster, plain = Roster(clock, lease_s=10), PlainRoster(10)
+    rng = random.Random(seed)
+    clock = Clock(0.0)
+    roster = Roster(clock, lease_s=10)
+    plain = PlainRoster(10)
     names = [f"a{number}" for number in range(12)]
     for _ in range(3000):
-        agent, action = rng.choice(names), rng.randrange(8)
+        agent = rng.choice(names)
+        action = rng.randrange(8)
         if action <= 1:
             condition = rng.choice(["ok", "stalled"])
             roster.hello(agent, hello(condition=condition))
@@ -252,7 +259,8 @@ def test_a_coordinator_at_rest_reads_its_journal_only_when_it_has_changed(tmp_pa
         fed.request(rounds=1)
         fed.finish()
         fed.wait(1)
-        reads, plain = [], Journal.entries
+        reads = []
+        plain = Journal.entries
         monkeypatch.setattr(Journal, "entries", lambda *a, **k: reads.append(k or a) or plain(*a, **k))
         fed.wait(20)
         assert reads == []

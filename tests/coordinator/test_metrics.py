@@ -117,7 +117,8 @@ def test_names_follow_prometheus_and_no_label_grows_with_fleet_or_time(request):
         }
         for n in range(1000)
     ]
-    few, many = figures(agents=agents[:10], counts=metrics.Counts()), figures(agents=agents, counts=metrics.Counts())
+    few = figures(agents=agents[:10], counts=metrics.Counts())
+    many = figures(agents=agents, counts=metrics.Counts())
     assert few.keys() == many.keys()
     assert sum(value for key, value in many.items() if key[0] == "headwater_agents") == 1000
     faults = {key[1][1]: value for key, value in many.items() if key[0] == "headwater_agents_with_fault"}
@@ -188,7 +189,8 @@ def test_a_folder_that_is_missing_damaged_or_replaced_costs_no_scrape(tmp_path):
 def test_updates_of_a_closed_round_are_read_once_and_in_pieces(tmp_path, monkeypatch):
     """Seven agents, three entries in a transaction; accuracies 0.1 to 0.7, and then one of 0.9."""
     monkeypatch.setattr(metrics, "ENTRIES_AT_ONCE", 3)
-    asked, entries = [], Journal.entries
+    asked = []
+    entries = Journal.entries
 
     def noted(journal, *args, **kwargs):
         found = entries(journal, *args, **kwargs)
@@ -274,7 +276,8 @@ def test_live_and_ready(tmp_path, written, code, words):
 
 
 def test_an_unchanged_status_is_parsed_once_and_a_changed_one_at_once(tmp_path, monkeypatch):
-    parsed_files, loads = [], store.json.loads
+    parsed_files = []
+    loads = store.json.loads
     monkeypatch.setattr(store.json, "loads", lambda data: parsed_files.append(1) or loads(data))
     path = tmp_path / "status.json"
     path.write_text(json.dumps(status()))

@@ -38,7 +38,8 @@ def gram_and_cross(features, labels, least=1):
     """X^T X (d, d) and X^T Y (d, K) of the samples of classes that have at least so many."""
     counts = np.bincount(labels, minlength=3)
     counted = counts[labels] >= least
-    rows, targets = features[counted].astype(np.float64), np.eye(3)[labels[counted]]
+    rows = features[counted].astype(np.float64)
+    targets = np.eye(3)[labels[counted]]
     return {"extra.gram": rows.T @ rows, "extra.cross": rows.T @ targets}
 
 

@@ -51,7 +51,8 @@ PARAMS = {
     "fedrir": {**SMALL, "specific_dim": 16},
 }
 HEADS = {"dualfed": "dualfed", "fedpac": "fedpac", "fedpick": "fedpick", "repper": "mlp", "fedrir": "fedrir_global"}
-TRAIN, HEAD = ("a0", "a1", "a2", "a3"), ("h0", "h1")
+TRAIN = ("a0", "a1", "a2", "a3")
+HEAD = ("h0", "h1")
 KEPT = {
     "dualfed": {
         "personal.projector.0.weight",
@@ -86,7 +87,9 @@ class Listener:
     """A plain MQTT client that keeps every payload under every topic."""
 
     def __init__(self, config):
-        self.heard, self._last, self._ready = [], threading.Event(), threading.Event()
+        self.heard = []
+        self._last = threading.Event()
+        self._ready = threading.Event()
         self._client = client = paho.Client(CallbackAPIVersion.VERSION2, client_id="listener")
         client.on_connect = lambda *_: client.subscribe("#", qos=1)
         client.on_subscribe = lambda *_: self._ready.set()
@@ -160,7 +163,8 @@ class RealFederation(FederationInRealTime):
             cohort={"tier": tier},
             export={"after_run": True, "int8": False, "exporter": "legacy"},
         )
-        self.broker, self.method = OverMosquitto(), method
+        self.broker = OverMosquitto()
+        self.method = method
 
     def __enter__(self):
         super().__enter__()
@@ -200,8 +204,11 @@ class Overheard:
             run = fed.request(method, rounds=rounds, params=PARAMS[method])
             fed.finish(120.0)
             assert fed.record.status == "finished", fed.record.outcome
-            self.summary, self.lines = fed.state.run(run).summary(), fed.metrics()
-        self.topics, self.heard, self.tasks = fed.topics, fed.broker.captured, fed.tasks
+            self.summary = fed.state.run(run).summary()
+            self.lines = fed.metrics()
+        self.topics = fed.topics
+        self.heard = fed.broker.captured
+        self.tasks = fed.tasks
         self.blobs = assembled(self.heard)
         self.everything = self.haystack(self.heard)
 
@@ -247,12 +254,14 @@ def _asks_beyond(topic, payload):
 
 def assembled(heard):
     """Transfer -> bytes of each blob of which every chunk was heard; the same chunk twice holds the same bytes."""
-    chunks, counts = defaultdict(dict), {}
+    chunks = defaultdict(dict)
+    counts = {}
     for topic, payload in heard:
         if topic.endswith(("/ub", "/db")) or "/b/" in topic:
             frame = decode_frame(payload)
             for begin in range(0, len(frame.data), CHUNK_BYTES):
-                index, data = frame.index + begin // CHUNK_BYTES, bytes(frame.data[begin : begin + CHUNK_BYTES])
+                index = frame.index + begin // CHUNK_BYTES
+                data = bytes(frame.data[begin : begin + CHUNK_BYTES])
                 assert chunks[frame.transfer].setdefault(index, data) == data
             counts[frame.transfer] = frame.count
     whole = {transfer: found for transfer, found in chunks.items() if len(found) == counts[transfer]}

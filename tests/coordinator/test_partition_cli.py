@@ -29,7 +29,8 @@ def call(call, tmp_path, monkeypatch):
 def test_the_file_says_who_has_what_and_the_counts_are_those_of_the_labels(call, tmp_path):
     code, out, err = call("dirichlet", "--alpha", 0.5, "--clients", 4, "--data", "npz:i.npz", "--json")
     assert code == 0, err
-    told, division = json.loads(out), Division.read(tmp_path / "partition.json")
+    told = json.loads(out)
+    division = Division.read(tmp_path / "partition.json")
     assert told["hash"] == division.sha256
     for one in told["clients"]:
         share = division.clients[one["id"]]
@@ -47,7 +48,8 @@ def test_a_simulation_with_another_seed_takes_the_same_rows_and_says_the_same_ha
 def test_a_saved_file_is_looked_at_again(call):
     _, first, _ = call("pathological", "--classes-each", 1, "--clients", 3, "--data", "npz:i.npz", "--json")
     _, again, _ = call("partition.json", "--data", "npz:i.npz", "--out", "copy.json", "--json")
-    first, again = json.loads(first), json.loads(again)
+    first = json.loads(first)
+    again = json.loads(again)
     assert again["clients"] == first["clients"]
     assert [sum(map(bool, one["train"])) for one in first["clients"]] == [1, 1, 1]
 

@@ -40,9 +40,11 @@ class Duties(FakeDuties):
     def do(self, job, received):
         if job.purpose == "personalize":
             return super().do(job, received)
-        sent, samples = {name: array + np.float32(1) for name, array in received.items()}, self.samples
+        sent = {name: array + np.float32(1) for name, array in received.items()}
+        samples = self.samples
         if self.config.id.startswith(MALLORY):
-            sent, samples = self.poisoned(sent, received), self.lie or samples
+            sent = self.poisoned(sent, received)
+            samples = self.lie or samples
         return self.outbox.put(sent, down.job_key(job), samples, {"loss": 1.0})
 
 

@@ -26,7 +26,8 @@ TASK = Task(
     encoder_params={"feature_dim": 6, "width": 2},
 )
 SMALL = {"local_epochs": 1, "batch_size": 8, "lr": 0.01}
-LOCAL_STATS, LOCAL_ALL = "dualfed", "fedpick"
+LOCAL_STATS = "dualfed"
+LOCAL_ALL = "fedpick"
 AGENTS = ("a0", "a1", "a2")
 
 
@@ -57,7 +58,8 @@ def finished(folder, method, *, keep_back=(), pool_norm=True, kill_at=None):
         fed.finish()
         assert fed.record.status == "finished", fed.record.outcome
         fed.pools = [(entry, decode(fed.state.blobs.read(entry.digest))) for entry in fed.entries("norm_pooled")]
-        fed.last, fed.sha = fed.final, fed.encoder_sha256
+        fed.last = fed.final
+        fed.sha = fed.encoder_sha256
     return fed
 
 
@@ -92,7 +94,8 @@ def test_no_round_carries_batch_norm_that_stays_and_the_pool_carries_nothing_els
 
 def test_pooled_statistics_are_those_of_the_mixture_of_all_clients(tmp_path):
     fed = finished(tmp_path, LOCAL_STATS)
-    pooled, kept = pooled_of(fed), [kept_of(fed, agent) for agent in AGENTS]
+    pooled = pooled_of(fed)
+    kept = [kept_of(fed, agent) for agent in AGENTS]
     shares = np.array([18, 9, 18]) / 45
     names = [name for name in pooled if name.endswith("running_mean")]
     assert names
@@ -120,9 +123,11 @@ def test_the_bundle_of_the_run_holds_the_pooled_encoder_and_says_so(tmp_path):
 
 
 def test_pooling_leaves_what_clients_keep_for_themselves(tmp_path):
-    with_pool, without = finished(tmp_path / "1", LOCAL_STATS), finished(tmp_path / "2", LOCAL_STATS, pool_norm=False)
+    with_pool = finished(tmp_path / "1", LOCAL_STATS)
+    without = finished(tmp_path / "2", LOCAL_STATS, pool_norm=False)
     for agent in AGENTS:
-        one, other = kept_of(with_pool, agent), kept_of(without, agent)
+        one = kept_of(with_pool, agent)
+        other = kept_of(without, agent)
         assert one.keys() == other.keys()
         assert all(np.array_equal(one[name], other[name]) for name in one)
 

@@ -64,7 +64,8 @@ def test_folder_that_was_open_is_closed(tmp_path):
 
 def test_umask_is_as_before_when_the_last_holder_has_ended(tmp_path, open_umask):
     """Also where they end in another order than they began, in several threads."""
-    first, second = private_files(), private_files()
+    first = private_files()
+    second = private_files()
     with first:
         thread = threading.Thread(target=second.__enter__)
         thread.start()

@@ -60,7 +60,8 @@ def test_frames_keep_topic_payload_and_shared_memory(functions):
         child.pipe.send("töpic", b"\x00" * 300_000, [buffer])
         buffer.close()
         child.pipe.send("", b"")
-        first, second = child.pipe.receive(), child.pipe.receive()
+        first = child.pipe.receive()
+        second = child.pipe.receive()
     finally:
         child.close()
     assert (first.topic, first.payload) == ("töpic", b"a b" + b"\x00" * 300_000)
@@ -98,7 +99,9 @@ def test_a_memory_limit_fails_an_allocation_and_a_cpu_limit_ends_the_process(fun
 
 
 def test_a_supervised_process_is_restarted_and_its_reason_told_until_it_is_stopped(functions):
-    exits, served, line = [], [], "import sys; print('ready', flush=True); sys.stdin.read()"
+    exits = []
+    served = []
+    line = "import sys; print('ready', flush=True); sys.stdin.read()"
 
     def serve(child):
         child.follow_output(lambda text: (served.append(child.pid), ready.release()) if text == "ready" else None)
@@ -162,7 +165,8 @@ def test_a_child_at_work_is_not_idle(functions):
 
     thread = threading.Thread(target=ask)
     thread.start()
-    pause, tries = threading.Event(), 0
+    pause = threading.Event()
+    tries = 0
     while process.pid is None and (tries := tries + 1) < 1000:
         pause.wait(0.01)
     now[0] += 1000

@@ -52,7 +52,8 @@ def state_of(method, weight, bias):
     state = {n: t.numpy() for n, t in model.state_dict().items() if n in made.shared_names(model)}
     first = next(name for name in state if name.startswith("encoder.") and name.endswith("weight"))
     matrix = np.zeros_like(state[first])
-    matrix[0, 0], matrix[1, 0] = 1, -1
+    matrix[0, 0] = 1
+    matrix[1, 0] = -1
     state |= {first: matrix, first.replace("weight", "bias"): np.zeros(2, np.float32)}
     if "head.weight" in state:
         state |= {"head.weight": np.array(weight, np.float32), "head.bias": np.array(bias, np.float32)}
@@ -131,7 +132,9 @@ class InProcess:
     """A `ComputeProcess` without a process; a round in ``fails`` cannot be evaluated."""
 
     def __init__(self, fails=()):
-        self.fails, self.asked, self.dropped = fails, [], []
+        self.fails = fails
+        self.asked = []
+        self.dropped = []
 
     def cancel(self, question):
         self.dropped.append(number_of(question))
@@ -153,7 +156,9 @@ class InProcess:
 class Watched(Federation):
     def __init__(self, folder, proxy, worker=None, fails=(), **options):
         super().__init__(folder, agents=2, tasks=TinyDuties, **options)
-        self.proxy, self.worker, self.desk = proxy, worker or InlineWorker(), InProcess(fails)
+        self.proxy = proxy
+        self.worker = worker or InlineWorker()
+        self.desk = InProcess(fails)
 
     def start_coordinator(self):
         def prepare(coordinator):
@@ -179,7 +184,8 @@ class Watched(Federation):
 @pytest.fixture
 def own(tmp_path):
     """Samples of the coordinator for the task of the tiny clients."""
-    rng, labels = np.random.default_rng(5), np.arange(30) % 3
+    rng = np.random.default_rng(5)
+    labels = np.arange(30) % 3
     inputs = np.clip(rng.normal(60, 20, (30, 4, 4)) + 60 * labels[:, None, None], 0, 255).astype(np.uint8)
     np.savez(tmp_path / "own.npz", inputs=inputs, labels=labels, class_names=np.array(["a", "b", "c"]))
     return f"npz:{tmp_path / 'own.npz'}"
@@ -189,8 +195,10 @@ def test_each_round_is_evaluated_and_everybody_can_read_it(tmp_path, own):
     with Watched(tmp_path, ProxyConfig(data=own, device="cpu")) as fed:
         fed.request("fedavg", rounds=3, params=SMALL)
         fed.finish()
-        results, folder = fed.proxy_results(), fed.state.run(fed.run)
-        summary, metrics = folder.summary(), [one for one in folder.metrics() if one["kind"] == "proxy"]
+        results = fed.proxy_results()
+        folder = fed.state.run(fed.run)
+        summary = folder.summary()
+        metrics = [one for one in folder.metrics() if one["kind"] == "proxy"]
         page = write_report(folder).read_text()
         assert list(folder.folder.glob("proxy-*")) == [], "states are kept only until they are evaluated"
     assert sorted(results) == [1, 2, 3]
@@ -302,7 +310,8 @@ def test_states_of_runs_that_are_over_are_swept_when_the_coordinator_comes_back(
         fed.request("fedavg", rounds=5, params=SMALL)
         fed.close_rounds(2)
         fed.kill_coordinator()
-        over, going = fed.folder / "coordinator/runs/run-0000", fed.folder / "coordinator/runs/run-0001"
+        over = fed.folder / "coordinator/runs/run-0000"
+        going = fed.folder / "coordinator/runs/run-0001"
         over.mkdir()
         for name in ("proxy-9.safetensors", "warm.safetensors", "summary.json"):
             (over / name).write_bytes(b"{}")
@@ -333,7 +342,8 @@ def test_a_proxy_that_always_fails_is_told_once_wherever_people_look(tmp_path, o
         fed.finish()
         (entry,) = fed.entries("proxy_failed")
         folder = fed.state.run(fed.run)
-        summary, page = folder.summary(), write_report(folder).read_text()
+        summary = folder.summary()
+        page = write_report(folder).read_text()
     assert (entry.round, entry.body) == (1, {"reason": "RunFailed: no memory for round 1"})
     assert summary["proxy_failed"] == [{"round": 1, **entry.body}]
     line = "acc.proxy could not be computed, first after round 1: RunFailed: no memory for round 1"

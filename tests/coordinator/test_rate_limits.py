@@ -100,10 +100,13 @@ class Flooded:
     """A coordinator on a clock on which each message takes its CPU, and an agent that sends 5,000 a second."""
 
     def __init__(self, fed, kind, *, is_limited):
-        self.fed, self.kind = fed, kind
+        self.fed = fed
+        self.kind = kind
         self.payload = self.flood_message()
-        transport, limits = fed.coordinator.transport, RateLimits(fed.topics, fed.clock)
-        accept, receive = transport.accept, transport.receive
+        transport = fed.coordinator.transport
+        limits = RateLimits(fed.topics, fed.clock)
+        accept = transport.accept
+        receive = transport.receive
         if is_limited:
             transport.accept = lambda m: accept(m) if limits.admits(m.topic, m.payload) else None
             fed.coordinator.limits = limits
@@ -116,7 +119,8 @@ class Flooded:
             return event
 
         transport.receive = costly
-        self.sent, self.begin = 0, fed.clock.now
+        self.sent = 0
+        self.begin = fed.clock.now
 
     def flood_message(self):
         if self.kind == "junk":
@@ -211,8 +215,10 @@ def test_many_agents_that_flood_joins_and_heartbeats_cost_no_round(tmp_path):
             fed.add(name, seconds=3.0)
         fed.request(rounds=2)
         fed.until(lambda: fed.coordinator.collector.open_round)
-        limits, transport = RateLimits(fed.topics, fed.clock), fed.coordinator.transport
-        accept, admitted = transport.accept, []
+        limits = RateLimits(fed.topics, fed.clock)
+        transport = fed.coordinator.transport
+        accept = transport.accept
+        admitted = []
 
         def limited(message):
             if limits.admits(message.topic, message.payload):

@@ -105,7 +105,8 @@ class Noted:
     """What a broker reports, from its thread."""
 
     def __init__(self):
-        self.all, self.news = [], threading.Event()
+        self.all = []
+        self.news = threading.Event()
 
     def __call__(self, *refusal):
         self.all.append(refusal)
@@ -123,7 +124,8 @@ def will_for(agent):
 
 @pytest.mark.broker
 def test_embedded_broker_reports_each_kind_of_refused_login(tmp_path):
-    users, noted = tmp_path / "users", Noted()
+    users = tmp_path / "users"
+    noted = Noted()
     set_password(users, "porch", "right")
     broker = EmbeddedBroker(password_file=users)
     broker.on_refused = noted

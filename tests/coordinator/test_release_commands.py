@@ -15,7 +15,8 @@ class Desk:
     """A state folder without a coordinator, and the commands of an operator; a bundle is a letter."""
 
     def __init__(self, path, capsys):
-        self.path, self._capsys = path, capsys
+        self.path = path
+        self._capsys = capsys
         with StateFolder(path).look(create=True):
             pass
 
@@ -154,7 +155,8 @@ def test_a_mistyped_channel_is_refused_with_the_nearest_name(desk):
     desk.device("hall", channel="garden")
     desk.device("porch", "a", channel="gone")
     desk.device("porch", "a", channel="garden")
-    run, before = desk.run("b"), desk.shown("status")
+    run = desk.run("b")
+    before = desk.shown("status")
     for typed, meant in (("gardne", "did you mean 'garden'? known: beta, garden; "), ("gone", "")):
         said = desk.refused("create", run, "--channel", typed)
         assert f"no device of channel '{typed}' was heard, and nothing was released to it; {meant}" in said

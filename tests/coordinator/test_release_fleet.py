@@ -18,7 +18,8 @@ from edge_agent.wire.messages.up import Hello, Report
 from edge_agent.wire.topics import Topics
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
-RUN, BUNDLE = f"run-0001-{'0' * 32}", "a" * 64
+RUN = f"run-0001-{'0' * 32}"
+BUNDLE = "a" * 64
 AT_ONCE = 64
 """Messages whose entries are written together."""
 
@@ -28,7 +29,9 @@ class Fleet:
 
     def __init__(self, state, count, clock, sent_s=0.0):
         self.names = [f"device-{number:05}" for number in range(count)]
-        self.state, self.clock, self.sent = state, clock, []
+        self.state = state
+        self.clock = clock
+        self.sent = []
         self.took = []
         """Seconds of each step."""
 
@@ -142,10 +145,12 @@ def test_10_000_devices_report_on_one_release(state, canary):
         fleet.release(canary) if name == "release" else getattr(fleet, name)()
         figures[f"{name}, us a device"] = 1e6 * (time.perf_counter() - begin) / 10_000
         figures[f"{name}, longest step, ms"] = 1e3 * max(fleet.took)
-    again, begin = fleet.start(), time.perf_counter()
+    again = fleet.start()
+    begin = time.perf_counter()
     again.tick()
     figures["restart, ms"] = 1e3 * (time.perf_counter() - begin)
-    begin, book = time.perf_counter(), Book()
+    begin = time.perf_counter()
+    book = Book()
     book.read(state.journal)
     rows = device_rows(book, NOW)
     shown = [described(book, release, NOW) for release in book.releases]

@@ -69,15 +69,18 @@ def keys_of(fleet):
 
 def test_init_makes_keys_and_an_enrolled_device_trusts_them_and_follows_while_off(fleet, bundle, capsys):
     fleet.init()
-    keys, device = keys_of(fleet), fleet.folder / "porch"
+    keys = keys_of(fleet)
+    device = fleet.folder / "porch"
     assert json.loads(fleet.call("keys", "show", "--config", fleet.config, "--json")[1])["signs_here"]
-    token, files = fleet.token("porch"), (fleet.folder / "request.json", fleet.folder / "answer.json")
+    token = fleet.token("porch")
+    files = (fleet.folder / "request.json", fleet.folder / "answer.json")
     options = ("--config", fleet.folder / "porch.toml", "--state", device, "--data", "digits:optdigits?n=60")
     assert fleet.device("enroll", token, *options, "--csr", files[0])[0] == 0
     assert fleet.call("sign", files[0], "--out", files[1], "--config", fleet.config)[0] == 0
     assert fleet.device("enroll", token, *options, "--answer", files[1])[0] == 0
     assert TrustStore(device / "bundles").newest_root().version == 1
-    first, second = bundle("first"), bundle("second")
+    first = bundle("first")
+    second = bundle("second")
     assert runs_release.sign(first, fleet.folder / "state") is not None
     assert edge_agent(["import", str(first), "--state", str(device), "--no-self-test"]) == 0
     assert edge_agent(["import", str(second), "--state", str(device), "--no-self-test"]) == 4  # unsigned
@@ -111,7 +114,8 @@ def test_two_of_three_people_sign_and_the_coordinator_does_not(fleet, bundle, ca
     code, out, err = fleet.call("init", fleet.folder / "new", *words, *given, "--threshold", 2)
     assert code == 0, err
     assert "people sign them, 2 of 3 keys" in out
-    state, path = fleet.folder / "new" / "state", bundle("b")
+    state = fleet.folder / "new" / "state"
+    path = bundle("b")
     assert runs_release.sign(path, state) is None
     assert "people sign releases here" in caplog.text
     assert archive.open_bundle(path).release is None
@@ -152,7 +156,8 @@ def test_two_of_three_people_sign_and_the_coordinator_does_not(fleet, bundle, ca
 
 def test_a_change_of_keys_weakens_nothing_without_a_word(fleet, tmp_path, bundle):
     fleet.init()
-    keys, state = keys_of(fleet), ("--state", fleet.folder / "state")
+    keys = keys_of(fleet)
+    state = ("--state", fleet.folder / "state")
     for name in ("alice", "bob", "carol"):
         assert fleet.call("keys", "new", tmp_path / f"{name}.key", "--name", name.title())[0] == 0
 
@@ -199,7 +204,8 @@ def test_two_people_sign_an_older_bundle_for_a_new_release_by_the_commands_that_
     for name in ("alice", "bob"):
         files.append(tmp_path / f"{name}.key")
         write_key(files[-1], new_key(), name=name)
-    folder, made = StateFolder(tmp_path / "state"), bundle("b")
+    folder = StateFolder(tmp_path / "state")
+    made = bundle("b")
     keys = ReleaseKeys(folder.path)
     with folder.look(create=True) as state:
         keys.create("home", NOW, [read_public(file.with_name(f"{file.name}.pub")) for file in files], 2)
@@ -209,7 +215,8 @@ def test_two_people_sign_an_older_bundle_for_a_new_release_by_the_commands_that_
         bundle_id = archive.open_bundle(path).manifest.bundle_id
 
         def sign(number, version, again=False):
-            key, end = read_key(files[number]), NOW + timedelta(days=1)
+            key = read_key(files[number])
+            end = NOW + timedelta(days=1)
             sign_bundle(path, keys.roots(), [key], version=version, expires=end, again=again)
 
         def advice(digest):
@@ -233,7 +240,8 @@ def test_two_people_sign_an_older_bundle_for_a_new_release_by_the_commands_that_
 
 def test_what_people_have_signed_is_not_released_where_no_device_may_install_it(tmp_path, bundle):
     write_key(tmp_path / "alice.key", new_key(), name="alice")
-    folder, made = StateFolder(tmp_path / "state"), bundle("b")
+    folder = StateFolder(tmp_path / "state")
+    made = bundle("b")
     keys = ReleaseKeys(folder.path)
     with folder.look(create=True) as state:
         keys.create("home", NOW, [read_public(tmp_path / "alice.key.pub")], 1)
@@ -257,7 +265,8 @@ def test_what_people_have_signed_is_not_released_where_no_device_may_install_it(
 
 
 def test_a_bundle_carries_the_newest_roots_that_have_room(bundle, tmp_path, monkeypatch):
-    home, path = Federation(), bundle("b")
+    home = Federation()
+    path = bundle("b")
     for _ in range(9):
         home.rotate(1)
     size = len(dump(home.roots[-1]))
@@ -292,7 +301,8 @@ def test_a_change_of_root_keys_needs_the_old_ones_and_the_new_ones(fleet, tmp_pa
 def test_a_change_of_keys_is_signed_on_other_machines_and_brought_back(fleet, tmp_path, bundle):
     """Root keys of three people, two of which have to sign, none at the coordinator; then carol is replaced by dave."""
     fleet.init()
-    state, change = tmp_path / "state", tmp_path / "change.json"
+    state = tmp_path / "state"
+    change = tmp_path / "change.json"
     for name in ("alice", "bob", "carol", "dave"):
         assert fleet.call("keys", "new", tmp_path / f"{name}.key", "--name", name.title())[0] == 0
 
@@ -345,7 +355,8 @@ def test_a_change_of_keys_is_signed_on_other_machines_and_brought_back(fleet, tm
 
 def test_the_coordinator_gets_its_new_key_when_the_change_that_others_sign_counts(fleet, tmp_path, bundle):
     fleet.init()
-    keys, change = keys_of(fleet), tmp_path / "change.json"
+    keys = keys_of(fleet)
+    change = tmp_path / "change.json"
     keys.root_key.rename(tmp_path / "root.key")
     before = keys.newest().roles["targets"].keyids
     words = ("keys", "rotate", "--out", change, "--state", tmp_path / "state")
@@ -364,7 +375,8 @@ def test_the_coordinator_gets_its_new_key_when_the_change_that_others_sign_count
 
 def test_status_names_who_signed_a_release_and_where_it_comes_from(fleet, bundle):
     fleet.init()
-    path, state = bundle("b"), fleet.folder / "state"
+    path = bundle("b")
+    state = fleet.folder / "state"
     origin = {"method": "fedavg", "seed": 7, "clients": 3, "partition_sha256": "ab" * 32}
     scores = {"clients": 3, "support": 30, "mean": 0.5, "worst_tenth": 0.25}
     body = {"bundle_id": archive.open_bundle(path).manifest.bundle_id, "lineage": {**origin, "scores": scores}}
@@ -405,7 +417,8 @@ def test_versions_of_releases_grow_also_when_the_clock_goes_back(tmp_path):
 
 
 def test_the_key_that_signs_may_be_a_credential_of_systemd(tmp_path, bundle, monkeypatch):
-    keys, path = ReleaseKeys(tmp_path / "state"), bundle("b")
+    keys = ReleaseKeys(tmp_path / "state")
+    path = bundle("b")
     keys.create("home", NOW)
     (tmp_path / "credentials").mkdir()
     keys.release_key.rename(tmp_path / "credentials" / "release.key")
@@ -415,7 +428,9 @@ def test_the_key_that_signs_may_be_a_credential_of_systemd(tmp_path, bundle, mon
 
 
 def test_a_kill_at_any_step_of_a_change_of_keys_leaves_a_key_that_signs(tmp_path, bundle):
-    state, before, path = tmp_path / "state", tmp_path / "before", bundle("b")
+    state = tmp_path / "state"
+    before = tmp_path / "before"
+    path = bundle("b")
     keys = ReleaseKeys(state)
     keys.create("home", NOW)
     shutil.copytree(state, before)
@@ -443,7 +458,8 @@ def test_a_kill_at_any_step_of_a_change_of_keys_leaves_a_key_that_signs(tmp_path
 
 
 def test_a_key_that_may_not_sign_leaves_the_bundle_unsigned_and_says_so(tmp_path, bundle, caplog):
-    keys, path = ReleaseKeys(tmp_path), bundle("b")
+    keys = ReleaseKeys(tmp_path)
+    path = bundle("b")
     keys.create("home", NOW)
     write_key(keys.release_key, new_key())  # as a credential of systemd is, after a change of keys
     assert runs_release.sign(path, tmp_path) is None
@@ -480,7 +496,8 @@ def test_the_bundles_of_a_run_and_of_a_round_are_signed_for_their_purpose(tmp_pa
         ask=ask,
     )
     monkeypatch.setattr(runs_release, "_lineage", lambda _: {})
-    request, method = SimpleNamespace(method="fedavg"), SimpleNamespace(all_params=dict)
+    request = SimpleNamespace(method="fedavg")
+    method = SimpleNamespace(all_params=dict)
     run = SimpleNamespace(id="run-0001", context=context, model_for_compute=dict, request=request, method=method)
     for purpose in ("release", "round"):
         list(runs_release.export_bundle(run, purpose, purpose))

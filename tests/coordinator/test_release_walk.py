@@ -22,7 +22,8 @@ from edge_agent.wire.messages.down import Cancel, Pinned
 from edge_agent.wire.messages.up import Fault, Hello, Report
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
-STEPS, SETTLES = 60, 12
+STEPS = 60
+SETTLES = 12
 BAD = frozenset("ef")
 """Bundles that fail their self-test on every device."""
 
@@ -42,11 +43,15 @@ class Twin:
     """The bundle that each device is to run: a channel is a stack of releases, and a rollback takes some out."""
 
     def __init__(self):
-        self.slots, self.pins, self.bundles, self.seen = {}, {}, [], 0
+        self.slots = {}
+        self.pins = {}
+        self.bundles = []
+        self.seen = 0
 
     def read(self, journal):
         for entry in journal.entries(kinds=RELEASE_KINDS, after=self.seen):
-            self.seen, body = entry.id, entry.body
+            self.seen = entry.id
+            body = entry.body
             if entry.kind == "release_made":
                 self._made(body)
             elif entry.kind == "device_pinned":
@@ -65,7 +70,8 @@ class Twin:
         plan = body.get("plan", {})
         self.bundles.append(body["bundle_id"])
         if body.get("rolls_back"):
-            slots, above = self.slots[plan["channel"]], []
+            slots = self.slots[plan["channel"]]
+            above = []
             while (slot := slots.pop()).number != body["rolls_back"]:
                 above.append(slot)
             bad = slot.bundle
@@ -115,7 +121,8 @@ class Device:
             return Fault(**about, purpose=None, error="BundleOlder", code="older", message="older than installed")
         if file["bundle_id"][0] in BAD:
             return Fault(**about, purpose=None, error="BundleDamaged", code="bundle-damaged", message="self-test")
-        self.runs, self.newest = file["bundle_id"], file["version"]
+        self.runs = file["bundle_id"]
+        self.newest = file["version"]
         return Report(**about, about=self.runs, bundle_id=self.runs, samples=1)
 
 
@@ -124,9 +131,18 @@ class World:
 
     def __init__(self, state, rng, bad, monkeypatch):
         """``bad``: share of the releases whose bundle no device can use."""
-        self.rng, self.state, self.bad, self.clock, self.version = rng, state, bad, 1000.0, 0
-        self.devices, self.present, self.twin, self.inbox = {}, set(), Twin(), []
-        self.made, self.largest, self.cut = 0, {}, set()
+        self.rng = rng
+        self.state = state
+        self.bad = bad
+        self.clock = 1000.0
+        self.version = 0
+        self.devices = {}
+        self.present = set()
+        self.twin = Twin()
+        self.inbox = []
+        self.made = 0
+        self.largest = {}
+        self.cut = set()
         monkeypatch.setattr(release_keys, "file_to_release", self.sign)
         monkeypatch.setattr(state.journal, "_now", self.now)
         self.start()
@@ -191,7 +207,8 @@ class World:
     def wait(self, seconds=1.0):
         self.clock += seconds
         self.rollout.tick()
-        cut, self.cut = self.cut, set()
+        cut = self.cut
+        self.cut = set()
         for name in sorted(self.present):
             if name in cut:
                 self.hello(name)
@@ -205,7 +222,8 @@ class World:
         journal.append("release_made", run="run-0001", round=1, digest=self.state.blobs.put(content), body=body)
 
     def make(self):
-        rng, is_bad = self.rng, self.rng.random() < self.bad
+        rng = self.rng
+        is_bad = self.rng.random() < self.bad
         bundle = rng.choice("ef" if is_bad else "abcd") + f"{self.made:063x}"
         self.made += 1
         plan = {"max_failed": rng.choice(["0", "10%", "50%"]), "channel": rng.choice(["stable", "stable", "beta"])}
@@ -245,7 +263,8 @@ class World:
         self.release(self.state.journal, body)
         self.twin.read(self.state.journal)
         for name, device in self.devices.items():
-            before, after = others[name], self.twin.wanted(device, self.now())
+            before = others[name]
+            after = self.twin.wanted(device, self.now())
             assert before == after or before == release.bundle_id or device.runs == release.bundle_id, "moved"
             assert before == after or after != release.bundle_id, "is still on the bad bundle"
 
@@ -284,11 +303,13 @@ class World:
 
     def check(self):
         self.rollout.tick()
-        book, now = self.rollout.book, self.now()
+        book = self.rollout.book
+        now = self.now()
         self.twin.read(self.state.journal)
         assert book == book_of(self.state.journal), "restart equality"
         for name in self.devices:
-            known, wanted = book.devices[name], book.wanted(book.devices[name], now)
+            known = book.devices[name]
+            wanted = book.wanted(book.devices[name], now)
             seen = Device(name, known.channel, known.runs)
             assert (seen.runs if wanted is None else wanted.bundle_id) == self.twin.wanted(seen, now)
         for release in book.releases:
@@ -302,7 +323,8 @@ class World:
     def settle(self):
         """Everybody present comes to run what it is to run, whatever was lost before."""
         for device in self.devices.values():
-            device.kept, device.clock_is_wrong = "", False
+            device.kept = ""
+            device.clock_is_wrong = False
         for name in sorted(self.present):
             self.hello(name)
         for _ in range(SETTLES):

@@ -27,7 +27,8 @@ class Scene:
     """A journal that tests write as commands and the coordinator do, and its book."""
 
     def __init__(self, journal):
-        self.journal, self.book = journal, Book()
+        self.journal = journal
+        self.book = Book()
 
     def write(self, kind, agent=None, digest=None, **body):
         self.journal.append(kind, agent=agent, digest=digest, body=body)
@@ -246,7 +247,8 @@ def test_a_rollback_to_the_same_bundle_says_that_there_is_no_other(scene):
 
 
 def test_a_release_is_done_when_every_device_of_its_channel_has_answered(scene):
-    empty, release = scene.make("e", channel="empty"), scene.make("a")
+    empty = scene.make("e", channel="empty")
+    release = scene.make("a")
     scene.write("device_pinned", agent="d00", release=1)
     for name in DEVICES[1:]:
         assert (scene.book.stage(release, NOW), release.stage) == ("everybody", "everybody")
@@ -290,7 +292,9 @@ def test_a_retired_device_is_replaced_in_the_canary_and_is_not_waited_for(scene)
 
 
 def test_devices_that_are_not_heard_for_long_retire_and_those_that_are_there_do_not(journal):
-    clock, wall, present = [0.0], [utc_now()], ["here"]
+    clock = [0.0]
+    wall = [utc_now()]
+    present = ["here"]
     roster = SimpleNamespace(present=lambda _tier: tuple(present))
     state = SimpleNamespace(journal=journal)
     rollout = Rollout(state, roster, None, None, lambda: clock[0], lambda: wall[0], gone_after=timedelta(days=30))

@@ -25,7 +25,11 @@ class Page(HTMLParser):
 
     def __init__(self, html):
         super().__init__()
-        self.open, self.tags, self.attributes, self.words, self.charts = [], [], [], [], []
+        self.open = []
+        self.tags = []
+        self.attributes = []
+        self.words = []
+        self.charts = []
         self.feed(html)
         self.close()
         assert self.open == [], "every tag is closed"

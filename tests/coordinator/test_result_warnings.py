@@ -113,7 +113,8 @@ def test_a_simulation_names_all_clients_that_are_better_off_alone_in_one_line():
 
 def test_next_steps_are_those_that_the_figures_speak_for():
     few = [{"id": name, "samples": 40} for name in "abc"]
-    falling, still = [{"a": loss} for loss in (2.0, 1.5, 1.2, 1.0, 0.9)], [{"a": 0.5}] * 5
+    falling = [{"a": loss} for loss in (2.0, 1.5, 1.2, 1.0, 0.9)]
+    still = [{"a": 0.5}] * 5
     assert next_steps("fedavg", few, falling, []) == [], "nobody is better off alone"
     rounds, weights, other = next_steps("fedper", few, falling, alone("a"))
     assert rounds == "more rounds (--rounds): the training loss still falls, from 1.5 to 0.9 in the last 3 rounds"

@@ -69,7 +69,8 @@ def test_a_run_that_has_not_ended_and_its_updates_are_never_pruned(tmp_path):
 
         assert removed_by(fed.state, [first], wait, 20)
         assert blobs_on_disk(fed.state) == needed
-        fed.run, fed._looked_at = run, -1
+        fed.run = run
+        fed._looked_at = -1
         fed.finish()
         assert fed.record.status == "finished"
 
@@ -77,7 +78,8 @@ def test_a_run_that_has_not_ended_and_its_updates_are_never_pruned(tmp_path):
 def test_a_blob_that_two_runs_have_goes_with_the_last_of_them(tmp_path):
     """The same seed: both runs have the same checkpoints, bit for bit."""
     with Federation(tmp_path, agents=1, retention={"runs": 1}) as fed:
-        first, second = fed.request(rounds=1), fed.request(rounds=1)
+        first = fed.request(rounds=1)
+        second = fed.request(rounds=1)
         fed.finish()
         fed.wait(1)
         assert fed.state.journal.replay(first).is_pruned
@@ -153,7 +155,8 @@ def test_kept_updates_stay_until_their_run_is_pruned(tmp_path):
 
 def test_no_update_is_parsed_to_know_which_blobs_stay(tmp_path, monkeypatch):
     """At the end of each round: with all updates kept, a long run would take longer with each of them."""
-    real, read = Journal.entries, []
+    real = Journal.entries
+    read = []
 
     def entries(journal, *arguments, **options):
         found = real(journal, *arguments, **options)
@@ -252,7 +255,8 @@ def test_export_of_a_pruned_run_says_what_removed_its_checkpoint(tmp_path):
 @pytest.mark.parametrize("goes_at", [1, 2])
 def test_a_file_that_goes_while_files_are_counted_is_no_error(tmp_path, monkeypatch, goes_at):
     """A coordinator at work removes one of two files just before it is looked at for that time."""
-    real, looks = Path.stat, Counter()
+    real = Path.stat
+    looks = Counter()
 
     def stat(path, **options):
         if path == goes:
@@ -262,7 +266,8 @@ def test_a_file_that_goes_while_files_are_counted_is_no_error(tmp_path, monkeypa
         return real(path, **options)
 
     with StateFolder(tmp_path).open("a coordinator") as state:
-        run, stays = state.journal.request_run({}), state.blobs.put(b"stays")
+        run = state.journal.request_run({})
+        stays = state.blobs.put(b"stays")
         for kind, digest in (("run_started", stays), ("run_finished", None)):
             state.journal.append(kind, run=run, digest=digest)
         for counted, goes in (

@@ -22,7 +22,9 @@ class Fleet:
     """`Rollout` with a roster and a distributor of which nothing is asked here."""
 
     def __init__(self, folder):
-        self.state, self.now, self.sent = StateFolder(folder), [0.0], []
+        self.state = StateFolder(folder)
+        self.now = [0.0]
+        self.sent = []
         offers = SimpleNamespace(offer=lambda *_: None)
         roster = SimpleNamespace(present=lambda _tier: (), get=lambda _agent: None)
         self.state.journal = Journal(folder / "journal.db", now=self.wall)

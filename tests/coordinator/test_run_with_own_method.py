@@ -56,7 +56,8 @@ def finished(folder, file, trainings):
         fed.until(lambda: len(fed.coordinator.roster.present("train")) == len(trainings))
         pinned = PinnedFile.of("method", f"{file}:Mine")
         request = Request("mine", SMALL, 2, 0, TASK, method_file=str(pinned))
-        fed.run, fed._looked_at = fed.state.journal.request_run(request.body()), -1
+        fed.run = fed.state.journal.request_run(request.body())
+        fed._looked_at = -1
         fed._run_ids[fed.run] = fed.record.request["id"]
         fed.finish()
         fed.ended = fed.record

@@ -77,13 +77,16 @@ class Fleet(Federation):
     """``plain``: (agent, round, session) -> update and weight. ``dies``: (agent, round, purpose) at which one ends."""
 
     def __init__(self, folder, agents=3, *, policies=None, least=None, duties=Spied, aggregation=None, **options):
-        self.plain, self.dies, self.policies = {}, set(), policies or {}
+        self.plain = {}
+        self.dies = set()
+        self.policies = policies or {}
         self.privacy = DifferentialPrivacyConfig.model_validate(options.pop("privacy", {"secure_sum": True}))
 
         def make(config, tier):
             policy = PrivacyConfig.model_validate(self.policies.get(config.id, {}))
             one = duties(config.model_copy(update={"privacy": policy}), tier)
-            one.plain, one.dies = self.plain, self.dies
+            one.plain = self.plain
+            one.dies = self.dies
             return one
 
         cohort = {"min_agents": least or 3}
@@ -143,7 +146,8 @@ def test_secure_sum_is_the_plain_sum_with_no_one_and_thirty_percent_dropouts(tmp
         assert fed.record.status == "finished", fed.record.outcome
         here, session = fed.summed(1)
         assert here == sorted({f"a{index}" for index in range(agents)} - {*gone})
-        final, updates = fed.final, [fed.plain[(name, 1, session)] for name in here]
+        final = fed.final
+        updates = [fed.plain[(name, 1, session)] for name in here]
         assert len({weight for _, weight in updates}) > 1
         assert audit(fed.state, fed.run, [tmp_path / "masked" / name for name in here]).breaks == []
     for name, array in final.items():
@@ -178,7 +182,8 @@ def test_the_coordinator_receives_and_stores_no_single_update_and_no_sample_coun
         fed.ask(rounds=2, keep_updates=True)
         fed.finish()
         assert fed.record.status == "finished", fed.record.outcome
-        uploads, final = list(fed.uploads()), fed.final
+        uploads = list(fed.uploads())
+        final = fed.final
         manifests = [m for name in fed.topics_of_agents()
                      for m in fed.messages(fed.topics.up(name), up.UpdateManifest)]  # fmt: skip
         files = [path.read_bytes() for path in (tmp_path / "coordinator").rglob("*") if path.is_file()]
@@ -537,7 +542,8 @@ def test_weights_that_no_updates_have_are_refused(monkeypatch, weight):
 class Hostile(Spied):
     """a1 sends what ``change`` makes of its tensors for one kind of job."""
 
-    purpose, change = "", staticmethod(lambda tensors: tensors)
+    purpose = ""
+    change = staticmethod(lambda tensors: tensors)
 
     def _offer(self, job, tensors, samples, metrics):
         if self.config.id == "a1" and job.purpose == self.purpose:

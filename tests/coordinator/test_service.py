@@ -185,7 +185,8 @@ def test_a_round_of_many_agents_takes_few_lines_of_the_log(tmp_path, caplog):
 
 
 def test_many_changes_in_a_moment_are_one_status_file_and_the_last_one_is_in_it(tmp_path):
-    now, path = [0.0], tmp_path / "status.json"
+    now = [0.0]
+    path = tmp_path / "status.json"
     writer = StatusWriter(path, lambda: now[0])
 
     def say(place):
@@ -201,7 +202,8 @@ def test_many_changes_in_a_moment_are_one_status_file_and_the_last_one_is_in_it(
 
 
 def test_what_is_not_written_yet_is_before_a_silence_but_not_too_often(tmp_path):
-    now, path = [0.0], tmp_path / "status.json"
+    now = [0.0]
+    path = tmp_path / "status.json"
     writer = StatusWriter(path, lambda: now[0])
 
     def said():

@@ -38,7 +38,8 @@ def federation_on(prepared, folder):
         def _samples(self, task):
             share = prepared.division.clients[self.config.id]
             parts = prepared.pools.arrays(share)
-            spec, names = prepared.task.input, prepared.task.class_names
+            spec = prepared.task.input
+            names = prepared.task.class_names
             train, test = (Samples(part.inputs, part.labels, names, spec) for part in parts)
             self.samples = len(train)
             return train, test

@@ -122,7 +122,8 @@ def test_many_rounds_are_shown_evenly_apart():
 def test_ctrl_c_says_how_to_go_on_and_what_it_says_works(call, images, monkeypatch):
     """Stopped before the fifth of nine jobs; what comes out is what an undisturbed run gives."""
     whole = json.loads(call(*images, *SHORT, "--out", "whole", "--json")[1])
-    work, done = SimulatedClients.work, []
+    work = SimulatedClients.work
+    done = []
 
     def interrupted(self):
         if self._jobs or self._engine.is_busy:
@@ -350,7 +351,8 @@ def test_the_time_that_is_left_knows_that_the_end_is_cheaper(tmp_path, images, m
         while trained < 6:
             job = simulation.step()
             if job is not None:
-                trained, seconds[0] = trained + 1, seconds[0] + 4.0
+                trained = trained + 1
+                seconds[0] = seconds[0] + 4.0
                 told.count(job)
         assert told.left_s() == pytest.approx(3 * 0.25 * 4.0)
         assert told.time_left() == "about 3 s left, 57 s with all that follow", "twice 6.75 trainings more"

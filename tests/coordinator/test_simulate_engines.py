@@ -223,7 +223,8 @@ def test_a_resumed_simulation_keeps_the_precision_that_it_began_with(begun_in, i
     """Another machine, or another moment, would time otherwise."""
     times = {"float32": (1.0, 2.0), "bfloat16": (2.0, 1.0)}[begun_in]
     timed_as(monkeypatch, float32_s=times[0], bfloat16_s=times[1])
-    plan, folder = plan_for(images, precision="bfloat16"), tmp_path / "sim"
+    plan = plan_for(images, precision="bfloat16")
+    folder = tmp_path / "sim"
     with open_simulation(Prepared.of(plan), folder) as simulation:
         while not closed_rounds(simulation):
             simulation.step()
@@ -309,7 +310,8 @@ def test_the_longest_go_first_by_samples_and_then_by_what_was_measured():
 
 def test_a_share_drawn_from_a_range_covers_the_range_and_is_drawn_again_alike():
     """Of ten agents, 0.2:0.6 is 2 to 6 of them; in 200 rounds each number comes up."""
-    agents, config = [f"a{n}" for n in range(10)], CohortConfig(fraction=0.2, fraction_max=0.6)
+    agents = [f"a{n}" for n in range(10)]
+    config = CohortConfig(fraction=0.2, fraction_max=0.6)
     sizes = [len(choose(agents, config, seed=3, round_number=n)) for n in range(200)]
     assert set(sizes) == {2, 3, 4, 5, 6}
     assert all(30 <= sizes.count(size) <= 50 for size in set(sizes)) or min(map(sizes.count, set(sizes))) > 20
@@ -349,7 +351,8 @@ def test_rounds_close_without_those_who_drop_out_and_who_trained_in_vain_has_tra
 
 def test_a_round_in_which_all_drop_out_is_opened_again(tmp_path, images):
     """Of one client, the seed makes some round fail; the next attempt is another draw."""
-    dropouts, seed = None, -1
+    dropouts = None
+    seed = -1
     while dropouts is None or dropouts.fate("c0", 1) == "delivers":
         seed += 1
         dropouts = Dropouts(0.7, seed)

@@ -31,7 +31,8 @@ def test_a_simulated_encoder_becomes_a_bundle(images, tmp_path, call):
     manifest = open_bundle(tmp_path / "e.hwb").manifest
     assert manifest.bundle_id == json.loads(out)["bundle_id"]
     assert manifest.feature_dim == 4
-    origin, division = manifest.lineage, Division.read(tmp_path / "sim/partition.json").clients
+    origin = manifest.lineage
+    division = Division.read(tmp_path / "sim/partition.json").clients
     partition = json.dumps(sorted([name, len(share.train)] for name, share in division.items()))
     assert origin.partition_sha256 == hashlib.sha256(partition.encode()).hexdigest()
     assert (origin.clients, origin.encoder_sha256) == (len(division), result["encoder_sha256"])
@@ -106,7 +107,8 @@ def test_newcomers_get_the_pooled_batch_norm_as_devices_do_with_a_bundle(tmp_pat
     load_arrays(model, {name: array for name, array in state.items() if name in model.state_dict()})
     load_arrays(model.encoder, load_file(tmp_path / "e.safetensors"))
     _, test = prepared.pools.arrays(prepared.division.clients[prepared.new_clients[0]])
-    inputs, truth = torch.from_numpy(test.inputs), torch.from_numpy(test.labels)
+    inputs = torch.from_numpy(test.inputs)
+    truth = torch.from_numpy(test.labels)
     with torch.no_grad():
         model.eval()
         found = (model(inputs).argmax(dim=1) == truth).double().mean().item()

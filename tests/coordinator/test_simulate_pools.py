@@ -199,7 +199,8 @@ def test_workers_know_which_windows_are_of_one_recording(tmp_path):
 def test_sources_of_bytes_and_of_floats_make_one_pool(tmp_path):
     rng = np.random.default_rng(0)
     names = np.array(["a", "b"])
-    bytes_, floats = rng.integers(0, 256, (20, 8, 8, 3)).astype(np.uint8), rng.random((20, 8, 8, 3)).astype(np.float32)
+    bytes_ = rng.integers(0, 256, (20, 8, 8, 3)).astype(np.uint8)
+    floats = rng.random((20, 8, 8, 3)).astype(np.float32)
     for name, inputs in {"bytes": bytes_, "floats": floats}.items():
         np.savez(tmp_path / f"{name}.npz", inputs=inputs, labels=np.arange(20) % 2, class_names=names)
     sources = tuple(f"npz:{tmp_path}/{name}.npz" for name in ("bytes", "floats"))

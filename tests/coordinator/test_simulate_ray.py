@@ -57,15 +57,20 @@ class StandIn:
 
     def __init__(self):
         self.exceptions = SimpleNamespace(RayError=ActorGone)
-        self.cpus, self.dies_at, self.stops_at = 2, [], None
-        self.options, self.environment, self.log = None, {}, []
+        self.cpus = 2
+        self.dies_at = []
+        self.stops_at = None
+        self.options = None
+        self.environment = {}
+        self.log = []
         self.software = None
 
     def is_initialized(self):
         return self.options is not None
 
     def init(self, **options):
-        self.options, self.environment = options, dict(os.environ)
+        self.options = options
+        self.environment = dict(os.environ)
         if options["address"] == "nowhere":
             raise ConnectionError("could not find any running Ray\nmore")
         print("what Ray says of dead actors")
@@ -105,7 +110,9 @@ class StandIn:
 
 class _Actor:
     def __init__(self, ray, kind, arguments):
-        self._ray, self._make, self._made = ray, lambda: kind(*arguments), None
+        self._ray = ray
+        self._make = lambda: kind(*arguments)
+        self._made = None
         self.ready = SimpleNamespace(remote=lambda: self._ready)
         self.work = SimpleNamespace(remote=lambda *arguments: lambda: self._work(*arguments))
 
@@ -162,7 +169,8 @@ def test_what_all_clients_receive_is_put_into_the_store_once(ray, images, tmp_pa
 def test_weights_to_begin_with_travel_to_machines_where_the_file_is_not(ray, images, tmp_path):
     """Clients of `local` begin from them on the machine where they are trained, and send nothing."""
     plan = small_plan(images, "local", engine="ray", workers=2)
-    path, fresh = tmp_path / "w.safetensors", Prepared.of(plan).model.fresh
+    path = tmp_path / "w.safetensors"
+    fresh = Prepared.of(plan).model.fresh
     save_file({name: np.full_like(array, 0.01) for name, array in fresh.items() if name.startswith("encoder.")}, path)
     without = learned_anywhere(run(alone(plan), tmp_path / "without"))
     plan = plan.model_copy(update={"weights": path})
@@ -181,7 +189,8 @@ def test_a_cluster_of_our_own_reports_nothing_shows_nothing_and_leaves_nothing(r
     monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
     with open_simulation(Prepared.of(plan_for(images)), tmp_path / "ray"):
-        options, place = ray.options, Path(ray.options["_temp_dir"])
+        options = ray.options
+        place = Path(ray.options["_temp_dir"])
         assert place.is_dir()
         assert place.parent == Path(tempfile.gettempdir())
         assert (options["address"], options["num_cpus"], options["include_dashboard"]) == ("local", 2, False)
@@ -283,7 +292,8 @@ def test_a_real_cluster_ends_in_the_bits_of_one_process_though_an_actor_is_kille
     local_cluster, images, tmp_path
 ):
     """Begun in one process, gone on with on Ray with an actor killed at work, ended in one process."""
-    plan, folder = plan_for(images, rounds=3), tmp_path / "ray"
+    plan = plan_for(images, rounds=3)
+    folder = tmp_path / "ray"
     whole, expected = run_and_updates(alone(plan), tmp_path / "whole")
     with open_simulation(Prepared.of(alone(plan)), folder) as simulation:
         for _ in range(2):

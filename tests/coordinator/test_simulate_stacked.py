@@ -68,7 +68,8 @@ def run(plan, folder, change=lambda engine: None):
     """The result, and by round and client what was sent and what was told."""
     with open_simulation(Prepared.of(plan), folder) as simulation:
         change(simulation.engine)
-        take, sent = simulation.engine.take, {}
+        take = simulation.engine.take
+        sent = {}
 
         def watched():
             done = take()

@@ -58,7 +58,8 @@ def record_in(folder):
 
 def full_disk(patch, owner, name, after):
     """The call number ``after`` + 1 of a function finds the disk full, and so does each later one."""
-    real, calls = getattr(owner, name), []
+    real = getattr(owner, name)
+    calls = []
 
     def full(*args, **options):
         calls.append(1)
@@ -116,7 +117,9 @@ def test_a_file_that_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", [UpdateManifest, Report])
 def test_a_simulation_in_which_nobody_has_anything_to_do_any_more_ends(tmp_path, images, monkeypatch, kind):
     """One word of one client is lost: nobody repeats it, so nothing would happen for a week of simulated time."""
-    plan, say, lost = small_plan(images), SimulatedClients._reply, []
+    plan = small_plan(images)
+    say = SimulatedClients._reply
+    lost = []
 
     def forgetful(self, client, message):
         if isinstance(message, kind) and client == "c1" and not lost:
@@ -138,7 +141,8 @@ def test_a_simulation_in_which_nobody_has_anything_to_do_any_more_ends(tmp_path,
 
 def test_a_damaged_file_of_a_client_ends_nothing_for_good(tmp_path, images):
     plan = small_plan(images, "fedper", rounds=3)
-    whole, folder = run(plan, tmp_path / "whole"), tmp_path / "sim"
+    whole = run(plan, tmp_path / "whole")
+    folder = tmp_path / "sim"
     stopped_after(plan, folder, 4)
     clients = [path.name for path in (folder / "clients").iterdir() if not list(path.rglob("kept-0000002*"))]
     path = next((folder / "clients" / clients[0]).rglob("kept-0000001*"))
@@ -153,7 +157,8 @@ def test_a_damaged_file_of_a_client_ends_nothing_for_good(tmp_path, images):
 
 def test_a_checkpoint_that_was_away_for_a_while_ends_nothing_for_good(tmp_path, images):
     plan = small_plan(images, "fedper")
-    whole, folder = run(plan, tmp_path / "whole"), tmp_path / "sim"
+    whole = run(plan, tmp_path / "whole")
+    folder = tmp_path / "sim"
     stopped_after(plan, folder, 4)
     blob = folder / "blobs" / record_in(folder).checkpoint
     blob.rename(tmp_path / "away")
@@ -215,7 +220,8 @@ def test_what_breaks_after_the_last_round_is_told_and_tried_again(tmp_path, imag
 def test_a_simulation_whose_journal_was_lost_does_not_begin_again_over_what_clients_have_kept(
     tmp_path, images, started, words
 ):
-    plan, folder = small_plan(images, "fedper"), tmp_path / "sim"
+    plan = small_plan(images, "fedper")
+    folder = tmp_path / "sim"
     stopped_after(plan, folder, 4)
     for path in folder.glob("journal.db*"):
         path.unlink()
@@ -229,7 +235,8 @@ def test_a_simulation_whose_journal_was_lost_does_not_begin_again_over_what_clie
 
 def test_a_journal_that_is_older_than_what_clients_have_kept_is_refused(tmp_path, images):
     """A round is forgotten, and with it that all clients are beyond it."""
-    plan, folder = small_plan(images, "local", rounds=4), tmp_path / "sim"
+    plan = small_plan(images, "local", rounds=4)
+    folder = tmp_path / "sim"
     stopped_after(plan, folder, 4)
     shutil.copy(folder / "journal.db", tmp_path / "older.db")
     stopped_after(plan, folder, 7)
@@ -243,7 +250,8 @@ def test_a_journal_that_is_older_than_what_clients_have_kept_is_refused(tmp_path
 
 @pytest.mark.parametrize("name", ["write_json", "create_engine"])
 def test_a_simulation_that_was_killed_while_it_began_begins_anew(tmp_path, images, monkeypatch, name):
-    plan, folder = small_plan(images), tmp_path / "sim"
+    plan = small_plan(images)
+    folder = tmp_path / "sim"
 
     def killed(*_, **__):
         raise KeyboardInterrupt
@@ -267,7 +275,8 @@ def test_a_simulation_that_was_killed_while_its_journal_was_made_begins_anew(tmp
 
 
 def test_a_torn_plan_of_a_run_that_never_began_is_written_anew(tmp_path, images):
-    plan, folder = small_plan(images), tmp_path / "sim"
+    plan = small_plan(images)
+    folder = tmp_path / "sim"
     with StateFolder(folder).open("headwater simulate"):
         (folder / PLAN).write_text('{"meth')
     assert planned(folder) is None
@@ -330,10 +339,12 @@ def test_a_plan_that_was_changed_is_not_gone_on_with(tmp_path, images, change, w
 
 @pytest.mark.parametrize("what", ["fewer clients", "other rows"])
 def test_a_partition_that_was_changed_is_not_gone_on_with(tmp_path, images, what):
-    plan, folder = small_plan(images, clients=4), tmp_path / "sim"
+    plan = small_plan(images, clients=4)
+    folder = tmp_path / "sim"
     stopped_after(plan, folder, 1)
     division = Division.read(folder / PARTITION)
-    names, shares = list(division.clients), list(division.clients.values())
+    names = list(division.clients)
+    shares = list(division.clients.values())
     pairs = zip(names, shares[:3] if what == "fewer clients" else shares[::-1], strict=False)
     division.model_copy(update={"clients": dict(pairs)}).write(folder / PARTITION)
     with (
@@ -344,7 +355,8 @@ def test_a_partition_that_was_changed_is_not_gone_on_with(tmp_path, images, what
 
 
 def test_a_run_on_another_machine_is_gone_on_with_data_that_lie_elsewhere(tmp_path, images):
-    plan, folder = small_plan(images), tmp_path / "sim"
+    plan = small_plan(images)
+    folder = tmp_path / "sim"
     stopped_after(plan, folder, 1)
     shutil.move(tmp_path / "images.npz", tmp_path / "elsewhere.npz")
     moved = plan.model_copy(update={"data": (f"npz:{tmp_path / 'elsewhere.npz'}",)})
@@ -364,7 +376,8 @@ def test_a_simulation_from_before_a_change_of_defaults_ends_as_it_was_begun(tmp_
         specific_dim: int = 24
 
     params = {name: value for name, value in quick_params("fedrir").items() if name != "specific_dim"}
-    plan, folder = small_plan(images, "fedrir", params=params), tmp_path / "sim"
+    plan = small_plan(images, "fedrir", params=params)
+    folder = tmp_path / "sim"
     with monkeypatch.context() as earlier:
         earlier.setattr(kind, "Params", Earlier)
         whole = run(plan, tmp_path / "whole")

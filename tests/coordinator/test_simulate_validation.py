@@ -20,7 +20,8 @@ def test_validation_scores_on_training_samples_alone(idx):
     """Nobody meets a test sample, of the set's own test part or of what a device would hold back."""
     for source in (idx, f"{idx}?split=train"):
         plain = Plan(data=(source,), clients=4, encoder="linear", device="cpu")
-        tested, validated = Prepared.of(plain), Prepared.of(plain.model_copy(update={"validation": 0.25}))
+        tested = Prepared.of(plain)
+        validated = Prepared.of(plain.model_copy(update={"validation": 0.25}))
         assert validated.pools.test is None
         for client, share in validated.division.clients.items():
             whole = tested.division.clients[client]

@@ -15,7 +15,8 @@ from coordinator.config import RoundConfig
 from coordinator.runs.pace import GRACE_FACTOR, HISTORY, LEAST_WORK, Pace
 
 SHIPPED = RoundConfig().model_dump()
-USUAL_S, FACTOR = 10.0, 20
+USUAL_S = 10.0
+FACTOR = 20
 
 
 @contextlib.contextmanager
@@ -43,7 +44,8 @@ def test_one_device_20_times_slower_costs_nothing_from_round_4_on_and_contribute
     with fleet(tmp_path / "undisturbed", slow=1) as fed:
         undisturbed = max(run_seconds(fed))
     with fleet(tmp_path / "slow") as fed:
-        seconds, lines = run_seconds(fed), fed.metrics()
+        seconds = run_seconds(fed)
+        lines = fed.metrics()
         contributed = delivered(fed)
     assert max(seconds[3:]) <= 1.5 * undisturbed
     assert sum(seconds[3:]) <= 1.1 * undisturbed * 7

@@ -48,7 +48,8 @@ def test_500_rounds_under_a_seeded_schedule_leave_no_trace(tmp_path):
     rules = "[cohort]\nmin_agents = 2\n[round]\nquorum = 1.0\ngrace_s = 1"
     with Site(tmp_path, DIGITS, rules=rules, of_agents=f"cache_bytes = {CACHE_BYTES}\n") as site:
         run = site.request(ROUNDS, local_epochs=1)
-        serve, steady = site.processes["serve"], site.processes["a2"]
+        serve = site.processes["serve"]
+        steady = site.processes["a2"]
         seen = []
         for number in range(EVERY, ROUNDS, EVERY):
             site.until(lambda number=number: closed(site, run) >= number, f"round {number} is over")

@@ -198,7 +198,8 @@ def test_a_coordinator_whose_state_folder_is_removed_ends_and_leaves_no_half_sta
     with fleet(tmp_path) as fed:
         fed.request(rounds=3)
         fed.until(lambda: fed.entries("round_closed", round=1))
-        folder, began = fed.config.state, fed.clock.now
+        folder = fed.config.state
+        began = fed.clock.now
         shutil.rmtree(folder)
         if recreated:
             with StateFolder(folder).open("another coordinator") as other:

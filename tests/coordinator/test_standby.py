@@ -43,13 +43,16 @@ class Beside:
     """A standby process beside a federation: it is stepped with everybody, and becomes a coordinator when it may."""
 
     def __init__(self, fed, folder, boot="r1"):
-        self.fed, self.folder, self.boot = fed, folder, boot
+        self.fed = fed
+        self.folder = folder
+        self.boot = boot
         self.transport = fed.broker.transport()
         self.standby = Standby("home", folder, self.transport, clock=fed.clock, boot=boot)
         self.transport.subscribe(fed.topics.coordinators)
         self.transport.start()
         self.took_over_at = None
-        self._federation_step, fed.step = fed.step, self.step
+        self._federation_step = fed.step
+        fed.step = self.step
 
     def step(self):
         busy = self._federation_step()
@@ -64,7 +67,9 @@ class Beside:
 
     def serve(self):
         """The federation's coordinator is this process now; the one before is left as it stands."""
-        fed, self.before, self.before_opened = self.fed, self.fed.coordinator, self.fed._opened
+        fed = self.fed
+        self.before = self.fed.coordinator
+        self.before_opened = self.fed._opened
         fed.config = fed.config.model_copy(update={"state": self.folder})
         fed.start_coordinator(takeover=self.standby.replaced)
 
@@ -119,8 +124,10 @@ def test_one_that_was_suspended_ends_and_writes_nothing_when_it_wakes(tmp_path, 
         started(fed)
         standby_process = Beside(fed, fed.config.state)
         in_round(fed, 2)
-        suspended, fed.coordinator = fed.coordinator, None
-        suspended_at, entries = fed.clock.now, suspended.state.journal.last_id()
+        suspended = fed.coordinator
+        fed.coordinator = None
+        suspended_at = fed.clock.now
+        entries = suspended.state.journal.last_id()
         fed.until(lambda: standby_process.took_over_at)
         assert TAKEOVER_S - 2.5 <= standby_process.took_over_at - suspended_at <= TAKEOVER_S + 2.5
         fed.until(lambda: fed.record.round >= 2)
@@ -248,7 +255,8 @@ def test_with_a_broker_that_ends_with_the_coordinator_a_free_lock_is_the_sign(tm
     """Held, free for 8 s (a restart), held again, then free: taken over 10 s after that."""
     with StateFolder(tmp_path).open("serve"):
         pass
-    now, held = 0.0, {"lock": folder_lock(tmp_path, "headwater serve")}
+    now = 0.0
+    held = {"lock": folder_lock(tmp_path, "headwater serve")}
     held["lock"].__enter__()
 
     def wait(seconds):
@@ -312,7 +320,8 @@ def test_one_that_is_suspended_in_the_middle_of_a_write_is_named_and_replaced_wh
         started(fed)
         standby = Beside(fed, fed.config.state)
         fed.wait(5)
-        suspended, fed.coordinator = fed.coordinator, None
+        suspended = fed.coordinator
+        fed.coordinator = None
         with suspended.state.journal.deferring():
             suspended.state.journal.append("update_refused", run=fed.run)
         fed.wait(3 * TAKEOVER_S)
@@ -367,7 +376,8 @@ def test_one_that_wakes_removes_no_blob_of_its_successor(tmp_path, monkeypatch):
                 made.append(state.blobs.put(b"a checkpoint of the successor"))
             return needed - {checkpoint}
 
-        made, checkpoint = [], fed.record.checkpoint
+        made = []
+        checkpoint = fed.record.checkpoint
         monkeypatch.setattr(store, "blobs_needed", suspended)
         with pytest.raises(DuplicateCoordinator):
             store.prune_blobs(first)

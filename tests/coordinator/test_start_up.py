@@ -122,7 +122,8 @@ def test_a_start_that_fails_on_a_full_disk_is_tried_again_until_there_is_room(
 def test_room_is_not_waited_for_where_that_would_not_help(tmp_path, monkeypatch, trouble):
     """The disk is full, and the start fails for another reason."""
     with_free(monkeypatch, 0)
-    stop, folder = Stop(), StateFolder(tmp_path)
+    stop = Stop()
+    folder = StateFolder(tmp_path)
     with folder.open("headwater serve") as state:
         state.journal.append("coordinator_started")
     with contextlib.ExitStack() as stack:

@@ -15,7 +15,8 @@ from coordinator.state.store import MOST_LISTED, read_agents
 from edge_agent.wire.messages import codec, up
 
 SIZE = 450
-FAILING, AWAY = ("m0391", "m0440"), ("m0002", "m0333", "m0444")
+FAILING = ("m0391", "m0440")
+AWAY = ("m0002", "m0333", "m0444")
 
 
 def hello(fed, name, boot="b1"):
@@ -52,7 +53,8 @@ def ids(fed, *arguments):
 
 def test_the_status_file_lists_no_more_agents_however_many_there_are(fed):
     path = fed.config.state / "status.json"
-    size, listed = path.stat().st_size, json.loads(path.read_bytes())["agents"]
+    size = path.stat().st_size
+    listed = json.loads(path.read_bytes())["agents"]
     assert len(listed) == MOST_LISTED
     assert {*FAILING, *AWAY} <= {agent["id"] for agent in listed}
     for number in range(SIZE, 4 * SIZE):

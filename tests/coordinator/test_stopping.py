@@ -52,7 +52,8 @@ def group(folder, *command):
 
 
 def until(folder, leader, condition):
-    pause, end = threading.Event(), time.monotonic() + LIMIT_S
+    pause = threading.Event()
+    end = time.monotonic() + LIMIT_S
     while not condition():
         words = (folder / "out.log").read_text()
         assert leader.poll() is None, words
@@ -74,7 +75,8 @@ def members(leader):
 
 def nothing_remains(leader):
     """Whether the group is empty; a process that an agent was preparing ends when it reads its closed pipe."""
-    pause, end = threading.Event(), time.monotonic() + LIMIT_S
+    pause = threading.Event()
+    end = time.monotonic() + LIMIT_S
     while members(leader) and time.monotonic() < end:
         pause.wait(0.05)
     return members(leader) == []

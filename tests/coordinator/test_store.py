@@ -57,7 +57,8 @@ def test_what_is_no_hash_is_never_a_path(blobs, name):
 
 
 def test_only_the_named_blobs_are_removed(blobs):
-    kept, others = blobs.put(b"abc"), {blobs.put(b"x" * 1000), blobs.put(b"y" * 10)}
+    kept = blobs.put(b"abc")
+    others = {blobs.put(b"x" * 1000), blobs.put(b"y" * 10)}
     (blobs.folder / "partial").mkdir()
     assert blobs.names() == {kept, *others}
     blobs.remove({*others, "0" * 64})

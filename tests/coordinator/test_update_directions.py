@@ -164,7 +164,8 @@ def test_a_classifier_of_fedpac_that_answers_the_contrary_is_left_out():
     square = [[1.0, 0.0], [0.0, 1.0]]
     honest = [fedpac_update(name, v=0.5, head=square) for name in "abc"]
     liar = fedpac_update("d", v=0.0, head=[[-1.0, 0.0], [0.0, -1.0]])
-    method, state = methods.create("fedpac", {}), {"encoder.w": np.float32([0.5])}
+    method = methods.create("fedpac", {})
+    state = {"encoder.w": np.float32([0.5])}
     after, decisions = aggregate(method, state, lambda: [*honest, liar], AggregationConfig(), state)
     assert decisions.unused == ("d",)
     assert decisions.suspects["d"] == "its classifiers point against those of the others: cosine -1.00"

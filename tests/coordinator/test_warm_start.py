@@ -67,7 +67,8 @@ class Warmed(Federation):
 
     def __init__(self, folder, settings, **options):
         super().__init__(folder, **options)
-        self.settings, self.desk = settings, InProcess()
+        self.settings = settings
+        self.desk = InProcess()
 
     def start_coordinator(self):
         def prepare(coordinator):
@@ -77,7 +78,8 @@ class Warmed(Federation):
 
     def request(self, method="fedavg", rounds=2, seed=3):
         asked = Request(method, SMALL, rounds, seed, self.task, warm_start=self.settings)
-        self.run, self._looked_at = self.state.journal.request_run(asked.body()), -1
+        self.run = self.state.journal.request_run(asked.body())
+        self._looked_at = -1
         return self.run
 
 
@@ -118,7 +120,8 @@ def test_a_run_begins_with_what_was_learned_and_says_so(tmp_path, images):
     assert {key: warm.body[key] for key in expected} == expected
     assert len(warm.body["encoder_sha256"]) == 64
     assert summary["warm_start"] == warm.body
-    begun, step = read_tensors(tmp_path / "same"), (step_of("a0") + step_of("a1")) / 2
+    begun = read_tensors(tmp_path / "same")
+    step = (step_of("a0") + step_of("a1")) / 2
     for name, array in begun.items():  # fake agents move each number by a step of theirs, twice as far in round 2
         np.testing.assert_allclose(sent[name], array + 3 * step, rtol=1e-5)
 
@@ -237,8 +240,10 @@ def test_a_process_that_dies_is_asked_again_and_at_last_given_up(tmp_path, monke
 
 def test_what_nobody_waits_for_is_not_computed(tmp_path, monkeypatch):
     monkeypatch.setattr(compute, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read()"))
-    asked, ends = ComputeProcess(tmp_path / "words.log"), []
-    long, queued = {"do": "long"}, {"do": "queued"}
+    asked = ComputeProcess(tmp_path / "words.log")
+    ends = []
+    long = {"do": "long"}
+    queued = {"do": "queued"}
 
     def ask(question):
         with pytest.raises(RunFailed, match="request cancelled"):
@@ -247,7 +252,8 @@ def test_what_nobody_waits_for_is_not_computed(tmp_path, monkeypatch):
 
     at_work = threading.Thread(target=ask, args=(long,))
     at_work.start()
-    pause, tries = threading.Event(), 0
+    pause = threading.Event()
+    tries = 0
     while asked.pid is None and (tries := tries + 1) < 1000:
         pause.wait(0.01)
     asked.cancel(queued)
@@ -265,7 +271,9 @@ def test_what_nobody_waits_for_is_not_computed(tmp_path, monkeypatch):
 
 def test_what_is_dropped_while_the_process_is_being_started_is_not_computed(tmp_path, monkeypatch):
     monkeypatch.setattr(compute, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read()"))
-    asked, question, start = ComputeProcess(tmp_path / "words.log"), {"do": "long"}, supervisor.subprocess.Popen
+    asked = ComputeProcess(tmp_path / "words.log")
+    question = {"do": "long"}
+    start = supervisor.subprocess.Popen
     drops = threading.Thread(target=asked.cancel, args=(question,))
 
     def popen(*words, **options):

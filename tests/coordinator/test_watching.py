@@ -191,7 +191,8 @@ def test_follow_reads_on_where_it_was(tmp_path):
     with Federation(tmp_path, agents=2) as fed, logging_to(fed.config.state):
         fed.settle()
         fed.request(rounds=3)
-        timeline, seen = Timeline(fed.coordinator.state, "run-0001"), []
+        timeline = Timeline(fed.coordinator.state, "run-0001")
+        seen = []
         for _ in range(400):
             fed.wait(0.1)
             seen += timeline.new()
@@ -214,7 +215,9 @@ def test_wrong_names_are_mistakes(fed, capsys, words, code):
 
 def test_log_file_is_bounded_and_read_across_its_rotation(tmp_path, monkeypatch):
     monkeypatch.setattr(logging.getLogger("coordinator"), "propagate", False)
-    log, reader, seen = logging.getLogger("coordinator.test"), LogReader(tmp_path), []
+    log = logging.getLogger("coordinator.test")
+    reader = LogReader(tmp_path)
+    seen = []
     log.setLevel(logging.INFO)
     with logging_to(tmp_path):
         for number in range(3):
@@ -244,7 +247,9 @@ class GrowingLog:
     """A log file with its reader; `rotate` renames it as the handler does."""
 
     def __init__(self, folder):
-        self.path, self.older, self.reader = folder / NAME, folder / f"{NAME}.1", LogReader(folder)
+        self.path = folder / NAME
+        self.older = folder / f"{NAME}.1"
+        self.reader = LogReader(folder)
 
     def add(self, *names, size=300):
         with self.path.open("a") as file:

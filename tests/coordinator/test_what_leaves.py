@@ -28,7 +28,9 @@ from edge_agent.wire.tensors import decode
 
 PAPERS = ("dualfed", "fedpac", "fedpick", "repper", "fedrir")
 NORMED = TASK.model_copy(update={"encoder": "small_cnn", "encoder_params": {"feature_dim": 4, "width": 2}})
-TRAIN, HEAD, OWN = ("a0", "a1"), "h0", "h1"
+TRAIN = ("a0", "a1")
+HEAD = "h0"
+OWN = "h1"
 
 
 def images(folder, classes, seed):
@@ -116,7 +118,8 @@ def test_every_field_of_every_message_of_a_run_is_on_the_list(heard, method):
 
 @pytest.mark.parametrize("method", PAPERS)
 def test_every_tensor_of_every_update_of_a_run_is_on_the_list(heard, method):
-    fed, listed = heard(method), list(tensors(methods.create(method, quick_params(method))))
+    fed = heard(method)
+    listed = list(tensors(methods.create(method, quick_params(method))))
     purposes = set()
     for name in TRAIN:
         blobs = {}

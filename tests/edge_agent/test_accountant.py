@@ -25,7 +25,8 @@ def test_delta_at_epsilon_zero_is_the_total_variation_of_two_unit_gaussians_by_h
 @pytest.mark.parametrize("noise, epsilon", [(1.0, 1.0), (2.0, 0.1), (0.7, 3.0), (5.0, 0.5)])
 def test_delta_is_the_integral_of_its_definition(noise, epsilon):
     """delta = integral of max(0, p - e^eps q) over the two densities, done numerically."""
-    p, q = stats.norm(1.0, noise), stats.norm(0.0, noise)
+    p = stats.norm(1.0, noise)
+    q = stats.norm(0.0, noise)
     excess = lambda x: max(0.0, p.pdf(x) - math.exp(epsilon) * q.pdf(x))
     where = noise**2 * epsilon + 0.5  # beyond which p is above e^eps q
     expected, _ = integrate.quad(excess, where, where + 40 * noise, epsabs=1e-14)

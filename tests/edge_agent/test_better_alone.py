@@ -52,7 +52,8 @@ def test_the_local_model_is_used_only_where_it_is_allowed(weak, tmp_path):
 def test_cross_validation_decides_where_few_samples_are_held_out(weak):
     """Four held-out samples show nothing beyond noise; the training samples do."""
     _, bundle, (train, test) = weak
-    encoder, few = Encoder.open(bundle, "fp32"), test.take(np.arange(4))
+    encoder = Encoder.open(bundle, "fp32")
+    few = test.take(np.arange(4))
     result = personalize(bundle, (train, few), encoder, FitOptions(allow_local=True))
     assert not result.scores.better_alone
     assert result.title == result.scores.local_model

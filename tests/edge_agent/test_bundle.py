@@ -19,7 +19,8 @@ from edge_agent.core.task import ImageInput
 
 
 def test_packing_twice_gives_the_same_bytes_and_other_content_gives_others(make_bundle):
-    first, second = make_bundle("a.hwb"), make_bundle("b.hwb")
+    first = make_bundle("a.hwb")
+    second = make_bundle("b.hwb")
     assert first.path.read_bytes() == second.path.read_bytes()
     assert make_bundle("c.hwb", seed=1).path.read_bytes() != first.path.read_bytes()
 
@@ -58,7 +59,8 @@ def test_the_fingerprint_follows_from_encoder_and_input_spec_alone():
 
 def test_a_flip_of_any_byte_is_refused(make_bundle):
     made = make_bundle(int8=True, global_head=True)
-    good, target = made.path.read_bytes(), made.path.with_name("flipped.hwb")
+    good = made.path.read_bytes()
+    target = made.path.with_name("flipped.hwb")
     for position in {*range(0, 3072, 3), *range(0, len(good), 31), *range(len(good) - 1024, len(good), 7)}:
         bad = bytearray(good)
         bad[position] ^= 1 << (position % 8)
@@ -69,7 +71,8 @@ def test_a_flip_of_any_byte_is_refused(make_bundle):
 
 def test_a_bundle_cut_short_or_too_long_is_refused(make_bundle):
     made = make_bundle()
-    good, target = made.path.read_bytes(), made.path.with_name("cut.hwb")
+    good = made.path.read_bytes()
+    target = made.path.with_name("cut.hwb")
     for length in [0, 1, 511, 512, 513, 2000, len(good) // 2, len(good) - 1024, len(good) - 1]:
         target.write_bytes(good[:length])
         with pytest.raises(BundleDamaged):
@@ -82,10 +85,13 @@ def test_a_bundle_cut_short_or_too_long_is_refused(make_bundle):
 
 
 def test_files_swapped_between_two_good_bundles_are_refused(make_bundle):
-    one, two = make_bundle("one.hwb"), make_bundle("two.hwb", seed=1)
-    first, second = archive_module.open_bundle(one.path), archive_module.open_bundle(two.path)
+    one = make_bundle("one.hwb")
+    two = make_bundle("two.hwb", seed=1)
+    first = archive_module.open_bundle(one.path)
+    second = archive_module.open_bundle(two.path)
     mixed = bytearray(one.path.read_bytes())
-    begin, size = first.offsets["encoder.onnx"], one.manifest.files["encoder.onnx"].size_bytes
+    begin = first.offsets["encoder.onnx"]
+    size = one.manifest.files["encoder.onnx"].size_bytes
     assert size == two.manifest.files["encoder.onnx"].size_bytes
     mixed[begin : begin + size] = second.read("encoder.onnx")
     target = one.path.with_name("mixed.hwb")
@@ -191,7 +197,8 @@ def test_another_schema_version_says_which_side_to_move(make_bundle, version, ad
 
 def test_a_bundle_of_schema_2_is_read_with_the_id_that_it_had(make_bundle, tmp_path):
     """Its manifest, as that version wrote it: without the fields that were added since."""
-    made, raw = make_bundle(), []
+    made = make_bundle()
+    raw = []
 
     def older(members):
         content = {**json.loads(members[0][1]), "schema_version": 2}
@@ -221,7 +228,8 @@ def test_lineage_is_in_the_manifest_and_not_in_the_id_and_what_has_none_stays_as
         "encoder_sha256": "b" * 64,
         "scores": {"clients": 4, "support": 9, "mean": 0.5, "worst_tenth": 0.25},
     }
-    plain, made = make_bundle("plain.hwb"), make_bundle("made.hwb", extra={"lineage": lineage})
+    plain = make_bundle("plain.hwb")
+    made = make_bundle("made.hwb", extra={"lineage": lineage})
     assert b'"lineage"' not in manifest_module.dump_manifest(plain.manifest)
     assert manifest_module.origin(plain.manifest) is None
     opened = archive_module.open_bundle(made.path).manifest
@@ -267,7 +275,8 @@ def test_installing_makes_a_bundle_current_and_rollback_the_one_before(make_bund
 
 def test_two_exports_of_one_encoder_stand_side_by_side(make_bundle, tmp_path):
     root = tmp_path / "bundles"
-    one, two = make_bundle("1.hwb"), make_bundle("2.hwb", global_head=True)
+    one = make_bundle("1.hwb")
+    two = make_bundle("2.hwb", global_head=True)
     assert one.manifest.variants == two.manifest.variants
     assert one.manifest.bundle_id != two.manifest.bundle_id
     installed_module.install(one.path, root)
@@ -288,7 +297,8 @@ def test_the_same_content_of_another_name_and_time_is_the_same_bundle(make_bundl
 
 
 def test_installing_again_repairs_a_damaged_folder(make_bundle, tmp_path):
-    root, made = tmp_path / "bundles", make_bundle()
+    root = tmp_path / "bundles"
+    made = make_bundle()
     installed = installed_module.install(made.path, root)
     (installed.folder / "encoder.onnx").write_bytes(b"rot")
     with pytest.raises(BundleDamaged, match=r"encoder\.onnx"):
@@ -298,7 +308,9 @@ def test_installing_again_repairs_a_damaged_folder(make_bundle, tmp_path):
 
 
 def test_a_refused_bundle_changes_nothing(make_bundle, tmp_path):
-    root, good, other = tmp_path / "bundles", make_bundle("good.hwb"), make_bundle("other.hwb", seed=1)
+    root = tmp_path / "bundles"
+    good = make_bundle("good.hwb")
+    other = make_bundle("other.hwb", seed=1)
     installed_module.install(good.path, root)
     bad = bytearray(other.path.read_bytes())
     bad[-2000] ^= 1
@@ -309,7 +321,9 @@ def test_a_refused_bundle_changes_nothing(make_bundle, tmp_path):
 
 
 def test_a_bundle_that_fails_its_check_does_not_become_current(make_bundle, tmp_path):
-    root, good, other = tmp_path / "bundles", make_bundle("good.hwb"), make_bundle("other.hwb", seed=1)
+    root = tmp_path / "bundles"
+    good = make_bundle("good.hwb")
+    other = make_bundle("other.hwb", seed=1)
     installed_module.install(good.path, root)
 
     def refuse(bundle: unpacked.Bundle) -> None:

@@ -20,8 +20,10 @@ from edge_agent.wire.messages.down import Install
 
 @pytest.fixture(autouse=True)
 def quiet_loggers():
-    root, logger = logging.getLogger(), logging.getLogger("edge_agent")
-    handlers, level = root.handlers[:], logger.level
+    root = logging.getLogger()
+    logger = logging.getLogger("edge_agent")
+    handlers = root.handlers[:]
+    level = logger.level
     yield
     root.handlers[:] = handlers
     logger.setLevel(level)
@@ -209,7 +211,8 @@ def fitted_for(state: Path, bundle, accuracy: float) -> None:
 def test_status_shows_what_was_imported_or_rolled_back_to_while_no_agent_runs(config, make_bundle, capsys):
     """It went on to show the bundle, head and accuracy of the agent's last words."""
     state = config.parent / "state"
-    old, new = make_bundle("old.hwb", seed=1), make_bundle("new.hwb", seed=2)
+    old = make_bundle("old.hwb", seed=1)
+    new = make_bundle("new.hwb", seed=2)
     assert main(["import", str(old.path), "--state", str(state)]) == 0
     fitted_for(state, old, 0.75)
     found = status_of(config, capsys)
@@ -232,7 +235,8 @@ def test_status_shows_what_was_imported_or_rolled_back_to_while_no_agent_runs(co
 
 def test_status_after_a_misspelt_head_name_shows_what_is_known(config, make_bundle, capsys):
     """Tier, federation, encoder and bundle were dashes beside the fault."""
-    state, made = config.parent / "state", make_bundle("b.hwb")
+    state = config.parent / "state"
+    made = make_bundle("b.hwb")
     assert main(["import", str(made.path), "--state", str(state)]) == 0
     fitted_for(state, made, 0.75)
     write_json(state / "status.json", {"tier": "head", "federation_id": "f" * 32, "welcomed": True, "condition": "ok"})
@@ -259,7 +263,8 @@ def test_status_of_a_damaged_bundle_is_a_fault_with_its_remedy(config, make_bund
 @pytest.fixture
 def pinnable(config, make_bundle, capsys):
     """An agent whose bundle came by release 7."""
-    state, made = config.parent / "state", make_bundle("a.hwb")
+    state = config.parent / "state"
+    made = make_bundle("a.hwb")
     install(made.path, state / "bundles")
     about = {"run": "run-0001", "bundle_id": made.manifest.bundle_id, "release": 7, "federation": "ab" * 16}
     ReleaseRecord(state).took(Install(**about, blob={"digest": "ab" * 32, "size_bytes": 1, "chunk_bytes": 1024}))

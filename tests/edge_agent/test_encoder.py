@@ -243,7 +243,8 @@ def test_what_a_run_needs_goes_back_to_the_system_when_it_is_over(make_bundle, t
 
 def test_features_of_many_encoders_are_bounded_and_the_newest_stay(make_bundle, tmp_path, monkeypatch):
     monkeypatch.setattr("edge_agent.personal.encoder._ALL_FEATURE_FILES", 3)
-    cache, names = tmp_path / "features", []
+    cache = tmp_path / "features"
+    names = []
     for seed in range(5):
         made = make_bundle(f"{seed}.hwb", seed=seed)
         encoder = Encoder.open(installed_module.install(made.path, tmp_path / "bundles"), "fp32", cache=False)
@@ -257,9 +258,11 @@ def test_features_of_many_encoders_are_bounded_and_the_newest_stay(make_bundle, 
 
 
 def test_features_that_are_found_again_are_the_most_recently_used(make_bundle, tmp_path):
-    made, cache = make_bundle(), tmp_path / "features"
+    made = make_bundle()
+    cache = tmp_path / "features"
     encoder = Encoder.open(installed_module.install(made.path, tmp_path / "bundles"), "fp32", cache=False)
-    task, labels = made.manifest.task, np.zeros(2, np.int64)
+    task = made.manifest.task
+    labels = np.zeros(2, np.int64)
     inputs = (np.full((2, *task.input_shape), number, np.float32) for number in range(2))
     one, other = (Samples(rows, labels, task.class_names, task.input) for rows in inputs)
     features_of(one, encoder, cache)

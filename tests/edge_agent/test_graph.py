@@ -218,7 +218,8 @@ def outside():
     weight.ClearField("raw_data")
     weight.data_location = TensorProto.EXTERNAL
     entry = weight.external_data.add()
-    entry.key, entry.value = "location", "../../../etc/passwd"
+    entry.key = "location"
+    entry.value = "../../../etc/passwd"
     return made
 
 
@@ -364,7 +365,8 @@ def test_hostile_graphs_are_refused_before_they_run(name):
 def varint(value):
     result = b""
     while value > 127:
-        result, value = result + bytes([value & 127 | 128]), value >> 7
+        result = result + bytes([value & 127 | 128])
+        value = value >> 7
     return result + bytes([value])
 
 

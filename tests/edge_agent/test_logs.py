@@ -86,7 +86,8 @@ def test_other_output_is_logged_line_by_line():
 
 
 def test_json_takes_over_what_was_set_up_before(monkeypatch):
-    root, out = logging.getLogger(), io.StringIO()
+    root = logging.getLogger()
+    out = io.StringIO()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(sys, "stderr", out)
     log_json()
@@ -97,7 +98,9 @@ def test_json_takes_over_what_was_set_up_before(monkeypatch):
 
 def test_every_message_of_ours_names_an_event_and_no_reserved_key(request):
     """Read from the sources: the first argument of each call of ``log``, or the second of ``log.log``."""
-    root, seen, wrong = request.config.rootpath, 0, []
+    root = request.config.rootpath
+    seen = 0
+    wrong = []
     for path in (path for name in ("edge_agent", "export", "coordinator") for path in (root / name).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             function = getattr(node, "func", None)

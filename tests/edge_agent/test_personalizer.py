@@ -115,7 +115,8 @@ def test_partial_fit_learns_as_one_fit_of_everything_and_extends_the_classes(ope
     whole = Personalizer.open(make_bundle().path, cache=tmp_path / "cache").fit(
         inputs, names, head="lr", own_classes=True
     )
-    early, late = np.flatnonzero(labels < 2), np.flatnonzero(labels == 2)
+    early = np.flatnonzero(labels < 2)
+    late = np.flatnonzero(labels == 2)
     opened.partial_fit(inputs[early[:20]], names[early[:20]], head="lr")
     assert opened.classes_.tolist() == ["cat", "dog"]
     opened.partial_fit(inputs[early[20:]], names[early[20:]], classes=["cat", "dog"])
@@ -166,7 +167,8 @@ def test_inputs_unlike_all_that_was_learned_are_unknown(opened, make_bundle, tmp
 
 def test_probabilities_are_calibrated_from_fifty_samples_on(opened):
     """Labels that are noise half of the time: out of fold no answer deserves more than about two thirds."""
-    rng, (inputs, labels) = np.random.default_rng(0), samples()
+    rng = np.random.default_rng(0)
+    (inputs, labels) = samples()
     noisy = np.where(rng.random(60) < 0.5, rng.integers(0, 3, 60), labels)
     opened.fit(inputs, noisy, head="lr", params={"c": 100.0})
     known = opened.head.confidence.calibration
@@ -227,7 +229,8 @@ def test_inputs_without_labels_are_predicted_but_not_scored(opened, tmp_path):
 
 
 def test_images_that_are_not_normalised_yet_give_the_same_answers(opened):
-    spec, names = opened.bundle.manifest.task.input, opened.classes
+    spec = opened.bundle.manifest.task.input
+    names = opened.classes
     parts = [load("digits:optdigits?n=40", spec, names, compact=compact) for compact in (False, True)]
     assert [part.inputs.dtype.name for part in parts] == ["float32", "uint8"]
     opened.fit(parts[0], head="prototype")

@@ -34,7 +34,9 @@ class Ticks:
     """A clock by which each pair of readings lies as far apart as the encoder is said to need."""
 
     def __init__(self, *durations: float) -> None:
-        self.durations, self.now, self.calls = itertools.cycle(durations), 0.0, 0
+        self.durations = itertools.cycle(durations)
+        self.now = 0.0
+        self.calls = 0
 
     def __call__(self) -> float:
         self.calls += 1
@@ -78,7 +80,8 @@ def test_two_equal_encoders_are_never_told_apart_by_the_machines_drift(bundle):
 def test_timings_under_load_choose_int8_for_equal_encoders_in_less_than_one_case_of_fifty(bundle):
     """Each run takes 10 ms, and one of three is interrupted for up to 30 ms more."""
     encoders = {name: Encoder.open(bundle, name) for name in ("fp32", "int8")}
-    rng, chosen = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
+    chosen = 0
     for _ in range(200):
         late = rng.uniform(0, 0.03, 160) * (rng.random(160) < 1 / 3)
         chosen += timed(encoders, Ticks(*(0.01 + late))).is_faster
@@ -87,7 +90,8 @@ def test_timings_under_load_choose_int8_for_equal_encoders_in_less_than_one_case
 
 def test_an_encoder_of_half_the_time_is_found_under_the_same_load(bundle):
     encoders = {name: Encoder.open(bundle, name) for name in ("fp32", "int8")}
-    rng, base = np.random.default_rng(0), np.tile([0.02, 0.005, 0.005, 0.02], 40)
+    rng = np.random.default_rng(0)
+    base = np.tile([0.02, 0.005, 0.005, 0.02], 40)
     late = rng.uniform(0, 0.01, 160) * (rng.random(160) < 1 / 3)
     assert timed(encoders, Ticks(*(base + late))).is_faster
 
@@ -168,7 +172,8 @@ def test_other_samples_are_compared_anew_and_the_same_ones_are_not(bundle, monke
 
 @pytest.mark.parametrize("what", ["processor", "threads", "record"])
 def test_it_is_decided_again_where_something_changed(bundle, monkeypatch, what):
-    given, first = samples(bundle), abba(0.01, 0.02)
+    given = samples(bundle)
+    first = abba(0.01, 0.02)
     choose(bundle, given, clock=first)
     if what == "processor":
         monkeypatch.setattr(encoder_module, "processor", lambda: "other")

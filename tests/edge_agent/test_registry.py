@@ -64,7 +64,8 @@ def test_a_typo_is_answered_with_the_nearest_name(package):
 
 
 def test_ones_own_member_is_found_in_this_registry_alone(package):
-    registry, member = Registry("head", package), SimpleNamespace()
+    registry = Registry("head", package)
+    member = SimpleNamespace()
     registry.add("mine", member)
     assert registry.load("mine") is member
     assert "mine" in registry.names()

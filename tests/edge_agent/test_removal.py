@@ -119,7 +119,8 @@ def test_what_only_resembles_an_earlier_bundle_stays(make_bundle, tmp_path, chan
 
 
 def test_a_folder_in_the_way_of_a_bundle_stays_and_the_bundle_goes_beside_it(make_bundle, tmp_path, caplog):
-    made, root = make_bundle("a.hwb"), tmp_path / "bundles"
+    made = make_bundle("a.hwb")
+    root = tmp_path / "bundles"
     in_the_way = root / made.manifest.bundle_id[:24]
     before = make_decoy(in_the_way)
     bundle = installed.install(made.path, root)
@@ -154,7 +155,8 @@ def test_a_damaged_or_forged_mark_removes_nothing(tmp_path, mark):
 
 
 def test_a_mark_that_is_a_link_counts_as_none(tmp_path):
-    made, other = tmp_path / "made", tmp_path / "elsewhere"
+    made = tmp_path / "made"
+    other = tmp_path / "elsewhere"
     own_folders.make_folder(made, KIND)
     shutil.move(made / MARK, other)
     (made / MARK).symlink_to(other)
@@ -366,7 +368,8 @@ def test_a_folder_of_an_earlier_version_is_marked_where_it_was_opened(tmp_path, 
 @pytest.mark.parametrize("name", ["head", "runs", "cache", "features", "blobs"])
 def test_a_state_folder_with_a_link_to_a_folder_in_it_is_refused(tmp_path, name):
     """Files in these folders are removed by their names, which files of other programs may have, too."""
-    state, other = tmp_path / "state", tmp_path / "other"
+    state = tmp_path / "state"
+    other = tmp_path / "other"
     state.mkdir()
     before = make_decoy(other)
     (state / name).symlink_to(other)
@@ -378,7 +381,8 @@ def test_a_state_folder_with_a_link_to_a_folder_in_it_is_refused(tmp_path, name)
 @pytest.mark.skipif(os.name == "nt", reason="links need rights there")
 @pytest.mark.parametrize("kind", ["link", "hard link", "fifo"])
 def test_the_lock_empties_no_file_of_somebody_else(tmp_path, kind):
-    state, other = tmp_path / "state", tmp_path / "other.txt"
+    state = tmp_path / "state"
+    other = tmp_path / "other.txt"
     state.mkdir()
     other.write_text("mine")
     if kind == "link":

@@ -36,9 +36,11 @@ def test_recordings_are_held_out_whole_in_a_simulation_too(tmp_path):
 @pytest.mark.parametrize("rule", ["dirichlet", "domains"])
 def test_simulation_agent_and_command_take_the_same_rows(tmp_path, make_bundle, monkeypatch, capsys, rule):
     """By a partition file, and where each client has its own source, which each splits alike."""
-    data, given = (write_images(tmp_path / "x.npz", 120),), {"alpha": 0.5, "clients": 2}
+    data = (write_images(tmp_path / "x.npz", 120),)
+    given = {"alpha": 0.5, "clients": 2}
     if rule == "domains":
-        data, given = ("digits:optdigits?n=80", "digits:rendered?n=60"), {}
+        data = ("digits:optdigits?n=80", "digits:rendered?n=60")
+        given = {}
     pools, division, task = datasets.prepare(Plan(data=data, partition=rule, encoder="linear", **given))
     division.write(tmp_path / "p.json")
     bundle = make_bundle(task=task).path
@@ -46,7 +48,8 @@ def test_simulation_agent_and_command_take_the_same_rows(tmp_path, make_bundle, 
         own = {"source": data[0], "partition": tmp_path / "p.json", "client": client}
         words = ["--data", data[0], "--partition", str(tmp_path / "p.json"), "--client", client]
         if rule == "domains":
-            own, words = {"source": data[number]}, ["--data", data[number]]
+            own = {"source": data[number]}
+            words = ["--data", data[number]]
         simulated = pools.arrays(division.share(client, "p.json"))
         config = AgentConfig(id="porch", state=tmp_path / "s", data=DataConfig(**own))
         in_agent = TaskRunner(config, "head")._samples(task)
@@ -66,7 +69,8 @@ def test_simulation_agent_and_command_take_the_same_rows(tmp_path, make_bundle, 
 
 def fitted_with(monkeypatch, words):
     """The samples with which the command fits."""
-    taken, real = [], personalize.personalize
+    taken = []
+    real = personalize.personalize
 
     def watched(bundle, samples, *rest, **options):
         taken.append(samples)

@@ -94,8 +94,10 @@ def test_clients_that_send_no_shares_are_in_no_mask():
 
 def test_asked_again_a_client_says_the_same_or_nothing():
     """Two encryptions under one key and nonce, two vectors under one mask, two answers: each would tell too much."""
-    one, numbers = Round(5), integers([f"c{i:02d}" for i in range(5)])
-    first, sealed = one.clients["c00"], one.sealed["c00"]
+    one = Round(5)
+    numbers = integers([f"c{i:02d}" for i in range(5)])
+    first = one.clients["c00"]
+    sealed = one.sealed["c00"]
     assert first.shares(dict(reversed(one.keys.items()))) == sealed
     with pytest.raises(PrivacyRefused, match="shares for other keys"):
         first.shares({**one.keys, "c01": Participant("c01", CONTEXT).keys()})
@@ -168,7 +170,8 @@ def test_unmasking_for_too_few_or_strange_clients_is_refused(delivered, reason):
 
 
 def test_keys_that_the_server_made_up_are_refused_where_a_client_can_see_it():
-    one, other = Round(4), Round(4, seed=9)
+    one = Round(4)
+    other = Round(4, seed=9)
     fresh = Participant("c00", CONTEXT, seeded([0, 0]))
     with pytest.raises(PrivacyRefused, match="are not its own"):
         fresh.shares(other.keys)
@@ -202,7 +205,8 @@ def test_shares_that_were_swapped_or_changed_are_noticed(change):
 
 
 def test_shares_of_another_round_do_not_open():
-    (first, _), (_, other) = shared(4), shared(4, context=b"federation run-1 round 4")
+    (first, _) = shared(4)
+    (_, other) = shared(4, context=b"federation run-1 round 4")
     with pytest.raises(SharesWrong, match=r"^c01, c02, c03: no shares"):
         first.receive(other)
 
@@ -231,7 +235,8 @@ def test_one_wrong_share_of_a_seed_or_key_is_found_and_the_sum_comes_out(liar, a
     numbers = integers(one.names)
     masked = {name: one.clients[name].masked(numbers[name]) for name in one.names if name != "c05"}
     answers = {name: one.clients[name].unmask(masked) for name in masked}
-    expected, blamed = unmasked(masked, one.keys, answers, CONTEXT), []
+    expected = unmasked(masked, one.keys, answers, CONTEXT)
+    blamed = []
     answers[liar] = {**answers[liar], about: moved(answers[liar][about])}
     assert (unmasked(masked, one.keys, answers, CONTEXT, blamed.append) == expected).all()
     assert blamed == ([] if liar == "c06" else [liar])  # 5 of 7 are needed, and those of the first are taken
@@ -242,7 +247,8 @@ def test_a_share_moved_so_that_a_seed_is_off_by_one_is_found():
     one = Round(4)
     masked = {name: one.clients[name].masked(integers(one.names)[name]) for name in one.names}
     answers = {name: one.clients[name].unmask(masked) for name in masked}
-    expected, blamed = unmasked(masked, one.keys, answers, CONTEXT), []
+    expected = unmasked(masked, one.keys, answers, CONTEXT)
+    blamed = []
     step = pow(at_zero((1, 2, 3))[0], -1, PRIME)
     share = (int.from_bytes(answers["c00"]["c01"], "big") + step) % PRIME
     answers["c00"] = {**answers["c00"], "c01": share.to_bytes(66, "big")}
@@ -294,7 +300,8 @@ def test_key_stream_and_derivation_are_those_of_the_standards():
 
 @pytest.mark.parametrize("clients, dropped", [(10, 0), (10, 1), (10, 3)])
 def test_weighted_mean_of_floats_differs_by_no_more_than_the_fixed_point_bound(clients, dropped):
-    one, point = Round(clients), FixedPoint(24)
+    one = Round(clients)
+    point = FixedPoint(24)
     rng = np.random.default_rng(5)
     values = {name: rng.normal(size=2000) * 3 for name in one.names}
     weights = {name: float(rng.integers(1, 500)) for name in one.names}
@@ -305,7 +312,8 @@ def test_weighted_mean_of_floats_differs_by_no_more_than_the_fixed_point_bound(c
     plain = sum(values[name] * weights[name] for name in here)
     assert total[-1] == sum(weights[name] for name in here)
     assert np.abs(total[:-1] - plain).max() <= len(here) * 2.0**-25
-    mean, bound = plain / total[-1], len(here) * 2.0**-25 / total[-1]
+    mean = plain / total[-1]
+    bound = len(here) * 2.0**-25 / total[-1]
     assert np.abs(total[:-1] / total[-1] - mean).max() <= bound * (1 + 1e-6)
 
 
@@ -316,7 +324,8 @@ def test_numbers_that_the_sum_cannot_hold_are_refused(number):
 
 
 def test_the_largest_numbers_of_all_clients_do_not_wrap_around():
-    point, clients = FixedPoint(24), 7
+    point = FixedPoint(24)
+    clients = 7
     total = np.zeros(2, np.uint64)
     for _ in range(clients):
         total += point.encode(np.array([1.0, -1.0]) * point.bound(clients), clients)

@@ -141,7 +141,8 @@ class Counted:
 
 
 def test_it_runs_once_for_each_variant_of_an_unpacked_bundle(make_bundle, tmp_path, monkeypatch):
-    bundle, tests = installed.install(make_bundle(int8=True).path, tmp_path / "b"), Counted(monkeypatch)
+    bundle = installed.install(make_bundle(int8=True).path, tmp_path / "b")
+    tests = Counted(monkeypatch)
     for expected in (2, 2):
         for precision in ("fp32", "int8"):
             Encoder.open(bundle, precision)
@@ -150,7 +151,8 @@ def test_it_runs_once_for_each_variant_of_an_unpacked_bundle(make_bundle, tmp_pa
 
 @pytest.mark.parametrize("what", ["processor", "runtime", "bundle", "record"])
 def test_it_runs_again_where_something_changed(make_bundle, tmp_path, monkeypatch, what):
-    bundle, tests = installed.install(make_bundle(int8=True).path, tmp_path / "b"), Counted(monkeypatch)
+    bundle = installed.install(make_bundle(int8=True).path, tmp_path / "b")
+    tests = Counted(monkeypatch)
     Encoder.open(bundle)
     record = bundle.made / "self_test.json"
     if what == "processor":
@@ -168,7 +170,8 @@ def test_it_runs_again_where_something_changed(make_bundle, tmp_path, monkeypatc
 
 
 def test_without_a_writable_folder_it_runs_each_time(make_bundle, tmp_path, monkeypatch):
-    bundle, tests = installed.install(make_bundle().path, tmp_path / "b"), Counted(monkeypatch)
+    bundle = installed.install(make_bundle().path, tmp_path / "b")
+    tests = Counted(monkeypatch)
 
     def refuse(*_, **__):
         raise OSError("read-only")

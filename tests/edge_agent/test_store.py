@@ -81,12 +81,14 @@ def test_the_content_is_on_disk_before_it_gets_its_name_and_the_name_before_it_c
 
 @pytest.mark.parametrize("crash_at, after", MOMENTS)
 def test_a_crash_at_any_step_leaves_the_old_file_or_the_new_one(tmp_path, monkeypatch, crash_at, after):
-    path, count = tmp_path / "file", [0]
+    path = tmp_path / "file"
+    count = [0]
     path.write_bytes(b"old")
 
     def counted(real):
         def call(*args, **kw):
-            here, count[0] = count[0], count[0] + 1
+            here = count[0]
+            count[0] = count[0] + 1
             if here == crash_at and not after:
                 raise PowerCut
             result = real(*args, **kw)
@@ -236,7 +238,8 @@ def test_what_a_killed_write_leaves_is_what_sweeping_removes(tmp_path, monkeypat
 
 def test_a_lock_that_is_given_back_is_free_although_a_child_still_holds_a_copy_of_its_file(tmp_path, monkeypatch):
     """Between fork and exec every child has all open files; on a busy machine that moment is long."""
-    copies, lock = [], locks._lock
+    copies = []
+    lock = locks._lock
     monkeypatch.setattr(locks, "_lock", lambda number: lock(number) or copies.append(os.dup(number)))
     with locks.folder_lock(tmp_path, "first"):
         monkeypatch.undo()
@@ -264,7 +267,8 @@ def test_without_syncs_nothing_waits_for_the_disk_until_the_end(tmp_path, monkey
 
 def test_a_file_that_may_not_be_looked_at_does_not_end_what_waits_for_the_disk(tmp_path, monkeypatch):
     """A folder of another user may be listed and not be entered."""
-    closed, is_dir = tmp_path / "closed", Path.is_dir
+    closed = tmp_path / "closed"
+    is_dir = Path.is_dir
     closed.write_bytes(b"")
 
     def look(path, *given, **named):

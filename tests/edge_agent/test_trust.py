@@ -90,7 +90,8 @@ def test_row_35_unsigned_and_strange_bundles_are_refused_before_any_file_is_ther
     other = make_bundle("other.hwb", seed=1)
     mallory = Federation(root_keys=(66,), keys=(77,))
     strange = mallory.sign(make_bundle("strange.hwb", seed=1).path, 9)
-    unsigned, forged = trust.unsigned(read(Release, read_member(home.sign(other.path, 9)).release, "release")), []
+    unsigned = trust.unsigned(read(Release, read_member(home.sign(other.path, 9)).release, "release"))
+    forged = []
     for number in (77, 1):  # a key of nobody, and a genuine one in a role that it does not have
         path = other.path.with_name(f"forged-{number}.hwb")
         shutil.copy(other.path, path)
@@ -109,7 +110,8 @@ def read_member(path):
 
 def test_row_35_a_flip_of_any_byte_of_a_signed_bundle_is_refused(make_bundle, home, install, folder):
     path = home.sign(make_bundle(global_head=True).path, 7)
-    good, target = path.read_bytes(), path.with_name("flipped.hwb")
+    good = path.read_bytes()
+    target = path.with_name("flipped.hwb")
     end = archive.open_bundle(path).end
     known = good.index(b'"roots":[{"signatures"', end)
     signatures = range(known, good.index(b'"signed"', known))  # of a root that is trusted already: they do not count
@@ -162,7 +164,8 @@ def test_extraneous_files_are_refused(make_bundle, home, install):
 
 def test_row_36_an_older_release_is_refused_also_after_a_restart(make_bundle, home, install, folder):
     old, new = (make_bundle(f"{seed}.hwb", seed=seed) for seed in (0, 1))
-    first, second = home.sign(old.path, 7), home.sign(new.path, 8)
+    first = home.sign(old.path, 7)
+    second = home.sign(new.path, 8)
     install(first)
     install(second)
     with pytest.raises(BundleUntrusted, match=r"version 7 .* is older than version 8"):
@@ -203,7 +206,8 @@ def test_a_clock_that_is_behind_does_not_bring_back_what_has_expired(make_bundle
     def install(path, days):
         return installed.install(path, folder, now=lambda: (NOW + timedelta(days=days)).timestamp())
 
-    path, second = make_bundle().path, timedelta(seconds=1)
+    path = make_bundle().path
+    second = timedelta(seconds=1)
     soon = home.sign(path, 7, expires=NOW + timedelta(days=30)).rename(folder.parent / "soon.hwb")
     install(home.sign(path, 8), 40)
     (folder / "newest.json").unlink()  # so that the time alone speaks against the one that has expired
@@ -247,7 +251,8 @@ def test_fast_forward_is_undone_by_a_change_of_keys(make_bundle, home, install, 
 
 
 def test_a_change_of_one_key_of_three_is_no_way_back(make_bundle, folder):
-    home, folder = Federation(keys=(11, 12, 13), threshold=2), folder.parent / "other"
+    home = Federation(keys=(11, 12, 13), threshold=2)
+    folder = folder.parent / "other"
     TrustStore(folder).anchor(home.roots[0])
     old, new = (make_bundle(f"{seed}.hwb", seed=seed) for seed in (1, 2))
     older = home.sign(old.path, 5, 11, 13)
@@ -262,7 +267,8 @@ def test_a_change_of_one_key_of_three_is_no_way_back(make_bundle, folder):
 
 
 def test_a_root_with_fewer_signatures_is_the_same_root(make_bundle, folder):
-    home, folder = Federation(root_keys=(1, 2), root_threshold=1), folder.parent / "other"
+    home = Federation(root_keys=(1, 2), root_threshold=1)
+    folder = folder.parent / "other"
     TrustStore(folder).anchor(home.roots[0])
     home.roots[0] = home.roots[0].model_copy(update={"signatures": home.roots[0].signatures[:1]})
     made = make_bundle()
@@ -433,7 +439,8 @@ def test_metadata_are_those_of_tuf_in_its_canonical_form():
 @pytest.mark.parametrize("threshold", [1, 2, 3])
 def test_enough_signatures_are_what_tuf_finds_enough(threshold):
     home = Federation(keys=(11, 12, 13), threshold=threshold)
-    root, theirs = read(Root, home.roots[0], "root"), of_tuf(home.roots[0])
+    root = read(Root, home.roots[0], "root")
+    theirs = of_tuf(home.roots[0])
     for count in range(5):
         for signers in itertools.combinations((1, 11, 12, 13, 14), count):
             envelope = trust.unsigned(release_of(home))
@@ -504,9 +511,11 @@ def test_verify_needs_the_file_and_a_root_alone(make_bundle, home, tmp_path, cap
 
 
 def test_import_trusts_a_root_from_a_file_and_nobody_else_from_then_on(make_bundle, home, tmp_path, capsys):
-    root, state = tmp_path / "root.json", tmp_path / "state"
+    root = tmp_path / "root.json"
+    state = tmp_path / "state"
     root.write_bytes(dump(home.roots[0]))
-    made, other = make_bundle(), make_bundle("o.hwb", seed=1)
+    made = make_bundle()
+    other = make_bundle("o.hwb", seed=1)
     assert cli.main(["import", str(other.path), "--state", str(state)]) == 0  # nobody is trusted yet
     signed = home.sign(made.path, 7, expires=NOW + 50 * YEAR)
     assert cli.main(["import", str(signed), "--state", str(state), "--root", str(root)]) == 0
@@ -518,14 +527,17 @@ def test_import_trusts_a_root_from_a_file_and_nobody_else_from_then_on(make_bund
 def test_import_with_a_root_two_changes_ahead_finds_those_between_in_the_bundle_or_says_what_to_bring(
     make_bundle, home, tmp_path, capsys
 ):
-    state, folder, newest = tmp_path / "state", tmp_path / "roots", tmp_path / "root.json"
+    state = tmp_path / "state"
+    folder = tmp_path / "roots"
+    newest = tmp_path / "root.json"
     for number in (12, 13):
         home.rotate(1, keys=(number,))
     folder.mkdir()
     for number, root in enumerate(home.roots):
         (folder / f"{number}.json").write_bytes(dump(root))
     newest.write_bytes(dump(home.roots[-1]))
-    unsigned, signed = make_bundle().path, home.sign(make_bundle().path, 8, expires=NOW + 50 * YEAR)
+    unsigned = make_bundle().path
+    signed = home.sign(make_bundle().path, 8, expires=NOW + 50 * YEAR)
 
     def imported(bundle, root):
         """Into a device that trusts root 1: exit code, what was said, and which root it trusts now."""

@@ -75,7 +75,8 @@ def test_a_job_that_exits_ends_itself_and_not_the_worker():
 
 
 def test_a_job_runs_beside_the_loop_and_not_in_it():
-    loop, gate = Loop("thread"), threading.Event()
+    loop = Loop("thread")
+    gate = threading.Event()
     loop.submit(lambda: (gate.wait(PATIENCE_S), threading.current_thread()))
     loop.worker.collect()
     assert loop.done == [], "collect must not wait for the job"
@@ -87,7 +88,8 @@ def test_a_job_runs_beside_the_loop_and_not_in_it():
 
 
 def test_jobs_never_run_at_the_same_time(loop):
-    running, most = [0], [0]
+    running = [0]
+    most = [0]
 
     def job():
         running[0] += 1

@@ -210,7 +210,8 @@ def parameters():
 
 @pytest.mark.parametrize("page", parameters())
 def test_commands_do_what_the_page_says(page, tmp_path, environment, background):
-    ports, output = free_ports(), ""
+    ports = free_ports()
+    output = ""
     for block in blocks(page):
         for name in re.findall(r"setup: (\w+)", block.note):
             SETUPS[name](tmp_path)
@@ -290,7 +291,8 @@ STAND_INS = {
 )
 def test_an_upgrade_changes_what_the_service_starts_and_the_way_back_works(tmp_path, install, upgrade, program):
     """The link was set inside of the folder that the installation had made, and the old version went on serving."""
-    programs, opt = tmp_path / "stand-ins", tmp_path / "opt"
+    programs = tmp_path / "stand-ins"
+    opt = tmp_path / "opt"
     programs.mkdir()
     opt.mkdir()
     for name, script in STAND_INS.items():

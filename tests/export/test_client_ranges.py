@@ -75,7 +75,8 @@ def test_ranges_in_torch_are_those_that_onnx_runtime_observes(name):
 def test_more_samples_than_are_looked_at_are_spread_evenly(small):
     _, model = small
     inputs = torch.zeros(1000, 3, 32, 32)
-    inputs[0], inputs[999] = -5, 7
+    inputs[0] = -5
+    inputs[999] = 7
     assert activation_ranges(model.encoder, inputs)[0].tolist() == [-5, 7]
 
 

@@ -28,7 +28,8 @@ TASK = Task(
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    method, folder = methods.create("fedrir"), tmp_path_factory.mktemp("bundles")
+    method = methods.create("fedrir")
+    folder = tmp_path_factory.mktemp("bundles")
     torch.manual_seed(0)
     trained = method.build(TASK).train()
     trained(torch.from_numpy(synthetic_inputs(TASK, 16)))  # running statistics that are not those of the start

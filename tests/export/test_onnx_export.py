@@ -17,7 +17,9 @@ from export import encoder as export_encoder
 from export.encoder import strip_opsets, to_onnx
 from export.parity import run
 
-GREY, COLOUR, WINDOW = ImageInput(channels=1, height=28, width=28), ImageInput(), WindowInput(channels=3, length=40)
+GREY = ImageInput(channels=1, height=28, width=28)
+COLOUR = ImageInput()
+WINDOW = WindowInput(channels=3, length=40)
 
 
 def operators(model: bytes) -> list[str]:

@@ -106,7 +106,8 @@ def blended_by_torch(encoder, inputs, share):
 
 def test_statistics_lie_in_the_file_where_the_manifest_says(either):
     model, installed, _ = either
-    layers, content = norms(model.part("encoder")), (installed.folder / "encoder.onnx").read_bytes()
+    layers = norms(model.part("encoder"))
+    content = (installed.folder / "encoder.onnx").read_bytes()
     places = installed.manifest.free_norm.layers
     assert len(places) == len(layers) == 2
     for place, layer in zip(places, layers, strict=True):
@@ -124,7 +125,8 @@ def test_layers_with_equal_statistics_have_their_own_constants():
 @pytest.mark.parametrize("count", [8, 64])
 def test_own_encoder_computes_what_torch_computes_with_blended_statistics(either, count):
     model, installed, samples = either
-    inputs, others = samples.inputs[:count], samples.inputs[100:140]
+    inputs = samples.inputs[:count]
+    others = samples.inputs[100:140]
     own = estimated(installed, inputs)
     oracle = blended_by_torch(model.part("encoder"), inputs, count / (count + 16))
     expected = [array for layer in norms(oracle) for array in (layer.running_mean, layer.running_var)]
@@ -223,7 +225,8 @@ def test_auto_takes_own_statistics_where_a_head_is_better_with_them_and_leaves_t
 def test_auto_asks_for_better_answers_where_the_method_shares_batch_norm(tmp_path, monkeypatch):
     export(tmp_path / "b.hwb", model_of(spoilt=True), "fedavg")
     installed = installed_module.install(tmp_path / "b.hwb", tmp_path / "bundles")
-    samples, right = load(SOURCE, TASK.input, TASK.class_names), np.ones(100, bool)
+    samples = load(SOURCE, TASK.input, TASK.class_names)
+    right = np.ones(100, bool)
     for wrong, expected in ((0, False), (1, False), (2, True)):  # 2 gained of 2 is more than their root
         worse = np.arange(100) >= wrong
         monkeypatch.setattr(precision, "right_answers", lambda *_, worse=worse: {"shipped": worse, "own": right})
@@ -261,7 +264,9 @@ def test_encoder_without_batch_norm_and_folded_one_have_nothing_to_estimate(tmp_
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.norm, self.feature_dim = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), 16
+            self.first = nn.Conv2d(1, 4, 3)
+            self.norm = nn.BatchNorm2d(4)
+            self.feature_dim = 16
 
         def forward(self, inputs):
             return torch.flatten(self.norm(self.norm(self.first(inputs))).mean(3), 1)[:, :16]

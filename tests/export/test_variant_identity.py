@@ -20,7 +20,8 @@ from export import bundle
 def pair(task, tmp_path_factory):
     """One encoder, calibrated on inputs of two scales: the fp32 files are equal, the int8 files are not."""
     torch.manual_seed(0)
-    model, folder = encoder_and_head(task), tmp_path_factory.mktemp("bundles")
+    model = encoder_and_head(task)
+    folder = tmp_path_factory.mktemp("bundles")
     noise = np.random.default_rng(3).normal(size=(40, *task.input_shape)).astype(np.float32)
     opened = []
     for name, scale in (("narrow", 0.2), ("wide", 1.0)):

@@ -48,7 +48,8 @@ class FaultyBroker(MemoryBroker):
 
     def __init__(self, faults: Faults | None = None, *, capture: bool = False) -> None:
         super().__init__()
-        self.faults, self.capture = faults, capture
+        self.faults = faults
+        self.capture = capture
         self.captured: list[tuple[str, bytes]] = []
 
     def transport(self, *args, **kwargs) -> FaultyTransport:

@@ -23,7 +23,10 @@ class Stranger:
     """Somebody with a bare connection who says what they like and hears what an agent of that name would hear."""
 
     def __init__(self, federation: Federation, name: str, tier: str = "train", samples: int = 10) -> None:
-        self.federation, self.name, self.tier, self.samples = federation, name, tier, samples
+        self.federation = federation
+        self.name = name
+        self.tier = tier
+        self.samples = samples
         self.topics = federation.topics
         self.transport = federation.broker.transport()
         self.transport.subscribe(*self.topics.for_agent(name), f"{self.topics.root}/b/+")
@@ -99,7 +102,8 @@ def restart_broker(federation: Federation) -> None:
 
 def lose(transport: MemoryTransport, is_lost: Callable[[fields.Control], bool], times: int = 1) -> list[fields.Control]:
     """The first ``times`` control messages for which ``is_lost`` go nowhere; returns the list that they are put in."""
-    real, lost = transport.publish, list[fields.Control]()
+    real = transport.publish
+    lost = list[fields.Control]()
 
     def publish(topic: str, payload: bytes, **options: Any) -> None:
         message = None
@@ -119,7 +123,8 @@ def lose(transport: MemoryTransport, is_lost: Callable[[fields.Control], bool], 
 def killed_at_append(federation: Federation, number: int, *, before: bool) -> Iterator[None]:
     """The next coordinator dies just before, or just after, its ``number``-th entry into the journal (0: the first)."""
     journal = federation.state.journal
-    real, count = journal.append, [0]
+    real = journal.append
+    count = [0]
 
     def append(*args: Any, **columns: Any) -> Any:
         count[0] += 1

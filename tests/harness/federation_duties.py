@@ -52,7 +52,9 @@ class FakeDuties:
     """Training without training: every received number moves by a step that depends on agent and round alone."""
 
     def __init__(self, config: AgentConfig, tier: str = "train", samples: int = 10) -> None:
-        self.config, self.tier, self.samples = config, tier, samples
+        self.config = config
+        self.tier = tier
+        self.samples = samples
         self.bundle_id = self.rolled_back = ""
         self.outbox = Outbox(config.state / "outbox", config.privacy)
         self.done: list[tuple[str, int, str]] = []
@@ -63,7 +65,8 @@ class FakeDuties:
         self.after: Callable[[down.Job], None] = lambda job: None
         self.cancelled: fields_module.JobKey | None = None
 
-    lacks_head, on_trial = False, None
+    lacks_head = False
+    on_trial = None
     now = staticmethod(time.time)
 
     def started(self) -> None:
@@ -131,7 +134,8 @@ class TinyDuties(TaskRunner):
             inputs = rng.normal(size=(24, *task.input_shape)).astype(np.float32) + labels[:, None, None, None]
             every = Samples(inputs, labels, task.class_names, task.input)
             rows = np.arange(24)
-            self._rows, self.samples = (every.take(rows[:18]), every.take(rows[18:])), 18
+            self._rows = (every.take(rows[:18]), every.take(rows[18:]))
+            self.samples = 18
         return self._rows
 
     def report(self, job: down.Job, head: str, overall: float | None, right: np.ndarray | None) -> up.Report:

@@ -58,7 +58,8 @@ class TimedWorker:
     """Work that takes ``seconds`` of the simulated clock."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
-        self.clock, self.seconds = clock, seconds
+        self.clock = clock
+        self.seconds = seconds
         self._jobs: list[tuple[float, Callable[[], Any], Any]] = []
 
     def submit(self, name: str, job: Callable[[], Any], done: Any) -> None:
@@ -120,8 +121,14 @@ class Federation:
         compute: Compute | None = None,
     ) -> None:
         """``keyed``: agents have keys, and obey authentic commands only."""
-        self.folder, self.task, self.make_tasks, self.heartbeat_s = folder, task, tasks, heartbeat_s
-        self.clock, self.probe_s, self.keyed, self.compute = Clock(), probe_s, keyed, compute
+        self.folder = folder
+        self.task = task
+        self.make_tasks = tasks
+        self.heartbeat_s = heartbeat_s
+        self.clock = Clock()
+        self.probe_s = probe_s
+        self.keyed = keyed
+        self.compute = compute
         self.now = lambda: NOON + timedelta(seconds=self.clock() - 1000)
         self.broker = FaultyBroker(faults, capture=capture)
         self.topics = Topics("home")
@@ -146,7 +153,8 @@ class Federation:
         self._first = names
         self.run = ""
         self._run_ids: dict[str, str] = {}
-        self._looked_at, self._over = -1, False
+        self._looked_at = -1
+        self._over = False
 
     def __enter__(self) -> Federation:
         self.start_coordinator()
@@ -206,7 +214,8 @@ class Federation:
         keep_updates: bool = False,
     ) -> str:
         wanted = Request(method, params or {}, rounds, seed, self.task, keep_updates=keep_updates)
-        self.run, self._looked_at = self.state.journal.request_run(wanted.body()), -1
+        self.run = self.state.journal.request_run(wanted.body())
+        self._looked_at = -1
         self._run_ids[self.run] = self.record.request["id"]
         return self.run
 
@@ -307,7 +316,8 @@ class Federation:
     def _is_over(self) -> bool:
         newest = self.state.journal.last_id()
         if newest != self._looked_at:
-            self._looked_at, self._over = newest, self.record.is_over
+            self._looked_at = newest
+            self._over = self.record.is_over
         return self._over
 
     def wait(self, seconds: float) -> None:
@@ -379,7 +389,8 @@ class FederationInRealTime(Federation):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.clock, self._nap = time.monotonic, threading.Event()
+        self.clock = time.monotonic
+        self._nap = threading.Event()
 
     def kill(self, name: str, *, will: bool = True) -> None:
         self.agents.pop(name).close()

@@ -334,7 +334,8 @@ def table_of_fields(model: type[BaseModel], besides: Iterable[str] = ()) -> str:
 
 def kind_of(annotation: Any) -> str:
     """A type as readers of TOML know it."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    args = typing.get_args(annotation)
     if origin is typing.Annotated:
         return kind_of(args[0])
     if origin is typing.Literal:

@@ -65,7 +65,8 @@ class Recorder:
         elif self._skipped is None and (file, name) == ("edge_agent/client/__init__.py", "train"):
             self.on = self.on or frame.f_locals["round_number"] == ROUND
         elif self.on and (file, name) == ("coordinator/state/store.py", "prune_blobs"):
-            self.on, self.done = False, True
+            self.on = False
+            self.done = True
 
     def _is_beside(self, frame: FrameType, file: str, name: str) -> bool:
         if (file, name) == ("edge_agent/agent/event_loop.py", "step"):

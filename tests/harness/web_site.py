@@ -79,7 +79,8 @@ class FolderSite:
         body |= {"params": {"lr": 0.1}, **request}
         name = self.journal.request_run(body)
         self.journal.append("run_started", run=name)
-        folder, draw = self.folder.run(name), random.Random(name)
+        folder = self.folder.run(name)
+        draw = random.Random(name)
         folder.folder.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(round_line(number, cohort, draw)) for number in range(1, rounds + 1)]
         folder.metrics_path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -146,7 +147,8 @@ class FolderSite:
         with TestClient(make_app(site), base_url=BASE, follow_redirects=False) as client:
             while not view.is_loaded:  # the application reads it as well, in another thread
                 view.refresh()
-            client.view, client.site = view, site
+            client.view = view
+            client.site = site
             client.token = access.token if access is not None else ""
             yield client
 

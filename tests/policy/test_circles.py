@@ -43,7 +43,8 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def reach(graph: Graph, start: str) -> set[str]:
-    found, todo = set(), [start]
+    found = set()
+    todo = [start]
     while todo:
         for target in graph[todo.pop()] - found:
             found.add(target)

@@ -13,7 +13,8 @@ def subclasses(root):
 
 def drawn():
     """name -> (parent's name, exit code) as the drawing at the top of the module shows it."""
-    found, path = {}, []
+    found = {}
+    path = []
     for line in LINE.finditer(errors.__doc__):
         depth = len(line["branch"]) // 4
         path = [*path[:depth], line["name"]]

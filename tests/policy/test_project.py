@@ -198,7 +198,8 @@ def test_no_file_names_the_host_of_a_package_registry(root):
 )
 def test_arm64_guest_takes_its_mirror_from_the_apt_sources_of_the_host(root, tmp_path, origins, said):
     """A stand-in for apt-get tells the sources, and keeps those that it is asked to fetch from."""
-    programs, guest = tmp_path / "bin", tmp_path / "guest"
+    programs = tmp_path / "bin"
+    guest = tmp_path / "guest"
     programs.mkdir()
     (tmp_path / "origins").write_text(origins, encoding="utf-8")
     stand_in = programs / "apt-get"
@@ -237,7 +238,8 @@ def wheel(root, tmp_path_factory):
 
 def test_wheel_holds_exactly_the_three_packages_and_the_tables_to_reproduce(root, wheel, project):
     name = f"headwater-{__version__}"
-    info, shared = f"{name}.dist-info", f"{name}.data"
+    info = f"{name}.dist-info"
+    shared = f"{name}.data"
     assert {path.split("/")[0] for path in wheel.namelist()} == {"edge_agent", "export", "coordinator", info, shared}
     tables = {f"{shared}/data/share/headwater/reproduce/{path.name}" for path in root.glob("configs/reproduce/*.toml")}
     assert {path for path in wheel.namelist() if path.startswith(f"{shared}/")} == tables != set()
@@ -360,7 +362,8 @@ def test_exit_codes_are_explained(root):
     text = (root / "edge_agent/README.md").read_text(encoding="utf-8")
     section = text.partition("## Exit codes")[2]
     explained = {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}
-    tree, kinds = {HeadwaterError}, [HeadwaterError]
+    tree = {HeadwaterError}
+    kinds = [HeadwaterError]
     while kinds:
         children = kinds.pop().__subclasses__()
         tree.update(children)

@@ -94,7 +94,8 @@ def analyze(
 
     left_out = target.left_out
     probe = target.probe(settings) if target.clients else None
-    states, views = [], list[FeatureView]()
+    states = []
+    views = list[FeatureView]()
     for number in target.rounds:
         watch(f"state after round {number}")
         views = []

@@ -137,8 +137,12 @@ class AnalysisTarget(ABC):
 
         The last round is analyzed in detail.
         """
-        self.name, self.run, self.method, self.class_names = name, run, method, tuple(class_names)
-        self.clients, self.rounds = tuple(clients), tuple(rounds)
+        self.name = name
+        self.run = run
+        self.method = method
+        self.class_names = tuple(class_names)
+        self.clients = tuple(clients)
+        self.rounds = tuple(rounds)
         self.left_out = LeftOut()
 
     @abstractmethod
@@ -282,7 +286,9 @@ class StoredRun(AnalysisTarget):
         with folder.look():
             self._states = states_of(folder, run)
         super().__init__(name, run, method.name, task.class_names, clients=clients, rounds=self._states)
-        self._folder, self._method, self._task = folder, method, task
+        self._folder = folder
+        self._method = method
+        self._task = task
 
     def state(self, number: int) -> State:
         """The server's state after a round."""
@@ -427,7 +433,8 @@ class RunTarget(StoredRun):
             result: np.ndarray = features_of(model, torch.from_numpy(np.ascontiguousarray(inputs)), BATCH).numpy()
             return result
 
-        classifier, classes = self._method.global_head(state), self._task.num_classes
+        classifier = self._method.global_head(state)
+        classes = self._task.num_classes
         encoder = SharedEncoder(features, classifier, self._method.params.model_dump(mode="json"), classes)
         for client in self.tested():
             details = number == self.rounds[-1]

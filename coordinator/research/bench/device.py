@@ -116,7 +116,8 @@ def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage
     path = agent_file(folder, name, at.url, f"images:{folder / 'images'}", tier="head")
     # Compiled modules go to a folder of ours, also where the caller has forbidden to write any.
     compiled = {"PYTHONPYCACHEPREFIX": str(folder / "compiled"), "PYTHONDONTWRITEBYTECODE": ""}
-    topics, host = Topics(FEDERATION), MqttTransport(at, "bench")
+    topics = Topics(FEDERATION)
+    host = MqttTransport(at, "bench")
     with contextlib.closing(host):
         host.subscribe(*topics.for_coordinator())
         host.start()
@@ -144,8 +145,10 @@ def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage
             return ready, usage(agent.pid)
 
 
-FIT, EPOCHS = 600, 2
-SIDE, CALIBRATION = 224, 16
+FIT = 600
+EPOCHS = 2
+SIDE = 224
+CALIBRATION = 16
 
 
 def default_cache() -> Path:
@@ -246,7 +249,8 @@ def _samples() -> tuple[Samples, Samples]:
 
     from .workloads import FASHION, has_fashion, w1_task
 
-    task, names = w1_task(), ("digits:rendered?n=3000", "digits:slanted")
+    task = w1_task()
+    names = ("digits:rendered?n=3000", "digits:slanted")
     if has_fashion():
         names = (f"idx:{FASHION}?split=train&n=6000", f"idx:{FASHION}?split=test&n=1800&seed=1")
     one, other = (data.load(name, task.input, task.class_names) for name in names)

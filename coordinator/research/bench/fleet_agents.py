@@ -99,11 +99,18 @@ class FleetAgent:
         clock: Callable[[], float],
     ) -> None:
         """``subscribe(agent, topic)`` is followed by `subscribed`."""
-        self.id, self._topics, self._models, self._clock = name, topics, models, clock
-        self._publish, self._subscribe, self._unsubscribe = publish, subscribe, unsubscribe
+        self.id = name
+        self._topics = topics
+        self._models = models
+        self._clock = clock
+        self._publish = publish
+        self._subscribe = subscribe
+        self._unsubscribe = unsubscribe
         self._boot = hashlib.sha256(name.encode()).hexdigest()[:16]
         self._number = number_of(name)
-        self._seq, self._federation, self.epoch = 0, "", 0
+        self._seq = 0
+        self._federation = ""
+        self.epoch = 0
         self._job: down.Job | None = None
         self._last_run = ""
         self._ref: fields.BlobRef | None = None
@@ -191,8 +198,10 @@ class FleetAgent:
         return codec.encode(message.model_copy(update=stamp))
 
     def _on_welcome(self, message: down.Welcome) -> None:
-        is_news, self.welcomed = not self.welcomed, True
-        self._federation, self.epoch = message.federation, message.epoch
+        is_news = not self.welcomed
+        self.welcomed = True
+        self._federation = message.federation
+        self.epoch = message.epoch
         self._heartbeat_s = max(HEARTBEAT_S, message.heartbeat_s)
         if is_news:  # heartbeats of a fleet are spread evenly, as those of agents that started at different times are
             now = self._clock()
@@ -212,14 +221,17 @@ class FleetAgent:
         is_same = self._job is not None and down.job_key(self._job) == down.job_key(job)
         if is_same and self._is_busy:
             return
-        self._job, self._ref, self._manifest = job, job.blobs[0], None
+        self._job = job
+        self._ref = job.blobs[0]
+        self._manifest = None
         self._last_run = job.run
         self._heard_at = self._clock()
         self.due_at = min(self.due_at, self._heard_at + AGAIN_S)
         if self._models.has(self._ref.digest) and self._chunks is not None and self._chunks.complete:
             self._finish()
         else:
-            self._chunks, self._is_direct = Chunks(chunks.chunk_count(self._ref)), False
+            self._chunks = Chunks(chunks.chunk_count(self._ref))
+            self._is_direct = False
             self._subscribe(self, self._topics.broadcast(self._ref.digest))
 
     def _want(self, kind: str = "want") -> None:
@@ -238,7 +250,8 @@ class FleetAgent:
                 self._want()
 
     def _on_chunk(self, frame: chunks.Frame) -> None:
-        ref, present = self._ref, self._chunks
+        ref = self._ref
+        present = self._chunks
         if ref is None or present is None or present.complete or frame.transfer != chunks.transfer_id(ref.digest):
             return
         self._models.add(ref, frame)
@@ -253,7 +266,8 @@ class FleetAgent:
 
     def _finish(self) -> None:
         """The model is here: answer, compute, and offer the update."""
-        job, ref = self._job, self._ref
+        job = self._job
+        ref = self._ref
         if job is None or ref is None:
             return
         self._send(up.Have(digest=ref.digest), "have")
@@ -264,10 +278,8 @@ class FleetAgent:
             self._has_finished()
             return
         blob = self._models.update(ref.digest, self._number)
-        self._manifest, self._again_s = (
-            up.UpdateManifest(run=job.run, round=job.round, blob=blob.ref, samples=1),
-            AGAIN_S,
-        )
+        self._manifest = up.UpdateManifest(run=job.run, round=job.round, blob=blob.ref, samples=1)
+        self._again_s = AGAIN_S
         self._stop_sending()
         self._send(self._manifest, "manifest")
 
@@ -280,7 +292,8 @@ class FleetAgent:
 
     def _on_queued(self, message: down.Queued) -> None:
         if self._manifest is not None and self._manifest.blob.digest == message.digest:
-            self._heard_at, self._again_s = self._clock(), message.again_s
+            self._heard_at = self._clock()
+            self._again_s = message.again_s
 
     def _on_ack(self, message: down.Ack) -> None:
         if self._manifest is not None and self._manifest.blob.digest == message.digest:

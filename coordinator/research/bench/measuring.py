@@ -295,7 +295,9 @@ def wait_for(
     Raises:
         MeasuringFailed: it is not within ``limit_s``, or one of ``processes`` has ended.
     """
-    watched, pause, until = tuple(processes), threading.Event(), time.monotonic() + limit_s
+    watched = tuple(processes)
+    pause = threading.Event()
+    until = time.monotonic() + limit_s
     while not condition():
         for measured in watched:
             measured.check()

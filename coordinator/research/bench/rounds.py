@@ -22,7 +22,8 @@ from .workloads import NOOP, TEST_FRACTION, W1_PARAMS, w1_source, w1_task
 
 FEDERATION = "bench"
 PROGRAMS = f"{__package__}.workloads"
-START_LIMIT_S, RUN_LIMIT_S = 120.0, 1800.0
+START_LIMIT_S = 120.0
+RUN_LIMIT_S = 1800.0
 
 
 def request_for(plan: RoundPlan) -> Request:

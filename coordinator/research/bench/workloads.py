@@ -44,7 +44,8 @@ NOOP_ARRAYS = 20
 
 W1_ENCODER = "w1_cnn"
 W1_PARAMS: dict[str, Any] = {"local_epochs": 5, "batch_size": 50, "lr": 0.05, "momentum": 0.0}
-SAMPLES, TEST_FRACTION = 900, 1 / 3
+SAMPLES = 900
+TEST_FRACTION = 1 / 3
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 
@@ -164,7 +165,8 @@ def main() -> None:
     from ...service.app import coordinator
     from .measuring import send_line
 
-    config, known = load_config(arguments.config), (f"{__package__}.workloads:register",)
+    config = load_config(arguments.config)
+    known = (f"{__package__}.workloads:register",)
     compute = ComputeProcess(config.state / "compute.log", Limits(threads=1), known)
     with coordinator(config, compute=compute) as service, stop_on_signals() as stop:
         send_line("ready")
@@ -172,7 +174,8 @@ def main() -> None:
 
 
 def _run_agent(config: AgentConfig, *, trains: bool) -> None:
-    stop, boot = threading.Event(), secrets.token_hex(8)
+    stop = threading.Event()
+    boot = secrets.token_hex(8)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     if trains:
         register()

@@ -80,7 +80,8 @@ class Table(Frozen):
         """Inconsistent names and seeds, and fields that no simulation has."""
         if len(set(self.seeds)) < len(self.seeds):
             yield "a seed is given twice: that is not another run"
-        rows, columns = [row.name for row in self.rows], [column.name for column in self.columns]
+        rows = [row.name for row in self.rows]
+        columns = [column.name for column in self.columns]
         for kind, named in (("row", rows), ("column", columns)):
             short = [slug(name) for name in named]
             yield from (
@@ -148,7 +149,8 @@ def _home() -> Path:
     return beside if beside.is_dir() else Path(sysconfig.get_path("data")) / "share" / "headwater" / FOLDER
 
 
-FAILED, RESULT = "failed.json", "result.json"
+FAILED = "failed.json"
+RESULT = "result.json"
 _OR_ELSE = "remove it to restart that row, or choose another --out"
 
 
@@ -324,7 +326,8 @@ class Reproduction:
         return shlex.join([*parts, *(word for name, value in options for word in (f"--{name}", value))])
 
     def _all_cells(self) -> list[Cell]:
-        cells, mistakes = list[Cell](), Mistakes(self.table)
+        cells = list[Cell]()
+        mistakes = Mistakes(self.table)
         for seed, column, row in itertools.product(self.seeds or self.table.seeds, self.table.columns, self.table.rows):
             raw: dict[str, Any] = {"folder": str(Path.cwd()), "method": row.method, "paper": True, "seed": seed}
             params: dict[str, Any] = {}

@@ -42,7 +42,8 @@ class EngineChoice:
         Raises:
             MissingCapability: processes cannot share memory on this system, or Ray is not installed.
         """
-        workers, can_share = min(plan.workers or cores(), clients), hasattr(socket, "send_fds")
+        workers = min(plan.workers or cores(), clients)
+        can_share = hasattr(socket, "send_fds")
         engine = plan.engine
         if engine is None:  # one process for a GPU: several would share it, and each would need its own context
             has_work = workers > 1 and can_share and choose_device(plan.device).type == "cpu"
@@ -103,7 +104,8 @@ class Done:
     @classmethod
     def of(cls, work: Work, answer: Answer, log: str = "") -> Done:
         """From what a client has computed; ``log``: that of the worker that has computed it."""
-        reply, blob = answer.reply, None
+        reply = answer.reply
+        blob = None
         if isinstance(reply, UpdateManifest):
             is_whole = len(answer.content) == 1  # as from another process: no copy
             content = answer.content[0] if is_whole else b"".join(answer.content)

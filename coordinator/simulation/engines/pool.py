@@ -91,7 +91,9 @@ class WorkerPool(Engine, Generic[Handle, Placed]):
 
     def __init__(self, name: str, hosts: Workers[Handle, Placed], workers: int) -> None:
         super().__init__()
-        self.name, self.workers, self._hosts = name, workers, hosts
+        self.name = name
+        self.workers = workers
+        self._hosts = hosts
         self._all: list[Worker[Handle]] = []
         self._starting: list[Worker[Handle]] = []
         self._busy: dict[Worker[Handle], Work] = {}
@@ -231,7 +233,8 @@ def shared_from(init: Mapping[str, Any], memory: memoryview, division: Division,
     """What the clients of a worker have in common. ``memory`` holds the pools, and is not copied."""
     import torch
 
-    plan, task = Plan.model_validate(init["plan"]), Task.model_validate(init["task"])
+    plan = Plan.model_validate(init["plan"])
+    task = Task.model_validate(init["task"])
     for name in init["setup"]:
         module, _, function = name.partition(":")
         getattr(importlib.import_module(module), function)()
@@ -251,7 +254,10 @@ class LocalWorkers:
     """`Workers` as child processes."""
 
     def __init__(self, init: Mapping[str, Any], pools: SharedBuffer, logs: Path, limits: Limits) -> None:
-        self._init, self._pools, self._logs, self._limits = init, pools, logs, limits
+        self._init = init
+        self._pools = pools
+        self._logs = logs
+        self._limits = limits
         self._selector = selectors.DefaultSelector()
 
     @classmethod

@@ -173,7 +173,8 @@ class Layout:
 
     def images(self, domain: str, options: DomainOptions) -> list[Path]:
         """Files of one domain that the options choose."""
-        share, names = options.test_share, self.class_names()
+        share = options.test_share
+        names = self.class_names()
         if options.split == "all":
             result = self._in_folders(domain, names)
         elif share is None:
@@ -215,8 +216,10 @@ class Layout:
 
     def _listed(self, domain: str, split: str) -> list[Path]:
         """What the official list names, each image once, those of the chosen classes."""
-        path, origin = self._list_file(domain, split), self.facts.origin
-        inner, wrong = [], []
+        path = self._list_file(domain, split)
+        origin = self.facts.origin
+        inner = []
+        wrong = []
         for number, line in enumerate(lines_of(path, origin), 1):
             text, _, label = line.rpartition(" ")
             name = PurePosixPath(text.strip())

@@ -113,7 +113,8 @@ class _Machine:
             raise ValueError("it sets the state of something that is no array of bytes")
 
     def update(self, items: list[Any]) -> None:
-        target, names = self.stack[-1], items[::2]
+        target = self.stack[-1]
+        names = items[::2]
         if not isinstance(target, dict) or len(items) % 2 or not all(type(name) is str for name in names):
             raise TypeError("it has entries that are not named values")
         target.update(zip(names, items[1::2], strict=True))
@@ -285,7 +286,8 @@ def _batch(path: Path, images: int, version: Version, labels: str) -> tuple[np.n
     """Pixels (images, 3072) uint8 and labels (images,) of one file."""
     if version.meta:
         return _python_batch(path, images, version.labels[labels])
-    size, width = path.stat().st_size, len(version.labels) + PIXELS
+    size = path.stat().st_size
+    width = len(version.labels) + PIXELS
     if size != images * width:
         raise ORIGIN.damaged(path, f"has {size} bytes", f"{images * width} ({images} images of {width})")
     records = np.fromfile(path, np.uint8).reshape(images, width)
@@ -294,11 +296,14 @@ def _batch(path: Path, images: int, version: Version, labels: str) -> tuple[np.n
 
 def _python_batch(path: Path, images: int, key: str) -> tuple[np.ndarray, np.ndarray]:
     """As `_batch`. Beside its pixels a batch has less than 128 bytes for each image: labels and a file name."""
-    size, least, most = path.stat().st_size, images * PIXELS, images * (PIXELS + 128) + 4096
+    size = path.stat().st_size
+    least = images * PIXELS
+    most = images * (PIXELS + 128) + 4096
     if not least <= size <= most:
         raise ORIGIN.damaged(path, f"has {size} bytes", f"{least}..{most}")
     result = parse(read_regular(path), f"cifar: '{path}'")
-    pixels, labels = result.get("data"), result.get(key)
+    pixels = result.get("data")
+    labels = result.get(key)
     if not isinstance(pixels, np.ndarray) or pixels.shape != (images, PIXELS):
         shape = "no array" if not isinstance(pixels, np.ndarray) else f"an array of {pixels.shape}"
         raise ORIGIN.damaged(path, f"has {shape} named 'data'", f"({images}, {PIXELS})")

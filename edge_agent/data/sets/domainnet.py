@@ -60,12 +60,14 @@ def read(where: str, options: DomainNetOptions) -> Raw:
         return read_layout(layout, options)
     if options.classes.isdigit():
         # Counted over every domain that is there, so that all who hold one of them agree; ties go by name.
-        number, counts = int(options.classes), layout.counts()
+        number = int(options.classes)
+        counts = layout.counts()
         if not 0 < number <= len(counts):
             raise ConfigError("data source domainnet", [f"classes={number}: expected 1..{len(counts)}"])
         names = sorted(counts, key=lambda name: (-counts[name], name))[:number]
     else:
-        names, known = [name.strip() for name in options.classes.split(",") if name.strip()], layout.class_names()
+        names = [name.strip() for name in options.classes.split(",") if name.strip()]
+        known = layout.class_names()
         names = list(FEDBN_CLASSES) if names == ["fedbn"] else names
         for name in names:
             if name not in known:

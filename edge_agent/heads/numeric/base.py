@@ -83,7 +83,8 @@ class NumericHead(ABC):
 
     def load(self, arrays: Tensors, feature_dim: int) -> None:
         """Take over the arrays of a saved head of the same name and parameters."""
-        self.arrays, self.feature_dim = dict(arrays), feature_dim
+        self.arrays = dict(arrays)
+        self.feature_dim = feature_dim
 
     @property
     def threshold(self) -> float | None:

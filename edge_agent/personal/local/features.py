@@ -119,7 +119,8 @@ def _dilations(length: int) -> list[int]:
 
 def _outputs(windows: np.ndarray, channels: np.ndarray) -> Iterator[np.ndarray]:
     """Outputs (n, length) float32 of each kernel in turn, summed over its ``channels`` (m, channels)."""
-    length, rows = windows.shape[2], iter(channels.astype(np.float32))
+    length = windows.shape[2]
+    rows = iter(channels.astype(np.float32))
     for dilation in _dilations(length):
         padded = np.pad(windows.astype(np.float32), ((0, 0), (0, 0), (4 * dilation, 4 * dilation)))
         shifted = np.stack([padded[:, :, step * dilation : step * dilation + length] for step in range(9)])
@@ -149,8 +150,10 @@ def _oriented_gradients(images: np.ndarray) -> np.ndarray:
     down[:, :, 1:-1] = images[:, :, 2:] - images[:, :, :-2]
     across[:, :, :, 1:-1] = images[:, :, :, 2:] - images[:, :, :, :-2]
     cell = max(4, min(height, width) // 7)
-    rows, columns = max(1, height // cell), max(1, width // cell)
-    tall, wide = height // rows, width // columns  # pixels of a cell; what is left over at the far edges is not used
+    rows = max(1, height // cell)
+    columns = max(1, width // cell)
+    tall = height // rows
+    wide = width // columns  # pixels of a cell; what is left over at the far edges is not used
     down, across = (each[:, :, : rows * tall, : columns * wide] for each in (down, across))
     strength = np.hypot(down, across)
     strongest = strength.argmax(axis=1)[:, None]

@@ -111,7 +111,8 @@ def refitting(model: LocalModel, inputs: np.ndarray, labels: np.ndarray, num_cla
     Raises:
         DataError: inputs with NaN or infinity.
     """
-    features, kind = model.features(inputs), candidates(model.input)[model.name]
+    features = model.features(inputs)
+    kind = candidates(model.input)[model.name]
 
     def fit(_name: str, rows: np.ndarray) -> Head:
         return fitted(kind, features[rows], labels[rows], num_classes, np.random.default_rng(seed))
@@ -136,7 +137,8 @@ def fit_local(
         Fold(_some(fold.train, _MOST_TO_LEARN, rng), _some(fold.test, _MOST_TO_TEST, rng))
         for fold in folds(samples, _FOLDS, rng)
     ]
-    labels, kinds = samples.labels, candidates(samples.input)
+    labels = samples.labels
+    kinds = candidates(samples.input)
     if len(np.unique(labels)) < 2 or not divisions:
         return LocalModel(MAJORITY, _majority(labels, num_classes), {}, samples.input)
     learned = {name: kind.learn(samples.inputs, rng) for name, kind in kinds.items()}
@@ -183,7 +185,8 @@ def fitted(
     kind: Candidate, features: np.ndarray, labels: np.ndarray, num_classes: int, rng: np.random.Generator
 ) -> Head:
     """The head of that kind, fitted on features (n, d) and labels (n,)."""
-    head, data = heads.create(kind.head, kind.params), FitData(features, labels, num_classes)
+    head = heads.create(kind.head, kind.params)
+    data = FitData(features, labels, num_classes)
     if kind.head != "lr" or len(features) >= features.shape[1] or len(data.classes) < 2:
         head.fit(data, rng)
         return head

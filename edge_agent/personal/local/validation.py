@@ -27,7 +27,8 @@ class Fold:
 
 def interval(correct: int, total: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a share, both ends 0..1, for ``correct`` of ``total`` >= 1 answers (Wilson 1927)."""
-    share, square = correct / total, _Z**2
+    share = correct / total
+    square = _Z**2
     center = share + square / (2 * total)
     reach = _Z * math.sqrt(share * (1 - share) / total + square / (4 * total**2))
     low, high = ((center + sign * reach) / (1 + square / total) for sign in (-1, 1))
@@ -39,8 +40,10 @@ def p_value(first: np.ndarray, second: np.ndarray) -> float:
 
     ``first`` and ``second`` (n,) bool: whether each model is right on the same held-out samples.
     """
-    only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
-    total, fewer = only_first + only_second, min(only_first, only_second)
+    only_first = int((first & ~second).sum())
+    only_second = int((second & ~first).sum())
+    total = only_first + only_second
+    fewer = min(only_first, only_second)
     tail = sum(math.comb(total, count) for count in range(fewer + 1)) / 2**total
     return float(min(1.0, 2 * tail))
 
@@ -70,7 +73,8 @@ def folds(samples: Samples, count: int, rng: np.random.Generator) -> list[Fold]:
     elif samples.groups is None:
         return []
     cut = {int(own[0]) for own in units_of.values() if len(own) == 1} if samples.groups is not None else set()
-    part_of_unit, begin = np.full(int(units.max(initial=-1)) + 1, -1), 0
+    part_of_unit = np.full(int(units.max(initial=-1)) + 1, -1)
+    begin = 0
     for own in units_of.values():
         whole = rng.permutation(own[~np.isin(own, list(cut))])
         part_of_unit[whole] = (begin + np.arange(len(whole))) % count

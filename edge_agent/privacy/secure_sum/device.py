@@ -41,8 +41,11 @@ class Participant:
 
     def __init__(self, client: str, context: bytes, entropy: Entropy = secrets.token_bytes) -> None:
         """``context`` names run, round and session: nothing of another attempt decrypts or cancels in this one."""
-        self.client, self._context, self._entropy = client, context, entropy
-        self._share_key, self._mask_key = private_key(entropy(SECRET_BYTES)), private_key(entropy(SECRET_BYTES))
+        self.client = client
+        self._context = context
+        self._entropy = entropy
+        self._share_key = private_key(entropy(SECRET_BYTES))
+        self._mask_key = private_key(entropy(SECRET_BYTES))
         self._seed = entropy(SECRET_BYTES)
         self._keys: Mapping[str, PublicKeys] = {}
         self._sealed: dict[str, bytes] = {}
@@ -84,7 +87,8 @@ class Participant:
                 raise SumRefused("shares for other keys were made in this round before; it takes no part")
             return self._sealed
         ordered = dict(sorted(keys.items()))
-        least, order = threshold(len(keys)), [*ordered]
+        least = threshold(len(keys))
+        order = [*ordered]
         of_key = split(self._mask_key.private_bytes_raw(), least, len(order), self._entropy)
         of_seed = split(self._seed, least, len(order), self._entropy)
         sealed = {}
@@ -94,7 +98,8 @@ class Participant:
             else:
                 box = self._box(self.client, other, ordered[other].share)
                 sealed[other] = box.encrypt(bytes(12), one + two, self._context)
-        self._keys, self._sealed = ordered, sealed
+        self._keys = ordered
+        self._sealed = sealed
         return sealed
 
     def receive(self, sealed: Mapping[str, bytes]) -> None:
@@ -140,7 +145,8 @@ class Participant:
         Raises:
             SumRefused: it has answered before, or too few have delivered for a sum that hides them.
         """
-        survivors, least = frozenset(delivered), threshold(len(self._keys))
+        survivors = frozenset(delivered)
+        least = threshold(len(self._keys))
         if self._answered is not None:
             if self._answered[0] == survivors:
                 return self._answered[1]

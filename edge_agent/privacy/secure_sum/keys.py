@@ -135,7 +135,8 @@ def outlier(shares: Mapping[int, bytes], fits: Callable[[bytes], bool]) -> int |
         point: factor * int.from_bytes(share, "big")
         for (point, share), factor in zip(shares.items(), at_zero(list(shares)), strict=True)
     }
-    total, slope = sum(terms.values()), sum(point * term for point, term in terms.items())
+    total = sum(terms.values())
+    slope = sum(point * term for point, term in terms.items())
     for point in shares:
         with contextlib.suppress(CodecError):
             if fits(_as_secret(total - slope * pow(point, -1, PRIME))):

@@ -65,8 +65,10 @@ def _revealed(
     if len(answers) < least:
         raise TrainingFailed(f"{len(answers)} of {len(keys)} clients have revealed their shares, it takes {least}")
     points = {point: client for point, client in enumerate(sorted(keys), 1) if client in answers}
-    chosen, one_more = list(points)[:least], list(points)[: least + 1]
-    factors, result = at_zero(chosen), {}
+    chosen = list(points)[:least]
+    one_more = list(points)[: least + 1]
+    factors = at_zero(chosen)
+    result = {}
     for client in answers[points[chosen[0]]]:
         fits = partial(keys[client].is_of, delivered=client in delivered)
         with contextlib.suppress(CodecError):

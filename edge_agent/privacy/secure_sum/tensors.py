@@ -41,11 +41,13 @@ DELIVERED = f"{PREFIX}delivered"
 REVEALED = f"{PREFIX}revealed"
 """An agent's share of one secret of each client that has sent shares (n, 66) uint8; 0 for the others."""
 
-KEY_BYTES, SEALED_BYTES = 96, 2 * SHARE_BYTES + 16
+KEY_BYTES = 96
+SEALED_BYTES = 2 * SHARE_BYTES + 16
 MOST_CLIENTS = 1000
 FIXED_POINT = FixedPoint()
 _COUNTER = ".num_batches_tracked"
-_BYTE, _INTEGER = np.dtype(np.uint8), np.dtype(np.int64)
+_BYTE = np.dtype(np.uint8)
+_INTEGER = np.dtype(np.int64)
 
 
 def context_of(run: str, number: int, session: str) -> bytes:
@@ -75,7 +77,8 @@ def taken(received: Tensors, name: str, dtype: type, shape: tuple[int, ...]) -> 
     Raises:
         TensorsError: it is missing, or of another form.
     """
-    expected, array = Spec(np.dtype(dtype), shape), received.get(name)
+    expected = Spec(np.dtype(dtype), shape)
+    array = received.get(name)
     if array is None or Spec(array.dtype, array.shape) != expected:
         is_what = "is missing" if array is None else f"is {Spec(array.dtype, array.shape)}"
         raise TensorsError(f"'{name}' {is_what}, a secure sum needs {expected}", is_public=True)
@@ -144,7 +147,8 @@ def as_integers(update: Tensors, forms: Mapping[str, Spec], weight: float, clien
     Raises:
         TrainingFailed: a number is not finite, or too large for the sum.
     """
-    result, begin = np.empty(size_of(forms) + 1, np.uint64), 0
+    result = np.empty(size_of(forms) + 1, np.uint64)
+    begin = 0
     for name in summed(forms):
         numbers = update[name].reshape(-1).astype(np.float64) * weight
         result[begin : begin + numbers.size] = FIXED_POINT.encode(numbers, clients)
@@ -155,7 +159,8 @@ def as_integers(update: Tensors, forms: Mapping[str, Spec], weight: float, clien
 
 def mean_of(total: np.ndarray, forms: Mapping[str, Spec]) -> Tensors:
     """The weighted mean of the updates of a sum (size + 1,) uint64; ``total`` has a weight above 0."""
-    numbers, begin = FIXED_POINT.decode(total), 0
+    numbers = FIXED_POINT.decode(total)
+    begin = 0
     means: Tensors = {}
     for name, spec in summed(forms).items():
         count = spec.nbytes // spec.dtype.itemsize

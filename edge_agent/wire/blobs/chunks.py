@@ -31,7 +31,9 @@ _FIELDS = struct.Struct("<2sBBQIIQII")  # magic, version, flags, transfer, index
 _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 CHUNK_BYTES = (FRAME_BYTES - HEADER_BYTES) // 12
-_MAGIC, _VERSION, _REPORT = b"HW", 1, 1
+_MAGIC = b"HW"
+_VERSION = 1
+_REPORT = 1
 _SAVE_BYTES = 4 << 20  # between two notes of what has arrived; at worst so much is sent again after a crash
 _READ_BYTES = 1 << 20
 
@@ -99,7 +101,8 @@ class Chunks:
     """A set of chunk numbers out of ``count``."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.present = count, 0
+        self.count = count
+        self.present = 0
         self._flags = bytearray(count)
 
     def __contains__(self, index: int) -> bool:
@@ -117,7 +120,9 @@ class Chunks:
 
     def missing(self, start: int = 0, stop: int | None = None, limit: int = MAX_RANGES) -> tuple[tuple[int, int], ...]:
         """The first ``limit`` half-open ranges of chunks within ``start..stop`` that are not present."""
-        end, ranges, position = self.count if stop is None else stop, list[tuple[int, int]](), start
+        end = self.count if stop is None else stop
+        ranges = list[tuple[int, int]]()
+        position = start
         while len(ranges) < limit and (start := self._flags.find(0, position, end)) >= 0:
             stop = self._flags.find(1, start, end)
             position = end if stop < 0 else stop
@@ -143,7 +148,9 @@ class Outgoing:
     """A blob to be sent: a file, mapped, or bytes."""
 
     def __init__(self, ref: BlobRef, data: memoryview) -> None:
-        self.ref, self.count, self.data = ref, chunk_count(ref), data
+        self.ref = ref
+        self.count = chunk_count(ref)
+        self.data = data
         self._transfer = transfer_id(ref.digest)
 
     @classmethod
@@ -174,7 +181,8 @@ class Outgoing:
 
     def frame(self, start: int, stop: int | None = None, *, report: bool = False) -> bytes:
         """The chunks ``start..stop`` (None: one), ready to publish; ``report`` asks what has arrived."""
-        offset, end = start * self.ref.chunk_bytes, (start + 1 if stop is None else stop) * self.ref.chunk_bytes
+        offset = start * self.ref.chunk_bytes
+        end = (start + 1 if stop is None else stop) * self.ref.chunk_bytes
         return Frame(self._transfer, start, self.count, offset, self.data[offset:end], report).encode()
 
 
@@ -185,9 +193,12 @@ class Incoming:
     """
 
     def __init__(self, ref: BlobRef, folder: Path) -> None:
-        self.ref, self.chunks = ref, Chunks(chunk_count(ref))
-        self.path, self._notes = folder / f"{ref.digest}.part", folder / f"{ref.digest}.chunks"
-        self._digest, self._hashed = hashlib.sha256(), 0
+        self.ref = ref
+        self.chunks = Chunks(chunk_count(ref))
+        self.path = folder / f"{ref.digest}.part"
+        self._notes = folder / f"{ref.digest}.chunks"
+        self._digest = hashlib.sha256()
+        self._hashed = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._resume()
         self._saved = self.chunks.present
@@ -305,7 +316,8 @@ class Incoming:
             self.path.unlink(missing_ok=True)
             self._notes.unlink(missing_ok=True)
             return
-        start, count = 0, self.chunks.count
+        start = 0
+        count = self.chunks.count
         while start >= 0 and (start := missing.find(0, start)) >= 0:
             stop = missing.find(1, start)
             self.chunks.add(start, count if stop < 0 else stop)
@@ -323,7 +335,8 @@ class BlobCache:
     """A folder of blobs, bounded by bytes and number; their content is checked when read, so nothing is synced."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self.folder, self.limit_bytes = folder, limit_bytes
+        self.folder = folder
+        self.limit_bytes = limit_bytes
         self._partial = folder / "partial"
         self._under_way: list[Incoming] = []
 

@@ -81,7 +81,8 @@ class Meter:
         self._last_at = now
         if self._spans and self._spans[-1][0] < 1:
             before_s, before = self._spans.pop()
-            took_s, size = took_s + before_s, size + before
+            took_s = took_s + before_s
+            size = size + before
         self._spans.append((took_s, size))
         while self._took_s - self._spans[0][0] >= RECENT_S:
             self._spans.popleft()
@@ -117,7 +118,8 @@ class Pace:
         """The shortest time until a frame was reported to have arrived."""
 
         self._window = FIRST_BYTES
-        self._delivered, self._delivered_at = 0, 0.0
+        self._delivered = 0
+        self._delivered_at = 0.0
         self._expired = 0
 
     def window(self, chunk_bytes: int) -> int:
@@ -141,7 +143,8 @@ class Pace:
 
     def arrived(self, frames: Sequence[Flown], now: float) -> None:
         """The receiver has these, in the order in which they were sent."""
-        size, newest = sum(frame.size for frame in frames), frames[-1]
+        size = sum(frame.size for frame in frames)
+        newest = frames[-1]
         self.under_way -= size
         self._delivered += size
         self._delivered_at = now
@@ -187,7 +190,8 @@ class Sending:
     """What one receiver lacks of a blob, and what of it is under way."""
 
     def __init__(self, blob: Outgoing, pace: Pace) -> None:
-        self.blob, self.pace = blob, pace
+        self.blob = blob
+        self.pace = pace
         self.need = bytearray(blob.count)
         """One byte for each chunk, 1: it is to be sent."""
 
@@ -235,7 +239,9 @@ class Sending:
         missing[known:] = self.need[known:]
         is_here = [frame.start < known and not missing[frame.start] for frame in self._flight]
         arrived = [frame for frame, here in zip(self._flight, is_here, strict=True) if here]
-        later, lost, left = len(arrived), list[Flown](), list[Flown]()
+        later = len(arrived)
+        lost = list[Flown]()
+        left = list[Flown]()
         for frame, here in zip(self._flight, is_here, strict=True):
             later -= here
             if not here:
@@ -244,16 +250,16 @@ class Sending:
         if arrived:  # the others are behind these, also where the receiver was busy for long
             self.moved_at = now
         waited = [(frame, now - max(frame.sent_at, self.moved_at) >= self.pace.patience_s(frame)) for frame in left]
-        left, late = (
-            [frame for frame, is_late in waited if not is_late],
-            [frame for frame, is_late in waited if is_late],
-        )
+        left = [frame for frame, is_late in waited if not is_late]
+        late = [frame for frame, is_late in waited if is_late]
         for frame in (*lost, *late):
             unknown = max(frame.start, known)
             missing[unknown : frame.stop] = b"\1" * (frame.stop - unknown)
         for frame in left:
             missing[frame.start : frame.stop] = bytes(frame.stop - frame.start)
-        self._flight, self.need, self._first = deque(left), missing, 0
+        self._flight = deque(left)
+        self.need = missing
+        self._first = 0
         self.pace.lost(lost)
         self.pace.expired(late)
         for frame in late:
@@ -333,21 +339,24 @@ class Receiving:
 
     def __init__(self, incoming: Incoming, now: float, report_bytes: int, answer_s: float = 0.0) -> None:
         """``answer_s``: how long the last request on this link took to be answered; 0: not known."""
-        self.incoming, self._report_bytes = incoming, report_bytes
+        self.incoming = incoming
+        self._report_bytes = report_bytes
         self.answer_s = answer_s
         """How long the last request took until a frame came: at least one round trip."""
 
         self._requested_at: float | None = None
         """When the first request was sent that has no answer yet; None: all are answered."""
 
-        self._gap_s, self._asked = 0.0, 0
+        self._gap_s = 0.0
+        self._asked = 0
         self._frame_at: float | None = None
         self.meter = Meter()
         self.restart(now)
 
     def restart(self, now: float) -> None:
         """What is missing has just been asked for."""
-        self._unreported, self._is_wanted = 0, False
+        self._unreported = 0
+        self._is_wanted = False
         self._reported_at = self._heard_at = now
         if self._requested_at is None:
             self._requested_at = now
@@ -387,7 +396,9 @@ class Receiving:
         """Whether to report to the sender what has arrived; True counts as reported."""
         is_late = self._unreported and now - self._reported_at >= REPORT_AFTER_S
         if self._is_wanted or self._unreported >= self._report_bytes or is_late:
-            self._unreported, self._reported_at, self._is_wanted = 0, now, False
+            self._unreported = 0
+            self._reported_at = now
+            self._is_wanted = False
             return True
         return False
 

@@ -195,7 +195,8 @@ def named_job(payload: bytes) -> JobKey | None:
         raw = json_object(unsealed(payload))
     except MessageError:
         return None
-    run, number = raw.get("run"), raw.get("round")
+    run = raw.get("run")
+    number = raw.get("round")
     if raw.get("type") != "job" or not isinstance(run, str) or type(number) is not int:
         return None
     return JobKey(run, number, None) if re.fullmatch(RUN_PATTERN, run) and 0 <= number <= MAX_ROUND else None

@@ -37,7 +37,8 @@ def coordinator(runs, folder):
     """A coordinator's state folder: a simulation's without what only a simulation has."""
     path, _ = runs("fedavg")
     for name in ("journal.db", "blobs", "runs"):
-        source, target = path / name, folder / "coordinator" / name
+        source = path / name
+        target = folder / "coordinator" / name
         target.parent.mkdir(exist_ok=True)
         shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
     return folder / "coordinator"

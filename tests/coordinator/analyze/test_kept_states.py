@@ -13,7 +13,8 @@ from edge_agent.agent.local_state import ClientStateFiles
 def test_the_state_that_is_kept_is_that_of_a_run_that_ended_there(runs, images, folder):
     path, _ = runs("dualfed")
     short, _ = simulated(images, folder / "short", "dualfed", rounds=2, keep_every=0)
-    states, ends = ({}, {})
+    states = {}
+    ends = {}
     for place, found in ((path, states), (short, ends)):
         state = StateFolder(place)
         with state.look():

@@ -22,7 +22,8 @@ def separation_by_pairs(features, labels):
         return 1 - a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
 
     def between(one, other):
-        rows, columns = features[labels == one], features[labels == other]
+        rows = features[labels == one]
+        columns = features[labels == other]
         return sum(distance(a, b) for a in rows for b in columns) / (len(rows) * len(columns))
 
     classes = sorted(set(labels.tolist()))
@@ -94,10 +95,12 @@ def cka_by_hsic(first, second):
 @settings(max_examples=40)
 def test_cka_is_that_of_hsic_and_of_the_features_themselves(seed, count, one, other):
     rng = np.random.default_rng(seed)
-    first, second = rng.normal(size=(count, one)) + 5, rng.normal(size=(count, other))
+    first = rng.normal(size=(count, one)) + 5
+    second = rng.normal(size=(count, other))
     found = measures.linear_cka(first, second)
     assert found == pytest.approx(cka_by_hsic(first, second), abs=1e-5)
-    x, y = first - first.mean(axis=0), second - second.mean(axis=0)
+    x = first - first.mean(axis=0)
+    y = second - second.mean(axis=0)
     by_features = np.square(y.T @ x).sum() / np.linalg.norm(x.T @ x) / np.linalg.norm(y.T @ y)
     assert found == pytest.approx(by_features, abs=1e-5)
 

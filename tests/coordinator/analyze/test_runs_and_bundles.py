@@ -27,7 +27,8 @@ def bundle(coordinator, folder):
         record = state.journal.replay("run-0001")
         weights = decode(state.blobs.read(record.checkpoint))
     request = Request.from_body(record.request)
-    method, task = methods.create(request.method, request.params), request.task
+    method = methods.create(request.method, request.params)
+    task = request.task
     bundle(
         model_from_state(method, task, weights),
         method,
@@ -52,9 +53,11 @@ def data(folder):
 
 
 def test_a_run_and_its_bundle_say_the_same_of_the_same_samples(coordinator, bundle, data):
-    of_run, of_bundle = analyzed(coordinator, *data, targets=(0.5,)), analyzed(bundle, *data)
+    of_run = analyzed(coordinator, *data, targets=(0.5,))
+    of_bundle = analyzed(bundle, *data)
     assert [one["round"] for one in of_run["rounds"]] == [0, 2, 4]
-    last, only = of_run["rounds"][-1], of_bundle["rounds"][0]
+    last = of_run["rounds"][-1]
+    only = of_bundle["rounds"][0]
     for measure in ("separation", "sparsity", "fisher"):
         for client in ("north", "south"):
             expected = last[measure]["encoder"]["clients"][client]

@@ -87,7 +87,8 @@ def test_what_is_done_is_not_done_again_and_one_more_seed_is_added(place, call):
 def test_a_stopped_table_goes_on_where_it_was(place, call, monkeypatch):
     """Ctrl-C in the second round of the second row; afterwards it is the table of an undisturbed run."""
     whole = json.loads(call("t.toml", "--column", "even", "--out", "whole", "--json")[1])
-    work, done = SimulatedClients.work, []
+    work = SimulatedClients.work
+    done = []
 
     def interrupted(self):
         done.append(1)

@@ -22,7 +22,8 @@ def trouble(monkeypatch):
     """Lets a run fail once: when clients are to work for the time of that number."""
 
     def at(number, error):
-        work, done = SimulatedClients.work, []
+        work = SimulatedClients.work
+        done = []
 
         def broken(self):
             done.append(1)

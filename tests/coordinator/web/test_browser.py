@@ -39,7 +39,8 @@ def chromium():
 def window(chromium, base, **options):
     """A page that notes what browsers complain about, and requests to anywhere but the view."""
     context = chromium.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-    page, complaints = context.new_page(), []
+    page = context.new_page()
+    complaints = []
     page.set_default_timeout(LIMIT_MS)
     page.on("console", lambda one: complaints.append(one.text) if one.type in {"error", "warning"} else None)
     page.on("pageerror", lambda one: complaints.append(str(one)))
@@ -168,7 +169,8 @@ def measured(page, address):
 
 @pytest.mark.slow
 def test_walk_from_fleet_to_run_to_agent_to_release_while_a_demo_runs(tmp_path, chromium):
-    folder, log = tmp_path / "demo", tmp_path / "log"
+    folder = tmp_path / "demo"
+    log = tmp_path / "log"
     words = command("coordinator", "demo", "--web", "--dir", str(folder), "--rounds", "6")
     with log.open("w") as output:
         process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)

@@ -493,7 +493,8 @@ def test_state_folder_that_is_replaced_is_read_again(populated):
 def test_pages_of_long_tables_follow_each_other_without_a_gap(site):
     for _ in range(120):
         site.journal.request_run({"method": "fedavg", "rounds": 1})
-    seen, path = [], "/runs"
+    seen = []
+    path = "/runs"
     with site.client() as client:
         while path:
             page = client.get(path).text
@@ -634,7 +635,8 @@ def test_gain_comes_first_and_what_may_be_noise_is_grey(site):
     site.report(run, "b", 0.8, 0.6, 0.7, better_alone=True)
     site.status([agent_status("a"), agent_status("b")])
     with site.client() as client:
-        page, agent = client.get("/").text, client.get("/agent?id=a").text
+        page = client.get("/").text
+        agent = client.get("/agent?id=a").text
     assert '<td class="n even">−0.7' in page
     assert "within noise</span>" in page, "who does not see the colour reads it"
     assert '<td class="n bad">−10.0' in page

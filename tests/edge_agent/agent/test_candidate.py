@@ -125,7 +125,8 @@ def test_a_bundle_prepared_beside_is_the_one_that_is_prepared_here(config, old, 
 
 
 def test_the_old_pair_is_compared_on_the_same_samples_beside_as_well(config, make_bundle):
-    good, poor = make_bundle("good.hwb", dim=48, seed=2), make_bundle("poor.hwb", dim=1, seed=1)
+    good = make_bundle("good.hwb", dim=48, seed=2)
+    poor = make_bundle("poor.hwb", dim=1, seed=1)
     strict = config.model_copy(update={"head": config.head.model_copy(update={"min_gain": 0.0})})
     first = install(strict, good)
     report = install(strict, poor)
@@ -281,7 +282,9 @@ def test_row_37_a_preparation_that_goes_wrong_is_refused_with_its_reason(
     monkeypatch.setattr(module, "CPU_S", 3 if trouble == "computes for ever" else 600)
     monkeypatch.setattr(module, "available_bytes", lambda: 300 << 20)
     bad = config.model_copy(update={"data": DataConfig(source=f"python:{tmp_path / 'source.py'}:made")})
-    processes, begun, clock = set(), [], Clock(0.0)
+    processes = set()
+    begun = []
+    clock = Clock(0.0)
 
     def heard(step):
         processes.update(children_of(os.getpid()))
@@ -362,7 +365,9 @@ def test_the_process_beside_gives_way_and_is_the_first_to_go(config, new):
 
 def test_answers_go_on_during_an_install_and_are_of_one_pair(config, old, new):
     """Another thread predicts from the folder all the time."""
-    pairs, stop, failures = [], threading.Event(), []
+    pairs = []
+    stop = threading.Event()
+    failures = []
 
     def predict():
         while not stop.is_set():

@@ -124,7 +124,8 @@ def test_a_round_that_has_enough_updates_goes_on_without_an_agent_that_stalls(fe
 
 
 def test_looks_at_a_full_disk_come_less_and_less_often(fed, monkeypatch):
-    agent, looks = fed.add("a0"), []
+    agent = fed.add("a0")
+    looks = []
     fed.settle()
     monkeypatch.setattr("edge_agent.agent.health.try_disk", lambda *_: looks.append(fed.clock.now) or full())
     agent.condition.note("disk", OSError(errno.ENOSPC, "full"))
@@ -319,7 +320,9 @@ def test_a_coordinator_that_starts_anew_hears_of_a_fault_that_stands(fed):
 
 
 def test_agent_that_the_broker_refuses_asks_why_and_shows_it_until_it_is_let_in(fed, monkeypatch):
-    agent, asked, events = fed.add("a0"), [], [Disconnected("lost", 1.0)] * 4
+    agent = fed.add("a0")
+    asked = []
+    events = [Disconnected("lost", 1.0)] * 4
     fed.settle()
 
     def answer(_state, what, _certificate=""):

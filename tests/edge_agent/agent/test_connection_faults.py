@@ -72,7 +72,8 @@ def test_refused_login_of_another_user_names_both(fed):
 
 @pytest.mark.parametrize("answer", [{"up": "Not authorized"}, {}, None])
 def test_broker_is_asked_for_its_rules_once_in_a_silence(fed, answer):
-    agent, asked = fed.agents["a0"], []
+    agent = fed.agents["a0"]
+    asked = []
 
     def refused(messages):
         asked.append(sorted(messages))

@@ -15,13 +15,16 @@ from edge_agent.wire.messages.up import Have, Progress, Want
 
 class Bench:
     def __init__(self, folder):
-        self.now, self.said, self.listening = 0.0, [], []
+        self.now = 0.0
+        self.said = []
+        self.listening = []
         self.cache = BlobCache(folder, 1 << 20)
         link = SimpleNamespace(send=self.said.append, listen=self.listening.append, unlisten=self.listening.remove)
         self.downloads = Downloads(self.cache, link, lambda: self.now)
 
     def heard(self):
-        found, self.said[:] = list(self.said), []
+        found = list(self.said)
+        self.said[:] = []
         return found
 
     def begin(self, blob):

@@ -77,7 +77,8 @@ def test_an_agent_says_when_its_device_is_better_off_alone_and_uses_that_where_i
 
 
 def test_a_device_may_have_classes_that_the_encoder_was_not_trained_for(config, make_bundle, tmp_path):
-    rng, labels = np.random.default_rng(0), np.arange(60) % 3
+    rng = np.random.default_rng(0)
+    labels = np.arange(60) % 3
     images = (labels[:, None, None, None] * 80 + rng.integers(0, 60, (60, 8, 8, 3))).astype(np.uint8)
     np.savez(tmp_path / "pets.npz", inputs=images, labels=np.array(["cat", "dog", "tree"])[labels])
     mine = config.model_copy(update={"data": DataConfig(source=f"npz:{tmp_path / 'pets.npz'}")})
@@ -101,7 +102,8 @@ def test_a_device_may_have_classes_that_the_encoder_was_not_trained_for(config, 
 
 
 def test_a_better_pair_replaces_the_old_one(config, make_bundle):
-    poor, good = make_bundle("poor.hwb", dim=2, seed=1), make_bundle("good.hwb", dim=48, seed=2)
+    poor = make_bundle("poor.hwb", dim=2, seed=1)
+    good = make_bundle("good.hwb", dim=48, seed=2)
     first = install_bundle(config, order(poor), poor.path)
     second = install_bundle(config, order(good), good.path)
     assert second.acc_personal > first.acc_personal
@@ -110,7 +112,8 @@ def test_a_better_pair_replaces_the_old_one(config, make_bundle):
 
 
 def test_a_worse_pair_is_rolled_back_and_the_old_one_goes_on(config, make_bundle):
-    good, poor = make_bundle("good.hwb", dim=48, seed=2), make_bundle("poor.hwb", dim=1, seed=1)
+    good = make_bundle("good.hwb", dim=48, seed=2)
+    poor = make_bundle("poor.hwb", dim=1, seed=1)
     first = install_bundle(config, order(good), good.path)
     before = {path.name: path.read_bytes() for path in (config.state / "head").iterdir()}
     report = install_bundle(config, order(poor), poor.path)
@@ -146,7 +149,9 @@ def test_cached_features_go_with_their_bundle(config, make_bundle):
 
 def test_a_refit_computes_no_features_again_where_one_file_fills_their_bound(config, make_bundle, monkeypatch):
     """150 training samples take more than features_bytes, and those held out are written after them."""
-    computed, whole, made = [], Encoder.features, make_bundle(dim=2000)
+    computed = []
+    whole = Encoder.features
+    made = make_bundle(dim=2000)
     head = config.head.model_copy(update={"local": False})
     own = config.model_copy(update={"features_bytes": 1 << 20, "head": head})
 
@@ -163,7 +168,8 @@ def test_a_refit_computes_no_features_again_where_one_file_fills_their_bound(con
 
 
 def test_how_much_worse_is_too_much_is_configured(config, make_bundle):
-    good, poor = make_bundle("good.hwb", dim=48, seed=2), make_bundle("poor.hwb", dim=1, seed=1)
+    good = make_bundle("good.hwb", dim=48, seed=2)
+    poor = make_bundle("poor.hwb", dim=1, seed=1)
     lenient = config.model_copy(update={"head": config.head.model_copy(update={"min_gain": -1.0})})
     install_bundle(lenient, order(good), good.path)
     report = install_bundle(lenient, order(poor), poor.path)

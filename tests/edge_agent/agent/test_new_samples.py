@@ -175,7 +175,8 @@ class Growing:
     """A file of the watch folder that another program writes, at times of a clock that both are shown."""
 
     def __init__(self, path):
-        self.path, self.now = path, 1_000_000.0
+        self.path = path
+        self.now = 1_000_000.0
 
     def write(self, content):
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -263,7 +264,8 @@ def test_a_first_fit_that_failed_is_made_up_for_without_new_samples(config):
 
 def test_a_fit_that_failed_is_tried_again_with_growing_pauses(config, tmp_path):
     """By hand: pauses of 60, 120, … s, an hour at most, from one try to the next."""
-    now, tries = [0.0], []
+    now = [0.0]
+    tries = []
     new = NewSamples(config, lambda: now[0], lambda: now[0])
     assert new.failure() is None
     picture(tmp_path / "watch" / "hat" / "1.png", 1)
@@ -298,7 +300,8 @@ def test_a_fit_that_always_fails_is_tried_every_hour_for_ever(config):
 
 def test_new_samples_end_the_pause_of_a_fit_that_fails_once_a_minute_at_most(config, tmp_path):
     """A camera adds an image every 5 s. By hand: the first fit, one at once for the next image, then one a minute."""
-    now, tries = [10_000.0], []
+    now = [10_000.0]
+    tries = []
     new = NewSamples(config, lambda: now[0], lambda: now[0])
     for number in range(60):
         image = Path(picture(tmp_path / "watch" / "hat" / f"{number}.png", 1))
@@ -386,7 +389,8 @@ def test_the_watch_folder_gives_the_samples_for_the_first_bundle(tmp_path, make_
 
 
 def test_a_release_that_is_rolled_back_leaves_new_samples_to_the_next_fit(config, tmp_path, make_bundle):
-    good, poor = make_bundle("good.hwb", dim=48, seed=2), make_bundle("poor.hwb", dim=1, seed=1)
+    good = make_bundle("good.hwb", dim=48, seed=2)
+    poor = make_bundle("poor.hwb", dim=1, seed=1)
     tasks = TaskRunner(config, "head")
     for number, (made, kept) in enumerate([(good, good), (poor, good)]):
         picture(tmp_path / "watch" / "scarf" / f"{number}.png", 0, number)

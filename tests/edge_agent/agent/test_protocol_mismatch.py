@@ -120,7 +120,8 @@ class Bench:
 
     def ask(self):
         """The time passes until the next hello is due; returns how long that took."""
-        began, self.now = self.now, self.now + self.mismatch.next_s()
+        began = self.now
+        self.now = self.now + self.mismatch.next_s()
         assert self.mismatch.is_due()
         return self.now - began
 

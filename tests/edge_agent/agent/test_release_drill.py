@@ -24,10 +24,8 @@ class Drill:
     """Executes steps, and shows after each what every device runs and is to run."""
 
     def __init__(self, site, made):
-        self.site, self.letters = (
-            site,
-            {one.manifest.bundle_id: letter for one, letter in zip(made, "ABC", strict=True)},
-        )
+        self.site = site
+        self.letters = {one.manifest.bundle_id: letter for one, letter in zip(made, "ABC", strict=True)}
         self.lines = [f"{'step':44}" + "".join(f"{name:>8}" for name in (*NAMES, "new"))]
 
     def step(self, what, expected):

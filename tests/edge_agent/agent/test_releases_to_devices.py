@@ -429,7 +429,8 @@ def test_a_device_that_lives_with_a_new_bundle_keeps_it_whatever_happens_later(s
 
 
 def test_status_of_a_device_names_what_it_refused_and_what_is_pinned(site, make_bundle, made, tmp_path):
-    state, config = site.folder / "porch", tmp_path / "agent.toml"
+    state = site.folder / "porch"
+    config = tmp_path / "agent.toml"
     config.write_text(f'id = "porch"\nstate = "{state}"\n[data]\nsource = "digits:optdigits?n=60"\n')
     released(site, made[0])
     site.device("porch")
@@ -562,7 +563,8 @@ def test_rollbacks_are_signed_again_for_devices_that_refuse_older_versions(site,
     keys = ReleaseKeys(site.config.state)
     keys.create("home", utc_now())
     trusting = BundleConfig(trust=keys.root)
-    good, bad = make_bundle("good.hwb", dim=24), make_bundle("bad.hwb", dim=1, seed=5)
+    good = make_bundle("good.hwb", dim=24)
+    bad = make_bundle("bad.hwb", dim=1, seed=5)
     runs = [site.export(good), site.export(bad)]
     for run, made in zip(runs, (good, bad), strict=True):
         path = site.state.run(run).folder / f"{run}.hwb"

@@ -28,7 +28,8 @@ class CheckpointingDuties(TinyDuties):
 
 def encoder_and_steps(folder, monkeypatch, *, kill_at=0):
     """The encoder of a run of two agents, and the steps of both; ``kill_at``: the step before which one is killed."""
-    done, whole = [], loops._value
+    done = []
+    whole = loops._value
 
     def counted(client, *rest):
         if len(done) + 1 == kill_at:
@@ -82,7 +83,8 @@ def no_client_state(folder, _monkeypatch):
 @pytest.mark.parametrize("change, is_resumed", [(None, True), (other_samples, False), (no_client_state, False)])
 def test_a_training_is_resumed_on_its_own_data_alone(tmp_path, monkeypatch, change, is_resumed):
     """Killed before step 5 of round 2 of one agent, whose data then change: all 9 steps are done again."""
-    done, whole = [], loops._value
+    done = []
+    whole = loops._value
 
     def counted(client, *rest):
         done.append(client.round)
@@ -107,7 +109,8 @@ def test_a_training_is_resumed_on_its_own_data_alone(tmp_path, monkeypatch, chan
 @pytest.mark.parametrize("after", [0, 4])
 def test_a_cancelled_round_stops_its_training(tmp_path, monkeypatch, after):
     """Cancel comes from the loop's thread: while the worker makes the session, which takes seconds, or in step 4."""
-    steps, whole = [], loops._value
+    steps = []
+    whole = loops._value
     with Federation(tmp_path, agents=1, tasks=CheckpointingDuties) as fed:
         (tasks,) = fed.tasks.values()
 
@@ -118,7 +121,9 @@ def test_a_cancelled_round_stops_its_training(tmp_path, monkeypatch, after):
             return whole(client, *rest)
 
         monkeypatch.setattr(loops, "_value", counted)
-        raised, do, session = [], tasks.do, tasks.session
+        raised = []
+        do = tasks.do
+        session = tasks.session
 
         def made(job):
             if not after and not raised:

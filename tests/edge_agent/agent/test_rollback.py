@@ -17,11 +17,14 @@ from edge_agent.personal.personalize import load_head
 from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.messages import down, up
 
-A, B, C = ("a" * 64, "b" * 64, "c" * 64)
+A = "a" * 64
+B = "b" * 64
+C = "c" * 64
 REF = Outgoing.of(b"x").ref
 
 
-HOME, AWAY = "1" * 32, "2" * 32
+HOME = "1" * 32
+AWAY = "2" * 32
 
 
 def offer(bundle_id, release, federation=HOME):
@@ -86,7 +89,8 @@ def test_a_rollback_by_hand_stays_until_there_is_a_newer_release(fed, made, caps
     first = release(fed, made[0])
     fed.add("porch", tier="head")
     fed.until(lambda: runs(fed) == first, limit_s=60)
-    old, new = made[0].manifest.bundle_id, take(fed, made[1])
+    old = made[0].manifest.bundle_id
+    new = take(fed, made[1])
     state = fed.folder / "porch"
     words = ("import", made[0].path, "--state", state) if command == "import" else ("rollback", "--state", state)
     said = by_hand(fed, capsys, *words)

@@ -19,7 +19,9 @@ from edge_agent.core.errors import DataError
 from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.messages import down, up
 
-A, B, C = ("a" * 64, "b" * 64, "c" * 64)
+A = "a" * 64
+B = "b" * 64
+C = "c" * 64
 
 
 def offer(bundle_id, release):
@@ -88,7 +90,8 @@ class NotedLock:
     """A lock that says when a thread has to wait for it."""
 
     def __init__(self, lock, waits):
-        self._lock, self._waits = lock, waits
+        self._lock = lock
+        self._waits = waits
 
     def __enter__(self):
         if not self._lock.acquire(blocking=False):
@@ -105,7 +108,9 @@ def test_a_bundle_taken_while_the_loop_writes_the_record_stays_on_trial(tmp_path
     record = ReleaseRecord(tmp_path)
     record.took(offer(A, 1))
     (tmp_path / "bundles").mkdir()
-    trial, over, real = record.on_trial, threading.Event(), record._read
+    trial = record.on_trial
+    over = threading.Event()
+    real = record._read
     record._lock = NotedLock(record._lock, over)
     others = []
 
@@ -232,7 +237,8 @@ def test_an_error_of_a_preparation_is_no_end_of_the_agent(site, made, monkeypatc
         raise DataError("no samples")
 
     monkeypatch.setattr(head_tier, "personalize", fails)
-    tasks, path = site.tasks["porch"], made[1].path
+    tasks = site.tasks["porch"]
+    path = made[1].path
     order = down.Install(
         run="run-0001", bundle_id=made[1].manifest.bundle_id, release=2, blob=Outgoing.of(path.read_bytes()).ref
     )
@@ -266,7 +272,8 @@ def test_a_pin_holds_for_a_bundle_that_waits_for_its_window_without_a_coordinato
 
 def test_a_pin_holds_for_a_bundle_that_is_prepared(site, made, monkeypatch):
     """The owner pins when the new bundle is ready, and before the agent switches to it."""
-    state, prepared = site.folder / "porch", []
+    state = site.folder / "porch"
+    prepared = []
     first(site, made)
 
     def pins(*given, real=head_tier.prepare_here):
@@ -313,7 +320,8 @@ def test_nobody_pins_while_the_agent_switches(site, made, monkeypatch):
 
 def test_a_pin_of_a_bundle_that_has_just_been_replaced_is_refused(site, made, monkeypatch, capsys):
     first(site, made)
-    old, real = made[0].manifest.bundle_id, installed.current_id
+    old = made[0].manifest.bundle_id
+    real = installed.current_id
     answers = iter([old])
     released(site, made[1])
     site.until(lambda: uses(site, made[1]), limit_s=30)
@@ -330,7 +338,8 @@ def test_a_bundle_whose_download_outlasts_its_open_window_is_not_used_after_it(s
     """The coordinator goes in the middle of the download, which another device's broadcast completes."""
     first(site, made)
     site.kill_coordinator()
-    agent, content = site.agents["porch"], made[1].path.read_bytes()
+    agent = site.agents["porch"]
+    content = made[1].path.read_bytes()
     order = down.Install(
         run="run-0001",
         bundle_id=made[1].manifest.bundle_id,

@@ -99,7 +99,8 @@ def test_the_first_signed_bundle_is_trusted_where_the_operator_says_so(config, m
 
 
 def test_first_use_trusts_nobody_whose_bundle_is_not_installed(config, make_bundle, home):
-    mine, store = allowing(config, first_use=True), TrustStore(config.state / "bundles")
+    mine = allowing(config, first_use=True)
+    store = TrustStore(config.state / "bundles")
     expired = home.sign(make_bundle().path, 7, expires=NOW - timedelta(days=1))
     with pytest.raises(BundleUntrusted, match="expired"):
         install(mine, expired)
@@ -184,7 +185,8 @@ def test_row_38_a_kill_at_any_step_of_a_change_leaves_the_old_pair_or_the_new_on
     home.rotate(1, keys=(12,))  # the change of keys is one of the steps
     first = install(config, home.sign(old.path, 7))
     home.rotate(1, keys=(13,))
-    signed, before = home.sign(new.path, 8), tmp_path / "before"
+    signed = home.sign(new.path, 8)
+    before = tmp_path / "before"
     shutil.copytree(config.state, before)
     with DyingProcess(config.state).mounted() as counting:
         install(config, signed)
@@ -221,7 +223,8 @@ def test_row_40_nothing_in_a_bundle_is_unpickled(config, make_bundle, tmp_path):
         def __reduce__(self):
             return canary.touch, ()
 
-    payload, made = pickle.dumps(Payload()), make_bundle(global_head=True)
+    payload = pickle.dumps(Payload())
+    made = make_bundle(global_head=True)
     near = config.model_copy(update={"broker": AgentBrokerConfig(url="mqtt://localhost")})
     opened = archive.open_bundle(made.path)
     fields = made.manifest.model_dump(mode="json", exclude={"schema_version", "files", "variants"})
@@ -241,7 +244,8 @@ def test_signed_bundles_are_refused_soon_and_without_memory(config, make_bundle,
     import resource
 
     TrustStore(config.state / "bundles").anchor(home.roots[0])
-    good, other = make_bundle("good.hwb"), make_bundle("other.hwb", seed=1)
+    good = make_bundle("good.hwb")
+    other = make_bundle("other.hwb", seed=1)
     install(config, home.sign(good.path, 7))
     mixed = home.sign(other.path, 9)
     archive.attach(mixed, archive.open_bundle(home.sign(good.path, 8)).release)

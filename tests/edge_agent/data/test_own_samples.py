@@ -70,7 +70,8 @@ def idx(folder, train, test):
 
 @pytest.mark.parametrize("has_test_pool", [True, False])
 def test_test_rows_are_of_the_test_part_where_the_partition_was_made_with_one(tmp_path, has_test_pool):
-    labels, tests = [0, 1, 2, 0, 1, 2], [2, 1, 0]
+    labels = [0, 1, 2, 0, 1, 2]
+    tests = [2, 1, 0]
     source = idx(tmp_path / "idx", labels, tests)
     pool = partition.Pool.of(np.array(labels), np.array(tests) if has_test_pool else None)
     partition.divided("iid", {}, pool, {"c0": (np.array([3, 5]), np.array([2]))}).write(tmp_path / "p.json")
@@ -172,7 +173,8 @@ def test_what_cannot_be_used_is_left_out_unless_strict_or_in_a_partition(tmp_pat
     """A partition counts rows: without the second of three recordings, row 2 would be another one."""
     arrays = {"samples": np.zeros((60, 2), np.float32), "lengths": [30, 4, 26], "label": [0, 1, 1]}
     np.savez(tmp_path / "w.npz", **arrays)
-    spec, source = WindowInput(channels=2, length=10, stride=10), f"windows:{tmp_path / 'w.npz'}"
+    spec = WindowInput(channels=2, length=10, stride=10)
+    source = f"windows:{tmp_path / 'w.npz'}"
     take = lambda **given: partition.own_samples(DataConfig(source=source, **given), "c0", spec, ("0", "1"))
     train, test = take()
     assert (len(train), len(test), sorted({*train.groups.tolist()})) == (3, 2, [0, 2])

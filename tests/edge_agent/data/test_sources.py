@@ -158,7 +158,10 @@ def test_each_folder_is_read_once_and_no_file_is_looked_at(folder, monkeypatch):
     """Those inside a class are read, too; what lies deeper, or is hidden, is not."""
     for name in ("red/more/deep", "red/.cache"):
         paint(folder / name / "a.png", "red")
-    read, looked_at, scandir, is_file = [], [], os.scandir, Path.is_file
+    read = []
+    looked_at = []
+    scandir = os.scandir
+    is_file = Path.is_file
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", lambda path: read.append(Path(path)) or scandir(path))
         patch.setattr(Path, "is_file", lambda path: looked_at.append(path) or is_file(path))

@@ -24,12 +24,14 @@ class Capture:
     def __init__(self, where):
         self.position = -1
         if isinstance(where, int):
-            self.rate, self.frames = 30.0, 50 if where == 0 else 0
+            self.rate = 30.0
+            self.frames = 50 if where == 0 else 0
         else:
             try:
                 self.rate, self.frames = map(float, Path(where).read_text().split())
             except (OSError, ValueError):
-                self.rate, self.frames = 0.0, 0
+                self.rate = 0.0
+                self.frames = 0
 
     def isOpened(self):
         return self.frames > 0

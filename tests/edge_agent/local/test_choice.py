@@ -110,7 +110,9 @@ class Answers:
     """A head that is right on the rows of a given set, and gives the class that it answers this share."""
 
     def __init__(self, right, labels, share=1.0):
-        self._right, self._labels, self._share = right, labels, share
+        self._right = right
+        self._labels = labels
+        self._share = share
 
     def predict_proba(self, rows):
         rows = rows[:, 0].astype(int)
@@ -163,7 +165,8 @@ def test_parameters_of_a_bundle_that_take_hours_cost_a_device_seconds(name, para
 
 def test_without_folds_a_head_that_takes_hours_is_given_up_as_well():
     features, labels = problem(3)
-    fit, now = suggested(features, labels, {"mlp": {"epochs": 10_000}}), itertools.count()
+    fit = suggested(features, labels, {"mlp": {"epochs": 10_000}})
+    now = itertools.count()
     choice = choose(["mlp", "prototype"], fit, features, labels, [], clock=lambda: 0.5 * next(now))
     assert choice.name == "prototype"
     assert "not fitted within 30 s" in choice.trials[0].dropped
@@ -190,7 +193,8 @@ def scripted(right_of, cost=None, count=150):
 
 def test_of_equally_accurate_heads_the_one_that_knows_where_it_errs_is_taken():
     """Both are wrong on the same 30 of 150; one is as sure there as elsewhere, the other gives 0.4 of 1 there."""
-    features, labels = np.arange(150, dtype=np.float32)[:, None], np.arange(150) % 3
+    features = np.arange(150, dtype=np.float32)[:, None]
+    labels = np.arange(150) % 3
 
     class Careful(Answers):
         def predict_proba(self, rows):

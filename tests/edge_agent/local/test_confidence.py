@@ -11,7 +11,8 @@ from edge_agent.personal.confidence import Calibration, Confidence, UnknownRule,
 
 
 def test_false_alarms_stay_below_the_rate_that_was_asked_for():
-    rng, rates = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    rates = []
     for _ in range(100):
         rule = UnknownRule.fit(rng.normal(size=(60, 8)).astype(np.float32), 0.1)
         rates.append(rule.is_unknown(rng.normal(size=(200, 8)).astype(np.float32)).mean())
@@ -58,7 +59,8 @@ def test_drift_is_a_surplus_of_unknown_inputs_beyond_chance():
 def test_distances_are_those_to_the_third_nearest_direction():
     """By brute force with scipy, leave-one-out for the threshold."""
     rng = np.random.default_rng(0)
-    rows, queries = rng.normal(size=(30, 5)).astype(np.float32), rng.normal(size=(7, 5)).astype(np.float32)
+    rows = rng.normal(size=(30, 5)).astype(np.float32)
+    queries = rng.normal(size=(7, 5)).astype(np.float32)
     rule = UnknownRule.fit(rows, 0.1)
     unit, others = (array / np.linalg.norm(array, axis=1, keepdims=True) for array in (rows, queries))
     np.testing.assert_allclose(rule.distances(queries), np.sort(cdist(others, unit), axis=1)[:, 2], atol=1e-3)
@@ -97,7 +99,8 @@ def test_a_temperature_finds_the_factor_by_which_probabilities_are_too_sharp():
 
 
 def test_a_temperature_that_does_not_lower_the_error_is_not_used():
-    rng, found = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    found = []
     for _ in range(40):
         shares = softmax(rng.normal(size=(80, 5)) * 2)
         labels = np.array([rng.choice(5, p=row) for row in shares])

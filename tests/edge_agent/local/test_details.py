@@ -41,7 +41,8 @@ def test_the_worst_samples_are_those_whose_class_got_least_and_less_than_half():
 
 
 def test_the_worst_samples_are_of_all_samples_those_to_learn_from_by_the_answers_of_cross_validation():
-    train, test = samples([2, 0], ("t.png", "u.png")), samples([1], ("h.png",))
+    train = samples([2, 0], ("t.png", "u.png"))
+    test = samples([1], ("h.png",))
     answers = OutOfFold(np.array([1, 0]), np.array([[0.9, 0.1, 0.0], [0.7, 0.25, 0.05]]), np.array([0, 1]))
     assert worst_samples(train, answers, test, np.array([[0.8, 0.2, 0.0]])) == [
         WorstSample("t.png", "tree", "cat", 0.05, held_out=False),
@@ -70,7 +71,8 @@ def test_near_duplicates_with_different_labels_are_found_once_each_and_others_ar
 
 
 def test_windows_of_one_recording_are_no_duplicates():
-    train, test = samples([0, 1]), samples([1])
+    train = samples([0, 1])
+    test = samples([1])
     same = np.ones((2, 4), np.float32)
     assert label_conflicts(train, same, test, same[:1])
     of_one = [replace(part, groups=np.zeros(len(part), np.int64)) for part in (train, test)]

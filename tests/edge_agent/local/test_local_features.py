@@ -41,7 +41,8 @@ def test_random_convolutions_count_outputs_of_kernels_of_minus_one_and_two():
     learned = learn_convolutions(windows, np.random.default_rng(1), features=84 * 3 * 2)
     found = convolution_features(windows[:3], learned)
     assert learned["thresholds"].shape == (84 * 3, 2), "dilations 1, 2 and 4"
-    dilation, number = 2, 17
+    dilation = 2
+    number = 17
     weights = np.full(9, -1.0)
     weights[list(list(combinations(range(9), 3))[number])] = 2.0
     chosen = np.flatnonzero(learned["channels"][84 + number])

@@ -59,7 +59,8 @@ def test_one_sample_is_answered_with_its_class():
 
 def test_few_samples_of_many_features_are_fitted_in_fewer_dimensions_with_the_same_result():
     rng = np.random.default_rng(0)
-    features, labels = rng.standard_normal((60, 200)).astype(np.float32), np.tile([0, 2, 3], 20)
+    features = rng.standard_normal((60, 200)).astype(np.float32)
+    labels = np.tile([0, 2, 3], 20)
     features[labels == 2, 0] += 2
     kind = Candidate("lr", lambda inputs, _spec, _learned: inputs, params={"tolerance": 1e-7})
     found = fitted(kind, features, labels, 4, rng)

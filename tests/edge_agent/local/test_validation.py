@@ -71,7 +71,8 @@ def test_a_recording_never_stands_on_both_sides():
 
 
 def test_one_recording_for_each_class_is_cut_into_blocks_without_overlap():
-    groups, labels = np.repeat([0, 1], 20), np.repeat([0, 1], 20)
+    groups = np.repeat([0, 1], 20)
+    labels = np.repeat([0, 1], 20)
     spec = WindowInput(channels=1, length=6, stride=2)  # windows 2 apart overlap, those 3 apart do not
     divisions = folds(samples_of(labels, groups, spec), 4, np.random.default_rng(0))
     assert sorted(np.concatenate([fold.test for fold in divisions]).tolist()) == list(range(40))
@@ -142,8 +143,10 @@ def measured(error_with, count, rng, folds=3):
 
     Of the tested samples 60 % are easy or hard for the heads of all sizes alike.
     """
-    sizes, per_fold = [round(share * count * 2 / 3) for share in (0.1, 0.2, 0.4, 0.7, 1.0)], count // folds
-    ease, points = rng.random((folds, per_fold)), []
+    sizes = [round(share * count * 2 / 3) for share in (0.1, 0.2, 0.4, 0.7, 1.0)]
+    per_fold = count // folds
+    ease = rng.random((folds, per_fold))
+    points = []
     for size in sizes:
         luck = np.where(rng.random(ease.shape) < 0.4, rng.random(ease.shape), ease)
         right = (luck >= error_with(size)).mean(axis=1)
@@ -161,7 +164,9 @@ def measured(error_with, count, rng, folds=3):
     ],
 )
 def test_the_range_of_a_forecast_covers_what_twice_as_many_samples_give(error_with):
-    rng, inside, widths = np.random.default_rng(0), [], []
+    rng = np.random.default_rng(0)
+    inside = []
+    widths = []
     for _ in range(100):
         found = extrapolated(measured(error_with, 300, rng), 600, 300, 3)
         inside.append(found.low <= 1 - error_with(600) <= found.high)

@@ -62,7 +62,8 @@ def test_the_encoder_starts_as_other_methods_start_it(task):
 
 def test_prediction_uses_shared_features_and_means_of_its_own(federation, images):
     fed = federation(fedrir(), rounds=1).run()
-    client, (inputs, _) = fed.clients["a"], images([0, 1, 2], seed=5)
+    client = fed.clients["a"]
+    (inputs, _) = images([0, 1, 2], seed=5)
     model = client.model.eval()
     with torch.no_grad():
         c = model.part("specific")(inputs)[0]

@@ -22,7 +22,8 @@ from edge_agent.training.parts import to_arrays
 
 ONE_PASS = [name for name in methods.names() if methods.create(name).one_pass()]
 RESUMABLE = [name for name in methods.names() if methods.get(name).resumable]
-EPOCHS, BATCHES = 3, 3
+EPOCHS = 3
+BATCHES = 3
 
 
 class Killed(BaseException):
@@ -33,7 +34,9 @@ class Steps:
     """A clock that counts training steps, and ends the process after ``last`` of them."""
 
     def __init__(self, last=10**6, die=None):
-        self.now, self.last, self.die = 0, last, die
+        self.now = 0
+        self.last = last
+        self.die = die
 
     def is_cancelled(self):
         if self.now >= self.last:
@@ -58,7 +61,8 @@ def session_of(method, **params):
 
 def train(folder, method, *, last=10**6, every=2, training="t", share=1.0, die=None, **params):
     """One round of a client that keeps ``folder`` on its disk, and how many steps it did."""
-    session, clock = session_of(method, **params), Steps(last, die)
+    session = session_of(method, **params)
+    clock = Steps(last, die)
     received = session.method.start(to_arrays(session._model, session._shared))
     received |= session.method.downlink(received, "a0")
     checkpoint = TrainingCheckpointFile(folder, training, every, clock)
@@ -240,7 +244,8 @@ def test_a_share_has_no_effect_on_methods_of_several_passes(tmp_path):
 
 
 def test_training_that_is_cancelled_stops_at_the_next_step():
-    session, asked = session_of("fedavg"), []
+    session = session_of("fedavg")
+    asked = []
 
     def is_cancelled():
         asked.append(1)

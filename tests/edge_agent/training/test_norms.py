@@ -60,7 +60,8 @@ def test_one_sample_has_no_variance_and_changes_nothing():
 
 
 def test_a_part_of_many_samples_is_taken_evenly():
-    model, seen = nn.Sequential(nn.BatchNorm1d(1)).eval(), []
+    model = nn.Sequential(nn.BatchNorm1d(1)).eval()
+    seen = []
     rows = torch.arange(5000.0).reshape(-1, 1)
     take_statistics(layers(model), lambda piece: (seen.append(piece), model(piece)), rows)
     taken = torch.cat(seen)

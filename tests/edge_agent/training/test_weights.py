@@ -112,7 +112,8 @@ def test_a_variance_is_never_negative(model, tmp_path):
 
 
 def test_a_name_of_the_encoders_own_comes_before_one_with_a_prefix(model, tmp_path):
-    plain, prefixed = _weights(), {name: array + 1 for name, array in _weights("encoder.").items()}
+    plain = _weights()
+    prefixed = {name: array + 1 for name, array in _weights("encoder.").items()}
     save_file({**plain, **prefixed}, tmp_path / "w.safetensors")
     assert load_weights(model, tmp_path / "w.safetensors") == tuple(sorted(prefixed))
     assert _holds(model.encoder, plain)

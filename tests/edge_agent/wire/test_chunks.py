@@ -126,7 +126,8 @@ spans = st.tuples(st.integers(0, 39), st.integers(1, 40)).map(lambda pair: (min(
 
 @given(st.integers(1, 40), st.lists(spans), spans, st.integers(1, 6))
 def test_chunks_behave_like_a_set(count, adds, between, limit):
-    chunks, twin = Chunks(count), set[int]()
+    chunks = Chunks(count)
+    twin = set[int]()
     for start, stop in adds:
         if stop <= count:
             chunks.add(start, stop)

@@ -25,7 +25,8 @@ def test_any_order_with_duplicates_gives_the_blob(tmp_path_factory, size, dice, 
     frames = frames_of(outgoing)
     frames += dice.choices(frames, k=extra)
     dice.shuffle(frames)
-    incoming, seen = Incoming(outgoing.ref, folder), set[int]()
+    incoming = Incoming(outgoing.ref, folder)
+    seen = set[int]()
     for frame in frames:
         assert incoming.add(frame) == 1
         seen.add(frame.index)
@@ -43,7 +44,8 @@ def test_frames_of_several_chunks_that_overlap_give_the_blob(tmp_path_factory, s
     spans = [(start, min(start + count, outgoing.count)) for start, count in cuts if start < outgoing.count]
     spans += [(index, index + 1) for index in range(outgoing.count)]
     dice.shuffle(spans)
-    incoming, seen = Incoming(outgoing.ref, folder), set[int]()
+    incoming = Incoming(outgoing.ref, folder)
+    seen = set[int]()
     for start, stop in spans:
         assert incoming.add(decode_frame(outgoing.frame(start, stop))) == stop - start
         seen.update(range(start, stop))

@@ -360,7 +360,8 @@ STRAYS = {
     "space": "a b",
     "long": "a" * 40_000,
 }
-FAULT, PLAIN = {"error": "X", "message": "m"}, {"software": "x", "tier": "train", "samples": 1}
+FAULT = {"error": "X", "message": "m"}
+PLAIN = {"software": "x", "tier": "train", "samples": 1}
 PLACES = {
     "boot of a hello": lambda evil: {"type": "hello", **PLAIN, "boot": evil},
     "boot of a heartbeat": lambda evil: {"type": "heartbeat", "boot": evil},

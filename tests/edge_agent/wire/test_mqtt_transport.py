@@ -124,7 +124,8 @@ def test_two_threads_never_tear_each_others_packets_apart(open_transport, listen
     """The reader is slow, so packets go out in parts: each must be continued with its own rest."""
     transport = open_transport(BrokerConfig(url=url_of(listener)))
     transport.start()
-    count, size = 200, 61_440
+    count = 200
+    size = 61_440
     payloads = queue.SimpleQueue()
 
     def read_slowly(peer):
