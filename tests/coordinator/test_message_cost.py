@@ -141,10 +141,11 @@ def test_messages_share_a_look_at_the_run_where_it_takes_long(tmp_path):
         assert max(apart) <= service.ADVANCE_S + 0.01 + 0.0011  # the look itself, and the message after it
 
 
-def test_looks_take_the_share_of_the_time_that_the_readme_names(tmp_path):
+def test_looks_take_the_share_of_the_time_that_the_guide_names(tmp_path):
     """Messages come so densely that each look that is due begins at once."""
-    readme = " ".join((Path(service.__file__).parents[1] / "README.md").read_text(encoding="utf-8").split())
-    (named,) = re.findall(r"looks of up to (\d+ ms take .*?)\. ", readme)
+    page = Path(service.__file__).parents[2] / "examples/guides/runs.md"
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    (named,) = re.findall(r"looks of up to (\d+ ms take .*?)\. ", text)
     shares = re.findall(r"(\d+) ms(?: take)? (\d+) %", named)
     assert [took_ms for took_ms, _ in shares] == ["5", "20"]
     up_to = shares[0][1]

@@ -263,7 +263,7 @@ def protocol_page() -> str:
             "missing. A message that does not fit its model is dropped and counted. An agent with a key of "
             "commands obeys "
             "only commands with a proof of its coordinator (["
-            "users and brokers](../../coordinator/README.md#users-and-brokers))."
+            "users and brokers](certificates.md#users-and-brokers))."
         ),
         "## Topics",
         table(("topic", "published by", "content"), [(f"`{topic}`", by, text) for topic, by, text in rows]),
