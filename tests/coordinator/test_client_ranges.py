@@ -21,13 +21,13 @@ class LyingDuties(TinyDuties):
 
     claim = (1e9, -1e9)
 
-    def do(self, job, received):
+    def do(self, job, received, encoder=None):
         if job.purpose == "activation_ranges" and self.config.id == "a2":
             session = self.session(job)
             real = session.activation_ranges
             ends = np.array(self.claim, np.float32)
             session.activation_ranges = lambda state: {"ranges": np.tile(ends, (len(real(state)["ranges"]), 1))}
-        return super().do(job, received)
+        return super().do(job, received, encoder)
 
 
 def finished(folder, *, tasks=TinyDuties, keep_back=(), kill=False, method="fedavg", **export):

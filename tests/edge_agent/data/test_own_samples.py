@@ -9,7 +9,7 @@ import pytest
 
 from edge_agent import data
 from edge_agent.agent.data_check import check
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.core.config import AgentConfig, DataConfig, parse
 from edge_agent.core.errors import ConfigError, DataError
 from edge_agent.core.task import ImageInput, Task, WindowInput
