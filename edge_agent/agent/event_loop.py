@@ -58,9 +58,11 @@ log = logging.getLogger(__name__)
 HELLO_APART_S = 0.5
 MAX_TICK_S = 0.5
 
-ASK_AFTER, ASK_AGAIN_S = 3, 300.0
-"""Failed connections in a row after which an enrolled agent asks whether its certificate counts; pause until it asks
-again."""
+ASK_AFTER = 3
+"""Failed connections in a row after which an enrolled agent asks whether its certificate counts."""
+
+ASK_AGAIN_S = 300.0
+"""Pause in seconds until it asks again."""
 
 
 RefusedTopics = Callable[[Mapping[str, bytes]], "dict[str, str] | None"]
@@ -222,7 +224,7 @@ class Agent:
         elif isinstance(event, Disconnected):
             self.welcomed = False
             self._failed_connects += 1
-            self._silence.broker_away(event.reason, event.remedy, self.config)
+            self._silence.broker_away(event, self.config)
             self.membership.answered()
         self.worker.collect()
         self._tick()

@@ -30,6 +30,7 @@ from ..wire.faults import (
 )
 from ..wire.messages.fields import DISK_ERROR, ConditionName, JobKey
 from ..wire.messages.up import Fault
+from ..wire.transport import Disconnected
 
 log = logging.getLogger(__name__)
 
@@ -148,8 +149,11 @@ def look_at_disk(folder: Path) -> dict[str, str] | None:
     return None if failure is None else problem_of("disk", failure).as_json()
 
 
-AGAIN_S, SELDOM_S = 2.0, 60.0
-"""Pauses between tries: they double from the first to the longest."""
+AGAIN_S = 2.0
+"""Seconds until the disk is tried again for the first time; the pauses double from then on."""
+
+SELDOM_S = 60.0
+"""The longest pause between two tries, in seconds."""
 
 
 class Disk:
@@ -221,8 +225,11 @@ HELLO_AGAIN_S = 2.0
 ASK_RULES_S = 5.0
 """Time without an answer to hello after which the agent asks the broker whether it may speak on its topics."""
 
-ALONE_S, ALONE_AGAIN_S = 10.0, 60.0
-"""Time without an answer to hello after which the agent logs it, and after which it logs it again."""
+ALONE_S = 10.0
+"""Seconds without an answer to hello after which the agent logs it."""
+
+ALONE_AGAIN_S = 60.0
+"""Seconds after which it logs it again."""
 
 
 class Silence:
@@ -243,15 +250,16 @@ class Silence:
         self._problem = None
         self._has_asked = False
 
-    def broker_away(self, reason: str, remedy: str, config: AgentConfig) -> None:
-        """No answer can arrive until the broker is online again; ``remedy``: it refuses the login."""
+    def broker_away(self, event: Disconnected, config: AgentConfig) -> None:
+        """Note that no answer can arrive until the broker is online again, and whether somebody has to act for it."""
         self._since = None
-        self._away = reason
+        self._away = event.reason
+        remedy = event.remedy
         if not remedy:
             self._problem = None
             return
-        message = reason.removesuffix(f"; {remedy}")
-        if remedy == SET_CLOCK:
+        message = event.reason.removesuffix(f"; {remedy}")
+        if event.clocks_differ:
             message = f"{message}; this device's clock says {datetime.now(timezone.utc):%Y-%m-%d}"
             self._note(WRONG_CLOCK, message, f"{remedy}; where this one is right, the broker needs a new certificate")
             return
@@ -351,7 +359,8 @@ class OtherClock:
         except (ValueError, OverflowError):
             return
         if theirs.tzinfo is not None:
-            self._read_at, self._read = self._clock(), self._now()
+            self._read_at = self._clock()
+            self._read = self._now()
             self._off_s = self._read - theirs.timestamp()
 
     def problem(self) -> Problem | None:

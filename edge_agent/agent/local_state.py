@@ -63,8 +63,11 @@ def disk_usage(config: AgentConfig) -> dict[str, int]:
 FOLLOW_S = 10.0
 """How long the agent's own coordinator may not answer hello before the agent follows another that answers."""
 
-SAID_AGAIN_S, NOTED_S = 60.0, 60.0
-"""How often the log repeats that commands are ignored, and how long after the last one the status shows it."""
+SAID_AGAIN_S = 60.0
+"""Seconds after which the log repeats that commands are ignored."""
+
+NOTED_S = 60.0
+"""For how many seconds after the last ignored command the status shows it."""
 
 
 class _Followed(Frozen):

@@ -257,7 +257,7 @@ def test_every_head_of_the_benchmark_is_fitted_with_its_own_defaults(name, made_
 def test_features_of_the_benchmark_are_computed_once_and_by_a_trained_encoder(tmp_path, monkeypatch):
     digits = data.load("digits:optdigits?n=300", workloads.w1_task().input, workloads.w1_task().class_names)
     asked = []
-    monkeypatch.setattr(device, "read_samples", lambda: asked.append(1) or (digits, digits))
+    monkeypatch.setattr(device, "_samples", lambda: asked.append(1) or (digits, digits))
     monkeypatch.setattr(device, "FIT", 200)
     fit, test = map(device.Features.read, device.real_features(tmp_path))
     device.real_features(tmp_path)

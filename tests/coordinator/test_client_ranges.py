@@ -72,7 +72,7 @@ def test_ranges_are_those_of_the_encoder_that_is_exported(tmp_path):
     """The first step is the device's inputs, the last one its features, here by numpy."""
     fed = finished(tmp_path)
     for name, found in fed.ranges[0].items():
-        inputs = fed.tasks[name]._samples(fed.config.task)[0].inputs
+        inputs = fed.tasks[name].read_samples(fed.config.task)[0].inputs
         assert found[0].tolist() == pytest.approx([inputs.min(), inputs.max()])
         state = fed.last
         weight, bias = (

@@ -85,7 +85,7 @@ def test_test_rows_are_of_the_test_part_where_the_partition_was_made_with_one(tm
 def test_a_training_agent_gets_its_rows_and_tells_how_many(tmp_path, source, divided):
     config = AgentConfig(id="c0", state=tmp_path / "s", data=DataConfig(source=source, partition=divided))
     tasks = TaskRunner(config, "train")
-    train, test = tasks._samples(Task(input=SPEC, class_names=NAMES))
+    train, test = tasks.read_samples(Task(input=SPEC, class_names=NAMES))
     assert (greys(train), greys(test), tasks.samples) == ([7, 2, 29], [4, 0], 3)
 
 
