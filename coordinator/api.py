@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from edge_agent.core.config import parse
 from edge_agent.core.errors import HeadwaterError, MissingCapability, RunFailed, TrainingFailed, UsageError
@@ -33,6 +33,19 @@ if TYPE_CHECKING:
     from export import Report
 
     from .simulation.run import Simulation
+
+
+class _Member(Protocol):
+    """The coordinator or an agent of a federation in one process."""
+
+    def start(self) -> None:
+        """Connect and begin."""
+
+    def step(self, timeout: float) -> object:
+        """Handle what has arrived within ``timeout`` seconds; the result is true where there was something to do."""
+
+    def close(self) -> None:
+        """Stop and leave."""
 
 
 TEMPORARY_RUN = FolderKind("temporary simulation")
@@ -319,11 +332,10 @@ def federate(
         HeadwaterError: of any kind; the run failed where it is RunFailed.
     """
     from edge_agent import methods
-    from edge_agent.agent.event_loop import Agent, will_of
-    from edge_agent.agent.tasks import TaskRunner
     from edge_agent.core.config import AgentConfig, DataConfig
     from edge_agent.wire.memory import MemoryBroker
 
+    from .hosted.in_memory import agent_in_memory
     from .service.coordinator import Coordinator
 
     if not agents:
@@ -333,13 +345,13 @@ def federate(
     config = config.model_copy(update={"cohort": cohort, "export": quiet})
     chosen = methods.create(method, params).params.model_dump(mode="json")
     broker = MemoryBroker()
-    members = list[Coordinator | Agent]()
+    members = list[_Member]()
     with StateFolder(config.state).open("federate") as state:
         run = state.journal.request_run(Request(method, chosen, rounds, seed, config.task).body())
         members.append(Coordinator(config, state, broker.transport(), probe_s=0))
         for name, source in agents.items():
             own = AgentConfig(id=name, state=config.state.parent / name, data=DataConfig(source=source))
-            members.append(Agent(own, broker.transport(will_of(own, name)), TaskRunner(own, "train"), boot=name))
+            members.append(agent_in_memory(own, broker))
         for member in members:
             member.start()
         try:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from edge_agent.agent.event_loop import Agent, will_of
 from edge_agent.agent.own_method import method_for
-from edge_agent.agent.tasks import Resources, TaskRunner
+from edge_agent.agent.tasks.resources import Resources
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.core.children import ThreadWorker, Worker
 from edge_agent.core.config import AgentConfig, TrainingConfig
 from edge_agent.core.locks import folder_lock
@@ -103,15 +104,15 @@ class HostedTaskRunner(TaskRunner):
         super().__init__(config, "train", resources=HostedResources(config, shared))
         self._note = note
 
-    def do(self, job: Job, received: Tensors) -> UpdateManifest | Report:
-        """As on a device.
+    def do(self, job: Job, received: Tensors, encoder: Path | None = None) -> UpdateManifest | Report:
+        """Do a job as on a device, and note its beginning and end.
 
         Raises:
             HeadwaterError: as on a device.
         """
         self._note(self.config.id, job)
         try:
-            return super().do(job, received)
+            return super().do(job, received, encoder)
         finally:
             self._note(self.config.id, None)
 

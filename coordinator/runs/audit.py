@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent import methods
-from edge_agent.agent.local_state import RECEIPTS
 from edge_agent.core.errors import HeadwaterError, StateError, cause
 from edge_agent.core.storage import read_regular, sha256_of
 from edge_agent.methods import Method
+from edge_agent.run_folder.layout import RECEIPTS
 from edge_agent.wire.messages.fields import OUTSIDE_ROUNDS
 from edge_agent.wire.tensors import decode, pieces
 

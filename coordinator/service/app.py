@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from edge_agent.agent.health import LOGIN_REFUSED
 from edge_agent.core.children import ThreadWorker
 from edge_agent.core.errors import BrokerAway, DuplicateCoordinator, StateError, UsageError
 from edge_agent.core.limits import OPEN_FILES, allow_open_files
 from edge_agent.core.locks import lock_holder
+from edge_agent.wire.faults import LOGIN_REFUSED
 from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Transport

@@ -14,8 +14,9 @@ import numpy as np
 from pydantic import Field, TypeAdapter
 
 from edge_agent import heads
-from edge_agent.agent.local_state import ClientStateFiles
-from edge_agent.agent.tasks import Resources, TaskRunner, fault, kept_before
+from edge_agent.agent.tasks.resources import Resources
+from edge_agent.agent.tasks.runner import TaskRunner
+from edge_agent.agent.tasks.table import state_before
 from edge_agent.agent.transfers import Outbox, manifest_of
 from edge_agent.client import Built, ClientState, Session
 from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig, Precision, PrivacyConfig, TrainingConfig
@@ -25,7 +26,9 @@ from edge_agent.data import Samples
 from edge_agent.data.partition import Division
 from edge_agent.heads import FitData
 from edge_agent.methods import Client
+from edge_agent.run_folder.client_state import ClientStateFiles
 from edge_agent.training.loops import accuracy, features_of
+from edge_agent.wire.faults import fault
 from edge_agent.wire.messages import down, up
 from edge_agent.wire.messages import fields as fields_module
 from edge_agent.wire.tensors import pieces
@@ -212,7 +215,7 @@ class HalfRound:
         resources = SimulatedResources(shared, client)
         tasks = resources.tasks()
         session = tasks.session(job)
-        state = ClientState(*resources.state_files(job.run).before(kept_before(job)))
+        state = ClientState(*resources.state_files(job.run).before(state_before(job)))
         ready = session.before_round(received, state, round_number=job.round, rounds=job.rounds)
         return cls(resources, tasks, job, session, ready, session.scores(ready) if job.evaluate else {})
 

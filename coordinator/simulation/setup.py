@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent import methods, models
-from edge_agent.agent.tasks import LAST_ROUND
 from edge_agent.client import Built, supported
 from edge_agent.core.config import Precision, parse
 from edge_agent.core.errors import StateError, UsageError
@@ -17,6 +16,7 @@ from edge_agent.core.storage import read_json, read_regular, write_atomic, write
 from edge_agent.core.task import Task
 from edge_agent.data.partition import Division
 from edge_agent.methods import Method
+from edge_agent.run_folder.client_state import LAST_ROUND
 from edge_agent.training.precision import time_steps
 from edge_agent.training.weights import read_weights
 

@@ -22,6 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from edge_agent.core.disk import disk_failure
 from edge_agent.core.errors import DuplicateCoordinator, StateError, UnknownName
 from edge_agent.core.locks import private_files
 from edge_agent.core.storage import PendingSyncs, is_synced, syncs_into
@@ -369,10 +370,8 @@ class Journal:
 
     def _can_only_be_read(self) -> bool:
         """Whether all entries are in the one file, and nobody can add one now, because the disk takes nothing."""
-        from edge_agent.agent.health import look_at_disk
-
         log = self.path.with_name(f"{self.path.name}-wal")
-        return look_at_disk(self.path.parent) is not None and not (log.exists() and log.stat().st_size)
+        return disk_failure(self.path.parent) is not None and not (log.exists() and log.stat().st_size)
 
     def _open_to_read(self, *, is_begun: bool) -> None:
         """Open without the file that SQLite makes beside a journal before it reads, and for which there is no room.

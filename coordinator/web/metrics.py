@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge_agent import __version__
-from edge_agent.agent.health import CODES
 from edge_agent.core import errors
 from edge_agent.core.errors import StateError
+from edge_agent.wire.faults import CODES
 from edge_agent.wire.messages.fields import DISK_ERROR
 
 from ..state.journal import FINAL, Entry, Journal, Kind, utc_now

@@ -25,7 +25,7 @@ from ..wire.mqtt import MqttTransport, refused_topics
 from .data_check import check
 from .event_loop import Agent, RefusedTopics, will_of
 from .health import problem_of
-from .tasks import TaskRunner
+from .tasks.runner import TaskRunner
 from .textfile import TextFile
 
 log = logging.getLogger(__name__)

@@ -30,8 +30,11 @@ log = logging.getLogger(__name__)
 SILENT_S = 900.0
 """Without a word for so long a child hangs: the longest step on a slow device is the trial of an encoder, 300 s."""
 
-LIMIT_S, CPU_S = 6 * 3600.0, 4 * 3600
-"""A child may take so long, and so much time of a processor."""
+LIMIT_S = 6 * 3600.0
+"""How long a child may take, in seconds."""
+
+CPU_S = 4 * 3600
+"""How much time of a processor a child may take, in seconds."""
 
 RESERVE_BYTES = 32 << 20
 """Memory that a child leaves to the agent and to others, of what is available when it begins."""

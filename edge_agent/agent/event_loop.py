@@ -21,6 +21,7 @@ from typing import Any
 from .. import __version__
 from ..core.children import InlineWorker, Worker, is_stopped
 from ..core.config import AgentConfig
+from ..core.disk import disk_error
 from ..core.errors import (
     ChunkError,
     DuplicateId,
@@ -43,11 +44,12 @@ from ..wire.seal import Guard, read_key
 from ..wire.topics import Topics
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
 from .data_check import note_task
-from .health import FINAL_S, HELLO_AGAIN_S, Disk, Mismatch, OtherClock, Problem, Silence, disk_error
+from .health import FINAL_S, HELLO_AGAIN_S, Disk, Mismatch, OtherClock, Problem, Silence
 from .local_state import Membership
 from .new_samples import NewSamples
 from .release_record import PROVEN_S, Trial
-from .tasks import TaskQueue, TaskRunner
+from .tasks.runner import TaskRunner
+from .tasks.task_queue import TaskQueue
 from .textfile import Figures
 from .transfers import Downloads, Link, Uploads
 
@@ -56,9 +58,11 @@ log = logging.getLogger(__name__)
 HELLO_APART_S = 0.5
 MAX_TICK_S = 0.5
 
-ASK_AFTER, ASK_AGAIN_S = 3, 300.0
-"""Failed connections in a row after which an enrolled agent asks whether its certificate counts; pause until it asks
-again."""
+ASK_AFTER = 3
+"""Failed connections in a row after which an enrolled agent asks whether its certificate counts."""
+
+ASK_AGAIN_S = 300.0
+"""Pause in seconds until it asks again."""
 
 
 RefusedTopics = Callable[[Mapping[str, bytes]], "dict[str, str] | None"]
@@ -167,7 +171,7 @@ class Agent:
         self.config.state.mkdir(parents=True, exist_ok=True)
         self.transport.subscribe(*self.topics.for_agent(self.config.id))
         self.transport.start()
-        self.disk.safely(self.tasks.started)
+        self.disk.safely(self.tasks.bundles.started)
         self.disk.safely(self.jobs.restore)
         self.jobs.refit(self._hello, self._new_samples.tried)
 
@@ -194,7 +198,7 @@ class Agent:
 
     def close(self) -> None:
         """Send goodbye and disconnect; downloads and the outbox stay on disk."""
-        self.disk.safely(self.tasks.stopped)
+        self.disk.safely(self.tasks.bundles.stopped)
         self.link.send(up.Bye())
         self.downloads.pause()
         self.worker.close()
@@ -220,7 +224,7 @@ class Agent:
         elif isinstance(event, Disconnected):
             self.welcomed = False
             self._failed_connects += 1
-            self._silence.broker_away(event.reason, event.remedy, self.config)
+            self._silence.broker_away(event, self.config)
             self.membership.answered()
         self.worker.collect()
         self._tick()
@@ -242,7 +246,7 @@ class Agent:
         self.disk.safely(partial(self._note_trial, now))
         self.disk.safely(self._renew)
         is_ready = self.tasks.tier == "head" and not self.jobs.is_working
-        if is_ready and (self.tasks.bundle_id or self.tasks.lacks_head) and self._new_samples.is_due():
+        if is_ready and (self.tasks.bundles.bundle_id or self.tasks.bundles.lacks_head) and self._new_samples.is_due():
             self.jobs.collect(self._hello, self._new_samples.tried)
         if self._mismatch.is_due():
             self._hello()
@@ -261,14 +265,14 @@ class Agent:
 
     def _note_trial(self, now: float) -> None:
         """Note when this agent has lived with a new bundle for long enough; the time of another one begins again."""
-        trial = self.tasks.on_trial
+        trial = self.tasks.bundles.on_trial
         if trial is None:
             self._trial = None
         elif self._trial is None or self._trial[0] != trial:
             self._trial = trial, now
         elif now - self._trial[1] >= PROVEN_S:
             self._trial = trial, now  # where this cannot be written, it is tried again later
-            self.tasks.proved(trial)
+            self.tasks.bundles.proved(trial)
 
     def _renew(self) -> None:
         """Ask for a new certificate, when half of the life of this one is over."""
@@ -352,12 +356,12 @@ class Agent:
         self._hello_at = self.clock()
         presence = f"online {self.boot} {self._connection}".encode()
         self.transport.publish(self.topics.presence(self.config.id), presence)
-        self._sent_kept = self.tasks.kept()
+        self._sent_kept = self.tasks.bundles.kept()
         hello = up.Hello(
             software=__version__,
             tier=self.tasks.tier,
             samples=sample_count(self.config.privacy, self.tasks.samples),
-            bundle_id=self.tasks.bundle_id,
+            bundle_id=self.tasks.bundles.bundle_id,
             condition=self.condition.name,
             answers=answers,
             connection=self._connection,
@@ -376,7 +380,7 @@ class Agent:
         if busy is not None:
             beat = beat.model_copy(update={"run": busy.run, "round": busy.round, "purpose": busy.purpose})
         self.link.beat(beat)
-        if self.tasks.tier == "head" and self.tasks.kept() != self._sent_kept:  # pinned or unpinned meanwhile
+        if self.tasks.tier == "head" and self.tasks.bundles.kept() != self._sent_kept:  # pinned or unpinned meanwhile
             self._hello()
 
     # --- what arrives ----------------------------------------------------------------------------------------------
@@ -574,10 +578,10 @@ class Agent:
             },
             "job": None if job is None else {"run": run_name(job.run), "round": job.round, "rounds": job.rounds},
             "working": self.jobs.is_working,
-            "bundle_id": self.tasks.bundle_id,
+            "bundle_id": self.tasks.bundles.bundle_id,
             "candidate": self.jobs.candidate(),
             "operator_pin": pin and pin.model_dump(include={"release", "until", "reason"}),
-            "rolled_back": self.tasks.rolled_back or None,
+            "rolled_back": self.tasks.bundles.rolled_back or None,
             "refit": self._new_samples.failure(),
             "condition": "fault" if problem is not None and not self.condition.is_stalled else self.condition.name,
             "fault": None if problem is None else problem.as_json(),
@@ -600,7 +604,7 @@ class Agent:
             saved = without_withheld(self.config.privacy, saved)
         return Figures(
             tier=self.tasks.tier,
-            bundle_id=self.tasks.bundle_id,
+            bundle_id=self.tasks.bundles.bundle_id,
             condition=self.condition.name,
             is_connected=self.welcomed,
             is_working=self.jobs.is_working,

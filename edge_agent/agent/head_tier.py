@@ -57,10 +57,10 @@ from ..personal.personalize import (
 )
 from ..personal.precision import Refit, open_encoder
 from ..privacy.policy import UpdateFacts, check_update, declared_least
+from ..run_folder.layout import RUN_FOLDER
+from ..wire.faults import public_text
 from ..wire.messages.down import Install, Job
 from ..wire.messages.up import Report
-from .health import public_text
-from .local_state import RUN_FOLDER
 from .new_samples import file_mark, is_settled, samples_folder
 from .release_record import CANDIDATE_FOLDER, candidate_folder, clean
 

@@ -12,14 +12,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
-from ..core import errors
 from ..core.config import AgentConfig
-from ..core.errors import SET_CLOCK, HeadwaterError, ProtocolMismatch, cause
+from ..core.disk import PROBE_BYTES, disk_error, disk_failure
+from ..core.errors import SET_CLOCK, ProtocolMismatch
 from ..core.storage import write_atomic
-from ..wire.messages.fields import DISK_ERROR, ConditionName, JobKey, printable
+from ..wire.faults import (
+    DISK_CODE,
+    LOGIN_REFUSED,
+    SEE_STATUS,
+    TOPICS_REFUSED,
+    known_error,
+    nearest_class,
+    public_text,
+    whole_message,
+)
+from ..wire.messages.fields import DISK_ERROR, ConditionName, JobKey
 from ..wire.messages.up import Fault
+from ..wire.transport import Disconnected
 
 log = logging.getLogger(__name__)
 
@@ -27,142 +38,14 @@ Kind = Literal["disk", "data", "work", "bundle", "start", "identity", "connectio
 """What failed: writing to the disk, the check of local data, a job of a run, a bundle, the start of the agent, the
 certificate, which counts no more, or the way to the coordinator, which therefore cannot be informed."""
 
-LOGIN_REFUSED, TOPICS_REFUSED = "LoginRefused", "TopicsRefused"
-"""Errors of the broker's answers to this agent, in the device's own status."""
-
 WRONG_CLOCK = "WrongClock"
 """Error of a device, or of who it talks to, in the device's own status."""
 
 MOST_OFF_S = 3600.0
 """Clocks that differ by more make times of releases, windows and certificates wrong; a time zone is an hour."""
 
-DISK_ERRORS = frozenset({errno.ENOSPC, errno.EROFS, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)})
 LEAST_FREE_BYTES = 1 << 20
 """With less free space than this an agent cannot even save its own state."""
-
-_PROBE_BYTES = 64 * 1024
-_SEE = "see 'edge-agent status' on the device"
-
-
-class _Known(NamedTuple):
-    """What the coordinator gets of errors of a class: a code, and where the message stays here, a text for it."""
-
-    kind: type[BaseException]
-    code: str
-    text: str
-    remedy: str
-
-
-_OTHER = _Known(BaseException, "internal", "an unexpected error", f"{_SEE}, and its log")
-_KNOWN = (
-    _Known(
-        errors.DataError,
-        "data",
-        "local data do not fit what is asked of this device; its log and 'edge-agent status' there say which",
-        "correct the data, or [data] in the agent's configuration",
-    ),
-    _Known(
-        errors.ConfigError,
-        "config",
-        "a mistake in the agent's configuration",
-        "correct the agent's configuration and restart the agent",
-    ),
-    _Known(
-        errors.UnknownName,
-        "unknown-name",
-        "a name in the agent's configuration or task is not known there",
-        "correct the agent's configuration and restart the agent",
-    ),
-    _Known(
-        errors.DuplicateId, "duplicate-id", "another agent has the same id", "give one of the two agents another id"
-    ),
-    _Known(
-        errors.EnrolmentRefused,
-        "identity",
-        "its certificate does not count",
-        "stop the agent and enroll the device again: 'headwater enroll NAME', 'edge-agent enroll -'",
-    ),
-    _Known(errors.UsageError, "usage", "what is asked of this device cannot be done as written", _SEE),
-    _Known(
-        errors.MissingCapability,
-        "missing-capability",
-        "something that this needs is not on the device",
-        "install what is missing on the device, or give it another tier",
-    ),
-    _Known(
-        errors.FingerprintMismatch,
-        "head-mismatch",
-        "the head belongs to another encoder",
-        "export and release the encoder again",
-    ),
-    _Known(
-        errors.BundleDamaged,
-        "bundle-damaged",
-        "the bundle is damaged, or does not do here what it did where it was made",
-        "export and release the encoder again",
-    ),
-    _Known(
-        errors.BundleOlder,
-        "older",
-        "the bundle was signed before the one that was installed last",
-        "nothing where the coordinator signs: it does so again; otherwise 'headwater keys sign --again'",
-    ),
-    _Known(
-        errors.BundleUntrusted,
-        "untrusted",
-        "the device does not trust the bundle's signature",
-        f"{_SEE}; look at the device's clock and at whose keys it trusts",
-    ),
-    _Known(errors.BundleError, "bundle", "the bundle cannot be used here", "export and release the encoder again"),
-    _Known(
-        errors.TransferTooSlow,
-        "too-slow",
-        "the link is too slow for this round",
-        "give rounds more time, or the device a faster link",
-    ),
-    _Known(
-        errors.TrainingFailed, "training", "training stopped", "look at the data of this device and at the step size"
-    ),
-    _Known(errors.UpdateRejected, "round", "the round goes on without this device", "nothing: it is asked again later"),
-    _Known(
-        errors.StateError,
-        "state",
-        "files in the agent's state folder cannot be used",
-        "look into the agent's log; what is damaged in its state folder can be removed",
-    ),
-    _Known(
-        errors.ProtocolMismatch,
-        "protocol",
-        "the two sides speak different protocols",
-        "upgrade the side that speaks the older protocol",
-    ),
-    _Known(
-        errors.CodecError, "message", "something that was received cannot be read", f"upgrade the older side; {_SEE}"
-    ),
-    _Known(MemoryError, "memory", "not enough memory", "give the agent more memory, or another tier"),
-    _Known(OSError, "system", "the system refused something", f"{_SEE}, and its log"),
-)
-"""The first that fits counts."""
-
-CODES = frozenset({"disk", _OTHER.code, *(known.code for known in _KNOWN)})
-"""All codes that faults have."""
-
-_NAMED = tuple(vars(errors).values())
-
-
-def _name(error: BaseException) -> str:
-    """The nearest class of ours or of Python; classes of others may be called anything."""
-    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins" or kind in _NAMED)[:64]
-
-
-def public_text(error: BaseException) -> str:
-    """Return what the coordinator may know of an error, without a name of this device's own."""
-    public_message = getattr(error, "public_message", None)
-    if public_message is not None:
-        return printable(public_message)[:2000]
-    if getattr(error, "is_public", False):
-        return printable(str(error))[:2000]
-    return next((known.text for known in _KNOWN if isinstance(error, known.kind)), _OTHER.text)
 
 
 @dataclass(frozen=True)
@@ -185,7 +68,7 @@ class Problem:
     def as_json(self) -> dict[str, str]:
         """For the status of this device, which shows the whole message itself."""
         fields = {name: value for name, value in asdict(self).items() if name != "public"}
-        return fields | {"remedy": self.remedy.replace(_SEE, "see the message")}
+        return fields | {"remedy": self.remedy.replace(SEE_STATUS, "see the message")}
 
 
 class Condition:
@@ -234,32 +117,14 @@ def problem_of(kind: Kind, error: BaseException, at: datetime | None = None) -> 
         return Problem(
             "disk",
             DISK_ERROR,
-            "disk",
+            DISK_CODE,
             whole,
             f"its disk cannot be written: {os.strerror(reason.errno or 0)}",
             remedy,
             moment,
         )
-    known = next((known for known in _KNOWN if isinstance(error, known.kind)), _OTHER)
-    return Problem(kind, _name(error), known.code, whole, public_text(error), known.remedy, moment)
-
-
-def whole_message(error: BaseException) -> str:
-    """The message of an error, at most 2,000 characters, with its file where the system names one."""
-    if isinstance(error, HeadwaterError):
-        return str(error)[:2000] or "no message"
-    named = getattr(error, "filename", None) if isinstance(error, OSError) else None
-    return (f"{named}: " if named is not None else "") + cause(error)[:1800]
-
-
-def disk_error(error: BaseException) -> OSError | None:
-    """The error of a full, read-only or broken disk that ``error`` is, or that it was raised from."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in DISK_ERRORS:
-            return seen
-        seen = seen.__cause__
-    return None
+    known = known_error(error)
+    return Problem(kind, nearest_class(error), known.code, whole, public_text(error), known.remedy, moment)
 
 
 def try_disk(folder: Path, needed_bytes: int = 0) -> None:
@@ -270,7 +135,7 @@ def try_disk(folder: Path, needed_bytes: int = 0) -> None:
     """
     probe = folder / "disk-probe"
     try:
-        write_atomic(probe, bytes(_PROBE_BYTES))
+        write_atomic(probe, bytes(PROBE_BYTES))
     finally:
         probe.unlink(missing_ok=True)
     needed = max(needed_bytes, LEAST_FREE_BYTES)
@@ -278,26 +143,17 @@ def try_disk(folder: Path, needed_bytes: int = 0) -> None:
         raise OSError(errno.ENOSPC, f"{free} bytes are free, {needed} are needed", str(folder))
 
 
-def look_at_disk(folder: Path) -> dict[str, Any] | None:
-    """The problem of the disk of ``folder``, for a status that the agent cannot write there; None: no problem."""
-    if not hasattr(os, "statvfs"):
-        return None
-    try:
-        disk = os.statvfs(folder)
-        if disk.f_flag & getattr(os, "ST_RDONLY", 0):
-            code = errno.EROFS
-        elif disk.f_bavail * disk.f_frsize < _PROBE_BYTES or (disk.f_files and not disk.f_favail):
-            code = errno.ENOSPC
-        else:
-            return None
-        error = OSError(code, os.strerror(code), str(folder))
-    except OSError as failure:
-        error = OSError(errno.EIO, cause(failure))
-    return problem_of("disk", error).as_json()
+def look_at_disk(folder: Path) -> dict[str, str] | None:
+    """Return the problem of the disk of ``folder``, for a status that the agent cannot write; None: no problem."""
+    failure = disk_failure(folder)
+    return None if failure is None else problem_of("disk", failure).as_json()
 
 
-AGAIN_S, SELDOM_S = 2.0, 60.0
-"""Pauses between tries: they double from the first to the longest."""
+AGAIN_S = 2.0
+"""Seconds until the disk is tried again for the first time; the pauses double from then on."""
+
+SELDOM_S = 60.0
+"""The longest pause between two tries, in seconds."""
 
 
 class Disk:
@@ -369,8 +225,11 @@ HELLO_AGAIN_S = 2.0
 ASK_RULES_S = 5.0
 """Time without an answer to hello after which the agent asks the broker whether it may speak on its topics."""
 
-ALONE_S, ALONE_AGAIN_S = 10.0, 60.0
-"""Time without an answer to hello after which the agent logs it, and after which it logs it again."""
+ALONE_S = 10.0
+"""Seconds without an answer to hello after which the agent logs it."""
+
+ALONE_AGAIN_S = 60.0
+"""Seconds after which it logs it again."""
 
 
 class Silence:
@@ -391,15 +250,16 @@ class Silence:
         self._problem = None
         self._has_asked = False
 
-    def broker_away(self, reason: str, remedy: str, config: AgentConfig) -> None:
-        """No answer can arrive until the broker is online again; ``remedy``: it refuses the login."""
+    def broker_away(self, event: Disconnected, config: AgentConfig) -> None:
+        """Note that no answer can arrive until the broker is online again, and whether somebody has to act for it."""
         self._since = None
-        self._away = reason
+        self._away = event.reason
+        remedy = event.remedy
         if not remedy:
             self._problem = None
             return
-        message = reason.removesuffix(f"; {remedy}")
-        if remedy == SET_CLOCK:
+        message = event.reason.removesuffix(f"; {remedy}")
+        if event.clocks_differ:
             message = f"{message}; this device's clock says {datetime.now(timezone.utc):%Y-%m-%d}"
             self._note(WRONG_CLOCK, message, f"{remedy}; where this one is right, the broker needs a new certificate")
             return
@@ -499,7 +359,8 @@ class OtherClock:
         except (ValueError, OverflowError):
             return
         if theirs.tzinfo is not None:
-            self._read_at, self._read = self._clock(), self._now()
+            self._read_at = self._clock()
+            self._read = self._now()
             self._off_s = self._read - theirs.timestamp()
 
     def problem(self) -> Problem | None:

@@ -19,10 +19,13 @@ COLLECT_EVERY_S = 5.0
 SETTLED_S = 5.0
 """For so long a file of the watch folder has to be unchanged: one that is being copied is not whole yet."""
 
-REFIT_AGAIN_S, REFIT_SELDOM_S = 60.0, 3600.0
-"""Pauses between tries of a fit that fails: they double from the first to the longest.
+REFIT_AGAIN_S = 60.0
+"""Seconds until a fit that failed is tried again for the first time; the pauses double from then on."""
 
-New samples end a pause, at most once in the shorter time: a camera that adds some all the time would leave no pause.
+REFIT_SELDOM_S = 3600.0
+"""The longest pause between two tries of a fit that fails, in seconds.
+
+New samples end a pause, at most once in `REFIT_AGAIN_S`: a camera that adds some all the time would leave no pause.
 """
 
 

@@ -19,7 +19,7 @@ from .. import __version__
 from ..core.config import AgentConfig
 from ..core.errors import cause
 from ..core.storage import Access, write_atomic
-from .health import CODES
+from ..wire.faults import CODES
 
 log = logging.getLogger(__name__)
 

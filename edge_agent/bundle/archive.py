@@ -190,12 +190,12 @@ def verify(path: Path, root: Envelope) -> tuple[Release, Root]:
         raise BundleUntrusted(
             f"{path}: it is not signed; ask the operator of federation '{trusted.federation}' for a signed bundle"
         )
+    member = parse(Member, opened.release, str(path))
     try:
-        member = parse(Member, opened.release, str(path))
         newest = read(Root, followed([root], member.roots)[-1], "root")
         return verified(member, files_of(opened.manifest), newest), newest
     except BundleUntrusted as error:
-        raise BundleUntrusted(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error
+        raise BundleUntrusted(f"{path}: {error}") from error
 
 
 def _header(name: str, size: int) -> bytes:

@@ -196,7 +196,7 @@ def _refitted(
             with folder_lock(config.state, "edge-agent add"):
                 refitted = refit(config, compare=True)
         except StateError as error:
-            if "is in use by" not in str(error):
+            if not error.holder:
                 raise
             why = "the agent of this device is running and fits it"
             why += "; the head before answers until then" if before else ""

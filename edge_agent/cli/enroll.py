@@ -24,8 +24,11 @@ from . import output
 NO_SOURCE = '# source = "images:/srv/photos"'
 """In a configuration that was written without data."""
 
-START_S, AGAIN_S = 20.0, 2.0
-"""How long a coordinator may take to start, and the pause between two tries."""
+START_S = 20.0
+"""How many seconds a coordinator may take to start."""
+
+AGAIN_S = 2.0
+"""The pause between two tries, in seconds."""
 
 
 def add_enroll_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +71,7 @@ def enroll(arguments: argparse.Namespace) -> int:
     token = Token.parse(_token_text(arguments))
     state = _state(arguments, token)
     if (holder := lock_holder(state)) is not None:
-        raise StateError(f"state: {state} is in use by {holder}; stop that agent, then enroll")
+        raise StateError(f"state: {state} is in use by {holder}; stop that agent, then enroll", holder=str(holder))
     folder = IdentityFolder(state)
     before = folder.read()
     if before is not None and before.name not in {token.name, token.replaces} and not arguments.rename:

@@ -39,8 +39,11 @@ if TYPE_CHECKING:
     from ..data import Samples
     from ..personal.personalize import Result
 
-_CURVE_FITS, _CURVE_BUDGET_S = 8, 20
-"""Fits of all samples that a learning curve costs, and the seconds that it may take."""
+_CURVE_FITS = 8
+"""How many fits of all samples a learning curve costs."""
+
+_CURVE_BUDGET_S = 20
+"""How many seconds a learning curve may take."""
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:

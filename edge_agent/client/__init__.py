@@ -129,7 +129,8 @@ class Session:
         self._shared = method.shared_names(self._model)
         self._personal = personal_names(self._model, self._shared)
         self._norms = own_layers(self._model, self._personal) if method.params.refresh_stats else []
-        self._train, self._test = self._on_device(train), self._on_device(test)
+        self._train = self._on_device(train)
+        self._test = self._on_device(test)
 
     @property
     def shared(self) -> tuple[str, ...]:

@@ -248,7 +248,16 @@ class ExportRejected(HeadwaterError):
 
 
 class StateError(HeadwaterError):
-    """Files kept on disk are damaged or belong to another user or program."""
+    """Files kept on disk are damaged or belong to another user or program.
+
+    ``holder`` names the process that holds a folder which is in use; it is empty for any other failure.
+    """
+
+    def __init__(
+        self, *args: object, is_public: bool = False, public_message: str | None = None, holder: str = ""
+    ) -> None:
+        super().__init__(*args, is_public=is_public, public_message=public_message)
+        self.holder = holder
 
 
 class StartStopped(HeadwaterError):
@@ -267,9 +276,24 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
+def raiser_of(error: BaseException) -> tuple[str, str]:
+    """Return the module and the function that raised an error, both empty where it was never raised.
+
+    Where a package raises one class for several failures without a code of its own, this tells them apart, and the
+    words of its message, which change from version to version, do not.
+    """
+    frame = error.__traceback__
+    if frame is None:
+        return "", ""
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    return str(frame.tb_frame.f_globals.get("__name__", "")), frame.tb_frame.f_code.co_name
+
+
 def without_home(error: RuntimeError) -> UsageError | None:
-    """The mistake behind what Python says when a path begins with ``~`` and has no home to begin at; else None."""
-    if "home directory" not in str(error):
+    """Return the mistake behind an error of a path that begins with ``~`` and has no home to begin at; else None."""
+    module, function = raiser_of(error)
+    if module.partition(".")[0] != "pathlib" or function not in {"expanduser", "home"}:
         return None
     return UsageError(
         "the home folder that '~' or a default path begins with is not known here; write the path out, or set HOME"

@@ -107,8 +107,11 @@ def allow_open_files(wanted: int) -> int | None:
 
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
-LARGEST_BYTES, KEPT_BYTES = 32 << 20, 128 << 20
-"""Largest block that is kept (glibc takes no larger number here), and most bytes of free blocks."""
+LARGEST_BYTES = 32 << 20
+"""The largest block that is kept after it is freed; glibc takes no larger number here."""
+
+KEPT_BYTES = 128 << 20
+"""How many bytes of free blocks are kept at most."""
 
 
 def available_bytes() -> int | None:

@@ -77,7 +77,7 @@ def shared_folder_lock(folder: Path, owner: str, *, private: bool = False) -> It
     """`folder_lock` of a folder that others may read, too: who may is left as it is, unless it is to be ``private``.
 
     Raises:
-        StateError: another process holds it, which the message names, or the folder cannot be written.
+        StateError: another process holds it, which the error names as its ``holder``, or it cannot be written.
     """
     if private:
         check_own_folder(folder)
@@ -98,7 +98,8 @@ def shared_folder_lock(folder: Path, owner: str, *, private: bool = False) -> It
             holder = file.read(200).strip() or "another process"
             file.close()
             if pause_s is None:
-                raise StateError(f"{folder} is in use by {holder}; stop it, or choose another state folder") from error
+                message = f"{folder} is in use by {holder}; stop it, or choose another state folder"
+                raise StateError(message, holder=holder) from error
             time.sleep(pause_s)
             continue
         held = HeldLock(folder / "lock", file.fileno())

@@ -16,8 +16,14 @@ from . import _layers as layers
 from ._features import FeatureNorm, NormedHead, NormedParams
 from .base import softmax
 
-_DECAY1, _DECAY2, _EPSILON = 0.9, 0.999, 1e-8
-"""Adam's constants, as everywhere."""
+_DECAY1 = 0.9
+"""Adam's decay of the mean gradient, its default."""
+
+_DECAY2 = 0.999
+"""Adam's decay of the mean squared gradient, its default."""
+
+_EPSILON = 1e-8
+"""What Adam adds to the root of the mean squared gradient, its default."""
 
 
 class FedRIRGlobalParams(NormedParams):

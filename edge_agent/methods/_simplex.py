@@ -27,8 +27,17 @@ _TOLERANCE = 1e-7
 _TINY = 1e-150
 """Stands for a variance where all that is known of a client is 0."""
 
-_FIRST_SUPPORT, _PATIENCE, _MAX_EXCHANGES = 32, 3, 300
-"""Exchanges on 100 and 1,000 clients, in groups, with Dirichlet labels or alike: 4 to 8 on average, 39 at most."""
+_FIRST_SUPPORT = 32
+"""How many entries the first guess of a row's support has, beside the row's own."""
+
+_PATIENCE = 3
+"""How many exchanges in a row may bring no fewer wrong entries, before one entry at a time is exchanged."""
+
+_MAX_EXCHANGES = 300
+"""How many exchanges are made at most.
+
+Rows of 100 and 1,000 clients, in groups, with Dirichlet labels or alike, take 4 to 8 on average and 39 at most.
+"""
 
 _BLOCK = 4096
 

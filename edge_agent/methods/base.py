@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 SERVER_ONLY = "server."
 """Arrays of the state with names like this are never sent."""
 
-CLASS_MEANS, CLASSIFIERS = "class means", "classifiers"
-"""In `Method.bounded_extras`: arrays whose direction is compared with that of the other updates', too."""
+CLASS_MEANS = "class means"
+"""In `Method.bounded_extras`: means of features by class, whose direction is compared with the other updates', too."""
+
+CLASSIFIERS = "classifiers"
+"""In `Method.bounded_extras`: classifiers, whose direction is compared with that of the other updates', too."""
 
 
 class Method:

@@ -48,8 +48,11 @@ def with_rows(state: State, names: str, fresh: Mapping[str, Tensors]) -> Tensors
     return {names: packed(clients), **arrays}
 
 
-MOST_SAMPLES, LARGEST = 1_000_000_000, 1e6
-"""No honest statistic comes near: features of unnormalised encoders reach some thousands."""
+MOST_SAMPLES = 1_000_000_000
+"""The largest count of a class; no honest one comes near."""
+
+LARGEST = 1e6
+"""The largest number in a statistic; features of unnormalised encoders reach some thousands."""
 
 
 def objection_to(counts: np.ndarray, means: Tensors) -> str:

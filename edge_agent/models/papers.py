@@ -26,7 +26,9 @@ def fedpac_cnn(task: Task, _: NoParams) -> nn.Module:
     stages = [(16, 5, 0), (32, 5, 1), (64, 3, 1)]  # output channels, kernel, padding
     for wider, kernel, padding in stages[: 2 if channels == 1 else 3]:
         layers += [nn.Conv2d(channels, wider, kernel, padding=padding), nn.LeakyReLU(), nn.MaxPool2d(2)]
-        channels, height, width = wider, *((side + 2 * padding - kernel + 1) // 2 for side in (height, width))
+        channels = wider
+        height = (height + 2 * padding - kernel + 1) // 2
+        width = (width + 2 * padding - kernel + 1) // 2
     layers += [nn.Flatten(), nn.Linear(channels * height * width, 128), nn.LeakyReLU()]
     return Layers(128, layers)
 

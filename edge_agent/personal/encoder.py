@@ -60,8 +60,11 @@ _LARGE_INPUT = 3 * 64 * 64
 _LEAST_TO_MAP = 4_000_000
 """Encoders with smaller files, bytes, are not mapped: a start holds them three times; the child process takes 60 MB."""
 
-_OWN, _OWN_KEPT = "own-", 2
-"""Files of encoders with their own batch norm begin so, and so many of the newest are kept."""
+_OWN = "own-"
+"""How the names of files of encoders with the device's own batch norm begin."""
+
+_OWN_KEPT = 2
+"""How many of the newest of these files are kept."""
 
 _FEATURE_FILE = re.compile(r"features-[0-9a-f]{32}(-own-[0-9a-f]{32})?-[0-9a-f]{4}-[0-9a-f]{32}\.safetensors")
 """Name of a file of cached features; somebody may have put others that begin so into the folder."""
@@ -72,8 +75,11 @@ _FEATURE_FILES = 15
 _ALL_FEATURE_FILES = 64
 """Files of features that stay in one folder, whatever encoders they are of."""
 
-TRIAL_S, TRIAL_CPU_S = 300.0, 120
-"""A trial may take so long, and so much time of a processor: two batches, and the start of ONNX Runtime."""
+TRIAL_S = 300.0
+"""How many seconds a trial may take: two batches, and the start of ONNX Runtime."""
+
+TRIAL_CPU_S = 120
+"""How many seconds of a processor a trial may take."""
 
 Progress = Callable[[int, int], None]
 """Called with (inputs done, inputs in all)."""

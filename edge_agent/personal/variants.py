@@ -14,8 +14,11 @@ from ..heads import FitData
 from .encoder import Encoder
 from .local.validation import folds
 
-LEAST_GAIN, LEAST_GAIN_MS = 0.1, 0.5
-"""int8 is chosen where it saves at least this share of the time and these milliseconds for each batch."""
+LEAST_GAIN = 0.1
+"""The share of the time of a batch that int8 has to save in order to be chosen."""
+
+LEAST_GAIN_MS = 0.5
+"""The milliseconds of a batch that int8 has to save as well: a share of next to nothing is not worth it."""
 
 MOST_LOSS = 0.005
 """Accuracy that a head on int8 features may lose."""
@@ -23,8 +26,14 @@ MOST_LOSS = 0.005
 _PARTS = 4
 """Parts of the samples, each of which answers once by a head fitted on the others."""
 
-_BLOCKS, _BUDGET_S = (8, 40), 2.0
-"""Least and most blocks of timings, and the seconds after which no further one is begun."""
+_LEAST_BLOCKS = 8
+"""How many blocks of timings are made at least."""
+
+_MOST_BLOCKS = 40
+"""How many blocks of timings are made at most."""
+
+_BUDGET_S = 2.0
+"""Seconds after which no further block of timings is begun, once there are `_LEAST_BLOCKS`."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ def timed(encoders: Mapping[str, Encoder], clock: Callable[[], float]) -> Timing
         encoder.features(batches[name])  # the first run allocates
     blocks: list[tuple[float, float]] = []
     spent = 0.0
-    while len(blocks) < _BLOCKS[0] or (len(blocks) < _BLOCKS[1] and spent < _BUDGET_S):
+    while len(blocks) < _LEAST_BLOCKS or (len(blocks) < _MOST_BLOCKS and spent < _BUDGET_S):
         block = {"fp32": 0.0, "int8": 0.0}
         for name in ("fp32", "int8", "int8", "fp32"):
             begin = clock()

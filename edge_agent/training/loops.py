@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..core.errors import DataError, StateError, TrainingCancelled, TrainingFailed
+from ..core.errors import DataError, StateError, TrainingCancelled, TrainingFailed, raiser_of
 from ..core.task import Tensors
 from ..methods.values import Client, MethodParams, TrainingCheckpoint
 from .parts import Parts, load_arrays, to_arrays
@@ -193,12 +193,18 @@ def diverged(client: Client, loss: float, epoch: str, suspects: Mapping[str, flo
 
 
 def _value(client: Client, step: Step, chosen: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a batch of the client's training samples, whose numbers are ``chosen`` (n,).
+
+    Raises:
+        TrainingFailed: the batch has a single sample, and the model has batch norm.
+    """
     is_mixed = client.precision != "float32"
     try:
         with torch.autocast(client.device.type, torch.bfloat16, enabled=is_mixed):
             return step(client.train_inputs[chosen], client.train_labels[chosen])
     except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
+        # Torch's layers of normalization refuse a batch that has one number for each channel.
+        if raiser_of(error) != ("torch.nn.functional", "_verify_batch_size"):
             raise
         raise TrainingFailed(
             f"client '{client.id}' has {client.samples} training sample; batch norm needs at least 2 in a batch",

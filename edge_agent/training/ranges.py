@@ -14,8 +14,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-MOST_ROWS, PIECE_ROWS = 256, 32
-"""Samples, evenly spaced, that ranges are taken from, and of one forward pass."""
+MOST_ROWS = 256
+"""How many samples, evenly spaced, ranges are taken from at most."""
+
+PIECE_ROWS = 32
+"""How many samples go through the encoder in one forward pass."""
 
 
 class _Outputs(TorchFunctionMode):

@@ -39,7 +39,7 @@ from .transport import Connected, Disconnected, Event, Message, Subscribed, Traf
 
 log = logging.getLogger(__name__)
 
-_SHUT_OUT = frozenset({"Not authorized", "Bad user name or password"})
+_SHUT_OUT = frozenset({134, 135})  # reason codes of MQTT 5: "Bad user name or password" and "Not authorized"
 INFLIGHT = 96  # QoS 1 publishes that paho may have unacknowledged; more wait in its queue, which our windows bound
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 30.0
@@ -82,6 +82,7 @@ class MqttTransport:
         self._tried = threading.Event()
         self._stopping = threading.Event()
         self._first_failure = self._rejection = self._remedy = ""
+        self._clocks_differ = False
         self._thread: threading.Thread | None = None
         self._connection = 0
 
@@ -179,7 +180,7 @@ class MqttTransport:
                 return
             pause_s = self._rng.uniform(0.05, longest_pause_s(failures))
             log.warning("broker_away url=%s reason=%s retry_in_s=%.1f", self.config.url, reason, pause_s)
-            self._inbox.put(Disconnected(reason, pause_s, self._remedy))
+            self._inbox.put(Disconnected(reason, pause_s, self._remedy, self._clocks_differ))
             self._stopping.wait(pause_s)
 
     def _session(self) -> tuple[str, bool]:
@@ -201,7 +202,8 @@ class MqttTransport:
             reason = str(error)
         except Exception as error:  # noqa: BLE001 - a broken packet makes paho raise anything; a new session is the cure
             reason = cause(error)
-            self._remedy = SET_CLOCK if is_of_another_time(error) else ""
+            self._clocks_differ = is_of_another_time(error)
+            self._remedy = SET_CLOCK if self._clocks_differ else ""
         was_up = self._up.is_set()
         self._up.clear()
         self._client = self._last_sent = None  # its sockets close with it
@@ -210,6 +212,7 @@ class MqttTransport:
     def _new_client(self) -> paho.Client:
         self._connection += 1
         self._rejection = self._remedy = ""
+        self._clocks_differ = False
         self._pending_filters.clear()
         client = _client(self.config, self.client_id, session_of(self.client_id), paho.MQTTv311)
         client.max_inflight_messages_set(INFLIGHT)
@@ -347,7 +350,7 @@ def _client(config: BrokerConfig, client_id: str, session: str, protocol: MQTTPr
 def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode) -> tuple[str, str]:
     """What the broker said to a login, and what to do about it; empty where waiting may help."""
     user = user_of(config, client_id)
-    if str(code) not in _SHUT_OUT:
+    if code.value not in _SHUT_OUT:
         return f"broker refuses: {code}", ""
     if user is None:
         return f"broker refuses a login without a user ({code})", "set broker.user and broker.password_file"

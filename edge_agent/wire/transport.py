@@ -37,6 +37,9 @@ class Disconnected:
     remedy: str = ""
     """What to do about a login that the broker refuses; empty: it refused none."""
 
+    clocks_differ: bool = False
+    """Whether a certificate was refused because it does not hold at the time of this machine's clock."""
+
 
 @dataclass(frozen=True)
 class Subscribed:

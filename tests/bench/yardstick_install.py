@@ -49,7 +49,7 @@ import json, os, sys, time
 from pathlib import Path
 os.sched_setaffinity(0, {0})
 from edge_agent.agent import candidate
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.core.config import AgentConfig
 from edge_agent.wire.messages.down import Install
 config, message = AgentConfig.model_validate_json(sys.argv[1]), Install.model_validate_json(sys.argv[2])

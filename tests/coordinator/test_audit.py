@@ -25,8 +25,9 @@ from coordinator.runs.audit import audit
 from coordinator.state.journal import Journal, hash_of
 from coordinator.state.retention import prune_runs, runs_beyond
 from coordinator.state.store import BlobStore, RunFolder, StateFolder
-from edge_agent.agent.local_state import RECEIPTS, note_receipt
 from edge_agent.core.errors import UnknownName, UsageError
+from edge_agent.run_folder.layout import RECEIPTS
+from edge_agent.run_folder.receipts import note_receipt
 from edge_agent.wire.messages.fields import BlobRef
 from edge_agent.wire.messages.up import UpdateManifest
 from edge_agent.wire.tensors import decode, encode

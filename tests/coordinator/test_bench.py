@@ -19,7 +19,7 @@ from coordinator.research.bench import device, device_child, measuring, rounds, 
 from coordinator.research.bench.measuring import SimulationSize, caveat, machine, quantile, rounded, size_bytes
 from coordinator.state.journal import Journal
 from edge_agent import data, methods, models
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.core.config import AgentConfig, DataConfig
 from edge_agent.core.errors import MeasuringFailed, UsageError
 from edge_agent.core.task import Task

@@ -90,7 +90,7 @@ def digits_duties(seed):
     """Real training; agent ``a3`` has every tenth sample from the third."""
 
     class DigitsDuties(TinyDuties):
-        def _samples(self, task):
+        def read_samples(self, task):
             (inputs, labels), _ = digits(seed)
             rows = np.arange(int(self.config.id[1:]), len(labels), 10)
             every = Samples(inputs, labels, task.class_names, task.input)

@@ -28,14 +28,14 @@ class SpoilingDuties(FakeDuties):
 
     spoils = ""
 
-    def do(self, job, received):
+    def do(self, job, received, encoder=None):
         if self.spoils == "fault" and job.purpose == "train":
             raise TrainingFailed("the loss became nan", is_public=True)
         if self.spoils == "nan":
             received = {name: np.full_like(array, np.nan) for name, array in received.items()}
         if self.spoils == "names":
             received = {f"other.{name}": array for name, array in received.items()}
-        return super().do(job, received)
+        return super().do(job, received, encoder)
 
 
 def fleet(folder, honest, spoils="", **options):

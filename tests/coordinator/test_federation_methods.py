@@ -12,7 +12,7 @@ from federation_harness import Federation
 
 from coordinator.processes.compute import InlineCompute
 from edge_agent import methods
-from edge_agent.agent.local_state import ClientStateFiles
+from edge_agent.run_folder.client_state import ClientStateFiles
 from edge_agent.training.parts import to_arrays
 from edge_agent.wire.blobs.chunks import decode_frame
 from edge_agent.wire.tensors import decode

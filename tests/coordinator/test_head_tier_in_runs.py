@@ -208,7 +208,7 @@ def test_its_statistics_are_those_of_the_encoder_of_the_round(tmp_path):
     fed = with_head_tier(tmp_path)
     torch.manual_seed(0)  # the run's seed: the encoder of round 1 is the one that everybody starts from
     model = methods.create("fedpac", FEDPAC).build(TASK).eval()
-    train, _ = fed.tasks["h1"]._samples(TASK)
+    train, _ = fed.tasks["h1"].read_samples(TASK)
     with torch.no_grad():
         features = model.features(torch.from_numpy(train.inputs.astype(np.float32))).numpy()
     first = sent_by(fed, "h1")[0]

@@ -16,7 +16,7 @@ from coordinator.hosted.transport import CombinedTransport
 from coordinator.runs.selection import lack
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, Prepared
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.core.children import InlineWorker
 from edge_agent.core.config import DataConfig
 from edge_agent.core.errors import DuplicateId

@@ -14,7 +14,7 @@ from federation_harness import Federation
 from PIL import Image
 
 from edge_agent.agent.health import problem_of
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.core import errors
 from edge_agent.core.config import DataConfig
 from edge_agent.core.task import ImageInput, Task

@@ -77,9 +77,9 @@ class ClaimingParams(MethodParams):
 class SingleSample(TinyDuties):
     """One sample of class c, 17 of the others."""
 
-    def _samples(self, task):
+    def read_samples(self, task):
         if self._rows is None:
-            train, test = super()._samples(task)
+            train, test = super().read_samples(task)
             labels = np.arange(18, dtype=np.int64) % 2
             labels[0] = 2
             self._rows = Samples(train.inputs, labels, task.class_names, task.input), test

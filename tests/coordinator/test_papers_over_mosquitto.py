@@ -19,7 +19,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 from coordinator.broker import MosquittoBroker, find_mosquitto
 from edge_agent import methods
 from edge_agent.agent.event_loop import Agent, will_of
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig
 from edge_agent.core.storage import read_tensors
 from edge_agent.core.task import ImageInput, Task
@@ -138,8 +138,8 @@ class WatchedDuties(TaskRunner):
         super().__init__(config, tier)
         self.on_disk = {}
 
-    def do(self, job, received):
-        done = super().do(job, received)
+    def do(self, job, received, encoder=None):
+        done = super().do(job, received, encoder)
         self.look()
         return done
 

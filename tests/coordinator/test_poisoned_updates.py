@@ -37,9 +37,9 @@ class Duties(FakeDuties):
     def poisoned(sent, received):
         return sent
 
-    def do(self, job, received):
+    def do(self, job, received, encoder=None):
         if job.purpose == "personalize":
-            return super().do(job, received)
+            return super().do(job, received, encoder)
         sent = {name: array + np.float32(1) for name, array in received.items()}
         samples = self.samples
         if self.config.id.startswith(MALLORY):
@@ -351,8 +351,8 @@ class Subtle(Duties):
 
     origin = 0.0
 
-    def do(self, job, received):
-        manifest = super().do(job, received)
+    def do(self, job, received, encoder=None):
+        manifest = super().do(job, received, encoder)
         if job.purpose == "personalize":
             return manifest
         position = float(next(iter(received.values())).reshape(-1)[0])

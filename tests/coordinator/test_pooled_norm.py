@@ -11,10 +11,10 @@ from federation_duties import TinyDuties
 from federation_harness import Federation
 
 from edge_agent import methods
-from edge_agent.agent.local_state import ClientStateFiles
 from edge_agent.bundle.installed import install
 from edge_agent.core.task import ImageInput, Task
 from edge_agent.personal.encoder import Encoder
+from edge_agent.run_folder.client_state import ClientStateFiles
 from edge_agent.wire.blobs.chunks import decode_frame
 from edge_agent.wire.tensors import decode
 from export import model_from_state
@@ -34,8 +34,8 @@ AGENTS = ("a0", "a1", "a2")
 class SharingDuties(TinyDuties):
     """a1 has fewer samples than the others, so that a plain mean and a weighted one differ."""
 
-    def _samples(self, task):
-        train, test = super()._samples(task)
+    def read_samples(self, task):
+        train, test = super().read_samples(task)
         return (train.take(np.arange(9)), test) if self.config.id == "a1" else (train, test)
 
 

@@ -22,10 +22,10 @@ class FailingDuties(FakeDuties):
 
     failing: tuple[str, ...] = ()
 
-    def do(self, job, received):
+    def do(self, job, received, encoder=None):
         if job.purpose == "train" and job.round == 1 and self.config.id in self.failing:
             raise TrainingFailed("the loss became nan")
-        return super().do(job, received)
+        return super().do(job, received, encoder)
 
 
 def fleet(folder, size=6, **cohort):

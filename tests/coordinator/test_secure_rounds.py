@@ -45,24 +45,28 @@ class Spied(TinyDuties):
 
     plain: dict
     dies: set
+    fails = False
 
-    def do(self, job, received):
+    def do(self, job, received, encoder=None):
+        if self.fails and job.purpose == "train":
+            raise TrainingFailed("the loss is not finite")
         if (self.config.id, job.round, job.purpose) in self.dies:
             self.dies.remove((self.config.id, job.round, job.purpose))
             raise Killed
-        manifest = super().do(job, received)
+        manifest = super().do(job, received, encoder)
         if (self.config.id, job.round, job.purpose, "after") in self.dies:
             self.dies.remove((self.config.id, job.round, job.purpose, "after"))
             raise Killed
         return manifest
 
-    def _samples(self, task):
-        train, test = super()._samples(task)
+    def read_samples(self, task):
+        train, test = super().read_samples(task)
         rows = np.arange(9 + int(self.config.id[1:]) % 10)  # 9 to 18, so that weights differ
         return train.take(rows), test
 
-    def _train(self, job, session, received, kept, given):
-        sums = self._secure_sums()
+    @property
+    def secure_sums(self):
+        sums = super().secure_sums
 
         def spied(job, given, update, weight, origin):
             copies = {name: np.array(array) for name, array in update.items()}
@@ -70,7 +74,7 @@ class Spied(TinyDuties):
             return type(sums).masked(sums, job, given, update, weight, origin)
 
         sums.masked = spied
-        return super()._train(job, session, received, kept, given)
+        return sums
 
 
 class Fleet(Federation):
@@ -380,16 +384,12 @@ def test_a_device_refuses_the_same_training_in_another_run_also_where_the_coordi
         assert "0 of 4 clients have revealed" in fed.record.outcome["reason"]
 
 
-def failing(*_):
-    raise TrainingFailed("the loss is not finite")
-
-
 def test_too_few_survivors_reveal_nothing_and_the_run_ends_with_the_reason(tmp_path):
     """4 of 6 have to deliver; three fail in training, in each attempt."""
     with Fleet(tmp_path, 6, round={"quorum": 1.0, "max_attempts": 2, "deadline_s": 60.0}) as fed:
         fed.ask(rounds=1)
         for name in ("a0", "a3", "a5"):
-            fed.tasks[name]._train = failing
+            fed.tasks[name].fails = True
         fed.finish()
         assert fed.record.status == "failed"
         reason = fed.record.outcome["reason"]
@@ -545,10 +545,10 @@ class Hostile(Spied):
     purpose = ""
     change = staticmethod(lambda tensors: tensors)
 
-    def _offer(self, job, tensors, samples, metrics):
+    def _put(self, job, tensors, samples, metrics):
         if self.config.id == "a1" and job.purpose == self.purpose:
             tensors = self.change({name: array.copy() for name, array in tensors.items()})
-        return super()._offer(job, tensors, samples, metrics)
+        return super()._put(job, tensors, samples, metrics)
 
 
 def zeros(tensors):
@@ -640,7 +640,7 @@ def test_a_refusal_by_the_protocol_is_none_of_the_devices_policy(tmp_path):
     """It is asked again in later rounds, where one whose own [privacy] refuses is not before it is restarted."""
     with Fleet(tmp_path, 5) as fed:
         fed.ask(rounds=4)
-        sums = fed.tasks["a2"]._secure_sums()
+        sums = fed.tasks["a2"].secure_sums
         shares = sums.shares
         sums.shares = lambda job, given: shares(job, given) if job.round > 1 else sums.of(job).shares({})
         fed.finish()

@@ -17,7 +17,7 @@ from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import Prepared
 from coordinator.state.store import StateFolder
 from edge_agent import methods
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.core.errors import TrainingFailed, UsageError
 from edge_agent.data import Samples, partition
 from edge_agent.wire.messages.down import Job
@@ -35,7 +35,7 @@ def federation_on(prepared, folder):
     """Real agents with their own caches, outboxes and models, on the rows that the simulation gives its clients."""
 
     class RowDuties(TaskRunner):
-        def _samples(self, task):
+        def read_samples(self, task):
             share = prepared.division.clients[self.config.id]
             parts = prepared.pools.arrays(share)
             spec = prepared.task.input

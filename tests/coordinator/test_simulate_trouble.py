@@ -24,11 +24,11 @@ from coordinator.state.journal import Journal
 from coordinator.state.starts import record_start
 from coordinator.state.store import BlobStore, StateFolder
 from edge_agent import methods
-from edge_agent.agent.local_state import ClientStateFiles
 from edge_agent.core.errors import RunFailed, StateError, TrainingFailed, UsageError
 from edge_agent.core.storage import write_atomic
 from edge_agent.data import partition
 from edge_agent.data.partition import Division
+from edge_agent.run_folder.client_state import ClientStateFiles
 from edge_agent.wire.blobs import chunks
 from edge_agent.wire.messages.up import Report, UpdateManifest
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from edge_agent import methods
 from edge_agent.agent.event_loop import Agent, will_of
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.cli import main
 from edge_agent.cli.privacy import of_method
 from edge_agent.core.children import InlineWorker

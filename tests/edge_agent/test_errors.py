@@ -15,7 +15,9 @@ from edge_agent.core.errors import (
     UnknownName,
     cause,
     nearest,
+    raiser_of,
     remedy,
+    without_home,
 )
 from edge_agent.core.installation import install_command
 
@@ -80,3 +82,22 @@ def test_process_that_failed_is_told_without_its_command():
         with pytest.raises(subprocess.CalledProcessError) as failed:
             subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
         assert cause(failed.value) == f"its process ended with {end}"
+
+
+def test_who_raised_an_error_is_told_without_its_words():
+    def deepest():
+        raise ValueError("whatever it says")
+
+    def outer():
+        deepest()
+
+    with pytest.raises(ValueError, match="whatever") as caught:
+        outer()
+    assert raiser_of(caught.value) == (__name__, "deepest")
+    assert raiser_of(ValueError("never raised")) == ("", "")
+
+
+def test_words_about_a_home_directory_alone_are_no_missing_home():
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError("the home directory of this module is elsewhere")
+    assert without_home(caught.value) is None

@@ -16,8 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from edge_agent.agent.local_state import RUN_FOLDER, remove_all_runs, remove_ended_runs
-from edge_agent.agent.tasks import Resources
+from edge_agent.agent.tasks.resources import Resources
 from edge_agent.bundle import installed
 from edge_agent.core import locks, own_folders
 from edge_agent.core import storage as storage_module
@@ -25,6 +24,7 @@ from edge_agent.core.config import AgentConfig, DataConfig
 from edge_agent.core.errors import StateError, UsageError
 from edge_agent.core.own_folders import MARK, FolderKind
 from edge_agent.personal.encoder import remove_features
+from edge_agent.run_folder.layout import RUN_FOLDER, remove_all_runs, remove_ended_runs
 
 KIND = FolderKind("decoy")
 

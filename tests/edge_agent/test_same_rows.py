@@ -11,7 +11,7 @@ from simulation_harness import write_images
 from coordinator.simulation import datasets
 from coordinator.simulation.plan import Plan
 from edge_agent import Personalizer
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.cli import main
 from edge_agent.core.config import AgentConfig, DataConfig
 from edge_agent.data.partition import own_samples
@@ -52,7 +52,7 @@ def test_simulation_agent_and_command_take_the_same_rows(tmp_path, make_bundle, 
             words = ["--data", data[number]]
         simulated = pools.arrays(division.share(client, "p.json"))
         config = AgentConfig(id="porch", state=tmp_path / "s", data=DataConfig(**own))
-        in_agent = TaskRunner(config, "head")._samples(task)
+        in_agent = TaskRunner(config, "head").read_samples(task)
         in_command = fitted_with(monkeypatch, ["fit", "--bundle", str(bundle), "--out", str(tmp_path / "h"), *words])
         opened = Personalizer.open(bundle, cache=tmp_path / "cache")
         in_python = opened.samples(str(own.pop("source")), **own)

@@ -243,8 +243,9 @@ def test_a_lock_that_is_given_back_is_free_although_a_child_still_holds_a_copy_o
     monkeypatch.setattr(locks, "_lock", lambda number: lock(number) or copies.append(os.dup(number)))
     with locks.folder_lock(tmp_path, "first"):
         monkeypatch.undo()
-        with pytest.raises(StateError, match="in use by first"), locks.folder_lock(tmp_path, "too early"):
+        with pytest.raises(StateError, match="in use by first") as caught, locks.folder_lock(tmp_path, "too early"):
             pass
+        assert caught.value.holder == f"first (process {os.getpid()})"
     with locks.folder_lock(tmp_path, "second"):
         os.close(copies[0])
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from edge_agent import methods
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.agent.transfers import Outbox
 from edge_agent.core.config import AgentConfig
 from edge_agent.core.task import ImageInput, Task, Tensors
@@ -65,6 +65,11 @@ class FakeDuties:
         self.after: Callable[[down.Job], None] = lambda job: None
         self.cancelled: fields_module.JobKey | None = None
 
+    @property
+    def bundles(self) -> FakeDuties:
+        """The bundle in use: this object says all about it itself."""
+        return self
+
     lacks_head = False
     on_trial = None
     now = staticmethod(time.time)
@@ -77,7 +82,7 @@ class FakeDuties:
     def kept(self) -> str:
         return ""
 
-    def declined(self, message: down.Install) -> up.Report | None:
+    def declined(self, message: down.Install, samples: int) -> up.Report | None:
         return None
 
     def facts(self) -> dict[str, Any]:
@@ -95,7 +100,7 @@ class FakeDuties:
     def forget_runs(self) -> int:
         return 0
 
-    def do(self, job: down.Job, received: Tensors) -> up.UpdateManifest | up.Report:
+    def do(self, job: down.Job, received: Tensors, encoder: Path | None = None) -> up.UpdateManifest | up.Report:
         self.before(job)
         self.done.append((fields_module.run_name(job.run), job.round, job.purpose))
         if job.purpose == "personalize":
@@ -127,7 +132,7 @@ class TinyDuties(TaskRunner):
     def check(self, task: Task) -> None:
         """The made-up images fit every task."""
 
-    def _samples(self, task: Task) -> tuple[Samples, Samples]:
+    def read_samples(self, task: Task) -> tuple[Samples, Samples]:
         if self._rows is None:
             rng = np.random.default_rng(sum(map(ord, self.config.id)))
             labels = np.arange(24, dtype=np.int64) % 3

@@ -13,7 +13,7 @@ from coordinator.cli import main
 from coordinator.cli import release as command_line
 from coordinator.fleet import release_commands as commands
 from coordinator.fleet.release_commands import device_rows
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.bundle import installed
 from edge_agent.cli import main as edge_agent_main
 from edge_agent.core.config import DataConfig, HeadConfig

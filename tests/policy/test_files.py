@@ -32,8 +32,8 @@ REMOVALS = {
     ("edge_agent.core.own_folders", "_remove_below", "os.rmdir"): (
         "below the opened folder, by descriptors; no other mount"
     ),
-    ("edge_agent.agent.local_state", "remove_ended_runs", "remove_folder"): "folders of runs, by their mark",
-    ("edge_agent.agent.local_state", "remove_all_runs", "remove_folder"): "folders of runs, by their mark",
+    ("edge_agent.run_folder.layout", "remove_ended_runs", "remove_folder"): "folders of runs, by their mark",
+    ("edge_agent.run_folder.layout", "remove_all_runs", "remove_folder"): "folders of runs, by their mark",
     ("edge_agent.agent.release_record", "clean", "remove_folder"): "the folder of a candidate, by its mark",
     ("edge_agent.bundle.unpacked", "unpack", "remove_folder"): "the new folder that was just marked, of a random name",
     (
@@ -134,13 +134,13 @@ REMOVALS = {
     ("edge_agent.agent.head_tier", "_take_in", ".unlink"): "the owner's files in [data] watch, which says that they go",
     ("edge_agent.agent.health", "try_disk", ".unlink"): STATE_FILE,
     ("edge_agent.agent.local_state", "make_room", ".unlink"): "cached features in the state folder, by whole names",
-    ("edge_agent.agent.local_state", "note_receipt", ".truncate"): "the line that this call could not write whole",
+    ("edge_agent.run_folder.receipts", "note_receipt", ".truncate"): "the line that this call could not write whole",
     (
-        "edge_agent.agent.local_state",
+        "edge_agent.run_folder.client_state",
         "ClientStateFiles.write",
         ".unlink",
     ): "states of other rounds, named by their number",
-    ("edge_agent.agent.local_state", "TrainingCheckpointFile.remove", ".unlink"): STATE_FILE,
+    ("edge_agent.run_folder.checkpoint", "TrainingCheckpointFile.remove", ".unlink"): STATE_FILE,
     ("edge_agent.agent.release_record", "ReleaseRecord.pin", ".unlink"): STATE_FILE,
     ("edge_agent.agent.release_record", "WaitFile.remove", ".unlink"): STATE_FILE,
     ("edge_agent.agent.transfers", "Outbox.get", ".unlink"): STATE_FILE,

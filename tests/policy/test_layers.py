@@ -9,7 +9,10 @@ import sys
 import pytest
 
 FLOORS = [
-    ("L0", r"edge_agent|edge_agent\.(core|wire|bundle|identity|privacy)(\..+)?|edge_agent\.methods(\.(base|values))?"),
+    (
+        "L0",
+        r"edge_agent|edge_agent\.(core|wire|run_folder|bundle|identity|privacy)(\..+)?|edge_agent\.methods(\.(base|values))?",
+    ),
     ("L3", r"edge_agent\.(training|models|client)(\..+)?|edge_agent\.methods\..+"),
     ("L1", r"edge_agent\.(heads|data|personal)(\..+)?"),
     ("L2", r"edge_agent\..+"),
@@ -78,7 +81,8 @@ def also_allowed(module: str) -> set[str]:
         ("edge_agent.methods.fedper", "L3"),
         ("edge_agent.models", "L3"),
         ("edge_agent.heads.lr", "L1"),
-        ("edge_agent.agent.tasks", "L2"),
+        ("edge_agent.run_folder.client_state", "L0"),
+        ("edge_agent.agent.tasks.runner", "L2"),
         ("edge_agent.cli", "L2"),
         ("coordinator.broker.serve", "coordinator"),
     ],
@@ -127,6 +131,21 @@ def test_nobody_imports_an_upper_package_even_when_called(sources):
         for source in sources
         for imported in source.imports
         if imported.name.split(".")[0] in above[source.name.split(".")[0]]
+    ]
+    assert wrong == []
+
+
+RUN_AGENTS = r"coordinator\.(simulation|hosted|research\.bench)(\..+)?"
+"""What runs agents, or lets clients do what agents do; whatever else both sides use is in a room below the agent."""
+
+
+def test_of_the_other_side_only_what_runs_agents_imports_the_agent(sources):
+    wrong = [
+        f"{source.name}:{imported.line} imports {imported.name}"
+        for source in sources
+        if source.name.split(".")[0] in {"coordinator", "export"} and not re.fullmatch(RUN_AGENTS, source.name)
+        for imported in source.imports
+        if re.fullmatch(r"edge_agent\.agent(\..+)?", imported.name)
     ]
     assert wrong == []
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import sys
 
@@ -190,3 +191,16 @@ def test_only_the_guarded_function_removes_folders(sources):
     ]
     assert [place for place in wrong if not place.startswith("edge_agent.core.own_folders:")] == []
     assert any(place.startswith("edge_agent.core.own_folders:") for place in wrong), "the search finds nothing"
+
+
+def test_each_constant_of_a_device_has_a_docstring_of_its_own(sources):
+    """One text below ``A, B = 1, 2`` has to say which of its halves is about which."""
+    shared = [
+        f"{source.name}:{statement.lineno}"
+        for source in sources
+        if source.name.split(".")[0] == "edge_agent"
+        for statement, following in itertools.pairwise(source.tree.body)
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple)
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+    ]
+    assert shared == []

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from edge_agent.agent.local_state import ClientStateFiles
-from edge_agent.agent.tasks import LAST_ROUND
 from edge_agent.client import Arrays, ClientState, Session
 from edge_agent.core.errors import StateError, UsageError
 from edge_agent.data.partition import GROUPS
 from edge_agent.methods.values import Client
+from edge_agent.run_folder.client_state import LAST_ROUND, ClientStateFiles
 
 from ...simulation.setup import CLIENTS, PARTITION, Prepared, computing_as_begun, planned
 from ...state.store import StateFolder

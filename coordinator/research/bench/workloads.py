@@ -23,7 +23,7 @@ from pydantic import Field
 
 from edge_agent import methods, models
 from edge_agent.agent.event_loop import Agent, will_of
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.core.children import ThreadWorker
 from edge_agent.core.config import AgentConfig, load
 from edge_agent.core.task import ImageInput, Task, Tensors
@@ -86,7 +86,12 @@ class NoopMethod(Method):
 class NoopTasks(TaskRunner):
     """Tasks of an agent that adds a number instead of training, and does not load torch."""
 
-    def do(self, job: Job, received: Tensors) -> UpdateManifest | Report:
+    def do(
+        self,
+        job: Job,
+        received: Tensors,
+        encoder: Path | None = None,  # noqa: ARG002 - as `TaskRunner.do`
+    ) -> UpdateManifest | Report:
         """The received tensors plus a number (or an upload of another size), or an empty report."""
         if job.purpose == "personalize":
             return Report(run=job.run, samples=1)

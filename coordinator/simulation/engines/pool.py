@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from edge_agent import methods
-from edge_agent.agent.tasks import fault
 from edge_agent.client import Built
 from edge_agent.core.errors import HeadwaterError, RunFailed
 from edge_agent.core.storage import without_syncs
 from edge_agent.core.task import Task
 from edge_agent.data.partition import Division
 from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.faults import fault
 from edge_agent.wire.messages.down import Job
 
 from ...processes.pipe import Frame, Pipe, SharedBuffer

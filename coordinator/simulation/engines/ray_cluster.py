@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 
 from edge_agent import __version__
-from edge_agent.agent.local_state import ClientStateFiles, merge, split
-from edge_agent.agent.tasks import kept_before
+from edge_agent.agent.tasks.table import state_before
 from edge_agent.core.errors import RunFailed, UsageError
 from edge_agent.core.task import Tensors
 from edge_agent.data.partition import Division
+from edge_agent.run_folder.client_state import ClientStateFiles, merge, split
 from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.messages.down import Job
 from edge_agent.wire.tensors import decode, pieces
@@ -176,7 +176,7 @@ class RayWorkers:
         Raises:
             StateError: the state cannot be read.
         """
-        state = as_bytes(pieces(merge(*self._state_files(work).before(kept_before(work.job)))))
+        state = as_bytes(pieces(merge(*self._state_files(work).before(state_before(work.job)))))
         reply = worker.handle.work.remote(work.client, work.job.model_dump_json(), state, *blobs)
         self._pending[reply] = (worker, work)
 

@@ -25,8 +25,14 @@ from .validation import Fold, folds, is_better
 MOST_SAMPLES = 5000
 """Samples that a local model learns from, at random where there are more: a small device has no memory for more."""
 
-_FOLDS, _MOST_TO_LEARN, _MOST_TO_TEST = 5, 1000, 400
-"""Folds of the choice, and the most samples of each on its two sides."""
+_FOLDS = 5
+"""How many folds of the training samples the choice is made on."""
+
+_MOST_TO_LEARN = 1000
+"""How many samples a candidate learns from in one fold at most."""
+
+_MOST_TO_TEST = 400
+"""How many samples a candidate answers in one fold at most."""
 
 _AT_ONCE = 128
 """Inputs whose features are computed at once."""

@@ -7,7 +7,7 @@ from analysis_harness import analyzed, reasons, simulated
 
 from coordinator.cli import main
 from coordinator.state.store import StateFolder, prune_blobs, states_of
-from edge_agent.agent.local_state import ClientStateFiles
+from edge_agent.run_folder.client_state import ClientStateFiles
 
 
 def test_the_state_that_is_kept_is_that_of_a_run_that_ended_there(runs, images, folder):

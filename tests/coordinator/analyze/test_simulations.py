@@ -14,9 +14,9 @@ from simulation_harness import write_images
 from coordinator.research.analyze import Location, Settings, find
 from coordinator.state.store import StateFolder, states_of
 from edge_agent import heads
-from edge_agent.agent.local_state import ClientStateFiles
 from edge_agent.core.errors import StateError
 from edge_agent.core.storage import read_tensors, write_tensors
+from edge_agent.run_folder.client_state import ClientStateFiles
 from edge_agent.wire.tensors import decode
 
 

@@ -13,7 +13,7 @@ from federation_duties import WIDE_TASK
 from federation_harness import Federation, vanish
 
 from edge_agent.agent.health import ALONE_AGAIN_S, ALONE_S, HELLO_AGAIN_S
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.core.errors import DataError, TrainingFailed
 from edge_agent.wire.blobs.chunks import Incoming, Outgoing, decode_frame
 from edge_agent.wire.messages import codec, down, up

@@ -22,7 +22,7 @@ from federation_harness import Clock
 from edge_agent.agent import candidate as module
 from edge_agent.agent.candidate import children_of, prepare_beside
 from edge_agent.agent.head_tier import install_bundle
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.bundle import installed
 from edge_agent.core import children, limits
 from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig
@@ -202,8 +202,8 @@ def test_row_38_a_kill_of_the_agent_at_any_step_ends_the_process_beside_and_leav
             break
         wait_until(lambda child=int(done.stdout): not is_alive(child))
         tasks = TaskRunner(config, "head")
-        assert tasks.bundle_id == bundle_id
-        tasks.started()
+        assert tasks.bundles.bundle_id == bundle_id
+        tasks.bundles.started()
         assert left_over(config) == []
         np.testing.assert_array_equal(answers_of(config)[1], before)
         fresh(config, tmp_path / "before")
@@ -216,14 +216,14 @@ ENDS = """
 import os, signal, sys
 from pathlib import Path
 from edge_agent.agent import candidate
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.core.config import AgentConfig
 from edge_agent.wire.messages.down import Install
 config, message = AgentConfig.model_validate_json(sys.argv[1]), Install.model_validate_json(sys.argv[2])
 prepare = candidate.prepare_beside
 candidate.prepare_beside = lambda *given: prepare(*given, lambda step: os.kill(os.getpid(), signal.SIGKILL))
 tasks = TaskRunner(config, "head", beside=True)
-tasks.started()
+tasks.bundles.started()
 print(tasks.install(message, Path(sys.argv[3])).rolled_back)
 """
 
@@ -248,7 +248,7 @@ def test_a_second_kill_after_a_new_head_was_put_there_does_not_lose_the_old_one(
             patch.setattr(installed, "switch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             patch.setattr("edge_agent.agent.head_tier.clean", lambda _config: None)  # as a kill has it
             install_bundle(config, order(made), made.path)
-        TaskRunner(config, "head").started()
+        TaskRunner(config, "head").bundles.started()
         assert answers_of(config)[0] == bundle_id
         np.testing.assert_array_equal(answers_of(config)[1], before)
 
@@ -303,8 +303,8 @@ def test_row_37_a_preparation_that_goes_wrong_is_refused_with_its_reason(
     assert f"keeps bundle {old.manifest.bundle_id[:12]} because the process that prepares it" in report.rolled_back
     assert "'samples'" in report.rolled_back
     assert (report.bundle_id, report.metrics["rolled_back"]) == (old.manifest.bundle_id, 1.0)
-    assert tasks.bundle_id == answers_of(config)[0] == old.manifest.bundle_id
-    assert [one.bundle_id for one in tasks.releases.refused()] == [new.manifest.bundle_id]
+    assert tasks.bundles.bundle_id == answers_of(config)[0] == old.manifest.bundle_id
+    assert [one.bundle_id for one in tasks.bundles.releases.refused()] == [new.manifest.bundle_id]
     assert processes
     wait_until(lambda: not any(map(is_alive, processes)))
     wait_until(lambda: not any(is_alive(process) for process in sessions_of(processes)))

@@ -24,10 +24,11 @@ from coordinator.broker import EmbeddedBroker
 from coordinator.cli import main as headwater
 from edge_agent.agent import event_loop
 from edge_agent.agent.data_check import check_beside, last_task
-from edge_agent.agent.health import Condition, disk_error, look_at_disk, problem_of, try_disk
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.health import Condition, look_at_disk, problem_of, try_disk
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.cli import main as edge_agent
 from edge_agent.core.config import AgentConfig, BrokerConfig, DataConfig, HeadConfig
+from edge_agent.core.disk import disk_error
 from edge_agent.core.errors import (
     BundleDamaged,
     ConfigError,

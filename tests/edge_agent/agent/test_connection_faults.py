@@ -38,7 +38,7 @@ def fed(tmp_path):
 
 
 def cut(agent, reason, remedy=""):
-    agent.transport._events.put(Disconnected(reason, 1.0, remedy))
+    agent.transport._events.put(Disconnected(reason, 1.0, remedy, clocks_differ=remedy == SET_CLOCK))
     agent.step(0)
 
 

@@ -16,7 +16,7 @@ from federation_harness import Federation
 
 from edge_agent.agent import local_state
 from edge_agent.agent.local_state import disk_usage, make_room
-from edge_agent.agent.tasks import TaskQueue
+from edge_agent.agent.tasks.task_queue import TaskQueue
 from edge_agent.agent.transfers import Downloads
 from edge_agent.cli.agent import status
 from edge_agent.core.children import InlineWorker

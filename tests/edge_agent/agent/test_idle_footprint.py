@@ -33,11 +33,11 @@ def test_what_is_imported_is_noticed():
 def test_duties_without_a_bundle_and_an_empty_outbox_stay_light(tmp_path):
     code = f"""
 from pathlib import Path
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.agent.transfers import Outbox
 from edge_agent.core.config import AgentConfig, DataConfig
 config = AgentConfig(id="a", state=Path({str(tmp_path)!r}), data=DataConfig(source="images:x"))
-assert TaskRunner(config, "head").bundle_id == ""
+assert TaskRunner(config, "head").bundles.bundle_id == ""
 assert Outbox(config.state / "outbox", config.privacy).get() is None
 """
     assert imported_after(code) == set()

@@ -9,7 +9,7 @@ from edge_agent import data
 from edge_agent.agent import head_tier as module
 from edge_agent.agent.data_check import check
 from edge_agent.agent.head_tier import install_bundle
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.bundle import installed as installed_module
 from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig
 from edge_agent.core.errors import BundleDamaged, BundleError, DataError
@@ -305,7 +305,7 @@ def test_a_kill_between_the_new_head_and_its_bundle_leaves_the_old_pair(config, 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(installed_module, "write_json", killed)  # the pointer to the bundle in use
         install_bundle(config, order(new), new.path)
-    assert TaskRunner(config, "head").bundle_id == running(config) == installed.manifest.bundle_id
+    assert TaskRunner(config, "head").bundles.bundle_id == running(config) == installed.manifest.bundle_id
     assert score_by_hand(config) == before
     assert install_bundle(config, order(new), new.path).bundle_id == new.manifest.bundle_id
 
@@ -322,10 +322,10 @@ def test_a_duty_tells_the_running_bundle_from_then_on(config, make_bundle):
     tasks = TaskRunner(config, "head")
     made = make_bundle()
     report = tasks.install(order(made), made.path)
-    assert tasks.bundle_id == report.bundle_id == made.manifest.bundle_id
+    assert tasks.bundles.bundle_id == report.bundle_id == made.manifest.bundle_id
     assert tasks.samples == 150
     assert report.rss_mb > 10
-    assert TaskRunner(config, "head").bundle_id == made.manifest.bundle_id, "also after a restart"
+    assert TaskRunner(config, "head").bundles.bundle_id == made.manifest.bundle_id, "also after a restart"
 
 
 def test_features_used_for_the_score_are_those_of_the_bundle(config, make_bundle):
@@ -365,11 +365,11 @@ def test_a_device_whose_pair_is_broken_starts_and_says_that_it_runs_none(config,
     folder = config.state.parent / "elsewhere"
     bundle = installed_module.install(other.path, folder)
     result = module.personalize(bundle, samples, Encoder.open(bundle, "fp32", 1), FitOptions("prototype"))
-    assert TaskRunner(config, "head").bundle_id == installed.manifest.bundle_id
+    assert TaskRunner(config, "head").bundles.bundle_id == installed.manifest.bundle_id
     BREAKS[case](config, result)
     tasks = TaskRunner(config, "head")
-    assert tasks.bundle_id == ""
+    assert tasks.bundles.bundle_id == ""
     if case != "the pointer is torn":
         report = tasks.install(order(installed), installed.path)
-        assert report.bundle_id == tasks.bundle_id == installed.manifest.bundle_id
+        assert report.bundle_id == tasks.bundles.bundle_id == installed.manifest.bundle_id
         assert score_by_hand(config) == pytest.approx(report.acc_personal)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from edge_agent.agent import head_tier as module
 from edge_agent.agent.new_samples import COLLECT_EVERY_S, SETTLED_S, NewSamples
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.bundle import installed
 from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig
 from edge_agent.core.errors import DataError
@@ -150,10 +150,10 @@ def test_the_first_samples_of_a_running_agent_give_its_first_head(tmp_path, make
     with Federation(tmp_path / "fed", agents=(), tasks=AddedSamplesAlone) as fed:
         agent = fed.add("porch", tier="head")
         installed.install(made.path, agent.config.state / "bundles")
-        assert not agent.tasks.bundle_id
+        assert not agent.tasks.bundles.bundle_id
         collection = Collection(agent.config.state / "samples")
         collection.add(labelled(from_files([picture(tmp_path / "a.png", 0)], made.manifest.task.input), "scarf"))
-        fed.until(lambda: bool(agent.tasks.bundle_id), limit_s=60)
+        fed.until(lambda: bool(agent.tasks.bundles.bundle_id), limit_s=60)
         assert (saved.load(agent.config.state / "head").class_names, agent.condition.name) == (("scarf",), "ok")
 
 
@@ -368,7 +368,7 @@ def test_a_damaged_head_does_not_keep_added_samples_from_a_new_one(config, tmp_p
     assert tasks.collect()
     (config.state / "head" / "head.json").write_bytes(b"\0" * 100)
     again = TaskRunner(config, "head")
-    assert again.lacks_head
+    assert again.bundles.lacks_head
     again.refit()
     assert saved.load(config.state / "head").class_names == (*"0123456789", "scarf")
 

@@ -8,8 +8,8 @@ import pytest
 from federation_duties import TinyDuties
 from federation_harness import Federation, Killed
 
-from edge_agent.agent.local_state import TRAINING_FILE
 from edge_agent.core.errors import TrainingCancelled
+from edge_agent.run_folder.layout import TRAINING_FILE
 from edge_agent.training import loops
 from edge_agent.wire.messages import fields
 
@@ -65,13 +65,13 @@ def test_a_killed_agent_resumes_its_epoch_with_the_same_bits(tmp_path, monkeypat
 
 def other_samples(_folder, monkeypatch):
     """As many as before, of other numbers: the user has exchanged files."""
-    whole = TinyDuties._samples
+    whole = TinyDuties.read_samples
 
     def exchanged(duties, task):
         train, test = whole(duties, task)
         return replace(train, inputs=train.inputs + 1), test
 
-    monkeypatch.setattr(TinyDuties, "_samples", exchanged)
+    monkeypatch.setattr(TinyDuties, "read_samples", exchanged)
 
 
 def no_client_state(folder, _monkeypatch):
@@ -132,9 +132,9 @@ def test_a_cancelled_round_stops_its_training(tmp_path, monkeypatch, after):
 
         monkeypatch.setattr(tasks, "session", made)
 
-        def noted(job, received):
+        def noted(job, received, encoder=None):
             try:
-                return do(job, received)
+                return do(job, received, encoder)
             except TrainingCancelled:
                 raised.append(job.round)
                 raise

@@ -8,7 +8,7 @@ import pytest
 from federation_harness import Federation
 
 from edge_agent.agent.release_record import ReleaseRecord
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.bundle import installed
 from edge_agent.cli import main
 from edge_agent.core.config import DataConfig, HeadConfig

@@ -80,9 +80,9 @@ def test_each_bundle_is_proved_after_its_own_300_s(site, made):
     site.until(lambda: site.running() == {"porch": 2}, limit_s=30)
     tasks = site.tasks["porch"]
     site.wait(290)
-    assert tasks.on_trial.bundle_id == made[1].manifest.bundle_id
+    assert tasks.bundles.on_trial.bundle_id == made[1].manifest.bundle_id
     site.wait(12)
-    assert tasks.on_trial is None
+    assert tasks.bundles.on_trial is None
     assert ReleaseRecord(site.folder / "porch").started() is None, "also on the disk"
 
 
@@ -185,11 +185,13 @@ def test_a_bundle_whose_preparation_kills_the_agent_is_refused_after_three_times
             site.wait(30)
             survived.append(bool(site.agents))
         assert survived == [False, False, True], "the start after the third end"
-    assert site.tasks["porch"].on_trial.starts == 1, "the bundle in use is on trial as well, and is not to blame"
+    assert site.tasks["porch"].bundles.on_trial.starts == 1, (
+        "the bundle in use is on trial as well, and is not to blame"
+    )
     results = site.release("status")["releases"][1]["results"]
     assert results["porch"]["outcome"] == "failed"
     assert "because the agent ended 3 times while it prepared bundle" in results["porch"]["reason"]
-    (refused,) = site.tasks["porch"].releases.refused()
+    (refused,) = site.tasks["porch"].bundles.releases.refused()
     assert (refused.bundle_id, refused.crashed) == (made[1].manifest.bundle_id, True)
     site.restart("porch")
     site.wait(60)
@@ -290,7 +292,7 @@ def test_a_pin_holds_for_a_bundle_that_is_prepared(site, made, monkeypatch):
     assert uses(site, made[0])
     (device,) = site.release("status")["devices"]
     assert (device["outcome"], "exhibition" in device["kept"]) == ("declined", True)
-    assert site.tasks["porch"].releases.refused() == (), "nothing was wrong with it"
+    assert site.tasks["porch"].bundles.releases.refused() == (), "nothing was wrong with it"
     assert site.stages() == ["everybody", "everybody"]
     site.on_device("unpin", "--state", state)
     site.until(lambda: uses(site, made[1]), limit_s=120)

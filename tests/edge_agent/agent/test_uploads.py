@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from edge_agent.agent.tasks import TaskQueue
+from edge_agent.agent.tasks.task_queue import TaskQueue
 from edge_agent.agent.transfers import OFFER_AGAIN_S, Downloads, Outbox, Uploads
 from edge_agent.core.children import InlineWorker
 from edge_agent.core.config import AgentConfig, DataConfig, PrivacyConfig
@@ -383,7 +383,7 @@ def test_a_job_that_asks_for_another_noise_now_is_done_again(tmp_path):
     done = []
     waiting = put(outbox)
     tasks = SimpleNamespace(config=config, outbox=outbox, cancel=lambda _: None, release_memory=lambda: None)
-    tasks.do = lambda job, _: done.append(job.privacy) or outbox.put(tensors(2.0), job_key(job), 1, {}, job.privacy)
+    tasks.do = lambda job, *_: done.append(job.privacy) or outbox.put(tensors(2.0), job_key(job), 1, {}, job.privacy)
     downloads = Downloads(BlobCache(tmp_path / "cache", 10**6), link, lambda: 0.0)
     queue = TaskQueue(tasks, downloads, Uploads(outbox, link, lambda: 0.0), InlineWorker(), link)
     queue.on_job(job)

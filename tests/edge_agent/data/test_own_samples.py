@@ -9,7 +9,7 @@ import pytest
 
 from edge_agent import data
 from edge_agent.agent.data_check import check
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.core.config import AgentConfig, DataConfig, parse
 from edge_agent.core.errors import ConfigError, DataError
 from edge_agent.core.task import ImageInput, Task, WindowInput
@@ -85,7 +85,7 @@ def test_test_rows_are_of_the_test_part_where_the_partition_was_made_with_one(tm
 def test_a_training_agent_gets_its_rows_and_tells_how_many(tmp_path, source, divided):
     config = AgentConfig(id="c0", state=tmp_path / "s", data=DataConfig(source=source, partition=divided))
     tasks = TaskRunner(config, "train")
-    train, test = tasks._samples(Task(input=SPEC, class_names=NAMES))
+    train, test = tasks.read_samples(Task(input=SPEC, class_names=NAMES))
     assert (greys(train), greys(test), tasks.samples) == ([7, 2, 29], [4, 0], 3)
 
 
