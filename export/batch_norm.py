@@ -40,11 +40,11 @@ class Adaptable:
 
 
 def adaptable(encoder: nn.Module, task: Task) -> Adaptable | None:
-    """The encoder in eval mode with free batch norm; None where it has none. The given module is left as it is.
+    """Return the encoder in eval mode with free batch norm; None where it has none. The given module is left as it is.
 
     Raises:
-        ExportRejected: the exporter cannot translate this encoder, or one of its layers of batch norm is used twice.
-        MissingCapability: onnx is not installed.
+        ExportRejected: The exporter cannot translate this encoder, or one of its batch norm layers is used twice.
+        MissingCapability: The package onnx is not installed.
     """
     count = sum(isinstance(module, Norm) for module in encoder.modules())
     if not count:
@@ -106,7 +106,7 @@ def _own_constants(model: Any) -> list[int]:
 
 
 def _place(model: bytes, layer: int, what: str, channels: int) -> int:
-    """The byte of the serialised model at which a constant of `_own_constants` begins."""
+    """Return the byte of the serialised model at which a constant of `_own_constants` begins."""
     name = _constant(layer, what).encode()
     left = 4 * channels
     length = b""
@@ -118,7 +118,7 @@ def _place(model: bytes, layer: int, what: str, channels: int) -> int:
 
 
 def _probe(model: Any, image: str) -> bytes:
-    """The appended graph: its inputs are the encoder's and ``own_share`` (scalar float32, 0..1).
+    """Return the appended graph: its inputs are the encoder's and ``own_share`` (scalar float32, 0..1).
 
     Outputs: ``statistics`` (s,), mean and variance of each batch norm in order; ``own_features`` (n, d), the features
     of the batch with these statistics.

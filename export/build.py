@@ -70,7 +70,7 @@ def bundle(
     client_ranges: Mapping[str, np.ndarray] | None = None,
     lineage: Lineage | None = None,
 ) -> Report:
-    """The bundle of ``model``'s encoder, written to ``out``.
+    """Return the bundle of ``model``'s encoder, written to ``out``.
 
     ``calibration``: labelled samples by domain, from which the int8 ranges are taken in equal parts, and on which heads
     compare int8 with fp32, each domain by ranges of the others; or inputs (n, ...) float32, preprocessed, without
@@ -83,8 +83,8 @@ def bundle(
     ``quantization.ranges`` says so. ``created``: ISO 8601 UTC; default: now. ``lineage``: where the model comes from.
 
     Raises:
-        ExportRejected: a gate failed; all of them are listed and a bundle already at ``out`` stays as it is.
-        MissingCapability: onnx or onnxruntime is not installed.
+        ExportRejected: A gate failed; all failures are listed and a bundle already at ``out`` stays as it is.
+        MissingCapability: The package onnx or onnxruntime is not installed.
     """
     domains = {} if isinstance(calibration, np.ndarray) else chosen(calibration)
     observed = {"": calibration} if isinstance(calibration, np.ndarray) else range_inputs(domains)
@@ -164,12 +164,12 @@ def _free_norm(encoder: nn.Module, task: Task) -> Adaptable | None:
 
 
 def model_from_state(method: Method, task: Task, state: State) -> Parts:
-    """The method's model with the shared tensors of ``state``.
+    """Return the method's model with the shared tensors of ``state``.
 
     Raises:
-        ExportRejected: the method shares no encoder, or tensors of the encoder are not in the state (batch norm that
-            stays on devices); pooled ones must then be added first, see `methods.base.pooled_norm`.
-        TensorsError: the state is of another model.
+        ExportRejected: The method shares no encoder, or the state lacks tensors of the encoder, such as batch norm that
+            stays on devices. Pooled ones must then be added first; see `methods.base.pooled_norm`.
+        TensorsError: The state is that of another model.
     """
     if "encoder" not in method.shared:
         raise ExportRejected(f"method '{method.name}' shares no encoder; there is nothing to export")
@@ -208,10 +208,10 @@ def _check_passed(gates: Sequence[Gate], task: Task) -> None:
 
 
 def _checked(observed: Mapping[str, np.ndarray], task: Task) -> np.ndarray:
-    """The calibration inputs of all domains, in one array.
+    """Return the calibration inputs of all domains, in one array.
 
     Raises:
-        ExportRejected: they are not inputs of this task.
+        ExportRejected: The calibration inputs are not inputs of this task.
     """
     for name, array in observed.items():
         if array.shape[1:] != task.input_shape or not len(array) or not np.isfinite(array).all():
@@ -292,7 +292,7 @@ class _Int8:
 
 
 def _int8_gate(quantized: bytes, model: bytes, task: Task, inputs: np.ndarray) -> tuple[Gate, float]:
-    """Whether the int8 variant can be used in place of ``model``, and the mean cosine of their features."""
+    """Return whether the int8 variant can be used in place of ``model``, and the mean cosine of their features."""
     failed = [f"{gate.name}: {gate.detail}" for gate in graph_gates(quantized, task) if not gate.passed]
     if (largest := largest_weight(quantized)) > MAX_WEIGHT:
         failed.append(f"int8 weights up to {largest}, at most {MAX_WEIGHT} cannot saturate; shorten their range")

@@ -27,12 +27,12 @@ _LEAST_SAMPLES = 20
 
 
 def domains_of(sources: Sequence[str], task: Task, folder: Path | None = None) -> dict[str, Samples]:
-    """Samples of data sources by domain: a source of several domains or people gives one for each of them.
+    """Return samples of data sources by domain: a source of several domains or people gives one for each of them.
 
     A relative path counts from ``folder``. Names are those of domains, people or files, without the path to them.
 
     Raises:
-        HeadwaterError: as `edge_agent.data.load`.
+        HeadwaterError: See `edge_agent.data.load`.
     """
     parts: list[tuple[str, str]] = []
     for source in sources:
@@ -106,7 +106,7 @@ def objection(answers: Mapping[str, DomainAnswers]) -> str:
 
 
 def _turns(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The domains in at most eight parts, each of which is left out once."""
+    """Yield the domains in at most eight parts, each of which is left out once."""
     for part in range(min(len(names), _TURNS)):
         yield names[part::_TURNS]
 

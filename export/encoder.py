@@ -34,14 +34,14 @@ class Exported:
 def to_onnx(
     encoder: nn.Module, task: Task, exporter: Exporter | Literal["auto"] = "auto", *, keep_norm: bool = False
 ) -> Exported:
-    """The encoder in eval mode as ONNX; the given module is left as it is.
+    """Return the encoder in eval mode as ONNX; the given module is left as it is.
 
     ``auto`` takes torch's dynamo exporter where onnxscript is installed: it also folds batch norm after linear layers.
     With ``keep_norm`` the legacy one leaves batch norm as nodes of their own instead of folding it into convolutions.
 
     Raises:
-        MissingCapability: onnx is not installed, or onnxscript is not and ``dynamo`` was requested.
-        ExportRejected: the exporter cannot translate this encoder.
+        MissingCapability: The package onnx is not installed, or onnxscript is not and ``dynamo`` is requested.
+        ExportRejected: The exporter cannot translate this encoder.
     """
     for package in ("onnx", *(("onnxscript",) if exporter == "dynamo" else ())):
         if importlib.util.find_spec(package) is None:

@@ -75,7 +75,7 @@ class Quantizer:
         }
 
     def ranges(self, inputs: np.ndarray) -> Ranges:
-        """The ranges of the activations for ``inputs`` (n, ...) float32."""
+        """Return the ranges of the activations for ``inputs`` (n, ...) float32."""
         result: dict[str, tuple[float, float]] = {}
         step = max(1, _BATCH_VALUES // int(np.prod(inputs.shape[1:])))
         for begin in range(0, len(inputs), step):
@@ -85,7 +85,7 @@ class Quantizer:
         return result
 
     def int8(self, ranges: Ranges) -> bytes:
-        """The quantized graph, whose activations saturate outside ``ranges``.
+        """Return the quantized graph, whose activations saturate outside ``ranges``.
 
         Raises:
             RuntimeError, ValueError, TypeError, NotImplementedError, IndexError: ONNX Runtime's quantizer failed.
@@ -141,7 +141,7 @@ LEAST_CLIENTS = 3
 def ranges_of_clients(
     quantizer: Quantizer, encoder: nn.Module, inputs: np.ndarray, each: Mapping[str, np.ndarray]
 ) -> dict[str, Ranges]:
-    """The ranges of each client for the tensors of the graph, from those of the steps of the encoder in torch.
+    """Return the ranges of each client for the tensors of the graph, from those of the steps of the encoder in torch.
 
     ``each``: client -> (steps, 2), see `training.ranges`. Tensors and steps are brought together by what they are for a
     few of ``inputs`` (n, ...) float32. Empty where a tensor of the graph is none of the steps.
@@ -169,7 +169,7 @@ def ranges_of_clients(
 
 
 def _is_equal(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two tensors are the same up to rounding."""
+    """Return whether two tensors are the same up to rounding."""
     scale = max(1.0, float(np.abs(one).max(initial=0)))
     return float(np.abs(one - other).max(initial=0)) <= TOLERANCE * scale
 

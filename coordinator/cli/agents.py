@@ -14,8 +14,8 @@ from typer.core import TyperGroup
 from edge_agent.cli.output import pairs, value_text
 from edge_agent.core.errors import UsageError, nearest
 from edge_agent.core.storage import IDENTITY
-from edge_agent.core.time_and_text import shown as shown_moment
-from edge_agent.identity.certificates import shown as shown_time
+from edge_agent.core.time_and_text import show_time
+from edge_agent.identity.certificates import show_utc
 
 from ..identity.ledger import AgentRecord, Ledger
 from ..state.history import SCOPES, history_of
@@ -145,7 +145,7 @@ def _one(agent: dict[str, Any]) -> Iterator[Table | str]:
     yield from (f"note: {note}" for note in agent["notes"])
     if history["accuracy"]:
         rows = [
-            (shown_moment(one["at"]), one["run"], one["round"] or "end", *(one["acc"][scope] for scope in SCOPES))
+            (show_time(one["at"]), one["run"], one["round"] or "end", *(one["acc"][scope] for scope in SCOPES))
             for one in history["accuracy"]
         ]
         yield ""
@@ -153,7 +153,7 @@ def _one(agent: dict[str, Any]) -> Iterator[Table | str]:
     if history["bundles"]:
         rows = [
             (
-                shown_moment(one["at"]),
+                show_time(one["at"]),
                 (one["bundle_id"] or "")[:12],
                 one["release"],
                 one["outcome"],
@@ -165,13 +165,13 @@ def _one(agent: dict[str, Any]) -> Iterator[Table | str]:
         yield ""
         yield table("bundles", ("at", "bundle", "release", "outcome", "acc.personal", "reason"), rows, left=6)
     for one in history["pins"]:
-        until = f" until {shown_moment(one['until'])}" if one["until"] else ""
+        until = f" until {show_time(one['until'])}" if one["until"] else ""
         what = "unpinned" if one["release"] is None else f"pinned to release {one['release']}{until}: {one['reason']}"
-        yield f"{shown_moment(one['at'])} {what} ({one['by']})"
+        yield f"{show_time(one['at'])} {what} ({one['by']})"
     for fault in history["faults"]:
-        yield f"{shown_moment(fault['at'])} fault: {fault['error']}: {fault['message']}; {fault['remedy']}"
+        yield f"{show_time(fault['at'])} fault: {fault['error']}: {fault['message']}; {fault['remedy']}"
     for one in history["rejected"]:
-        yield f"{shown_moment(one['at'])} update of {one['run']}, round {one['round']}, rejected: {one['reason']}"
+        yield f"{show_time(one['at'])} update of {one['run']}, round {one['round']}, rejected: {one['reason']}"
 
 
 def _candidate_text(candidate: dict[str, Any]) -> str:
@@ -269,9 +269,9 @@ def _described(record: AgentRecord, now: float) -> dict[str, Any]:
     return {
         "name": record.name,
         "state": state,
-        "until": shown_time(current.not_after) if current is not None else None,
+        "until": show_utc(current.not_after) if current is not None else None,
         "key": current.key if current is not None else None,
-        "token": shown_time(token.expires) if token is not None and is_open else None,
+        "token": show_utc(token.expires) if token is not None and is_open else None,
         "renames": (token.replaces or None) if token is not None and is_open else None,
         "owner": record.owner or None,
         "max_samples": record.max_samples,

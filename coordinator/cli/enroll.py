@@ -97,13 +97,13 @@ def print_token(token: Token, *, as_json: bool) -> None:
 
     The command reads the token from its input: on the command line everybody on the device could see it.
     """
-    from edge_agent.identity.certificates import shown
+    from edge_agent.identity.certificates import show_utc
 
     if as_json:
         content = {"name": token.name, "token": token.text(), "authority": token.authority, "expires": token.expires}
         print_json(content)
         return
-    console.print(f"on the device, once, until {shown(token.expires)}:", soft_wrap=True)
+    console.print(f"on the device, once, until {show_utc(token.expires)}:", soft_wrap=True)
     console.print("  edge-agent enroll - --data SOURCE", soft_wrap=True)
     console.print("it asks for the token, which is a secret: paste the line below", soft_wrap=True)
     console.print(f"authority {token.authority}", soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from edge_agent.core.time_and_text import shown
+from edge_agent.core.time_and_text import show_time
 
 from ..identity.revoked import revoked_agents
 from ..state.fleet_rows import REPORTS, AgentRow, FleetFacts, reported_by
@@ -140,5 +140,5 @@ def ago(seconds: float | None) -> str | None:
 def notes_of(agent: Row) -> Iterator[str]:
     """Why an agent failed and what to do about it, then its other notes."""
     if fault := agent.get("fault"):
-        yield f"{fault['error']}: {fault['message']}; {fault['remedy']} (at {shown(fault['at'])})"
+        yield f"{fault['error']}: {fault['message']}; {fault['remedy']} (at {show_time(fault['at'])})"
     yield from agent.get("notes", ())

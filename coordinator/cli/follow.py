@@ -16,7 +16,7 @@ from rich.table import Table
 
 from edge_agent.core.errors import RunFailed, StateError
 from edge_agent.core.locks import folder_lock
-from edge_agent.core.time_and_text import shown
+from edge_agent.core.time_and_text import show_time
 
 from ..runs.result_notes import standing
 from ..state.history import SCOPES
@@ -253,7 +253,7 @@ def _silent_since(status: dict[str, Any]) -> str | None:
         silent_s = (utc_now() - at).total_seconds()
     except (TypeError, ValueError):
         return None
-    return shown(at) if silent_s > SILENT_S else None
+    return show_time(at) if silent_s > SILENT_S else None
 
 
 def is_serving(state: Path) -> bool:

@@ -35,7 +35,7 @@ def sign(
     Example: headwater sign request.json --out answer.json
     """
     from edge_agent.core.task import parse_json
-    from edge_agent.identity.certificates import shown
+    from edge_agent.identity.certificates import show_utc
     from edge_agent.identity.signed_request import MAX_LINE_BYTES, CertificateRequest
 
     from .enroll import enrolment
@@ -54,7 +54,7 @@ def sign(
     answer = issuer.answer(asked.name, made)
     write_atomic(out, json.dumps(answer).encode() + b"\n", access=Access.private())
     line = (
-        f"{asked.name}: certificate until {shown(made.not_after)} for the key {made.key}, in {out}; on the device: "
+        f"{asked.name}: certificate until {show_utc(made.not_after)} for the key {made.key}, in {out}; on the device: "
         f"edge-agent enroll - --answer {out.name}"
     )
     present({"name": asked.name, "key": made.key, "until": made.not_after, "answer": str(out)}, [line], as_json=as_json)

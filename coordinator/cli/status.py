@@ -13,7 +13,7 @@ from rich.text import Text
 from edge_agent import __version__
 from edge_agent.cli.output import other_version, value_text
 from edge_agent.core.errors import StateError
-from edge_agent.core.time_and_text import shown
+from edge_agent.core.time_and_text import show_time
 
 from ..fleet.release_commands import open_releases, standing_of
 from ..identity.revoked import revoked_agents
@@ -311,5 +311,5 @@ def refusal_line(refused: dict[str, Any]) -> str:
     """A device that is kept out, why, and what to do."""
     who = f"agent '{refused['id']}'" if refused["id"] else "a device"
     by = {"broker": "the broker", "enrolment": "the enrolment port", "coordinator": "the coordinator"}[refused["by"]]
-    seen = f"{refused['times']} ×, last at {shown(refused['at'])}"
+    seen = f"{refused['times']} ×, last at {show_time(refused['at'])}"
     return f"refused: {who} by {by} ({seen}): {refused['message']}; {refused['remedy']}"

@@ -18,7 +18,7 @@ from typing import Any
 
 from edge_agent import __version__
 from edge_agent.core.errors import DuplicateId, MessageError, RunFailed
-from edge_agent.core.time_and_text import shown
+from edge_agent.core.time_and_text import show_time
 from edge_agent.wire.messages import codec, down, fields, up
 from edge_agent.wire.messages.fields import run_name
 from edge_agent.wire.topics import Topics
@@ -519,7 +519,7 @@ class DuplicateIds:
 
     def _reject(self, agent: str, member: Member, boot: str, why: str) -> None:
         log.warning("duplicate_id agent=%s has=%s rejected=%s: both %s", agent, member.boot, boot, why)
-        at = shown(utc_now())
+        at = show_time(utc_now())
         member.notes["duplicate"] = (
             f"another agent with the id '{agent}' (start {boot}) was rejected at {at}: both were alive; "
             "give one of them another id"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent.core.errors import UsageError
-from edge_agent.core.time_and_text import moment_of, shown
+from edge_agent.core.time_and_text import moment_of, show_time
 
 from ..state.journal import Entry, Kind, utc_now
 from ..state.releases import Book, Device, Pin, Plan, Release, book_of, plan_body, rollback_of
@@ -243,7 +243,7 @@ def waits_for(book: Book, release: Release, now: datetime) -> Iterator[str]:
         return
     whom = f": {listed(pending)}" if pending else ""
     wait_s, _ = release.plan.activation(now)
-    until = f", which switch from {shown(now + timedelta(seconds=wait_s))} on"
+    until = f", which switch from {show_time(now + timedelta(seconds=wait_s))} on"
     when = until if wait_s else ""
     reports = f"waits for reports of {counted(len(pending), 'device')}"
     if release.promoted:

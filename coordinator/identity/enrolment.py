@@ -22,7 +22,7 @@ from cryptography.x509.oid import NameOID
 from edge_agent.bundle.trust import dump
 from edge_agent.core.errors import EnrolmentRefused, NotProven, StateError, UsageError
 from edge_agent.core.storage import write_private
-from edge_agent.identity.certificates import shown
+from edge_agent.identity.certificates import show_utc
 from edge_agent.identity.keys import key_fingerprint, new_secret, token_key
 from edge_agent.identity.signed_request import CertificateRequest, answer_bytes
 from edge_agent.identity.tokens import Token
@@ -302,12 +302,12 @@ class Enrolment:
             if repeated is not None:
                 return repeated  # the answer was lost
             raise EnrolmentRefused(
-                f"token: it was used at {shown(token.used_at)} by a device with the key {token.used_by}, and counts "
+                f"token: it was used at {show_utc(token.used_at)} by a device with the key {token.used_by}, and counts "
                 "once",
                 _again(name),
             )
         if token.expires < now:
-            raise EnrolmentRefused(f"token: it expired at {shown(token.expires)}", _again(name))
+            raise EnrolmentRefused(f"token: it expired at {show_utc(token.expires)}", _again(name))
         ended = record.revoked(now).model_copy(update={"token": token})
         revoked = [ended] if record.certificates else []
         if token.replaces and (other := self.ledger.get(token.replaces)) is not None:
@@ -327,11 +327,12 @@ class Enrolment:
         # Whoever cannot sign with the certificate's key gets one answer, whatever is known of that name.
         shown_one = _shown_certificate(record, request)
         if shown_one.revoked_at is not None:
-            raise EnrolmentRefused(f"certificate: it was revoked at {shown(shown_one.revoked_at)}", _again(name))
+            raise EnrolmentRefused(f"certificate: it was revoked at {show_utc(shown_one.revoked_at)}", _again(name))
         last = shown_one.not_after + self.config.grace_days * 86_400
         if now.timestamp() > last:
             raise EnrolmentRefused(
-                f"certificate: it expired at {shown(shown_one.not_after)}, and could be renewed until {shown(last)}",
+                f"certificate: it expired at {show_utc(shown_one.not_after)}, and could be renewed until "
+                f"{show_utc(last)}",
                 _again(name),
             )
         return shown_one
@@ -350,8 +351,8 @@ class Enrolment:
         first = shown_one.not_before + (shown_one.not_after - shown_one.not_before) / 4
         if now.timestamp() < first:
             raise EnrolmentRefused(
-                f"certificate: it can be renewed from {shown(first)} on, and the coordinator's clock says "
-                f"{shown(now.timestamp())}",
+                f"certificate: it can be renewed from {show_utc(first)} on, and the coordinator's clock says "
+                f"{show_utc(now.timestamp())}",
                 "try again then",
             )
         holding = sum(one.not_after > now.timestamp() for one in valid)

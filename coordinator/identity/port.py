@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from edge_agent.core.errors import EnrolmentRefused, HeadwaterError, NotProven, UsageError, cause
 from edge_agent.core.task import parse_json
-from edge_agent.identity.certificates import shown
+from edge_agent.identity.certificates import show_utc
 from edge_agent.identity.signed_request import TIMEOUT_S, CertificateRequest, read_line
 from edge_agent.wire.messages.fields import printable
 
@@ -186,7 +186,7 @@ class EnrolmentPort:
         except (HeadwaterError, OSError) as error:
             log.error("enrolment_failed from=%s reason=%s", address, error)
             return {"refused": "coordinator: it cannot make certificates now; its log says why, try again later"}
-        log.info("certified agent=%s key=%s until=%s from=%s", asked.name, made.key, shown(made.not_after), address)
+        log.info("certified agent=%s key=%s until=%s from=%s", asked.name, made.key, show_utc(made.not_after), address)
         return dict(answer)
 
     def _note_refusal(self, name: str, error: UsageError, address: str) -> None:

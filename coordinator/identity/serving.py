@@ -22,7 +22,7 @@ from edge_agent.core.config import BrokerConfig, TlsConfig
 from edge_agent.core.errors import HeadwaterError, MissingCapability, StateError, UsageError
 from edge_agent.core.locks import lock_holder
 from edge_agent.core.storage import read_regular, write_private
-from edge_agent.identity.certificates import shown
+from edge_agent.identity.certificates import show_utc
 from edge_agent.identity.signed_request import CertificateRequest
 from edge_agent.wire.messages.down import Renewed
 from edge_agent.wire.messages.up import Renew
@@ -252,7 +252,7 @@ class IdentityService:
         except UsageError as error:
             log.warning("renewal_refused agent=%s reason=%s", agent, error)
             return Renewed(refused=str(error)[:1000])
-        log.info("certificate_renewed agent=%s key=%s until=%s", agent, made.key, shown(made.not_after))
+        log.info("certificate_renewed agent=%s key=%s until=%s", agent, made.key, show_utc(made.not_after))
         return Renewed(certificate=made.der)
 
     def tick(self, clock_s: float, now: datetime) -> list[str]:

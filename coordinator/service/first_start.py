@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edge_agent.core.errors import DuplicateCoordinator, HeadwaterError, StartStopped, UsageError
-from edge_agent.core.time_and_text import shown
+from edge_agent.core.time_and_text import show_time
 from edge_agent.wire.messages.down import Present
 from edge_agent.wire.mqtt import MqttTransport
 
@@ -92,7 +92,7 @@ def prepare_start(
 
 
 def _described(backup: BackupFacts) -> str:
-    made = shown(backup.at) if backup.at else "an unknown time"
+    made = show_time(backup.at) if backup.at else "an unknown time"
     return f"made at {made}"
 
 

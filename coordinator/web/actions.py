@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from edge_agent.core.errors import UsageError
-from edge_agent.identity.certificates import shown as shown_time
+from edge_agent.identity.certificates import show_utc
 
 from ..fleet import release_commands as commands
 from ..runs.cancel import cancel_run
@@ -175,7 +175,7 @@ async def act(request: Request) -> Response:
             agent=name,
             token=token.text(),
             authority=token.authority,
-            expires=shown_time(token.expires),
+            expires=show_utc(token.expires),
         )
     site_of(request).watch.wake()
     await run_in_threadpool(site_of(request).view.refresh, wait=True)  # the page that follows shows what was done

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from edge_agent.core.errors import HeadwaterError, StateError, UnknownName, UsageError
 from edge_agent.core.storage import read_json, read_regular
-from edge_agent.core.time_and_text import shown as shown_time
+from edge_agent.core.time_and_text import show_time
 
 from ..fleet.release_commands import described, stage_text, standing, waits_for
 from ..runs.result_notes import SHOWN_CLIENTS, spent
@@ -652,7 +652,7 @@ def _installed(line: Mapping[str, Any]) -> tuple[str, str]:
 def _pinned(line: Mapping[str, Any]) -> tuple[str, str]:
     if line["release"] is None:
         return "unpinned", ""
-    until = f" until {shown_time(line['until'])}" if line["until"] else ""
+    until = f" until {show_time(line['until'])}" if line["until"] else ""
     return f"pinned to release {as_text(line['release'])}{until}", as_text(line["reason"] or "")
 
 

@@ -9,7 +9,7 @@ from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-from edge_agent.core.time_and_text import shown
+from edge_agent.core.time_and_text import show_time
 
 from ..report.charts import Chart, clean, figure_html
 from ..report.page import templates_of
@@ -71,8 +71,8 @@ def _templates() -> jinja2.Environment:
     templates = templates_of(__package__, _shown)
     templates.filters.update(
         {
-            "moment": shown,
-            "clock": lambda at: shown(at).removesuffix(" UTC"),
+            "moment": show_time,
+            "clock": lambda at: show_time(at).removesuffix(" UTC"),
             "dash": lambda value: "–" if value in {None, ""} else value,
         }
     )

@@ -88,7 +88,7 @@ class BundleFile:
         """Content of one file, a megabyte at a time.
 
         Raises:
-            BundleDamaged: its bytes changed since the bundle was opened; only after the last block.
+            BundleDamaged: The bytes have changed since the bundle was opened; this is known after the last block.
         """
         with open_regular(self.path) as file:
             file.seek(self.offsets[name])
@@ -106,7 +106,8 @@ def pack(path: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes | Pa
     for each precision, fingerprints follow from the content. A file's content is bytes or the path of a file to copy.
 
     Raises:
-        BundleError: the fields are not a manifest, or refer to files that are not there; every mistake is listed.
+        BundleError: The fields are not those of a manifest, or refer to files that do not exist; every mistake is
+            listed.
     """
     contents = {name: data if isinstance(data, bytes) else read_regular(data) for name, data in sorted(files.items())}
     entries = {name: FileEntry(sha256=sha256_of(data), size_bytes=len(data)) for name, data in contents.items()}
@@ -134,11 +135,11 @@ def pack(path: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes | Pa
 
 
 def open_bundle(path: Path) -> BundleFile:
-    """The bundle at ``path``, every byte of it verified.
+    """Return the bundle at ``path``, every byte of it verified.
 
     Raises:
-        BundleDamaged: no such file, cut short, or bytes that are not what the manifest promises.
-        BundleError: written for another schema version.
+        BundleDamaged: The file is missing or truncated, or a part has another hash than the manifest.
+        BundleError: The bundle has another schema version.
     """
     try:
         with open_regular(path) as file:
@@ -167,7 +168,7 @@ def attach(path: Path, release: bytes) -> None:
     """Give the bundle at ``path`` these signatures, in place of those that it has; its id stays.
 
     Raises:
-        BundleDamaged: as `open_bundle`.
+        BundleDamaged: See `open_bundle`.
     """
     bundle = open_bundle(path)
     content = mapped(path)[: bundle.end]
@@ -180,8 +181,8 @@ def verify(path: Path, root: Envelope) -> tuple[Release, Root]:
     Expiry and version are not looked at: they count where a bundle is installed.
 
     Raises:
-        BundleDamaged: as `open_bundle`.
-        BundleUntrusted: it is not signed by the keys that follow from that root.
+        BundleDamaged: See `open_bundle`.
+        BundleUntrusted: The bundle is not signed by the keys of a root that follows from the trusted one.
     """
     trusted = read(Root, root, "root")
     check_signed(root, trusted, "root", "the root")
@@ -226,7 +227,7 @@ def _read_manifest(file: BinaryIO, path: Path) -> Manifest:
 
 
 def _read_release(file: BinaryIO, path: Path) -> bytes | None:
-    """The signatures at the end of a bundle, and the end; None where it has none."""
+    """Return the signatures at the end of a bundle, and the end; None where it has none."""
     header = file.read(_BLOCK)
     if header == _END[:_BLOCK]:
         _expect(file, _END[_BLOCK:], path, "the end")

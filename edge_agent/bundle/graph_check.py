@@ -87,14 +87,14 @@ class _Node:
     attributes: dict[str, _Value] = field(default_factory=dict)
 
     def ints(self, name: str, default: Sequence[int] = ()) -> list[int]:
-        """An attribute of integers."""
+        """Return an attribute of integers."""
         value = self.attributes.get(name)
         if value is not None and not isinstance(value, list):
             raise BundleDamaged(f"attribute '{name}' of {self.operator} is no list of integers")
         return list(default) if value is None else value
 
     def int(self, name: str, default: int) -> int:
-        """An attribute of one integer."""
+        """Return an attribute of one integer."""
         value = self.attributes.get(name, default)
         if not isinstance(value, int):
             raise BundleDamaged(f"attribute '{name}' of {self.operator} is no integer")
@@ -115,7 +115,8 @@ def check(content: bytes | memoryview, inputs: Sequence[Shape], *, where: str = 
     ``most_bytes``: the bound on memory; 0: `MOST_BYTES`, or half of this machine's memory where that is less.
 
     Raises:
-        BundleDamaged: it is no graph, has an operator or a form that is not allowed, or would take more than it may.
+        BundleDamaged: The file is not a graph, uses an operator or form that is not allowed, or exceeds a limit of
+            memory or work.
     """
     try:
         budget = _Budget()
@@ -192,7 +193,7 @@ class _Budget:
         """Take so much of a kind.
 
         Raises:
-            BundleDamaged: there is not so much left.
+            BundleDamaged: The rest of the budget is smaller than ``count``.
         """
         self._left[what] -= count
         if self._left[what] < 0:
@@ -423,13 +424,13 @@ class _State:
     budget: _Budget
 
     def shape(self, node: _Node, position: int) -> Shape:
-        """Shape of an input."""
+        """Return the shape of an input."""
         if position >= len(node.inputs) or not node.inputs[position]:
             raise BundleDamaged(f"{node.operator} has no input {position}")
         return self.shapes[node.inputs[position]]
 
     def given(self, node: _Node, position: int) -> list[int] | None:
-        """The numbers of an input; None where it is not there."""
+        """Return the numbers of an input; None where it is not there."""
         if position >= len(node.inputs) or not node.inputs[position]:
             return None
         known = self.numbers.get(node.inputs[position])
@@ -464,7 +465,7 @@ def _cost(graph: _Graph, inputs: Sequence[Shape], budget: _Budget) -> Cost:
 
 
 def _begin(graph: _Graph, inputs: Sequence[Shape], budget: _Budget) -> _State:
-    """What is known before the first node."""
+    """Return what is known before the first node."""
     outer = [name for name in graph.inputs if name not in graph.constants]
     if len(outer) != len(inputs):
         raise BundleDamaged(f"{len(outer)} inputs, expected {len(inputs)}")
@@ -479,7 +480,7 @@ def _begin(graph: _Graph, inputs: Sequence[Shape], budget: _Budget) -> _State:
 
 
 def _size(shape: Shape) -> int:
-    """Bytes of a value: of 8 for each element, the largest there is, so that no type has to be followed."""
+    """Return bytes of a value: of 8 for each element, the largest there is, so that no type has to be followed."""
     return 8 * math.prod(shape)
 
 
@@ -491,7 +492,7 @@ def _scratch(node: _Node, state: _State) -> int:
 
 
 def _infer(node: _Node, state: _State) -> list[Shape]:
-    """Shapes of a node's results, which become part of ``state``; small integers are worked out."""
+    """Return shapes of a node's results, which become part of ``state``; small integers are worked out."""
     if missing := [name for name in node.inputs if name and name not in state.shapes]:
         raise BundleDamaged(f"input '{missing[0][:60]}' of {node.operator} is not there yet")
     made = _RULES[node.operator](node, state)[: len(node.outputs)]
@@ -510,7 +511,7 @@ def _infer(node: _Node, state: _State) -> list[Shape]:
 
 
 def _numbers(node: _Node, state: _State, shape: Shape) -> np.ndarray | None:
-    """The int64 numbers (``shape``) of a result that sizes may be made of; None where they are not known."""
+    """Return the int64 numbers (``shape``) of a result that sizes may be made of; None where they are not known."""
     if node.operator == "Shape":
         return np.array(_part(state.shape(node, 0), node), np.int64)
     if node.operator == "Constant":

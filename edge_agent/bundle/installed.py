@@ -67,8 +67,8 @@ def install(
     current, and may refuse it by raising. These are `admitted`, `staged` and `switch` in one process.
 
     Raises:
-        BundleDamaged: as `open_bundle`; what was current stays current.
-        BundleUntrusted: it may not be installed there.
+        BundleDamaged: See `open_bundle`; the current bundle stays.
+        BundleUntrusted: The bundle is not signed by keys that ``root`` trusts, or has expired.
     """
     opened = open_bundle(path)
     member = admitted(opened, root, now(), first, round_of)
@@ -87,14 +87,14 @@ def install(
 def admitted(
     opened: BundleFile, root: Path, now: float, first: Envelope | None = None, round_of: TrustStore | None = None
 ) -> Member | None:
-    """The signatures of a bundle that may be installed under ``root``; None where nothing is trusted there.
+    """Return the signatures of a bundle that may be installed under ``root``; None where nothing is trusted there.
 
     Where ``root`` trusts keys, the bundle has to be signed by them, not expired at ``now``, and not older than the
     newest that was installed there. Where it trusts none, ``first`` is a root that the bundle has to be signed by.
     ``round_of``: as in `install`.
 
     Raises:
-        BundleUntrusted: it may not be installed there.
+        BundleUntrusted: The bundle is not signed by keys that ``root`` trusts, or has expired.
     """
     purpose: Purpose = "release" if round_of is None else "round"
     store = TrustStore(root) if round_of is None else round_of
@@ -107,8 +107,8 @@ def staged(opened: BundleFile, root: Path) -> Bundle:
     The folder is named after the bundle id: a bundle of the same content, whatever its name, takes no second one.
 
     Raises:
-        BundleDamaged: as `open_bundle`.
-        UsageError: ``root`` is a link, or others can write it.
+        BundleDamaged: See `open_bundle`.
+        UsageError: ``root`` is a link, or other users can write it.
     """
     check_own_folder(root)
     name = opened.manifest.bundle_id[:24]
@@ -153,8 +153,8 @@ def remove_unused(root: Path) -> None:
     Folders that this program has not made stay, and a warning names them.
 
     Raises:
-        StateError: it is not known which are kept.
-        UsageError: ``root`` is a link, or others can write it.
+        StateError: The record of the bundles to keep cannot be read.
+        UsageError: ``root`` is a link, or other users can write it.
     """
     check_own_folder(root)
     if not root.is_dir():
@@ -166,10 +166,10 @@ def remove_unused(root: Path) -> None:
 
 
 def current(root: Path) -> Bundle | None:
-    """The bundle in use under ``root``, verified; None where none was installed.
+    """Return the bundle in use under ``root``, verified; None where none was installed.
 
     Raises:
-        BundleDamaged: it is damaged; `rollback` or `install` help.
+        BundleDamaged: The current bundle is damaged; `rollback` or `install` replaces it.
     """
     names = _history(root)
     return open_folder(root / names[0]) if names else None
@@ -179,7 +179,7 @@ def current_manifest(root: Path) -> Manifest | None:
     """What the bundle in use under ``root`` says of itself, its files not looked at; None where none was installed.
 
     Raises:
-        BundleError: its manifest cannot be read.
+        BundleError: The manifest of the current bundle cannot be read.
     """
     name = next(iter(_history(root)), None)
     return None if name is None else _manifest_in(root / name)
@@ -189,7 +189,7 @@ def current_origin(root: Path) -> dict[str, Any] | None:
     """`origin` of the bundle in use under ``root``, whose signatures were verified when it was installed.
 
     Raises:
-        BundleError: its manifest, or its signatures, cannot be read.
+        BundleError: The manifest or the signatures of the current bundle cannot be read.
     """
     if (name := next(iter(_history(root)), None)) is None:
         return None
@@ -199,16 +199,16 @@ def current_origin(root: Path) -> dict[str, Any] | None:
 
 
 def manifests(root: Path) -> list[Manifest]:
-    """What the bundles under ``root`` say of themselves, the one in use first; their files are not looked at.
+    """Return what the bundles under ``root`` say of themselves, the one in use first; their files are not looked at.
 
     Raises:
-        BundleError: a manifest cannot be read.
+        BundleError: The manifest of an unpacked bundle cannot be read.
     """
     return [_manifest_in(root / name) for name in _history(root)]
 
 
 def current_id(root: Path) -> str:
-    """The id of the bundle in use under ``root``; empty where there is none, or its manifest cannot be read."""
+    """Return the id of the bundle in use under ``root``; empty where there is none, or its manifest cannot be read."""
     try:
         manifest = current_manifest(root)
     except BundleError:
@@ -217,11 +217,11 @@ def current_id(root: Path) -> str:
 
 
 def rollback(root: Path, check: Callable[[Bundle], object] | None = None) -> Bundle:
-    """The bundle that was in use before, made current again; ``check`` may refuse it first by raising.
+    """Return the bundle that was in use before, made current again; ``check`` may refuse it first by raising.
 
     Raises:
-        StateError: there is none.
-        BundleDamaged: it is damaged; the current one stays.
+        StateError: No earlier bundle is kept.
+        BundleDamaged: The earlier bundle is damaged; the current one stays.
     """
     names = _history(root)
     if len(names) < 2:

@@ -234,7 +234,7 @@ class Manifest(Frozen):
 
 
 def files_of(manifest: Manifest) -> Files:
-    """What signatures of a bundle are about."""
+    """Return what signatures of a bundle are about."""
     raw = dump_manifest(manifest)
     targets = {name: Target.of(entry.size_bytes, entry.sha256) for name, entry in manifest.files.items()}
     task = hashlib.sha256(canonical(manifest.task.model_dump(mode="json"))).hexdigest()
@@ -242,7 +242,7 @@ def files_of(manifest: Manifest) -> Files:
 
 
 def variant_figures(manifest: Manifest) -> dict[str, Any]:
-    """What each variant costs and how good it is, as JSON; accuracies and milliseconds None where not measured.
+    """Return what each variant costs and how good it is, as JSON; accuracies and milliseconds None where not measured.
 
     ``accuracy`` 0..1 is that of heads refitted on held-out domains, over all their answers; ``domains`` has each one.
     """
@@ -299,7 +299,7 @@ _SINCE_3 = ("free_norm", "quantization")
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """The manifest as JSON; equal manifests give equal bytes."""
+    """Return the manifest as JSON; equal manifests give equal bytes."""
     content = manifest.model_dump(mode="json")
     if manifest.lineage is None:  # as in bundles that were made before it was written
         del content["lineage"]
@@ -309,11 +309,12 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 def parse_manifest(raw: bytes, where: str) -> Manifest:
-    """The manifest that ``raw`` holds, consistent in itself.
+    """Return the manifest that ``raw`` holds, consistent in itself.
 
     Raises:
-        BundleDamaged: not JSON, not of the expected form, or in contradiction with itself; every mistake is listed.
-        BundleError: written for another schema version; the message says which side to upgrade.
+        BundleDamaged: The bytes are not JSON, lack the expected form, or contradict themselves; every mistake is
+            listed.
+        BundleError: The manifest has another schema version; the message says which side to upgrade.
     """
     if len(raw) > MAX_MANIFEST_BYTES:
         raise BundleDamaged(f"{where}: manifest of {len(raw)} bytes, at most {MAX_MANIFEST_BYTES} are read")

@@ -76,7 +76,7 @@ class Key(_Open):
 
     @classmethod
     def of(cls, public: bytes) -> Key:
-        """The key with these 32 bytes."""
+        """Return the key with these 32 bytes."""
         return cls(keyval=_Public(public=public.hex()))
 
     @property
@@ -104,7 +104,7 @@ class Root(_Open):
     names: dict[Hex, KeyName] = Field(default_factory=dict, max_length=2 * MOST_KEYS)
 
     def named(self, keyid: str) -> str:
-        """A key as people are shown it: its name, and the beginning of its id."""
+        """Return a key as people are shown it: its name, and the beginning of its id."""
         name = self.names.get(keyid)
         return f"{keyid[:16]}…" if name is None else f"{name} ({keyid[:8]}…)"
 
@@ -121,7 +121,7 @@ class Target(_Open):
 
     @classmethod
     def of(cls, length: int, sha256: str) -> Target:
-        """The file with this many bytes and this SHA-256 (hex)."""
+        """Return the file with this many bytes and this SHA-256 (hex)."""
         return cls(length=length, hashes=_Hashes(sha256=sha256))
 
 
@@ -206,7 +206,7 @@ class Envelope(Frozen):
         return valid
 
     def with_signature(self, key: Ed25519PrivateKey) -> Envelope:
-        """The same metadata, signed with this key as well."""
+        """Return the same metadata, signed with this key as well."""
         known = Key.of(public_bytes(key))
         made = Signature(keyid=known.id, sig=key.sign(canonical(self.signed)).hex())
         others = (one for one in self.signatures if one.keyid != known.id)
@@ -230,7 +230,7 @@ def canonical(content: Mapping[str, Any]) -> bytes:
 
 
 def public_bytes(key: Ed25519PrivateKey) -> bytes:
-    """The 32 bytes of a private key's public half."""
+    """Return the 32 bytes of a private key's public half."""
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
     return key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
@@ -243,15 +243,15 @@ def unsigned(metadata: Root | Release) -> Envelope:
 
 
 def dump(content: Frozen) -> bytes:
-    """A file of metadata; equal ones give equal bytes."""
+    """Return a file of metadata; equal ones give equal bytes."""
     return canonical(content.model_dump(mode="json")) + b"\n"
 
 
 def parse(kind: type[Content], raw: bytes, where: str) -> Content:
-    """The content of a file of metadata.
+    """Return the content of a file of metadata.
 
     Raises:
-        BundleUntrusted: it is none.
+        BundleUntrusted: The bytes are not signed metadata of this kind.
     """
     if len(raw) > MAX_BYTES:
         raise BundleUntrusted(f"{where}: metadata of {len(raw)} bytes, at most {MAX_BYTES} are read", is_public=True)
@@ -268,10 +268,10 @@ def parse(kind: type[Content], raw: bytes, where: str) -> Content:
 
 
 def read(kind: type[Metadata], envelope: Envelope, what: str) -> Metadata:
-    """What an envelope holds, whoever has signed it.
+    """Return what an envelope holds, whoever has signed it.
 
     Raises:
-        BundleUntrusted: metadata of another kind.
+        BundleUntrusted: The envelope holds metadata of another kind.
     """
     try:
         return kind.model_validate(envelope.signed)
@@ -289,7 +289,7 @@ def check_signed(envelope: Envelope, by: Root, role: RoleName, what: str) -> Non
     """Return where enough keys of a role have signed.
 
     Raises:
-        BundleUntrusted: they have not.
+        BundleUntrusted: Fewer keys than the threshold have signed.
     """
     expected = by.roles.get(role)
     if expected is None:
@@ -305,10 +305,10 @@ def check_signed(envelope: Envelope, by: Root, role: RoleName, what: str) -> Non
 
 
 def followed(trusted: Sequence[Envelope], offered: Iterable[Envelope]) -> list[Envelope]:
-    """The trusted roots and those that follow them among the offered ones, in order of their versions.
+    """Return the trusted roots and those that follow them among the offered ones, in order of their versions.
 
     Raises:
-        BundleUntrusted: one of them is not signed as its predecessor and itself demand, or one is left out.
+        BundleUntrusted: A root is not signed by the thresholds of its predecessor and its own, or a version is missing.
     """
     result = [*trusted]
     known = {envelope.signed.get("version"): envelope for envelope in trusted}
@@ -343,7 +343,7 @@ def signed_by(member: Member) -> dict[str, Any]:
     """Who has signed a bundle's release, as JSON, by the newest root that the bundle carries.
 
     Raises:
-        BundleUntrusted: the metadata cannot be read.
+        BundleUntrusted: The metadata cannot be parsed.
     """
     release = read(Release, member.release, "release")
     root = read(Root, member.roots[-1], "root")
@@ -371,7 +371,7 @@ class Files:
         """Return where a release is that of this bundle.
 
         Raises:
-            BundleUntrusted: it is of another one.
+            BundleUntrusted: The release belongs to another bundle.
         """
         if (release.bundle_id, release.task, release.targets) != (self.bundle_id, self.task, dict(self.files)):
             different = sorted(
@@ -385,10 +385,10 @@ class Files:
 
 
 def verified(member: Member, files: Files, root: Root) -> Release:
-    """The release of a bundle, signed by the keys of ``root``. Its expiry and version are not looked at.
+    """Return the release of a bundle, signed by the keys of ``root``. Its expiry and version are not looked at.
 
     Raises:
-        BundleUntrusted: it is not, or of another bundle or federation.
+        BundleUntrusted: The release is not signed by the keys of ``root``, or belongs to another bundle or federation.
     """
     release = read(Release, member.release, "release")
     check_signed(member.release, root, "targets", f"the release of bundle {files.bundle_id[:16]}…")
@@ -408,7 +408,7 @@ def signed_at(release: Release) -> float:
 
 
 def needs_newer(release: Release, agent: str) -> bool:
-    """Whether a release needs a newer version of headwater than this one."""
+    """Return whether a release needs a newer version of headwater than this one."""
     return _numbers(agent) < _numbers(release.min_agent)
 
 
@@ -418,7 +418,7 @@ def check_installable(release: Release, root: Root, now: float, agent: str, seen
     ``seen``: the newest time that is known to be over, which counts where the clock (``now``) is behind it.
 
     Raises:
-        BundleUntrusted: it has expired, or its root has, or it needs a newer agent.
+        BundleUntrusted: The release or its root has expired, or the release needs a newer agent.
     """
     for what, expires in (("release", release.expires), ("root", root.expires)):
         if max(now, seen) >= seconds(expires):
@@ -443,12 +443,12 @@ def _numbers(version: str) -> list[int]:
 
 
 def moment(unix_s: float) -> str:
-    """A time as metadata write it."""
+    """Return a time as metadata write it."""
     return datetime.fromtimestamp(min(max(unix_s, 0), 253_402_300_799), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def seconds(text: str) -> float:
-    """The Unix time of a `moment`; 0, long ago, where no calendar has it."""
+    """Return the Unix time of a `moment`; 0, long ago, where no calendar has it."""
     try:
         return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc).timestamp()
     except ValueError:
@@ -465,11 +465,11 @@ class Roots(Frozen):
 
 
 def roots_in(path: Path) -> tuple[Envelope, ...]:
-    """The roots in a file root.json or roots.json of a federation, or in all such files of a folder, by version.
+    """Return the roots in a file root.json or roots.json of a federation, or in all such files of a folder, by version.
 
     Raises:
-        BundleUntrusted: there are none, or two of one version differ.
-        OSError: they cannot be read.
+        BundleUntrusted: The files hold no root, or two different roots of one version.
+        OSError: A file cannot be read.
     """
     if path.is_dir():
         roots = [root for file in sorted(path.glob("*.json")) for root in roots_in(file)]
@@ -504,10 +504,10 @@ class TrustStore:
         self._clock = folder / "time"
 
     def known(self) -> Roots | None:
-        """The trusted roots; None where nothing is trusted.
+        """Return the trusted roots; None where nothing is trusted.
 
         Raises:
-            StateError: the file is damaged.
+            StateError: The file of trusted roots is damaged.
         """
         raw = _read(self._roots)
         try:
@@ -519,7 +519,7 @@ class TrustStore:
             ) from error
 
     def newest_root(self) -> Root | None:
-        """The root that counts now; None where nothing is trusted."""
+        """Return the root that counts now; None where nothing is trusted."""
         known = self.known()
         return None if known is None else read(Root, known.roots[-1], str(self._roots))
 
@@ -530,8 +530,9 @@ class TrustStore:
         several changes; these may come from anywhere, for each is signed by the keys of its predecessor.
 
         Raises:
-            BundleUntrusted: it is not signed by its own keys.
-            StateError: another one is trusted here already, which it does not follow, or some between are missing.
+            BundleUntrusted: The root is not signed by its own keys.
+            StateError: Another root is trusted here already and this one does not follow it, or roots between the two
+                are missing.
         """
         known = self.known()
         if known is not None and any(one.signed == root.signed for one in known.roots):
@@ -568,7 +569,7 @@ class TrustStore:
         """Trust the newer ones of these roots that follow from those that are trusted.
 
         Raises:
-            BundleUntrusted: one of them does not.
+            BundleUntrusted: A newer root does not follow from its predecessor.
         """
         if (known := self.known()) is None:
             return
@@ -589,7 +590,7 @@ class TrustStore:
         ``first``: the root that counts where none is trusted yet; it is not trusted by this.
 
         Raises:
-            BundleUntrusted: it may not, and why.
+            BundleUntrusted: The bundle may not be installed; the message says why.
         """
         known = self.known() or (None if first is None else Roots(roots=(first,)))
         if known is None:
@@ -635,7 +636,7 @@ class TrustStore:
         """Return where a bundle that was installed here may serve: its release counted under a root trusted here.
 
         Raises:
-            BundleUntrusted: it did not.
+            BundleUntrusted: The release did not count under any root that is trusted here.
         """
         known = self.known()
         if known is None or files.files["manifest.json"].hashes.sha256 in known.before:
@@ -654,7 +655,7 @@ class TrustStore:
         raise problems[0]
 
     def described(self, now: float) -> dict[str, Any]:
-        """What is trusted, and the newest release that was installed, as JSON; ``now``: Unix time."""
+        """Return what is trusted, and the newest release that was installed, as JSON; ``now``: Unix time."""
         if (root := self.newest_root()) is None:
             return {"root": None}
         newest = self.newest(root)
@@ -675,7 +676,7 @@ class TrustStore:
         One is enough, whatever the threshold: a change of some of the keys is no reason to take an older release.
 
         Raises:
-            StateError: the file is damaged; without it an older release could be taken.
+            StateError: The file is damaged; without it an older release could be installed.
         """
         raw = _read(self._newest)
         if raw is None:
@@ -690,7 +691,7 @@ class TrustStore:
         return read(Release, envelope, str(self._newest)), envelope
 
     def _seen(self, root: Root) -> float:
-        """The newest time that is over by what was verified here; Unix time, 0 where there is none."""
+        """Return the newest time that is over by what was verified here; Unix time, 0 where there is none."""
         newest = self.newest(root)
         return max(self._time(), 0.0 if newest is None else signed_at(newest[0]))
 

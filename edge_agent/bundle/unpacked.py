@@ -51,8 +51,8 @@ def unpack(path: Path, folder: Path) -> Manifest:
     """Verify the bundle at ``path`` and put its files into the new folder ``folder``, all of them or none.
 
     Raises:
-        BundleDamaged: as `open_bundle`.
-        BundleError: as `open_bundle`, or ``folder`` exists already.
+        BundleDamaged: See `open_bundle`.
+        BundleError: See `open_bundle`; or ``folder`` exists already.
     """
     bundle = open_bundle(path)
     if folder.exists():
@@ -83,7 +83,7 @@ def unpack(path: Path, folder: Path) -> Manifest:
 
 
 def _is_earlier_bundle(folder: Path) -> bool:
-    """Whether an earlier version unpacked a bundle there: its manifest's hashes give the folder its name."""
+    """Return whether an earlier version unpacked a bundle there: its manifest's hashes give the folder its name."""
     try:
         raw = read_part(folder / MANIFEST, MAX_MANIFEST_BYTES + 1)
         if read_part(folder / CHECKSUM, 100) != checksum_line(raw):
@@ -126,10 +126,10 @@ class Bundle:
         return {precision: variant.fingerprint for precision, variant in self.manifest.variants.items()}
 
     def variant(self, precision: EncoderPrecision) -> Variant:
-        """The encoder in one precision.
+        """Return the encoder in one precision.
 
         Raises:
-            StateError: the bundle has no such variant.
+            StateError: The bundle has no variant of this precision.
         """
         result = self.manifest.variants.get(precision)
         if result is None:
@@ -142,7 +142,7 @@ class Bundle:
         """Raw inputs, and what the exporter computed from them; see `self_test`.
 
         Raises:
-            BundleDamaged: the file is larger than these can be.
+            BundleDamaged: The file is larger than ``most_bytes`` and its header.
         """
         manifest = self.manifest
         spec = manifest.task.input
@@ -154,7 +154,7 @@ class Bundle:
         return self._tensors(manifest.golden, raw + rows + 8 * _GOLDEN_INPUTS * manifest.task.num_classes)
 
     def _tensors(self, name: str, most_bytes: int) -> Tensors:
-        """Arrays of a file of at most so many bytes beside its header, which are read at once."""
+        """Return arrays of a file of at most so many bytes beside its header, which are read at once."""
         if (size := self.manifest.files[name].size_bytes) > most_bytes + MOST_HEADER_BYTES:
             raise BundleDamaged(
                 f"'{name}' has {size} bytes, at most {most_bytes} are possible; export the bundle again"
@@ -162,10 +162,10 @@ class Bundle:
         return read_tensors(self.folder / name)
 
     def global_head(self) -> Tensors | None:
-        """The shared linear classifier (``weight`` (K, d), ``bias`` (K,)), or None.
+        """Return the shared linear classifier (``weight`` (K, d), ``bias`` (K,)), or None.
 
         Raises:
-            BundleDamaged: the file holds other arrays, of another size than the manifest promises, NaN or infinity.
+            BundleDamaged: The file holds other arrays, other shapes than the manifest, NaN or infinity.
         """
         if self.manifest.global_head is None:
             return None
@@ -181,14 +181,14 @@ class Bundle:
 
 
 def open_folder(folder: Path) -> Bundle:
-    """The bundle unpacked in ``folder``, every file verified again: flash memory forgets.
+    """Return the bundle unpacked in ``folder``, every file verified again: flash memory forgets.
 
     Where the folder that it is in trusts keys, its signatures are verified again, too.
 
     Raises:
-        BundleUntrusted: it is not signed by those keys.
-        BundleDamaged: a file is missing or its bytes are not what the manifest promises; all such files are named.
-        BundleError: written for another schema version.
+        BundleUntrusted: The bundle is not signed by those keys.
+        BundleDamaged: A file is missing or has another hash than the manifest; all such files are named.
+        BundleError: The bundle has another schema version.
     """
     raw = read_part(folder / MANIFEST, MAX_MANIFEST_BYTES + 1)
     if read_part(folder / CHECKSUM, 100) != checksum_line(raw):
@@ -216,7 +216,7 @@ def read_part(path: Path, limit: int) -> bytes:
     """Return at most the first ``limit`` bytes of a file of an unpacked bundle.
 
     Raises:
-        BundleDamaged: it is no regular file, or cannot be read.
+        BundleDamaged: The file is not a regular file, or cannot be read.
     """
     try:
         with open_regular(path) as file:

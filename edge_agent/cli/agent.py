@@ -19,7 +19,7 @@ from ..core.limits import limit_threads
 from ..core.locks import folder_lock
 from ..core.logs import LogFormat, log_json
 from ..core.storage import read_json
-from ..core.time_and_text import shown
+from ..core.time_and_text import show_time
 from ..wire.seal import key_file
 from . import output
 from .where import add_agent, check_exists, config_of_folder
@@ -277,7 +277,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     ),
     "candidate": lambda it: f"bundle {it['bundle_id'][:12]} (release {it['release']}) {it['state']}",
     "pinned": lambda it: (
-        f"bundle {it['bundle_id'][:12]}, {'until ' + shown(it['until']) if it['until'] else 'without end'}"
+        f"bundle {it['bundle_id'][:12]}, {'until ' + show_time(it['until']) if it['until'] else 'without end'}"
         f"{'' if it['holds'] else ', which is over'}: {it['reason']}"
     ),
     "operator_pin": lambda it: (
@@ -332,10 +332,11 @@ def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
     for name, value in known.items():
         if name == "fault" and isinstance(value, dict):
             yield name, f"{value.get('error')}: {value.get('message')}"
-            yield "remedy", f"{value.get('remedy')} (fault of {shown(value.get('at'))})"
+            yield "remedy", f"{value.get('remedy')} (fault of {show_time(value.get('at'))})"
         elif name == "refused":
             yield from (
-                ("refused", f"bundle {one['bundle_id'][:12]} at {shown(one['at'])}: {one['reason']}") for one in value
+                ("refused", f"bundle {one['bundle_id'][:12]} at {show_time(one['at'])}: {one['reason']}")
+                for one in value
             )
         elif name in _TEXTS:
             yield name, _TEXTS[name](value)

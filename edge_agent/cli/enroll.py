@@ -16,7 +16,7 @@ from ..core.config import AgentConfig, DataConfig, load
 from ..core.errors import BrokerAway, StateError, UsageError
 from ..core.locks import lock_holder
 from ..core.storage import read_json, read_regular_text, read_toml, write_atomic
-from ..identity.certificates import Identity, IdentityFolder, answered, requested, shown
+from ..identity.certificates import Identity, IdentityFolder, answered, requested, show_utc
 from ..identity.certificates import enroll as ask_for_certificate
 from ..identity.tokens import Token
 from . import output
@@ -103,7 +103,7 @@ def enroll(arguments: argparse.Namespace) -> int:
         "federation": identity.federation,
         "authority": identity.authority,
         "key": folder.key_fingerprint(),
-        "until": shown(identity.not_after),
+        "until": show_utc(identity.not_after),
         "state": str(state),
         "config": str(arguments.config),
     }

@@ -77,12 +77,12 @@ class Built:
     def of(
         cls, method: Method, task: Task, *, seed: int, device: str = "auto", weights: Tensors | None = None
     ) -> Built:
-        """The model that every client of a run with this seed starts from; ``weights``: what its encoder has.
+        """Return the model that every client of a run with this seed starts from; ``weights``: what its encoder has.
 
         Raises:
-            UnknownName: no such encoder.
-            ConfigError: the encoder does not fit the task.
-            DataError: no such device.
+            UnknownName: No encoder has this name.
+            ConfigError: The encoder does not fit the task.
+            DataError: The device does not exist.
         """
         torch.default_generator.manual_seed(seed)  # it is built on the CPU; `torch.manual_seed` takes 2 ms
         model = method.build(task)
@@ -152,9 +152,9 @@ class Session:
         Methods that do not train in `one_pass` are not shortened; those whose passes are not `resumable` only stop.
 
         Raises:
-            TensorsError: what was received does not fit the model.
-            TrainingFailed: training stopped.
-            TrainingCancelled: ``control`` has stopped it.
+            TensorsError: The received tensors do not fit the model.
+            TrainingFailed: Local training failed.
+            TrainingCancelled: ``control`` has stopped the training.
         """
         client = self.before_round(received, kept, round_number=round_number, rounds=rounds)
         metrics = self.scores(client) if evaluate else {}
@@ -167,7 +167,7 @@ class Session:
         return self.after_round(client, update, metrics, evaluate=evaluate)
 
     def _within(self, control: TrainingControl) -> TrainingControl:
-        """What of it the method allows."""
+        """Return what of it the method allows."""
         if self.method.one_pass():
             return control
         if control.checkpoint is None or not self.method.resumable:
@@ -194,7 +194,7 @@ class Session:
         return {"ranges": activation_ranges(self._model.part("encoder"), self._train[0])}
 
     def step_times(self) -> StepTimes:
-        """Seconds of a training step in each precision, on this client's model and a batch of its samples."""
+        """Return seconds of a training step in each precision, on this client's model and a batch of its samples."""
         return time_steps(self._model, self._train[0][: self.method.params.batch_size])
 
     @functools.cached_property
@@ -221,7 +221,7 @@ class Session:
         return frozenset(name for name in self._shared if name not in trained and not name.endswith(RUNNING_STATISTICS))
 
     def announced_extras(self) -> Tensors:
-        """What an update carries beside the shared tensors, as zeros of the very shapes and dtypes."""
+        """Return what an update carries beside the shared tensors, as zeros of the very shapes and dtypes."""
         return self.method.sends(self._model, self.task)
 
     @property
@@ -235,7 +235,7 @@ class Session:
         return self._test
 
     def after_round(self, client: Client, update: Tensors, metrics: dict[str, float], *, evaluate: bool) -> Outcome:
-        """What came out of a round whose client has trained; its ``metrics`` are those from before."""
+        """Return what came out of a round whose client has trained; its ``metrics`` are those from before."""
         if evaluate and self._evaluates_after:
             metrics = metrics | {
                 name.replace("acc.", "acc.after."): score for name, score in self.scores(client).items()
@@ -249,7 +249,7 @@ class Session:
     def before_round(
         self, received: Tensors, kept: ClientState, *, round_number: int, rounds: int, salt: int = 0
     ) -> Client:
-        """The client as it begins a round: its model holds what was received and what was kept.
+        """Return the client as it begins a round: its model holds what was received and what was kept.
 
         ``salt`` tells tasks of one round apart for everything random.
         """
@@ -307,10 +307,10 @@ class Session:
 
 
 def supported(precision: Precision, device: torch.device) -> Precision:
-    """The same, where the device has it at all; whether it is faster there is found by `time_steps`.
+    """Return the same, where the device has it at all; whether it is faster there is found by `time_steps`.
 
     Raises:
-        DataError: this GPU has no bfloat16.
+        DataError: This GPU has no bfloat16.
     """
     if precision == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise DataError(
@@ -320,10 +320,10 @@ def supported(precision: Precision, device: torch.device) -> Precision:
 
 
 def choose_device(requested: str) -> torch.device:
-    """The device to compute on; ``auto`` takes CUDA, then Apple's GPU, then the CPU.
+    """Return the device to compute on; ``auto`` takes CUDA, then Apple's GPU, then the CPU.
 
     Raises:
-        DataError: a device was named that is not there.
+        DataError: The named device does not exist.
     """
     if requested != "auto":
         try:

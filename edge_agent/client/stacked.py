@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 
 
 def schedule(client: Client, params: MethodParams) -> Schedule:
-    """All batches of a round, drawn as local training draws them."""
+    """Return all batches of a round, drawn as local training draws them."""
     epochs = (batches(client.samples, params.batch_size, client.rng) for _ in range(params.local_epochs))
     return [rows for epoch in epochs for rows in epoch]
 
@@ -50,7 +50,7 @@ def obstacle(model: Parts) -> str:
 
 
 def has_norm(model: nn.Module) -> bool:
-    """Whether there is batch norm, which cannot learn from one sample."""
+    """Return whether there is batch norm, which cannot learn from one sample."""
     return any(isinstance(module, NORM_LAYERS) for module in model.modules())
 
 
@@ -89,7 +89,7 @@ class Stack:
         Returns the loss of each step, (steps, clients), NaN where a client had no such step.
 
         Raises:
-            ValueError: the clients are in another order.
+            ValueError: The clients are in another order.
         """
         steps = [len(batches_of_one) for batches_of_one in schedules]
         if steps != sorted(steps, reverse=True):
@@ -146,7 +146,7 @@ class _Training:
         self._optimizer = local_optimizer(self._live.values(), params)
 
     def run(self, batches: _Batches) -> np.ndarray:
-        """All steps; the loss of each, (steps, clients)."""
+        """Return all steps; the loss of each, (steps, clients)."""
         count = batches.lengths.shape[1]
         device = next(iter(self._live.values())).device
         losses = torch.full(batches.lengths.shape, math.nan, device=device)
@@ -269,7 +269,7 @@ def _stackable(model: Parts, convolutions: Convolutions) -> Iterator[_NormLayers
 
 
 def has_unfolding(model: nn.Module) -> bool:
-    """Whether there are convolutions that can be computed in more than one way."""
+    """Return whether there are convolutions that can be computed in more than one way."""
     return any(_unfolds(module) for module in model.modules())
 
 
@@ -280,7 +280,7 @@ def _unfolds(layer: nn.Module) -> bool:
 
 
 def _unfolded(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
-    """A convolution as the product of its kernels with all patches of the inputs."""
+    """Return a convolution as the product of its kernels with all patches of the inputs."""
     patches = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
     result = layer.weight.flatten(1) @ patches
     if layer.bias is not None:

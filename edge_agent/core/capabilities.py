@@ -1,4 +1,4 @@
-"""What this device can do, found without importing anything heavy: packages are looked up, not loaded."""
+"""Capabilities of this device, found without importing anything heavy: packages are looked up, not loaded."""
 
 from __future__ import annotations
 
@@ -29,12 +29,18 @@ _PACKAGES = {
     "torch": "torch",
     "torchvision": "torchvision",
 }
-"""Distribution -> module. Vendors ship a module under another distribution's name, so both are looked for."""
+"""The module that each distribution brings. Vendors ship some modules under another distribution's name."""
 
 _CPU_KEYS = {"vendor_id", "cpu family", "model", "model name", "stepping", "flags"} | {
     "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision", "Features"
 }  # fmt: skip
 """Lines of /proc/cpuinfo that tell processors apart, on x86 and on ARM."""
+
+_TRAIN_BYTES = 1 << 30
+"""The least memory, in bytes, for training with torch: an agent takes 375 MB with torch before the first batch."""
+
+_CHILD_S = 60.0
+"""Seconds after which the trial import of torchvision in a child process is given up."""
 
 _ACCELERATORS = {
     "/dev/nvidia0": "nvidia gpu",
@@ -42,13 +48,11 @@ _ACCELERATORS = {
     "/dev/hailo0": "hailo",
     "/dev/apex_0": "coral",
 }
-
-_TRAIN_BYTES = 1 << 30
-"""Least memory for training with torch: an agent with torch takes 375 MB before the first batch."""
+"""The accelerator behind each device file."""
 
 
 class Capabilities(Frozen):
-    """One device, as `doctor` shows it and an agent announces it."""
+    """The capabilities of one device, as ``edge-agent doctor`` shows them and an agent announces them."""
 
     python: str
     system: str = Field(description="operating system and kernel release")
@@ -63,18 +67,19 @@ class Capabilities(Frozen):
 
     @property
     def tier(self) -> Tier:
-        """What the device may be: ``train``, ``head``, or ``idle`` while no package lets it compute anything."""
-        if "torch" in self.packages and (self.memory_bytes is None or self.memory_bytes >= _TRAIN_BYTES):
+        """The highest tier that the device can have: ``train``, ``head``, or ``idle`` while it can compute neither."""
+        has_memory = self.memory_bytes is None or self.memory_bytes >= _TRAIN_BYTES
+        if "torch" in self.packages and has_memory:
             return "train"
         return "head" if "onnxruntime" in self.packages and self.is_64bit else "idle"
 
     @property
     def head(self) -> str:
-        """The head to begin with: logistic regression needs 0.1 s and nothing but numpy."""
+        """The recommended first head: logistic regression, which is fitted in 0.1 s and needs numpy alone."""
         return "lr"
 
     def advice(self) -> tuple[str, ...]:
-        """Return what would let this device do more, one sentence each."""
+        """Return a sentence for each package or setting that would let this device do more."""
         from .installation import install_command
 
         result = []
@@ -97,13 +102,10 @@ class Capabilities(Frozen):
         return tuple(result)
 
 
-_CHILD_S = 60.0
-
-
 def torchvision_advice() -> tuple[str, ...]:
-    """What a real import of torchvision says, in a child process, which needs torch; empty where it works.
+    """Return what is wrong with torchvision, found by importing it in a child process; empty where it works.
 
-    It is looked up in no other way: a wheel whose compiled part does not match torch is installed as any other.
+    No other way tells: a wheel whose compiled part does not match torch is installed like any other.
     """
     if not {"torch", "torchvision"} <= packages().keys():
         return ()
@@ -111,29 +113,31 @@ def torchvision_advice() -> tuple[str, ...]:
     from .errors import cause
 
     try:
-        said = answer_of_child("edge_agent.models._torchvision", "main", {}, _CHILD_S)
+        errors = answer_of_child("edge_agent.models._torchvision", "main", {}, _CHILD_S)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         return (f"torchvision could not be tried: {cause(error)}",)
-    if not said["plain"]:
+    if not errors["plain"]:
         return ()
-    if said["ours"]:
-        return (f"{said['ours']}: its encoders cannot be used",)
+    if errors["ours"]:
+        return (f"{errors['ours']}: its encoders cannot be used",)
     mismatch = (
-        f"'import torchvision' fails here ({said['plain']}): its compiled part is not for this torch. Headwater's "
-        "encoders and files of yours that it loads work all the same; a script of yours calls "
-        "edge_agent.models.import_torchvision() first, or install the pair from one index"
+        f"'import torchvision' fails here ({errors['plain']}): its compiled part does not match this torch. Encoders "
+        "of Headwater and of files that it loads still work; your own scripts must call "
+        "edge_agent.models.import_torchvision() first, or install torch and torchvision from one index"
     )
     return (mismatch,)
 
 
 def find() -> Capabilities:
-    """The capabilities of this device now."""
-    lines = (_text(Path("/proc/meminfo")) or "").splitlines()  # sizes in kB by name; no such file outside of Linux
-    fields = [line.replace(":", " ").split() for line in lines]
-    memory = {field[0]: int(field[1]) * 1024 for field in fields if len(field) > 1 and field[1].isdigit()}
-    limit = _text(Path("/sys/fs/cgroup/memory.max")) or ""
-    limits = [memory["MemTotal"]] if "MemTotal" in memory else []
-    limits += [int(limit)] if limit.isdigit() else []
+    """Return the capabilities of this device now."""
+    memory = _read_meminfo()
+    # A limit of the service's control group counts like the memory of the device.
+    limits = []
+    if "MemTotal" in memory:
+        limits.append(memory["MemTotal"])
+    group_limit = _text(Path("/sys/fs/cgroup/memory.max")) or ""
+    if group_limit.isdigit():
+        limits.append(int(group_limit))
     return Capabilities(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()}",
@@ -148,9 +152,19 @@ def find() -> Capabilities:
     )
 
 
+def _read_meminfo() -> dict[str, int]:
+    """Return the sizes in ``/proc/meminfo``, in bytes by name; empty outside of Linux."""
+    sizes = {}
+    for line in (_text(Path("/proc/meminfo")) or "").splitlines():
+        fields = line.replace(":", " ").split()
+        if len(fields) > 1 and fields[1].isdigit():
+            sizes[fields[0]] = int(fields[1]) * 1024
+    return sizes
+
+
 @functools.cache
 def processor() -> str:
-    """The processor as a name for files: architecture, and a digest of its model and instruction set extensions.
+    """Return the processor as a name for files: architecture, and a digest of its model and instruction set extensions.
 
     Two machines of one architecture may compute int8 with other instructions: x86-64 with and without VNNI, arm64 with
     and without dot products.
@@ -162,12 +176,14 @@ def processor() -> str:
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def packages() -> dict[str, str]:
-    """Versions of the optional and required packages that are installed; nothing is imported."""
+    """Return the versions of the optional and required packages that are installed; nothing is imported."""
     result = {}
     for name, module in _PACKAGES.items():
         if importlib.util.find_spec(module) is not None:
@@ -179,6 +195,7 @@ def packages() -> dict[str, str]:
 
 
 def _text(path: Path) -> str | None:
+    """Return the text of a system file without NULs and white space at its ends; None where it is empty or missing."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip("\x00\n ") or None
     except OSError:

@@ -1,4 +1,4 @@
-"""Long work beside a loop that must not stop listening: one job at a time, its result handed back to the loop."""
+"""Child processes and worker threads, for long work beside a loop that must go on listening to messages."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .errors import ChildFailed
 log = logging.getLogger(__name__)
 
 Done = Callable[[Any, BaseException | None], None]
-"""Called in the loop's own thread with (result, None) or (None, error)."""
+"""The function that receives what a job has ended with, in the loop's own thread: (result, None) or (None, error)."""
 
 
 def in_child(check: Callable[[], object]) -> None:
-    """Return when ``check()`` does, called in a child process where the system can fork: what it loads is not kept.
+    """Call ``check`` in a child process, where the system can fork, so that the modules it loads are not kept here.
 
-    Call it before threads are started.
+    It must be called before threads are started.
 
     Raises:
-        Exception: what ``check`` raises; it is then called again, in this process.
+        Exception: The error of ``check``, which is called again in this process if the child process failed.
     """
     if hasattr(os, "fork"):
         child = os.fork()
@@ -53,19 +53,26 @@ _BEGIN = (
     "import sys; sys.path[:1] = [path for path in sys.path[:1] if path]; sys.path.append(sys.argv.pop(1)); "
     "from {module} import {name}; {name}()"
 )
+"""The program of a child: it calls a function of one of our modules, and imports ours from `_ROOT` last."""
+
 _ROOT = str(Path(__file__).resolve().parents[2])
+"""The folder that holds this package, handed to children as the last place to import from."""
 
 
 def answer_of_child(module: str, name: str, question: Any, limit_s: float) -> dict[str, Any]:
-    """The JSON object that a function prints last, run without arguments by a new interpreter.
+    """Return the JSON object that a function prints as its last line, run by a new interpreter.
 
-    It reads ``question`` as JSON from stdin. What it loads goes with the process.
+    Args:
+        module: The module with the function.
+        name: The function's name; it is called without arguments.
+        question: What the function reads as JSON from stdin.
+        limit_s: Seconds after which the process is killed.
 
     Raises:
-        OSError, subprocess.SubprocessError, ValueError, IndexError: the process failed, took longer than ``limit_s``
+        OSError, subprocess.SubprocessError, ValueError, IndexError: The process failed, took longer than ``limit_s``
             seconds, or printed something else.
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _BEGIN.format(module=module, name=name), _ROOT],
         input=json.dumps(question),
         capture_output=True,
@@ -73,20 +80,24 @@ def answer_of_child(module: str, name: str, question: Any, limit_s: float) -> di
         timeout=limit_s,
         check=True,
     )
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return result
 
 
 def is_stopped(error: BaseException) -> bool:
-    """Whether ``error`` comes from a child that was asked to stop, as systemd asks all processes of a unit at once."""
+    """Return whether ``error`` comes from a child that was ended by SIGTERM or SIGINT.
+
+    On a stop, systemd sends the signal to all processes of a unit at once.
+    """
     cause = error.__cause__
     return isinstance(cause, subprocess.CalledProcessError) and -cause.returncode in {signal.SIGTERM, signal.SIGINT}
 
 
 LOOK_S = 0.25
-"""Between two looks at a watched child while it is silent."""
+"""Seconds between two calls of ``look`` while a watched child is silent."""
 
 _MOST_LINE = 1 << 22
+"""The most bytes of one line that a watched child writes."""
 
 
 def answer_of_watched(
@@ -100,14 +111,23 @@ def answer_of_watched(
     look: Callable[[int], object] = lambda _process: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
-    """As `answer_of_child`, of a child that says what it does meanwhile: a JSON object a line, each given to ``heard``.
+    """Return the answer of a child process that reports its progress, and kill it with its own children at the end.
 
-    The answer is the line with the one key ``answer``. A child that says nothing for ``silent_s`` seconds hangs: it is
-    killed, with its own children. ``look`` gets its process id some times a second.
+    The child writes a JSON object a line. The line whose only key is ``answer`` holds its answer.
+
+    Args:
+        module: The module with the function that the child calls.
+        name: The function's name; it is called without arguments.
+        question: What the function reads as JSON from stdin.
+        heard: Receives every line of progress.
+        silent_s: Seconds without a line after which the child counts as hanging.
+        limit_s: Seconds that the child may take in all.
+        look: Receives the process id of the child every `LOOK_S` seconds or more often.
+        clock: The time in seconds.
 
     Raises:
-        OSError: no process can be started.
-        ChildFailed: it ended without an answer, said nothing for too long, or took longer than ``limit_s``.
+        OSError: The process cannot be started.
+        ChildFailed: The child ended without an answer, wrote nothing for ``silent_s``, or took longer than ``limit_s``.
     """
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
@@ -123,35 +143,37 @@ def answer_of_watched(
             if child.stdin is not None:
                 with contextlib.suppress(BrokenPipeError), child.stdin:
                     child.stdin.write(json.dumps(question).encode())
-            begin = spoken_at = clock()
+            begin = clock()
+            last_line_at = begin
             while True:
                 look(child.pid)
+                # An empty line stands for silence; no bytes at all for the end of the child's output.
                 try:
                     line = lines.get(timeout=LOOK_S)
                 except queue.Empty:
                     line = b"\n"
                 now = clock()
-                if line.strip():
-                    spoken_at = now
-                    said = _object(line)
-                    if said.keys() == {"answer"}:
-                        answer: dict[str, Any] = said["answer"]
-                        return answer
-                    heard(said)
-                elif not line:
+                if not line:
                     code = child.wait()
-                    tail = _tail_of(errors)
-                    raise ChildFailed(f"it ended by signal {-code}" if code < 0 else f"it ended with code {code}", tail)
+                    how = f"it ended by signal {-code}" if code < 0 else f"it ended with code {code}"
+                    raise ChildFailed(how, _tail_of(errors))
+                if line.strip():
+                    last_line_at = now
+                    message = _object(line)
+                    if message.keys() == {"answer"}:
+                        answer: dict[str, Any] = message["answer"]
+                        return answer
+                    heard(message)
                 if now - begin > limit_s:
                     raise ChildFailed(f"it took longer than {limit_s:g} s")
-                if now - spoken_at > silent_s:
+                if now - last_line_at > silent_s:
                     raise ChildFailed(f"it made no progress for {silent_s:g} s")
         finally:
             _end(child)
 
 
 def _read_lines(child: subprocess.Popen[bytes], lines: queue.SimpleQueue[bytes]) -> None:
-    """Until the end, which is an empty line without its newline."""
+    """Queue the lines that the child writes until its output ends, then no bytes as the mark of the end."""
     if child.stdout is not None:
         with contextlib.suppress(OSError, ValueError), child.stdout:
             while line := child.stdout.readline(_MOST_LINE):
@@ -160,23 +182,29 @@ def _read_lines(child: subprocess.Popen[bytes], lines: queue.SimpleQueue[bytes])
 
 
 def _object(line: bytes) -> dict[str, Any]:
+    """Return the JSON object in a line of a child.
+
+    Raises:
+        ChildFailed: The line holds something else.
+    """
     try:
-        said = json.loads(line)
+        message = json.loads(line)
     except ValueError:
-        said = None
-    if not isinstance(said, dict):
+        message = None
+    if not isinstance(message, dict):
         raise ChildFailed("it wrote a line that holds no JSON object")
-    return said
+    return message
 
 
 def _tail_of(file: Any) -> str:
+    """Return the last 4,000 bytes of a file as text."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 4000))
     return str(file.read().decode(errors="replace").strip())
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill a child with its own children, which are in its session; it may have ended."""
+    """Kill a child together with its own children, which are in its session; the child may have ended already."""
     with contextlib.suppress(OSError):
         if hasattr(os, "killpg"):
             os.killpg(child.pid, signal.SIGKILL)
@@ -186,20 +214,20 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 class Worker(Protocol):
-    """Runs jobs; `collect` delivers what is finished, in the caller's thread."""
+    """A runner of jobs, whose results `collect` delivers in the caller's thread."""
 
     def submit(self, name: str, job: Callable[[], Any], done: Done) -> None:
-        """Begin ``job``, or queue it behind the one that runs."""
+        """Start ``job``, or queue it behind the one that runs."""
 
     def collect(self) -> None:
-        """Call ``done`` of every job that has finished since."""
+        """Call the ``done`` of every job that has finished since the last call."""
 
     def close(self) -> None:
         """Take no more jobs; a running one is left to end with the process."""
 
 
 class InlineWorker:
-    """Does each job at once, in the caller's thread: for simulation and tests."""
+    """A worker that runs each job at once, in the caller's thread: for simulation and tests."""
 
     def submit(self, name: str, job: Callable[[], Any], done: Done) -> None:  # noqa: ARG002 - names are for threads
         """Run ``job`` and deliver its result before returning."""
@@ -211,14 +239,14 @@ class InlineWorker:
             done(result, None)
 
     def collect(self) -> None:
-        """Nothing is ever left to deliver."""
+        """Do nothing: every result has been delivered by `submit`."""
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing: no thread has to be stopped."""
 
 
 class ThreadWorker:
-    """One thread; ``wake`` is called from it when something has finished, so that the loop looks."""
+    """A worker with one thread, which calls ``wake`` when a job has finished, so that the loop calls `collect`."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -228,11 +256,11 @@ class ThreadWorker:
         self._thread.start()
 
     def submit(self, name: str, job: Callable[[], Any], done: Done) -> None:
-        """Queue ``job``."""
+        """Queue ``job`` for the thread."""
         self._jobs.put((name, job, done))
 
     def collect(self) -> None:
-        """Deliver what has finished."""
+        """Deliver the results of the jobs that have finished."""
         while True:
             try:
                 deliver = self._finished.get_nowait()
@@ -241,7 +269,7 @@ class ThreadWorker:
             deliver()
 
     def close(self) -> None:
-        """Let the thread end after what it is doing."""
+        """Let the thread end after the jobs that are queued."""
         self._jobs.put(None)
 
     def _run(self) -> None:
@@ -257,12 +285,12 @@ class ThreadWorker:
 
 
 class Stop(threading.Event):
-    """Set by a signal; ``signal`` is its number, 0 before one has come."""
+    """An event that is set by a signal; ``signal`` is the number of the signal, or 0 before one has arrived."""
 
     signal = 0
 
     def by_signal(self, number: int, _frame: object) -> None:
-        """The handler."""
+        """Note the signal and set the event; it has the form of a handler for `signal.signal`."""
         self.signal = number
         # In a thread: the main one, in which this runs, may be inside of `wait` with the event's lock. Starting a
         # `threading.Thread` takes locks as well.
@@ -271,7 +299,7 @@ class Stop(threading.Event):
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """An event that SIGTERM and Ctrl-C set; outside the main thread, which alone gets signals, nothing sets it."""
+    """Yield an event that SIGTERM and Ctrl-C set; only the main thread gets signals, in another one nothing sets it."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop

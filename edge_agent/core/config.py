@@ -24,13 +24,14 @@ from .task import Frozen
 
 Model = TypeVar("Model", bound=BaseModel)
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
-LEAST_CLIENTS = 3
-"""In a secure sum: with two, each knows the other's update from the sum."""
 """Names of agents and federations: they become topic levels, and some brokers give other characters a meaning."""
+
+LEAST_CLIENTS = 3
+"""The smallest number of clients in a secure sum: with two, each knows the other's update from the sum."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
+    """Return whether only this machine reaches ``host``."""
     if host == "localhost":
         return True
     try:
@@ -40,7 +41,7 @@ def is_loopback(host: str) -> bool:
 
 
 class TlsConfig(Frozen):
-    """How the broker proves itself, and how this side does."""
+    """The certificates by which the broker and this side prove who they are."""
 
     ca: Path | None = Field(None, description="file of trusted authorities; default: those of the system")
     cert: Path | None = Field(None, description="client certificate (PEM)")
@@ -49,12 +50,12 @@ class TlsConfig(Frozen):
     @model_validator(mode="after")
     def _key_has_certificate(self) -> TlsConfig:
         if self.key is not None and self.cert is None:
-            raise ValueError(f"key is {self.key} and cert is not set; a key proves nothing without its certificate")
+            raise ValueError(f"key is {self.key}, but cert is not set; name the certificate of this key as cert")
         return self
 
 
 class BrokerConfig(Frozen):
-    """Where the broker is and who we are to it."""
+    """The address of the broker, and how this side logs in."""
 
     url: str = Field("mqtt://127.0.0.1:1883", description="mqtt://host[:port] or mqtts://host[:port]")
     user: str | None = Field(None, description="MQTT user name; agents use their id")
@@ -68,12 +69,14 @@ class BrokerConfig(Frozen):
 
     @field_validator("url")
     @classmethod
-    def _known_scheme(cls, url: str) -> str:
+    def _check_url(cls, url: str) -> str:
+        """Require the form mqtt://host[:port] or mqtts://host[:port], without credentials, which logs would show."""
         parts = urlsplit(url)
         if parts.username is not None or parts.password is not None:
             raise ValueError("holds a user or a password, which would end up in logs; use user and password_file")
-        extras = parts.path.strip("/") or parts.query or parts.fragment
-        if parts.scheme not in {"mqtt", "mqtts"} or not parts.hostname or extras:
+        has_known_scheme = parts.scheme in {"mqtt", "mqtts"}
+        has_extras = bool(parts.path.strip("/") or parts.query or parts.fragment)
+        if not has_known_scheme or not parts.hostname or has_extras:
             raise ValueError(f"'{url}' is not mqtt://host[:port] or mqtts://host[:port]")
         if parts.port == 0:  # reading it raises ValueError on a port that is not a number below 65536
             raise ValueError(f"port 0 of '{url}' cannot be connected to; expected 1..65535")
@@ -87,13 +90,16 @@ class BrokerConfig(Frozen):
 
     @property
     def host(self) -> str:
-        """Host name or address."""
+        """Host name or IP address of the broker."""
         return urlsplit(self.url).hostname or ""
 
     @property
     def port(self) -> int:
-        """Port; 1883 or 8883 where the URL names none."""
-        return urlsplit(self.url).port or (8883 if self.uses_tls else 1883)
+        """TCP port of the broker; 1883, or 8883 with TLS, where the URL names none."""
+        port = urlsplit(self.url).port
+        if port is not None:
+            return port
+        return 8883 if self.uses_tls else 1883
 
     @property
     def uses_tls(self) -> bool:
@@ -101,27 +107,29 @@ class BrokerConfig(Frozen):
         return urlsplit(self.url).scheme == "mqtts"
 
     def password(self) -> str | None:
-        """First line of the password file.
+        """Return the first line of the password file; None where no file is configured.
 
         Raises:
-            ConfigError: the file cannot be read.
+            ConfigError: The password file cannot be read, or its first line is empty.
         """
         if self.password_file is None:
             return None
         path = credential(self.password_file)
         try:
             line = read_regular_text(path).partition("\n")[0].rstrip("\r")
-            why = "" if line else "its first line is empty; 'headwater password' writes such a file"
         except (OSError, UnicodeDecodeError) as error:
-            line = ""
-            why = cause(error)
-        if why:
-            raise ConfigError("broker.password_file", [f"cannot read a line from {path}: {why}"])
+            mistake = f"cannot read a line from {path}: {cause(error)}"
+            raise ConfigError("broker.password_file", [mistake]) from error
+        if not line:
+            mistake = (
+                f"cannot read a line from {path}: its first line is empty; 'headwater password' writes such a file"
+            )
+            raise ConfigError("broker.password_file", [mistake])
         return line
 
 
 class AgentBrokerConfig(BrokerConfig):
-    """Where the broker is, who this agent is to it, and which coordinator it obeys."""
+    """The address of the broker, how this agent logs in, and which coordinator's commands it obeys."""
 
     command_key_file: Path | None = Field(
         None,
@@ -131,32 +139,35 @@ class AgentBrokerConfig(BrokerConfig):
 
 
 def check_tls(broker: BrokerConfig) -> None:
-    """Return where nobody on the network reads and changes what is said: with TLS, or on this machine alone.
+    """Require a connection that nobody on the network can read or change: with TLS, or within this machine.
 
     Raises:
-        UsageError: a broker elsewhere without TLS.
+        UsageError: The broker is on another machine and its URL does not ask for TLS.
     """
     if not broker.uses_tls and not is_loopback(broker.host):
         raise UsageError(
-            f"broker {broker.url} is without TLS and not on this machine: everybody on the way reads and changes "
-            "models and passwords; use mqtts:// ('headwater init' makes certificates, 'edge-agent enroll -' gets "
-            "one), or say --insecure"
+            f"broker {broker.url} is without TLS and not on this machine: anybody on the network path can read and "
+            "change models and passwords; use mqtts:// ('headwater init' makes certificates, 'edge-agent enroll -' "
+            "gets one), or allow this with --insecure"
         )
 
 
 def credential(path: Path) -> Path:
-    """Where a secret file is to be read: among the credentials that systemd gave this service, else at ``path``.
+    """Return where a secret file is to be read: among the credentials that systemd gave this service, or at ``path``.
 
     ``LoadCredential=agent.password:/etc/headwater/agent.password`` in a unit lets a service that runs as a user of its
-    own read what only root may read. Found by the file's name, so the same configuration serves commands of root.
+    own read what only root may read. The credential is looked up by the file's name, so that commands of root use the
+    same configuration.
     """
     folder = os.environ.get("CREDENTIALS_DIRECTORY", "")
-    given = Path(folder) / path.name
-    return given if folder and given.is_file() else path
+    if not folder:
+        return path
+    from_systemd = Path(folder) / path.name
+    return from_systemd if from_systemd.is_file() else path
 
 
 class DataConfig(Frozen):
-    """Local data of one device; they never leave it."""
+    """The local data of one device, which never leave it."""
 
     source: str = Field(description="kind:where[?option=value], see 'edge-agent fit --help'")
     folder: Path = Field(Path(), description="base of relative paths in source; default: this file's folder")
@@ -182,20 +193,30 @@ class DataConfig(Frozen):
     budget: int = Field(2000, ge=1, description="samples of the watch folder and of 'edge-agent add' that are kept")
 
     @model_validator(mode="after")
-    def _one_split(self) -> DataConfig:
+    def _check_split(self) -> DataConfig:
+        """Require that only one setting decides which samples are held out: a partition, ``test``, or a fraction."""
         fields = type(self).model_fields
-        given = [name for name in ("seed", "test_fraction") if getattr(self, name) != fields[name].default]
-        if self.partition is not None and self.test is not None:
-            raise ValueError(f"test = '{self.test}' with a partition, which says itself which rows test; leave one out")
-        if self.partition is not None and given:
-            raise ValueError(f"{' and '.join(given)} of a partition, which says itself which rows test; leave it out")
-        if self.test is not None and "test_fraction" in given:
+        changed = [name for name in ("seed", "test_fraction") if getattr(self, name) != fields[name].default]
+        if self.partition is not None:
+            self._check_partition_alone(changed)
+        if self.test is not None and "test_fraction" in changed:
             raise ValueError(f"test_fraction with test = '{self.test}', which is held out as a whole; leave one out")
         if self.test == self.source:
             raise ValueError(f"test = '{self.test}' is the source itself; expected other samples, or leave it out")
         if self.partition is None and self.client is not None:
             raise ValueError(f"client = '{self.client}' without partition; name the file that has this client")
         return self
+
+    def _check_partition_alone(self, changed: list[str]) -> None:
+        """Require that nothing beside the partition file says which rows are held out; ``changed``: fields set."""
+        if self.test is not None:
+            raise ValueError(
+                f"test = '{self.test}' with a partition, which already names the held-out rows; leave one out"
+            )
+        if changed:
+            raise ValueError(
+                f"{' and '.join(changed)} with a partition, which already names the held-out rows; leave it out"
+            )
 
 
 Precision = Literal["float32", "bfloat16"]
@@ -212,7 +233,7 @@ def _reference(text: str) -> str:
 
 
 class TrainingConfig(Frozen):
-    """How a train-tier device works."""
+    """The resources and options of local training on a device of tier train."""
 
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
     threads: int = Field(
@@ -239,27 +260,27 @@ class TrainingConfig(Frozen):
 
 
 def own_methods(training: TrainingConfig) -> tuple[str, ...]:
-    """Names of the methods in files of this device; nothing is read."""
+    """Return names of the methods in files of this device; nothing is read."""
     return tuple(own_name(reference.rpartition(":")[2]) for reference in training.methods)
 
 
 LEAST_NOISE = 1e-3
-"""One round with less costs an epsilon of a million."""
+"""The smallest noise multiplier but 0: one round with less costs an epsilon of a million."""
 
 
 def zero_or_from(least: float) -> AfterValidator:
-    """A check of noise multipliers: 0, or so much and more."""
+    """Return a pydantic check of noise multipliers, which must be 0 or at least ``least``."""
 
     def check(noise: float) -> float:
         if 0 < noise < least:
-            raise ValueError(f"a noise of {noise:g} protects nothing; expected 0 for none, or {least:g} and more")
+            raise ValueError(f"a noise of {noise:g} protects nothing; expected 0 (no noise), or at least {least:g}")
         return noise
 
     return AfterValidator(check)
 
 
 class PrivacyConfig(Frozen):
-    """What may leave this device. A job that asks for more is refused, whatever the coordinator has in its own file."""
+    """What may leave this device. A job that asks for more is refused, whatever the coordinator's configuration is."""
 
     methods: tuple[str, ...] | None = Field(
         None, description="methods that this device takes part in, [] for none; default: all"
@@ -363,7 +384,7 @@ class HeadConfig(Frozen):
 
 
 class BundleConfig(Frozen):
-    """Whose bundles this device installs. An enrolled one trusts the release keys of its federation."""
+    """Whose bundles this device installs. An enrolled device trusts the release keys of its federation."""
 
     trust: Path | None = Field(
         None, description="root.json of the federation whose signed bundles are installed; no others are from then on"
@@ -377,9 +398,9 @@ class BundleConfig(Frozen):
 
 
 def default_agent_id() -> str:
-    """The host name, reduced to the characters that a topic may hold."""
-    kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in socket.gethostname().lower())
-    return kept.strip("-_")[:63] or "agent"
+    """Return the host name, reduced to the characters that a topic may hold."""
+    allowed = re.sub(r"[^a-z0-9_-]", "-", socket.gethostname().lower())
+    return allowed.strip("-_")[:63] or "agent"
 
 
 class MetricsConfig(Frozen):
@@ -393,24 +414,24 @@ class MetricsConfig(Frozen):
     @classmethod
     def _is_collected(cls, path: Path | None) -> Path | None:
         if path is not None and path.suffix != ".prom":
-            raise ValueError("node_exporter reads files that end in .prom alone; name the file so")
+            raise ValueError(f"the name ends in '{path.suffix}', but node_exporter reads only .prom files; rename it")
         return path
 
 
 @dataclass(frozen=True)
 class FileKind:
-    """What a configuration file is for; the model of such a file has one as ``file_kind``, with the hints of `load`."""
+    """The hints that `load` gives about one kind of configuration file; its model has them as ``file_kind``."""
 
     if_missing: str
-    """What to do where there is no such file."""
+    """The advice of the error message where there is no such file."""
     foreign_keys: frozenset[str]
     """Top-level keys of another kind of file, which this one never has."""
     foreign: str
-    """What a file with such keys is, and what to do."""
+    """The explanation of a file with such keys, and what to do."""
 
 
 class AgentConfig(Frozen):
-    """One device's agent."""
+    """The configuration of one device's agent."""
 
     file_kind: ClassVar[FileKind] = FileKind(
         if_missing=(
@@ -469,15 +490,17 @@ class AgentConfig(Frozen):
 
     @field_validator("broker", mode="before")
     @classmethod
-    def _of_any_side(cls, broker: Any) -> Any:
-        """A broker as the coordinator knows it is one without a key."""
+    def _accept_plain_broker(cls, broker: Any) -> Any:
+        """Accept a `BrokerConfig`, as the coordinator has it, for a broker without a command key."""
         return broker.model_dump() if type(broker) is BrokerConfig else broker
 
     @model_validator(mode="after")
     def _own_classes_stay_here(self) -> AgentConfig:
         if self.head.own_classes and (self.tier == "train" or self.data.partition is not None):
-            what = "tier is train" if self.tier == "train" else "data.partition divides samples of the task's classes"
-            raise ValueError(f"head.own_classes is true and {what}; own classes need tier 'head' and its own data")
+            conflict = "data.partition divides samples of the task's classes"
+            if self.tier == "train":
+                conflict = "tier is train"
+            raise ValueError(f"head.own_classes is true, but {conflict}; own classes need tier 'head' and its own data")
         return self
 
 
@@ -485,17 +508,17 @@ def load(model: type[Model], path: Path, overrides: Mapping[str, Any] | None = N
     """Return the model that a TOML file describes; ``overrides`` (nested) win over the file.
 
     Raises:
-        ConfigError: no such file, not TOML, a file of another program, or mistakes; every mistake is listed with the
-            nearest known key.
+        ConfigError: The file does not exist, is not TOML, belongs to another program, or has mistakes. Every mistake is
+            listed, with the nearest known key.
     """
     return parse(model, _merge(read_file(model, path), overrides or {}), where=str(path), base=path.parent)
 
 
 def read_file(model: type[BaseModel], path: Path) -> dict[str, Any]:
-    """Return what a TOML file for ``model`` says, before it is checked.
+    """Return the contents of a TOML file for ``model``, before they are checked.
 
     Raises:
-        ConfigError: no such file, not TOML, or a file of another program.
+        ConfigError: The file does not exist, is not TOML, or belongs to another program.
     """
     kind: FileKind | None = getattr(model, "file_kind", None)
     if kind is None:
@@ -510,10 +533,10 @@ def read_file(model: type[BaseModel], path: Path) -> dict[str, Any]:
 
 
 def parse(model: type[Model], raw: Mapping[str, Any], *, where: str, base: Path | None = None) -> Model:
-    """The model that ``raw`` describes; relative paths count from ``base``.
+    """Return the model that ``raw`` describes; relative paths count from ``base``.
 
     Raises:
-        ConfigError: mistakes; every one is listed.
+        ConfigError: ``raw`` has mistakes; every one is listed.
     """
     try:
         parsed = model.model_validate(dict(raw))
@@ -523,56 +546,80 @@ def parse(model: type[Model], raw: Mapping[str, Any], *, where: str, base: Path 
 
 
 def mistakes_of(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """One line for each mistake that pydantic found, with the nearest known key for each unknown one."""
-    mistakes = []
-    for detail in error.errors(include_url=False, include_context=False):
-        path = tuple(str(step) for step in detail["loc"])
-        key = ".".join(path)
-        message = detail["msg"].removeprefix("Value error, ")
-        if detail["type"] == "extra_forbidden":
-            known = _fields_at(model, path[:-1])
-            close = nearest(path[-1], known)
-            hint = f"did you mean '{close}'?" if close else f"known: {', '.join(sorted(known)) or 'none'}"
-            mistakes.append(f"{key}: unknown key; {hint}")
-        elif detail["type"] == "missing":
-            mistakes.append(f"{key}: is missing")
-        elif key:
-            value = re.sub(r"//[^/@\s]*@", "//…@", repr(detail.get("input")))  # no password out of a URL into a log
-            mistakes.append(f"{key} = {value if len(value) <= 60 else value[:59] + '…'}: {message}")
-        else:
-            mistakes.append(message)
-    return mistakes
+    """Return a line for each mistake that pydantic found, with the nearest known key for each unknown one."""
+    return [_describe_mistake(detail, model) for detail in error.errors(include_url=False, include_context=False)]
+
+
+def _describe_mistake(detail: Mapping[str, Any], model: type[BaseModel]) -> str:
+    """Return one mistake as a line: the key, its value where it is wrong, and the reason or the nearest known key."""
+    path = tuple(str(step) for step in detail["loc"])
+    key = ".".join(path)
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        fields = _fields_at(model, path[:-1])
+        close = nearest(path[-1], fields)
+        hint = f"did you mean '{close}'?" if close else f"known: {', '.join(sorted(fields)) or 'none'}"
+        return f"{key}: unknown key; {hint}"
+    if detail["type"] == "missing":
+        return f"{key}: is missing"
+    if not key:
+        return message
+    value = re.sub(r"//[^/@\s]*@", "//…@", repr(detail.get("input")))  # no password out of a URL into a log
+    if len(value) > 60:
+        value = value[:59] + "…"
+    return f"{key} = {value}: {message}"
 
 
 def _fields_at(model: type[BaseModel], path: Iterable[str]) -> list[str]:
-    """Field names of the nested model at ``path``; empty where that is not certain."""
-    result = [model]
+    """Return the field names of the nested model at ``path``; empty where more than one model may be there."""
+    candidates = [model]
     for step in path:
-        if step.isdigit():  # one of a list, which has all models of one kind
+        # The index of a list item: all its models are of one kind.
+        if step.isdigit():
             continue
-        if len(result) > 1:  # one of several, chosen by its kind, which is its own step
-            result = [one for one in result if "kind" in one.model_fields and one.model_fields["kind"].default == step]
+        # The step after a union is the kind of the member that pydantic chose.
+        if len(candidates) > 1:
+            candidates = [candidate for candidate in candidates if _kind_of(candidate) == step]
             continue
-        field = result[0].model_fields.get(step) if result else None
-        result = _models_in(field.annotation) if field is not None else []
-    return list(result[0].model_fields) if len(result) == 1 else []
+        if not candidates:
+            return []
+        field = candidates[0].model_fields.get(step)
+        if field is None:
+            return []
+        candidates = _models_in(field.annotation)
+    return list(candidates[0].model_fields) if len(candidates) == 1 else []
+
+
+def _kind_of(model: type[BaseModel]) -> Any:
+    """Return the default of the model's field ``kind``, by which it is told from others; None where it has none."""
+    field = model.model_fields.get("kind")
+    return None if field is None else field.default
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the models in the type of a field, such as both of ``A | B | None``."""
     if isinstance(annotation, type):
         return [annotation] if issubclass(annotation, BaseModel) else []
-    return [result for part in getattr(annotation, "__args__", ()) for result in _models_in(part)]
+    models: list[type[BaseModel]] = []
+    for part in getattr(annotation, "__args__", ()):
+        models += _models_in(part)
+    return models
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``below`` with the values of ``above`` in their place; tables in both are merged key by key."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
-        merged[key] = _merge(under, value) if isinstance(under, dict) and isinstance(value, Mapping) else value
+        if isinstance(under, dict) and isinstance(value, Mapping):
+            merged[key] = _merge(under, value)
+        else:
+            merged[key] = value
     return merged
 
 
 def _anchor(model: Model, base: Path) -> Model:
+    """Return ``model`` with every relative path, also those of nested models, counted from ``base``."""
     changes: dict[str, Any] = {}
     for name in type(model).model_fields:
         value = getattr(model, name)
@@ -583,6 +630,6 @@ def _anchor(model: Model, base: Path) -> Model:
             # A table without paths stays as it is: a changed field counts as given, also where it has its default.
             if anchored is not value:
                 changes[name] = anchored
-        elif isinstance(value, tuple) and any(isinstance(one, BaseModel) for one in value):
-            changes[name] = tuple(_anchor(one, base) for one in value)
+        elif isinstance(value, tuple) and any(isinstance(item, BaseModel) for item in value):
+            changes[name] = tuple(_anchor(item, base) for item in value)
     return model.model_copy(update=changes) if changes else model

@@ -116,14 +116,14 @@ class EnrolmentRefused(UsageError):
 
 
 class NotProven(EnrolmentRefused):
-    """A request for a certificate is not signed by a token or key of the agent that it names: a stranger may send it.
+    """A request for a certificate is not signed by a token or key of the agent that it names: anybody may send such.
 
     The message is the same whether or not there is such an agent, and tells nothing of one.
     """
 
 
 class NotTheCoordinator(EnrolmentRefused):
-    """Who answers a request for a certificate does not prove to be the coordinator; another time it may be."""
+    """Whoever answers a request for a certificate does not prove to be the coordinator; a retry may succeed."""
 
 
 class DuplicateId(UsageError):
@@ -216,11 +216,11 @@ class PrivacyRefused(HeadwaterError):
 
 
 class SumRefused(PrivacyRefused):
-    """An attempt at a secure sum would tell more than the sum; another attempt may be in order."""
+    """An attempt at a secure sum would reveal more than the sum; another attempt may succeed."""
 
 
 class SharesWrong(SumRefused):
-    """Shares of other devices do not open; the message begins with their names."""
+    """Encrypted shares of other devices cannot be decrypted; the message begins with the devices' names."""
 
 
 class RunFailed(HeadwaterError):
@@ -236,7 +236,7 @@ class RemoteTraceback(Exception):
 
 
 class ChildFailed(HeadwaterError):
-    """A process that was started for some work has ended, or was ended, without a result; ``tail``: of its stderr."""
+    """A child process has ended, or was killed, without its result; ``tail`` is the end of its stderr."""
 
     def __init__(self, message: str, tail: str = "") -> None:
         super().__init__(message)
@@ -271,7 +271,7 @@ class BrokerAway(HeadwaterError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that looks most like ``name``, or None when nothing is close."""
+    """Return the known name that looks most like ``name``, or None when nothing is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return close[0] if close else None
 
@@ -291,49 +291,60 @@ def raiser_of(error: BaseException) -> tuple[str, str]:
 
 
 def without_home(error: RuntimeError) -> UsageError | None:
-    """Return the mistake behind an error of a path that begins with ``~`` and has no home to begin at; else None."""
+    """Return a usage error where ``error`` says that the home folder of a path with ``~`` is unknown; else None."""
     module, function = raiser_of(error)
     if module.partition(".")[0] != "pathlib" or function not in {"expanduser", "home"}:
         return None
     return UsageError(
-        "the home folder that '~' or a default path begins with is not known here; write the path out, or set HOME"
+        "the home folder, with which '~' or a default path begins, is unknown; write the path out, or set HOME"
     )
 
 
 def cause(error: BaseException) -> str:
-    """Why something failed, in words: what Python or the system says, without class names and error numbers."""
+    """Return why something failed, as a clause for people, without class names and error numbers."""
     if isinstance(error, json.JSONDecodeError):
         return f"invalid JSON at line {error.lineno}, column {error.colno}"
-    if untrusted := getattr(error, "verify_message", ""):  # of ssl, which is not imported for this
+    # An error of ssl is known by its attribute, so that ssl need not be imported here.
+    verify_message = getattr(error, "verify_message", "")
+    if verify_message:
         clock = "; compare the clocks" if is_of_another_time(error) else ""
-        return f"the certificate is not trusted ({str(untrusted).rstrip('.')}{clock})"
-    if (code := getattr(error, "returncode", None)) is not None:  # of subprocess, whose words hold the whole command
-        last = _first_line((getattr(error, "stderr", "") or "").strip().rpartition("\n")[2])
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return f"its process ended with {how}" + (f": {last}" if last else "")
+        return f"the certificate is not trusted ({str(verify_message).rstrip('.')}{clock})"
+    # The text of an error of subprocess holds the whole command; its exit code and last line say more.
+    return_code = getattr(error, "returncode", None)
+    if return_code is not None:
+        return _describe_exit(return_code, getattr(error, "stderr", "") or "")
     for kind, message in _CAUSES:
         if isinstance(error, kind):
             return message
     if isinstance(error, OSError) and error.strerror:
         return _first_line(error.strerror)
-    return _first_line(str(error)) or f"{type(error).__name__}, without a word of explanation"
+    return _first_line(str(error)) or f"{type(error).__name__} without a message"
+
+
+def _describe_exit(code: int, stderr: str) -> str:
+    """Return how a process ended, from its return code as of `subprocess`, with the last line of its ``stderr``."""
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    last_line = _first_line(stderr.strip().rpartition("\n")[2])
+    if not last_line:
+        return f"its process ended with {how}"
+    return f"its process ended with {how}: {last_line}"
 
 
 def remedy(error: OSError) -> str:
-    """What to do about a path that cannot be read or written; empty where only its cause says that."""
+    """Return what to do about a path that cannot be read or written; empty where the cause alone says it."""
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return "free some space, or name a folder on another disk"
     if error.errno in {errno.EACCES, errno.EPERM}:
-        return "allow it to this user (chmod, chown), or name another path"
+        return "grant this user access (chmod, chown), or name another path"
     return "name a folder that can be written" if error.errno == errno.EROFS else ""
 
 
 SET_CLOCK = "set the clock that is wrong ('timedatectl set-ntp true')"
-"""What to do where two clocks differ."""
+"""The remedy where the clocks of two machines differ."""
 
 
 def is_of_another_time(error: BaseException) -> bool:
-    """Whether a certificate was refused because it does not hold at the time of this machine's clock."""
+    """Return whether a certificate was refused because it does not hold at the time of this machine's clock."""
     return getattr(error, "verify_code", 0) in _OTHER_TIME
 
 
@@ -342,12 +353,12 @@ _OTHER_TIME = {9, 10}
 
 _CAUSES: tuple[tuple[type[BaseException], str], ...] = (
     (FileNotFoundError, "no such file or folder"),
-    (PermissionError, "this user may not (permission denied)"),
+    (PermissionError, "this user has no access (permission denied)"),
     (IsADirectoryError, "it is a folder, not a file"),
     (NotADirectoryError, "a part of the path is a file, not a folder"),
     (ConnectionRefusedError, "no program listens on that port (connection refused)"),
-    (ConnectionResetError, "the other side broke the connection"),
-    (BrokenPipeError, "the other side broke the connection"),
+    (ConnectionResetError, "the other side closed the connection"),
+    (BrokenPipeError, "the other side closed the connection"),
     (socket.gaierror, "the host name cannot be resolved"),
     (TimeoutError, "no answer in time"),
     (UnicodeDecodeError, "it is not UTF-8 text"),

@@ -94,8 +94,8 @@ def parse_origin(noted: dict[str, Any]) -> Origin:
     """Return the origin that pip has noted in ``direct_url.json``.
 
     Raises:
-        KeyError: it names no address, or no commit of a repository.
-        TypeError: the address is no text.
+        KeyError: The record has no ``url``, or a repository without a commit.
+        TypeError: The ``url`` is not a string.
     """
     address = noted["url"]
     if not isinstance(address, str):

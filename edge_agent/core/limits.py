@@ -1,4 +1,4 @@
-"""Limits of this process: threads of numerical libraries, memory that the C library keeps, memory and time in all."""
+"""Limits of this process: threads of numerical libraries, memory that the C library keeps, total memory and time."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import Any
 
 _NUMPY = ("OPENBLAS_NUM_THREADS", "BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+"""Environment variables that numpy's libraries read, and torch does not."""
+
 _WITH_TORCH = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Variables that torch reads as well."""
+"""Environment variables that numpy's libraries and torch read."""
 
 
 def limit_threads(threads: int | None = None, *, spare_torch: bool = False) -> None:
     """Set the number of threads that numpy, imported after this call, uses here and in child processes.
 
-    ``threads`` None = one, unless the environment already names a number; 0 = whatever the libraries choose.
-    ``spare_torch`` leaves alone the variables that torch reads as well. Where numpy is loaded already it has made its
-    choice, and nothing is set.
+    Where numpy is loaded already it has made its choice, and nothing is set.
+
+    Args:
+        threads: How many; None: one, unless the environment already names a number; 0: the libraries choose.
+        spare_torch: Leave the variables alone that torch reads as well.
     """
     if "numpy" in sys.modules:
         return
@@ -34,7 +38,7 @@ def limit_threads(threads: int | None = None, *, spare_torch: bool = False) -> N
 
 
 def resident_bytes() -> int | None:
-    """Memory of this process in RAM, in bytes; its peak where there is no ``/proc``, or None."""
+    """Return the bytes of this process that are in RAM; their peak where there is no ``/proc``; else None."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -47,10 +51,11 @@ def resident_bytes() -> int | None:
 
 
 def limit_resources(memory_bytes: int | None, cpu_s: int) -> None:
-    """Let this process allocate so much more memory and compute for so long from now on, where the system can do that.
+    """Limit the memory and processor time that this process may take from now on, where the system can do that.
 
-    None: as much memory as there is. An allocation beyond that fails; a process that computes for longer is killed by
-    SIGXCPU.
+    Args:
+        memory_bytes: Bytes that it may allocate in addition, beyond which an allocation fails; None: no limit.
+        cpu_s: Seconds of processor time, after which it is killed by SIGXCPU.
     """
     try:
         import resource
@@ -58,19 +63,19 @@ def limit_resources(memory_bytes: int | None, cpu_s: int) -> None:
         return
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     limits = {resource.RLIMIT_CPU: math.ceil(used) + cpu_s, resource.RLIMIT_CORE: 0}
+    # Linux counts data and stack towards this limit, the sixth field of statm in pages, and not mapped files.
     statm = Path("/proc/self/statm")
-    if (
-        memory_bytes is not None and statm.exists()
-    ):  # data and stack, in pages, is what Linux counts there; mapped files are not
+    if memory_bytes is not None and statm.exists():
         limits[resource.RLIMIT_DATA] = int(statm.read_text().split()[5]) * resource.getpagesize() + memory_bytes
-    for which, most in limits.items():
-        before = resource.getrlimit(which)  # what started this process may have been limited itself
-        least = min([most, *(limit for limit in before if limit != resource.RLIM_INFINITY)])
-        resource.setrlimit(which, (least, before[1]))
+    # The process that started this one may have been limited itself: no limit is raised.
+    for which, limit in limits.items():
+        inherited = resource.getrlimit(which)
+        finite = [bound for bound in inherited if bound != resource.RLIM_INFINITY]
+        resource.setrlimit(which, (min([limit, *finite]), inherited[1]))
 
 
 def limit_bytes() -> int | None:
-    """Memory that this process may allocate in all; None: it has no limit."""
+    """Return the bytes that this process may allocate in total; None where it has no limit."""
     try:
         import resource
     except ImportError:  # Windows
@@ -80,7 +85,7 @@ def limit_bytes() -> int | None:
 
 
 OPEN_FILES = 65_536
-"""Files that a process with thousands of peers may have open: as many as the shipped systemd unit allows."""
+"""The number of files that a process with thousands of peers may have open, as in the shipped systemd unit."""
 
 
 def allow_open_files(wanted: int) -> int | None:
@@ -89,7 +94,7 @@ def allow_open_files(wanted: int) -> int | None:
     A limit that is higher already stays.
 
     Returns:
-        How many files it may have open now; None where there is no such limit.
+        The number of files that it may have open now; None where there is no such limit.
     """
     try:
         import resource
@@ -105,40 +110,45 @@ def allow_open_files(wanted: int) -> int | None:
     return most
 
 
-_TRIM_THRESHOLD = -1
-_MMAP_THRESHOLD = -3
-LARGEST_BYTES = 32 << 20
-"""The largest block that is kept after it is freed; glibc takes no larger number here."""
-
-KEPT_BYTES = 128 << 20
-"""How many bytes of free blocks are kept at most."""
-
-
 def available_bytes() -> int | None:
-    """Memory that processes can still take here without another one being killed; None where nothing says that.
+    """Return the bytes that processes can still take here without one being killed; None where that is not known.
 
-    It is what the system has, or the control groups of this process have, whichever is less. Caches of files count as
+    It is the smaller of what the system and the control groups of this process have left. Caches of files count as
     available.
     """
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-        limits = [int(fields["MemAvailable"].split()[0]) * 1024]
+        available = [int(fields["MemAvailable"].split()[0]) * 1024]
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError, KeyError):
         return None
-    own = Path("/sys/fs/cgroup") / next((line[3:] for line in groups if line.startswith("0::")), "").lstrip("/")
-    for group in (own, *own.parents):
+    # The line of control groups version 2 is "0::/path"; limits of the groups above count, too.
+    path = next((line[3:] for line in groups if line.startswith("0::")), "")
+    lowest = Path("/sys/fs/cgroup") / path.lstrip("/")
+    for group in (lowest, *lowest.parents):
         with contextlib.suppress(OSError, ValueError):  # no such group, or "max": it has no limit
-            most, used = (int((group / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
-            stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-            limits.append(most - used + sum(int(stat.get(kind, 0)) for kind in ("active_file", "inactive_file")))
-    return max(0, min(limits))
+            available.append(_available_in_group(group))
+    return max(0, min(available))
+
+
+def _available_in_group(group: Path) -> int:
+    """Return the bytes that processes of a control group can still take.
+
+    Raises:
+        OSError: There is no such group.
+        ValueError: The group has no limit.
+    """
+    limit = int((group / "memory.max").read_text(encoding="ascii"))
+    used = int((group / "memory.current").read_text(encoding="ascii"))
+    stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+    file_caches = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+    return limit - used + file_caches
 
 
 def stand_back(parent: int) -> None:
-    """Let the process ``parent``, which has started this one, go first, and end this one when that one ends.
+    """Give this process less priority than all others, and end it when ``parent``, which has started it, ends.
 
-    This one gets a processor where nobody else needs it, and is the first that is killed where memory is short.
+    It gets a processor where no other process needs it, and is the first to be killed where memory is short.
     """
     if hasattr(os, "nice"):
         os.nice(5)
@@ -150,7 +160,7 @@ def stand_back(parent: int) -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process by a signal when ``parent``, which has started it, ends, where the system (Linux) does that."""
+    """Have this process killed when ``parent``, the process that has started it, ends; only Linux does that."""
     prctl = getattr(_c_library(), "prctl", None)
     if prctl is not None and sys.platform == "linux":
         prctl(_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
@@ -159,21 +169,32 @@ def end_with(parent: int) -> None:
 
 
 _PDEATHSIG = 1
+"""The option PR_SET_PDEATHSIG of ``prctl``: the signal that a process gets when its parent ends."""
+
+_TRIM_THRESHOLD = -1
+"""The option M_TRIM_THRESHOLD of glibc's ``mallopt``."""
+
+_MMAP_THRESHOLD = -3
+"""The option M_MMAP_THRESHOLD of glibc's ``mallopt``."""
+
+LARGEST_BYTES = 32 << 20
+"""The size of the largest block that is kept when it is freed; glibc takes no larger number."""
+
+KEPT_BYTES = 128 << 20
+"""The most bytes of free blocks that are kept."""
 
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Whether this process keeps what it frees from now on; False where its allocator is not glibc's."""
+    """Keep memory that is freed from now on in this process; return False where its allocator is not glibc's."""
     mallopt = getattr(_c_library(), "mallopt", None)
     if mallopt is None:
         return False
-    return all(
-        mallopt(which, size) for which, size in ((_MMAP_THRESHOLD, LARGEST_BYTES), (_TRIM_THRESHOLD, KEPT_BYTES))
-    )
+    return bool(mallopt(_MMAP_THRESHOLD, LARGEST_BYTES) and mallopt(_TRIM_THRESHOLD, KEPT_BYTES))
 
 
 def give_freed_memory_back() -> None:
-    """Return what was freed and is kept to the system, where it can be: the work is over for now."""
+    """Give memory that was freed and kept back to the system, where the allocator can; called when work is over."""
     trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -181,7 +202,7 @@ def give_freed_memory_back() -> None:
 
 @functools.cache
 def _c_library() -> Any:
-    """The C library that this process runs with; None where Python cannot reach it (Windows)."""
+    """Return the C library that this process runs with; None where Python cannot reach it (Windows)."""
     try:
         return ctypes.CDLL(None)
     except (OSError, TypeError):

@@ -18,6 +18,7 @@ from edge_agent.core.own_folders import _check_links_in, check_own_folder
 from .errors import StateError, cause
 
 LOCK_PAUSES_S = (0.02, 0.05, 0.1)
+"""Seconds to wait before each new attempt to lock a folder that is in use."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class HeldLock:
     _descriptor: int
 
     def is_held(self) -> bool:
-        """Whether the lock is still that of the folder: another process may have removed it (`remove_lock`)."""
+        """Return whether the lock is still that of the folder: another process may have removed it (`remove_lock`)."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), self.path.stat())
         except FileNotFoundError:
@@ -38,15 +39,15 @@ class HeldLock:
 
 
 _umask_lock = threading.Lock()
-
+"""The lock of `_umasks` and of the umask itself, which all threads of a process share."""
 
 _umasks: list[int] = []
-"""The umask from before `private_files`, once for each that is entered."""
+"""The umask from before the first `private_files`, once for each block that is open."""
 
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """Inside, files and folders that this process and its children make are for this user alone (0600, 0700)."""
+    """Make files and folders for this user alone (0600, 0700) inside the block, in this process and its children."""
     with _umask_lock:
         _umasks.append(os.umask(0o077) if not _umasks else _umasks[0])
     try:
@@ -60,13 +61,13 @@ def private_files() -> Iterator[None]:
 
 @contextlib.contextmanager
 def folder_lock(folder: Path, owner: str) -> Iterator[HeldLock]:
-    """Hold a state folder for one process; the lock goes with the process, also when it is killed.
+    """Hold a state folder for this process; the lock ends with the process, also when it is killed.
 
     The folder is for this user alone, and so is everything that the process writes while it holds it.
 
     Raises:
-        StateError: another live process holds it.
-        UsageError: it is a link, has a link to a folder in it, or others can write it.
+        StateError: Another live process holds the folder.
+        UsageError: The folder is a link, contains a link to a folder, or can be written by other users.
     """
     with private_files(), shared_folder_lock(folder, owner, private=True) as held:
         yield held
@@ -74,10 +75,11 @@ def folder_lock(folder: Path, owner: str) -> Iterator[HeldLock]:
 
 @contextlib.contextmanager
 def shared_folder_lock(folder: Path, owner: str, *, private: bool = False) -> Iterator[HeldLock]:
-    """`folder_lock` of a folder that others may read, too: who may is left as it is, unless it is to be ``private``.
+    """Hold a folder that other users may read, too; only with ``private`` its mode is changed, as by `folder_lock`.
 
     Raises:
-        StateError: another process holds it, which the error names as its ``holder``, or it cannot be written.
+        StateError: Another process, named in the message and as the error's ``holder``, holds the folder, or the folder
+            cannot be written.
     """
     if private:
         check_own_folder(folder)
@@ -90,7 +92,9 @@ def shared_folder_lock(folder: Path, owner: str, *, private: bool = False) -> It
                     folder.chmod(0o700)
             file = _open_lock(folder / "lock")
         except OSError as error:
-            raise StateError(f"{folder}: cannot be used as a state folder: {cause(error)}; make it writable") from error
+            raise StateError(
+                f"{folder}: cannot be used as a state folder: {cause(error)}; make it writable, or name another"
+            ) from error
         try:
             _lock(file.fileno())
         except OSError as error:
@@ -134,22 +138,22 @@ def _open_lock(path: Path) -> TextIO:
 
 @dataclass(frozen=True)
 class LockHolder:
-    """Who holds a folder, as text, and which lock file it holds."""
+    """The holder of a folder, as text for people, and the lock file that it holds."""
 
     name: str
     file: tuple[int, int]
-    """Its inode, and when the name was written, in nanoseconds since 1970."""
+    """The inode of the lock file, and when the name was written, in nanoseconds since 1970."""
 
     def __str__(self) -> str:
-        """The name."""
+        """Return the name of the holder."""
         return self.name
 
 
 def lock_holder(folder: Path) -> LockHolder | None:
-    """Who holds ``folder`` by `folder_lock`; None: nobody does, or the folder is not there.
+    """Return who holds ``folder`` by `folder_lock`; None if nobody does, or the folder does not exist.
 
     Raises:
-        OSError: the file system does not answer.
+        OSError: The lock file cannot be opened.
     """
     try:
         descriptor = os.open(folder / "lock", os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
@@ -167,13 +171,15 @@ def lock_holder(folder: Path) -> LockHolder | None:
 
 
 def remove_lock(folder: Path, holder: LockHolder) -> bool:
-    """Let another process hold ``folder``, although ``holder``, which does not answer, holds it and does not notice.
+    """Remove the lock of a holder that does not answer, so that another process can hold ``folder``.
 
-    False where it is no longer the holder. Only where the holder is prevented from writing by other means, as by
-    `coordinator.state.journal`.
+    The holder does not notice. It must be prevented from writing by other means, as by `coordinator.state.journal`.
+
+    Returns:
+        False, with nothing removed, where ``holder`` is no longer the holder.
 
     Raises:
-        OSError: the file cannot be removed.
+        OSError: The lock file cannot be removed.
     """
     if lock_holder(folder) != holder:
         return False
@@ -183,7 +189,7 @@ def remove_lock(folder: Path, holder: LockHolder) -> bool:
 
 @contextlib.contextmanager
 def waited_lock(folder: Path) -> Iterator[None]:
-    """Hold ``folder`` for some milliseconds, waiting for other holders; for commands that change a file in it."""
+    """Hold ``folder`` for some milliseconds, after waiting for other holders: for commands that change a file in it."""
     if os.name == "nt":  # pragma: no cover - folders cannot be opened there
         yield
         return

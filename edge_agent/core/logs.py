@@ -1,6 +1,6 @@
-"""Log lines of both programs, as text for people or as one JSON object a line for whatever collects them.
+"""Log lines of both programs, as text for people or as one JSON object a line for programs that collect them.
 
-A message of ours is an event with named values, such as ``agent_lost agent=%s silent_s=%.0f``. The names are read from
+A message of Headwater is an event with named values: ``agent_lost agent=%s silent_s=%.0f``. The names are read from
 the message as it stands in the source, never from the finished text, so that no value can pass for another field.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, Literal, TextIO
 LogFormat = Literal["text", "json"]
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 RESERVED = ("time", "level", "logger", "event", "text", "traceback")
-"""Keys of every line, or of what a message does not name; no value in a message may be called so."""
+"""Keys that this module writes into lines itself; a value of a message with such a name is left out."""
 
 _DIRECTIVE = re.compile(r"%(?:%|[-#0 +]*\d*(?:\.\d+)?[a-zA-Z])")
 _NAMED = re.compile(r"(?:^|\s)([A-Za-z][\w.]*)=$")
@@ -28,11 +28,16 @@ _EVENT = re.compile(r"([a-z][a-z0-9]*(?:_[a-z0-9]+)+|[a-z]+(?=:|$)|[a-z]+(?= [A-
 
 
 def parts_of(template: str, args: tuple[Any, ...]) -> tuple[str, dict[str, Any], bool]:
-    """Event, named values, and whether the message has more than these; the event is ``log`` where none is named."""
+    """Take a log message apart into its event and its named values.
+
+    Returns:
+        The event, or ``log`` where the message names none; the values by name; and whether the message says more.
+    """
     values = dict[str, Any]()
     spans = list[tuple[int, int]]()
     rest = template
     number = 0
+    # Each directive right behind "name=", and with nothing attached behind it, is a named value.
     for match in _DIRECTIVE.finditer(template):
         if match[0] == "%%":
             continue
@@ -42,10 +47,12 @@ def parts_of(template: str, args: tuple[Any, ...]) -> tuple[str, dict[str, Any],
             values[name[1]] = _value(match[0], args[number])
             spans.append((name.start(1), match.end()))
         number += 1
+    # What is left without them, the event aside, is text of its own.
     for begin, end in reversed(spans):
         rest = rest[:begin] + rest[end:]
+    # The event itself may have values in it: 'release_%s release=%d'.
     first, _, others = template.partition(" ")
-    if "%" in first:  # 'release_%s release=%d'
+    if "%" in first:
         count = len(_DIRECTIVE.findall(first))
         template = f"{first % args[:count]} {others}"
         rest = rest.replace(first, first % args[:count], 1)
@@ -56,27 +63,33 @@ def parts_of(template: str, args: tuple[Any, ...]) -> tuple[str, dict[str, Any],
 
 
 def _value(directive: str, value: Any) -> Any:
+    """Return a value of a message as JSON: numbers stay numbers, rounded as ``directive`` writes them."""
     if isinstance(value, bool | int | None):
         return value
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return str(value)
-        return float(directive % value) if directive[-1] in "fgeG" else int(value) if directive[-1] in "di" else value
-    return directive % (value,)
+    if not isinstance(value, float):
+        return directive % (value,)
+    if not math.isfinite(value):
+        return str(value)
+    if directive[-1] in "fgeG":
+        return float(directive % value)
+    if directive[-1] in "di":
+        return int(value)
+    return value
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object for each record, in ASCII: ``time`` (UTC), ``level``, ``logger``, ``event``, and its values.
+    """A formatter that writes one JSON object in ASCII for each record.
 
-    ``text`` is the whole message, where event and values do not say all of it.
+    Its keys are ``time`` (UTC), ``level``, ``logger``, ``event`` and the names of the values. ``text`` is the whole
+    message, where event and values do not say all of it.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """Return the line of a record, without a newline at its end."""
         args = record.args if isinstance(record.args, tuple) else ()
         try:
             event, values, has_more = parts_of(str(record.msg), args)
-        except (TypeError, ValueError):  # a message of somebody else's, which does not fit its values
+        except (TypeError, ValueError):  # a message of another library, which does not fit its values
             event = "log"
             values = {}
             has_more = True
@@ -95,6 +108,7 @@ class JsonLines(logging.Formatter):
 
 
 def _message(record: logging.LogRecord) -> str:
+    """Return the whole text of a record; where its values do not fit the message, both one after the other."""
     try:
         return record.getMessage()
     except (TypeError, ValueError):
@@ -102,7 +116,7 @@ def _message(record: logging.LogRecord) -> str:
 
 
 class LoggedStream(io.TextIOBase):
-    """A stream for what is not logged, warnings and tracebacks for example: each line becomes a record ``output``."""
+    """A stream that turns each line written to it, such as warnings and tracebacks, into a log record ``output``."""
 
     def __init__(self, handler: logging.Handler) -> None:
         self._handler = handler
@@ -110,11 +124,11 @@ class LoggedStream(io.TextIOBase):
         self._lock = threading.RLock()
 
     def writable(self) -> bool:
-        """True."""
+        """Return True: text can be written to the stream."""
         return True
 
     def write(self, text: str) -> int:
-        """Log the lines that are complete; returns the number of characters."""
+        """Log the lines that are complete, and return the number of characters in ``text``."""
         with self._lock:
             *lines, self._begun = (self._begun + text).split("\n")
             for line in lines:
@@ -122,22 +136,23 @@ class LoggedStream(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """Log the last line, where nothing ended it."""
+        """Log the last line if no newline ended it."""
         with self._lock:
             line = self._begun
             self._begun = ""
             self._log(line)
 
     def _log(self, line: str) -> None:
-        if line := line.strip("\r"):
-            record = logging.LogRecord("stderr", logging.INFO, "", 0, "output line=%s", (line,), None)
+        content = line.strip("\r")
+        if content:
+            record = logging.LogRecord("stderr", logging.INFO, "", 0, "output line=%s", (content,), None)
             self._handler.handle(record)
 
 
 def log_json(stream: TextIO | None = None) -> None:
-    """From now on everything that this process logs, or writes to ``sys.stderr``, is JSON lines on ``stream``.
+    """Write everything that this process logs or writes to ``sys.stderr`` from now on as JSON lines to ``stream``.
 
-    Default: what ``sys.stderr`` is now.
+    The default of ``stream`` is ``sys.stderr`` as it is now.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines())

@@ -1,7 +1,7 @@
-"""File names as registries: `methods`, `heads`, `models` and data sources are found by the file they live in.
+"""Registries of methods, heads, encoders and data sources, which are found by the names of their files.
 
-Nothing has to be listed anywhere to add one; only a file that holds several, as those of encoders do, is listed with
-their names. Packages of others join through an entry-point group.
+To add a member is to add its file. Only a file that holds several members, as those of encoders do, is listed with
+their names. Other packages register members through an entry-point group.
 """
 
 from __future__ import annotations
@@ -28,9 +28,14 @@ T = TypeVar("T")
 
 
 class Registry:
-    """The members of ``packages``, one file (or folder) each; not ``base``, private names and ``besides``.
+    """The members of one kind, such as all heads: one file or folder of a package each.
 
-    Files in ``families`` (file -> members) hold several members, each under its own name.
+    Args:
+        kind: What a member is, for messages.
+        packages: Packages whose files are members, but for ``base`` and files with private names.
+        entry_points: The entry-point group by which other packages register members.
+        besides: Names of files that are not members.
+        families: File -> names of the members in it, for files that hold several.
     """
 
     def __init__(
@@ -49,72 +54,70 @@ class Registry:
         self._extra: dict[str, Any] = {}
 
     def names(self) -> tuple[str, ...]:
-        """All member names, sorted; nothing is imported."""
+        """Return the names of all members, sorted, without importing any."""
         return tuple(sorted({*self._files, *self.families, *self._extra, *self._plugins}))
 
     def load(self, name: str) -> Any:
-        """The member's module, or the object of a family, registered or plugged in under ``name``.
+        """Return the member called ``name``: its module, or the object that a family or another package has under it.
 
         Raises:
-            UnknownName: no such member; the nearest name is suggested.
+            UnknownName: The registry has no such member; the message suggests the nearest name.
         """
         if name in self._extra:
             return self._extra[name]
-        if file := self.families.get(name):
-            return getattr(importlib.import_module(f"{self.packages[0]}.{file}"), name)
-        if package := self._files.get(name):
-            return importlib.import_module(f"{package}.{name}")
-        plugins = self._plugins
-        if name in plugins:
-            return plugins[name].load()
+        if name in self.families:
+            return getattr(importlib.import_module(f"{self.packages[0]}.{self.families[name]}"), name)
+        if name in self._files:
+            return importlib.import_module(f"{self._files[name]}.{name}")
+        if name in self._plugins:
+            return self._plugins[name].load()
         raise UnknownName(self.kind, name, self.names())
 
     def load_class(self, name: str, base: type[T]) -> type[T]:
-        """The only subclass of ``base`` in the member's module, or the class registered or plugged in.
+        """Return the class of a member: the only subclass of ``base`` in its module, or the registered class itself.
 
         Raises:
-            UnknownName: no such member; the nearest name is suggested.
-            UsageError: no subclass, more than one, or one without a method that ``base`` asks for.
+            UnknownName: The registry has no such member; the message suggests the nearest name.
+            UsageError: The module has no subclass or several, or the subclass lacks an abstract method of ``base``.
         """
         member = self.load(name)
-        is_plugged_in = bool(self.plugged_in(name))
-        if isinstance(member, ModuleType):
-            own = [result for key, result in vars(member).items() if not key.startswith("_")]
-            inside = [result for result in own if getattr(result, "__module__", "") == member.__name__]
-        else:
-            inside = [member]
-        classes = list(
-            dict.fromkeys(result for result in inside if isinstance(result, type) and issubclass(result, base))
-        )
+        classes = _subclasses_in(member, base)
         contract = f"{base.__module__}.{base.__qualname__}"
         if len(classes) != 1:
-            have = ", ".join(result.__qualname__ for result in classes) or "none"
-            raise UsageError(f"{self.kind} '{name}' ({member!r}): expected one subclass of {contract}, found {have}")
-        if missing := sorted(getattr(classes[0], "__abstractmethods__", ())):
-            what = ", ".join(missing)
-            where = f"{classes[0].__module__}.{classes[0].__qualname__}"
-            raise UsageError(f"{self.kind} '{name}' ({where}) has no {what}; {contract} says what that is")
-        if is_plugged_in and hasattr(base, "name"):
+            names = ", ".join(candidate.__qualname__ for candidate in classes) or "none"
+            raise UsageError(f"{self.kind} '{name}' ({member!r}): expected one subclass of {contract}, found {names}")
+        only = classes[0]
+        missing = sorted(getattr(only, "__abstractmethods__", ()))
+        if missing:
+            where = f"{only.__module__}.{only.__qualname__}"
+            raise UsageError(
+                f"{self.kind} '{name}' ({where}) has no {', '.join(missing)}; {contract} describes what to implement"
+            )
+        if self.plugged_in(name) and hasattr(base, "name"):
             # By default the name is that of the file, which the entry point of another package may not follow.
-            classes[0].name = name  # type: ignore[attr-defined]
-        return classes[0]
+            only.name = name  # type: ignore[attr-defined]
+        return only
 
     def add(self, name: str, member: Any) -> None:
-        """Register an own object or module for this process (examples and tests do)."""
+        """Register an object or module for this process, as examples and tests do."""
         self._extra[name] = member
 
     def ships(self, name: str) -> bool:
-        """Whether a file of ours, or of an installed package, has this name."""
+        """Return whether Headwater or another installed package has a member of this name."""
         return name in self._files or name in self.families or name in self._plugins
 
     def plugged_in(self, name: str) -> str:
-        """The module that another package offers under this name; empty: none does, or `load` gives something else."""
-        if name in self._extra or name in self._files or name in self.families or name not in self._plugins:
+        """Return the module of the member that another package offers under this name.
+
+        It is empty where no package does, or where `load` returns another member of this name.
+        """
+        is_hidden = name in self._extra or name in self._files or name in self.families
+        if is_hidden or name not in self._plugins:
             return ""
         return self._plugins[name].module
 
     def is_shipped(self, name: str) -> bool:
-        """Whether what `load` gives for this name is a file of Headwater itself, neither plugged in nor registered."""
+        """Return whether the member that `load` returns is a file of Headwater, not plugged in or registered."""
         return name not in self._extra and (name in self._files or name in self.families)
 
     # Both are read once in a process: to look up what is installed takes milliseconds, on a small device tens of them,
@@ -122,36 +125,49 @@ class Registry:
 
     @functools.cached_property
     def _files(self) -> dict[str, str]:
-        return {
-            result.name: package
-            for package in self.packages
-            for result in pkgutil.iter_modules(importlib.import_module(package).__path__)
-            if not result.name.startswith("_") and result.name not in self.besides
-        }
+        """The package of each member that is a file or folder of its own."""
+        packages = {}
+        for package in self.packages:
+            for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+                if not module.name.startswith("_") and module.name not in self.besides:
+                    packages[module.name] = package
+        return packages
 
     @functools.cached_property
     def _plugins(self) -> dict[str, metadata.EntryPoint]:
+        """The entry point of each member that another package offers."""
         if self.entry_points is None:
             return {}
         return {point.name: point for point in metadata.entry_points(group=self.entry_points)}
 
 
+def _subclasses_in(member: Any, base: type[T]) -> list[type[T]]:
+    """Return the public subclasses of ``base`` that a module defines, each once; or ``member``, if it is one."""
+    if isinstance(member, ModuleType):
+        public = [value for key, value in vars(member).items() if not key.startswith("_")]
+        candidates = [value for value in public if getattr(value, "__module__", "") == member.__name__]
+    else:
+        candidates = [member]
+    classes = [value for value in candidates if isinstance(value, type) and issubclass(value, base)]
+    return list(dict.fromkeys(classes))
+
+
 def is_reference(name: str) -> bool:
-    """Whether ``name`` has the form ``PATH.py:NAME``."""
+    """Return whether ``name`` has the form ``PATH.py:NAME``."""
     path, _, attribute = name.rpartition(":")
     return path.endswith(".py") and attribute.isidentifier()
 
 
 def own_name(name: str) -> str:
-    """The name by which a class or function of a user's is known: names of methods and encoders are in lower case."""
+    """Return the name of a user's class or function as a method or encoder, which are called in lower case."""
     return name.lower().strip("_<>")
 
 
 @dataclass(frozen=True)
 class PinnedFile:
-    """A class in a file of a user, and the hash of that file: what is loaded is what was hashed.
+    """A class in a user's file, with the hash of the file, so that no other content is ever loaded.
 
-    As text it is ``PATH.py:NAME#SHA256``. Only this file is compared, not what it imports.
+    Its text form is ``PATH.py:NAME#SHA256``. Only this file is compared, not the modules that it imports.
 
     Attributes:
         path: The file, absolute.
@@ -165,10 +181,10 @@ class PinnedFile:
 
     @classmethod
     def of(cls, kind: str, reference: str, folder: Path | None = None) -> PinnedFile:
-        """Pin ``PATH.py:NAME`` to what the file holds now; relative paths count from ``folder``.
+        """Pin ``PATH.py:NAME`` to the file's present content; relative paths count from ``folder``.
 
         Raises:
-            UsageError: not of that form, or the file cannot be read.
+            UsageError: ``reference`` has another form, or the file cannot be read.
         """
         if not is_reference(reference):
             raise UsageError(f"{kind} '{reference}': expected PATH.py:NAME")
@@ -190,14 +206,14 @@ class PinnedFile:
 
     @property
     def known_as(self) -> str:
-        """The name by which others know what is in it."""
+        """The name of the class as a method or encoder."""
         return own_name(self.name)
 
     def load(self, kind: str) -> Any:
-        """Run the file, once in a process for each content, and return what it names.
+        """Run the file, once in a process for each content, and return the class.
 
         Raises:
-            UsageError: the file is gone or has changed, its import fails, or it does not have the name.
+            UsageError: The file is missing or has changed, its import fails, or it does not define the name.
         """
         content = _content(kind, f"{self.path}:{self.name}", self.path)
         present = hashlib.sha256(content).hexdigest()
@@ -210,6 +226,11 @@ class PinnedFile:
 
 
 def _content(kind: str, reference: str, path: Path) -> bytes:
+    """Return the content of a user's file.
+
+    Raises:
+        UsageError: The file cannot be read.
+    """
     try:
         return read_regular(path)
     except OSError as error:
@@ -219,7 +240,10 @@ def _content(kind: str, reference: str, path: Path) -> bytes:
 
 
 def absolute(reference: str, folder: Path | None = None) -> str:
-    """``PATH.py:NAME`` with an absolute path (from ``folder`` or the working folder); other names as they are."""
+    """Return ``PATH.py:NAME`` with an absolute path, counted from ``folder`` or the working folder.
+
+    Options behind a question mark stay, and names of another form are returned as they are.
+    """
     reference, mark, options = reference.partition("?")
     if is_reference(reference):
         path, _, name = reference.rpartition(":")
@@ -228,12 +252,12 @@ def absolute(reference: str, folder: Path | None = None) -> str:
 
 
 def load_reference(kind: str, reference: str) -> Any:
-    """What ``PATH.py:NAME`` names, for a ``kind`` of part. Each file is imported once in a process.
+    """Return the object that ``PATH.py:NAME`` names; each file is imported once in a process.
 
-    Only for references that a user of this process has given: importing a file runs it.
+    It is only for references of this process's own user: importing a file runs it. ``kind`` is for messages.
 
     Raises:
-        UsageError: no such file or name, or the file cannot be imported.
+        UsageError: The file does not exist, cannot be imported, or does not define the name.
     """
     path, _, name = absolute(reference).rpartition(":")
     file = Path(path).resolve()
@@ -244,21 +268,24 @@ def load_reference(kind: str, reference: str) -> Any:
 
 
 class _HashedSource(SourceLoader):
-    """Loads a module from the bytes that were hashed; the file may have changed since. No compiled file is written."""
+    """A loader of a module from the very bytes that were hashed; the file may have changed since.
+
+    No compiled file is read or written.
+    """
 
     def __init__(self, path: Path, content: bytes) -> None:
         self._path = path
         self._content = content
 
     def get_filename(self, fullname: str) -> str:  # noqa: ARG002 - one module each
-        """The file, which tracebacks name."""
+        """Return the path of the file, which tracebacks show."""
         return str(self._path)
 
     def get_data(self, path: str | bytes) -> bytes:
-        """The bytes of the file; there are no others, such as those of a compiled one.
+        """Return the bytes of the source file, the only one that exists for this loader.
 
         Raises:
-            OSError: something else is asked for.
+            OSError: Another path is requested.
         """
         if path != str(self._path):
             raise FileNotFoundError(path)
@@ -266,13 +293,24 @@ class _HashedSource(SourceLoader):
 
 
 def _load_name(kind: str, file: Path, name: str, module: str, content: bytes | None) -> Any:
-    """The object called ``name`` in a file, which is imported as ``module``; ``content``: what the file holds."""
+    """Return an object of a user's file, which is imported once in a process.
+
+    Args:
+        kind: What the object is, for messages.
+        file: The file.
+        name: The object's name in it.
+        module: The name of the module, by which it is found again.
+        content: The bytes to import instead of the file's present content.
+
+    Raises:
+        UsageError: The file cannot be imported, or has no such name.
+    """
     reference = f"{file}:{name}"
     if module not in sys.modules:
         loader = None if content is None else _HashedSource(file, content)
         spec = importlib.util.spec_from_file_location(module, file, loader=loader)
         if spec is None or spec.loader is None:
-            raise UsageError(f"{kind} '{reference}': {file} is no Python file")
+            raise UsageError(f"{kind} '{reference}': {file} is not a Python file; expected PATH.py:NAME")
         sys.modules[module] = importlib.util.module_from_spec(spec)
         if str(file.parent) not in sys.path:
             sys.path.append(str(file.parent))  # it may import what is beside it
@@ -286,7 +324,7 @@ def _load_name(kind: str, file: Path, name: str, module: str, content: bytes | N
     try:
         return getattr(sys.modules[module], name)
     except AttributeError as error:
-        names = [known for known in vars(sys.modules[module]) if not known.startswith("_")]
+        names = [public for public in vars(sys.modules[module]) if not public.startswith("_")]
         close = nearest(name, names)
         hint = f"did you mean '{close}'?" if close else f"it has {', '.join(names[:10]) or 'nothing'}"
         raise UsageError(f"{kind} '{reference}': {file} has no '{name}'; {hint}") from error

@@ -1,4 +1,4 @@
-"""What a side keeps on disk. A file is written beside its place, synced, and moved there: old or new, never torn."""
+"""Files on disk that survive crashes: each is written beside its place, synced and moved there, so none is torn."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ else:
 
 
 IDENTITY = "identity"
-"""Folder of keys and certificates in a state folder, on both sides."""
-
+"""The name of the folder of keys and certificates in a state folder, on both sides."""
 
 MOST_PENDING_FILES = 64
 """The number of files that `PendingSyncs` keeps open, far below the 1,024 that many systems allow a process."""
@@ -51,9 +50,9 @@ class PendingSyncs:
         self._lock = threading.Lock()
 
     def add(self, descriptor: int) -> None:
-        """Note the bytes of an open file, which may be closed meanwhile.
+        """Note that the bytes of an open file have yet to reach the disk; the caller may close the file.
 
-        At most `MOST_PENDING_FILES` stay open: the oldest of more is waited for here.
+        At most `MOST_PENDING_FILES` stay open: beyond that the oldest one is synced here.
         """
         with self._lock:
             self._files.append(os.dup(descriptor))
@@ -68,15 +67,15 @@ class PendingSyncs:
                 os.close(oldest)
 
     def add_folder(self, folder: Path) -> None:
-        """The names of the files in a folder."""
+        """Note that the names of the files in a folder have yet to reach the disk."""
         with self._lock:
             self._folders.add(folder)
 
     def finish(self) -> None:
-        """Wait until everything is on the disk: files first, then the names that they have got.
+        """Wait until everything is on the disk: files first, then the names that were given to them.
 
         Raises:
-            OSError: something cannot be written; nothing of it is tried again.
+            OSError: A file or folder cannot be synced; no sync is retried.
         """
         files, folders, failure = self._take_pending()
         try:
@@ -91,7 +90,7 @@ class PendingSyncs:
                 os.close(descriptor)
 
     def discard(self) -> None:
-        """Wait for nothing: what was to be on the disk is not needed any more."""
+        """Forget all files and folders without syncing them, because they are no longer needed."""
         files, _, _ = self._take_pending()
         for descriptor in files:
             os.close(descriptor)
@@ -109,11 +108,12 @@ class PendingSyncs:
 
 
 _syncs: ContextVar[bool | PendingSyncs] = ContextVar("syncs", default=True)
+"""How files reach the disk in this context: at once (True), not waited for (False), or noted for later."""
 
 
 @contextlib.contextmanager
 def syncs_into(pending: PendingSyncs) -> Iterator[None]:
-    """Inside, what would wait for the disk is left to ``pending``, unless nothing waits at all (`without_syncs`)."""
+    """Note syncs in ``pending`` inside the block instead of waiting for the disk, unless `without_syncs` holds."""
     token = _syncs.set(pending if is_synced() else False)
     try:
         yield
@@ -123,9 +123,9 @@ def syncs_into(pending: PendingSyncs) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_syncs(folder: Path | None = None) -> Iterator[None]:
-    """Inside, nothing waits for the disk: what is written survives a kill of this process, but no power cut.
+    """Do not wait for the disk inside the block: files survive a kill of this process, but not a power cut.
 
-    For work that is cheap to do again, such as simulations; a device never works so. At the end all files below
+    It is for work that is cheap to repeat, such as simulations; a device never uses it. At the end all files below
     ``folder`` are synced, whichever process wrote them.
     """
     token = _syncs.set(False)
@@ -141,6 +141,7 @@ def without_syncs(folder: Path | None = None) -> Iterator[None]:
 
 
 def _sync_path(path: Path) -> None:
+    """Wait until a file or folder is on the disk; one that this user may not open is left out."""
     with contextlib.suppress(PermissionError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -150,12 +151,12 @@ def _sync_path(path: Path) -> None:
 
 
 def is_synced() -> bool:
-    """Whether files are to survive a power cut from the moment that they are written, or that `PendingSyncs` end."""
+    """Return whether files are synced in this context, at once or when `PendingSyncs` are finished."""
     return _syncs.get() is not False
 
 
 def sync(descriptor: int) -> None:
-    """Wait until an open file's bytes are on the disk, unless nothing waits for it now (`without_syncs`)."""
+    """Wait until an open file's bytes are on the disk, or note them for later, as this context demands."""
     mode = _syncs.get()
     if isinstance(mode, PendingSyncs):
         mode.add(descriptor)
@@ -164,7 +165,7 @@ def sync(descriptor: int) -> None:
 
 
 class Access(NamedTuple):
-    """Who may use a file: owner, group and mode bits."""
+    """Owner, group and mode bits of a file, which decide who may use it."""
 
     uid: int
     gid: int
@@ -172,28 +173,38 @@ class Access(NamedTuple):
 
     @classmethod
     def private(cls) -> Access:
-        """The user that runs this process alone."""
-        return cls(os.getuid(), os.getgid(), 0o600) if hasattr(os, "getuid") else cls(0, 0, 0o600)
+        """Return access for no one but the user that runs this process."""
+        if hasattr(os, "getuid"):
+            return cls(os.getuid(), os.getgid(), 0o600)
+        return cls(0, 0, 0o600)
 
     @classmethod
     def private_in(cls, folder: Path) -> Access:
-        """The user that runs this process alone; of root's files, the owner of ``folder``."""
-        own = cls.private()
-        return own if own.uid else access_of(folder)._replace(mode=own.mode)
+        """Return access for the user that runs this process alone; if that is root, for the owner of ``folder``."""
+        access = cls.private()
+        if access.uid:
+            return access
+        return access_of(folder)._replace(mode=access.mode)
 
 
 def access_of(path: Path) -> Access:
-    """Owner, group and mode bits of the file or folder at ``path``."""
-    result = path.stat()
-    return Access(result.st_uid, result.st_gid, stat.S_IMODE(result.st_mode))
+    """Return owner, group and mode bits of the file or folder at ``path``."""
+    status = path.stat()
+    return Access(status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode))
 
 
 def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True, access: Access | None = None) -> None:
-    """Put the pieces of ``data`` at ``path`` so that a crash at any moment leaves the old file or the new one.
+    """Write the pieces of ``data`` to ``path`` so that a crash at any moment leaves the old file or the new one.
 
-    ``durable=False`` skips the syncs: still never torn for readers, but a power cut may lose the new file. Meant for
-    caches whose contents are verified when read. With ``access`` the file has that owner, group and mode before it
-    holds a byte. Raises OSError when the disk is full; the old file stays.
+    Args:
+        path: The file; missing folders above it are made.
+        data: Pieces that are written one after another.
+        durable: Sync the file. Without, readers still never see a torn file, but a power cut may lose the new one:
+            for caches whose contents are verified when read.
+        access: Owner, group and mode that the file gets before it holds a byte.
+
+    Raises:
+        OSError: The file cannot be written, because the disk is full for example; the old file stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -212,28 +223,29 @@ def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True, ac
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """`write_atomic` of a file that one user alone reads, in a `private_folder`.
+    """Write a file that only one user may read, as by `write_atomic`, into a folder of that user alone.
 
-    What root writes into the state folder of a program belongs to the user that the program runs as.
+    A file that root writes into the state folder of a program belongs to the user that the program runs as.
     """
     private_folder(path.parent)
     write_atomic(path, content, access=Access.private_in(path.parent))
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder where there is none, for its owner alone; what root makes belongs to the owner of its parent."""
-    for made in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
-        made.mkdir(exist_ok=True)
-        owner = Access.private_in(made.parent)
-        if owner.uid != access_of(made).uid:
-            os.chown(made, owner.uid, owner.gid, follow_symlinks=False)
+    """Make a folder for its owner alone unless it exists; one that root makes belongs to the owner of its parent."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        owner = Access.private_in(path.parent)
+        if owner.uid != access_of(path).uid:
+            os.chown(path, owner.uid, owner.gid, follow_symlinks=False)
     if access_of(folder).mode & 0o077:
         folder.chmod(0o700)
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Inside, errors of the system that name no file name ``path``: of a full disk it does not say which file."""
+    """Add ``path`` to errors of the system inside the block that name no file, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -243,12 +255,12 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _opened_for(path: Path, access: Access) -> BinaryIO:
-    """A new file that its maker alone may use until it has the owner, group and mode of ``access``."""
+    """Return a new file, open for writing, that no one else may use until it has the access demanded."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         if hasattr(os, "fchown"):
-            made = os.fstat(descriptor)
-            if (made.st_uid, made.st_gid) != access[:2]:
+            status = os.fstat(descriptor)
+            if (status.st_uid, status.st_gid) != access[:2]:
                 os.fchown(descriptor, access.uid, access.gid)
             os.fchmod(descriptor, access.mode)
         return os.fdopen(descriptor, "wb")
@@ -258,12 +270,14 @@ def _opened_for(path: Path, access: Access) -> BinaryIO:
 
 
 def check_writable(folder: Path) -> None:
-    """Return quietly when files can be made in ``folder``, which need not be there yet; nothing is left behind.
+    """Require that files can be made in ``folder``, which need not exist yet; nothing is left behind.
+
+    It is for paths from the command line, before the work whose result is written there.
 
     Raises:
-        UsageError: they cannot; meant for paths from the command line, before the work whose result is written there.
+        UsageError: No file can be made in the folder.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".{secrets.token_hex(4)}.tmp"
@@ -275,28 +289,25 @@ def check_writable(folder: Path) -> None:
         advice = remedy(error) or "name another folder"
         raise UsageError(f"{folder}: no file can be written there: {cause(error)}; {advice}") from error
     finally:
-        for path in made:
+        for path in missing:
             with contextlib.suppress(OSError):
                 path.rmdir()
 
 
 _TEMPORARY = re.compile(r"\.(.+\.)?([0-9a-f]{8}|[0-9]+)(\.onnx)?\.tmp")
-"""Names of the temporary files of `write_atomic`, `check_writable` and the encoder's cache."""
+"""The pattern of the names of temporary files of `write_atomic`, `check_writable` and the encoder's cache."""
 
 
 def sweep(folder: Path) -> int:
-    """Remove the temporary files that a power cut or a kill left below ``folder``; returns how many there were.
+    """Remove the temporary files that a power cut or a kill left below ``folder``, and return their number.
 
-    Only for the holder of the folder's lock: no other process may be writing there.
+    Only the holder of the folder's lock may do so: no other process may be writing there.
     """
-    left = [
-        path
-        for path in folder.rglob(".*.tmp")
-        if _TEMPORARY.fullmatch(path.name) and path.is_file() and not path.is_symlink()
-    ]
-    for path in left:
+    temporary = [path for path in folder.rglob(".*.tmp") if _TEMPORARY.fullmatch(path.name)]
+    leftovers = [path for path in temporary if path.is_file() and not path.is_symlink()]
+    for path in leftovers:
         path.unlink(missing_ok=True)
-    return len(left)
+    return len(leftovers)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -339,9 +350,9 @@ def read_regular_text(path: Path, encoding: str = "utf-8") -> str:
 
 
 def oldest_first(paths: Iterable[Path]) -> list[Path]:
-    """The files and folders that are still there, the one last written to at the end.
+    """Return the paths that still exist by the time of their last change, the oldest first.
 
-    One may go at any moment: another thread or process may share the folder.
+    Paths may vanish at any moment: another thread or process may share the folder.
     """
     dated = []
     for path in paths:
@@ -351,19 +362,22 @@ def oldest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def size_of(path: Path) -> int:
-    """Bytes that a file, or all files below a folder, take on the disk; 0 where there is none."""
+    """Return the bytes that a file, or all files below a folder, take on the disk; 0 where there is none."""
     total = 0
-    for one in (path, *path.rglob("*")):
+    for entry in (path, *path.rglob("*")):
         with contextlib.suppress(OSError):
-            status = one.stat()
+            status = entry.stat()
             if stat.S_ISDIR(status.st_mode):
                 continue
-            total += status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
+            if hasattr(status, "st_blocks"):
+                total += status.st_blocks * 512
+            else:
+                total += status.st_size
     return total
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename in ``folder`` survive a power cut (nothing to do where folders cannot be opened)."""
+    """Make a rename in ``folder`` survive a power cut; a folder that cannot be opened is left as it is."""
     mode = _syncs.get()
     if isinstance(mode, PendingSyncs):
         mode.add_folder(folder)
@@ -372,15 +386,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, durable: bool = True) -> None:
-    """`write_atomic` of a JSON object."""
+    """Write a JSON object to a file, as by `write_atomic`."""
     write_atomic(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode(), durable=durable)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object at ``path``; None where there is no file.
+    """Return the JSON object at ``path``; None where there is no file.
 
     Raises:
-        StateError: the file is there and is not a JSON object.
+        StateError: The file exists and does not hold a JSON object.
     """
     try:
         content = json.loads(read_regular(path))
@@ -389,15 +403,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError) as error:
         raise StateError(f"{path}: cannot be read: {cause(error)}; remove it to start afresh") from error
     if not isinstance(content, dict):
-        raise StateError(f"{path}: holds {type(content).__name__}, expected an object; remove it to start afresh")
+        raise StateError(f"{path}: holds {type(content).__name__}, expected a JSON object; remove it to start afresh")
     return content
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Contents of a TOML file.
+    """Return the contents of a TOML file.
 
     Raises:
-        ConfigError: the file cannot be read or is not TOML.
+        ConfigError: The file cannot be read, or is not TOML.
     """
     try:
         content: dict[str, Any] = tomllib.loads(read_regular(path).decode("utf-8"))
@@ -409,16 +423,18 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_record(path: Path, conditions: Mapping[str, Any]) -> dict[str, Any]:
-    """What was recorded at ``path`` under the same conditions; empty where there is nothing, or it is damaged."""
+    """Return the record at ``path`` if it was made under the same conditions; empty otherwise, or if it is damaged."""
     try:
         record = read_json(path) or {}
     except StateError:
         return {}
-    return record if record.get("on") == conditions else {}
+    if record.get("on") != conditions:
+        return {}
+    return record
 
 
 def write_record(path: Path, conditions: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    """Record what can be measured again; in a folder that cannot be written nothing is recorded."""
+    """Write a record of measurements, which can be repeated; a folder that cannot be written gets no record."""
     with contextlib.suppress(OSError):
         write_json(path, {"on": conditions, **content}, durable=False)
 
@@ -426,7 +442,7 @@ def write_record(path: Path, conditions: Mapping[str, Any], content: Mapping[str
 def write_tensors(
     path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None, *, durable: bool = True
 ) -> str:
-    """`write_atomic` of named arrays, without a copy of them; returns the SHA-256 (hex) of the file."""
+    """Write named arrays to a file, as by `write_atomic`, without a copy, and return the file's SHA-256 (hex)."""
     from ..wire.tensors import pieces
 
     data = pieces(tensors, metadata)
@@ -435,7 +451,7 @@ def write_tensors(
 
 
 def sha256_of(*data: bytes | memoryview) -> str:
-    """SHA-256 (hex) of pieces, one after another."""
+    """Return the SHA-256 (hex) of pieces of data, one after another."""
     digest = hashlib.sha256()
     for piece in data:
         digest.update(piece)
@@ -443,11 +459,11 @@ def sha256_of(*data: bytes | memoryview) -> str:
 
 
 def read_tensors(path: Path) -> Tensors:
-    """Named arrays from a file, read-only.
+    """Return the named arrays in a file, read-only.
 
     Raises:
-        StateError: no such file.
-        TensorsError: the file is damaged.
+        StateError: The file cannot be read.
+        TensorsError: The file is not a valid tensor container.
     """
     from ..wire.tensors import decode
 
@@ -458,7 +474,7 @@ def read_tensors(path: Path) -> Tensors:
 
 
 def mapped(path: Path) -> memoryview:
-    """The bytes of a file, mapped instead of read."""
+    """Return the bytes of a file as a memory map."""
     with open_regular(path) as file:
         if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
             return memoryview(b"")
@@ -466,7 +482,7 @@ def mapped(path: Path) -> memoryview:
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 (hex) of a file's content."""
+    """Return the SHA-256 (hex) of a file's content."""
     with open_regular(path) as file:
         digest = hashlib.sha256()
         while block := file.read(1 << 20):

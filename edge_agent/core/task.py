@@ -1,4 +1,4 @@
-"""What is to be learned: inputs, classes and encoder. Coordinator, agents, bundles and heads all speak of one `Task`.
+"""The task that is learned: inputs, classes and encoder. Coordinator, agents, bundles and heads share one `Task`.
 
 Preprocessing is part of the task because an encoder is only defined together with it: the same spec is executed when
 training, when exporting, and on the device, and it enters the encoder's fingerprint.
@@ -19,10 +19,10 @@ Tensors: TypeAlias = "dict[str, np.ndarray]"
 """Named arrays: model parts, checkpoints, updates and heads. One codec serves them all (`wire.tensors`)."""
 
 State: TypeAlias = Tensors
-"""What a method keeps at the coordinator between rounds; also `Tensors`, so that it can be checkpointed."""
+"""The arrays that a method keeps at the coordinator between rounds, in the form of checkpoints."""
 
 RUNNING_STATISTICS = ("running_mean", "running_var")
-"""What batch norm learns of inputs: the last word of the names of such tensors."""
+"""The last part of the names of tensors that hold the running statistics of batch norm."""
 
 Spec = TypeVar("Spec", "ImageInput", "WindowInput")
 
@@ -40,17 +40,18 @@ class Frozen(BaseModel):
 
 
 def parse_json(raw: bytes) -> Any:
-    """The JSON value in UTF-8 text without repeated keys, NaN and infinity.
+    """Return the JSON value in UTF-8 text, in which repeated keys, NaN and infinity are mistakes.
 
     Raises:
-        ValueError: it is not such a text.
-        RecursionError: it is nested too deeply.
+        ValueError: The bytes are not UTF-8 or not JSON, repeat a key, or hold NaN or infinity.
+        RecursionError: The JSON is nested too deeply.
     """
     # As text: from bytes, json would guess UTF-16 and UTF-32 as well.
     return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs, which must have different names."""
     content = dict(pairs)
     if len(content) != len(pairs):
         raise ValueError("a name occurs twice")
@@ -58,13 +59,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> None:
+    """Refuse the constants NaN, Infinity and -Infinity, which Python's JSON parser would accept."""
     raise ValueError(f"{name} is not a number")
 
 
 def _check_normalization(spec: Spec) -> Spec:
+    """Require that mean and std have one value or one for each channel, and that every std is above 0."""
     for name, values in (("mean", spec.mean), ("std", spec.std)):
         if len(values) not in {1, spec.channels}:
-            raise ValueError(f"{name} of {len(values)} values, expected 1 or {spec.channels}, one for each channel")
+            raise ValueError(f"{name} has {len(values)} values, expected 1 or {spec.channels}, one for each channel")
     if min(spec.std) <= 0:
         raise ValueError(f"std holds {min(spec.std)}; inputs are divided by it, so every value must be above 0")
     return spec
@@ -112,15 +115,21 @@ InputSpec = Annotated[ImageInput | WindowInput, Field(discriminator="kind")]
 
 
 MAX_LABEL = 200
+"""The most characters of a name of a class or encoder."""
+
+_CONTROLS = frozenset({"Cc", "Zl", "Zp"})
+"""Unicode categories of control characters and line breaks."""
+
 _STEERING = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
+"""Unicode's bidirectional classes of characters that change the direction of writing."""
 
 
-def _shown(name: str) -> str:
-    """A name as logs, tables and reports show it."""
-    if len(name) > MAX_LABEL or any(
-        unicodedata.category(letter) in {"Cc", "Zl", "Zp"} or unicodedata.bidirectional(letter) in _STEERING
-        for letter in name
-    ):
+def _check_label(name: str) -> str:
+    """Return a name that logs, tables and reports can show without being distorted by it."""
+    is_printable = not any(
+        unicodedata.category(letter) in _CONTROLS or unicodedata.bidirectional(letter) in _STEERING for letter in name
+    )
+    if len(name) > MAX_LABEL or not is_printable:
         raise ValueError(
             f"expected at most {MAX_LABEL} characters, none of them a control character, a line break or a change of "
             "the direction of writing"
@@ -128,7 +137,8 @@ def _shown(name: str) -> str:
     return name
 
 
-Label = Annotated[str, AfterValidator(_shown)]
+Label = Annotated[str, AfterValidator(_check_label)]
+"""A name of a class or encoder, which may come from a peer and is shown to people."""
 
 
 class Task(Frozen):
@@ -143,7 +153,7 @@ class Task(Frozen):
 
     @property
     def num_classes(self) -> int:
-        """Number of classes, K."""
+        """The number of classes, K."""
         return len(self.class_names)
 
     @property

@@ -105,10 +105,10 @@ def load(
     with the number of images or recordings that were read, and of all.
 
     Raises:
-        UnknownName: no such kind of source.
-        ConfigError: unknown or impossible options; all of them are listed.
-        DataError: data are missing, empty, unreadable or of another form; everything found wrong is listed.
-        MissingCapability: a package that this kind needs is not installed.
+        UnknownName: No kind of source has this name.
+        ConfigError: Options are unknown or out of range; all of them are listed.
+        DataError: The data are missing, empty, unreadable or of another form; every mistake is listed.
+        MissingCapability: A package that this kind needs is not installed.
     """
     raw = _resolve(source, folder).read()
     spec = input if input is not None else _natural(raw)
@@ -127,20 +127,20 @@ def from_arrays(
     *,
     own_classes: bool = False,
 ) -> Samples:
-    """Samples of arrays in memory, preprocessed by ``spec``.
+    """Return samples of arrays in memory, preprocessed by ``spec``.
 
     ``inputs``: images (n, h, w), (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1, or windows
     (n, channels, length). ``labels`` (n,): names of classes, as text or as integers, else positions in ``class_names``;
     None: not known. ``own_classes``: they are names, also of other classes; see `load`.
 
     Raises:
-        DataError: arrays of different lengths or of another form, or unknown classes.
+        DataError: The arrays differ in length or have another form, or a label is not a known class.
     """
     return _from_memory(inputs, labels, spec, class_names, own_classes=own_classes)
 
 
 def is_file(source: str) -> bool:
-    """Whether this text is the path of a single file, and not the name of a source."""
+    """Return whether this text is the path of a single file, and not the name of a source."""
     return files_in(source, registry.names()) is not None
 
 
@@ -158,7 +158,7 @@ def from_python(
     One file and one Pillow image are a batch of one. ``strict``: as in `load`, for files and images.
 
     Raises:
-        DataError: as `from_arrays`; files that cannot be read; an array that looks like one image.
+        DataError: See `from_arrays`; or a file cannot be read, or the array looks like a single image.
     """
     paths = files_in(inputs, registry.names())
     if paths is None:
@@ -185,7 +185,7 @@ def _from_memory(
     strict: bool | None = None,
     names: tuple[str, ...] = (),
 ) -> Samples:
-    """Samples of an array, or of images one by one, which have ``names`` where they are files."""
+    """Return samples of an array, or of images one by one, which have ``names`` where they are files."""
     values = np.full(len(items), -1)
     own_names: tuple[str, ...] = ()
     if labels is not None:
@@ -203,7 +203,7 @@ def _from_memory(
 
 
 def label_array(labels: ArrayLike) -> np.ndarray:
-    """Labels as an array of text or of integers where they are such, also those of an array of Python objects.
+    """Return labels as an array of text or of integers where they are such, also those of an array of Python objects.
 
     Raises:
         DataError: Python objects of another type among them, None for example.
@@ -256,10 +256,10 @@ def _unlabelled(
 
 
 def natural_input(source: str, *, folder: Path | None = None) -> InputSpec:
-    """The input spec that the data at ``source`` suggest, which `load` uses where the task brings none.
+    """Return the input spec that the data at ``source`` suggest, which `load` uses where the task brings none.
 
     Raises:
-        HeadwaterError: as `load`.
+        HeadwaterError: See `load`.
     """
     return _natural(_resolve(source, folder).read())
 
@@ -276,10 +276,10 @@ def check(
     fit.
 
     Raises:
-        UnknownName: no such kind of source.
-        ConfigError: unknown or impossible options.
-        DataError: nothing at that location, or nothing that this kind could read.
-        MissingCapability: a package that this kind needs is not installed.
+        UnknownName: No kind of source has this name.
+        ConfigError: Options are unknown or out of range.
+        DataError: There is nothing at that location, or nothing that this kind can read.
+        MissingCapability: A package that this kind needs is not installed.
     """
     resolved = _resolve(source, folder)
     kind = resolved.kind
@@ -305,8 +305,8 @@ def probe(source: str, folder: Path | None = None) -> None:
     """Read samples of a source that is a file or folder, spread over it, until one can be used.
 
     Raises:
-        DataError: none of `PROBED` can.
-        HeadwaterError: as `check`.
+        DataError: None of `PROBED` samples spread over the source can be used.
+        HeadwaterError: See `check`.
     """
     resolved = _resolve(source, folder)
     if not resolved.kind.needs_path:  # a camera, or a function of the user's
@@ -343,7 +343,7 @@ def from_files(
     an input is its path, with ``positions`` also where in a recording the window begins.
 
     Raises:
-        DataError: files that cannot be read; all of them are listed.
+        DataError: Files cannot be read; all of them are listed.
         MissingCapability: Pillow is not installed.
     """
     files = [Path(path) for path in paths]
@@ -359,7 +359,7 @@ def from_files(
 
 
 def _recording(path: Path) -> np.ndarray:
-    """The recording (time, channels) in a file."""
+    """Return the recording (time, channels) in a file."""
     if path.suffix.lower() == ".npy":
         return load_array(path)
     if path.name.lower().endswith((".csv", ".csv.gz")):
@@ -377,7 +377,7 @@ def parse_source(source: str) -> tuple[str, str, dict[str, str]]:
     """Kind, location and options of a source string.
 
     Raises:
-        ConfigError: not of the form kind:where?option=value.
+        ConfigError: ``source`` does not have the form kind:where?option=value.
     """
     file, _, query = source.partition("?")
     if is_reference(file) and not file.startswith("python:"):
@@ -396,16 +396,16 @@ def parse_source(source: str) -> tuple[str, str, dict[str, str]]:
 
 
 def with_options(kind: str, where: str, options: Mapping[str, Any]) -> str:
-    """A source string, the inverse of `parse_source`."""
+    """Return a source string, the inverse of `parse_source`."""
     return f"{kind}:{where}" + (f"?{urlencode(options)}" if options else "")
 
 
 def source_kind(name: str) -> DataSource:
-    """The definition of a kind of source.
+    """Return the definition of a kind of source.
 
     Raises:
-        UnknownName: no such kind; the nearest name is suggested.
-        UsageError: what was added under that name is no `DataSource` and has none.
+        UnknownName: No kind of source has this name; the message suggests the nearest name.
+        UsageError: The object registered under that name is not a `DataSource` and holds none.
     """
     member = registry.load(name)
     result = member if isinstance(member, DataSource) else getattr(member, "SOURCE", None)
@@ -418,8 +418,8 @@ def location(source: str, folder: Path | None = None) -> tuple[str, str, dict[st
     """Kind, location and options of a source; a location that is a path is absolute.
 
     Raises:
-        UnknownName: no such kind of source.
-        ConfigError: not of the form kind:where?option=value.
+        UnknownName: No kind of source has this name.
+        ConfigError: ``source`` does not have the form kind:where?option=value.
     """
     kind, where, given = parse_source(source)
     return kind, str(_path(where, folder).resolve()) if source_kind(kind).needs_path else absolute(where, folder), given
@@ -431,7 +431,7 @@ def domains(source: str, *, seed: int = 0, folder: Path | None = None) -> dict[s
     ``seed`` is for kinds that have such an option and sources that do not give it.
 
     Raises:
-        HeadwaterError: as `check`.
+        HeadwaterError: See `check`.
     """
     resolved = _resolve(source, folder)
     kind = resolved.kind
@@ -447,7 +447,7 @@ def subjects(source: str, *, folder: Path | None = None) -> dict[int, str]:
     """Number of each person -> source of that person alone; empty where ``source`` does not tell people apart.
 
     Raises:
-        HeadwaterError: as `check`.
+        HeadwaterError: See `check`.
     """
     resolved = _resolve(source, folder)
     kind = resolved.kind
@@ -482,7 +482,7 @@ class _Resolved:
 
 
 def _resolve(source: str, folder: Path | None) -> _Resolved:
-    """The source with its kind; an error names the likely kind where a path was given without one."""
+    """Return the source with its kind; an error names the likely kind where a path was given without one."""
     name, where, given = parse_source(source)
     try:
         kind = source_kind(name)
@@ -499,7 +499,7 @@ def _resolve(source: str, folder: Path | None) -> _Resolved:
 
 
 def _likely_kind(path: Path) -> str:
-    """The kind of source that a path suggests."""
+    """Return the kind of source that a path suggests."""
     if path.is_dir():
         return "idx" if any("-ubyte" in entry.name for entry in path.iterdir()) else "images"
     kinds = {".npz": "npz", ".csv": "csv", ".gz": "csv", **dict.fromkeys(SOUND_SUFFIXES, "wav")}
@@ -542,7 +542,7 @@ class _Executed:
     starts: np.ndarray | None = None
 
     def samples(self, raw: Raw, labels: np.ndarray, class_names: tuple[str, ...], spec: InputSpec) -> Samples:
-        """The inputs with their labels and what else is known of their items."""
+        """Return the inputs with their labels and what else is known of their items."""
         if raw.name_at is not None and self.starts is not None:
             names = tuple(map(raw.name_at, self.rows.tolist(), self.starts.tolist()))
         else:
@@ -628,8 +628,8 @@ def _for_all(
     """Call ``fill`` for each row; returns the rows for which it worked, and why others and what is beside did not.
 
     Raises:
-        DataError: it failed for some, where ``strict`` (as of `load`) does not allow that, or for all; or files are
-            beside them where that is not allowed. All are reported at once.
+        DataError: Reading failed for all items, or for some where ``strict`` (see `load`) does not allow that; or other
+            files lie beside them where that is not allowed. All are reported at once.
     """
     rows: list[int] = []
     failed = []
@@ -664,7 +664,7 @@ def _check_labelled(raw: Raw) -> None:
     """Check that the data have labels.
 
     Raises:
-        DataError: they have none; says what would be one.
+        DataError: The data have no labels; the message says how to give them.
     """
     if raw.unlabelled:
         raise DataError(f"{raw.unlabelled}; without labels only 'edge-agent predict' and numeric heads use them")
@@ -673,7 +673,7 @@ def _check_labelled(raw: Raw) -> None:
 def _match_names(
     raw: Raw, class_names: Sequence[str] | None, source: str, *, own_classes: bool = False
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Labels (n,) of raw samples as positions in the classes, and these; ``own_classes``: as of `load`."""
+    """Return labels (n,) of raw samples as positions in the classes, and these; ``own_classes``: as of `load`."""
     _check_labelled(raw)
     if class_names is None:
         return raw.labels.astype(np.int64), raw.class_names

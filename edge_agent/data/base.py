@@ -83,7 +83,7 @@ class FileItems(Sequence[Any]):
     @overload
     def __getitem__(self, index: slice) -> FileItems: ...
     def __getitem__(self, index: int | slice) -> Any:
-        """The item at ``index``; DataError where its file cannot be read."""
+        """Return the item at ``index``; DataError where its file cannot be read."""
         if isinstance(index, slice):
             return FileItems(self.paths[index], self.read)
         return self.read(self.paths[index])
@@ -143,19 +143,19 @@ class Samples:
         return digest.hexdigest()
 
     def row_digests(self) -> np.ndarray:
-        """A number (n,) int64 for each input, by which a head knows again what it was fitted on."""
+        """Return a number (n,) int64 for each input, by which a head knows again what it was fitted on."""
         rows = np.ascontiguousarray(self.ready().inputs)
         digests = b"".join(hashlib.blake2b(row.data, digest_size=8).digest() for row in rows)
         return np.frombuffer(digests, "<i8").astype(np.int64)
 
     def ready(self) -> Samples:
-        """The samples with their inputs normalised, float32: the same ones where they are already."""
+        """Return the samples with their inputs normalised, float32: the same ones where they are already."""
         if self.inputs.dtype != np.uint8 or not isinstance(self.input, ImageInput):
             return self
         return replace(self, inputs=normalise_images(self.inputs.astype(np.float32), self.input))
 
     def take(self, rows: np.ndarray) -> Samples:
-        """The samples at ``rows`` (m,), in that order."""
+        """Return the samples at ``rows`` (m,), in that order."""
         groups = None if self.groups is None else self.groups[rows]
         names = tuple(self.names[row] for row in rows) if self.names else ()
         targets = None if self.targets is None else self.targets[rows]
@@ -183,7 +183,7 @@ def labels_by_name(values: np.ndarray, class_names: Sequence[str], where: str) -
     """Labels (n,) int64 and class names for integer or text ``values``; no names given: sorted values name themselves.
 
     Raises:
-        DataError: labels are neither integers nor text, or lie outside the names given.
+        DataError: Labels are neither integers nor text, or are not among the class names.
     """
     if values.ndim != 1 or values.dtype.kind not in "iuU":
         raise DataError(f"{where}: labels are {values.dtype}{list(values.shape)}, expected one row of integers or text")
@@ -315,7 +315,7 @@ def _test_groups(samples: Samples, test_fraction: float, seed: int) -> set[int]:
 
 
 def standardised(samples: Samples) -> InputSpec:
-    """The samples' spec with mean and std replaced by those of these samples, channel by channel.
+    """Return the samples' spec with mean and std replaced by those of these samples, channel by channel.
 
     Estimate them on training data of one place and fix them in the task: they are part of the encoder's fingerprint.
     """

@@ -31,7 +31,7 @@ def read(where: str, options: CameraOptions) -> Raw:
     """Pictures taken now.
 
     Raises:
-        DataError: no such camera, or it stopped.
+        DataError: The camera does not exist, or has stopped.
         MissingCapability: OpenCV is not installed.
     """
     shown = re.sub(r"//[^/@\s]*@", "//…@", where)  # no password into a log

@@ -59,7 +59,7 @@ class Index(Frozen):
     samples: tuple[Entry, ...] = Field((), description="oldest first")
 
     def name_of(self, label: str) -> str | None:
-        """What a class is called now; None: it was removed."""
+        """Return what a class is called now; None: it was removed."""
         return self.renamed.get(label, label)
 
 
@@ -85,10 +85,10 @@ class Collection:
         self.folder = folder
 
     def index(self) -> Index:
-        """The index; an empty one where there is none.
+        """Return the index; an empty one where there is none.
 
         Raises:
-            StateError: it is damaged.
+            StateError: The index is damaged.
         """
         raw = read_json(self.folder / INDEX)
         try:
@@ -104,8 +104,8 @@ class Collection:
         that was removed is there again.
 
         Raises:
-            StateError: the collection is damaged.
-            OSError: the disk is full; the collection is as it was.
+            StateError: The collection is damaged.
+            OSError: The disk is full; the collection is unchanged.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with waited_lock(self.folder):
@@ -141,7 +141,7 @@ class Collection:
         """Call class ``old`` ``new`` from now on. ``known``: classes beside those of the collection.
 
         Raises:
-            UsageError: no such class, or one that is called ``new`` already.
+            UsageError: The class does not exist, or another one is called ``new`` already.
             DataError: ``new`` is not a name for a class.
         """
         names = self._names(known)
@@ -155,7 +155,7 @@ class Collection:
         """Make several classes one, which is called ``into``: one of them, or a new name.
 
         Raises:
-            UsageError: no such class.
+            UsageError: The collection has no such class.
             DataError: ``into`` is not a name for a class.
         """
         class_name(into)
@@ -165,7 +165,7 @@ class Collection:
         """Remove classes and their samples, all of them or none; returns how many samples went.
 
         Raises:
-            UsageError: no such class.
+            UsageError: The collection has no such class.
         """
         before = len(self.index().samples)
         self._relabel(dict.fromkeys(labels), known)
@@ -189,8 +189,8 @@ class Collection:
         any of them. Exactly the bundle's classes have its order, so that its shared classifier is of use.
 
         Raises:
-            StateError: the collection holds inputs of another form than ``spec``, or is damaged.
-            DataError: there are no samples.
+            StateError: The collection holds inputs of another form than ``spec``, or is damaged.
+            DataError: There are no samples.
         """
         index = self.index()
         mine = self._samples(index, spec)
@@ -306,19 +306,19 @@ class Collection:
 
 
 def labelled(samples: Samples, label: str) -> Samples:
-    """Samples without labels, all of class ``label``.
+    """Return samples without labels, all of class ``label``.
 
     Raises:
-        DataError: not a name for a class.
+        DataError: ``label`` is not a name for a class.
     """
     return replace(samples, labels=np.zeros(len(samples), np.int64), class_names=(class_name(label),))
 
 
 def class_name(label: str) -> str:
-    """The name of a class.
+    """Return the name of a class.
 
     Raises:
-        DataError: it is none: empty, too long, or with characters that would steer a terminal.
+        DataError: The name is empty or too long, or holds control characters.
     """
     if not label.strip():
         raise DataError(f"label {label!r}: expected the name of a class")
@@ -336,7 +336,7 @@ def _groups(index: Index) -> np.ndarray | None:
 
 
 def _joined(index: Index, order: tuple[str, ...], own: Samples | None, collected: Samples) -> Samples:
-    """Samples of the device's other source and collected ones, labelled by what their classes are called now."""
+    """Return samples of the device's other source and collected ones, labelled by what their classes are called now."""
     position = {name: number for number, name in enumerate(order)}
     parts = []
     for part in (part for part in (own, collected) if part is not None):
@@ -384,13 +384,13 @@ def _file(entry: Entry) -> str:
 
 
 def _dealt(entry: Entry, others: Iterable[Entry]) -> Entry:
-    """The entry, held out where it is the third of four of its class."""
+    """Return the entry, held out where it is the third of four of its class."""
     number = sum(other.label == entry.label for other in others)
     return entry.model_copy(update={"held_out": number % _EVERY == _EVERY - 2})
 
 
 def _surplus(entries: list[Entry], budget: int) -> list[Entry]:
-    """The samples to drop: again and again the oldest one of the class that has most."""
+    """Return the samples to drop: again and again the oldest one of the class that has most."""
     counts = Counter(entry.label for entry in entries)
     dropped = []
     for _ in range(len(entries) - budget):
@@ -407,7 +407,7 @@ class CollectedOptions(Options):
 
 
 def read(where: str, options: CollectedOptions) -> Raw:  # noqa: ARG001 - none
-    """All collected samples, held-out ones included."""
+    """Return all collected samples, held-out ones included."""
     collection = Collection(Path(where).expanduser())
     index = collection.index()
     inputs = [collection._input(entry) for entry in index.samples]  # noqa: SLF001 - the same file

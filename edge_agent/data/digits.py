@@ -29,11 +29,11 @@ SIDE = 32
 
 @functools.lru_cache(maxsize=1)
 def load() -> tuple[np.ndarray, np.ndarray]:
-    """All digits (1797, 8, 8) uint8 0..255, light on dark, and their labels (1797,) int64.
+    """Return all digits (1797, 8, 8) uint8 0..255, light on dark, and their labels (1797,) int64.
 
     Raises:
-        MissingCapability: scikit-learn is not installed.
-        DataError: its file is not where it has been in all releases so far.
+        MissingCapability: The package scikit-learn is not installed.
+        DataError: The file is not at its usual place in the installed scikit-learn.
     """
     try:
         with gzip.open(_folder() / "data" / "digits.csv.gz", "rt", encoding="ascii") as file:
@@ -46,12 +46,12 @@ def load() -> tuple[np.ndarray, np.ndarray]:
 
 
 def plain(digit: np.ndarray, seed: int, number: int) -> np.ndarray:  # noqa: ARG001 - one form for all domains
-    """The digit as it is, (8, 8)."""
+    """Return the digit as it is, (8, 8)."""
     return digit
 
 
 def inverted(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
-    """The digit in a dark colour on a light one, (32, 32, 3)."""
+    """Return the digit in a dark colour on a light one, (32, 32, 3)."""
     rng = np.random.default_rng([seed, number, 1])
     ink = rng.uniform(0, 90, 3)
     paper = rng.uniform(165, 255, 3)
@@ -206,7 +206,7 @@ class DigitsOptions(Options):
 
 
 def read(where: str, options: DigitsOptions) -> Raw:
-    """The digits of one domain, optdigits where none is named."""
+    """Return the digits of one domain, optdigits where none is named."""
     domain = where or "optdigits"
     if domain not in DOMAINS:
         raise UnknownName("digits domain", domain, DOMAINS)

@@ -44,7 +44,7 @@ def check_expansion(path: Path, compressed_bytes: int, content_bytes: int, advic
     """Return quietly where a compressed file may hold so many bytes.
 
     Raises:
-        DataError: it expands too far, or takes more memory than there is; ``advice`` says what to do if it is meant so.
+        DataError: The content expands too far, or takes more memory than is available; ``advice`` ends the message.
     """
     most = most_content_bytes(compressed_bytes)
     if content_bytes > most:
@@ -64,8 +64,8 @@ def count_content(unpacked: BinaryIO, file: BinaryIO, path: Path, advice: str) -
         advice: What to do if it is meant so.
 
     Raises:
-        DataError: it expands too far.
-        OSError: it cannot be read, or is damaged; EOFError where it is cut.
+        DataError: The file expands beyond its limit.
+        OSError: The file cannot be read or is damaged; EOFError if it is truncated.
     """
     most_bytes = most_content_bytes(os.fstat(file.fileno()).st_size)
     content_bytes = 0
@@ -102,7 +102,7 @@ class BoundedReader(io.RawIOBase):
         """Unpack the next bytes.
 
         Raises:
-            DataError: there are more than the file may have.
+            DataError: The content is larger than the limit of this file.
         """
         view = memoryview(buffer).cast("B")
         part = self._unpacked.read(len(view))

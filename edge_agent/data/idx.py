@@ -31,7 +31,7 @@ class IdxOptions(PartOptions):
 
 
 def read(where: str, options: IdxOptions) -> Raw:
-    """The images and labels of one split."""
+    """Return the images and labels of one split."""
     folder = Path(where).expanduser()
     parts = []
     for stem in _STEMS[options.split]:
@@ -58,10 +58,10 @@ def read(where: str, options: IdxOptions) -> Raw:
 
 
 def read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """The uint8 array of one idx file; never more memory than its header declares and `MAX_BYTES` allows.
+    """Return the uint8 array of one idx file; never more memory than its header declares and `MAX_BYTES` allows.
 
     Raises:
-        DataError: not an idx file of bytes with that many dimensions, cut short, or too large.
+        DataError: The file is not an idx file of bytes with that many dimensions, is truncated, or is too large.
     """
     try:
         with open_regular(path) as file:

@@ -51,10 +51,10 @@ class ImageFiles(FileItems):
 
 
 def decoded(path: Path) -> Any:
-    """The image in a file.
+    """Return the image in a file.
 
     Raises:
-        DataError: it cannot be read as an image, or its header declares more pixels than Pillow takes from strangers.
+        DataError: The file cannot be read as an image, or its header declares more pixels than Pillow accepts.
     """
     import warnings
 
@@ -105,7 +105,7 @@ def files_by_class(root: Path, kind: str, suffixes: tuple[str, ...], limit: int 
     """Files ending in ``suffixes`` in the sub-folders of ``root``, or in itself, without labels, where those have none.
 
     Raises:
-        DataError: no such folder, or no such files in it.
+        DataError: The folder does not exist, or holds no such files.
     """
     if not root.is_dir():
         raise DataError(f"{kind}: no folder '{root}'; expected a folder with one sub-folder of files for each class")
@@ -183,7 +183,7 @@ def domains(where: str, options: ImagesOptions) -> dict[str, tuple[str, dict[str
     """For a folder that holds one of class folders for each domain: domain -> place and options.
 
     Raises:
-        DataError: no folders there.
+        DataError: The folder has no sub-folders.
     """
     root = Path(where).expanduser()
     folders = [path for path in visible(root) if path.is_dir()] if root.is_dir() else []

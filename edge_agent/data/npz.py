@@ -38,7 +38,7 @@ class NpzOptions(Options):
 
 
 def read(where: str, options: NpzOptions) -> Raw:
-    """The arrays of one archive."""
+    """Return the arrays of one archive."""
     arrays = load_arrays(Path(where).expanduser())
     wanted = [options.inputs, options.labels, *filter(None, [options.groups, options.class_names])]
     missing = [name for name in wanted if name not in arrays]
@@ -65,10 +65,10 @@ def read(where: str, options: NpzOptions) -> Raw:
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of an archive.
+    """Return all arrays of an archive.
 
     Raises:
-        DataError: no such file, not an archive, one with pickled objects, or one that would take too much memory.
+        DataError: The file does not exist, is not an archive, holds pickled objects, or would take too much memory.
     """
     try:
         with open_regular(path) as file:
@@ -91,7 +91,7 @@ def _check_sizes(file: BinaryIO, path: Path) -> None:
     """Look at the sizes of all arrays before one of them is read: NumPy takes memory for what a header promises.
 
     Raises:
-        DataError: together they would take too much memory, or a header promises more than is there.
+        DataError: The arrays would take too much memory, or a header declares more than the file holds.
     """
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
@@ -124,10 +124,10 @@ def _promised_bytes(file: IO[bytes]) -> int:
 
 
 def load_array(path: Path) -> np.ndarray:
-    """The array in a ``.npy`` file.
+    """Return the array in a ``.npy`` file.
 
     Raises:
-        DataError: no such file, another one, or one with pickled objects.
+        DataError: The file does not exist, is not a ``.npy`` file, or holds pickled objects.
     """
     try:
         with open_regular(path) as file:
@@ -151,7 +151,7 @@ def from_arrays(
     """Raw samples from whole arrays: images (n, h, w) or (n, h, w, c), windows (n, channels, length), labels (n,).
 
     Raises:
-        DataError: arrays of different lengths, or inputs that are neither images nor windows.
+        DataError: The arrays differ in length, or the inputs are neither images nor windows.
     """
     if inputs.ndim not in {3, 4} or inputs.dtype.kind not in "iufb":
         raise DataError(

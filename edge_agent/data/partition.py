@@ -52,7 +52,7 @@ class Pool(Frozen):
 
     @classmethod
     def of(cls, train_labels: np.ndarray, test_labels: np.ndarray | None) -> Pool:
-        """The mark of a pool with these labels."""
+        """Return the mark of a pool with these labels."""
         digest = hashlib.sha256()
         for labels in (train_labels, *(() if test_labels is None else (test_labels,))):
             digest.update(len(labels).to_bytes(8, "little"))
@@ -84,10 +84,10 @@ class Division(Frozen):
 
     @classmethod
     def read(cls, path: Path) -> Division:
-        """The division in a file.
+        """Return the division in a file.
 
         Raises:
-            DataError: no such file, a damaged one, or not what `write` wrote.
+            DataError: The file does not exist, is damaged, or was not written by `write`.
         """
         try:
             content = read_json(path)
@@ -110,10 +110,10 @@ class Division(Frozen):
         return read
 
     def share(self, client: str, where: str) -> Share:
-        """The rows of one client.
+        """Return the rows of one client.
 
         Raises:
-            DataError: no such client; the nearest name is suggested.
+            DataError: The partition has no such client; the message suggests the nearest name.
         """
         result = self.clients.get(client)
         if result is None:
@@ -129,7 +129,8 @@ class Division(Frozen):
         """Check that all rows lie in their pools and that no client has one of them twice.
 
         Raises:
-            DataError: names the first client for which that is not so.
+            DataError: A client has a row twice, or one that the pool does not have; the message names the first such
+                client.
         """
         tested = self.pool.test_samples
         for name, share in self.clients.items():
@@ -144,7 +145,7 @@ class Division(Frozen):
         """Check that this is the pool that the rows belong to.
 
         Raises:
-            DataError: it is another one.
+            DataError: The pool is not the one for which the partition was made.
         """
         if pool != self.pool:
             raise DataError(
@@ -156,7 +157,7 @@ class Division(Frozen):
 def divided(
     rule: str, settings: Mapping[str, Any], pool: Pool, shares: Mapping[str, tuple[np.ndarray, np.ndarray]]
 ) -> Division:
-    """A division of rows given as arrays (train, test) for each client."""
+    """Return a division of rows given as arrays (train, test) for each client."""
     clients = {
         name: Share.model_construct(train=tuple(train.tolist()), test=tuple(test.tolist()))
         for name, (train, test) in shares.items()
@@ -205,11 +206,11 @@ class Pools:
 
 
 def parts_of(source: str) -> tuple[str, str] | None:
-    """The sources of its training and test part, where this kind keeps them apart and ``source`` names neither.
+    """Return the sources of its training and test part, where this kind keeps them apart and ``source`` names neither.
 
     Raises:
-        UnknownName: no such kind of source.
-        ConfigError: not of the form kind:where?option=value.
+        UnknownName: No kind of source has this name.
+        ConfigError: ``source`` does not have the form kind:where?option=value.
     """
     kind, where, options = parse_source(source)
     if "split" not in source_kind(kind).options.model_fields or "split" in options:
@@ -227,13 +228,13 @@ def read_pools(
     strict: bool = False,
     progress: Progress | None = None,
 ) -> Pools:
-    """The pools of one source, compact, preprocessed and labelled as `edge_agent.data.load` does.
+    """Return the pools of one source, compact, preprocessed and labelled as `edge_agent.data.load` does.
 
     Its rows are counted, so that none is left out; ``strict``: files beside them that are not read are an error, too.
     ``progress``: as of `edge_agent.data.load`, for each of the pools.
 
     Raises:
-        HeadwaterError: as `edge_agent.data.load`.
+        HeadwaterError: See `edge_agent.data.load`.
     """
     read = functools.partial(load, folder=folder, compact=True, strict=strict or None, progress=progress)
     parts = parts_of(source)
@@ -253,12 +254,12 @@ class Own:
 
     @classmethod
     def of(cls, path: Path, client: str) -> Own:
-        """A client's rows from the file at ``path``.
+        """Return a client's rows from the file at ``path``.
 
         Raises:
-            DataError: no such file, no such client, or a rule whose clients are their own sources.
-            ConfigError: not a partition.
-            StateError: the file is damaged.
+            DataError: The file or the client does not exist, or the clients of the rule are sources of their own.
+            ConfigError: The file is not a partition.
+            StateError: The file is damaged.
         """
         division = Division.read(path)
         if division.rule in RULES_OF_SEVERAL:
@@ -269,10 +270,10 @@ class Own:
         return cls(division, division.share(client, str(path)), str(path))
 
     def taken_from(self, pools: Pools) -> tuple[Samples, Samples]:
-        """The client's training and test samples.
+        """Return the client's training and test samples.
 
         Raises:
-            DataError: the pools are not those that the partition was made for.
+            DataError: The pools are not those for which the partition was made.
         """
         pools = pools.like(self.division)
         self.division.check_pool(pools.mark, self.where)
@@ -297,8 +298,8 @@ def own_samples(
     `edge_agent.data.load`.
 
     Raises:
-        HeadwaterError: as `edge_agent.data.load`; or the partition does not fit the data, or does not know the client;
-            or samples of the test set are of the same images or recordings as some for training.
+        HeadwaterError: See `edge_agent.data.load`; or the partition does not fit the data, or does not know the client;
+            or test samples are cut from the same images or recordings as training samples.
     """
     if config.partition is not None:
         own = Own.of(config.partition, config.client or client)
@@ -346,7 +347,7 @@ def check_own(config: DataConfig, client: str, task: Task | None = None, *, own_
     With a task the kind of its inputs has to be that of the data, and so have its classes, but with ``own_classes``.
 
     Raises:
-        HeadwaterError: as `edge_agent.data.check`, or as `Own.of`.
+        HeadwaterError: See `edge_agent.data.check` and `Own.of`.
     """
     parts = None if config.partition is None else parts_of(config.source)
     for source in (*(parts or (config.source,)), *filter(None, [config.test])):
@@ -378,7 +379,7 @@ def check_rule(name: str) -> None:
     """Check the name of a rule.
 
     Raises:
-        UnknownName: no such rule; the nearest name is suggested.
+        UnknownName: No rule has this name; the message suggests the nearest name.
     """
     if name not in RULES:
         raise UnknownName("partition", name, RULES)
@@ -391,7 +392,7 @@ def fedpac(labels: np.ndarray, clients: int, *, size: int = 600, first: int = 0)
     as clients take from it, and returns to 0 when a request would overrun: then clients share samples.
 
     Raises:
-        DataError: not ten classes, or a class with fewer samples than one client takes of it.
+        DataError: There are not ten classes, or a class has fewer samples than a client takes of it.
     """
     by_class = [np.flatnonzero(labels == label) for label in range(10)]
     if (len(labels) and int(labels.max()) > 9) or not all(map(len, by_class)):
@@ -437,12 +438,12 @@ def _spread(classes: Sequence[int], count: int) -> list[tuple[int, int]]:
 
 
 def dirichlet(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, *, min_size: int = 10) -> Rows:
-    """Each class is spread over the clients by Dirichlet(alpha), as in FedML (He et al., 2020).
+    """Spread each class over the clients by Dirichlet(alpha), as in FedML (He et al., 2020).
 
     Clients with N / clients samples get nothing more; the draw is repeated until all clients have ``min_size``.
 
     Raises:
-        DataError: fewer samples than that takes, or no draw gave all clients enough.
+        DataError: There are too few samples, or no draw gave every client ``min_size`` samples.
     """
     _check_pool(len(labels), clients, min_size, "dirichlet")
     counts = np.bincount(labels)
@@ -496,7 +497,7 @@ def pathological(
     them take a random number between a tenth and the whole of an equal share, the last one takes the rest.
 
     Raises:
-        DataError: some client would get no class, or fewer than ``min_size`` samples; or more classes than there are.
+        DataError: A client would get no class or fewer than ``min_size`` samples, or ``classes`` exceeds their number.
     """
     counts = np.bincount(labels)
     if classes_each > len(counts):
@@ -529,7 +530,7 @@ def iid(labels: np.ndarray, clients: int, rng: np.random.Generator, *, size: int
     """Random parts without overlap, of ``size`` samples each or as equal as can be.
 
     Raises:
-        DataError: fewer samples than that takes.
+        DataError: There are too few samples.
     """
     _check_pool(len(labels), clients, size or 1, "iid")
     rows = rng.permutation(len(labels))
@@ -568,7 +569,7 @@ def quantity(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Gene
     ``min_size``; a small ``alpha`` gives a few clients nearly everything.
 
     Raises:
-        DataError: fewer samples than that takes, or no draw gave all clients enough.
+        DataError: There are too few samples, or no draw gave every client ``min_size`` samples.
     """
     _check_pool(len(labels), clients, min_size, "quantity")
     smallest = 0

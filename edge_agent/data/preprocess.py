@@ -27,7 +27,7 @@ def image_pixels(item: Any, spec: ImageInput) -> np.ndarray:
     """Pixels (channels, height, width) of one image, uint8, or float32 0..255 where the image held floats 0..1.
 
     Raises:
-        DataError: a form or a number of channels that no image has.
+        DataError: The array has a shape or a number of channels that no image has.
     """
     pixels = height_width_channels(item)[:, :, :3]
     if pixels.shape[2] != spec.channels and spec.channels == 3:
@@ -54,7 +54,7 @@ def cut(
     ``short_advice``: samples that a window needs -> what to do about a recording that has fewer.
 
     Raises:
-        DataError: another number of channels, NaN or infinity, or shorter than one window.
+        DataError: The recording has another number of channels, holds NaN or infinity, or is shorter than one window.
     """
     if recording.ndim != 2 or recording.shape[1] != spec.channels:
         raise DataError(
@@ -115,7 +115,7 @@ def resize_numpy(pixels: np.ndarray, height: int, width: int, *, antialias: bool
 
 @functools.cache
 def has_pillow() -> bool:
-    """Whether Pillow is installed; nothing is imported."""
+    """Return whether Pillow is installed; nothing is imported."""
     return importlib.util.find_spec("PIL") is not None
 
 
@@ -138,7 +138,7 @@ def height_width_channels(item: Any) -> np.ndarray:
     """Pixels (height, width, 1, 3 or 4) of a Pillow image or an array: uint8, or float32 0..255 from floats 0..1.
 
     Raises:
-        DataError: a form or values that no image has.
+        DataError: The array has a shape or values that no image has.
     """
     array = item if isinstance(item, np.ndarray) else _from_pillow(item)
     if array.ndim == 2:
@@ -189,5 +189,5 @@ def _for_channels(values: tuple[float, ...], channels: int, shape: tuple[int, ..
 
 
 def windows_apart(spec: WindowInput) -> int:
-    """Number of windows to leave out between two that must not overlap."""
+    """Return the number of windows to leave out between two that must not overlap."""
     return math.ceil(spec.length / spec.stride) - 1

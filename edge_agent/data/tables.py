@@ -87,10 +87,10 @@ class _Segment:
 
 
 def read(where: str, options: CsvOptions) -> Raw:
-    """The rows of all files, as recordings or as inputs.
+    """Return the rows of all files, as recordings or as inputs.
 
     Raises:
-        DataError: columns that are not there, cells that hold something else; everything wrong in a file is listed.
+        DataError: A column does not exist, or a cell holds something else; every mistake of a file is listed.
     """
     if options.label and options.target:
         raise DataError(f"csv: '{where}': label={options.label} and target={options.target}; expected one of them")
@@ -150,7 +150,7 @@ def read(where: str, options: CsvOptions) -> Raw:
 
 
 def _rows_as_inputs(raw: Raw, segments: Sequence[_Segment], options: CsvOptions, where: str) -> Raw:
-    """The same data where each row is an input."""
+    """Return the same data where each row is an input."""
     values = np.concatenate(raw.items)
     shape = options.shape
     wide = values.shape[1]
@@ -178,10 +178,10 @@ def _rows_as_inputs(raw: Raw, segments: Sequence[_Segment], options: CsvOptions,
 
 
 def read_recording(path: Path) -> np.ndarray:
-    """The recording (time, channels) in a file whose columns are all values.
+    """Return the recording (time, channels) in a file whose columns are all values.
 
     Raises:
-        DataError: no such file, or other cells than numbers.
+        DataError: The file does not exist, or a cell is not a number.
     """
     try:
         segments = _segments(path, path.name, _table(path, CsvOptions()))
@@ -193,10 +193,10 @@ def read_recording(path: Path) -> np.ndarray:
 
 
 def _table(path: Path, options: CsvOptions) -> _Table:
-    """The columns of a file.
+    """Return the columns of a file.
 
     Raises:
-        DataError: it cannot be read; everything that is wrong with it is listed.
+        DataError: The file cannot be read; every mistake is listed.
     """
     try:
         with _opened(path) as file:
@@ -208,7 +208,7 @@ def _table(path: Path, options: CsvOptions) -> _Table:
 
 
 def _segments(path: Path, name: str, table: _Table) -> list[_Segment]:
-    """The rows of a file, sorted, and cut wherever a window must not reach over."""
+    """Return the rows of a file, sorted, and cut wherever a window must not reach over."""
     options = table.options
     count = len(table.lines)
     labels, recordings = (
@@ -332,7 +332,7 @@ class _Table:
         self._wrong[name, what] = count + 1, first, shown
 
     def is_usable(self) -> np.ndarray:
-        """Whether a row (n,) has all its values."""
+        """Return whether a row (n,) has all its values."""
         result = np.ones(len(self.lines), bool)
         for values in self.numbers.values():
             result &= np.isfinite(np.array(values))
@@ -344,7 +344,7 @@ class _Table:
         """Check that nothing is wrong with the table.
 
         Raises:
-            DataError: lists everything that is.
+            DataError: The table has mistakes; every one is listed.
         """
         mistakes = list(self.mistakes)
         for (name, what), (count, line, cell) in itertools.islice(self._wrong.items(), _MOST_MISTAKES):
@@ -362,7 +362,7 @@ class _Table:
             raise DataError(f"csv: '{path}': {'; '.join(mistakes[:_MOST_MISTAKES])}{has}")
 
     def _is_text(self, name: str, count: int) -> bool:
-        """Whether a column whose name says nothing about it has no numbers at all: ``count`` cells are none."""
+        """Return whether a column whose name says nothing about it has no numbers at all: ``count`` cells are none."""
         named = {*self.options.columns, self.options.time, self.options.target}
         return not self.options.label and name not in named and count == len(self.lines)
 
@@ -384,8 +384,8 @@ def _opened(path: Path) -> TextIO:
     """Open a table, unpacked where it is compressed.
 
     Raises:
-        DataError: it expands too far.
-        OSError: it cannot be read.
+        DataError: The file expands beyond its limit.
+        OSError: The file cannot be read.
     """
     file = open_regular(path)
     try:
@@ -406,7 +406,7 @@ def _unpacked(file: BinaryIO, path: Path) -> BinaryIO:
 
 
 def _lines(file: TextIO) -> Iterator[str]:
-    """The lines of a file; one that never ends is cut."""
+    """Yield the lines of a file; one that never ends is cut."""
     return iter(lambda: file.readline(_MAX_LINE), "")
 
 

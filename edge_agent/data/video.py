@@ -35,7 +35,7 @@ class Frames:
     """The chosen frames of a file, read one after another; an earlier one than the last makes it start again.
 
     Raises:
-        DataError: no video that OpenCV can read.
+        DataError: OpenCV cannot read the file as a video.
     """
 
     def __init__(self, path: Path, every_s: float) -> None:
@@ -49,7 +49,7 @@ class Frames:
         self._step = max(round((rate if math.isfinite(rate) and 0 < rate <= 1000 else _USUAL_RATE) * every_s), 1)
 
     def count(self) -> int:
-        """How many frames are chosen; the whole file is gone through, because headers are often wrong."""
+        """Return how many frames are chosen; the whole file is gone through, because headers are often wrong."""
         total = 0
         while total < _MOST_FRAMES * self._step and self._capture.grab():
             total += 1
@@ -73,7 +73,7 @@ def opencv() -> Any:
     """OpenCV's module.
 
     Raises:
-        MissingCapability: it is not installed.
+        MissingCapability: OpenCV is not installed.
     """
     try:
         import cv2
@@ -83,7 +83,7 @@ def opencv() -> Any:
 
 
 def opened(where: str | int) -> Any:
-    """A capture of a file, an address or the number of a camera; whether it works is not checked yet."""
+    """Return a capture of a file, an address or the number of a camera; whether it works is not checked yet."""
     cv2 = opencv()
     cv2.setNumThreads(1)
     return cv2.VideoCapture(where)
@@ -93,7 +93,7 @@ def pixels(answer: tuple[bool, Any], what: str) -> np.ndarray:
     """RGB (height, width, 3) uint8 from what OpenCV returned.
 
     Raises:
-        DataError: no picture came.
+        DataError: OpenCV returned no picture.
     """
     is_there, picture = answer
     if not is_there or picture is None:

@@ -56,7 +56,7 @@ def mel_bands(options: WavOptions) -> np.ndarray:
     """Weights (mels, frequencies) of the bands: triangles between neighbours' centers, 1 at their own.
 
     Raises:
-        DataError: bands beyond half of the rate, or without a frequency in them.
+        DataError: A band lies above half of the sampling rate, or contains no frequency.
     """
     high = options.high_hz or options.rate / 2
     size = _frame_length(options)
@@ -150,7 +150,7 @@ def read(where: str, options: WavOptions) -> Raw:
     """One recording for each file, or the images that each gives.
 
     Raises:
-        DataError: no such files, or impossible bands.
+        DataError: The files do not exist, or the bands are impossible.
     """
     bands = mel_bands(options)
     root = Path(where).expanduser()
@@ -194,7 +194,7 @@ def read(where: str, options: WavOptions) -> Raw:
 
 
 def _pieces(path: Path, options: WavOptions, steps: int) -> int:
-    """How many images a file gives; one that cannot be read counts as one, which fails when it is read."""
+    """Return how many images a file gives; one that cannot be read counts as one, which fails when it is read."""
     try:
         header = read_header(path)
     except DataError:
@@ -204,7 +204,7 @@ def _pieces(path: Path, options: WavOptions, steps: int) -> int:
 
 
 def _picture(energies: np.ndarray, steps: int, options: WavOptions) -> np.ndarray:
-    """An image (mels, steps) float32 0..1 of log energies (frames, mels)."""
+    """Return an image (mels, steps) float32 0..1 of log energies (frames, mels)."""
     if len(energies) < steps:
         length = len(energies) * options.step_ms / 1000
         raise DataError(

@@ -29,7 +29,7 @@ class WindowsOptions(Options):
 
 
 def read(where: str, options: WindowsOptions) -> Raw:
-    """The recordings that the options choose."""
+    """Return the recordings that the options choose."""
     arrays = _arrays(where)
     reason = ""
     labels = np.full(arrays["lengths"].shape, -1)
@@ -70,10 +70,10 @@ def read(where: str, options: WindowsOptions) -> Raw:
 
 
 def subjects(where: str, options: WindowsOptions) -> tuple[int, ...]:
-    """Numbers of the people in a file, sorted, without those that the options exclude.
+    """Return numbers of the people in a file, sorted, without those that the options exclude.
 
     Raises:
-        DataError: the file cannot be read, or has no array of subjects.
+        DataError: The file cannot be read, or has no array of subjects.
     """
     arrays = _arrays(where)
     if "subject" not in arrays:

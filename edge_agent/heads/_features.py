@@ -24,7 +24,7 @@ class NormedParams(HeadParams):
 
 
 def fit_norm(features: np.ndarray, kind: FeatureNorm) -> Tensors:
-    """Arrays that `normalise` needs: ``feature_mean`` and ``feature_scale`` (d,) float64, or none at all."""
+    """Return arrays that `normalise` needs: ``feature_mean`` and ``feature_scale`` (d,) float64, or none at all."""
     if kind != "standard":
         return {}
     spread = features.std(axis=0, dtype=np.float64)
@@ -70,7 +70,7 @@ _USUAL = (0.02, 0.98)
 
 
 def fisher_score(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """How well each feature separates classes, (d,) float64, larger is better, for ``features`` (n, d).
+    """Return how well each feature separates classes, (d,) float64, larger is better, for ``features`` (n, d).
 
     FedPick Eqs. 5-7: sum_k n_k (mean_k - mean)^2 / sum_k n_k var_k. A feature that never varies scores 0, one that
     varies between classes only scores infinity.
@@ -102,7 +102,7 @@ def keep_top(scores: np.ndarray, ratio: float) -> np.ndarray:
 
 
 def mistake_of_share(share: float) -> str:
-    """What is wrong with picking this share (0..1) of the features; empty where nothing is."""
+    """Return what is wrong with picking this share (0..1) of the features; empty where nothing is."""
     if share < _USUAL[0]:
         return "almost no feature is picked, so the local classifier sees zeros; lower threshold or lr"
     if share > _USUAL[1]:

@@ -44,7 +44,7 @@ class Linear:
         return out
 
     def backward(self, error: np.ndarray, *, to_inputs: bool = True) -> np.ndarray:
-        """The error of the inputs (n, inputs); not worked out, and empty, without ``to_inputs``."""
+        """Return the error of the inputs (n, inputs); not worked out, and empty, without ``to_inputs``."""
         np.matmul(error.T, self._inputs, out=self._gradients[0])
         np.sum(error, axis=0, out=self._gradients[1])
         return np.matmul(error, self.weight, out=self._back[: len(error)]) if to_inputs else self._back[:0]
@@ -61,12 +61,12 @@ class Rectify:
         self._out = np.empty((0, 0), np.float32)  # until the first batch
 
     def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:
-        """The same array, without its negative values."""
+        """Return the same array, without its negative values."""
         self._out = np.maximum(inputs, 0, out=inputs)
         return self._out
 
     def backward(self, error: np.ndarray, *, to_inputs: bool = True) -> np.ndarray:
-        """The same array, 0 where the output was."""
+        """Return the same array, 0 where the output was."""
         error *= self._out > 0
         return error
 
@@ -107,7 +107,7 @@ class BatchNorm:
         return np.asarray(out)
 
     def backward(self, error: np.ndarray, *, to_inputs: bool = True) -> np.ndarray:
-        """The error of the inputs of the last batch, in the place of ``error``."""
+        """Return the error of the inputs of the last batch, in the place of ``error``."""
         normal = self._normal[: len(error)]
         slopes, sums = self._gradients
         np.einsum("ij,ij->j", error, normal, out=slopes)
@@ -145,13 +145,13 @@ class Chain:
         return inputs
 
     def backward(self, error: np.ndarray, *, to_inputs: bool = False) -> np.ndarray:
-        """The error of the chain's inputs, where asked for; all gradients are there afterwards."""
+        """Return the error of the chain's inputs, where asked for; all gradients are there afterwards."""
         for index in reversed(range(len(self.layers))):
             error = self.layers[index].backward(error, to_inputs=to_inputs or index > 0)
         return error
 
     def pairs(self) -> Pairs:
-        """All weights and their gradients."""
+        """Return all weights and their gradients."""
         return [pair for layer in self.layers for pair in layer.pairs()]
 
 
@@ -178,7 +178,7 @@ def chain_of(tensors: Mapping[str, np.ndarray], part: str, rows: int) -> Chain:
 
 
 def fresh_linear(name: str, inputs: int, outputs: int, rng: np.random.Generator) -> Tensors:
-    """Arrays of a linear layer called ``name``, uniform in +-1/sqrt(inputs), as torch starts them."""
+    """Return arrays of a linear layer called ``name``, uniform in +-1/sqrt(inputs), as torch starts them."""
     weight, bias = uniform(inputs, outputs, rng)
     return {f"{name}.weight": weight.astype(np.float32), f"{name}.bias": bias.astype(np.float32)}
 
@@ -190,7 +190,7 @@ def uniform(inputs: int, outputs: int, rng: np.random.Generator) -> tuple[np.nda
 
 
 def fresh_norm(name: str, size: int) -> Tensors:
-    """Arrays of a batch norm layer called ``name``."""
+    """Return arrays of a batch norm layer called ``name``."""
     starts = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}
     return {f"{name}.{key}": np.full(size, start, np.float32) for key, start in starts.items()}
 
@@ -243,7 +243,7 @@ def train(
     with their values, where training diverges.
 
     Raises:
-        TrainingFailed: loss or weights are not finite, or there is no time left.
+        TrainingFailed: The loss or a weight is not finite, or the time limit is reached.
     """
     with np.errstate(all="ignore"):  # numbers that are not finite show in the sum
         for epoch in range(1, params.epochs + 1):
@@ -319,7 +319,7 @@ def minimise(
 
 
 def _direction(gradient: np.ndarray, pairs: deque[tuple[np.ndarray, np.ndarray, float]]) -> np.ndarray:
-    """The two-loop recursion (Nocedal and Wright, Algorithm 7.4)."""
+    """Return the two-loop recursion (Nocedal and Wright, Algorithm 7.4)."""
     if not pairs:
         return np.asarray(-gradient / max(1.0, float(np.linalg.norm(gradient))))
     rest = gradient.copy()

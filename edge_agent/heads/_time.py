@@ -38,7 +38,7 @@ def check_time() -> None:
     """Call it in each step of a fit.
 
     Raises:
-        TrainingFailed: the limit is reached.
+        TrainingFailed: The time limit is reached.
     """
     limit = _limit.get()
     if limit is not None and limit.remaining_s() <= 0:

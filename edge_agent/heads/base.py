@@ -80,7 +80,7 @@ class Head(ABC):
         """Learn from ``data``; the same data and generator state give the same head.
 
         Raises:
-            MissingCapability: a package that this head needs for fitting is not installed.
+            MissingCapability: A package that this head needs for fitting is not installed.
         """
         self.num_classes = data.num_classes
         self.feature_dim = data.features.shape[1]
@@ -94,7 +94,7 @@ class Head(ABC):
         """Class probabilities (n, num_classes) float64, rows sum to 1, for ``features`` (n, d) float32.
 
         Raises:
-            StateError: the head has not been fitted, or was fitted on another feature size.
+            StateError: The head has not been fitted, or was fitted on another feature size.
         """
         if not self.arrays:
             raise StateError(f"head '{self.name}' has not been fitted")
@@ -118,7 +118,7 @@ class Head(ABC):
 
     @abstractmethod
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
-        """Arrays of a fitted head; at least two ``classes`` occur. Rows and columns follow ``classes``."""
+        """Return arrays of a fitted head; at least two ``classes`` occur. Rows and columns follow ``classes``."""
 
     @abstractmethod
     def _predict(self, features: np.ndarray) -> np.ndarray:

@@ -71,14 +71,14 @@ class FedPACHead(Head):
     def contribute(  # type: ignore[override]  # a function, not bound to a head
         data: FitData, received: Tensors, rng: np.random.Generator
     ) -> Tensors:
-        """The ``extra.`` arrays of an update of FedPAC, from features (n, d) of the encoder that was received.
+        """Return the ``extra.`` arrays of an update of FedPAC, from features (n, d) of the encoder that was received.
 
         ``data.method_params`` holds the method's parameters. The classifier starts from ``head.weight`` and
         ``head.bias`` in ``received``, else from ``data.global_head``, else from zeros. The encoder stays as it is, so
         class means are those of ``data.features``.
 
         Raises:
-            TrainingFailed: the classifier diverged.
+            TrainingFailed: The classifier diverged.
         """
         params = data.method_params
         head = train(_start(data, received), data.features, data.labels, settings(params), rng)
@@ -94,7 +94,7 @@ def settings(method_params: Mapping[str, Any]) -> FedPACHeadParams:
 def extras(
     head: Tensors, before: np.ndarray, after: np.ndarray, labels: np.ndarray, method_params: Mapping[str, Any]
 ) -> Tensors:
-    """The arrays that an update carries beside the encoder.
+    """Return the arrays that an update carries beside the encoder.
 
     ``head`` holds ``head.weight`` (K, d) and ``head.bias`` (K,); ``before`` and ``after`` are the features (n, d) as
     they are before and after local training. Classes of fewer than ``min_class_count`` samples have count 0.
@@ -142,7 +142,7 @@ def train(
     """``weight`` (K, d) and ``bias`` (K,) float32 after SGD on the cross entropy; the arrays given stay as they are.
 
     Raises:
-        TrainingFailed: the weights are not finite any more.
+        TrainingFailed: A weight is no longer finite.
     """
     weight, bias = (np.array(head[name], np.float32) for name in ("weight", "bias"))
     inputs = np.ascontiguousarray(features, np.float32)

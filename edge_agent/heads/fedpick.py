@@ -107,7 +107,7 @@ class FedPickHead(Head):
         return {**tensors, **shared}
 
     def _fit_fisher(self, data: FitData, classes: np.ndarray) -> Tensors:
-        """A mask of the features of highest Fisher score, and a logistic regression on them."""
+        """Return a mask of the features of highest Fisher score, and a logistic regression on them."""
         kept = keep_top(fisher_score(data.features, data.labels), self.params.keep_ratio)
         chosen = data.features[:, kept]
         norm = fit_norm(chosen, "standard")

@@ -53,7 +53,7 @@ def train(
     """Adam on ``weight`` (k, d) and ``bias`` (k,) in place; ``targets`` (n, k) are one-hot.
 
     Raises:
-        TrainingFailed: the weights are not finite any more.
+        TrainingFailed: A weight is no longer finite.
     """
     moments = {name: (np.zeros_like(array), np.zeros_like(array)) for name, array in layer.items()}
     numbers = itertools.count(1)

@@ -118,7 +118,7 @@ def votes(
 
 
 def _nearest(queries: np.ndarray, stored: np.ndarray, neighbours: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices (n, k) of the nearest stored rows, and their squared distances (n, k)."""
+    """Return indices (n, k) of the nearest stored rows, and their squared distances (n, k)."""
     squares = np.empty((len(queries), len(stored)))
     step = max(1, _CELLS // stored.shape[1])
     for begin in range(0, len(stored), step):

@@ -53,7 +53,7 @@ class PerceptronHead(NormedHead):
 
 
 def perceptron(arrays: Tensors, rows: int) -> layers.Chain:
-    """The layers ``weight0``, ``bias0`` and, where it has a hidden layer, ``weight1``, ``bias1``."""
+    """Return the layers ``weight0``, ``bias0`` and, where it has a hidden layer, ``weight1``, ``bias1``."""
     first = layers.Linear(arrays["weight0"], arrays["bias0"], rows)
     if "weight1" not in arrays:
         return layers.Chain([first])

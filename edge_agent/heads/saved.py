@@ -99,7 +99,7 @@ class SavedHead:
         """Class probabilities (n, K) float64 for ``features`` (n, d), calibrated where the head is.
 
         Raises:
-            StateError: features of another size than those that the head was fitted on.
+            StateError: The features have another size than those on which the head was fitted.
         """
         return self.confidence(self.head.predict_proba(features))
 
@@ -120,7 +120,7 @@ def save(folder: Path, saved: SavedHead) -> Path:
     """Write a fitted head into ``folder``; the one there stays for `restore`. Returns the path of its JSON file.
 
     Raises:
-        StateError: the head has not been fitted, or its arrays hold NaN or infinity.
+        StateError: The head has not been fitted, or its arrays hold NaN or infinity.
     """
     confidence = {f"{_CONFIDENCE}{name}": array for name, array in saved.confidence.arrays().items()}
     learned = {} if saved.local is None else {f"{_LOCAL}{name}": arr for name, arr in saved.local.learned.items()}
@@ -193,7 +193,7 @@ def adopt(source: Path, folder: Path, fingerprints: Mapping[EncoderPrecision, st
     The one in use stays there for `restore`, and for `load` until its successor's bundle is in use.
 
     Raises:
-        HeadwaterError: as `load`, of the head in ``source``; the one in use stays.
+        HeadwaterError: See `load`, for the head in ``source``; the head in use stays.
     """
     load(source, fingerprints)
     raw = _read(source / CARD, MAX_CARD_BYTES)
@@ -218,8 +218,8 @@ def restore(folder: Path, fingerprints: Mapping[EncoderPrecision, str]) -> Saved
     The head that was in use takes its place, so that doing it twice changes nothing.
 
     Raises:
-        StateError: there is no earlier head, or it is damaged.
-        FingerprintMismatch: it was fitted on another encoder.
+        StateError: There is no earlier head, or its files are damaged.
+        FingerprintMismatch: The earlier head was fitted on another encoder.
     """
     if not (folder / BEFORE).is_file():
         raise StateError(f"{folder}: no earlier head to return to")
@@ -235,11 +235,11 @@ def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = Non
     the head for a new bundle, and before that bundle was in use, answers with the old pair.
 
     Raises:
-        StateError: no head there, or its files are damaged.
-        TensorsError: the arrays are not a tensor container.
-        FingerprintMismatch: it was fitted on the features of another encoder or another variant of it.
-        UnknownName: this installation has no head of that name.
-        ConfigError: its parameters are not ones of that head.
+        StateError: The folder holds no head, or its files are damaged.
+        TensorsError: The file of arrays is not a tensor container.
+        FingerprintMismatch: The head was fitted on the features of another encoder or another variant of it.
+        UnknownName: This installation has no head of that name.
+        ConfigError: The saved parameters are not parameters of that head.
     """
     try:
         card, arrays, norm, seen = _open(folder, fingerprints, "classes", name)
@@ -261,7 +261,7 @@ def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = Non
 
 
 def load_numeric(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = None) -> SavedNumeric:
-    """The numeric head in ``folder``; otherwise as `load`."""
+    """Return the numeric head in ``folder``; otherwise as `load`."""
     card, arrays, norm, seen = _open(folder, fingerprints, "numbers")
     head = numeric.create(card.head, card.params)
     head.load(arrays, card.feature_dim)
@@ -270,10 +270,10 @@ def load_numeric(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | No
 
 
 def is_numeric(folder: Path) -> bool:
-    """Whether the head in ``folder`` answers with numbers.
+    """Return whether the head in ``folder`` answers with numbers.
 
     Raises:
-        StateError: no head there, or its card is damaged.
+        StateError: The folder holds no head, or its card is damaged.
     """
     return _read_card(folder / CARD).answers == "numbers"
 
@@ -321,7 +321,7 @@ def _open(
 
 
 def _taken(arrays: Tensors, prefix: str) -> Tensors:
-    """The arrays whose names begin so, taken out of ``arrays``, by the rest of their names."""
+    """Return the arrays whose names begin so, taken out of ``arrays``, by the rest of their names."""
     return {name.removeprefix(prefix): arrays.pop(name) for name in list(arrays) if name.startswith(prefix)}
 
 

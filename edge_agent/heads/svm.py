@@ -105,7 +105,7 @@ def fit_linear(inputs: np.ndarray, signs: np.ndarray, params: SVMParams) -> tupl
 
 
 def _fit_in_child(arrays: Tensors, options: dict[str, float], timeout_s: float) -> Tensors:
-    """Arrays of the fitted machine; the child sees nothing but its own folder."""
+    """Return arrays of the fitted machine; the child sees nothing but its own folder."""
     with tempfile.TemporaryDirectory(prefix="headwater-svm-") as name:
         folder = Path(name)
         write_tensors(folder / "in.safetensors", arrays)

@@ -80,10 +80,10 @@ class IdentityFolder:
         self.commands = state / ENROLLED_KEY
 
     def read(self) -> Identity | None:
-        """What the certificate says; None where there is none.
+        """Return what the certificate says; None where there is none.
 
         Raises:
-            StateError: the file is damaged.
+            StateError: The identity file is damaged.
         """
         try:
             line = read_regular_text(self.file, encoding="ascii").partition("\n")[0]
@@ -97,11 +97,11 @@ class IdentityFolder:
             ) from error
 
     def broker(self, url: str) -> BrokerConfig:
-        """How this agent connects."""
+        """Return how this agent connects."""
         return BrokerConfig(url=url, tls=TlsConfig(ca=self.ca, cert=self.file))
 
     def pending_key(self) -> EllipticCurvePrivateKey:
-        """The key that is to be certified; a request whose answer was lost is repeated with the same key."""
+        """Return the key that is to be certified; a request whose answer was lost is repeated with the same key."""
         from cryptography.hazmat.primitives.asymmetric import ec
 
         key = read_key(self.pending)
@@ -111,10 +111,10 @@ class IdentityFolder:
         return key
 
     def request(self, federation: str, name: str, secret: str | None = None) -> CertificateRequest:
-        """A request for the pending key, signed with a token's key, or with that of the certificate here.
+        """Return a request for the pending key, signed with a token's key, or with that of the certificate here.
 
         Raises:
-            StateError: there is neither.
+            StateError: The folder holds neither a token nor a certificate.
         """
         need_cryptography()
         csr = base64.b64encode(signing_request(self.pending_key(), name)).decode()
@@ -126,10 +126,10 @@ class IdentityFolder:
         )
 
     def question(self, federation: str, name: str) -> CertificateRequest:
-        """A request that asks for no certificate, but whether the one here counts.
+        """Return a request that asks for no certificate, but whether the one here counts.
 
         Raises:
-            StateError: there is none.
+            StateError: The folder holds no certificate.
         """
         need_cryptography()
         return self._proven(federation, name, "")
@@ -157,7 +157,7 @@ class IdentityFolder:
         """Replace key and certificate, in one file, by the pending key and its new certificate (DER).
 
         Raises:
-            MessageError: the certificate is not of that key, name and authority.
+            MessageError: The certificate has another key, name or authority.
         """
         from cryptography import x509
         from cryptography.exceptions import InvalidSignature
@@ -198,10 +198,10 @@ class IdentityFolder:
         return "" if key is None else key_fingerprint(key.public_key())
 
     def ca_der(self) -> bytes:
-        """The authority's certificate.
+        """Return the authority's certificate.
 
         Raises:
-            StateError: it cannot be read.
+            StateError: The certificate cannot be read.
         """
         try:
             return ssl.PEM_cert_to_DER_cert(read_regular_text(self.ca, encoding="ascii"))
@@ -216,9 +216,9 @@ def enroll(token: Token, folder: IdentityFolder, now: Callable[[], float] = time
     """Get a certificate for this device from the enrolment port.
 
     Raises:
-        EnrolmentRefused: the token does not count (any more), the clocks differ, or another coordinator answers.
-        BrokerAway: no coordinator answers.
-        MessageError: the answer makes no sense.
+        EnrolmentRefused: The token is invalid or used, the clocks differ, or another coordinator answers.
+        BrokerAway: No coordinator answers.
+        MessageError: The answer is malformed.
     """
     had_key = folder.pending.exists()
     request = requested(token, folder)
@@ -234,10 +234,10 @@ def enroll(token: Token, folder: IdentityFolder, now: Callable[[], float] = time
 
 
 def requested(token: Token, folder: IdentityFolder) -> CertificateRequest:
-    """The request that a device with this token makes.
+    """Return the request that a device with this token makes.
 
     Raises:
-        EnrolmentRefused: the device is enrolled in another federation.
+        EnrolmentRefused: The device is enrolled in another federation.
     """
     need_cryptography()
     before = folder.read()
@@ -254,8 +254,8 @@ def answered(token: Token, folder: IdentityFolder, answer: dict[str, Any]) -> Id
     """Install an answer that was carried here, as 'headwater sign' writes it.
 
     Raises:
-        EnrolmentRefused: it is of another federation.
-        MessageError: it is not the answer to this device's request.
+        EnrolmentRefused: The answer is of another federation.
+        MessageError: The answer belongs to another request.
     """
     need_cryptography()
     return _installed(token, folder, _authority(token, answer), answer)
@@ -272,7 +272,7 @@ def _installed(token: Token, folder: IdentityFolder, ca: bytes, answer: dict[str
         TrustStore(folder.path.parent / "bundles").anchor(parse(Envelope, str(root).encode(), "answer"))
     write_private(folder.commands, commands.encode())  # before the certificate, which ends the enrolment
     identity = folder.install(certificate, ca=ca, name=token.name, federation=token.federation, host=host, port=port)
-    log.info("enrolled agent=%s federation=%s until=%s", token.name, token.federation, shown(identity.not_after))
+    log.info("enrolled agent=%s federation=%s until=%s", token.name, token.federation, show_utc(identity.not_after))
     return identity
 
 
@@ -280,7 +280,7 @@ def _check_signature(token: Token, ca: bytes, answer: dict[str, Any]) -> None:
     """Return where the authority has signed the whole answer: one in a file may be changed on its way.
 
     Raises:
-        MessageError: it has not.
+        MessageError: The authority's signature is missing or wrong.
     """
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature
@@ -301,10 +301,10 @@ def _check_signature(token: Token, ca: bytes, answer: dict[str, Any]) -> None:
 
 
 def _authority(token: Token, answer: dict[str, Any]) -> bytes:
-    """The authority's certificate (DER), which the coordinator shows and the token's fingerprint confirms.
+    """Return the authority's certificate (DER), which the coordinator shows and the token's fingerprint confirms.
 
     Raises:
-        EnrolmentRefused: it is that of another federation.
+        EnrolmentRefused: The certificate is that of another federation's authority.
     """
     ca = decoded(answer, "authority")
     if not hmac.compare_digest(fingerprint(ca), token.authority):
@@ -318,11 +318,11 @@ def _authority(token: Token, answer: dict[str, Any]) -> bytes:
 
 
 def check_clock(answer: dict[str, Any], now: float) -> float:
-    """Seconds by which this device's clock is ahead of the coordinator's.
+    """Return seconds by which this device's clock is ahead of the coordinator's.
 
     Raises:
-        EnrolmentRefused: more than a day apart.
-        MessageError: the answer has no time.
+        EnrolmentRefused: The clocks of device and coordinator are more than a day apart.
+        MessageError: The answer has no time.
     """
     theirs: Any = answer.get("time")
     if type(theirs) not in (int, float) or not 0 <= theirs <= MOST_TIME:
@@ -330,14 +330,14 @@ def check_clock(answer: dict[str, Any], now: float) -> float:
     skew_s: float = now - theirs
     if abs(skew_s) > MOST_SKEW_S:
         raise EnrolmentRefused(
-            f"clock: this device's says {shown(now)}, the coordinator's {shown(theirs)}; certificates hold "
+            f"clock: this device's says {show_utc(now)}, the coordinator's {show_utc(theirs)}; certificates hold "
             "for certain times only: set the clock that is wrong ('timedatectl set-ntp true'), then try again"
         )
     return skew_s
 
 
-def shown(unix_s: float) -> str:
-    """A time for people."""
+def show_utc(unix_s: float) -> str:
+    """Return a time for people."""
     try:
         return datetime.fromtimestamp(unix_s, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     except (OverflowError, OSError, ValueError):
@@ -350,8 +350,8 @@ def check_name(config: AgentConfig) -> None:
     The broker would let it in and drop all that it says without a word.
 
     Raises:
-        EnrolmentRefused: it is.
-        StateError: it cannot be read.
+        EnrolmentRefused: The certificate is for another agent or federation.
+        StateError: The certificate cannot be read.
     """
     folder = IdentityFolder(config.state)
     if config.broker.tls is not None and config.broker.tls.cert == folder.file and (identity := folder.read()):
@@ -371,11 +371,11 @@ def _again(config: AgentConfig) -> str:
 
 
 def check_identity(config: AgentConfig, now: float) -> str:
-    """What the certificate of an agent says.
+    """Return what the certificate of an agent says.
 
     Raises:
-        EnrolmentRefused: it does not hold now, or is for another agent or federation.
-        StateError: it cannot be read.
+        EnrolmentRefused: The certificate is not valid now, or is for another agent or federation.
+        StateError: The certificate cannot be read.
     """
     identity = IdentityFolder(config.state).read()
     again = _again(config)
@@ -384,13 +384,13 @@ def check_identity(config: AgentConfig, now: float) -> str:
     _check_name(config, identity)
     if now < identity.not_before:
         raise EnrolmentRefused(
-            f"certificate: it holds from {shown(identity.not_before)} on, and this device's clock says {shown(now)}; "
-            "set the clock ('timedatectl set-ntp true')"
+            f"certificate: it holds from {show_utc(identity.not_before)} on, and this device's clock says "
+            f"{show_utc(now)}; set the clock ('timedatectl set-ntp true')"
         )
     if now > identity.not_after:
         raise EnrolmentRefused(
-            f"certificate: it expired at {shown(identity.not_after)}, and this device's clock says {shown(now)}; "
+            f"certificate: it expired at {show_utc(identity.not_after)}, and this device's clock says {show_utc(now)}; "
             f"'edge-agent run' renews it where that was not too long ago; else {again}"
         )
     half = identity.not_before + (identity.not_after - identity.not_before) / 2
-    return f"holds until {shown(identity.not_after)}; a running agent renews it from {shown(half)} on"
+    return f"holds until {show_utc(identity.not_after)}; a running agent renews it from {show_utc(half)} on"

@@ -46,14 +46,14 @@ def key_fingerprint(key: Any) -> str:
 
 
 def token_key(secret: str) -> Ed25519PrivateKey:
-    """The signing key of a token's secret."""
+    """Return the signing key of a token's secret."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     return Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"headwater token\0" + secret.encode()).digest())
 
 
 def new_secret() -> str:
-    """The random part of a token."""
+    """Return the random part of a token."""
     return secrets.token_urlsafe(SECRET_BYTES)
 
 
@@ -61,7 +61,7 @@ def need_cryptography() -> None:
     """Return where certificates can be made.
 
     Raises:
-        MissingCapability: the package is not installed.
+        MissingCapability: The package ``cryptography`` is not installed.
     """
     try:
         import cryptography  # noqa: F401 - only whether it is there
@@ -72,7 +72,7 @@ def need_cryptography() -> None:
 
 
 def signing_request(key: EllipticCurvePrivateKey, name: str) -> bytes:
-    """A certificate signing request (DER) for ``name``."""
+    """Return a certificate signing request (DER) for ``name``."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.serialization import Encoding
@@ -91,7 +91,7 @@ def pem_of(key: EllipticCurvePrivateKey) -> bytes:
 
 
 def read_key(path: Path) -> EllipticCurvePrivateKey | None:
-    """The private key in a file; None where there is no such file, or no key in it."""
+    """Return the private key in a file; None where there is no such file, or no key in it."""
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 

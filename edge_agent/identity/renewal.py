@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from edge_agent.identity.certificates import Identity, IdentityFolder, check_clock, shown
+from edge_agent.identity.certificates import Identity, IdentityFolder, check_clock, show_utc
 from edge_agent.identity.signed_request import CertificateRequest, ask, decoded
 
 from ..core.children import answer_of_child
@@ -62,11 +62,11 @@ class Renewal:
         return self._at(0.5)
 
     def is_expired(self) -> bool:
-        """Whether the certificate has ended."""
+        """Return whether the certificate has ended."""
         return self._at(1.0)
 
     def message(self) -> Renew:
-        """The request, to be sent over the agent's own connection."""
+        """Return the request, to be sent over the agent's own connection."""
         request = self._request()
         return Renew(csr=request.csr, serial=request.serial, signature=request.signature)
 
@@ -74,8 +74,8 @@ class Renewal:
         """Ask the enrolment port, and install what it answers.
 
         Raises:
-            EnrolmentRefused: the coordinator refuses; the message says why, and what to do.
-            BrokerAway: no coordinator answers, or the clocks differ: many a device sets its own after its start.
+            EnrolmentRefused: The coordinator refuses; the message says why, and what to do.
+            BrokerAway: No coordinator answers, or the clocks differ; a device may set its clock later than it starts.
         """
         now = self._identity()
         ca = self.folder.ca_der()
@@ -95,8 +95,8 @@ class Renewal:
         """Until when the certificate counts, as the coordinator says.
 
         Raises:
-            EnrolmentRefused: it counts no more; the message says why, and what to do.
-            BrokerAway: no coordinator answers.
+            EnrolmentRefused: The certificate is no longer accepted; the message says why, and what to do.
+            BrokerAway: No coordinator answers.
         """
         now = self._identity()
         question = self.folder.question(now.federation, now.name).model_dump()
@@ -107,13 +107,13 @@ class Renewal:
         until: Any = answer.get("until")
         if type(until) not in (int, float):
             raise BrokerAway(f"answer: {now.host}:{now.port} does not say until when the certificate counts")
-        return shown(until)
+        return show_utc(until)
 
     def received(self, certificate: bytes) -> Identity:
         """Install a new certificate (DER).
 
         Raises:
-            MessageError: it is not for the key that was asked for.
+            MessageError: The certificate is not for the requested key.
         """
         now = self._identity()
         return self.folder.install(
@@ -147,12 +147,12 @@ Step = Literal["message", "by_port", "received", "standing"]
 
 
 def renew_beside(state: Path, what: Step, certificate: str = "") -> dict[str, str]:
-    """The `Renewal` method of that name, in a child process: ``cryptography`` would stay in an agent, 13 MB.
+    """Return the `Renewal` method of that name, in a child process: ``cryptography`` would stay in an agent, 13 MB.
 
     Returns the fields of the request for "message", else the new certificate's end.
 
     Raises:
-        HeadwaterError: as the method does.
+        HeadwaterError: The error of the method in the child process.
     """
     question = {"state": str(state), "what": what, "certificate": certificate}
     try:
@@ -174,12 +174,12 @@ def answer_parent() -> None:
             request = renewal.message()
             result = {"csr": request.csr, "serial": request.serial, "signature": request.signature}
         elif question["what"] == "by_port":
-            result = {"until": shown(renewal.by_port().not_after)}
+            result = {"until": show_utc(renewal.by_port().not_after)}
         elif question["what"] == "standing":
             result = {"until": renewal.standing()}
         else:
             certificate = base64.b64decode(question["certificate"])
-            result = {"until": shown(renewal.received(certificate).not_after)}
+            result = {"until": show_utc(renewal.received(certificate).not_after)}
     except HeadwaterError as error:
         result = {"error": type(error).__name__, "message": str(error)}
     sys.stdout.write(json.dumps(result) + "\n")

@@ -46,7 +46,7 @@ class CertificateRequest(Frozen):
     signature: Base64
 
     def signed(self) -> bytes:
-        """The bytes that the signature covers."""
+        """Return the bytes that the signature covers."""
         return signed_bytes(self.federation, self.name, self.csr, self.serial)
 
 
@@ -56,7 +56,7 @@ def signed_bytes(federation: str, name: str, csr: str, serial: str) -> bytes:
 
 
 def answer_bytes(federation: str, name: str, answer: Mapping[str, Any]) -> bytes:
-    """What the authority signs of an answer, so that no part can be exchanged: all but the ``signature``."""
+    """Return what the authority signs of an answer, so that no part can be exchanged: all but the ``signature``."""
     signed = {key: value for key, value in answer.items() if key != "signature"}
     return f"headwater certificate answer 1\n{federation}\n{name}\n{json.dumps(signed, sort_keys=True)}".encode()
 
@@ -69,10 +69,10 @@ def ask(
     ``checks_time=False``: certificates that hold at another time count, too; for asking which time it is.
 
     Raises:
-        BrokerAway: no connection, or no answer.
-        NotTheCoordinator: the other side is not certified by ``ca``.
-        EnrolmentRefused: it refuses; the message says why.
-        MessageError: the answer is not one.
+        BrokerAway: The connection fails, or no answer arrives.
+        NotTheCoordinator: The other side has no certificate of ``ca``.
+        EnrolmentRefused: The other side refuses; the message says why.
+        MessageError: The answer is malformed.
     """
     host, port = address
     context = ssl.create_default_context(cadata=ca) if ca is not None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -113,10 +113,10 @@ def ask(
 
 
 def read_line(sock: socket.socket, until: float | None = None) -> bytes:
-    """Bytes up to a line break or the other side's end, at most `MAX_LINE_BYTES`, within `TIMEOUT_S` in total.
+    """Return bytes up to a line break or the other side's end, at most `MAX_LINE_BYTES`, within `TIMEOUT_S` in total.
 
     Raises:
-        OSError: longer, slower, or the connection broke.
+        OSError: The line is longer or slower than allowed, or the connection broke.
     """
     until = time.monotonic() + TIMEOUT_S if until is None else until
     line = b""
@@ -136,7 +136,7 @@ def decoded(content: dict[str, Any], key: str) -> bytes:
     """Base64 in a field of an answer.
 
     Raises:
-        MessageError: there is none.
+        MessageError: The field is missing or not Base64.
     """
     try:
         return base64.b64decode(content[key], validate=True)

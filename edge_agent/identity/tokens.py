@@ -47,10 +47,10 @@ class Token(Frozen):
 
     @classmethod
     def parse(cls, text: str) -> Token:
-        """The token in a line.
+        """Return the token in a line.
 
         Raises:
-            UsageError: it is no token, not the whole one, or mistyped.
+            UsageError: The line is not a token, is incomplete, or has a typing error.
         """
         text = text.strip()
         advice = "copy the whole line that 'headwater enroll NAME' prints on the coordinator"

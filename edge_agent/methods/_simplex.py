@@ -51,7 +51,7 @@ def gram(vectors: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def combined(weights: np.ndarray, vectors: Sequence[np.ndarray]) -> np.ndarray:
-    """Each row of ``weights`` (m, m) applied to m arrays of one shape: (m, ...) float32, summed in float64."""
+    """Return each row of ``weights`` (m, m) applied to m arrays of one shape: (m, ...) float32, summed in float64."""
     sums = np.empty((len(weights), vectors[0].size), np.float32)
     for part, block in _blocks(vectors):
         sums[:, part] = weights @ block
@@ -59,7 +59,7 @@ def combined(weights: np.ndarray, vectors: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _blocks(vectors: Sequence[np.ndarray]) -> Iterator[tuple[slice, np.ndarray]]:
-    """The arrays as rows of a matrix, some columns at a time: no float64 copy of all of them."""
+    """Yield the arrays as rows of a matrix, some columns at a time: no float64 copy of all of them."""
     rows = [vector.reshape(-1) for vector in vectors]
     for begin in range(0, rows[0].size if rows else 0, _BLOCK):
         part = slice(begin, begin + _BLOCK)
@@ -150,7 +150,7 @@ class Problem:
         return np.ascontiguousarray(weights.T)
 
     def solve(self, row: int) -> np.ndarray:
-        """The weights (m,) of one client; NaN when exchanges do not come to an end."""
+        """Return the weights (m,) of one client; NaN when exchanges do not come to an end."""
         s = self.products
         squares = np.diag(self.products)
         diagonal = self.raised[row] + np.maximum(squares + squares[row] - 2 * s[row], 0.0)

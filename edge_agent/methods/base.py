@@ -93,7 +93,7 @@ class Method:
         return type(self).__module__.rsplit(".", 1)[-1]
 
     def all_params(self) -> dict[str, Any]:
-        """The parameters as JSON, defaults included."""
+        """Return the parameters as JSON, defaults included."""
         result: dict[str, Any] = self.params.model_dump(mode="json")
         return result
 
@@ -147,11 +147,11 @@ class Method:
         """Nothing, where the method can do this task; asked before a run is taken.
 
         Raises:
-            ConfigError: it cannot; all reasons are listed.
+            ConfigError: The method cannot do this task; all reasons are listed.
         """
 
     def build(self, task: Task) -> Parts:
-        """A model of named parts, with fresh weights from torch's global generator (seeded by the caller)."""
+        """Return a model of named parts, with fresh weights from torch's global generator (seeded by the caller)."""
         from ..training.parts import encoder_and_head
 
         return encoder_and_head(task)
@@ -165,7 +165,7 @@ class Method:
     # --- coordinator -----------------------------------------------------------------------------------------------
 
     def start(self, tensors: Tensors) -> State:
-        """The first state, from the shared tensors of one fresh model."""
+        """Return the first state, from the shared tensors of one fresh model."""
         return dict(tensors)
 
     def broadcast(self, state: State) -> Tensors:
@@ -173,17 +173,17 @@ class Method:
         return {name: array for name, array in state.items() if not name.startswith(SERVER_ONLY)}
 
     def downlink(self, state: State, client: str) -> Tensors:
-        """What this client alone receives in addition; default: nothing."""
+        """Return what this client alone receives in addition; default: nothing."""
         return {}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """The next state. Updates come one at a time in client order; default: their weighted mean, streamed."""
+        """Return the next state. Updates come one at a time in client order; default: their weighted mean, streamed."""
         return {**state, **self.mean(updates)}
 
     def mean(
         self, updates: Iterable[Update], note: Callable[[Update, Tensors], None] | None = None, **options: Any
     ) -> Tensors:
-        """The mean of the updates, weighted as ``weighting`` says; ``options`` are those of `weighted_mean`.
+        """Return the mean of the updates, weighted as ``weighting`` says; ``options`` are those of `weighted_mean`.
 
         With ``note`` it is the mean of the model's tensors alone. On the way ``note`` gets each update, and copies of
         its ``extra.`` arrays by their names without that word: a view would keep the whole update open.
@@ -209,7 +209,7 @@ class Method:
 
     @classmethod
     def has_standard_update(cls) -> bool:
-        """Whether local training is nothing but E epochs of cross entropy on all parts that are not ``frozen``.
+        """Return whether local training is nothing but E epochs of cross entropy on all parts that are not ``frozen``.
 
         Such training may be done for many clients at once without calling ``local_update``.
         """
@@ -223,7 +223,7 @@ class Method:
         return type(self).local_update is Method.local_update
 
     def loss(self, client: Client, received: Tensors) -> Loss:
-        """The loss of a batch in local training; default: cross entropy of the model's logits."""
+        """Return the loss of a batch in local training; default: cross entropy of the model's logits."""
         from ..training.loops import cross_entropy
 
         return cross_entropy(client.model)
@@ -234,7 +234,7 @@ class Method:
         Default: ``local_epochs`` of `loss` on all parts that are not ``frozen``, then `sent`.
 
         Raises:
-            TrainingFailed: the loss is not finite, or the data do not allow a step.
+            TrainingFailed: The loss is not finite, or the data do not allow a step.
         """
         from ..training.loops import train
 
@@ -242,7 +242,7 @@ class Method:
         return self.sent(client)
 
     def sent(self, client: Client) -> Tensors:
-        """The shared tensors as they are in the client's model now."""
+        """Return the shared tensors as they are in the client's model now."""
         from ..training.parts import to_arrays
 
         return to_arrays(client.model, self.shared_names(client.model))
@@ -278,7 +278,7 @@ class Method:
         return {}
 
     def card(self, head: str) -> tuple[Grade, str]:
-        """The grade of a device head under these parameters, and the reason.
+        """Return the grade of a device head under these parameters, and the reason.
 
         Where batch norm stays with clients no head is exact: a device gets the pooled one.
         """
@@ -297,7 +297,7 @@ class Method:
 
 
 def is_learned(name: str, array: np.ndarray) -> bool:
-    """Whether an array of a state is a weight that gradients move.
+    """Return whether an array of a state is a weight that gradients move.
 
     Not so extras, counters, and batch norm's running statistics: a step beyond their mean can make a variance negative.
     """
@@ -314,7 +314,7 @@ def require_arrays(origin: str, value: object) -> Tensors:
     ``origin`` is the function, for the error.
 
     Raises:
-        TensorsError: it is something else.
+        TensorsError: The result is not a mapping of names to NumPy arrays.
     """
     if not isinstance(value, Mapping):
         raise TensorsError(f"{origin} returned {type(value).__name__}, expected a dict of name -> NumPy array")
@@ -332,7 +332,7 @@ def weighted_mean(weighted: Iterable[tuple[float, Tensors]], *, may_be_empty: bo
     (counters) take the largest value: a mean of counters means nothing.
 
     Raises:
-        TrainingFailed: weights that sum to zero, or no updates where ``may_be_empty`` does not allow it.
+        TrainingFailed: The weights sum to zero, or there are no updates and ``may_be_empty`` is false.
     """
     total = 0.0
     sums = dict[str, np.ndarray]()
@@ -374,7 +374,7 @@ def pooled_norm(weighted: Iterable[tuple[float, Tensors]]) -> Tensors:
     - mu^2), gamma and beta the weighted mean. Each mapping holds tensors of batch norm layers only.
 
     Raises:
-        TensorsError: no client, weights that do not sum to more than zero, or a variance without its mean.
+        TensorsError: There is no client, the weights do not sum to more than zero, or a variance lacks its mean.
     """
     total = 0.0
     sums = dict[str, np.ndarray]()
@@ -393,7 +393,7 @@ def pooled_norm(weighted: Iterable[tuple[float, Tensors]]) -> Tensors:
 
 
 def _squared_mean(name: str, tensors: Tensors) -> np.ndarray | float:
-    """The square of the mean that belongs to a variance; 0 for other tensors."""
+    """Return the square of the mean that belongs to a variance; 0 for other tensors."""
     if not name.endswith(".running_var"):
         return 0.0
     mean = name.removesuffix("running_var") + "running_mean"

@@ -176,7 +176,7 @@ class DualFed(Method):
         return {**views, "projector": evaluate(client.model.part("projector"), client.model, views["encoder"])}
 
     def head_params(self, head: str) -> dict[str, Any]:
-        """What this method has in common with its own device head; not the batch size.
+        """Return what this method has in common with its own device head; not the batch size.
 
         Small batches help while the encoder is trained; on frozen features they only take longer.
         """

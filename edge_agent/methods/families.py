@@ -29,13 +29,13 @@ def packed(names: Sequence[str]) -> np.ndarray:
 
 
 def names_in(state: State, which: str) -> tuple[str, ...]:
-    """Names out of a `packed` array of the state; none where there is no such array."""
+    """Return names out of a `packed` array of the state; none where there is no such array."""
     rows = state.get(which)
     return () if rows is None else tuple(row.tobytes().rstrip(b"\0").decode() for row in rows)
 
 
 def with_rows(state: State, names: str, fresh: Mapping[str, Tensors]) -> Tensors:
-    """Arrays with one row for each client, sorted by id, and the `packed` ids as ``names``.
+    """Return arrays with one row for each client, sorted by id, and the `packed` ids as ``names``.
 
     ``fresh`` holds the rows of some clients, by client and array; the rows of all others are those of the state.
     """
@@ -71,7 +71,7 @@ def require_finite(client: Client, what: str, array: np.ndarray) -> None:
     """Nothing, where all numbers are finite.
 
     Raises:
-        TrainingFailed: some are not.
+        TrainingFailed: A number is NaN or infinite.
     """
     if not np.isfinite(array).all():
         raise TrainingFailed(
@@ -109,7 +109,7 @@ class ServerSteps(Method, ABC):
         return type(self).aggregate is ServerSteps.aggregate
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """The state after one step; running statistics of batch norm are the mean."""
+        """Return the state after one step; running statistics of batch norm are the mean."""
         mean = self.mean(updates)
         new = {**state, **mean}
         for name, change in changes(state, mean):
@@ -124,7 +124,7 @@ class ServerSteps(Method, ABC):
 
     @staticmethod
     def moment(state: State, kind: str, name: str, start: float = 0.0) -> np.ndarray | float:
-        """The kept moment of an array, or ``start`` in the first round."""
+        """Return the kept moment of an array, or ``start`` in the first round."""
         return state.get(f"{SERVER_ONLY}{kind}.{name}", start)
 
 
@@ -157,7 +157,7 @@ class Tuned(Method, ABC):
         """Train ``client.model``, which is put back afterwards.
 
         Raises:
-            TrainingFailed: the loss is not finite, or the data do not allow a step.
+            TrainingFailed: The loss is not finite, or the data do not allow a step.
         """
 
     def personalize(self, client: Client, received: Tensors) -> None:

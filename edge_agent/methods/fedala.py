@@ -76,7 +76,7 @@ class FedALA(Method):
         return probabilities_with(client.model, _on(client.device, self._mixed(client)), inputs)
 
     def _mixed(self, client: Client) -> Tensors:
-        """The mixed upper tensors for the model that the client has now.
+        """Return the mixed upper tensors for the model that the client has now.
 
         The first call makes them, from random numbers of the model's own; shares are kept when training begins.
         """
@@ -125,7 +125,7 @@ def _on(device: torch.device, arrays: Tensors) -> Weights:
 
 
 def upper(model: Parts, count: int) -> list[str]:
-    """Names of the last ``count`` weights of the model, head on top."""
+    """Return names of the last ``count`` weights of the model, head on top."""
     return [name for name, _ in model.named_parameters()][-count:]
 
 

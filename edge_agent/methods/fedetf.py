@@ -73,7 +73,7 @@ class FedETF(Tuned):
         """Encoder, and projection, temperature and fixed classifier as its head.
 
         Raises:
-            ConfigError: ``projection_dim`` below the number of classes.
+            ConfigError: ``projection_dim`` is below the number of classes.
         """
         model = encoder_and_head(task)
         size = feature_dim(model.encoder)
@@ -87,7 +87,7 @@ class FedETF(Tuned):
         return model
 
     def loss(self, client: Client, received: Tensors) -> Loss:
-        """The balanced loss; the classifier itself learns nothing."""
+        """Return the balanced loss; the classifier itself learns nothing."""
         model = client.model
         gamma = self.params.gamma
         counts = torch.bincount(client.train_labels, minlength=client.task.num_classes)

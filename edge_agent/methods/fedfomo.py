@@ -66,7 +66,7 @@ class FedFomo(TwoNetworks):
     )
 
     def sends(self, model: Parts, task: Task) -> Tensors:
-        """How much each of the offered models helped, in the order of the offer."""
+        """Return how much each of the offered models helped, in the order of the offer."""
         return {_HELPED: np.zeros(self.params.peers)}
 
     def objection(self, tensors: Tensors) -> str:
@@ -81,7 +81,7 @@ class FedFomo(TwoNetworks):
         return {}
 
     def downlink(self, state: State, client: str) -> Tensors:
-        """The models of the peers, stacked."""
+        """Return the models of the peers, stacked."""
         names = names_in(state, _NAMES)
         rows = [names.index(peer) for peer in self.offered(state, client)]
         stacks = {name: array for name, array in state.items() if name.startswith(_MODEL)} if rows else {}

@@ -43,7 +43,7 @@ def smallest_rank(singular: np.ndarray, energy: float) -> int:
 
 
 def truncated(array: np.ndarray, energy: float) -> tuple[np.ndarray, int]:
-    """The array of the smallest sufficient rank, and the bytes that it takes: its factors', or its own if fewer.
+    """Return the array of the smallest sufficient rank, and the bytes that it takes: its factors', or its own if fewer.
 
     An array of more than two axes is the matrix of its first axis against all others. One with fewer is left alone, and
     so is what needs full rank, bit for bit.
@@ -101,11 +101,11 @@ class FedKD(Method):
     )
 
     def sends(self, model: Parts, task: Task) -> Tensors:
-        """The share of energy that was kept."""
+        """Return the share of energy that was kept."""
         return {_ENERGY: np.zeros(1)}
 
     def objection(self, tensors: Tensors) -> str:
-        """A share of energy that is none."""
+        """Return a share of energy that is none."""
         energy = float(tensors[_ENERGY][0])
         return "" if 0 < energy <= 1 else f"'{_ENERGY}' is {energy:g}, expected more than 0 and at most 1"
 
@@ -123,7 +123,7 @@ class FedKD(Method):
     # --- coordinator -----------------------------------------------------------------------------------------------
 
     def broadcast(self, state: State) -> Tensors:
-        """The student as it is cut down, and the bytes of its factors; before the first round as it is."""
+        """Return the student as it is cut down, and the bytes of its factors; before the first round as it is."""
         student = {name: array for name, array in state.items() if not name.startswith(("extra.", SERVER_ONLY))}
         if _ENERGY not in state:
             return {**student, _DOWN: np.array([float(sum(array.nbytes for array in student.values()))])}
@@ -167,7 +167,7 @@ class FedKD(Method):
 
 
 def teacher(model: Parts) -> Parts:
-    """The large network."""
+    """Return the large network."""
     return second(model, "teacher")
 
 

@@ -109,7 +109,7 @@ class FedPAC(Method):
         return {f"extra.{name}": array for name, array in arrays.items()}
 
     def to_noise(self, extras: Tensors) -> Tensors:
-        """All arrays, the counts as shares of the classes."""
+        """Return all arrays, the counts as shares of the classes."""
         counts = extras["extra.counts"]
         shares = counts / max(1, int(counts.sum()))
         return {**{name: array.astype(np.float64) for name, array in extras.items()}, "extra.counts": shares}
@@ -194,7 +194,7 @@ class FedPAC(Method):
         return {name: array for name, array in state.items() if not name.startswith(("clients.", "mixing."))}
 
     def downlink(self, state: State, client: str) -> Tensors:
-        """The client's combination of classifiers, from the last round that it took part in."""
+        """Return the client's combination of classifiers, from the last round that it took part in."""
         names = names_in(state, "clients.names")
         if client in names:
             row = names.index(client)
@@ -265,7 +265,7 @@ class FedPAC(Method):
         return names_in(state, "mixing.names"), state.get("mixing.weights", np.zeros((0, 0), np.float32))
 
     def global_head(self, state: State) -> Tensors | None:
-        """The mean of the clients' latest classifiers by sample counts; None before the first round.
+        """Return the mean of the clients' latest classifiers by sample counts; None before the first round.
 
         Ours, not the paper's: it gives a new device something to start from.
         """

@@ -146,13 +146,13 @@ class FedPick(Method):
         return evaluate(both, model, inputs)
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """All features, and the mask that picks among them without noise."""
+        """Return all features, and the mask that picks among them without noise."""
         views = super().views(client, inputs)
         model = client.model
         return {**views, "mask": evaluate(lambda z: self._mask(model.part("mask")(z)), model, views["encoder"])}
 
     def head_params(self, head: str) -> dict[str, Any]:
-        """What this method has in common with its own device head; not the batch size.
+        """Return what this method has in common with its own device head; not the batch size.
 
         Small batches help while the encoder is trained; on frozen features they only take longer.
         """
@@ -178,5 +178,5 @@ class FixedMask(nn.Module):
         self.register_buffer("kept", torch.ones(size))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """The mask for each row of ``features`` (n, d)."""
+        """Return the mask for each row of ``features`` (n, d)."""
         return self.kept.expand_as(features)

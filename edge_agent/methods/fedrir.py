@@ -100,8 +100,8 @@ class FedRIR(Method):
         """Encoder, client-specific encoder, generator, IDM and head, as far as the ablations leave them.
 
         Raises:
-            ConfigError: the inputs cannot be masked, or not be drawn again by the generator.
-            UnknownName: no such encoder.
+            ConfigError: The inputs cannot be masked, or the generator cannot reconstruct them.
+            UnknownName: No encoder has this name.
         """
         self.check(task)
         if self.params.without_mcsl:
@@ -119,8 +119,8 @@ class FedRIR(Method):
         """E epochs of MCSL, then E epochs of ID; returns the encoder.
 
         Raises:
-            TrainingFailed: as `train`.
-            StateError: moments kept from earlier rounds are of another model.
+            TrainingFailed: See `train`.
+            StateError: The moments kept from earlier rounds are those of another model.
         """
         if self.params.without_mcsl:
             self._train(client, cross_entropy(client.model), ("encoder", "head"), "id")

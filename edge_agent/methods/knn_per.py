@@ -117,7 +117,7 @@ class KNNPer(Method):
 
 
 def _probabilities(client: Client, features: np.ndarray) -> np.ndarray:
-    """The shared head's probabilities (n, K) float64 on features (n, d)."""
+    """Return the shared head's probabilities (n, K) float64 on features (n, d)."""
     placed = torch.from_numpy(features).to(client.device)
     answer = evaluate(lambda piece: torch.softmax(client.model.head(piece), dim=1), client.model, placed)
     return answer.cpu().numpy().astype(np.float64)

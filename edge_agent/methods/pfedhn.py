@@ -211,7 +211,7 @@ class Hypernetwork(nn.Module):
                 layer.get_parameter("bias").copy_(torch.from_numpy(np.array(tensors[name])).flatten())
 
     def forward(self, embedding: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors, by name."""
+        """Return the tensors, by name."""
         hidden = self.body(embedding)
         made = zip(self.shapes.items(), self.outputs, strict=True)
         return {name: layer(hidden).reshape(shape) for (name, shape), layer in made}
@@ -227,7 +227,7 @@ def pull_back(
 
 
 def clipped(slopes: Sequence[torch.Tensor], most: float) -> list[torch.Tensor]:
-    """The gradients, shortened together to the norm ``most`` where they are longer."""
+    """Return the gradients, shortened together to the norm ``most`` where they are longer."""
     length = torch.stack([slope.square().sum() for slope in slopes]).sum().sqrt()
     return [slope * (most / length).clamp(max=1.0) for slope in slopes] if length > 0 else list(slopes)
 

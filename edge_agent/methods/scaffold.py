@@ -54,13 +54,13 @@ class Scaffold(Method):
     )
 
     def sends(self, model: Parts, task: Task) -> Tensors:
-        """The change of the client's control variate."""
+        """Return the change of the client's control variate."""
         return _zeros(to_arrays(model, self.shared_names(model)))
 
     # --- coordinator -----------------------------------------------------------------------------------------------
 
     def start(self, tensors: Tensors) -> State:
-        """The model and a control variate of zeros."""
+        """Return the model and a control variate of zeros."""
         return {**tensors, **_zeros(tensors)}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:

@@ -83,7 +83,7 @@ class SphereFed(Method):
         """Encoder and fixed classifier.
 
         Raises:
-            ConfigError: fewer features than classes.
+            ConfigError: The encoder has fewer features than there are classes.
         """
         model = encoder_and_head(task)
         classes, size = model.head.get_parameter("weight").shape
@@ -101,7 +101,7 @@ class SphereFed(Method):
         return super().least_class_count if self.params.calibrate else None
 
     def sends(self, model: Parts, task: Task) -> Tensors:
-        """A as its upper triangle (d (d + 1) / 2,) and B (d, K), both float64; nothing without ``calibrate``."""
+        """Return a as its upper triangle (d (d + 1) / 2,) and B (d, K), both float64; nothing without ``calibrate``."""
         if not self.params.calibrate:
             return {}
         size = model.head.get_parameter("weight").shape[1]
@@ -188,7 +188,7 @@ class SphereFed(Method):
 
 
 def unpacked(packed: np.ndarray, size: int) -> np.ndarray:
-    """The symmetric matrix (size, size) of an upper triangle, row by row."""
+    """Return the symmetric matrix (size, size) of an upper triangle, row by row."""
     upper = np.zeros((size, size))
     upper[np.triu_indices(size)] = packed
     return np.asarray(upper + np.triu(upper, 1).T)

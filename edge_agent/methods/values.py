@@ -39,12 +39,12 @@ REFRESH = (
 
 
 def grades(**heads: tuple[Grade, str]) -> Exactness:
-    """The grades of a method's device heads: ``grades(mlp=("exact", "why"))``."""
+    """Return the grades of a method's device heads: ``grades(mlp=("exact", "why"))``."""
     return heads
 
 
 def ours(default: Any, *, paper: Any, description: str, **limits: Any) -> Any:
-    """A parameter whose default is ours; ``paper`` is the published value, which ``--paper`` takes."""
+    """Return a parameter whose default is ours; ``paper`` is the published value, which ``--paper`` takes."""
     return Field(default, description=description, json_schema_extra={"paper": paper}, **limits)
 
 
@@ -83,13 +83,13 @@ class TrainingCheckpoint(Protocol):
     """Where the state inside local training is saved, so that a killed process resumes it."""
 
     def is_due(self) -> bool:
-        """Whether the state should be saved now."""
+        """Return whether the state should be saved now."""
 
     def save(self, tensors: Tensors, notes: Mapping[str, Any]) -> None:
         """Save a state: named arrays, and what JSON can hold."""
 
     def load(self) -> tuple[Tensors, dict[str, Any]] | None:
-        """The state that was saved last for this very training; None where there is none."""
+        """Return the state that was saved last for this very training; None where there is none."""
 
     def end(self, state: Callable[[], tuple[Tensors, dict[str, Any]]]) -> None:
         """A call of `train` has ended, with that state; another one may follow within this training."""

@@ -25,7 +25,7 @@ def cost(noise: float) -> float:
 
 
 def delta_of(spent: float, epsilon: float) -> float:
-    """The smallest delta >= 0 for this epsilon >= 0 after releases of total `cost` ``spent`` >= 0."""
+    """Return the smallest delta >= 0 for this epsilon >= 0 after releases of total `cost` ``spent`` >= 0."""
     if spent == 0:
         return 0.0
     if math.isinf(spent):

@@ -175,7 +175,7 @@ def example(method: Method) -> Example:
 
 
 def tensors(method: Method) -> Iterator[Item]:
-    """The tensors of an update of a round, and those that are asked for once after the rounds; needs torch.
+    """Yield the tensors of an update of a round, and those that are asked for once after the rounds; needs torch.
 
     ``NAME.*`` are the layers of a part of the model; what they are called depends on the encoder. Shapes are written
     with K classes and d features.
@@ -223,7 +223,7 @@ HEADINGS = {
 
 
 def section(doc: str, heading: str) -> str:
-    """The text behind ``heading:`` in a method's docstring, up to the next heading."""
+    """Return the text behind ``heading:`` in a method's docstring, up to the next heading."""
     taken: list[str] = []
     inside = False
     for line in doc.splitlines():

@@ -41,10 +41,10 @@ class Mechanism:
 
     @classmethod
     def of(cls, policy: PrivacyConfig, asked: Noise | None) -> Mechanism | None:
-        """The stricter of what the device's policy and the run ask for; None where neither asks for anything.
+        """Return the stricter of what the device's policy and the run ask for; None where neither asks for anything.
 
         Raises:
-            PrivacyRefused: the policy asks for noise, and nobody says to which length changes are clipped.
+            PrivacyRefused: The policy asks for noise, and neither side sets the norm to which changes are clipped.
         """
         clips = [clip for clip in (policy.clip, asked.clip if asked else None) if clip is not None]
         if not clips:
@@ -62,11 +62,11 @@ class Mechanism:
         return cls(clip, statistics, max(policy.noise, of_run))
 
     def apply(self, method: Method, update: Tensors, received: Tensors, rng: np.random.Generator) -> Tensors:
-        """The update as it leaves: same names, shapes and dtypes.
+        """Return the update as it leaves: same names, shapes and dtypes.
 
         Raises:
-            PrivacyRefused: the method sends arrays that noise cannot be added to.
-            TrainingFailed: numbers that are not finite.
+            PrivacyRefused: The method sends arrays to which noise cannot be added.
+            TrainingFailed: The update holds NaN or infinity.
         """
         import numpy as np
 

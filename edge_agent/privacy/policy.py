@@ -43,7 +43,7 @@ def check_job(policy: PrivacyConfig, job: Job, least: int | None) -> None:
     ``least``: as `edge_agent.methods.base.Method.least_class_count` of the job's method.
 
     Raises:
-        PrivacyRefused: it does not; all reasons are listed.
+        PrivacyRefused: The job asks for more than the policy allows; all reasons are listed.
     """
     reasons = objections(policy, job.method, least)
     if job.purpose in OUTSIDE_ROUNDS and not getattr(policy, job.purpose):
@@ -101,7 +101,7 @@ def check_tensors(policy: PrivacyConfig, names: Iterable[str]) -> None:
     """Return quietly when the policy allows tensors of these names in an update.
 
     Raises:
-        PrivacyRefused: it does not.
+        PrivacyRefused: The policy does not allow a tensor of such a name.
     """
     statistics = sorted(name for name in names if name.endswith(RUNNING_STATISTICS))
     if statistics and not policy.batch_norm_stats:
@@ -192,7 +192,7 @@ def check_update(policy: PrivacyConfig, update: Tensors, facts: UpdateFacts) -> 
     leaves a device". An update of zeros, in the names and shapes of a method, may be asked about before the training.
 
     Raises:
-        PrivacyRefused: it does not; all reasons are listed.
+        PrivacyRefused: The update holds an array that the policy does not allow; all reasons are listed.
     """
     check_tensors(policy, update)
     unchecked: dict[str, np.ndarray] = {}
@@ -272,7 +272,7 @@ _SHOWN_ARRAYS = 4
 
 
 def sample_count(policy: PrivacyConfig, exact: int) -> int:
-    """The count as it leaves: itself, or the power of two that is nearest by ratio (0 stays 0)."""
+    """Return the count as it leaves: itself, or the power of two that is nearest by ratio (0 stays 0)."""
     if policy.samples == "exact" or exact < 1:
         return exact
     below = 1 << (exact.bit_length() - 1)
@@ -280,17 +280,17 @@ def sample_count(policy: PrivacyConfig, exact: int) -> int:
 
 
 def allows_metric(policy: PrivacyConfig, name: str) -> bool:
-    """Whether a metric of this name may leave."""
+    """Return whether a metric of this name may leave."""
     return any(fnmatchcase(name, pattern) for pattern in policy.metrics)
 
 
 def without_withheld(policy: PrivacyConfig, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that may leave."""
+    """Return the metrics that may leave."""
     return {name: value for name, value in metrics.items() if allows_metric(policy, name)}
 
 
 def public_report(policy: PrivacyConfig, report: Report) -> Report:
-    """The report as it leaves."""
+    """Return the report as it leaves."""
     kept = [name for name in _SCORES if allows_metric(policy, name)]
     return report.model_copy(
         update={
@@ -316,8 +316,8 @@ class Ledger:
         """Return quietly when one more update with this noise multiplier is within the budget.
 
         Raises:
-            PrivacyRefused: it is not.
-            StateError: the file is damaged; nothing leaves before that is repaired.
+            PrivacyRefused: The update would exceed the budget.
+            StateError: The file is damaged; nothing leaves until it is repaired.
         """
         limit = self._policy.epsilon
         delta = self._policy.delta
@@ -336,7 +336,7 @@ class Ledger:
         """Note one more update, on disk before it leaves; returns what is spent as metrics.
 
         Raises:
-            PrivacyRefused: it is beyond the budget.
+            PrivacyRefused: The update would exceed the budget.
         """
         self.check(noise)
         if noise == 0:
@@ -352,7 +352,7 @@ class Ledger:
         self._write({**before, "without_noise": before["without_noise"] + 1})
 
     def spent(self) -> float:
-        """The cost of all updates with noise so far."""
+        """Return the cost of all updates with noise so far."""
         return float(self._read()["cost"])
 
     def figures(self) -> dict[str, float | None]:

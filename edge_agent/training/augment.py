@@ -17,7 +17,7 @@ _GREY = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's "L"
 
 
 def for_task(task: Task) -> Augment:
-    """The usual views for the task's kind of input.
+    """Return the usual views for the task's kind of input.
 
     Colour images: resized crop, flip, brightness, contrast, saturation, grey. Grey images: shift by up to 1/14,
     small rotation, flip, erasing. Windows: noise, scale, crop in time, missing channels.
@@ -96,7 +96,7 @@ def window_views(windows: torch.Tensor, generator: torch.Generator) -> torch.Ten
 
 
 def _time_crop(windows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A stretch of 0.7..1 of each window, brought back to full length (linear)."""
+    """Return a stretch of 0.7..1 of each window, brought back to full length (linear)."""
     n, _, length = windows.shape
     share = _uniform(n, generator, 0.7, 1.0)
     start = _uniform(n, generator, 0.0, 1.0) * (1 - share) * (length - 1)
@@ -130,7 +130,7 @@ def _luma(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def _erase(pixels: torch.Tensor, generator: torch.Generator, *, probability: float) -> torch.Tensor:
-    """A rectangle of up to a third of each side becomes black, in a share of the images."""
+    """Return a rectangle of up to a third of each side becomes black, in a share of the images."""
     n = len(pixels)
     (height, width) = pixels.shape[-2:]
     rows = _stretch(n, height, generator)

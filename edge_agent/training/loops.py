@@ -62,7 +62,7 @@ def local_optimizer(
 
 
 def cross_entropy(model: nn.Module) -> Loss:
-    """The batch mean of softmax cross entropy of a model's logits."""
+    """Return the batch mean of softmax cross entropy of a model's logits."""
     return lambda inputs, labels: F.cross_entropy(model(inputs), labels)
 
 
@@ -85,7 +85,7 @@ def train(
     finite. All other options are those of `train_by_steps`.
 
     Raises:
-        TrainingFailed: as `train_by_steps`.
+        TrainingFailed: See `train_by_steps`.
     """
     if optimizer is None:
         named = client.model.named_parameters()
@@ -137,8 +137,8 @@ def train_by_steps(
     share of the steps as ``work``.
 
     Raises:
-        TrainingFailed: no samples, one sample where batch norm needs two, or a loss that is not finite.
-        TrainingCancelled: ``client.control`` has stopped it.
+        TrainingFailed: There are no samples, only one where batch norm needs two, or the loss is not finite.
+        TrainingCancelled: ``client.control`` has stopped the training.
     """
     epochs = params.local_epochs if epochs is None else epochs
     batch_size = batch_size or params.batch_size
@@ -183,7 +183,7 @@ def train_by_steps(
 
 
 def diverged(client: Client, loss: float, epoch: str, suspects: Mapping[str, float]) -> TrainingFailed:
-    """The error where a loss is not finite; ``epoch``: which of how many."""
+    """Return the error where a loss is not finite; ``epoch``: which of how many."""
     return TrainingFailed(
         f"client '{client.id}': loss became {loss} in epoch {epoch} at "
         f"{', '.join(f'{name} {value:g}' for name, value in suspects.items())}; "
@@ -317,7 +317,7 @@ class Passes:
         self._checkpoint.save(every, {**notes, "passes": [state[1] for state in states]})
 
     def load(self) -> tuple[Tensors, dict[str, Any]] | None:
-        """The state of the call that begins; None where it was not reached."""
+        """Return the state of the call that begins; None where it was not reached."""
         if self._saved is None:
             tensors, notes = self._checkpoint.load() or ({}, {})
             split: list[Tensors] = [{} for _ in notes.get("passes", ())]
@@ -340,7 +340,7 @@ def begun(client: Client, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[
     """Where a call of `train` begins, and what it returned where it was over when the checkpoint was made.
 
     Raises:
-        TensorsError, StateError: as `resume`.
+        TensorsError, StateError: See `resume`.
     """
     loaded = client.control.checkpoint.load() if client.control.checkpoint is not None else None
     if loaded is None:
@@ -358,8 +358,8 @@ def resume(
     """Give model, optimizers and random numbers the state of `checkpoint_of`; returns where training continues.
 
     Raises:
-        TensorsError: the tensors are not those of this model.
-        StateError: the optimizer's are not those of its parameters.
+        TensorsError: The tensors are not those of this model.
+        StateError: The arrays of the optimizer do not belong to its parameters.
     """
 
     def group(name: str) -> Tensors:
@@ -401,7 +401,7 @@ def training_mode(model: Parts, frozen: Sequence[str], frozen_norm: Literal["eva
     """Inside, the model is in train mode, and the ``frozen`` parts as `train_by_steps` says.
 
     Raises:
-        UnknownName: no such part.
+        UnknownName: The model has no part of this name.
     """
     still = [model.part(name) for name in frozen]
     held = [weight for part in still for weight in part.parameters() if weight.requires_grad]
@@ -427,8 +427,8 @@ def train_parts(client: Client, loss: Loss, params: Any, parts: Iterable[str], l
     """`train` of the weights of ``parts`` alone, whose moments are kept as ``params.optimizer_state`` says.
 
     Raises:
-        TrainingFailed: as `train`.
-        StateError: as `lasting`.
+        TrainingFailed: See `train`.
+        StateError: See `lasting`.
     """
     optimizer = optimizer_of(client.model, parts, params)
     with lasting(client, optimizer, label, params.optimizer_state):
@@ -436,7 +436,7 @@ def train_parts(client: Client, loss: Loss, params: Any, parts: Iterable[str], l
 
 
 def optimizer_of(model: Parts, parts: Iterable[str], params: MethodParams) -> torch.optim.Optimizer:
-    """The optimizer that ``params`` ask for, of the weights of these parts."""
+    """Return the optimizer that ``params`` ask for, of the weights of these parts."""
     return local_optimizer([weight for name in parts for weight in model.part(name).parameters()], params)
 
 
@@ -447,7 +447,7 @@ def lasting(client: Client, optimizer: torch.optim.Optimizer, label: str, mode: 
     ``reset`` does nothing. Training that raises keeps nothing: the round has not happened.
 
     Raises:
-        StateError: what was kept does not fit the parameters.
+        StateError: The kept arrays do not fit the parameters.
     """
     if mode == "persist":
         restore(optimizer, client.model, client.memory, label)
@@ -472,7 +472,7 @@ def restore(optimizer: torch.optim.Optimizer, model: nn.Module, memory: Tensors,
     """Give a fresh optimizer the state that `moments` took; parameters of which nothing was kept start afresh.
 
     Raises:
-        StateError: an array is neither a number nor of its parameter's shape.
+        StateError: An array is neither a number nor of its parameter's shape.
     """
     state: dict[int, dict[str, torch.Tensor]] = {}
     for index, (prefix, parameter) in enumerate(_kept_as(optimizer, model, label)):
@@ -493,7 +493,7 @@ def restore(optimizer: torch.optim.Optimizer, model: nn.Module, memory: Tensors,
 
 
 def _kept_as(optimizer: torch.optim.Optimizer, model: nn.Module, label: str) -> list[tuple[str, torch.Tensor]]:
-    """The optimizer's parameters in its own order, each with what the names of its arrays begin with."""
+    """Return the optimizer's parameters in its own order, each with what the names of its arrays begin with."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [(f"optimizer.{label}.{names[id(p)]}.", p) for group in optimizer.param_groups for p in group["params"]]
 
@@ -507,7 +507,7 @@ def evaluate(
     """``function`` of the inputs, ``batch`` at a time, with the model in eval mode and without gradients.
 
     Raises:
-        DataError: no inputs.
+        DataError: There are no inputs.
     """
     if not len(inputs):
         raise DataError("no inputs to evaluate; expected at least one")
@@ -524,7 +524,7 @@ def predict_probabilities(model: nn.Module, inputs: torch.Tensor, batch: int = 5
     """Softmax (n, K) float32 of a model's logits, in eval mode.
 
     Raises:
-        DataError: no inputs.
+        DataError: There are no inputs.
     """
     return evaluate(lambda piece: torch.softmax(model(piece), dim=1), model, inputs, batch)
 
@@ -533,7 +533,7 @@ def features_of(model: Parts, inputs: torch.Tensor, batch: int = 512) -> torch.T
     """Features (n, d) float32 of a model's encoder, in eval mode.
 
     Raises:
-        DataError: no inputs.
+        DataError: There are no inputs.
     """
     return evaluate(model.features, model, inputs, batch)
 
@@ -542,7 +542,7 @@ def accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
     """Share of rows (0..1) whose largest probability is at the label.
 
     Raises:
-        DataError: no rows.
+        DataError: There are no rows.
     """
     if not len(labels):
         raise DataError("no samples to take an accuracy of; expected at least one")

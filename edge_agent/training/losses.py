@@ -93,7 +93,7 @@ def gaussian_misfit(values: torch.Tensor, mean: torch.Tensor, logvar: torch.Tens
 def vclub(
     values: torch.Tensor, mean: torch.Tensor, logvar: torch.Tensor, others: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The bound vCLUB in nats: mean over i of log q(value_i | i) - mean over j of log q(value_j | i).
+    """Return the bound vCLUB in nats: mean over i of log q(value_i | i) - mean over j of log q(value_j | i).
 
     Cheng et al., "CLUB", ICML 2020. It bounds the mutual information from above as far as q is the true conditional.
     j runs over all rows, or for each i over the one row ``others[i]`` (n,). Normalising terms cancel.
@@ -111,7 +111,7 @@ def vclub(
 def proximal_gradient(
     parameters: Iterable[torch.Tensor], anchors: Iterable[torch.Tensor], strength: float
 ) -> Callable[[], None]:
-    """What adds ``strength * (w - anchor)`` to each gradient: the gradient of strength / 2 * |w - anchor|^2.
+    """Return what adds ``strength * (w - anchor)`` to each gradient: the gradient of strength / 2 * |w - anchor|^2.
 
     To be called before each step of an optimizer. There is one anchor for each parameter, read in each call;
     parameters without a gradient are left alone.

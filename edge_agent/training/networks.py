@@ -117,7 +117,7 @@ def feature_mask(
 
 
 def cut(temperature: float, threshold: float) -> float:
-    """The logit at which sigmoid(logit / ``temperature``) is ``threshold`` (0..1, exclusive)."""
+    """Return the logit at which sigmoid(logit / ``temperature``) is ``threshold`` (0..1, exclusive)."""
     return temperature * math.log(threshold / (1.0 - threshold))
 
 

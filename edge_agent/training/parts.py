@@ -31,10 +31,10 @@ class Parts(nn.Module):
             self.add_module(name, module)
 
     def part(self, name: str) -> nn.Module:
-        """The part called ``name``.
+        """Return the part called ``name``.
 
         Raises:
-            UnknownName: no such part.
+            UnknownName: The model has no part of this name.
         """
         module = self._modules.get(name)
         if module is None:
@@ -57,13 +57,13 @@ _COUNTER = "num_batches_tracked"
 
 
 def encoder_and_head(task: Task, **others: Callable[[int], nn.Module]) -> Parts:
-    """The task's encoder with one linear layer on top, fresh weights from torch's global generator.
+    """Return the task's encoder with one linear layer on top, fresh weights from torch's global generator.
 
     ``others`` make further parts, by name, from the width of the features.
 
     Raises:
-        UnknownName: no such encoder.
-        ConfigError: the encoder does not fit the task.
+        UnknownName: No encoder has this name.
+        ConfigError: The encoder does not fit the task.
     """
     encoder = create(task)
     width = feature_dim(encoder)
@@ -74,11 +74,11 @@ def encoder_and_head(task: Task, **others: Callable[[int], nn.Module]) -> Parts:
 
 
 def encoder_alone(task: Task) -> Parts:
-    """The task's encoder as the only part.
+    """Return the task's encoder as the only part.
 
     Raises:
-        UnknownName: no such encoder.
-        ConfigError: the encoder does not fit the task.
+        UnknownName: No encoder has this name.
+        ConfigError: The encoder does not fit the task.
     """
     return channels_last(Parts(encoder=create(task)))
 
@@ -114,7 +114,7 @@ def names_that_travel(
 
 
 def _norm_tensors(model: nn.Module, norm: str) -> Iterator[str]:
-    """Names of the batch norm tensors that stay; layers are known by type, for ``downsample.1`` says nothing."""
+    """Yield names of the batch norm tensors that stay; layers are known by type, for ``downsample.1`` says nothing."""
     for path, module in model.named_modules():
         if isinstance(module, NORM_LAYERS):
             yield f"{path}.{_COUNTER}"
@@ -139,7 +139,7 @@ def to_arrays(model: nn.Module, names: Iterable[str]) -> Tensors:
     """Copies of the named tensors as contiguous arrays on the host.
 
     Raises:
-        TensorsError: the model has no tensor of such a name.
+        TensorsError: The model has no tensor of such a name.
     """
     state = model.state_dict()
     wanted = tuple(names)
@@ -153,7 +153,7 @@ def load_arrays(model: nn.Module, tensors: Mapping[str, np.ndarray]) -> None:
     """Overwrite exactly the named tensors of the model; all others stay bit for bit.
 
     Raises:
-        TensorsError: unknown names, other shapes or other dtypes; all of them are listed and nothing is loaded.
+        TensorsError: Names, shapes or dtypes differ from the model's; all of them are listed and nothing is loaded.
     """
     state = model.state_dict()
     sources = {name: torch.tensor(array) for name, array in tensors.items()}  # copies: arrays may be read-only
@@ -189,7 +189,7 @@ def put_back(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[N
 
 
 def first_of(mistakes: Sequence[str], shown: int = 5) -> str:
-    """The first ``shown`` mistakes, and how many more there are."""
+    """Return the first ``shown`` mistakes, and how many more there are."""
     return "; ".join(mistakes[:shown]) + (f"; and {len(mistakes) - shown} more" if len(mistakes) > shown else "")
 
 

@@ -37,8 +37,8 @@ def read_weights(encoder: nn.Module, path: Path) -> tuple[Tensors, tuple[str, ..
     Batch counters may be missing.
 
     Raises:
-        WeightsError: the file cannot be read or is no safetensors file, or does not hold this encoder, finite and of
-            its very shapes; all mistakes are listed.
+        WeightsError: The file cannot be read, is not a safetensors file, or does not hold this encoder with finite
+            values and its very shapes; all mistakes are listed.
     """
     stored = _read(path)
     expected = encoder.state_dict()
@@ -63,7 +63,7 @@ def put_weights(model: Parts, weights: Tensors) -> None:
 
 
 def set_by_weights(model: Parts) -> tuple[str, ...]:
-    """Names of the model's tensors that `put_weights` sets, batch counters aside, sorted."""
+    """Return names of the model's tensors that `put_weights` sets, batch counters aside, sorted."""
     names = (f"{layer}.{name}" for layer, module in _built_alike(model).items() for name in module.state_dict())
     return tuple(sorted(name for name in names if not name.endswith(_COUNTER)))
 

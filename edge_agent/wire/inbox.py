@@ -107,7 +107,7 @@ class Inbox:
         """Remove and return the next event, waiting at most ``timeout_s`` seconds.
 
         Raises:
-            queue.Empty: there was none.
+            queue.Empty: No event arrived in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._urgent or self._ordinary, max(0.0, timeout_s)):

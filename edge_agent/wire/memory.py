@@ -37,7 +37,7 @@ class MemoryBroker:
     def transport(
         self, will: WillOf | None = None, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES
     ) -> MemoryTransport:
-        """A transport for one more client."""
+        """Return a transport for one more client."""
         return MemoryTransport(self, will, max_payload_bytes)
 
     def attach(self, client: MemoryTransport) -> None:
@@ -122,7 +122,7 @@ class MemoryTransport:
         """Deliver before returning; dropped while disconnected.
 
         Raises:
-            MessageError: larger than ``max_payload_bytes``.
+            MessageError: The payload is larger than ``max_payload_bytes``.
         """
         if len(payload) > self.max_payload_bytes:
             raise MessageError(f"payload of {len(payload)} bytes, this transport carries {self.max_payload_bytes}")
@@ -138,14 +138,14 @@ class MemoryTransport:
         self._events.put(Woken())
 
     def receive(self, timeout_s: float) -> Event | None:
-        """The next event; with ``timeout_s`` 0 it never waits."""
+        """Return the next event; with ``timeout_s`` 0 it never waits."""
         try:
             return self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait()
         except queue.Empty:
             return None
 
     def wants(self, topic: str) -> bool:
-        """Whether any filter of this client covers ``topic``."""
+        """Return whether any filter of this client covers ``topic``."""
         return any(matches(f, topic) for f in self._filters)
 
     def accept(self, message: Message) -> None:

@@ -91,8 +91,8 @@ class MqttTransport:
 
         Raises:
             BrokerAway: ``config.wait`` is false and the first attempt fails.
-            UsageError: ``config.wait`` is false and the broker does not let this user in: waiting would not help.
-            ConfigError: certificates or the password file cannot be read.
+            UsageError: ``config.wait`` is false and the broker refuses this user, so that waiting would not help.
+            ConfigError: A certificate or the password file cannot be read.
         """
         self._new_client()  # reads certificates and password: a mistake in them is raised here, not in a thread
         self._thread = threading.Thread(target=self._run, name="mqtt", daemon=True)
@@ -138,7 +138,7 @@ class MqttTransport:
         """Hand one message to the network thread; dropped and counted while there is no session.
 
         Raises:
-            MessageError: larger than the broker is known to carry.
+            MessageError: The payload is larger than the broker is known to carry.
         """
         if len(payload) > self.max_payload_bytes:
             raise MessageError(f"payload of {len(payload)} bytes, broker.max_packet_bytes is {self.max_payload_bytes}")
@@ -151,7 +151,7 @@ class MqttTransport:
         self.traffic.messages_up += 1
 
     def receive(self, timeout_s: float) -> Event | None:
-        """The next event, waiting at most ``timeout_s`` seconds."""
+        """Return the next event, waiting at most ``timeout_s`` seconds."""
         try:
             return self._inbox.get(timeout_s)
         except queue.Empty:
@@ -276,7 +276,7 @@ class MqttTransport:
 
 
 def longest_pause_s(failures: int) -> float:
-    """The longest pause after so many failed attempts in a row; which pause it is, is drawn below that."""
+    """Return the longest pause after so many failed attempts in a row; which pause it is, is drawn below that."""
     return min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures, 10))  # an unbounded power overflows in hours
 
 
@@ -286,7 +286,7 @@ def session_of(client_id: str) -> str:
 
 
 def agent_of(session: str) -> str:
-    """The client id of a session: `session_of`."""
+    """Return the client id of a session: `session_of`."""
     return re.sub(r"-[0-9a-f]{16}\Z", "", session)
 
 
@@ -328,7 +328,7 @@ def refused_topics(
 
 
 def _client(config: BrokerConfig, client_id: str, session: str, protocol: MQTTProtocolVersion) -> paho.Client:
-    """A client with user, password and TLS of the configuration; ``session`` is its id at the broker."""
+    """Return a client with user, password and TLS of the configuration; ``session`` is its id at the broker."""
     client = paho.Client(CallbackAPIVersion.VERSION2, client_id=session, protocol=protocol, reconnect_on_failure=False)
     client.connect_timeout = CONNECT_TIMEOUT_S
     if (user := user_of(config, client_id)) is not None:
@@ -348,7 +348,7 @@ def _client(config: BrokerConfig, client_id: str, session: str, protocol: MQTTPr
 
 
 def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode) -> tuple[str, str]:
-    """What the broker said to a login, and what to do about it; empty where waiting may help."""
+    """Return what the broker said to a login, and what to do about it; empty where waiting may help."""
     user = user_of(config, client_id)
     if code.value not in _SHUT_OUT:
         return f"broker refuses: {code}", ""

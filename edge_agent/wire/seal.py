@@ -43,18 +43,18 @@ STARTS = 8
 
 
 def derive(secret: bytes, *about: str) -> bytes:
-    """A key of 32 bytes for one purpose: HKDF-SHA256 (RFC 5869) without a salt; ``about`` names the purpose."""
+    """Return a key of 32 bytes for one purpose: HKDF-SHA256 (RFC 5869) without a salt; ``about`` names the purpose."""
     extracted = hmac.digest(bytes(KEY_BYTES), secret, "sha256")
     return hmac.digest(extracted, "\0".join(about).encode() + b"\x01", "sha256")
 
 
 def with_mac(key: bytes, agent: str, payload: bytes) -> bytes:
-    """A command to ``agent`` with its MAC as the last field."""
+    """Return a command to ``agent`` with its MAC as the last field."""
     return payload[:-1] + b',"mac":"%s"}' % _mac(key, agent, payload).hex().encode()
 
 
 def with_signature(signature: bytes, payload: bytes) -> bytes:
-    """An announcement with its signature (64 bytes) as the last field."""
+    """Return an announcement with its signature (64 bytes) as the last field."""
     return payload[:-1] + b',"sig":"%s"}' % signature.hex().encode()
 
 
@@ -81,7 +81,7 @@ class AgentKey:
     public_key: bytes
 
     def text(self) -> str:
-        """The content of its file."""
+        """Return the content of its file."""
         keys = {"key": self.key.hex(), "public_key": self.public_key.hex()}
         return _KeyFile(federation=self.federation, agent=self.agent, **keys).model_dump_json(indent=1) + "\n"
 
@@ -90,7 +90,7 @@ def check_key(text: str, federation: str, agent: str) -> None:
     """Return quietly where ``text`` is the content of that agent's file.
 
     Raises:
-        MessageError: it is not.
+        MessageError: ``text`` is damaged, or the file of another agent or federation.
     """
     try:
         known = _KeyFile.model_validate(parse_json(text.encode()))
@@ -109,10 +109,10 @@ def key_file(config: AgentConfig) -> Path | None:
 
 
 def read_key(config: AgentConfig) -> AgentKey | None:
-    """The key in that file (`key_file`); None where there is none.
+    """Return the key in that file (`key_file`); None where there is none.
 
     Raises:
-        ConfigError: the file cannot be read, holds no key, or that of another agent or federation.
+        ConfigError: The file cannot be read, holds no key, or holds that of another agent or federation.
     """
     if (path := key_file(config)) is None:
         return None
@@ -144,7 +144,7 @@ class _Numbers:
         self._seen: list[int] = []
 
     def accept(self, seq: int) -> bool:
-        """Whether this one is new."""
+        """Return whether this one is new."""
         at = bisect_left(self._seen, seq)
         if seq <= self.floor or self._seen[at : at + 1] == [seq]:
             return False
@@ -171,7 +171,7 @@ class Guard:
         return self._key is not None
 
     def lets_in(self, payload: bytes, *, to_all: bool) -> bool:
-        """Whether a command is authentic; ``to_all``: on the topic of announcements."""
+        """Return whether a command is authentic; ``to_all``: on the topic of announcements."""
         if self._key is None or self._is_authentic(self._key, payload, to_all=to_all):
             return True
         self.refused += 1
@@ -184,7 +184,7 @@ class Guard:
         return False
 
     def is_new(self, message: Command) -> bool:
-        """Whether an authentic command is to be obeyed now; False for one that was recorded earlier."""
+        """Return whether an authentic command is to be obeyed now; False for one that was recorded earlier."""
         if self._key is None or isinstance(message, Announce) or self._is_new(message):
             return True
         self.replayed += 1

@@ -64,15 +64,15 @@ class Spec:
 
 
 def specs_of(tensors: Mapping[str, np.ndarray]) -> dict[str, Spec]:
-    """The form of each array."""
+    """Return the form of each array."""
     return {name: Spec(array.dtype, array.shape) for name, array in tensors.items()}
 
 
 def encode(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Arrays as safetensors bytes; equal contents give equal bytes whatever their order in the mappings.
+    """Return arrays as safetensors bytes; equal contents give equal bytes whatever their order in the mappings.
 
     Raises:
-        TensorsError: a name, shape or dtype that the format, as we use it, does not carry, or too many of them.
+        TensorsError: A name, shape or dtype is not allowed in the format, or there are too many arrays.
     """
     return b"".join(pieces(tensors, metadata))
 
@@ -83,7 +83,7 @@ def pieces(
     """What `encode` joins: the header, then each array's own bytes (a view where its layout is that of the format).
 
     Raises:
-        TensorsError: as `encode`.
+        TensorsError: See `encode`.
     """
     for name, array in tensors.items():
         _check_name(name)
@@ -111,10 +111,10 @@ def pieces(
 
 
 def decode(data: Buffer) -> Tensors:
-    """Arrays from bytes, as read-only views on ``data`` (no copy).
+    """Return arrays from bytes, as read-only views on ``data`` (no copy).
 
     Raises:
-        TensorsError: the bytes break the layout or one of our limits.
+        TensorsError: The bytes break the layout or one of this module's limits.
     """
     view = memoryview(data).cast("B")
     start, entries, _ = _header(view)
@@ -135,7 +135,7 @@ def inspect(data: Buffer) -> tuple[dict[str, Spec], dict[str, str]]:
     """Form of each array and the metadata, from the header alone.
 
     Raises:
-        TensorsError: as `decode`.
+        TensorsError: See `decode`.
     """
     _, entries, metadata = _header(memoryview(data).cast("B"))
     return {name: spec for name, (spec, _) in entries.items()}, metadata
@@ -145,7 +145,7 @@ def check_specs(specs: Mapping[str, Spec], expected: Mapping[str, Spec]) -> None
     """Return quietly when names, dtypes and shapes are exactly those expected.
 
     Raises:
-        TensorsError: lists every difference (the first five of each kind).
+        TensorsError: The arrays differ from the expected ones; the first five differences of each kind are listed.
     """
     wrong = {name for name in expected.keys() & specs.keys() if specs[name] != expected[name]}
     mistakes = [f"missing {name!r}" for name in sorted(expected.keys() - specs.keys())[:5]]
@@ -178,7 +178,7 @@ def _header(view: memoryview) -> tuple[int, Mapping[str, tuple[Spec, int]], dict
     """Return where the tensors begin, their forms and places, and the metadata.
 
     Raises:
-        TensorsError: the bytes break the layout or one of our limits.
+        TensorsError: The bytes break the layout or one of this module's limits.
     """
     if len(view) < 8:
         raise TensorsError(f"{len(view)} bytes cannot hold a tensor container; the transfer is cut short")
@@ -212,7 +212,7 @@ def _parse_header(text: bytes) -> _Header:
     """Return what a header says.
 
     Raises:
-        TensorsError: it breaks the layout or one of our limits.
+        TensorsError: The header breaks the layout or one of this module's limits.
     """
     if not text.startswith(b"{"):
         raise TensorsError(f"header begins {text[:8]!r}, expected a JSON object")
@@ -239,7 +239,7 @@ def _size_of_layout(entries: Mapping[str, tuple[Spec, int]]) -> int:
     """Return how many bytes all tensors take together.
 
     Raises:
-        TensorsError: there is a hole between them, or an overlap.
+        TensorsError: Two tensors overlap, or there is a gap between them.
     """
     position = 0
     for name, (spec, offset) in sorted(entries.items(), key=lambda item: (item[1][1], item[1][0].nbytes)):

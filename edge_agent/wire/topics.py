@@ -69,7 +69,7 @@ class Topics:
         """(agent, kind) of a topic that agents publish on; kind is ``up``, ``ub``, ``s`` or ``h``.
 
         Raises:
-            MessageError: not such a topic, or an invalid agent name.
+            MessageError: The topic is not one of an agent, or the agent's name is invalid.
         """
         inside = topic.startswith(f"{self.root}/")
         levels = topic[len(self.root) + 1 :].split("/") if inside else []
@@ -85,7 +85,7 @@ class Topics:
 
 
 def matches(topic_filter: str, topic: str) -> bool:
-    """Whether a topic falls under a filter with ``+`` (one level) and ``#`` (all that follow)."""
+    """Return whether a topic falls under a filter with ``+`` (one level) and ``#`` (all that follow)."""
     wanted = topic_filter.split("/")
     levels = topic.split("/")
     for position, level in enumerate(wanted):

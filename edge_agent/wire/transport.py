@@ -94,7 +94,7 @@ class Transport(Protocol):
         """Begin connecting; `Connected` follows as an event.
 
         Raises:
-            BrokerAway: the broker does not answer, and the transport is configured not to wait.
+            BrokerAway: The broker does not answer, and the transport is configured not to wait.
         """
 
     def close(self) -> None:
@@ -110,11 +110,11 @@ class Transport(Protocol):
         """Hand over one message; never waits.
 
         Raises:
-            MessageError: the payload is larger than ``max_payload_bytes``.
+            MessageError: The payload is larger than ``max_payload_bytes``.
         """
 
     def receive(self, timeout_s: float) -> Event | None:
-        """The next event, waiting at most ``timeout_s`` seconds; None when there was none."""
+        """Return the next event, waiting at most ``timeout_s`` seconds; None when there was none."""
 
     def wake(self) -> None:
         """Make a waiting `receive` return at once with `Woken`; may be called from any thread."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from edge_agent.core.time_and_text import shown
+from edge_agent.core.time_and_text import show_time
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ from edge_agent.core.time_and_text import shown
     ],
 )
 def test_times_are_shown_in_one_form_and_other_texts_as_they_are(text, expected):
-    assert shown(text) == expected
+    assert show_time(text) == expected

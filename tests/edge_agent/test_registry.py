@@ -107,7 +107,7 @@ def test_what_is_installed_is_read_once(package, monkeypatch):
 
 def test_members_of_others_that_lack_something_are_told_by_what_they_lack(monkeypatch):
     monkeypatch.setitem(heads.registry._extra, "lacking", type("Mine", (heads.Head,), {}))
-    expected = r"'lacking' \(.*\.Mine\) has no _fit, _predict; edge_agent\.heads\.base\.Head says"
+    expected = r"'lacking' \(.*\.Mine\) has no _fit, _predict; edge_agent\.heads\.base\.Head describes"
     with pytest.raises(UsageError, match=expected):
         heads.create("lacking")
 

@@ -38,7 +38,7 @@ class Origin:
     licence: str
 
     def missing(self, where: object, state: str = "") -> DataError:
-        """An error for a folder without the set; ``state``: what is there or missing, in a few words."""
+        """Return an error for a folder without the set; ``state``: what is there or missing, in a few words."""
         detail = f" ({state})" if state else ""
         return DataError(
             f"{self.kind}: no {self.title} in '{where}'{detail}; expected {self.layout}; "
@@ -46,7 +46,7 @@ class Origin:
         )
 
     def damaged(self, path: Path, problem: str, expected: str) -> DataError:
-        """An error for a file of the set that is not what it should be."""
+        """Return an error for a file of the set that is not what it should be."""
         return DataError(
             f"{self.kind}: '{path}' {problem}, expected {expected}; it is damaged or was not fetched whole: "
             f"download it again from {self.page}"
@@ -57,7 +57,7 @@ def lines_of(path: Path, origin: Origin) -> list[str]:
     """Lines of a text file of a set, without surrounding blanks and without empty ones.
 
     Raises:
-        DataError: no such file, too large, or not text.
+        DataError: The file does not exist, is too large, or is not text.
     """
     try:
         if (size := path.stat().st_size) > MAX_TEXT_BYTES:
@@ -72,7 +72,7 @@ def integers_of(path: Path, origin: Origin) -> np.ndarray:
     """One natural number from each line of a text file, (n,) int64.
 
     Raises:
-        DataError: as `lines_of`, or a line that is none.
+        DataError: See `lines_of`; or a line is not a number.
     """
     lines = lines_of(path, origin)
     for number, line in enumerate(lines, 1):
@@ -82,7 +82,7 @@ def integers_of(path: Path, origin: Origin) -> np.ndarray:
 
 
 def random_part(count: int, n: int | None, seed: int | tuple[int, ...]) -> np.ndarray:
-    """Rows (m,) of ``count``, in order: a random ``n`` of them where there are more than that, else all."""
+    """Return rows (m,) of ``count``, in order: a random ``n`` of them where there are more than that, else all."""
     if n is None or n >= count:
         return np.arange(count)
     return np.sort(np.random.default_rng(seed).permutation(count)[:n])
@@ -123,7 +123,7 @@ class Facts:
         return {name: (where, {"domain": name}) for name in find(self, where, options.domain).folders}
 
     def source(self, options: type[DomainOptions]) -> DataSource:
-        """The data source of the set. Reading opens no image, so it serves for inspecting, too."""
+        """Return the data source of the set. Reading opens no image, so it serves for inspecting, too."""
         return DataSource(options, self.read, needs_path=True, inspect=self.read, domains=self.parts)
 
 
@@ -157,10 +157,10 @@ class Layout:
     classes: tuple[str, ...] | None = None
 
     def class_names(self) -> tuple[str, ...]:
-        """The chosen classes, or those that have a folder in one of the domains.
+        """Return the chosen classes, or those that have a folder in one of the domains.
 
         Raises:
-            DataError: not as many as the set has.
+            DataError: The file does not have as many lines as the set.
         """
         if self.classes is not None:
             return self.classes
@@ -204,7 +204,7 @@ class Layout:
         return [path for folder in folders if folder.is_dir() for path in images_in(folder)]
 
     def _by_chance(self, domain: str, classes: Sequence[str], split: Split, share: float, seed: int) -> list[Path]:
-        """A share of each class tests, at least one image where there are two."""
+        """Return a share of each class tests, at least one image where there are two."""
         chosen: list[Path] = []
         for number, name in enumerate(classes):
             paths = self._in_folders(domain, [name])
@@ -215,7 +215,7 @@ class Layout:
         return chosen
 
     def _listed(self, domain: str, split: str) -> list[Path]:
-        """What the official list names, each image once, those of the chosen classes."""
+        """Return what the official list names, each image once, those of the chosen classes."""
         path = self._list_file(domain, split)
         origin = self.facts.origin
         inner = []
@@ -240,7 +240,7 @@ class Layout:
         return [folder.joinpath(*name.parts[1:]) for name in dict.fromkeys(inner) if name.parts[1] in known]
 
     def _list_file(self, domain: str, split: str) -> Path:
-        """The list, beside the domains, above them, or in one of the folders in which it may lie."""
+        """Return the list, beside the domains, above them, or in one of the folders in which it may lie."""
         origin = self.facts.origin
         if self.facts.lists is None:
             raise DataError(f"{origin.kind}: {origin.title} has no official split; give test_share for one by chance")
@@ -258,16 +258,16 @@ class Layout:
 
 
 def plain(name: str) -> str:
-    """A name without case, blanks, dashes and underscores, in which copies of a set differ."""
+    """Return a name without case, blanks, dashes and underscores, in which copies of a set differ."""
     return "".join(letter for letter in name.lower() if letter not in " -_")
 
 
 def find(facts: Facts, where: str, wanted: Sequence[str] = ()) -> Layout:
-    """The set at ``where``, with the domains that are wanted, or all of them.
+    """Return the set at ``where``, with the domains that are wanted, or all of them.
 
     Raises:
-        UnknownName: the set has no such domain.
-        DataError: nothing of the set is there, or a domain is missing.
+        UnknownName: The set has no such domain.
+        DataError: The folder holds nothing of the set, or a domain is missing.
     """
     spelled = {plain(name): name for name in facts.domains}
     for name in wanted:

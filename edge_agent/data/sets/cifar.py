@@ -47,13 +47,14 @@ class _Bytes:
 
 
 def parse(content: bytes, where: str) -> dict[str, Any]:
-    """The dictionary in a batch: text, integers, lists of them, and arrays uint8.
+    """Return the dictionary in a batch: text, integers, lists of them, and arrays uint8.
 
     A pickle is a program for a machine with a stack. Those instructions that the files of CIFAR have are carried out
     by `_Machine`; none of them imports or calls anything.
 
     Raises:
-        DataError: any instruction or name that those files do not have, or bytes that end early or go on.
+        DataError: The bytes hold an instruction or name that those files do not have, end early, or continue after the
+            end.
     """
     file = io.BytesIO(content)
     try:
@@ -248,7 +249,7 @@ VERSIONS = (
 
 
 def read(where: str, options: CifarOptions) -> Raw:
-    """The images and labels of one split."""
+    """Return the images and labels of one split."""
     folder, version = _found(Path(where).expanduser(), options)
     splits = ("train", "test") if options.split == "all" else (options.split,)
     files = [(folder / name, IMAGES[version.dataset][split]) for split in splits for name in version.files[split]]
@@ -269,7 +270,7 @@ def inspect(where: str, options: CifarOptions) -> None:
 
 
 def _found(root: Path, options: CifarOptions) -> tuple[Path, Version]:
-    """The folder of the batches and what it is: the binary version where both are there."""
+    """Return the folder of the batches and what it is: the binary version where both are there."""
     held = [(root, version) for version in VERSIONS if (root / version.files["test"][0]).is_file()]
     held += [(root / version.folder, version) for version in VERSIONS if (root / version.folder).is_dir()]
     if not held:

@@ -35,7 +35,7 @@ class CinicOptions(PartOptions):
 
 
 def read(where: str, options: CinicOptions) -> Raw:
-    """The pictures of one part, decoded on access: reading opens none, so it serves for inspecting, too."""
+    """Return the pictures of one part, decoded on access: reading opens none, so it serves for inspecting, too."""
     root = Path(where).expanduser()
     root = next((path for path in (root, root / "CINIC-10") if (path / "train").is_dir()), root)
     parts = PARTS if options.split == "all" else (options.split,)

@@ -71,7 +71,7 @@ class Digits5Options(Options):
 
 
 def read(where: str, options: Digits5Options) -> Raw:
-    """The digits of the chosen sets; 28 or 32 pixels, grey or colour, as each set has them."""
+    """Return the digits of the chosen sets; 28 or 32 pixels, grey or colour, as each set has them."""
     images: list[np.ndarray] = []
     labels: list[np.ndarray] = []
     for domain in _domains(options):
@@ -150,7 +150,7 @@ def _named(arrays: Mapping[str, np.ndarray], form: str, part: str, path: Path) -
 
 
 def _matlab(path: Path, wanted: list[str]) -> dict[str, np.ndarray]:
-    """The wanted arrays of a MATLAB file; their sizes are looked at before they are read."""
+    """Return the wanted arrays of a MATLAB file; their sizes are looked at before they are read."""
     try:
         from scipy import io
     except ImportError as error:
@@ -169,7 +169,7 @@ def _matlab(path: Path, wanted: list[str]) -> dict[str, np.ndarray]:
 
 
 def _digits(labels: np.ndarray, path: Path) -> np.ndarray:
-    """Labels (n,) int64 of one-hot rows (n, 10), or of one number each, of which 10 means 0."""
+    """Return labels (n,) int64 of one-hot rows (n, 10), or of one number each, of which 10 means 0."""
     if labels.dtype.kind not in "iufb":
         raise ORIGIN.damaged(path, f"has labels of type {labels.dtype}", "numbers")
     if labels.ndim == 2 and labels.shape[1] == 10:

@@ -61,7 +61,7 @@ class NumericHead(ABC):
         """Learn from ``data``; the same data give the same head.
 
         Raises:
-            DataError: the samples cannot be learned from.
+            DataError: No head can be learned from these samples.
         """
         self.feature_dim = data.features.shape[1]
         self.arrays = self._fit(data)
@@ -70,7 +70,7 @@ class NumericHead(ABC):
         """One number (n,) float64 for each row of ``features`` (n, d) float32.
 
         Raises:
-            StateError: the head has not been fitted, or was fitted on another feature size.
+            StateError: The head has not been fitted, or was fitted on another feature size.
         """
         if not self.arrays:
             raise StateError(f"head '{self.name}' has not been fitted")
@@ -94,8 +94,8 @@ class NumericHead(ABC):
 
     @abstractmethod
     def _fit(self, data: NumericData) -> Tensors:
-        """Arrays of a fitted head."""
+        """Return arrays of a fitted head."""
 
     @abstractmethod
     def _predict(self, features: np.ndarray) -> np.ndarray:
-        """Numbers (n,) float64 from ``self.arrays``."""
+        """Return numbers (n,) float64 from ``self.arrays``."""

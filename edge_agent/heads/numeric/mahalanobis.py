@@ -61,7 +61,7 @@ def gaussian(features: np.ndarray) -> Tensors:
     of new normal samples went up to 71 instead of 1.1, and the order was no better).
 
     Raises:
-        DataError: all rows are equal.
+        DataError: All rows are equal.
     """
     center = features.mean(axis=0, dtype=np.float64)
     rows = features.astype(np.float64) - center

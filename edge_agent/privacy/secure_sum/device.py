@@ -73,8 +73,8 @@ class Participant:
         """Phase 1: for each other client the encrypted shares of this one's mask key and seed.
 
         Raises:
-            SumRefused: too few clients, this one's keys were replaced, two clients have the same, or there were
-                other keys before.
+            SumRefused: There are too few clients, the keys of this client were replaced, two clients have the same
+                keys, or other keys were received before.
         """
         if len(keys) < LEAST_CLIENTS:
             raise SumRefused(f"a secure sum of {len(keys)} clients hides nobody; it needs {LEAST_CLIENTS}")
@@ -106,8 +106,9 @@ class Participant:
         """Take in what the others have encrypted for this one in phase 1; those who did not have dropped out.
 
         Raises:
-            SumRefused: too few have, one is not of this round, or others had before.
-            SharesWrong: shares of some were not encrypted by them for this one and attempt.
+            SumRefused: Too few clients have sent shares, a client is not of this round, or other shares were received
+                before.
+            SharesWrong: Shares of some clients were not encrypted by them for this client and attempt.
         """
         if unknown := sealed.keys() - (self._keys.keys() - {self.client}):
             raise SumRefused(f"{min(unknown)!r} is said to have sent shares and is not of this round")
@@ -125,7 +126,8 @@ class Participant:
         """Phase 2: integers (n,) uint64, uniformly random to who lacks the masks, of integers (n,) uint64.
 
         Raises:
-            SumRefused: before `receive`, or a second time: the difference of two vectors would have no mask.
+            SumRefused: The call comes before `receive`, or is the second: the difference of two vectors would have no
+                mask.
         """
         if not self._received:
             raise SumRefused("nobody's shares have come, so no mask could be removed again")
@@ -143,7 +145,7 @@ class Participant:
         """Phase 3: for each client that has sent shares one of them, of its seed where it has delivered, else its key.
 
         Raises:
-            SumRefused: it has answered before, or too few have delivered for a sum that hides them.
+            SumRefused: This client has answered before, or too few clients have delivered for a sum that hides them.
         """
         survivors = frozenset(delivered)
         least = threshold(len(self._keys))

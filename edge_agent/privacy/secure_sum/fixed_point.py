@@ -20,14 +20,14 @@ class FixedPoint:
     bits: int = 24
 
     def bound(self, clients: int) -> float:
-        """The largest absolute value of a client's number."""
+        """Return the largest absolute value of a client's number."""
         return float(2.0 ** (62 - self.bits) / clients)
 
     def encode(self, numbers: np.ndarray, clients: int) -> np.ndarray:
         """Integers (n,) uint64 of numbers (n,).
 
         Raises:
-            TrainingFailed: a number is not finite, or too large for the sum.
+            TrainingFailed: A number is not finite, or too large for the sum.
         """
         largest = float(np.abs(numbers).max(initial=0.0))
         if not largest <= self.bound(clients):
@@ -38,5 +38,5 @@ class FixedPoint:
         return np.rint(numbers.astype(np.float64) * 2.0**self.bits).astype(np.int64).view(np.uint64)
 
     def decode(self, total: np.ndarray) -> np.ndarray:
-        """Numbers (n,) float64 of a sum (n,) uint64."""
+        """Return numbers (n,) float64 of a sum (n,) uint64."""
         return total.view(np.int64).astype(np.float64) / 2.0**self.bits

@@ -48,21 +48,21 @@ class PublicKeys:
     seed: bytes
 
     def is_of(self, secret: bytes, *, delivered: bool) -> bool:
-        """Whether this is the client's secret: its seed where it has delivered, else its mask key."""
+        """Return whether this is the client's secret: its seed where it has delivered, else its mask key."""
         if delivered:
             return sha256(secret).digest() == self.seed
         return private_key(secret).public_key().public_bytes_raw() == self.mask
 
 
 def private_key(secret: bytes) -> X25519PrivateKey:
-    """The key of these 32 bytes."""
+    """Return the key of these 32 bytes."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
     return X25519PrivateKey.from_private_bytes(secret)
 
 
 def pair_seed(key: X25519PrivateKey, public: bytes, context: bytes) -> bytes:
-    """The seed of the mask of two clients, the same on both sides."""
+    """Return the seed of the mask of two clients, the same on both sides."""
     return agreed(key, public, b"mask " + context)
 
 
@@ -70,7 +70,7 @@ def agreed(key: X25519PrivateKey, public: bytes, info: bytes) -> bytes:
     """32 bytes for one purpose that only the owners of both keys know (X25519, then `derived`).
 
     Raises:
-        CodecError: the public key is none.
+        CodecError: The bytes are not a valid public key.
     """
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 
@@ -127,7 +127,7 @@ def at_zero(points: Sequence[int]) -> list[int]:
 
 
 def outlier(shares: Mapping[int, bytes], fits: Callable[[bytes], bool]) -> int | None:
-    """The point without which the others' shares give a secret that fits; None where there is no such point.
+    """Return the point without which the others' shares give a secret that fits; None where there is no such point.
 
     The polynomial through all points but q is sum(f y) - sum(p f y) / q at 0, for shares y at p, with `at_zero`'s f.
     """
@@ -145,10 +145,10 @@ def outlier(shares: Mapping[int, bytes], fits: Callable[[bytes], bool]) -> int |
 
 
 def joined(factors: Sequence[int], shares: Sequence[bytes]) -> bytes:
-    """The secret (32 bytes) of shares at points with these factors (`at_zero`).
+    """Return the secret (32 bytes) of shares at points with these factors (`at_zero`).
 
     Raises:
-        CodecError: the shares belong to no such secret.
+        CodecError: The shares do not give such a secret.
     """
     return _as_secret(sum(factor * int.from_bytes(share, "big") for factor, share in zip(factors, shares, strict=True)))
 

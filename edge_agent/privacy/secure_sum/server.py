@@ -30,15 +30,15 @@ def unmasked(
     context: bytes,
     blame: Callable[[str], None] = lambda _: None,
 ) -> np.ndarray:
-    """The server's last step: the sum (n,) uint64 of the integers of all who have delivered.
+    """Return the server's last step: the sum (n,) uint64 of the integers of all who have delivered.
 
     ``masked``: client -> phase 2. ``keys``: of all clients of phase 0. ``answers``: client -> phase 3, of at least
     `threshold` clients, about those that have sent shares. ``blame`` is called with each whose answer was wrong, where
     the others are enough: found is a single wrong share of a secret.
 
     Raises:
-        TrainingFailed: too few answers.
-        CodecError: shares that do not give the secret of that client, and nobody knows which of them is wrong.
+        TrainingFailed: Too few clients have answered.
+        CodecError: The shares do not give the client's secret, and it cannot be found which of them is wrong.
     """
     honest = dict(answers)
     while isinstance(secrets_of := _revealed(masked, keys, honest), str):
@@ -60,7 +60,7 @@ def unmasked(
 def _revealed(
     delivered: Container[str], keys: Mapping[str, PublicKeys], answers: Mapping[str, Mapping[str, bytes]]
 ) -> dict[str, bytes] | str:
-    """The secrets of all clients that have sent shares, or the one whose answer is wrong."""
+    """Return the secrets of all clients that have sent shares, or the one whose answer is wrong."""
     least = threshold(len(keys))
     if len(answers) < least:
         raise TrainingFailed(f"{len(answers)} of {len(keys)} clients have revealed their shares, it takes {least}")

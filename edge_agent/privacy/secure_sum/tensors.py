@@ -56,7 +56,7 @@ def context_of(run: str, number: int, session: str) -> bytes:
 
 
 def specs(clients: int = 0, size: int = 0) -> dict[str, Spec]:
-    """The form of what agents send, by name, in a sum over so many clients of updates of ``size`` numbers."""
+    """Return the form of what agents send, by name, in a sum over so many clients of updates of ``size`` numbers."""
     return {
         KEYS: Spec(_BYTE, (KEY_BYTES,)),
         SHARES: Spec(_BYTE, (clients, SEALED_BYTES)),
@@ -66,16 +66,16 @@ def specs(clients: int = 0, size: int = 0) -> dict[str, Spec]:
 
 
 def parted(received: Tensors) -> tuple[Tensors, Tensors]:
-    """What belongs to the exchanges, and everything else."""
+    """Return what belongs to the exchanges, and everything else."""
     ours = {name: array for name, array in received.items() if name.startswith(PREFIX)}
     return ours, {name: array for name, array in received.items() if name not in ours}
 
 
 def taken(received: Tensors, name: str, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
-    """The array of that name, which must be of this form.
+    """Return the array of that name, which must be of this form.
 
     Raises:
-        TensorsError: it is missing, or of another form.
+        TensorsError: The array is missing, or has another shape or dtype.
     """
     expected = Spec(np.dtype(dtype), shape)
     array = received.get(name)
@@ -91,10 +91,10 @@ def members_as_bytes(members: Iterable[str]) -> np.ndarray:
 
 
 def members_of(received: Tensors) -> tuple[str, ...]:
-    """The clients of the sum.
+    """Return the clients of the sum.
 
     Raises:
-        TensorsError: they are missing, too many, no names of agents, or not in order.
+        TensorsError: The names are missing, too many, invalid or not sorted.
     """
     array = received.get(MEMBERS, np.zeros(0, np.uint8))
     names = taken(received, MEMBERS, np.uint8, (array.size,)).tobytes().decode("ascii", "replace").split("\n")
@@ -113,22 +113,22 @@ def keys_as_bytes(keys: PublicKeys) -> np.ndarray:
 
 
 def keys_of(row: np.ndarray) -> PublicKeys:
-    """The public keys in a row (96,) uint8."""
+    """Return the public keys in a row (96,) uint8."""
     content = row.tobytes()
     return PublicKeys(content[:32], content[32:64], content[64:])
 
 
 def table(rows: Mapping[str, bytes], members: Sequence[str], width: int) -> np.ndarray:
-    """Rows (n, width) uint8 of these members; 0 where one has none."""
+    """Return rows (n, width) uint8 of these members; 0 where one has none."""
     every = b"".join(rows.get(member, bytes(width)) for member in members)
     return np.frombuffer(every, np.uint8).reshape(len(members), width)
 
 
 def summed(forms: Mapping[str, Spec]) -> dict[str, Spec]:
-    """The arrays that are added up, in their order.
+    """Return the arrays that are added up, in their order.
 
     Raises:
-        TensorsError: an integer array that is no counter of batch norm, of which a mean says nothing.
+        TensorsError: The update has an integer array other than a batch counter, whose mean has no meaning.
     """
     floating = {name: spec for name, spec in sorted(forms.items()) if spec.dtype.kind == "f"}
     if others := sorted(name for name in forms.keys() - floating.keys() if not name.endswith(_COUNTER)):
@@ -137,15 +137,15 @@ def summed(forms: Mapping[str, Spec]) -> dict[str, Spec]:
 
 
 def size_of(forms: Mapping[str, Spec]) -> int:
-    """Numbers of an update that are added up."""
+    """Return numbers of an update that are added up."""
     return sum(spec.nbytes // spec.dtype.itemsize for spec in summed(forms).values())
 
 
 def as_integers(update: Tensors, forms: Mapping[str, Spec], weight: float, clients: int) -> np.ndarray:
-    """An update times its weight, and the weight, as integers (size + 1,) uint64 for a sum over so many clients.
+    """Return an update times its weight, and the weight, as integers (size + 1,) uint64 for a sum over so many clients.
 
     Raises:
-        TrainingFailed: a number is not finite, or too large for the sum.
+        TrainingFailed: A number is not finite, or too large for the sum.
     """
     result = np.empty(size_of(forms) + 1, np.uint64)
     begin = 0
@@ -158,7 +158,7 @@ def as_integers(update: Tensors, forms: Mapping[str, Spec], weight: float, clien
 
 
 def mean_of(total: np.ndarray, forms: Mapping[str, Spec]) -> Tensors:
-    """The weighted mean of the updates of a sum (size + 1,) uint64; ``total`` has a weight above 0."""
+    """Return the weighted mean of the updates of a sum (size + 1,) uint64; ``total`` has a weight above 0."""
     numbers = FIXED_POINT.decode(total)
     begin = 0
     means: Tensors = {}

@@ -63,10 +63,10 @@ class Frame:
 
 
 def decode_frame(payload: bytes) -> Frame:
-    """The frame in ``payload``; its data are a view, not a copy.
+    """Return the frame in ``payload``; its data are a view, not a copy.
 
     Raises:
-        ChunkError: not a frame, cut short, or its checksum is wrong.
+        ChunkError: The payload is not a frame, is truncated, or has a wrong checksum.
     """
     if len(payload) < HEADER_BYTES:
         raise ChunkError(f"{len(payload)} bytes cannot hold a chunk header of {HEADER_BYTES}")
@@ -83,17 +83,17 @@ def decode_frame(payload: bytes) -> Frame:
 
 
 def transfer_id(digest: str) -> int:
-    """Number that marks the chunks of a blob: the first 8 bytes of its digest."""
+    """Return the number that marks the chunks of a blob: the first 8 bytes of its digest."""
     return int(digest[:16], 16)
 
 
 def chunk_count(ref: BlobRef) -> int:
-    """Number of chunks of a blob."""
+    """Return the number of chunks of a blob."""
     return -(-ref.size_bytes // ref.chunk_bytes)
 
 
 def chunks_per_frame(ref: BlobRef) -> int:
-    """How many chunks of a blob the largest frame holds."""
+    """Return how many chunks of a blob the largest frame holds."""
     return max(1, (FRAME_BYTES - HEADER_BYTES) // ref.chunk_bytes)
 
 
@@ -119,7 +119,7 @@ class Chunks:
         self._flags[start:stop] = b"\1" * (stop - start)
 
     def missing(self, start: int = 0, stop: int | None = None, limit: int = MAX_RANGES) -> tuple[tuple[int, int], ...]:
-        """The first ``limit`` half-open ranges of chunks within ``start..stop`` that are not present."""
+        """Return the first ``limit`` half-open ranges of chunks within ``start..stop`` that are not present."""
         end = self.count if stop is None else stop
         ranges = list[tuple[int, int]]()
         position = start
@@ -134,7 +134,7 @@ def flags_of(ranges: Spans, count: int) -> bytearray:
     """One byte for each of ``count`` chunks: 1 in ``ranges``, 0 elsewhere.
 
     Raises:
-        ChunkError: a range that is not within 0..count.
+        ChunkError: A range is not within 0..count.
     """
     flags = bytearray(count)
     for start, stop in ranges:
@@ -155,16 +155,16 @@ class Outgoing:
 
     @classmethod
     def of(cls, data: bytes, chunk_bytes: int = CHUNK_BYTES) -> Outgoing:
-        """A blob in memory."""
+        """Return a blob in memory."""
         digest = hashlib.sha256(data).hexdigest()
         return cls(BlobRef(digest=digest, size_bytes=len(data), chunk_bytes=chunk_bytes), memoryview(data))
 
     @classmethod
     def open(cls, path: Path, digest: str, chunk_bytes: int = CHUNK_BYTES) -> Outgoing:
-        """A blob on disk, mapped.
+        """Return a blob on disk, mapped.
 
         Raises:
-            StateError: the file is missing or empty.
+            StateError: The file is missing or empty.
         """
         try:
             data = mapped(path)
@@ -180,7 +180,7 @@ class Outgoing:
         return self.ref.size_bytes + -(-self.count // chunks_per_frame(self.ref)) * HEADER_BYTES
 
     def frame(self, start: int, stop: int | None = None, *, report: bool = False) -> bytes:
-        """The chunks ``start..stop`` (None: one), ready to publish; ``report`` asks what has arrived."""
+        """Return the chunks ``start..stop`` (None: one), ready to publish; ``report`` asks what has arrived."""
         offset = start * self.ref.chunk_bytes
         end = (start + 1 if stop is None else stop) * self.ref.chunk_bytes
         return Frame(self._transfer, start, self.count, offset, self.data[offset:end], report).encode()
@@ -214,7 +214,7 @@ class Incoming:
         """Store the chunks of a frame that were not present; returns how many chunks it holds.
 
         Raises:
-            ChunkError: the frame does not belong to this blob, or the disk is full; then it can be sent again.
+            ChunkError: The frame does not belong to this blob, or the disk is full; it can then be sent again.
         """
         size = self.ref.chunk_bytes
         held = -(-len(frame.data) // size)
@@ -245,7 +245,7 @@ class Incoming:
         """Check the whole blob and move it to ``path``; ``durable``: its content is on disk when this returns.
 
         Raises:
-            ChunkError: the bytes are not those that the digest names; all of them are discarded, to be sent again.
+            ChunkError: The bytes do not match the digest; all of them are discarded, to be sent again.
         """
         for position in range(self._hashed * self.ref.chunk_bytes, self.ref.size_bytes, _READ_BYTES):
             self._digest.update(os.pread(self._descriptor(), _READ_BYTES, position))
@@ -291,7 +291,7 @@ class Incoming:
         """Return the descriptor of the file, which is opened where it is not open.
 
         Raises:
-            OSError: it cannot be opened, or the blob is finished, closed or discarded.
+            OSError: The partial file cannot be opened, or the blob is finished, closed or discarded.
         """
         if not self.is_open:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF), str(self.path))
@@ -345,7 +345,7 @@ class BlobCache:
         return self.folder / digest
 
     def has(self, digest: str) -> bool:
-        """Whether the blob is present."""
+        """Return whether the blob is present."""
         return self.path(digest).is_file()
 
     def missing_bytes(self, ref: BlobRef) -> int:
@@ -355,10 +355,10 @@ class BlobCache:
         return max(0, ref.size_bytes - size_of(self._partial / f"{ref.digest}.part"))
 
     def read(self, digest: str) -> memoryview:
-        """The blob's bytes, mapped; a damaged file is removed, so that it is fetched again.
+        """Return the blob's bytes, mapped; a damaged file is removed, so that it is fetched again.
 
         Raises:
-            StateError: it is missing, or was damaged.
+            StateError: The blob is missing, or was damaged.
         """
         path = self.path(digest)
         try:
@@ -382,7 +382,7 @@ class BlobCache:
         """Check a complete blob and add it; returns its path.
 
         Raises:
-            ChunkError: wrong content; everything that had arrived is discarded.
+            ChunkError: The content does not match the digest; everything that had arrived is discarded.
         """
         path = self.path(incoming.ref.digest)
         incoming.finish(path, durable=False)
@@ -409,7 +409,7 @@ class BlobCache:
         return _remove([path for path in self._idle() if path.stem not in wanted], size_bytes, size_of)
 
     def _idle(self) -> list[Path]:
-        """The files of blobs, also of partial ones that are not under way, the least recently used first."""
+        """Return the files of blobs, also of partial ones that are not under way, the least recently used first."""
         self._under_way = [incoming for incoming in self._under_way if incoming.is_open]
         held = {incoming.path for incoming in self._under_way}
         whole = (path for path in self.folder.glob("*") if _NAME.fullmatch(path.name))

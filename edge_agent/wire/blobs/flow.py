@@ -123,15 +123,15 @@ class Pace:
         self._expired = 0
 
     def window(self, chunk_bytes: int) -> int:
-        """Bytes that may be under way: at least two chunks."""
+        """Return bytes that may be under way: at least two chunks."""
         return max(min(self._window, self.limit_bytes), 2 * chunk_bytes)
 
     def room(self, chunk_bytes: int) -> int:
-        """Bytes that may still be sent."""
+        """Return bytes that may still be sent."""
         return self.window(chunk_bytes) - self.under_way
 
     def is_ready(self, chunk_bytes: int) -> bool:
-        """Whether a quarter of the window is free: then the next burst is worth a report."""
+        """Return whether a quarter of the window is free: then the next burst is worth a report."""
         return 4 * self.room(chunk_bytes) >= self.window(chunk_bytes)
 
     def sent(self, start: int, stop: int, size: int, now: float, *, is_again: bool = False) -> Flown:
@@ -209,12 +209,12 @@ class Sending:
         return self.need.find(1, self._first) < 0
 
     def is_moving(self, now: float) -> bool:
-        """Whether what is under way arrives, as far as is known; nothing can be known before one round trip."""
+        """Return whether what is under way arrives, as far as is known; nothing can be known before one round trip."""
         trip_s = self.pace.round_trip_s if self.pace.samples else 0.0
         return not self._flight or now - self.moved_at < max(STALL_S, 2 * trip_s)
 
     def is_abandoned(self, now: float) -> bool:
-        """Whether the receiver should have reported everything that is under way long ago."""
+        """Return whether the receiver should have reported everything that is under way long ago."""
         return bool(self._flight) and all(now - frame.sent_at >= self.pace.patience_s(frame) for frame in self._flight)
 
     @property
@@ -232,7 +232,7 @@ class Sending:
         """The receiver lacks these chunks, and has all others up to the last of `MAX_RANGES` ranges.
 
         Raises:
-            ChunkError: ranges outside the blob; nothing changes.
+            ChunkError: A range lies outside the blob; nothing changes.
         """
         missing = flags_of(ranges, self.blob.count)
         known = self.blob.count if len(ranges) < MAX_RANGES else ranges[-1][1]
@@ -365,7 +365,7 @@ class Receiving:
         """Store the chunks of a frame; True when the blob is complete.
 
         Raises:
-            ChunkError: the frame is not of this blob.
+            ChunkError: The frame is not of this blob.
         """
         self.incoming.add(frame)
         size = len(frame.data)
@@ -393,7 +393,7 @@ class Receiving:
         return (chunks.count - chunks.present) * self.incoming.ref.chunk_bytes
 
     def report_due(self, now: float) -> bool:
-        """Whether to report to the sender what has arrived; True counts as reported."""
+        """Return whether to report to the sender what has arrived; True counts as reported."""
         is_late = self._unreported and now - self._reported_at >= REPORT_AFTER_S
         if self._is_wanted or self._unreported >= self._report_bytes or is_late:
             self._unreported = 0
@@ -403,7 +403,7 @@ class Receiving:
         return False
 
     def ask_due(self, now: float) -> bool:
-        """Whether to ask (again) for what is missing, after silence. True counts as asked."""
+        """Return whether to ask (again) for what is missing, after silence. True counts as asked."""
         if self.incoming.chunks.complete or now - self._heard_at < self._idle_s():
             return False
         self._heard_at = now
@@ -411,7 +411,7 @@ class Receiving:
         return True
 
     def due_in(self, now: float) -> float:
-        """Seconds until a report or a request may be due."""
+        """Return seconds until a report or a request may be due."""
         report = self._reported_at + REPORT_AFTER_S - now if self._unreported else IDLE_S
         return max(0.0, min(report, self._heard_at + self._idle_s() - now))
 

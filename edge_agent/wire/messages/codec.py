@@ -50,17 +50,17 @@ SPOKEN = f"speaks protocol {OLDEST_PROTOCOL}..{PROTOCOL}"
 
 
 def sealed(payload: bytes) -> bytes:
-    """A JSON object with its checksum as the last field."""
+    """Return a JSON object with its checksum as the last field."""
     return payload[:-1] + b',"crc":"%08x"}' % zlib.crc32(payload)
 
 
 def unsealed(payload: bytes) -> bytes:
-    """The message without its checksum, which must be right where there is one (a message may have none).
+    """Return the message without its checksum, which must be right where there is one (a message may have none).
 
     TCP lets one broken segment in some 10^9 pass, and one flipped digit here changes a learning rate or a weight.
 
     Raises:
-        MessageError: the checksum is wrong.
+        MessageError: The checksum is wrong.
     """
     payload = proof_of(payload)[0]
     seal = _SEAL.search(payload)
@@ -81,7 +81,7 @@ def proof_of(payload: bytes) -> tuple[bytes, str, bytes]:
 
 
 def start_of(payload: bytes) -> str:
-    """The start (``boot``) that a message of whatever protocol version names; empty where it names none."""
+    """Return the start (``boot``) that a message of whatever protocol version names; empty where it names none."""
     try:
         return START.validate_python(json_object(unsealed(payload)).get("boot"))
     except (MessageError, ValidationError):
@@ -92,8 +92,8 @@ def check_version(version: object) -> None:
     """Return quietly for a protocol version that we understand.
 
     Raises:
-        ProtocolMismatch: names both versions and the side to upgrade.
-        MessageError: no version at all.
+        ProtocolMismatch: The peer speaks another version; the message names both versions and the side to upgrade.
+        MessageError: The message has no version.
     """
     if type(version) is not int:
         raise MessageError(f"protocol version is {str(version)[:40]!r}, expected a number")
@@ -105,10 +105,10 @@ def check_version(version: object) -> None:
 
 
 def json_object(payload: bytes) -> dict[str, Any]:
-    """The JSON object in a payload.
+    """Return the JSON object in a payload.
 
     Raises:
-        MessageError: too large, not JSON, not an object, or with a key that occurs twice.
+        MessageError: The payload is too large, is not a JSON object, or repeats a key.
     """
     if len(payload) > MAX_MESSAGE_BYTES:
         raise MessageError(f"message of {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are read")
@@ -122,7 +122,7 @@ def json_object(payload: bytes) -> dict[str, Any]:
 
 
 def _parser(*kinds: type[Kind]) -> Callable[[bytes], Kind]:
-    """A function that parses these messages.
+    """Return a function that parses these messages.
 
     Raises (the function):
         MessageError: not one of the expected messages, or a field out of bounds.
@@ -172,7 +172,7 @@ def encode(message: Control, protocol: int = PROTOCOL) -> bytes:
     ``protocol``: the version that the receiver speaks.
 
     Raises:
-        MessageError: larger than the other side reads, or with NaN or infinity in it.
+        MessageError: The message is larger than the other side reads, or holds NaN or infinity.
     """
     plain = {name for name, f in type(message).model_fields.items() if getattr(message, name) == f.default}
     left_out = (plain | _later(type(message), protocol)) - {"v", "type"}
@@ -188,7 +188,7 @@ def encode(message: Control, protocol: int = PROTOCOL) -> bytes:
 
 
 def named_job(payload: bytes) -> JobKey | None:
-    """The key of an undamaged `Job` with fields that this side does not know; None for anything else."""
+    """Return the key of an undamaged `Job` with fields that this side does not know; None for anything else."""
     if not _SEAL.search(proof_of(payload)[0]):  # one flipped bit in the checksum leaves a message without any
         return None
     try:

@@ -142,7 +142,7 @@ class Job(Command):
         """The task, once it is here: `with_task`.
 
         Raises:
-            MessageError: it is in a blob that has yet to arrive.
+            MessageError: The task is in a blob that has yet to arrive.
         """
         if isinstance(self.given, BlobRef):
             raise MessageError(f"the task is in blob {self.given.digest[:12]}, which has yet to arrive")
@@ -152,7 +152,7 @@ class Job(Command):
         """This job with the task of a blob.
 
         Raises:
-            MessageError: the blob holds no task.
+            MessageError: The blob holds no valid task.
         """
         try:
             return self.model_copy(update={"given": Task.model_validate(parse_json(raw))})
@@ -188,7 +188,7 @@ class Cancel(Command):
 
 
 def job_key(message: Job | Cancel | UpdateManifest) -> JobKey:
-    """The job that a message is about."""
+    """Return the job that a message is about."""
     return JobKey(message.run, message.round, message.purpose, message.session)
 
 

@@ -82,7 +82,7 @@ def metrics_of(log: Mapping[str, float]) -> dict[str, float | None]:
     """Metrics of a client as they are sent: None for what is not finite.
 
     Raises:
-        UsageError: a name that no coordinator accepts.
+        UsageError: The name is one that no coordinator accepts.
     """
     if wrong := [name for name in log if not re.fullmatch(METRIC_NAME, name)]:
         raise UsageError(
@@ -239,10 +239,10 @@ class JobKey(NamedTuple):
 
 
 def new_id() -> str:
-    """A federation id, or the random part of a run id: 32 hexadecimal digits."""
+    """Return a federation id, or the random part of a run id: 32 hexadecimal digits."""
     return secrets.token_hex(16)
 
 
 def run_name(run_id: str) -> str:
-    """The run's name: its id without the random part."""
+    """Return the run's name: its id without the random part."""
     return _RANDOM_PART.sub("", run_id)
