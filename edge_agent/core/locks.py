@@ -169,7 +169,7 @@ def remove_lock(folder: Path, holder: LockHolder) -> bool:
     """Let another process hold ``folder``, although ``holder``, which does not answer, holds it and does not notice.
 
     False where it is no longer the holder. Only where the holder is prevented from writing by other means, as by
-    `coordinator.state.journal`.
+    `coordinator.journal`.
 
     Raises:
         OSError: the file cannot be removed.
