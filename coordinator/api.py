@@ -20,8 +20,8 @@ from .runs.request import Request
 from .shadowed import check_export
 from .simulation.failures import add_note
 from .simulation.plan import Plan
-from .state.journal import RunRecord
 from .state.store import StateFolder
+from .views.runs import RunRecord, replay
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -347,7 +347,7 @@ def federate(
     broker = MemoryBroker()
     members = list[_Member]()
     with StateFolder(config.state).open("federate") as state:
-        run = state.journal.request_run(Request(method, chosen, rounds, seed, config.task).body())
+        run = state.journal.request_run(Request(method, chosen, rounds, seed, config.task).to_fact())
         members.append(Coordinator(config, state, broker.transport(), probe_s=0))
         for name, source in agents.items():
             own = AgentConfig(id=name, state=config.state.parent / name, data=DataConfig(source=source))
@@ -362,9 +362,9 @@ def federate(
         finally:
             for member in members:
                 member.close()
-        record = state.journal.replay(run)
+        record = replay(state.journal, run)
         if record.status != "finished":
-            raise RunFailed(f"{run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
+            raise RunFailed(f"{run} {record.status}: {record.reason or 'no reason was noted'}")
         return state.run(run).summary() or {}
 
 
@@ -455,7 +455,7 @@ class TrainedModel:
         from .simulation.setup import planned
 
         with StateFolder(folder).look() as state:
-            closed = (state.journal.replay(name) for name in ([run] if run else reversed(state.journal.runs())))
+            closed = (replay(state.journal, name) for name in ([run] if run else reversed(state.journal.runs())))
             record = next((one for one in closed if one.round and one.checkpoint and (run or not one.is_pruned)), None)
             if record is None:
                 which = f"run '{run}' has" if run else "there are no runs with"
@@ -470,7 +470,7 @@ class TrainedModel:
             client_ranges = ranges_before(state, record.run, record.round)
         if (plan := planned(folder)) is not None:
             register(plan)
-        request = Request.from_body(record.request)
+        request = Request.from_fact(record.request)
         method = methods.create(request.method_reference, request.params)
         pooled = pooled or pooled_batch_norm(folder, record.run, record.round, method, request.task)
         model = model_from_state(method, request.task, {**weights, **pooled})

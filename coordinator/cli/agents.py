@@ -18,6 +18,7 @@ from edge_agent.core.time_and_text import show_time
 from edge_agent.identity.certificates import show_utc
 
 from ..identity.ledger import AgentRecord, Ledger
+from ..journal.entries import DeviceRetired
 from ..state.history import SCOPES, history_of
 from ..state.releases import book_of
 from ..state.store import StateFolder
@@ -219,7 +220,7 @@ def revoke(name: Name, config: Config = None, state: State = None, as_json: Json
     record = issuer.revoke(name)
     with StateFolder(issuer.folder.parent).look(create=True) as folder:
         if name in book_of(folder.journal).devices:
-            folder.journal.append("device_retired", agent=name, body={"reason": "revoked"})
+            folder.journal.append(DeviceRetired(reason="revoked"), agent=name)
     if before is not None and before.current() is not None:
         line = f"{name} is revoked: a coordinator that serves ends its session within seconds"
     elif before is not None and before.token is not None and before.token.used_at is None:

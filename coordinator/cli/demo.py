@@ -138,7 +138,7 @@ def demo(
             stack.callback(view.stop)
             view.start()
         agents = stack.enter_context(_agents(folder, service.broker_url, options["seed"]))
-        run = service.state.journal.request_run(request.body())
+        run = service.state.journal.request_run(request.to_fact())
 
         def step() -> None:
             service.step(service.idle_s())

@@ -13,7 +13,7 @@ from edge_agent.cli import output
 from edge_agent.core.storage import write_tensors
 
 from ..config import DEFAULT_CONFIG, ExportConfig, HostedConfig, load_config
-from ..state.journal import RunRecord
+from ..views.runs import RunRecord
 from .options import Config, Json, RunOption, State, one_of
 from .output import console, is_live, present, ready_for, set_up_logging, table, text
 

@@ -11,10 +11,10 @@ from rich.table import Table
 from edge_agent.core.time_and_text import show_time
 
 from ..identity.revoked import revoked_agents
+from ..journal.store import utc_now
 from ..state.fleet_rows import REPORTS, AgentRow, FleetFacts, reported_by
 from ..state.fleet_rows import rows_of as fleet_rows
 from ..state.history import SCOPES
-from ..state.journal import utc_now
 from ..state.releases import book_of
 from ..state.store import StateFolder, read_agents, read_status
 from .follow import is_serving

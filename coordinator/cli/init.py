@@ -186,8 +186,8 @@ def _make(
     from ..identity.enrolment import Enrolment
     from ..identity.ledger import identity_folder
     from ..identity.serving import BrokerFiles
+    from ..journal.store import utc_now
     from ..state.command_keys import CommandKeys
-    from ..state.journal import utc_now
     from ..state.release_keys import ReleaseKeys
 
     folder = identity_folder(state)

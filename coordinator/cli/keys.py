@@ -28,7 +28,7 @@ from edge_agent.core.errors import UsageError
 from edge_agent.core.storage import open_regular, write_atomic
 
 from ..config import load_config
-from ..state.journal import utc_now
+from ..journal.store import utc_now
 from ..state.release_keys import (
     COORDINATOR,
     OLDEST_AGENT,

@@ -13,9 +13,11 @@ from edge_agent.core.errors import StateError
 from edge_agent.core.locks import folder_lock
 
 from ..config import DEFAULT_CONFIG, RetentionConfig, load_config
+from ..journal.entries import PruneRequested
 from ..state.retention import on_offer, prunable, prune_runs, runs_beyond, usage
 from ..state.store import StateFolder
 from ..text import counted
+from ..views.runs import replay
 from .options import Config, Json, State, state_path
 from .output import present, table
 
@@ -76,9 +78,9 @@ def removed_by(folder: StateFolder, runs: list[str], wait: Callable[[], object],
     """
     if not runs or _removed_here(folder, runs):
         return True
-    folder.journal.append("prune_requested", body={"runs": runs})
+    folder.journal.append(PruneRequested(runs=tuple(runs)))
     for _ in range(looks):
-        if all(folder.journal.replay(run).is_pruned for run in runs) or _removed_here(folder, runs):
+        if all(replay(folder.journal, run).is_pruned for run in runs) or _removed_here(folder, runs):
             return True
         wait()
     return False

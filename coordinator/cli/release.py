@@ -12,7 +12,7 @@ from edge_agent.core.errors import UsageError
 
 from ..fleet import release_commands as commands
 from ..fleet.release_commands import chosen, described, device_rows, tiers_without_releases
-from ..state.journal import utc_now
+from ..journal.store import utc_now
 from ..state.releases import Book, Plan, Release, book_of
 from ..state.store import StateFolder
 from ..text import listed
@@ -166,15 +166,15 @@ def pin(
     Example: headwater release pin porch 3 --reason "measurements for the paper" --until 2030-01-31
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        body, before = commands.pin(
+        pinned, before = commands.pin(
             folder, device, one_of(number, number_option, "RELEASE"), reason, until, commands.author()
         )
-    ends = f" until {body['until']}" if body["until"] else ""
-    lines = [f"{device} stays with release {body['release']}{ends}: {body['reason']}"]
+    ends = f" until {pinned.until}" if pinned.until else ""
+    lines = [f"{device} stays with release {pinned.release}{ends}: {pinned.reason}"]
     if before is not None:
         ended = f", until {before.until}" if before.until else ", without end"
         lines.append(f"the pin before is replaced: release {before.release}{ended}: {before.reason}")
-    present({"device": device, **body}, lines, as_json=as_json)
+    present({"device": device, **pinned.model_dump()}, lines, as_json=as_json)
 
 
 @app.command()

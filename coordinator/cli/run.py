@@ -17,13 +17,14 @@ from edge_agent.core.registry import PinnedFile, is_reference
 
 from ..config import CoordinatorConfig, RunConfig, load_config
 from ..text import counted, listed
+from ..views.runs import replay
 from .options import INTERRUPTED, Config, Given, Json, Logs, State, Verbose, flag, from_model
 from .output import console, present, set_up_logging, table
 
 if TYPE_CHECKING:
     from ..runs.request import Request
     from ..service.coordinator import Coordinator
-    from ..state.journal import RunRecord
+    from ..views.runs import RunRecord
     from .follow import Invocation
 
 
@@ -103,7 +104,7 @@ def run(
             leave_out = ", ".join(map(flag, fields))
             raise UsageError(f"--resume {resume} keeps the settings of the run; leave out {leave_out}")
         with StateFolder(settings.state).look() as folder:
-            record = folder.journal.replay(resume)
+            record = replay(folder.journal, resume)
         if record.is_over:
             raise UsageError(f"{resume} is {record.status} already; ask for another run without --resume")
     record = _follow(settings, target, invocation)
@@ -143,7 +144,7 @@ def _put_into_queue(settings: CoordinatorConfig, request: Request, invocation: I
     if serving:
         _note_other_settings(settings)
     with StateFolder(settings.state).look(create=True) as folder:
-        run = folder.journal.request_run(request.body())
+        run = folder.journal.request_run(request.to_fact())
         ahead = ahead_of(folder.journal, run)
         first = behind(folder.journal, run, invocation)
     takers = f"{invocation.command('serve')} or {invocation.command(f'run --resume {run}')}"
@@ -199,7 +200,7 @@ def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocat
             step = functools.partial(_step, service)
         if stop.is_set():
             raise typer.Exit(INTERRUPTED)
-        run = folder.journal.request_run(run.body()) if isinstance(run, Request) else run
+        run = folder.journal.request_run(run.to_fact()) if isinstance(run, Request) else run
         if first := behind(folder.journal, run, invocation):
             console.print(first, soft_wrap=True)
         record = follow(folder, run, step, stop)

@@ -20,6 +20,7 @@ from ..api import finish
 from ..simulation.plan import HOW_NOT_WHAT, Plan
 from ..state.store import StateFolder
 from ..text import about_time, counted, encoder_named
+from ..views.runs import replay
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
 from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c, table
 
@@ -193,7 +194,7 @@ def _how_to_resume(folder: Path) -> str:
         return "stopped before the run began; the same command begins it"
     with StateFolder(folder).look(create=True) as state:
         runs = state.journal.runs()
-        closed = state.journal.replay(runs[0]).round if runs else 0
+        closed = replay(state.journal, runs[0]).round if runs else 0
     where = f"stopped with {closed} of {counted(plan.rounds, 'round')} closed"
     return f"{where}, nothing is lost; resume with: headwater simulate --resume --out {shlex.quote(str(folder))}"
 
@@ -214,7 +215,7 @@ class _RunProgress:
         self.rounds = plan.rounds
         self.total = plan.rounds * cohort + AT_THE_END * clients
         self._later = self.total * later_rounds / plan.rounds
-        record = simulation.state.journal.replay(simulation.run)
+        record = replay(simulation.state.journal, simulation.run)
         self._closed = record.round
         updates = len(record.open_round.updates) if record.open_round is not None else 0
         self._begun = self.done = float(record.round * cohort + updates)

@@ -17,11 +17,12 @@ from edge_agent.core.time_and_text import show_time
 
 from ..fleet.release_commands import open_releases, standing_of
 from ..identity.revoked import revoked_agents
+from ..journal.store import utc_now
 from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, metric_lines, spent
-from ..state.journal import utc_now
 from ..state.retention import usage
 from ..state.store import RunFolder, StateFolder, read_agents, read_status
 from ..text import counted, listed
+from ..views.runs import replay
 from .fleet import NO_AGENTS, notes_of, status_age_s
 from .follow import advice, is_serving
 from .options import Config, Json, State, state_path
@@ -81,15 +82,15 @@ def _gathered(
     ahead: str | None = None
     runs = list[dict[str, Any]]()
     for run in folder.journal.runs():
-        record = folder.journal.replay(run)
+        record = replay(folder.journal, run)
         runs.append(
             {
                 "id": record.run,
-                "method": record.request.get("method"),
+                "method": record.request.method,
                 "status": record.status,
                 "round": record.round,
-                "rounds": record.request.get("rounds"),
-                "reason": record.outcome.get("reason"),
+                "rounds": record.request.rounds,
+                "reason": record.reason,
                 "queued_behind": None if record.is_over else ahead,
                 **coordinator_metrics(folder.journal, run),
             }

@@ -11,10 +11,11 @@ import typer
 from edge_agent.core.children import stop_on_signals
 from edge_agent.core.errors import MissingCapability
 
-from ..state.journal import Journal
+from ..journal.sqlite import Journal
 from ..state.spans import Span, spans_of
 from ..state.store import StateFolder
 from ..text import counted
+from ..views.runs import replay
 from .options import INTERRUPTED, Config, Json, State, state_path
 from .output import present
 
@@ -79,7 +80,7 @@ class Ended:
             return new
         self._version = version
         if self._run is not None:
-            self._journal.replay(self._run)  # an unknown one is named, with the nearest
+            replay(self._journal, self._run)  # an unknown one is named, with the nearest
         for run in [self._run] if self._run is not None else self._journal.runs():
             if run not in self._over:
                 spans = list(spans_of(self._journal.entries(run)))

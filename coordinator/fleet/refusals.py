@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from edge_agent.wire.messages.fields import printable
 
-from ..state.journal import utc_now
+from ..journal.store import utc_now
 from .registry import Rejections
 
 log = logging.getLogger(__name__)

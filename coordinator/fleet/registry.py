@@ -23,9 +23,11 @@ from edge_agent.wire.messages import codec, down, fields, up
 from edge_agent.wire.messages.fields import run_name
 from edge_agent.wire.topics import Topics
 
+from ..journal.entries import RunHeard, RunningFigures, RunRequested
+from ..journal.sqlite import Journal
+from ..journal.store import run_number, utc_now
 from ..state.candidate import Candidate
 from ..state.command_keys import CommandKeys
-from ..state.journal import Journal, run_number, utc_now
 from ..text import worst_tenth
 from .link_breaks import LinkBreaks
 
@@ -87,15 +89,15 @@ class Figures:
         support = message.support or self.support
         return Figures({**self.acc, **known}, head, message.better_alone, rss_mb, support)
 
-    def body(self) -> dict[str, Any]:
-        """As JSON, for the journal; `of_record` reads it."""
-        return {
-            "acc": dict(self.acc),
-            "head": self.head,
-            "better_alone": self.better_alone,
-            "rss_mb": self.rss_mb,
-            "support": self.support,
-        }
+    def to_fact(self) -> RunningFigures:
+        """Return the figures for an entry of the journal."""
+        return RunningFigures(
+            acc=dict(self.acc),
+            head=self.head,
+            better_alone=self.better_alone,
+            rss_mb=self.rss_mb,
+            support=self.support,
+        )
 
     def of_facts(self, facts: Mapping[str, object]) -> Figures:
         """With the memory that a hello says."""
@@ -646,7 +648,7 @@ class RunIds:
         newest = self._journal.newest_run()
         if newest < number <= newest + MOST_SKIPPED_NAMES:
             self._believed.add(agent)
-            self._journal.append("run_heard", agent=agent, body={"newest_run": number})
+            self._journal.append(RunHeard(newest_run=number), agent=agent)
             log.info("run_names_skipped until=%s: agent %s has worked for it", run_name(run_id), agent)
 
     def check(self, name: str) -> None:
@@ -673,7 +675,9 @@ class RunIds:
     def _id(self, name: str) -> str:
         if name not in self._known:
             for entry in self._journal.entries(name, kinds=("run_requested",)):
-                self._known[name] = str(entry.body.get("id", ""))
+                requested = entry.fact
+                id_ = requested.id if isinstance(requested, RunRequested) else None
+                self._known[name] = id_ or ""
         return self._known.get(name, "")
 
 

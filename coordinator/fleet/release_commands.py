@@ -16,10 +16,20 @@ from typing import Any
 from edge_agent.core.errors import UsageError
 from edge_agent.core.time_and_text import moment_of, show_time
 
-from ..state.journal import Entry, Kind, utc_now
-from ..state.releases import Book, Device, Pin, Plan, Release, book_of, plan_body, rollback_of
+from ..journal.entries import (
+    DevicePinned,
+    DeviceUnpinned,
+    ReleaseHeld,
+    ReleaseMade,
+    ReleaseResumed,
+    ReleaseStage,
+)
+from ..journal.kinds import Kind
+from ..journal.store import Entry, utc_now
+from ..state.releases import Book, Device, Pin, Plan, Release, book_of, release_of, rollback_of
 from ..state.store import StateFolder, read_agents
 from ..text import counted, listed
+from ..views.runs import replay
 
 
 def create(folder: StateFolder, plan: Plan, run: str | None, by: str, *, new_channel: bool = False) -> int:
@@ -36,10 +46,14 @@ def create(folder: StateFolder, plan: Plan, run: str | None, by: str, *, new_cha
         raise UsageError(f"--activate-at {plan.activate_at} is over; leave it out, or give a time to come")
     at_hand = _bundles(folder, run, ("bundle_exported",))
     if not at_hand and run is not None:  # it did not end, or is of this release alone
-        at_hand = [one for one in _bundles(folder, run, ("release_made",)) if not one.body.get("rolls_back")]
+        at_hand = [
+            one
+            for one in _bundles(folder, run, ("release_made",))
+            if isinstance(one.fact, ReleaseMade) and not one.fact.rolls_back
+        ]
     if not at_hand:
         if run is not None:
-            folder.journal.replay(run)  # names the runs that there are
+            replay(folder.journal, run)  # names the runs that there are
         of = "no run" if run is None else run
         raise UsageError(
             f"{of} has a bundle that can be released; a run exports one at its end where export.after_run is true, "
@@ -51,9 +65,9 @@ def create(folder: StateFolder, plan: Plan, run: str | None, by: str, *, new_cha
         book.check_channel(plan.channel)
     book.check_fleet(plan)
     older = book.for_everybody(plan.channel)
-    body = {name: value for name, value in chosen.body.items() if name not in {"rolls_back", "plan"}}
-    body |= {"plan": plan_body(plan), "by": by, "parent": older.bundle_id if older is not None else None}
-    _release(folder, chosen.run, chosen.round, chosen.digest, body)
+    parent = None if older is None else older.bundle_id
+    made = release_of(chosen.fact, plan=plan.to_fact(), by=by, parent=parent)
+    _release(folder, chosen.run, chosen.round, chosen.digest, made)
     return len(book.releases) + 1
 
 
@@ -72,7 +86,7 @@ def promote(folder: StateFolder, number: int | None, by: str) -> int:
         )
     if release.stage not in {"canary", "paused"}:
         raise UsageError(_is_already(release, "only one at its canary can be promoted"))
-    _append(folder, "release_stage", release, by, stage="everybody")
+    _append(folder, release, ReleaseStage(release=release.number, by=by, stage="everybody"))
     return release.number
 
 
@@ -90,7 +104,7 @@ def hold(folder: StateFolder, number: int | None, reason: str, by: str) -> int:
             f"release {release.number} is a rollback, which cannot be held: devices would stay with what it undoes; "
             f"'headwater release rollback {release.number}' goes further back, a new release replaces it"
         )
-    _append(folder, "release_held", release, by, reason=reason or f"held by {by}")
+    _append(folder, release, ReleaseHeld(release=release.number, by=by, reason=reason or f"held by {by}"))
     return release.number
 
 
@@ -103,7 +117,7 @@ def resume(folder: StateFolder, number: int | None, by: str) -> int:
     release = chosen(book_of(folder.journal), number)
     if release.stage != "held":
         raise UsageError(_is_already(release, "only one that is held can be resumed"))
-    _append(folder, "release_resumed", release, by)
+    _append(folder, release, ReleaseResumed(release=release.number, by=by))
     return release.number
 
 
@@ -122,14 +136,14 @@ def rollback(folder: StateFolder, number: int | None, reason: str, by: str) -> i
     release = chosen(book, number)
     if release.rolled_back_by:
         raise UsageError(_is_already(release, f"by release {release.rolled_back_by}"))
-    older, body = rollback_of(book, release, reason or f"rolled back by {by}", by)
-    _release(folder, older.run, older.round, older.digest, body)
+    older, made = rollback_of(book, release, reason or f"rolled back by {by}", by)
+    _release(folder, older.run, older.round, older.digest, made)
     return len(book.releases) + 1
 
 
 def pin(
     folder: StateFolder, device: str, number: int | None, reason: str, until: str, by: str
-) -> tuple[dict[str, Any], Pin | None]:
+) -> tuple[DevicePinned, Pin | None]:
     """Keep one device on one release (None: the one that it runs); returns what was journaled, and the pin before.
 
     Raises:
@@ -155,9 +169,9 @@ def pin(
         if number is None:
             raise UsageError(f"{device} runs no release that is known here; name one")
     release = chosen(book, number)
-    body = {"release": release.number, "reason": reason, "until": until, "by": by}
-    folder.journal.append("device_pinned", agent=device, body=body)
-    return body, book.pin(device, utc_now())
+    fact = DevicePinned(release=release.number, reason=reason, until=until, by=by)
+    folder.journal.append(fact, agent=device)
+    return fact, book.pin(device, utc_now())
 
 
 def unpin(folder: StateFolder, device: str, by: str) -> None:
@@ -168,7 +182,7 @@ def unpin(folder: StateFolder, device: str, by: str) -> None:
     """
     if device not in (pins := book_of(folder.journal).pins):
         raise UsageError(f"'{device[:80]}' is not pinned; pinned: {listed(sorted(pins)) or 'none'}")
-    folder.journal.append("device_unpinned", agent=device, body={"by": by})
+    folder.journal.append(DeviceUnpinned(by=by), agent=device)
 
 
 def author() -> str:
@@ -184,15 +198,15 @@ def author() -> str:
 
 def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
     """A release as JSON: its plan, where it stands, where it comes from, and what it scored where."""
-    body = release.body
+    made = release.made
     on_devices = book.scores(release.bundle_id)
-    lineage = {"run": release.run, "round": release.round, **body.get("lineage", {})}
+    lineage = {"run": release.run, "round": release.round, **(made.lineage or {})}
     scored = {
         "run": lineage.pop("scores", None),
         "devices": None if on_devices is None else on_devices.model_dump(),
-        "held_out": body.get("held_out", {}),
-        "parity_max_abs": body.get("parity_max_abs"),
-        "int8_cosine": body.get("int8_cosine"),
+        "held_out": made.held_out,
+        "parity_max_abs": made.parity_max_abs,
+        "int8_cosine": made.int8_cosine,
     }
     steps = [*waits_for(book, release, now)]
     return {
@@ -204,12 +218,12 @@ def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
         "by": release.author or None,
         "note": release.note,
         "undone_because": book.undone_because(release),
-        "signed": body.get("signed"),
+        "signed": made.signed,
         "at": release.at,
         "plan": asdict(release.plan),
         "canary": list(release.canary),
         "outcomes": {name: count for name, count in sorted(release.count.items()) if count},
-        "lineage": {**lineage, "parent": body.get("parent")},
+        "lineage": {**lineage, "parent": made.parent},
         "scored": scored,
         "results": {agent: asdict(result) for agent, result in sorted(release.results.items())},
     }
@@ -389,14 +403,12 @@ def _is_already(release: Release, why: str) -> str:
     return f"release {release.number} is at stage '{release.stage}'; {why}"
 
 
-def _release(
-    folder: StateFolder, run: str | None, number: int | None, digest: str | None, body: dict[str, Any]
-) -> None:
+def _release(folder: StateFolder, run: str | None, number: int | None, digest: str | None, made: ReleaseMade) -> None:
     from ..state.release_keys import file_to_release  # loads cryptography
 
-    content, signed = file_to_release(folder, run or "", body["bundle_id"], digest or "", utc_now())
+    content, signed = file_to_release(folder, run or "", made.bundle_id, digest or "", utc_now())
     blob = folder.blobs.put(content)
-    folder.journal.append("release_made", run=run, round=number, digest=blob, body={**body, "signed": signed})
+    folder.journal.append(made.changed(signed=signed), run=run, round=number, digest=blob)
     if blob not in folder.blobs:  # a coordinator at work removes what no entry names
         folder.blobs.put(content)
 
@@ -407,5 +419,5 @@ def _bundles(folder: StateFolder, run: str | None, kinds: tuple[Kind, ...]) -> l
     return [entry for entry in entries if entry.digest is not None and entry.digest in folder.blobs]
 
 
-def _append(folder: StateFolder, kind: Kind, release: Release, by: str, **body: Any) -> None:
-    folder.journal.append(kind, run=release.run or None, body={"release": release.number, "by": by, **body})
+def _append(folder: StateFolder, release: Release, fact: ReleaseStage | ReleaseHeld | ReleaseResumed) -> None:
+    folder.journal.append(fact, run=release.run or None)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
-from typing import Any
 
 from edge_agent.core.errors import BundleError, StateError, UsageError
 from edge_agent.wire.blobs.chunks import Outgoing
@@ -19,18 +18,27 @@ from edge_agent.wire.messages.down import Cancel, Install, Pinned, Who
 from edge_agent.wire.messages.fields import MAX_WAIT_S, Command
 from edge_agent.wire.messages.up import Fault, Hello, Report
 
-from ..state.journal import utc_now
+from ..journal.entries import (
+    BundleExported,
+    DeviceReported,
+    DeviceRetired,
+    Outcome,
+    ReleaseCanary,
+    ReleaseHeld,
+    ReleaseSigned,
+    ReleaseStage,
+)
+from ..journal.store import utc_now
 from ..state.releases import (
     AUTOMATIC,
     HEARD_AGAIN,
     Book,
     Device,
-    Outcome,
     Pin,
     Plan,
     Release,
     Result,
-    plan_body,
+    release_of,
     rollback_of,
 )
 from ..state.store import StateFolder
@@ -134,7 +142,7 @@ class Rollout:
         self._offer_more()  # once it is read what an operator has asked for meanwhile
 
     def make(
-        self, run: str, number: int, digest: str, body: Mapping[str, Any], plan: Plan | None = None
+        self, run: str, number: int, digest: str, bundle: BundleExported, plan: Plan | None = None
     ) -> tuple[str, ...]:
         """Make a release, by default for everybody at once; returns the devices that are asked for a report of it.
 
@@ -142,8 +150,9 @@ class Rollout:
         """
         plan = plan or Plan()
         older = self.book.for_everybody(plan.channel)
-        content = {**body, "plan": plan_body(plan), "parent": None if older is None else older.bundle_id}
-        self._state.journal.append("release_made", run=run, round=number, digest=digest, body=content)
+        parent = None if older is None else older.bundle_id
+        fact = release_of(bundle, plan=plan.to_fact(), by=None, parent=parent)
+        self._state.journal.append(fact, run=run, round=number, digest=digest)
         self._follow()
         made = self.book.releases[-1]
         asked = tuple(agent for agent in self._roster.present("head") if self._wanted(agent) is made)
@@ -265,9 +274,9 @@ class Rollout:
             content, signed = file_to_release(self._state, release.run, release.bundle_id, release.digest, self._now())
         except (UsageError, BundleError) as error:  # people have to sign it
             return str(error)
-        body = {"release": release.number, "signed": signed}
         made = self._state.blobs.put(content)
-        self._state.journal.append("release_signed", run=release.run or None, digest=made, body=body)
+        fact = ReleaseSigned(release=release.number, signed=signed)
+        self._state.journal.append(fact, run=release.run or None, digest=made)
         self._blobs.pop(digest, None)
         log.info("release_signed release=%d for=%s: it has installed a newer version", release.number, agent)
         self._follow()
@@ -286,13 +295,14 @@ class Rollout:
             self._late[device.id] = (device, release, result)
             return
         self._changes[device.id] += 1
-        body: dict[str, Any] = {"runs": device.runs, "channel": device.channel, "kept": device.kept}
-        if (member := self._roster.get(device.id)) is not None:
-            body["running"] = member.figures.body()
-            body["candidate"] = None if member.candidate is None else member.candidate.body()
+        fact = DeviceReported(runs=device.runs, channel=device.channel, kept=device.kept)
+        member = self._roster.get(device.id)
+        if member is not None:
+            candidate = None if member.candidate is None else member.candidate.to_fact()
+            fact = fact.changed(running=member.figures.to_fact(), candidate=candidate)
         if release is not None and result is not None:
-            body |= {"release": release.number, "result": {k: v for k, v in asdict(result).items() if k != "at"}}
-        self._state.journal.append("device_reported", agent=device.id, body=body)
+            fact = fact.changed(release=release.number, result=result.to_fact())
+        self._state.journal.append(fact, agent=device.id)
         self._follow(draws=False)
 
     def _follow(self, *, is_due: bool = False, draws: bool = True) -> None:
@@ -374,12 +384,12 @@ class Rollout:
         for agent in self.book.gone(now - HEARD_AGAIN):
             if agent in present:
                 device = self.book.devices[agent]
-                body = {"runs": device.runs, "channel": device.channel, "kept": device.kept}
-                self._state.journal.append("device_reported", agent=agent, body=body)
+                fact = DeviceReported(runs=device.runs, channel=device.channel, kept=device.kept)
+                self._state.journal.append(fact, agent=agent)
         for agent in self.book.gone(now - self._gone_after):
             if agent not in present:
                 reason = f"not heard for {self._gone_after.days} days"
-                self._state.journal.append("device_retired", agent=agent, body={"reason": reason})
+                self._state.journal.append(DeviceRetired(reason=reason), agent=agent)
                 log.info("device_retired agent=%s reason=%s", agent, reason)
         self._follow()
 
@@ -389,9 +399,10 @@ class Rollout:
         self._has_read = True
         entries = self.book.read(self._state.journal)
         for entry in () if is_first else entries:
-            if (by := entry.body.get("by")) not in {None, AUTOMATIC}:  # a command's, which others are to see as well
-                about = f"device={entry.agent}" if entry.agent else f"release={entry.body.get('release', 'new')}"
-                log.info("%s %s by=%s reason=%s", entry.kind, about, by, entry.body.get("reason", ""))
+            by = getattr(entry.fact, "by", None)
+            if by not in {None, AUTOMATIC}:  # a command's, which others are to see as well
+                about = f"device={entry.agent}" if entry.agent else f"release={getattr(entry.fact, 'release', 'new')}"
+                log.info("%s %s by=%s reason=%s", entry.kind, about, by, getattr(entry.fact, "reason", ""))
         return any(entry.kind != "device_reported" for entry in entries)
 
     def _decide(self, *, draws: bool) -> bool:
@@ -405,12 +416,12 @@ class Rollout:
                 return True
             if verdict == "succeeded":
                 stage = "everybody" if release.plan.auto_promote else "paused"
-                journal.append("release_stage", body={"release": release.number, "stage": stage, "reason": reason})
+                journal.append(ReleaseStage(release=release.number, stage=stage, reason=reason))
                 log.info("release_%s release=%d reason=%s", stage, release.number, reason)
                 return True
             agents = self.book.canary(release, self._roster.present("head"), now) if draws else [*release.canary]
             if agents != [*release.canary]:
-                journal.append("release_canary", body={"release": release.number, "agents": agents})
+                journal.append(ReleaseCanary(release=release.number, agents=tuple(agents)))
                 log.info("release_canary release=%d agents=%s", release.number, ",".join(agents))
                 return True
         return False
@@ -421,18 +432,18 @@ class Rollout:
         from ..state.release_keys import file_to_release  # loads cryptography
 
         try:
-            older, body = rollback_of(self.book, release, reason, AUTOMATIC)
+            older, made = rollback_of(self.book, release, reason, AUTOMATIC)
             content, signed = file_to_release(self._state, older.run, older.bundle_id, older.digest, self._now())
-            body = {**body, "signed": signed}
+            made = made.changed(signed=signed)
             digest = self._state.blobs.put(content)
         except (UsageError, BundleError, StateError, OSError) as error:  # no older one, unsigned, or its file is gone
             running = sum(device.runs == release.bundle_id for device in self.book.devices.values())
             on = f"{running} run it" if running else "no device runs it"
             lines = (reason, f"Not rolled back ({on}): {error}")
-            journal.append("release_held", body={"release": release.number, "reason": "\n".join(lines)})
+            journal.append(ReleaseHeld(release=release.number, reason="\n".join(lines)))
             log.error("release_held release=%d reason=%s", release.number, "; ".join(lines))
             return
-        journal.append("release_made", run=older.run, round=older.round, digest=digest, body=body)
+        journal.append(made, run=older.run, round=older.round, digest=digest)
         log.error("release_rolled_back release=%d to=%d reason=%s", release.number, older.number, reason)
 
     def _put_on_offer(self, digest: str, agent: str) -> Outgoing:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_high, median_low
-from typing import Any
 
 from edge_agent.core.errors import ChunkError, TensorsError, UpdateRejected, cause
 from edge_agent.core.storage import mapped, sync_folder
@@ -39,8 +38,11 @@ from edge_agent.wire.messages.up import Progress, UpdateManifest, Want
 from edge_agent.wire.tensors import MAX_HEADER_BYTES, Spec, check_specs, decode, first_non_finite, inspect
 from edge_agent.wire.topics import Topics
 
-from ..state.journal import Accepted, Journal
+from ..journal.entries import RoundClosed, RoundOpened, UpdateAccepted, UpdateRefused
+from ..journal.sqlite import Journal
+from ..journal.store import facts_of
 from ..state.store import BlobStore
+from ..views.runs import Accepted, replay
 from .carousel import Carousel, bits_of
 from .registry import Rejections
 
@@ -374,11 +376,11 @@ class Collector:
         """Whether the round in which the run resumes takes the update."""
         if message.purpose not in {"train", "contribute"}:
             return False
-        record = self._journal.replay(message.run)
+        record = replay(self._journal, message.run)
         if record.open_round is not None:
             return record.open_round.asked_in(agent) == message.round
         closed = () if record.is_over else self._journal.entries(record.run, ("round_closed",), round=record.round)
-        return any(entry.body.get("busy", {}).get(agent) == message.round for entry in closed)
+        return any(fact.busy.get(agent) == message.round for fact in facts_of(closed, RoundClosed))
 
     def _already_accepted(self, agent: str, message: UpdateManifest) -> bool:
         collection = self.open_round
@@ -389,7 +391,8 @@ class Collector:
             return known is not None
         kinds = ("update_accepted",)
         entries = self._journal.entries(message.run, kinds, round=message.round, agent=agent)
-        return any((e.digest, e.body.get("purpose")) == (message.blob.digest, _noted(message)) for e in entries)
+        same = [entry for entry in entries if entry.digest == message.blob.digest]
+        return any(fact.purpose == _noted(message) for fact in facts_of(same, UpdateAccepted))
 
     def _check_manifest(self, agent: str, message: UpdateManifest) -> None:
         collection = self.open_round
@@ -548,13 +551,11 @@ class Collector:
         arrived.replace(self._blobs.path(digest))  # only now is it a blob of the store
         sync_folder(self._blobs.folder)
         metrics = {name: value for name, value in message.metrics.items() if value is not None}
-        body: dict[str, Any] = {"samples": message.samples, "metrics": metrics}
+        fact = UpdateAccepted(samples=message.samples, metrics=metrics)
         if purpose := _noted(message):
-            body["purpose"] = purpose
+            fact = fact.changed(purpose=purpose)
         if message.purpose not in EXCHANGES:  # after a restart a secure sum begins again
-            self._journal.append(
-                "update_accepted", run=message.run, round=message.round, agent=agent, digest=digest, body=body
-            )
+            self._journal.append(fact, run=message.run, round=message.round, agent=agent, digest=digest)
         collection.accepted[agent] = Accepted(digest, float(message.samples), metrics)
         self._send(agent, Receipt(run=message.run, digest=digest, accepted=True))
 
@@ -581,7 +582,7 @@ class Collector:
         if message.session and self.open_round is not None and number == self.open_round.round:
             return  # of an earlier attempt at a secure sum: its agent takes part in this one
         opened = journal.entries(run, ("round_opened",), round=number)
-        was_asked = any(agent in entry.body["cohort"] for entry in opened)
+        was_asked = any(agent in fact.cohort for fact in facts_of(opened, RoundOpened))
         if (
             not was_asked
             or message.purpose in EXCHANGES
@@ -589,14 +590,14 @@ class Collector:
             or journal.entries(run, ("update_refused",), round=number, agent=agent)
         ):
             return
-        journal.append("update_refused", run=run, round=number, agent=agent, body={"reason": reason[:1000]})
+        journal.append(UpdateRefused(reason=reason[:1000]), run=run, round=number, agent=agent)
         if self.open_round is not None:
             self.open_round.late.append((agent, number))
 
     def _note_rejection(self, collection: Collection, agent: str, reason: str, boot: str) -> None:
         if collection.purpose not in EXCHANGES:
-            body = {"reason": reason[:1000], "boot": boot}
-            self._journal.append("update_refused", run=collection.run, round=collection.round, agent=agent, body=body)
+            fact = UpdateRefused(reason=reason[:1000], boot=boot)
+            self._journal.append(fact, run=collection.run, round=collection.round, agent=agent)
         collection.rejected[agent] = reason
         collection.failed_boots[agent] = boot
 

@@ -23,6 +23,8 @@ from edge_agent.wire.tensors import pieces
 
 from ..config import ProxyConfig, WarmStartConfig
 from ..fleet.transfers import reason_of
+from ..journal.entries import ProxyEvaluated, ProxyFailed, WarmStarted
+from ..journal.store import facts_of
 from ..processes.compute import Compute
 from ..runs.context import Run, RunHooks, Steps, Waiting, computed
 from ..runs.release import encoder_sha256
@@ -177,8 +179,8 @@ class OwnDataHooks(RunHooks):
         run = replace(run, state=state, checkpoint=digest)
         retain_checkpoint(journal, run.id, run.request.keep_every, 0, digest)
         seconds = round(run.context.stopwatch() - begin, 3)
-        body = {**result, "seconds": seconds, "encoder_sha256": encoder_sha256(run)}
-        journal.append("warm_started", run=run.id, digest=digest, body=body)  # before the state is used
+        fact = WarmStarted(**result, seconds=seconds, encoder_sha256=encoder_sha256(run))
+        journal.append(fact, run=run.id, digest=digest)  # before the state is used
         prune_blobs(run.context.state)
         path.unlink(missing_ok=True)
         known = "unknown" if result["accuracy"] is None else result["accuracy"]
@@ -222,7 +224,7 @@ class OwnDataHooks(RunHooks):
             _note_failure(run, number, reason_of(error) if error is not None else "no answer")
         else:
             with _only_logged(run.id, number):
-                run.context.state.journal.append("proxy_evaluated", run=run.id, round=number, body=answer)
+                run.context.state.journal.append(ProxyEvaluated(**answer), run=run.id, round=number)
                 run.context.state.run(run.id).append_metrics({"kind": "proxy", "round": number, **answer})
             log.info("proxy_evaluated run=%s round=%d acc=%s by=%s", run.id, number, answer["acc"], answer["by"])
         self._start_next()
@@ -245,10 +247,10 @@ def _note_failure(run: Run, number: int, why: str) -> None:
     with _only_logged(run.id, number):
         state = run.context.state
         recorded = state.journal.entries(run.id, ("proxy_failed",))
-        known = {_without_numbers(str(entry.body.get("reason"))) for entry in recorded}
+        known = {_without_numbers(str(fact.reason)) for fact in facts_of(recorded, ProxyFailed)}
         if _without_numbers(why) in known or len(known) >= MOST_REASONS:
             return
-        state.journal.append("proxy_failed", run=run.id, round=number, body={"reason": why})
+        state.journal.append(ProxyFailed(reason=why), run=run.id, round=number)
         state.run(run.id).append_metrics({"kind": "proxy_failed", "round": number, "reason": why})
 
 

@@ -29,8 +29,8 @@ from edge_agent.identity.tokens import Token
 
 from ..broker.access import COORDINATOR_USER
 from ..config import IdentityConfig
+from ..journal.store import utc_now
 from ..state.command_keys import CommandKeys
-from ..state.journal import utc_now
 from ..state.release_keys import ReleaseKeys
 from .authority import Authority
 from .ledger import (

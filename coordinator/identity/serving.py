@@ -31,7 +31,7 @@ from edge_agent.wire.mqtt import MqttTransport
 from ..broker import ManagedMosquitto, find_mosquitto, held_port, limits_text
 from ..broker.access import COORDINATOR_USER, mosquitto_acl
 from ..config import IdentityConfig
-from ..state.journal import utc_now
+from ..journal.store import utc_now
 from .authority import Authority, pem_of
 from .enrolment import Enrolment
 from .ledger import Revoked, is_revoked

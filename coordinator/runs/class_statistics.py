@@ -37,6 +37,7 @@ from edge_agent.methods import Update
 from edge_agent.methods.values import ClassStatistics
 
 from ..config import AggregationConfig
+from ..journal.entries import StatisticsCorrection
 from .shares import limit_to_sum
 
 EXCHANGED = -0.5
@@ -116,17 +117,17 @@ class Correction:
         return result
 
 
-def describe(body: Mapping[str, Any]) -> str:
-    """Say in words what was done to the class statistics of one agent, by `Correction.body`."""
-    if body.get("left_out") == "all":
+def describe(correction: StatisticsCorrection) -> str:
+    """Say in words what was done to the class statistics of one agent, as it is journaled."""
+    if correction.left_out == "all":
         return "class statistics not used"
     texts: list[str] = []
-    if "left_out" in body:
-        texts.append(f"without classes {', '.join(map(str, body['left_out']))}")
-    if "shortened" in body:
-        texts.append(f"means of classes {', '.join(body['shortened'])} shortened")
-    if "counted" in body:
-        texts.append(f"counted x {body['counted']:g}")
+    if correction.left_out:
+        texts.append(f"without classes {', '.join(map(str, correction.left_out))}")
+    if correction.shortened:
+        texts.append(f"means of classes {', '.join(correction.shortened)} shortened")
+    if correction.counted is not None:
+        texts.append(f"counted x {correction.counted:g}")
     return f"class statistics {', '.join(texts)}"
 
 

@@ -15,6 +15,7 @@ from edge_agent.core.storage import sha256_file
 from edge_agent.core.task import Frozen, Task
 
 from ..config import WarmStartConfig
+from ..journal.entries import RunRequested
 from ..text import listed
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Weights(Frozen):
 
 @dataclass(frozen=True)
 class Request:
-    """What a run was requested with; the body of the journal's ``run_requested``."""
+    """What a run was requested with: what follows from a `coordinator.journal.entries.RunRequested`."""
 
     method: str
     params: dict[str, Any]
@@ -102,14 +103,18 @@ class Request:
         body: dict[str, Any] = _REQUEST.dump_python(self, mode="json")
         return body
 
+    def to_fact(self) -> RunRequested:
+        """Return the request for an entry of the journal."""
+        return RunRequested(**self.body())
+
     @classmethod
-    def from_body(cls, body: dict[str, Any]) -> Request:
-        """From JSON; other keys are ignored.
+    def from_fact(cls, fact: RunRequested) -> Request:
+        """Return the request in an entry of the journal.
 
         Raises:
             ValueError: a field is missing or invalid.
         """
-        return _REQUEST.validate_python(body)
+        return _REQUEST.validate_python(fact.to_body())
 
 
 _REQUEST = TypeAdapter(Request)

@@ -12,8 +12,11 @@ from edge_agent.core.errors import HeadwaterError, StateError
 
 from ..fleet.registry import Rejections
 from ..fleet.transfers import reason_of
+from ..journal.entries import PruneRequested
+from ..journal.store import facts_of
 from ..state.retention import prune_runs, runs_beyond
 from ..state.store import StateFolder
+from ..views.runs import replay
 from .context import Steps, Waiting
 from .request import Request
 from .results import end_run, requested_cancels
@@ -144,7 +147,7 @@ class Runs:
         requests = self._state.journal.entries(kinds=("prune_requested",), after=self._prunes_seen)
         if self._is_pruned and not requests:
             return
-        requested = {run for entry in requests for run in entry.body["runs"]}
+        requested = {run for fact in facts_of(requests, PruneRequested) for run in fact.runs}
         beyond = {*runs_beyond(self._state, self._keep_runs)}
         prune_runs(self._state, [run for run in runs_beyond(self._state, 0) if run in requested | beyond])
         self._is_pruned = True
@@ -152,10 +155,10 @@ class Runs:
 
     def _begin(self, run: str) -> None:
         try:
-            record = self._state.journal.replay(run)
+            record = replay(self._state.journal, run)
             for update in record.open_round.updates.values() if record.open_round is not None else ():
                 self._state.blobs.check(update.digest)  # its agent has the receipt, and has removed it
-            self.loop = self._make(run, Request.from_body(record.request))
+            self.loop = self._make(run, Request.from_fact(record.request))
         except (StateError, OSError) as error:
             self.stall(run, error)
         except (HeadwaterError, KeyError, ValueError) as error:

@@ -21,8 +21,11 @@ from edge_agent.core.errors import RunFailed
 from ..config import CohortConfig, CoordinatorConfig
 from ..fleet.registry import RETURN_S
 from ..fleet.transfers import Collection, accused, is_by_policy
-from ..state.journal import Journal, OpenRound, RunRecord, step
+from ..journal.entries import RoundClosed, RoundOpened
+from ..journal.sqlite import Journal
+from ..journal.store import facts_of
 from ..text import counted, listed
+from ..views.runs import OpenRound, RunRecord, step
 from .buffered import BufferedCollection
 from .context import RunContext, Waiting
 from .pace import Pace, Times, slowed, times_of
@@ -94,16 +97,16 @@ class Exclusions:
     def replay(cls, journal: Journal, run: str) -> Exclusions:
         """The exclusions after the last entry of ``run``."""
         result = cls()
-        record = RunRecord(run, {})
+        record = RunRecord(run)
         for entry in journal.entries(run):
-            if entry.kind == "round_closed" and record.open_round is not None:
-                body = entry.body
-                patient = frozenset(entry.body.get("excused", ()))
-                suspects = body.get("aggregation", {}).get("suspects", {})
-                result.closed(record.open_round, body.get("unanswered", {}), body.get("boots", {}), patient, suspects)
+            for fact in facts_of([entry], RoundClosed):
+                if record.open_round is not None:
+                    suspects = fact.aggregation.suspects
+                    result.closed(record.open_round, fact.unanswered, fact.boots, frozenset(fact.excused), suspects)
             record = step(record, entry)
-            if entry.kind == "round_opened" and entry.round is not None:
-                result.opened(entry.round, entry.body.get("left_out", {}))
+            for opened in facts_of([entry], RoundOpened):
+                if entry.round is not None:
+                    result.opened(entry.round, opened.left_out)
         return result
 
     def opened(self, number: int, left_out: Mapping[str, str]) -> None:
@@ -510,16 +513,15 @@ class Selection:
             what = f"{got} (cohort.min_agents) are here{failed}; {missing}"
             yield Waiting(what, collection.outstanding, None, f"round {number}")
 
-    def closed(self, done: OpenRound, ended: Mapping[str, Any], run: str) -> None:
+    def closed(self, done: OpenRound, fact: RoundClosed, run: str) -> None:
         """Record the failures and times of a round, and log which agents the next ones leave out.
 
-        ``ended``: as journaled, with ``unanswered``, ``excused``, ``times``, and ``boots``, the start of each agent
-        that has not delivered.
+        ``fact``: as journaled.
         """
-        self.pace.closed(ended["times"], ended["boots"])
+        self.pace.closed(fact.times, fact.boots)
         if self.context.excludes_failing:
-            suspects = ended.get("aggregation", {}).get("suspects", {})
-            left_out = self.exclusions.closed(done, ended["unanswered"], ended["boots"], ended["excused"], suspects)
+            suspects = fact.aggregation.suspects
+            left_out = self.exclusions.closed(done, fact.unanswered, fact.boots, fact.excused, suspects)
             for agent, why in left_out.items():
                 log.warning("left_out run=%s agent=%s %s", run, agent, why)
 

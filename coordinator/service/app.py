@@ -30,10 +30,10 @@ from ..fleet.rate_limits import RateLimits
 from ..fleet.refusals import By, Refusals
 from ..hosted.run_hooks import OwnDataHooks
 from ..hosted.transport import CombinedTransport, HostedTransport
+from ..journal.store import utc_now
 from ..processes.compute import Compute, ComputeProcess
 from ..state.backup import MARKER
 from ..state.command_keys import CommandKeys
-from ..state.journal import utc_now
 from ..state.log_file import logging_to
 from ..state.starts import Takeover
 from ..state.store import StateFolder

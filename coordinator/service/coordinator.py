@@ -51,6 +51,7 @@ from ..fleet.registry import (
 from ..fleet.rollout import Rollout
 from ..fleet.transfers import Collector, Distributor, reason_of
 from ..hosted.transport import CombinedTransport
+from ..journal.store import utc_now
 from ..processes.compute import Compute, InlineCompute
 from ..runs.context import Reports, Run, RunContext, RunHooks, Waiting
 from ..runs.request import Request
@@ -61,7 +62,6 @@ from ..state.candidate import accuracies_of
 from ..state.command_keys import CommandKeys
 from ..state.fault_log import FaultLog
 from ..state.fleet_rows import REPORTS, reported_by
-from ..state.journal import utc_now
 from ..state.releases import book_of
 from ..state.starts import EPOCHS_OF_A_COPY, Takeover, record_start
 from ..state.store import MOST_LISTED, StateFolder

@@ -23,8 +23,8 @@ from edge_agent.wire.messages.down import Present
 from edge_agent.wire.mqtt import MqttTransport
 
 from ..config import CoordinatorConfig, IdentityConfig
+from ..journal.store import utc_now
 from ..state.backup import BackupFacts, backup_facts
-from ..state.journal import utc_now
 from ..state.starts import Takeover, federation_of
 from ..state.store import StateFolder
 from ..text import counted, listed

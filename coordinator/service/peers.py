@@ -24,8 +24,8 @@ from collections.abc import Callable
 from edge_agent.core.errors import DuplicateCoordinator
 from edge_agent.wire.messages.down import Present
 
+from ..journal.store import Progress
 from ..runs.context import Waiting
-from ..state.journal import Progress
 from ..state.starts import Start
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ a coordinator that is. Only answers to its own questions are signs of the other 
 
 Where both have one state folder, on one machine, a free lock is a second sign, and `QUIET_S` of silence are enough. A
 lock that a silent process still holds, because it was suspended, is removed: the journal takes no entry of that process
-any more (`coordinator.state.journal.Journal.serve_from`), so it can accept nothing, and ends when it is back. That
+any more (`coordinator.journal.sqlite.Journal.serve_from`), so it can accept nothing, and ends when it is back. That
 needs SQLite's shared memory, so a folder on a disk of two machines is refused; they use a copy.
 
 A coordinator that starts its own broker takes that along: its standby works on the same folder, and goes by the lock.
@@ -29,8 +29,8 @@ from edge_agent.wire.messages.down import Present
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
 
+from ..journal.sqlite import can_write
 from ..state.backup import MARKER
-from ..state.journal import can_write
 from ..state.starts import Takeover, federation_of
 from ..state.store import StateFolder
 

@@ -21,6 +21,8 @@ from edge_agent.methods.base import pooled_norm
 from edge_agent.training.parts import norm_names
 from export.domains import spread_over
 
+from ..journal.entries import RoundClosed, UpdateAccepted
+from ..journal.store import facts_of
 from ..report import write_report
 from ..report.charts import Axis, Lines, Series, ends
 from ..report.pictures import Format, picture
@@ -28,6 +30,7 @@ from ..report.run_charts import accuracy_floor
 from ..runs.result_notes import local_models
 from ..state.store import StateFolder
 from ..text import worst_tenth
+from ..views.runs import replay
 from .client_tasks import kept_in
 from .datasets import class_counts, prepare
 from .plan import HOW_NOT_WHAT, Plan
@@ -60,9 +63,9 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
     """
     plan = prepared.plan
     division = prepared.division
-    record = state.journal.replay(run)
+    record = replay(state.journal, run)
     summary = state.run(run).summary() or {}
-    weights = record.request.get("weights")
+    weights = record.request.weights
     rounds = [round_of(state, run, number, division) for number in range(1, record.round + 1)]
     agents: dict[str, list[Mapping[str, Any]]] = {"trained": [], "new": []}
     for agent in summary.get("agents", []):
@@ -77,8 +80,8 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "method": plan.method_name,
         "params": summary.get("params", {}),
         "data": list(plan.data),
-        "task": record.request.get("task", {}),
-        "weights": None if weights is None else {"path": str(plan.weights_path), "sha256": weights["sha256"]},
+        "task": record.request.task,
+        "weights": None if weights is None else {"path": str(plan.weights_path), "sha256": weights.sha256},
         "partition": division.rule,
         "partition_settings": division.settings,
         "partition_hash": division.sha256,
@@ -102,7 +105,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "failed": summary.get("faults", {}),
         "warnings": summary.get("warnings", []),
         "next_steps": summary.get("next_steps", []),
-        "encoder_sha256": record.outcome.get("encoder_sha256", ""),
+        "encoder_sha256": record.encoder_sha256 or "",
     }
     return {**result, "best": best_of(result)}
 
@@ -110,11 +113,13 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
 def round_of(state: StateFolder, run: str, number: int, division: Division) -> dict[str, Any]:
     """One closed round."""
     entries = state.journal.entries(run, ("round_closed", "update_accepted"), round=number)
-    figures = next((entry.body for entry in entries if entry.kind == "round_closed"), {})
+    closed = facts_of(entries, RoundClosed)
+    figures = closed[0] if closed else RoundClosed()
     metrics: dict[str, dict[str, float]] = {}
     for entry in entries:
-        if entry.kind == "update_accepted" and entry.agent is not None:  # the first update of a client counts
-            metrics.setdefault(entry.agent, dict(entry.body.get("metrics", {})))
+        fact = entry.fact
+        if isinstance(fact, UpdateAccepted) and entry.agent is not None:  # the first update of a client counts
+            metrics.setdefault(entry.agent, dict(fact.metrics))
     losses = [own["loss"] for own in metrics.values() if "loss" in own]
     accuracies = {}
     for scope, name in SCOPES.items():
@@ -122,12 +127,12 @@ def round_of(state: StateFolder, run: str, number: int, division: Division) -> d
             accuracies[scope] = spread(scores, division)
     return {
         "round": number,
-        "seconds": figures.get("seconds"),
+        "seconds": figures.seconds,
         "clients": len(metrics),
         "acc": accuracies,
         "loss": fmean(losses) if losses else None,
-        "bytes_up": figures.get("bytes_up"),
-        "bytes_down": figures.get("bytes_down"),
+        "bytes_up": figures.bytes_up,
+        "bytes_down": figures.bytes_down,
     }
 
 

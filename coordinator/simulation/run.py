@@ -27,12 +27,15 @@ from edge_agent.wire.transport import Message
 
 from ..fleet.registry import RunNames
 from ..fleet.transfers import reason_of
+from ..journal.entries import RoundOpened
+from ..journal.store import facts_of
 from ..runs.context import RunContext
 from ..runs.run_queue import Runs
 from ..service.coordinator import Coordinator
 from ..service.status import STATUS_EVERY_S
 from ..state.store import StateFolder
 from ..text import listed
+from ..views.runs import replay
 from .client_pool import RESUMABLE, Dropouts, SimulatedClients
 from .client_tasks import Sessions, Shared
 from .engines.base import Engine, Serial
@@ -90,7 +93,7 @@ class Simulation:
         self.engine.start()
         self.coordinator.start()
         self.engine.wait_until_ready()  # while the workers start, the coordinator reads its journal
-        record = self.state.journal.replay(self.run)
+        record = replay(self.state.journal, self.run)
         begun = record.round + (record.open_round is not None)
         self.clients.start(is_late=begun >= self.prepared.plan.rounds)
 
@@ -127,7 +130,7 @@ class Simulation:
             job = self.clients.work()
         if job is not None:
             return job
-        self.is_over = self.coordinator.loop is None and self.state.journal.replay(self.run).is_over
+        self.is_over = self.coordinator.loop is None and replay(self.state.journal, self.run).is_over
         seconds = max(SHORTEST_PAUSE_S, self.coordinator.idle_s())
         self.clock_s += seconds
         self._silent_s += seconds
@@ -158,9 +161,9 @@ class Simulation:
             job = self.step()
             if job is not None:
                 watch(job)
-        record = self.state.journal.replay(self.run)
+        record = replay(self.state.journal, self.run)
         if record.status != "finished":
-            raise RunFailed(f"{self.run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
+            raise RunFailed(f"{self.run} {record.status}: {record.reason or 'no reason was noted'}")
         with files_kept(self.state.path):
             describe(self.state, self.run, self.prepared)
         result = result_of(self.state, self.run, self.prepared)
@@ -176,7 +179,8 @@ class Simulation:
     def _attempt(self, number: int) -> int:
         """Which attempt at a round runs."""
         opened = self.state.journal.entries(self.run, ("round_opened",), round=number)
-        return int(opened[-1].body["attempt"]) if opened else 1
+        facts = facts_of(opened, RoundOpened)
+        return facts[-1].attempt if facts else 1
 
 
 @contextlib.contextmanager

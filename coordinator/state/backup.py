@@ -31,7 +31,9 @@ from edge_agent.core.storage import (
     write_json,
 )
 
-from .journal import FINAL, Journal, utc_now
+from ..journal.kinds import FINAL
+from ..journal.sqlite import Journal
+from ..journal.store import utc_now
 from .store import TEMPORARY, StateFolder, blobs_needed
 
 TRIES = 8

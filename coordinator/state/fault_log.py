@@ -15,7 +15,7 @@ from typing import Any
 
 from edge_agent.core.storage import read_regular
 
-from .journal import utc_now
+from ..journal.store import utc_now
 
 NEWER = "faults.jsonl"
 OLDER = "faults.older.jsonl"

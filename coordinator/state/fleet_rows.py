@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from ..journal.entries import DeviceReported, ReleaseReported, RunningFigures
+from ..journal.kinds import Kind
+from ..journal.store import Entry, utc_now
 from .candidate import Candidate, accuracies_of
 from .history import SCOPES
-from .journal import Entry, Kind, utc_now
 from .noise import Gain, classify_gain
 from .releases import Book
 from .values import as_number, as_text
@@ -96,60 +98,56 @@ class Reported:
 
     def add(self, entry: Entry, book: Book) -> None:
         """Take what a newer entry of `REPORTS` says. ``book``: has the releases before the entry."""
-        body = entry.body
-        if entry.kind == "release_reported":
-            self._add_result_of_run(entry)
-        elif entry.kind == "device_reported":
+        fact = entry.fact
+        if isinstance(fact, ReleaseReported):
+            self._add_result_of_run(entry.run or "", fact)
+        elif isinstance(fact, DeviceReported):
             self.tier = "head"
-            if "running" in body:
-                self._take_figures(_mapping(body["running"]))
-                self.candidate = Candidate.from_body(body.get("candidate"))
+            if fact.running is not None:
+                self._take_figures(fact.running)
+                self.candidate = Candidate.from_fact(fact.candidate)
             else:
-                self._add_older_result(body, book)
+                self._add_older_result(fact, book)
 
-    def _add_result_of_run(self, entry: Entry) -> None:
+    def _add_result_of_run(self, run: str, fact: ReleaseReported) -> None:
         """Take the record of a device at the end of a run: its figures are of the encoder of that run."""
-        body = entry.body
-        self.run = entry.run or ""
-        self.tier = as_text(body.get("tier") or "")
-        self.bundle_id = as_text(body.get("runs") or "")
-        self.samples = _count(body.get("samples"))
-        reason = as_text(body.get("rolled_back") or "")
+        self.run = run
+        self.tier = as_text(fact.tier)
+        self.bundle_id = as_text(fact.runs)
+        self.samples = fact.samples
+        reason = as_text(fact.rolled_back or "")
         if not reason:
-            self._take_figures(body)
+            self._take_figures(fact)
             self.candidate = None
             return
-        self._note_own_pair(body.get("before"))
-        acc = accuracies_of(_mapping(body.get("acc")))
-        number = _count(body.get("release")) or 0
-        self.candidate = Candidate(as_text(body.get("about") or ""), self.run, number, reason, acc)
+        self._note_own_pair(fact.before)
+        acc = accuracies_of(fact.acc or {})
+        self.candidate = Candidate(as_text(fact.about or ""), self.run, fact.release, reason, acc)
 
-    def _take_figures(self, body: Mapping[str, Any]) -> None:
+    def _take_figures(self, figures: ReleaseReported | RunningFigures) -> None:
         """Take figures of the bundle that the device runs."""
-        acc = _mapping(body.get("acc"))
+        acc = figures.acc or {}
         self.acc = {scope: as_number(acc.get(scope)) for scope in SCOPES}
-        self.better_alone = body.get("better_alone") is True
-        self.rss_mb = as_number(body.get("rss_mb")) or None
-        self.head = as_text(body.get("head") or "")
-        self.support = _count(body.get("support"))
+        self.better_alone = figures.better_alone
+        self.rss_mb = as_number(figures.rss_mb) or None
+        self.head = as_text(figures.head)
+        self.support = figures.support
 
-    def _add_older_result(self, body: Mapping[str, Any], book: Book) -> None:
+    def _add_older_result(self, fact: DeviceReported, book: Book) -> None:
         """Take the result of a release as versions wrote it that did not say of which bundle it is."""
-        result = _mapping(body.get("result"))
-        personal = as_number(result.get("acc"))
-        number = _count(body.get("release")) or 0
-        release = book.get(number)
-        if not result or release is None or release.bundle_id == body.get("runs"):
+        result = fact.result
+        personal = None if result is None else as_number(result.acc)
+        release = book.get(fact.release)
+        if result is None or release is None or release.bundle_id == fact.runs:
             if personal is not None:
                 self.acc = {**self.acc, "personal": personal}
-                self.support = _count(result.get("support")) or self.support
-            if result:
+            if result is not None:
+                self.support = (result.support or self.support) if personal is not None else self.support
                 self.candidate = None
             return
-        self._note_own_pair(result.get("before"))
+        self._note_own_pair(result.before)
         acc = {} if personal is None else {"personal": personal}
-        reason = as_text(result.get("reason") or "")
-        self.candidate = Candidate(release.bundle_id, release.run, number, reason, acc)
+        self.candidate = Candidate(release.bundle_id, release.run, fact.release, as_text(result.reason), acc)
 
     def _note_own_pair(self, before: object) -> None:
         """Note acc.personal of the pair that the device kept, as measured beside the candidate."""

@@ -61,6 +61,8 @@ from edge_agent.core.storage import (
     write_private,
 )
 
+from ..journal.entries import ReleaseMade, ReleaseSigned
+from ..journal.store import Entry
 from .releases import book_of
 from .store import StateFolder
 
@@ -543,6 +545,15 @@ def file_to_release(
     return _signed_by_people(state, keys, run, bundle_id, digest, now)
 
 
+def _signed_version(entry: Entry) -> int:
+    """Return the version that the release of an entry is signed with; 0: it is not signed."""
+    fact = entry.fact
+    if not isinstance(fact, ReleaseMade | ReleaseSigned) or fact.signed is None:
+        return 0
+    version = fact.signed.get("version")
+    return version if isinstance(version, int) else 0
+
+
 def _signed_by_people(
     state: StateFolder, keys: ReleaseKeys, run: str, bundle_id: str, digest: str, now: datetime
 ) -> tuple[bytes, dict[str, Any] | None]:
@@ -551,7 +562,7 @@ def _signed_by_people(
     again = ""
     why = ""
     released = state.journal.entries(kinds=("release_made", "release_signed"))
-    versions = [(entry.body.get("signed") or {}).get("version") or 0 for entry in released]
+    versions = [_signed_version(entry) for entry in released]
     if digest in {entry.digest for entry in released}:
         versions.append(_version(state.blobs.path(digest)) or 0)
     newest = max(versions, default=0)

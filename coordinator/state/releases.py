@@ -14,15 +14,33 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from edge_agent.core.errors import UsageError, nearest
+from edge_agent.core.errors import StateError, UsageError, nearest
 from edge_agent.core.time_and_text import moment_of
 
-from .journal import Entry, Journal, Kind
+from ..journal.entries import (
+    BundleExported,
+    DevicePinned,
+    DeviceReported,
+    DeviceRetired,
+    DeviceUnpinned,
+    InstallResult,
+    Outcome,
+    ReleaseCanary,
+    ReleaseHeld,
+    ReleaseMade,
+    ReleasePlan,
+    ReleaseResumed,
+    ReleaseSigned,
+    ReleaseStage,
+)
+from ..journal.kinds import Kind
+from ..journal.sqlite import Journal
+from ..journal.store import Entry
 
 if TYPE_CHECKING:
     from edge_agent.bundle.trust import Scores
@@ -43,10 +61,6 @@ RELEASE_KINDS: tuple[Kind, ...] = (
 HEARD_AGAIN = timedelta(days=7)
 """A device that is heard gets an entry at least so often, so that the journal knows which ones are gone."""
 
-Outcome = Literal["ok", "failed", "declined", "unable"]
-"""``declined``: the device keeps its bundle by its owner's choice. ``unable``: it cannot install it, or not measure it,
-for a reason of the device. Both say nothing of the release."""
-
 _AMOUNT = re.compile(r"([1-9][0-9]{0,6}|0)|((?:100|[1-9]?[0-9])(?:\.[0-9]{1,3})?)%")
 _WINDOW = re.compile(r"([01][0-9]|2[0-3]):([0-5][0-9])-([01][0-9]|2[0-3]):([0-5][0-9])")
 
@@ -65,6 +79,8 @@ def amount(text: str, total: int, *, up: bool) -> int:
     exact = round(float(match[2]) * total / 100, 6)
     return math.ceil(exact) if up else math.floor(exact)
 
+
+_Change = ReleaseSigned | ReleaseCanary | ReleaseStage | ReleaseHeld | ReleaseResumed
 
 AUTOMATIC = "automatic rollback"
 """The author of a rollback that no person asked for: the release before it has failed."""
@@ -100,10 +116,14 @@ class Plan:
     note: str = ""
 
     @classmethod
-    def of(cls, body: Mapping[str, Any]) -> Plan:
-        """The plan in a journal's body; keys that are unknown here are left out."""
-        known = {one.name for one in fields(cls)}
-        return cls(**{name: value for name, value in body.items() if name in known})
+    def from_fact(cls, fact: ReleasePlan) -> Plan:
+        """Return the plan in an entry of the journal."""
+        return cls(**fact.model_dump())
+
+    def to_fact(self) -> ReleasePlan:
+        """Return the plan for an entry of the journal, without what is as by default."""
+        default = asdict(Plan())
+        return ReleasePlan(**{name: value for name, value in asdict(self).items() if value != default[name]})
 
     def check(self, now: datetime) -> None:
         """Return quietly where every field can be understood, and the release can be active within 400 days.
@@ -173,6 +193,17 @@ class Result:
     support: int = 0
     at: str = ""
 
+    @classmethod
+    def from_fact(cls, fact: InstallResult, at: str) -> Result:
+        """Return the result in an entry of the journal, which was written at that time."""
+        return cls(fact.outcome, fact.reason, fact.acc, fact.before, fact.support, at)
+
+    def to_fact(self) -> InstallResult:
+        """Return the result for an entry of the journal, which has its time itself."""
+        return InstallResult(
+            outcome=self.outcome, reason=self.reason, acc=self.acc, before=self.before, support=self.support
+        )
+
 
 @dataclass
 class Release:
@@ -185,7 +216,7 @@ class Release:
     bundle_id: str
     at: str
     plan: Plan
-    body: dict[str, Any]
+    made: ReleaseMade
     promoted: bool
     paused: bool = False
     held: str = ""
@@ -219,7 +250,7 @@ class Release:
     @property
     def author(self) -> str:
         """Who made it, as text; empty: a run did."""
-        by = str(self.body.get("by") or "")
+        by = self.made.by or ""
         return _AUTHORS.get(by, by)
 
     @property
@@ -293,32 +324,44 @@ class Book:
     def add(self, entry: Entry) -> None:
         """Count one more entry; what contradicts those before it (two commands at once) changes nothing."""
         self.seen = entry.id
-        if entry.kind == "release_made":
-            self._made(entry)
-        elif entry.kind == "device_reported" and entry.agent is not None:
-            self._reported(entry.agent, entry)
-        elif entry.kind in {"device_pinned", "device_unpinned"} and entry.agent is not None:
-            self._pinned(entry.agent, entry)
-        elif entry.kind == "device_retired" and entry.agent is not None:
-            self._retired(entry.agent)
-        elif (release := self.get(entry.body.get("release", 0))) is not None:
-            self._changed(release, entry)
+        fact = entry.fact
+        if isinstance(fact, ReleaseMade):
+            self._made(entry, fact)
+        elif isinstance(fact, ReleaseSigned | ReleaseCanary | ReleaseStage | ReleaseHeld | ReleaseResumed):
+            release = self.get(fact.release)
+            if release is not None:
+                self._changed(release, fact, entry.digest or "")
+        elif entry.agent is not None:
+            self._add_of_device(entry.agent, entry)
 
-    def _changed(self, release: Release, entry: Entry) -> None:
-        body = entry.body
-        if entry.kind == "release_signed":
-            release.digest = entry.digest or ""
-            release.body = {**release.body, "signed": body.get("signed")}
+    def _add_of_device(self, agent: str, entry: Entry) -> None:
+        """Count an entry about a single device."""
+        fact = entry.fact
+        if isinstance(fact, DeviceReported):
+            self._reported(agent, entry.at, fact)
+        elif isinstance(fact, DevicePinned):
+            self.pins.pop(agent, None)  # the newest pin comes last
+            self.pins[agent] = Pin(fact.release, fact.reason, fact.until, entry.at)
+        elif isinstance(fact, DeviceUnpinned):
+            self.pins.pop(agent, None)
+        elif isinstance(fact, DeviceRetired):
+            self._retired(agent)
+
+    def _changed(self, release: Release, fact: _Change, digest: str) -> None:
+        """Count what was done to a release; ``digest``: of its file, where it was signed again."""
+        if isinstance(fact, ReleaseSigned):
+            release.digest = digest
+            release.made = release.made.changed(signed=fact.signed)
         elif release.rolled_back_by:
             return
-        elif entry.kind == "release_canary":
-            release.canary = dict.fromkeys(body["agents"])
-        elif entry.kind == "release_stage":
+        elif isinstance(fact, ReleaseCanary):
+            release.canary = dict.fromkeys(fact.agents)
+        elif isinstance(fact, ReleaseStage):
             release.paused = True
-            release.promoted = release.promoted or body["stage"] == "everybody"
-        elif entry.kind == "release_held" and not release.rolls_back:
-            release.held = body.get("reason") or "by 'headwater release hold'"
-        elif entry.kind == "release_resumed":
+            release.promoted = release.promoted or fact.stage == "everybody"
+        elif isinstance(fact, ReleaseHeld) and not release.rolls_back:
+            release.held = fact.reason or "by 'headwater release hold'"
+        elif isinstance(fact, ReleaseResumed):
             release.held = ""
             release.forgiven = frozenset(agent for agent, one in release.results.items() if one.outcome == "failed")
 
@@ -326,20 +369,19 @@ class Book:
         """The release of that number."""
         return self.releases[number - 1] if 0 < number <= len(self.releases) else None
 
-    def _made(self, entry: Entry) -> None:
-        body = entry.body
-        plan = Plan.of(entry.body.get("plan", {}))
+    def _made(self, entry: Entry, fact: ReleaseMade) -> None:
+        plan = Plan.from_fact(fact.plan)
         made = Release(
             number=len(self.releases) + 1,
             run=entry.run or "",
             round=entry.round,
             digest=entry.digest or "",
-            bundle_id=body.get("bundle_id", ""),
+            bundle_id=fact.bundle_id,
             at=entry.at,
             plan=plan,
-            body=body,
+            made=fact,
             promoted=not plan.canary,
-            rolls_back=body.get("rolls_back", 0),
+            rolls_back=fact.rolls_back,
         )
         order = self.channels.setdefault(plan.channel, [])
         if not made.rolls_back:
@@ -356,26 +398,19 @@ class Book:
             order.insert(begin, made)
         self.releases.append(made)
 
-    def _reported(self, agent: str, entry: Entry) -> None:
-        body = entry.body
+    def _reported(self, agent: str, at: str, fact: DeviceReported) -> None:
         before = self.devices.get(agent)
         if before is not None:
             self.sizes[before.channel] -= 1
-        device = Device(agent, body["runs"], body.get("channel", "stable"), body.get("kept", ""))
+        device = Device(agent, fact.runs, fact.channel, fact.kept)
         self.devices[agent] = device
-        self.heard[agent] = entry.at
+        self.heard[agent] = at
         if before is None:  # it may come back, and what it said counts again
             self._count(agent, 1)
         self.sizes[device.channel] += 1
-        if (release := self.get(body.get("release", 0))) is not None and (result := body.get("result")):
-            release.add_result(agent, Result(**result, at=entry.at))
-
-    def _pinned(self, agent: str, entry: Entry) -> None:
-        self.pins.pop(agent, None)
-        if entry.kind == "device_pinned":
-            body = entry.body
-            texts = (body.get("reason", ""), body.get("until", ""), entry.at)
-            self.pins[agent] = Pin(body["release"], *texts)
+        release = self.get(fact.release)
+        if release is not None and fact.result is not None:
+            release.add_result(agent, Result.from_fact(fact.result, at))
 
     def _retired(self, agent: str) -> None:
         """A device is revoked, or was not heard for long: it counts no more until it is heard again."""
@@ -579,7 +614,7 @@ class Book:
 
     def scores(self, bundle_id: str) -> Scores | None:
         """acc.personal of the devices that reported a bundle, each by its newest report; None where none did."""
-        from edge_agent.bundle.trust import Scores  # brings pydantic, which `headwater status` does without
+        from edge_agent.bundle.trust import Scores  # brings more than `headwater status` needs
 
         results = dict[str, Result]()
         for release in self.releases:
@@ -637,8 +672,8 @@ def _without_devices(journal: Journal) -> Book:
     return book
 
 
-def rollback_of(book: Book, release: Release, reason: str, by: str) -> tuple[Release, dict[str, Any]]:
-    """The older release that a rollback returns to, and the body of the new one's entry.
+def rollback_of(book: Book, release: Release, reason: str, by: str) -> tuple[Release, ReleaseMade]:
+    """The older release that a rollback returns to, and what is journaled of the new one.
 
     Raises:
         UsageError: there is no older one.
@@ -657,12 +692,27 @@ def rollback_of(book: Book, release: Release, reason: str, by: str) -> tuple[Rel
             f"{why}, so there is nothing to return to; 'headwater release hold {release.number}' gives it to no "
             "further device, a new release replaces it"
         )
-    plan = {"channel": release.plan.channel, "note": reason}
-    body = {**older.body, "rolls_back": release.number, "by": by, "plan": plan}
-    return older, body
+    plan = ReleasePlan(channel=release.plan.channel, note=reason)
+    return older, older.made.changed(rolls_back=release.number, by=by, plan=plan)
 
 
-def plan_body(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON, without what is as by default."""
-    default = asdict(Plan())
-    return {name: value for name, value in asdict(plan).items() if value != default[name]}
+def release_of(bundle: object, plan: ReleasePlan, by: str | None, parent: str | None) -> ReleaseMade:
+    """Return what is journaled of a release of a bundle.
+
+    Args:
+        bundle: What is journaled of the bundle: that it was exported, or an earlier release of it.
+        plan: How the release goes out.
+        by: Who releases it; None: a run does.
+        parent: Id of the bundle that everybody was to run before; None: there was none.
+
+    Raises:
+        StateError: The journal does not say what a bundle is.
+    """
+    if isinstance(bundle, ReleaseMade):
+        made = bundle.without("rolls_back", "plan")
+    elif isinstance(bundle, BundleExported):
+        made = ReleaseMade.of_bundle(bundle)
+    else:
+        raise StateError(f"the journal has {type(bundle).__name__} in place of a bundle; export it again")
+    made = made.changed(plan=plan, parent=parent)
+    return made if by is None else made.changed(by=by)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .journal import FINAL
+from ..journal.entries import RunPruned
+from ..journal.kinds import FINAL
 from .releases import releases_in_use
 from .store import StateFolder, blobs_needed
 
@@ -88,7 +89,7 @@ def prune_runs(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:
         bundles = [path for path in one.files if path.suffix == ".hwb"]  # copies: all others are named by the journal
         for path in bundles:
             path.unlink(missing_ok=True)
-        state.journal.append("run_pruned", run=one.run, body={"files": len(one.files), "bytes": one.size_bytes})
+        state.journal.append(RunPruned(files=len(one.files), bytes=one.size_bytes), run=one.run)
         for path in one.files[len(bundles) :]:
             path.unlink(missing_ok=True)
         log.info("run_pruned run=%s files=%d bytes=%d", one.run, len(one.files), one.size_bytes)

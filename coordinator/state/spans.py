@@ -10,7 +10,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from .journal import FINAL, Entry
+from ..journal.entries import (
+    BundleExported,
+    RoundClosed,
+    RoundOpened,
+    RunCancelled,
+    RunFailed,
+    RunFinished,
+    RunRequested,
+    RunStarted,
+    UpdateAccepted,
+    UpdateRefused,
+)
+from ..journal.kinds import FINAL
+from ..journal.store import Entry
 
 Attribute = str | int | float
 
@@ -52,10 +65,13 @@ class _Run:
     """A run as far as its entries were read."""
 
     def __init__(self, request: Entry) -> None:
-        self._id = str(request.body.get("id", request.run))
-        body = request.body
+        self._id = str(request.run)
         self._known: dict[str, Attribute] = {"headwater.run": str(request.run)}
-        self._known |= {f"headwater.{name}": body[name] for name in ("method", "rounds") if name in body}
+        fact = request.fact
+        if isinstance(fact, RunRequested):
+            self._id = self._id if fact.id is None else fact.id
+            given = fact.model_dump(include={"method", "rounds"}, exclude_unset=True)
+            self._known |= {f"headwater.{name}": value for name, value in given.items()}
         self._requested = self._at = moment(request)
         self._round: _Round | None = None
 
@@ -63,33 +79,33 @@ class _Run:
         """The spans that end with this entry."""
         at = moment(entry)
         is_open = self._round
-        if entry.kind == "round_opened":
+        fact = entry.fact
+        if isinstance(fact, RoundOpened):
             if is_open is None:
-                self._round = _Round(entry.round or 0, at, len(entry.body.get("cohort", ())))
+                self._round = _Round(entry.round or 0, at, len(fact.cohort))
             else:
                 is_open.attempts += 1
-        elif is_open is not None and entry.kind in {"update_accepted", "update_refused"}:
+        elif is_open is not None and isinstance(fact, UpdateAccepted | UpdateRefused):
             is_open.last_update = at
-            is_open.rejected += entry.kind == "update_refused"
-        elif is_open is not None and entry.kind == "round_closed":
-            yield from self._closed(is_open, entry)
+            is_open.rejected += isinstance(fact, UpdateRefused)
+        elif is_open is not None and isinstance(fact, RoundClosed):
+            yield from self._closed(is_open, at, fact)
             self._round = None
             self._at = at
-        elif entry.kind in {"run_started", "bundle_exported"}:
-            name = "queue" if entry.kind == "run_started" else "export"
+        elif isinstance(fact, RunStarted | BundleExported):
+            name = "queue" if isinstance(fact, RunStarted) else "export"
             yield self._made(name, self._digits("run"), self._at, at, str(entry.round or ""))
             self._at = at
-        elif entry.kind in FINAL:
-            error = "" if entry.kind == "run_finished" else str(entry.body.get("reason") or FINAL[entry.kind])
-            yield self._made("run", "", self._requested, at, error=error, status=FINAL[entry.kind])
+        elif isinstance(fact, RunFinished | RunFailed | RunCancelled):
+            status = FINAL[entry.kind]
+            error = "" if isinstance(fact, RunFinished) else fact.reason or status
+            yield self._made("run", "", self._requested, at, error=error, status=status)
 
-    def _closed(self, one: _Round, entry: Entry) -> Iterator[Span]:
-        body = entry.body
-        end = moment(entry)
+    def _closed(self, one: _Round, end: datetime, fact: RoundClosed) -> Iterator[Span]:
         about = str(one.number)
         own = self._digits("round", about)
-        clients = int(body.get("clients") or 0)
-        begin = one.opened - timedelta(seconds=float(body.get("waiting_s") or 0))
+        clients = fact.clients or 0
+        begin = one.opened - timedelta(seconds=float(fact.waiting_s or 0))
         collected = one.last_update or one.opened
         yield self._made("members", own, begin, one.opened, about, round=one.number)
         yield self._made("updates", own, one.opened, collected, about, round=one.number, cohort=one.cohort)
@@ -105,9 +121,9 @@ class _Run:
             cohort=one.cohort,
             clients=clients,
             rejected=one.rejected,
-            late=len(body.get("late") or ()),
-            received_bytes=int(body.get("bytes_up") or 0),
-            sent_bytes=int(body.get("bytes_down") or 0),
+            late=len(fact.late or ()),
+            received_bytes=fact.bytes_up or 0,
+            sent_bytes=fact.bytes_down or 0,
         )
 
     def _made(

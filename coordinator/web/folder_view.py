@@ -25,11 +25,13 @@ from edge_agent.core.locks import lock_holder
 from edge_agent.core.storage import IDENTITY
 
 from ..identity.revoked import revoked_agents
+from ..journal.entries import BundleExported, RunCancelled, RunFailed, RunFinished, RunRequested
+from ..journal.kinds import FINAL
+from ..journal.store import Entry, utc_now
 from ..runs.timeline import Event, Timeline
 from ..state import history
 from ..state.fault_log import FaultLog
 from ..state.fleet_rows import AgentRow, FleetFacts, Reported, rows_of
-from ..state.journal import FINAL, Entry, utc_now
 from ..state.releases import RELEASE_KINDS, Book
 from ..state.store import EVERYONE, STATUS, JsonFile, StateFolder
 from ..state.values import as_number, as_text
@@ -80,19 +82,31 @@ class _Texts(dict[str, str]):
         return ""
 
 
+@dataclass(frozen=True)
+class RunBundle:
+    """The bundle that a run has exported last."""
+
+    fact: BundleExported
+    digest: str
+    """Of its file, which is a blob."""
+
+    at: str
+    """When it was exported (ISO 8601, UTC)."""
+
+
 @dataclass
 class RunInfo:
     """One run as its entries in the journal have it."""
 
     id: str
-    request: dict[str, Any]
+    request: RunRequested
     requested_at: str
     started_at: str = ""
     ended_at: str = ""
     status: str = "queued"
     reason: str = ""
     cancel_requested: bool = False
-    bundle: dict[str, Any] | None = None
+    bundle: RunBundle | None = None
 
     @property
     def is_over(self) -> bool:
@@ -102,7 +116,7 @@ class RunInfo:
     @property
     def rounds(self) -> int:
         """How many were requested."""
-        return int(as_number(self.request.get("rounds")) or 0)
+        return self.request.rounds
 
 
 class FolderView:
@@ -220,8 +234,9 @@ class FolderView:
             self._reported.setdefault(entry.agent, Reported()).add(entry, self.book)
 
     def _add_to_run(self, entry: Entry, name: str) -> None:
-        if entry.kind == "run_requested":
-            self.runs[name] = RunInfo(name, entry.body, entry.at)
+        fact = entry.fact
+        if isinstance(fact, RunRequested):
+            self.runs[name] = RunInfo(name, fact, entry.at)
             return
         if (run := self.runs.get(name)) is None:
             return
@@ -230,12 +245,12 @@ class FolderView:
             run.started_at = run.started_at or entry.at
         elif entry.kind == "cancel_requested":
             run.cancel_requested = True
-        elif entry.kind == "bundle_exported":
-            run.bundle = {**entry.body, "digest": entry.digest, "at": entry.at}
-        else:
+        elif isinstance(fact, BundleExported):
+            run.bundle = RunBundle(fact, entry.digest or "", entry.at)
+        elif isinstance(fact, RunFinished | RunFailed | RunCancelled):
             run.status = FINAL[entry.kind]
             run.ended_at = entry.at
-            run.reason = as_text(entry.body.get("reason") or "")
+            run.reason = as_text(fact.reason or "")
 
     def _read_status(self) -> None:
         is_new = self._status_file.look()

@@ -26,7 +26,10 @@ from edge_agent.core.errors import StateError
 from edge_agent.wire.faults import CODES
 from edge_agent.wire.messages.fields import DISK_ERROR
 
-from ..state.journal import FINAL, Entry, Journal, Kind, utc_now
+from ..journal.entries import RoundClosed, UpdateAccepted, UpdateRefused
+from ..journal.kinds import FINAL, Kind
+from ..journal.sqlite import Journal
+from ..journal.store import Entry, follow, utc_now
 from ..state.releases import RELEASE_KINDS, Book
 from ..state.store import StateFolder, StatusFiles
 from ..text import worst_tenth
@@ -113,7 +116,7 @@ class Counts:
     def add(self, entry: Entry) -> None:
         """Count one more entry."""
         run = entry.run or ""
-        body = entry.body
+        fact = entry.fact
         if entry.kind == "coordinator_started":
             self.starts += 1
         elif entry.kind in {"run_requested", "run_started"}:
@@ -127,22 +130,21 @@ class Counts:
                 self.is_open = (entry.run, entry.round)
                 self.opened_at = entry.at
             self.runs[run] = "running"
-        elif entry.kind == "update_refused":
+        elif isinstance(fact, UpdateRefused):
             if self.is_open == (entry.run, entry.round):
-                self.rejected[reason_label(str(body.get("reason", "")))] += 1
-        elif entry.kind == "round_closed":
-            self._closed(entry)
+                self.rejected[reason_label(fact.reason)] += 1
+        elif isinstance(fact, RoundClosed):
+            self._closed(entry, fact)
 
-    def _closed(self, entry: Entry) -> None:
-        body = entry.body
+    def _closed(self, entry: Entry, fact: RoundClosed) -> None:
         self.is_open = None
         self.closed = (entry.run or "", entry.round or 0)
-        self.rounds.observe(float(body.get("seconds") or 0.0))
-        self.waits.observe(float(body.get("waiting_s") or 0.0))
-        self.accepted += int(body.get("clients") or 0)
-        self.late += len(body.get("late") or ())
-        self.received_bytes += int(body.get("bytes_up") or 0)
-        self.sent_bytes += int(body.get("bytes_down") or 0)
+        self.rounds.observe(float(fact.seconds or 0.0))
+        self.waits.observe(float(fact.waiting_s or 0.0))
+        self.accepted += fact.clients or 0
+        self.late += len(fact.late or ())
+        self.received_bytes += fact.bytes_up or 0
+        self.sent_bytes += fact.bytes_down or 0
 
 
 def reason_label(reason: str) -> str:
@@ -253,7 +255,7 @@ class Reader:
 
     def _read(self, journal: Journal) -> None:
         """Count what was written since; of a round that was closed since, the accuracies."""
-        for entry in _pages(journal, after=self._seen, kinds=KINDS):
+        for entry in follow(journal, after=self._seen, kinds=KINDS, page=ENTRIES_AT_ONCE):
             self._seen = entry.id
             if entry.kind in RELEASE_KINDS:
                 self._book.add(entry)
@@ -262,9 +264,10 @@ class Reader:
         if (closed := self._counts.closed) is None or closed == self._accurate:
             return
         known = dict[str, list[float]]()
-        for entry in _pages(journal, run=closed[0], round=closed[1], kinds=("update_accepted",)):
-            for name, value in entry.body.get("metrics", {}).items():
-                if name in ACCURACIES and isinstance(value, int | float):
+        for entry in follow(journal, closed[0], ("update_accepted",), round=closed[1], page=ENTRIES_AT_ONCE):
+            metrics = entry.fact.metrics if isinstance(entry.fact, UpdateAccepted) else {}
+            for name, value in metrics.items():
+                if name in ACCURACIES:
                     known.setdefault(name.removeprefix("acc."), []).append(float(value))
         self._accuracies = known
         self._accurate = closed
@@ -279,13 +282,6 @@ class Reader:
 
     def _journal_files(self) -> Iterable[Path]:
         return self._state.path.glob("journal.db*")
-
-
-def _pages(journal: Journal, after: int = 0, **wanted: Any) -> Iterator[Entry]:
-    """Entries after this one, so many in a transaction."""
-    while entries := journal.entries(after=after, limit=ENTRIES_AT_ONCE, **wanted):
-        yield from entries
-        after = entries[-1].id
 
 
 def families(snapshot: Snapshot) -> Iterator[Metric]:

@@ -23,11 +23,11 @@ from edge_agent.core.storage import read_json, read_regular
 from edge_agent.core.time_and_text import show_time
 
 from ..fleet.release_commands import described, stage_text, standing, waits_for
+from ..journal.store import Entry
 from ..runs.result_notes import SHOWN_CLIENTS, spent
 from ..runs.timeline import Event
 from ..state.fleet_rows import AgentRow
 from ..state.history import SCOPES, describe_entry
-from ..state.journal import Entry
 from ..state.noise import Compared, classify_mean_gain
 from ..state.releases import Book, Release
 from ..state.values import as_number, as_text
@@ -213,7 +213,7 @@ def _run_page(
         events=events[-PAGE_ROWS:][::-1],
         incident_count=len(curves.incidents),
         damaged=curves.damaged,
-        settings=_settings(info.request),
+        settings=_settings(info.request.to_body()),
         files=known,
         has_report=any(one == REPORT for one, _ in known),
         has_analysis=(analysed / "index.html").is_file(),
@@ -281,7 +281,7 @@ def _comparison(
     """Make the page that compares the chosen runs; ``ends``: run -> `_accuracies_at_end`."""
     names = dict.fromkeys(request.query_params.getlist("run"))
     curves = [(one.id, view.curves(one.id)) for one in chosen]
-    flat = [_settings(one.request) for one in chosen]
+    flat = [_settings(one.request.to_body()) for one in chosen]
     keys = sorted({key for one in flat for key in one})
     differing = [key for key in keys if len({str(one.get(key)) for one in flat}) > 1]
     wants_all = "all" in request.query_params
@@ -360,9 +360,10 @@ def bundles(request: Request) -> Response:
     older = [(number, one) for number, one in numbered if before is None or number < before]
     chosen = older[-BUNDLES_ON_PAGE:][::-1]
     rows = [  # without the lock: files of some megabytes are read and compared with their hashes, once
-        {"run": one, "bundle": one.bundle, "releases": by_bundle.get(str((one.bundle or {}).get("bundle_id")), [])}
-        | _manifest(view, as_text((one.bundle or {}).get("digest") or ""))
+        {"run": one, "bundle": one.bundle, "releases": by_bundle.get(one.bundle.fact.bundle_id, [])}
+        | _manifest(view, one.bundle.digest)
         for _, one in chosen
+        if one.bundle is not None
     ]
     more = chosen[-1][0] if len(older) > len(chosen) else None
     with view.lock:
@@ -385,8 +386,8 @@ def _stage_kind(book: Book, release: Release, now: datetime) -> str:
 def methods(request: Request) -> Response:
     """What leaves a device and what stays on it, for each method."""
     view = site_of(request).view
-    used = Counter(as_text(one.request.get("method") or "") for one in view.runs.values())
-    newest = next((as_text(one.request.get("method") or "") for one in reversed(list(view.runs.values()))), "")
+    used = Counter(as_text(one.request.method) for one in view.runs.values())
+    newest = next((as_text(one.request.method) for one in reversed(list(view.runs.values()))), "")
     wanted = request.query_params.get("name", newest)
     known = _methods()
     return page(
@@ -398,7 +399,7 @@ def methods(request: Request) -> Response:
         chosen=known.get(wanted),
         wanted=wanted,
         is_newest="name" not in request.query_params,
-        run=next((one for one in reversed(list(view.runs.values())) if one.request.get("method") == wanted), None),
+        run=next((one for one in reversed(list(view.runs.values())) if one.request.method == wanted), None),
     )
 
 

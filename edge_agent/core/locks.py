@@ -173,7 +173,7 @@ def lock_holder(folder: Path) -> LockHolder | None:
 def remove_lock(folder: Path, holder: LockHolder) -> bool:
     """Remove the lock of a holder that does not answer, so that another process can hold ``folder``.
 
-    The holder does not notice. It must be prevented from writing by other means, as by `coordinator.state.journal`.
+    The holder does not notice. It must be prevented from writing by other means, as by `coordinator.journal`.
 
     Returns:
         False, with nothing removed, where ``holder`` is no longer the holder.

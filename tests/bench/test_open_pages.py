@@ -16,6 +16,7 @@ import pytest
 
 from coordinator.broker import find_mosquitto
 from coordinator.config import WebConfig
+from coordinator.journal.entries import fact_of
 from coordinator.research.bench import fleet
 from coordinator.research.bench.measuring import FleetPlan, module, usage, wait_for
 from coordinator.research.bench.rounds import PROGRAMS, broker, round_seconds
@@ -140,7 +141,7 @@ def test_ten_open_pages_leave_the_rounds_of_two_hundred_agents_as_they_are(tmp_p
         agents = stack.enter_context(module("fleet", to_agents, tmp_path, module=program))
         assert ready.wait(60)
         with StateFolder(state_path).look() as state:
-            run = state.journal.request_run(fleet.request_for(plan).body())
+            run = state.journal.request_run(fact_of("run_requested", fleet.request_for(plan).body()))
             blocks = Blocks(int(web.url.rsplit(":", 1)[1].strip("/")), coordinator.pid)
             web_s = usage(web.pid).cpu_s
 

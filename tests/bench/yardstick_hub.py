@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.fleet.transfers import Collection, Collector, Distributor
+from coordinator.journal.entries import fact_of
 from coordinator.research.bench.measuring import lines, send_line
 from coordinator.research.bench.workloads import NOOP
 from coordinator.state.store import StateFolder
@@ -162,7 +163,7 @@ def main() -> None:
     given = parser.parse_args()
     transport = MqttTransport(BrokerConfig(url=given.url), f"{given.federation}-coordinator")
     with StateFolder(given.state).open("bench") as state:
-        state.journal.request_run({})
+        state.journal.request_run(fact_of("run_requested", {}))
         hub = Hub(state, transport, Topics(given.federation))
         hub.start(given.agents)
         send_line("ready")

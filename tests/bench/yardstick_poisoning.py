@@ -25,12 +25,13 @@ import numpy as np
 import torch
 
 from coordinator.config import NO_BOUNDS, AggregationConfig
+from coordinator.journal.entries import RoundOpened
 from coordinator.runs.aggregation import aggregate
 from coordinator.runs.bounds import norms_of
 from coordinator.runs.directions import Comparison
 from coordinator.runs.repeats import after_round
 from coordinator.runs.selection import Exclusions
-from coordinator.state.journal import Accepted, OpenRound
+from coordinator.views.runs import Accepted, OpenRound
 from edge_agent import methods
 from edge_agent.client import Arrays, Built, ClientState, Session
 from edge_agent.core.errors import HeadwaterError
@@ -763,7 +764,7 @@ class Federation:
                 number,
                 1,
                 tuple(one.client for one in cohort),
-                {},
+                RoundOpened(),
                 {one.client: Accepted("", one.weight, {}) for one in accepted},
                 rejected,
             )

@@ -59,7 +59,7 @@ def rounds(agents: int, *, is_secure: bool, task: Any = WIDE_TASK, count: int = 
                 fed.request("fedavg", rounds=number, seed=number, params={**quick_params("fedavg"), "lr": 1e-4})
                 begin = time.process_time()
                 fed.finish()
-                assert fed.record.status == "finished", fed.record.outcome
+                assert fed.record.status == "finished", fed.record.end
             seconds = (time.process_time() - begin) / count
         captured = fed.broker.captured
     up = sum(len(payload) for topic, payload in captured if topic.endswith(("/up", "/ub")))

@@ -19,12 +19,14 @@ from federation_duties import TinyDuties, quick_params
 from federation_harness import Federation
 
 from coordinator.cli.audit import audit as audit_command
+from coordinator.journal.sqlite import Journal
+from coordinator.journal.store import hash_of
 from coordinator.runs import aggregation
 from coordinator.runs import audit as audits
 from coordinator.runs.audit import audit
-from coordinator.state.journal import Journal, hash_of
 from coordinator.state.retention import prune_runs, runs_beyond
 from coordinator.state.store import BlobStore, RunFolder, StateFolder
+from coordinator.views.runs import replay
 from edge_agent.core.errors import UnknownName, UsageError
 from edge_agent.run_folder.layout import RECEIPTS
 from edge_agent.run_folder.receipts import note_receipt
@@ -132,9 +134,9 @@ def test_a_run_under_way_and_one_that_was_killed_are_ok(tmp_path):
 
 
 READS = [
-    *((Journal, name) for name in ("replay", "verify", "entries")),
+    *((Journal, name) for name in ("verify", "entries")),
     *((BlobStore, name) for name in ("__contains__", "check", "read")),
-    *((audits, name) for name in ("_receipts", "blobs_needed")),
+    *((audits, name) for name in ("replay", "_receipts", "blobs_needed")),
     (aggregation, "mapped"),
     (RunFolder, "metrics"),
 ]
@@ -186,7 +188,7 @@ def test_a_run_that_is_pruned_meanwhile_breaks_nowhere(folder, owner, name):
     with StateFolder(folder / "coordinator").look() as state, StateFolder(folder / "coordinator").open("it") as other:
         with disturbed(owner, name, lambda: prune_runs(other, runs_beyond(other, 0))):
             result = audit(state, "run-0001", [folder / name for name in AGENTS])
-        assert other.journal.replay("run-0001").is_pruned
+        assert replay(other.journal, "run-0001").is_pruned
     assert result.breaks == []
 
 
@@ -195,7 +197,7 @@ def test_methods_whose_server_has_a_state_of_its_own_are_aggregated_again(tmp_pa
     with Federation(tmp_path, agents=2, tasks=TinyDuties) as fed:
         fed.request(method, rounds=2, params=quick_params(method), keep_updates=True)
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
     result = audited(tmp_path)
     assert result.breaks == []
     assert [one.is_aggregation for one in result.rounds] == [True, True]
@@ -330,7 +332,7 @@ def test_the_command_prints_ok_or_the_row_and_ends_with_0_or_1(folder, capsys):
     audit_command("run-0001", state=folder / "coordinator")
     assert "no receipts of agents (--agent DIR compares them)" in capsys.readouterr().out
     with StateFolder(folder / "coordinator").look() as state:
-        path = state.blobs.path(state.journal.replay("run-0001").checkpoint)
+        path = state.blobs.path(replay(state.journal, "run-0001").checkpoint)
     path.write_bytes(b"x")
     with pytest.raises(typer.Exit) as ended:
         audit_command("run-0001", state=folder / "coordinator")

@@ -17,10 +17,11 @@ from federation_harness import Federation
 
 from coordinator.cli import backup as cli_backup
 from coordinator.cli.backup import backup
+from coordinator.journal.entries import fact_of
+from coordinator.journal.sqlite import Journal
 from coordinator.runs.audit import audit
 from coordinator.state import backup as backups
 from coordinator.state.backup import MARKER, back_up
-from coordinator.state.journal import Journal
 from coordinator.state.store import StateFolder, blobs_needed
 from edge_agent.core.errors import StateError, UsageError
 from edge_agent.core.storage import sha256_file
@@ -225,7 +226,7 @@ def test_a_backup_never_replaces_what_is_no_backup_of_this_folder(tmp_path):
                 back_up(state, tmp_path / "photos")
             back_up(state, tmp_path / "backup")
             with StateFolder(tmp_path / "backup").open("a coordinator that continues it") as other:
-                other.journal.append("coordinator_started", body={})
+                other.journal.append(fact_of("coordinator_started", {}))
             with pytest.raises(UsageError, match="was continued since"):
                 back_up(state, tmp_path / "backup")
 
@@ -237,7 +238,7 @@ def test_a_folder_of_somebody_else_is_refused_and_left_as_it_is(tmp_path, name):
     (target / name).parent.mkdir(parents=True)
     (target / name).write_text("weeks of work")
     with StateFolder(tmp_path / "state").open("a coordinator") as state:
-        state.journal.append("coordinator_started")
+        state.journal.append(fact_of("coordinator_started", {}))
         with pytest.raises(UsageError, match="neither empty nor a backup of this state folder"):
             back_up(state, target)
     assert [(path, path.read_text()) for path in target.rglob("*") if path.is_file()] == [
@@ -247,8 +248,8 @@ def test_a_folder_of_somebody_else_is_refused_and_left_as_it_is(tmp_path, name):
 
 def test_an_incomplete_backup_of_another_state_folder_is_refused(tmp_path, monkeypatch):
     with StateFolder(tmp_path / "one").open("one") as one, StateFolder(tmp_path / "two").open("two") as two:
-        one.journal.append("coordinator_started", body={"of": "one"})
-        two.journal.append("coordinator_started", body={"of": "two"})
+        one.journal.append(fact_of("coordinator_started", {"of": "one"}))
+        two.journal.append(fact_of("coordinator_started", {"of": "two"}))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(backups, "write_atomic", mock.Mock(side_effect=KeyboardInterrupt))
             back_up(one, tmp_path / "backup")
@@ -260,7 +261,7 @@ def test_an_incomplete_backup_of_another_state_folder_is_refused(tmp_path, monke
 def test_a_folder_around_the_state_folder_is_refused(tmp_path):
     """Called 'runs', it would be taken for files of an earlier backup and removed."""
     with StateFolder(tmp_path / "project" / "runs").open("a coordinator") as state:
-        state.journal.append("coordinator_started")
+        state.journal.append(fact_of("coordinator_started", {}))
         with pytest.raises(UsageError, match="is above the state folder"):
             back_up(state, tmp_path / "project")
         assert state.journal.is_in_place

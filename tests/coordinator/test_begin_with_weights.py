@@ -16,6 +16,7 @@ from simulation_harness import closed_rounds, learned_anywhere, run, small_plan,
 
 from coordinator.config import CoordinatorConfig
 from coordinator.hosted.own_data import train_warm
+from coordinator.journal.entries import fact_of
 from coordinator.research.analyze.simulations import SimulationTarget
 from coordinator.runs.request import Request, Weights
 from coordinator.service.preflight import checked_method, fresh_on_devices, without_lost_weights
@@ -110,10 +111,10 @@ def test_agents_receive_them_in_the_first_round_and_a_changed_file_fails_the_run
             wanted = Request("fedavg", HARDLY, 1, 0, TASK, weights=Weights.of(path))
             if shift is not None:
                 _write(path, TASK, shift)
-            fed.run = fed.state.journal.request_run(wanted.body())
+            fed.run = fed.state.journal.request_run(fact_of("run_requested", wanted.body()))
             fed.until(lambda: fed.record.is_over)
             assert fed.record.status == status
-        assert "has changed since the run was requested" in fed.record.outcome["reason"]
+        assert "has changed since the run was requested" in fed.record.reason
         state = fed.state.blobs.path(fed.state.journal.entries(kinds=("round_closed",))[-1].digest)
         found = read_tensors(state)
     for name, array in made.items():

@@ -15,9 +15,10 @@ import torch
 from typer.testing import CliRunner
 
 from coordinator.cli import command_tree
+from coordinator.journal.entries import fact_of
+from coordinator.journal.sqlite import Journal
 from coordinator.research.bench import device, device_child, measuring, rounds, simulate, workloads
 from coordinator.research.bench.measuring import SimulationSize, caveat, machine, quantile, rounded, size_bytes
-from coordinator.state.journal import Journal
 from edge_agent import data, methods, models
 from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.core.config import AgentConfig, DataConfig
@@ -141,19 +142,19 @@ def test_rounds_are_timed_from_the_end_of_one_to_the_end_of_the_next(tmp_path):
     times = iter([0.0, 0.0, 0.1, 0.5, 0.5, 0.7, 0.7, 1.5])
     start = datetime(2026, 1, 1, tzinfo=timezone.utc)
     with Journal(tmp_path / "journal.db", now=lambda: start + timedelta(seconds=next(times))) as journal:
-        run = journal.request_run({})
+        run = journal.request_run(fact_of("run_requested", {}))
         for number in (1, 2, 3):
-            journal.append("round_opened", run=run, round=number, body={"attempt": 1, "cohort": ["a"]})
+            journal.append(fact_of("round_opened", {"attempt": 1, "cohort": ["a"]}), run=run, round=number)
             if number == 1:
-                journal.append("update_refused", run=run, round=1, agent="a", body={"reason": "x"})
-            journal.append("round_closed", run=run, round=number, digest="0" * 64, body={"clients": 1})
+                journal.append(fact_of("update_refused", {"reason": "x"}), run=run, round=1, agent="a")
+            journal.append(fact_of("round_closed", {"clients": 1}), run=run, round=number, digest="0" * 64)
         assert rounds.round_seconds(journal, run) == [0.5, 0.2, 0.8]
 
 
 def test_a_failed_run_gives_its_reason_and_no_figures(tmp_path):
     with Journal(tmp_path / "journal.db") as journal:
-        run = journal.request_run({})
-        journal.append("run_failed", run=run, body={"reason": "no quorum"})
+        run = journal.request_run(fact_of("run_requested", {}))
+        journal.append(fact_of("run_failed", {"reason": "no quorum"}), run=run)
         with pytest.raises(MeasuringFailed, match="no quorum"):
             rounds.round_seconds(journal, run)
 

@@ -17,6 +17,7 @@ from sklearn.datasets import load_digits
 from coordinator.config import CoordinatorConfig
 from coordinator.fleet import transfers
 from coordinator.fleet.transfers import Collector
+from coordinator.journal.entries import fact_of
 from coordinator.runs.aggregation import refusal
 from coordinator.runs.audit import audit
 from coordinator.runs.buffered import BufferedCollection, rebased, staleness_weight
@@ -216,7 +217,7 @@ def test_the_next_round_goes_on_with_the_uploads_of_those_that_work_on_alone(
     expected = specs_of(tensors)
     said = []
     with StateFolder(tmp_path).open("test") as state:
-        run = state.journal.request_run({})
+        run = state.journal.request_run(fact_of("run_requested", {}))
         collector = Collector(state.blobs, state.journal, lambda *about: said.append(about), lambda: 0.0)
         collector.open(BufferedCollection(run, 1, ("x", "y"), expected))
         with monkeypatch.context() as patch:
@@ -293,7 +294,7 @@ def test_an_update_that_arrives_before_a_restarted_run_is_back_in_its_round_is_k
         append = fed.state.journal.append
 
         def killed(appended, **about):
-            if (appended, about.get("round")) == ("round_opened", 3):
+            if (appended.kind, about.get("round")) == ("round_opened", 3):
                 raise Killed
             return append(appended, **about)
 

@@ -8,15 +8,17 @@ import pytest
 from federation_disturbances import lose
 from federation_harness import Federation
 
+from coordinator.journal.entries import fact_of
 from coordinator.report import write_report
 from coordinator.runs.cancel import cancel_run
 from coordinator.runs.timeline import Timeline
+from coordinator.views.runs import replay
 from edge_agent.core.errors import UnknownName, UsageError
 from edge_agent.wire.messages import down
 
 
 def status_of(fed, run):
-    return fed.state.journal.replay(run).status
+    return replay(fed.state.journal, run).status
 
 
 def summary_of(fed, run):
@@ -106,7 +108,7 @@ def test_a_request_that_nobody_read_before_the_coordinator_died_is_heeded_by_the
         fed.add("a0", seconds=50)
         run = fed.request(rounds=3)
         fed.until(lambda: fed.entries("round_opened"))
-        fed.state.journal.append("cancel_requested", run=run, body={"reason": "x"})
+        fed.state.journal.append(fact_of("cancel_requested", {"reason": "x"}), run=run)
         fed.kill_coordinator()
         fed.start_coordinator()
         fed.wait(1)

@@ -7,6 +7,7 @@ import pytest
 from paper_methods import fedpac_update
 
 from coordinator.config import NO_BOUNDS, AggregationConfig
+from coordinator.journal.entries import Aggregation
 from coordinator.runs.aggregation import aggregate, notes
 from coordinator.runs.class_statistics import EXCHANGED, find_statistic_bounds
 from edge_agent import methods
@@ -131,7 +132,7 @@ def test_a_client_of_fedpac_that_exchanges_its_classes_changes_no_centroid_and_i
     state = {"encoder.w": np.float32([0.5])}
     after, decisions = aggregate(method, state, lambda: updates, AggregationConfig(), state)
     np.testing.assert_allclose(after["extra.centroids"], square + 1, rtol=1e-6)
-    named = notes(decisions.body())
+    named = notes(Aggregation(**decisions.body()))
     assert named.keys() == {"d"}
     assert "class statistics not used, suspect: its classes are nearer to other classes of the others" in named["d"]
 

@@ -15,8 +15,10 @@ from coordinator.cli.methods import _lines as method_lines
 from coordinator.cli.methods import describe, parameters
 from coordinator.cli.output import console, show, table
 from coordinator.cli.run import result_parts
-from coordinator.state.journal import Entry, RunRecord, utc_now
+from coordinator.journal.entries import RoundOpened, RunRequested, fact_of
+from coordinator.journal.store import utc_now
 from coordinator.state.store import StateFolder
+from coordinator.views.runs import OpenRound, RunRecord
 from edge_agent import __version__, methods
 from edge_agent.privacy.disclosure import HEADINGS, section
 
@@ -42,15 +44,17 @@ def config(tmp_path) -> Path:
 def finished_run(folder: Path) -> str:
     """A state folder with one finished run, as a coordinator leaves it."""
     with StateFolder(folder).open("test") as state:
-        run = state.journal.request_run({"method": "fedavg", "params": {}, "rounds": 1, "seed": 0, "task": {}})
+        run = state.journal.request_run(
+            fact_of("run_requested", {"method": "fedavg", "params": {}, "rounds": 1, "seed": 0, "task": {}})
+        )
         agent = {
             "id": "porch", "tier": "train", "samples": 7, "head": "model", "rss_mb": 400.0, "torch_loaded": True,
             "acc": {"local": 0.5, "global": None, "personal": 0.75}, "bytes_up": 1500, "bytes_down": 2_500_000,
         }  # fmt: skip
         state.run(run).append_metrics({"kind": "agent", **agent})
         state.run(run).write_summary({"run_id": run, "method": "fedavg", "rounds": 1, "agents": [agent]})
-        state.journal.append("run_started", run=run, digest="0" * 64)
-        state.journal.append("run_failed", run=run, body={"reason": "nobody [came]"})
+        state.journal.append(fact_of("run_started", {}), run=run, digest="0" * 64)
+        state.journal.append(fact_of("run_failed", {"reason": "nobody [came]"}), run=run)
     return run
 
 
@@ -436,8 +440,8 @@ def test_the_same_fault_of_an_agent_is_said_in_full_once(capsys):
     why = "class folders Mug, keys are not those of the task"
     for number in range(1, 6):  # it is asked again in rounds 3 and 5
         left_out = {"a": why} if number in {2, 4} else {}
-        opened = Entry(number, "", "round_opened", "run-0001", number, None, None, {"left_out": left_out}, "", "")
-        lines(RunRecord("run-0001", {"rounds": 5}, round=number - 1, open_round=opened), "")
+        opened = OpenRound(number, 1, (), RoundOpened(left_out=left_out))
+        lines(RunRecord("run-0001", RunRequested(rounds=5), round=number - 1, open_round=opened), "")
     without = [line for line in capsys.readouterr().err.splitlines() if "continues without" in line]
     assert without == [
         f"run-0001: round 2 continues without a: {why}",
@@ -467,14 +471,14 @@ def test_progress_in_a_pipe_is_a_line_for_each_round_and_each_long_wait(capsys, 
     monkeypatch.setattr("coordinator.cli.follow.time.monotonic", lambda: now[0])
     assert not console.is_terminal
     lines = _Lines("run-0001")
-    record = RunRecord("run-0001", {"rounds": 2})
+    record = RunRecord("run-0001", RunRequested(rounds=2))
     waiting = "round 1: 0 of 2 updates are here (from a, b)"
     lines(record, waiting)
     lines(record, waiting)  # not yet worth a line
     now[0] = 5.0
     lines(record, waiting)
     lines(record, waiting)  # shown once
-    lines(RunRecord("run-0001", {"rounds": 2}, round=1), "round 2: 0 of 2 updates are here (from a, b)")
+    lines(RunRecord("run-0001", RunRequested(rounds=2), round=1), "round 2: 0 of 2 updates are here (from a, b)")
     assert capsys.readouterr().err.splitlines() == [
         "run-0001: queued with 2 rounds",
         "run-0001: waits: round 1: 0 of 2 updates are here (from a, b)",
@@ -489,7 +493,7 @@ def test_progress_estimates_what_is_left_from_the_rounds_that_it_has_seen(capsys
     lines = _Lines("run-0001")
     for closed, at in ((10, 0.0), (11, 30.0), (12, 90.0), (100, 90.0)):
         now[0] = at
-        lines(RunRecord("run-0001", {"rounds": 100}, round=closed), "")
+        lines(RunRecord("run-0001", RunRequested(rounds=100), round=closed), "")
     assert capsys.readouterr().err.splitlines() == [
         "run-0001: round 10 of 100 is closed",
         "run-0001: round 11 of 100 is closed; about 44 min left",

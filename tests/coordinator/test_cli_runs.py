@@ -18,9 +18,11 @@ from coordinator.cli.export import near_one
 from coordinator.cli.follow import Invocation, _TimeLeft, _waiting, follow, result_of
 from coordinator.cli.run import next_steps, result_parts
 from coordinator.config import load_config
-from coordinator.state.journal import utc_now
+from coordinator.journal.entries import fact_of
+from coordinator.journal.store import utc_now
 from coordinator.state.release_keys import ReleaseKeys, new_key, read_public, write_key
 from coordinator.state.store import StateFolder
+from coordinator.views.runs import replay
 from edge_agent.core.errors import StateError
 
 TASK = """
@@ -44,20 +46,20 @@ def away(tmp_path) -> Path:
 
 def states(folder: Path) -> list[tuple[str, str]]:
     with StateFolder(folder).look() as state:
-        return [(run, state.journal.replay(run).status) for run in state.journal.runs()]
+        return [(run, replay(state.journal, run).status) for run in state.journal.runs()]
 
 
 def add_run(state: StateFolder, *, closed: int = 0, end: str | None = None) -> str:
     """A run as a coordinator leaves it: so many rounds are closed, and it has ended or not."""
-    run = state.journal.request_run(RUN)
-    state.journal.append("run_started", run=run, digest="0" * 64)
+    run = state.journal.request_run(fact_of("run_requested", RUN))
+    state.journal.append(fact_of("run_started", {}), run=run, digest="0" * 64)
     for number in range(1, closed + 1):
-        state.journal.append("round_opened", run=run, round=number, body={"cohort": ["a"]})
-        state.journal.append("round_closed", run=run, round=number, digest="0" * 64)
+        state.journal.append(fact_of("round_opened", {"cohort": ["a"]}), run=run, round=number)
+        state.journal.append(fact_of("round_closed", {}), run=run, round=number, digest="0" * 64)
         state.run(run).append_metrics({"kind": "round", "round": number, "agents": ["a"]})
     if end is not None:
         state.run(run).write_summary({"run_id": run, "method": "fedavg", "status": "finished", "agents": []})
-        state.journal.append(end, run=run)
+        state.journal.append(fact_of(end, {}), run=run)
     return run
 
 
@@ -157,7 +159,7 @@ def replaced(folder: Path) -> None:
     shutil.rmtree(folder)
     with StateFolder(folder).open("another coordinator") as state:
         add_run(state, closed=3, end="run_finished")
-        run_id = state.journal.replay("run-0001").request["id"]
+        run_id = replay(state.journal, "run-0001").request.id
         state.run("run-0001").write_summary({"run_id": "run-0001", "id": run_id})
 
 
@@ -365,7 +367,7 @@ def test_a_run_ends_with_the_commands_that_bring_its_bundle_to_devices(tmp_path)
         ReleaseKeys(state).create("home", utc_now(), people, 2)
         (line,) = next_steps(state, summary, invocation)
         assert line.startswith("next: 2 of 3 people sign it ('headwater keys sign b.hwb --key FILE'), then 'headwater ")
-        folder.journal.append("release_made", run="run-0001", digest="b" * 64, body={"bundle_id": "a" * 64})
+        folder.journal.append(fact_of("release_made", {"bundle_id": "a" * 64}), run="run-0001", digest="b" * 64)
         assert [*next_steps(state, summary, invocation)] == []
 
 

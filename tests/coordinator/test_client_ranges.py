@@ -49,7 +49,7 @@ def finished(folder, *, tasks=TinyDuties, keep_back=(), kill=False, method="feda
             fed.kill_coordinator()
             fed.start_coordinator()
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         fed.ranges = [decode(fed.state.blobs.read(entry.digest)) for entry in fed.entries("ranges_collected")]
         summary = fed.state.run(fed.run).summary()
         fed.manifest = open_bundle(Path(summary["bundle"]["path"])).manifest

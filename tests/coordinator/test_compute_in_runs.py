@@ -11,6 +11,7 @@ from federation_duties import SMALL, TASK, TinyDuties, quick_params
 from federation_harness import Federation, TimedWorker
 
 from coordinator.config import NO_BOUNDS, AggregationConfig
+from coordinator.journal.entries import fact_of
 from coordinator.processes import compute as compute_module
 from coordinator.processes.compute import ComputeProcess, InlineCompute
 from coordinator.runs import computations
@@ -70,9 +71,8 @@ def test_a_run_whose_compute_process_always_crashes_fails_with_the_reason(tmp_pa
     finally:
         compute.close()
     assert record.status == "failed"
-    assert (
-        "the compute process crashed 3 times, the last time with exit code 9; last output: no memory"
-        in (record.outcome["reason"])
+    assert "the compute process crashed 3 times, the last time with exit code 9; last output: no memory" in (
+        record.reason
     )
 
 
@@ -107,7 +107,7 @@ class Broken(InlineCompute):
 )
 def test_a_function_that_fails_costs_its_run(tmp_path, function, error, reason):
     record, _, _ = finished(tmp_path, Broken(function, error), "fedkd" if function != "downlink" else "fedpac")
-    assert (record.status, record.outcome["reason"]) == ("failed", reason)
+    assert (record.status, record.reason) == ("failed", reason)
 
 
 def test_an_export_that_no_process_can_do_costs_the_bundle_alone(tmp_path):
@@ -198,7 +198,7 @@ def test_a_run_that_is_cancelled_while_its_method_computes_asks_no_more(tmp_path
         fed.until(lambda: "objection" in worker.names)
         compute.function = "objection"
         compute.error = AssertionError("asked")
-        fed.state.journal.append("cancel_requested", run=fed.run, body={"reason": "enough"})
+        fed.state.journal.append(fact_of("cancel_requested", {"reason": "enough"}), run=fed.run)
         fed.until(lambda: fed.record.status == "cancelled")
         fed.wait(60)
         assert fed.coordinator.loop is None

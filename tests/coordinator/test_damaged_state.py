@@ -10,6 +10,7 @@ import sqlite3
 import pytest
 from federation_harness import Federation, undisturbed_hash
 
+from coordinator.journal.entries import fact_of
 from coordinator.state.store import StateFolder
 from edge_agent.core.errors import StateError
 
@@ -116,7 +117,7 @@ def test_a_copy_of_the_journal_is_one_whole_file(tmp_path):
     """SQLite's own integrity check, on the copy alone."""
     with StateFolder(tmp_path / "state").open("me") as state:
         for seed in range(50):
-            state.journal.request_run({"seed": seed})
+            state.journal.request_run(fact_of("run_requested", {"seed": seed}))
         state.journal.copy_to(tmp_path / "copy.db")
     with contextlib.closing(sqlite3.connect(f"file:{tmp_path / 'copy.db'}?mode=ro", uri=True)) as copy:
         assert copy.execute("PRAGMA integrity_check").fetchone() == ("ok",)

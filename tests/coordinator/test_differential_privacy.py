@@ -92,7 +92,7 @@ def test_budget_ends_the_run_before_it_is_exceeded_and_over_all_runs(tmp_path):
         fed.request("fedavg", rounds=1, params=quick_params("fedavg"))
         fed.finish()
         assert fed.record.status == "failed"
-        assert "the privacy budget is spent" in fed.record.outcome["reason"]
+        assert "the privacy budget is spent" in fed.record.reason
 
 
 def test_a_restarted_coordinator_spends_no_round_twice(tmp_path):
@@ -123,7 +123,7 @@ def test_a_round_is_not_resumed_with_another_noise_than_its_updates_have(tmp_pat
         restart(fed, clip=1.0, noise=4.0)
         fed.finish()
         assert fed.record.status == "failed"
-        assert "round 1 was opened under privacy terms" in fed.record.outcome["reason"]
+        assert "round 1 was opened under privacy terms" in fed.record.reason
         assert not fed.state.journal.entries(fed.run, ("round_closed",)), "nothing counts as noisy"
 
 
@@ -150,7 +150,7 @@ def test_a_round_that_never_gets_as_many_updates_fails_with_the_number_that_it_n
         fed.request("fedavg", rounds=1, params=quick_params("fedavg"))
         fed.finish()
         assert fed.record.status == "failed"
-        assert "round 1 missed its quorum 2 times: 2 of 3 updates" in fed.record.outcome["reason"]
+        assert "round 1 missed its quorum 2 times: 2 of 3 updates" in fed.record.reason
 
 
 def test_rounds_without_noise_are_counted_beside_epsilon(tmp_path):
@@ -235,7 +235,7 @@ def test_a_method_without_defined_noise_fails_at_once_with_the_reason(tmp_path):
         fed.request("scaffold", rounds=2, params=quick_params("scaffold"))
         fed.finish()
         assert fed.record.status == "failed"
-        assert "for which no noise is defined" in fed.record.outcome["reason"]
+        assert "for which no noise is defined" in fed.record.reason
 
 
 @pytest.mark.parametrize(

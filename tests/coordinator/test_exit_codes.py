@@ -14,6 +14,7 @@ from coordinator.broker.access import set_password
 from coordinator.cli import main as headwater
 from coordinator.cli.follow import follow
 from coordinator.config import CoordinatorConfig
+from coordinator.journal.entries import fact_of
 from coordinator.state.store import StateFolder
 from edge_agent.cli import main as edge_agent
 from edge_agent.core.config import AgentConfig
@@ -154,7 +155,7 @@ def test_keys_that_tell_the_two_files_apart_are_in_one_of_them_alone():
 @pytest.mark.parametrize("end", ["run_failed", "run_cancelled"])
 def test_a_followed_run_that_fails_or_is_cancelled_ends_with_1(place, end):
     with StateFolder(place / "state").open("headwater serve") as state:
-        run = state.journal.request_run({"method": "fedavg", "rounds": 1})
+        run = state.journal.request_run(fact_of("run_requested", {"method": "fedavg", "rounds": 1}))
         real = state.journal.append
         real("run_started", run=run, digest="0" * 64)
         with pytest.raises(RunFailed, match=run) as ended:

@@ -15,8 +15,9 @@ from federation_harness import Federation
 
 from coordinator.cli.run import result_parts
 from coordinator.config import RoundConfig
+from coordinator.journal.entries import RoundOpened, fact_of
 from coordinator.runs.selection import Exclusions
-from coordinator.state.journal import Accepted, OpenRound
+from coordinator.views.runs import Accepted, OpenRound
 from edge_agent.core.errors import TrainingFailed
 from edge_agent.wire.messages import up
 
@@ -157,7 +158,7 @@ def test_a_run_that_is_cancelled_or_fails_names_who_was_left_out(tmp_path):
     fed = fleet(tmp_path, 1, "nan")
     fed.request(rounds=8)
     fed.until(lambda: fed.entries("round_opened", round=5))
-    fed.state.journal.append("cancel_requested", run=fed.run, body={"reason": "enough"})
+    fed.state.journal.append(fact_of("cancel_requested", {"reason": "enough"}), run=fed.run)
     fed.finish()
     summary = fed.state.run(fed.run).summary()
     assert summary["status"] == "cancelled"
@@ -266,7 +267,7 @@ def test_a_run_in_which_every_agent_fails_ends_with_all_their_reasons(tmp_path):
     fed.request(rounds=3)
     assert fed.finish() < 20
     assert fed.record.status == "failed"
-    reason = fed.record.outcome["reason"]
+    reason = fed.record.reason
     assert "every agent that was asked has failed" in reason
     assert "a0: " in reason
     assert "mallory: TrainingFailed: the loss became nan" in reason
@@ -292,7 +293,7 @@ def test_when_only_those_remain_who_fail_the_run_waits_for_the_one_that_has_deli
 def closed(number, delivered=(), rejected=(), missing=()):
     updates = {agent: Accepted("00" * 32, 1.0, {}) for agent in delivered}
     cohort = (*delivered, *rejected, *missing)
-    return OpenRound(number, 1, cohort, {}, updates, dict.fromkeys(rejected, "not finite"))
+    return OpenRound(number, 1, cohort, RoundOpened(), updates, dict.fromkeys(rejected, "not finite"))
 
 
 def test_pauses_double_up_to_sixteen_rounds_and_one_update_settles_everything():

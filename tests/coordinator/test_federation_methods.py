@@ -23,7 +23,7 @@ def finished(folder, method, compute=None, **options):
     with fed:
         fed.request(method, rounds=2, params=quick_params(method), **options)
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
     return fed
 
 
@@ -170,7 +170,7 @@ def test_a_method_whose_parameters_do_not_fit_fails_its_run_and_nothing_else(tmp
         fed.request("fedavg", params={"lr": -1})
         fed.finish()
         assert fed.record.status == "failed"
-        assert re.search("lr", fed.record.outcome["reason"])
+        assert re.search("lr", fed.record.reason)
         fed.request("fedavg", rounds=1, params=SMALL)
         fed.finish()
         assert fed.record.status == "finished"
@@ -184,7 +184,7 @@ def test_an_encoder_that_cannot_be_built_fails_its_run_and_nothing_else(tmp_path
         fed.request("fedavg")
         fed.finish()
         assert fed.record.status == "failed"
-        assert "feature_dim" in fed.record.outcome["reason"]
+        assert "feature_dim" in fed.record.reason
         fed.task = good
         fed.request("fedavg", rounds=1, params=SMALL)
         fed.finish()
@@ -202,7 +202,7 @@ def test_a_method_that_breaks_in_aggregate_fails_its_run_and_nothing_else(tmp_pa
         fed.request("fedper", params=SMALL)
         fed.finish()
         assert fed.record.status == "failed"
-        assert "ZeroDivisionError: a method of somebody else" in fed.record.outcome["reason"]
+        assert "ZeroDivisionError: a method of somebody else" in fed.record.reason
         fed.request("fedavg", rounds=1, params=SMALL)
         fed.finish()
         assert fed.record.status == "finished"

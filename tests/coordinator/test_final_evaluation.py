@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 from federation_harness import Federation
 
+from coordinator.journal.sqlite import Journal
 from coordinator.runs import context, results, round_loop
 from coordinator.runs.context import LOOK_AGAIN_S, Reports
-from coordinator.state.journal import Journal
 
 AGENTS = 7
 
@@ -56,10 +56,10 @@ def test_results_of_many_agents_reach_the_disk_in_few_parts(tmp_path, monkeypatc
     written = []
     append = Journal.append
 
-    def noting(journal, kind, **columns):
-        if kind == "release_reported":
+    def noting(journal, fact, **columns):
+        if fact.kind == "release_reported":
             written.append(journal.has_deferred)
-        return append(journal, kind, **columns)
+        return append(journal, fact, **columns)
 
     with Federation(tmp_path, agents=AGENTS) as fed:
         monkeypatch.setattr(Journal, "append", noting)

@@ -14,6 +14,7 @@ from federation_disturbances import lose
 from federation_harness import Federation, Killed
 
 from coordinator.cli.run import agents_table, footnotes
+from coordinator.journal.entries import fact_of
 from coordinator.runs import computations
 from coordinator.runs.context import Waiting, computed
 from coordinator.runs.lineage import lineage_of
@@ -103,14 +104,14 @@ def test_a_bundle_names_where_it_comes_from(tmp_path, exports, asked):
 def test_a_lineage_names_the_weights_and_the_warm_start_that_a_run_began_with(tmp_path):
     with StateFolder(tmp_path / "state").open("a test") as state:
         journal = state.journal
-        journal.append("run_requested", run="run-0001", body={})
-        journal.append("warm_started", run="run-0001", digest="c" * 64, body={"encoder_sha256": "d" * 64})
+        journal.append(fact_of("run_requested", {}), run="run-0001")
+        journal.append(fact_of("warm_started", {"encoder_sha256": "d" * 64}), run="run-0001", digest="c" * 64)
         for number, shares in ((1, (0.1, 0.2)), (2, (0.25, 0.75))):
-            journal.append("round_opened", run="run-0001", round=number, body={"agents": ["a", "b"]})
+            journal.append(fact_of("round_opened", {"agents": ["a", "b"]}), run="run-0001", round=number)
             for agent, share in zip("ab", shares, strict=True):
                 body = {"samples": 5, "metrics": {"acc.personal": share}}
-                journal.append("update_accepted", run="run-0001", round=number, agent=agent, body=body)
-            journal.append("round_closed", run="run-0001", round=number, digest="e" * 64, body={})
+                journal.append(fact_of("update_accepted", body), run="run-0001", round=number, agent=agent)
+            journal.append(fact_of("round_closed", {}), run="run-0001", round=number, digest="e" * 64)
         request = SimpleNamespace(seed=3, weights=SimpleNamespace(sha256="b" * 64))
         made = lineage_of(state, "run-0001", request, "f" * 64)
     assert (made.weights_sha256, made.warm_start_sha256, made.parent) == ("b" * 64, "d" * 64, None)

@@ -12,9 +12,10 @@ from web_site import FolderSite, agent_status
 
 from coordinator.cli import main as headwater
 from coordinator.cli.fleet import rows_of as terminal_rows
+from coordinator.journal.entries import fact_of
+from coordinator.journal.store import Entry
 from coordinator.state.fleet_rows import FleetFacts, Reported, reported_by, rows_of
 from coordinator.state.history import history_of
-from coordinator.state.journal import Entry
 from coordinator.state.releases import Book
 from coordinator.state.store import StateFolder
 from coordinator.web.folder_view import FolderView
@@ -142,11 +143,11 @@ class Camera:
 
     def release(self, bundle_id):
         journal = self.fed.state.journal
-        run = journal.request_run({"id": f"run-{len(self.run_id):04}-{'0' * 32}"})
-        journal.append("run_cancelled", run=run)
+        run = journal.request_run(fact_of("run_requested", {"id": f"run-{len(self.run_id):04}-{'0' * 32}"}))
+        journal.append(fact_of("run_cancelled", {}), run=run)
         self.run_id[bundle_id] = journal.entries(run, ("run_requested",))[0].body["id"]
         digest = self.fed.state.blobs.put(bundle_id.encode())
-        journal.append("release_made", run=run, round=1, digest=digest, body={"bundle_id": bundle_id, "plan": {}})
+        journal.append(fact_of("release_made", {"bundle_id": bundle_id, "plan": {}}), run=run, round=1, digest=digest)
         self.fed.wait(1)
 
     def report(self, bundle_id, number, runs, local, shared, personal, **more):

@@ -12,7 +12,9 @@ import pytest
 from federation_duties import WIDE_TASK
 from federation_harness import Federation, Killed
 
-from coordinator.state.journal import Journal
+from coordinator.journal.entries import UpdateAccepted, fact_of
+from coordinator.journal.sqlite import Journal
+from coordinator.views.runs import replay
 from edge_agent.core import storage as storage_module
 from edge_agent.core.errors import StateError
 from edge_agent.core.storage import PendingSyncs, sync, sync_folder, syncs_into, without_syncs
@@ -239,7 +241,7 @@ def test_a_full_disk_at_the_commit_leaves_the_uploads_of_others_to_be_resumed(tm
             grants = [grant.missing for grant in fed.messages(fed.topics.down("a1"), down.Grant)]
             assert grants == [((0, 103),), missing]
         else:
-            fed.state.journal.append("cancel_requested", run=fed.run, body={"reason": "no room"})
+            fed.state.journal.append(fact_of("cancel_requested", {"reason": "no room"}), run=fed.run)
             fed.finish()
             assert fed.record.status == "cancelled"
             assert not [path for path in (fed.state.blobs.folder / "partial").rglob("*") if path.is_file()]
@@ -248,7 +250,7 @@ def test_a_full_disk_at_the_commit_leaves_the_uploads_of_others_to_be_resumed(tm
 @pytest.fixture
 def journal(tmp_path):
     with Journal(tmp_path / "journal.db") as opened:
-        opened.request_run({})
+        opened.request_run(fact_of("run_requested", {}))
         yield opened
 
 
@@ -259,10 +261,10 @@ def seen(journal):
 
 def test_deferred_entries_are_read_here_at_once_and_elsewhere_after_the_flush(journal):
     with journal.deferring():
-        journal.append("run_started", run="run-0001", digest="0" * 64)
+        journal.append(fact_of("run_started", {}), run="run-0001", digest="0" * 64)
     assert journal.has_deferred
     assert [entry.kind for entry in journal.entries("run-0001")] == ["run_requested", "run_started"]
-    assert journal.replay("run-0001").status == "running"
+    assert replay(journal, "run-0001").status == "running"
     assert seen(journal) == []
     journal.flush()
     assert not journal.has_deferred
@@ -272,8 +274,8 @@ def test_deferred_entries_are_read_here_at_once_and_elsewhere_after_the_flush(jo
 
 def test_an_entry_of_another_thread_takes_the_deferred_ones_along_in_order(journal):
     with journal.deferring():
-        journal.append("run_started", run="run-0001", digest="0" * 64)
-        other = threading.Thread(target=lambda: journal.append("release_made", run="run-0001"))
+        journal.append(fact_of("run_started", {}), run="run-0001", digest="0" * 64)
+        other = threading.Thread(target=lambda: journal.append(fact_of("release_made", {}), run="run-0001"))
         other.start()
         other.join()
         assert seen(journal) == ["run_started", "release_made"]
@@ -283,23 +285,23 @@ def test_an_entry_of_another_thread_takes_the_deferred_ones_along_in_order(journ
 def test_what_an_entry_of_another_thread_could_not_take_along_fails_the_next_flush(journal, monkeypatch):
     """Otherwise nobody would know that entries are lost which were accepted."""
     with journal.deferring():
-        journal.append("run_started", run="run-0001", digest="0" * 64)
+        journal.append(fact_of("run_started", {}), run="run-0001", digest="0" * 64)
     monkeypatch.setattr(PendingSyncs, "finish", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error")))
     with pytest.raises(OSError, match="I/O error"):
-        journal.append("release_made", run="run-0001")
+        journal.append(fact_of("release_made", {}), run="run-0001")
     monkeypatch.undo()
     with pytest.raises(OSError, match="I/O error"):
         journal.flush()
     journal.flush()
     assert seen(journal) == []
-    assert journal.replay("run-0001").status == "requested"
+    assert replay(journal, "run-0001").status == "requested"
 
 
 def test_an_entry_that_cannot_be_written_leaves_those_before_it(journal):
     with journal.deferring():
-        journal.append("run_started", run="run-0001", digest="0" * 64)
+        journal.append(fact_of("run_started", {}), run="run-0001", digest="0" * 64)
         with pytest.raises(StateError, match="not JSON"):
-            journal.append("round_opened", run="run-0001", round=1, body={"x": object()})
+            journal.append(UpdateAccepted(samples=float("nan")), run="run-0001", round=1)
     journal.flush()
     assert seen(journal) == ["run_started"]
 

@@ -169,7 +169,7 @@ def with_head_tier(folder, *, kill_in_round=0, tier="any", method="fedpac"):
             fed.kill_coordinator()
             fed.start_coordinator()
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         fed.last, fed.sha, fed.lines = fed.final, fed.encoder_sha256, fed.metrics()
     return fed
 

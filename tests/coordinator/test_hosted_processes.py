@@ -19,6 +19,7 @@ from federation_duties import SMALL
 from coordinator.broker import EmbeddedBroker
 from coordinator.hosted import transport
 from coordinator.hosted.transport import HostedTransport
+from coordinator.journal.entries import fact_of
 from coordinator.processes import supervisor
 from coordinator.processes.supervisor import exit_reason
 from coordinator.runs.request import Request
@@ -111,7 +112,7 @@ def test_two_hosted_clients_and_two_agents_over_a_broker_end_in_the_bits_of_the_
         with processes(tmp_path, serve=("coordinator", "serve", "--config", "coordinator.toml"), **programs):
             with state.look(create=True) as folder:
                 asked = Request("fedper", prepared.request().params, 3, 7, prepared.task)
-                run = folder.journal.request_run(asked.body())
+                run = folder.journal.request_run(fact_of("run_requested", asked.body()))
                 over = ("run_finished", "run_failed")
                 words = lambda: "\n".join(path.read_text()[-2000:] for path in tmp_path.rglob("*.log"))
                 (end,) = until(lambda: folder.journal.entries(run, over), "the run is over", words)

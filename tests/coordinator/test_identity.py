@@ -14,10 +14,11 @@ from federation_duties import TASK, TinyDuties
 from federation_harness import Federation, vanish
 
 from coordinator.fleet.registry import RunIds
+from coordinator.journal.entries import fact_of
+from coordinator.journal.sqlite import Journal
 from coordinator.runs.request import Request
 from coordinator.service.coordinator import Coordinator
 from coordinator.state.backup import MARKER
-from coordinator.state.journal import Journal
 from coordinator.state.starts import Takeover, record_start
 from coordinator.state.store import StateFolder
 from edge_agent.agent.local_state import FOLLOW_S
@@ -93,7 +94,7 @@ def test_a_run_ends_with_its_own_model_whatever_was_there_before(tmp_path, tmp_p
                 fed.add(name)
         fed.start_coordinator()
         if full and not wiped:
-            fed.state.journal.append("cancel_requested", run=fed.run)
+            fed.state.journal.append(fact_of("cancel_requested", {}), run=fed.run)
         ask(fed, SECOND)
         fed.finish()
         assert fed.encoder_sha256 == wanted
@@ -145,7 +146,7 @@ def test_another_feature_size_after_the_state_folder_was_removed_is_no_trouble(t
         fed.start_coordinator()
         ask(fed, FIRST)
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
 
 
 def test_an_update_of_another_state_folder_is_rejected_with_the_reason(tmp_path):
@@ -234,7 +235,7 @@ def test_a_run_id_is_known_to_its_own_journal_alone(tmp_path):
     ids = []
     for name in ("one", "two"):
         with Journal(tmp_path / name / "journal.db") as journal:
-            assert journal.request_run({}) == "run-0001"
+            assert journal.request_run(fact_of("run_requested", {})) == "run-0001"
             known = RunIds(journal)
             ids.append(known.of("run-0001"))
             assert known.name(ids[-1]) == "run-0001"
@@ -248,12 +249,12 @@ def test_a_run_of_a_version_without_run_ids_fails_at_once_and_says_what_to_do(tm
     wanted = Request("fedavg", {}, 1, 0, TASK).body()
     with Federation(tmp_path, agents=("a0",)) as fed:
         fed.settle()
-        fed.state.journal.append("run_requested", run="run-0001", body=wanted)
+        fed.state.journal.append(fact_of("run_requested", wanted), run="run-0001")
         fed.run = fed._run_ids["run-0001"] = "run-0001"
         assert fed.finish(limit_s=30) < 10
         assert fed.record.status == "failed"
-        assert "older version" in fed.record.outcome["reason"]
-        assert "ask for it again with 'headwater run'" in fed.record.outcome["reason"]
+        assert "older version" in fed.record.reason
+        assert "ask for it again with 'headwater run'" in fed.record.reason
         assert fed.tasks["a0"].done == []
         assert fed.request(rounds=1) == "run-0002"
         fed.finish()
@@ -364,7 +365,7 @@ def as_backup(folder):
 def with_more_entries(folder, count=100):
     with StateFolder(folder).look() as state:
         for _ in range(count):
-            state.journal.append("run_heard", body={})
+            state.journal.append(fact_of("run_heard", {}))
     return folder
 
 
@@ -409,7 +410,9 @@ def test_a_copy_that_is_told_to_take_over_ends_the_coordinator_that_serves(parte
         assert {agent.membership.epoch for agent in fed.agents.values()} == {1000 if is_backup else 3}
         assert successor.stopped is None
         journal = successor.coordinator.state.journal
-        assert journal.request_run({}) == "run-0003", "run-0002 is one of the coordinator that was replaced"
+        assert journal.request_run(fact_of("run_requested", {})) == "run-0003", (
+            "run-0002 is one of the coordinator that was replaced"
+        )
 
 
 def test_of_a_copy_and_an_original_that_serve_after_a_split_the_newer_journal_stays(parted, tmp_path):
@@ -481,7 +484,7 @@ def test_starts_of_versions_that_wrote_no_takeover_are_read_as_they_were_meant(t
     """The first epoch of a copy said that it replaces its original."""
     with Journal(tmp_path / "journal.db") as journal:
         for epoch in (1, 2, 1000, 1001):
-            journal.append("coordinator_started", body={"federation": "f" * 32, "epoch": epoch})
+            journal.append(fact_of("coordinator_started", {"federation": "f" * 32, "epoch": epoch}))
         start = record_start(journal, version="x", boot="b")
     assert (start.epoch, start.takeover, start.is_copy) == (1002, 1000, False)
 

@@ -13,7 +13,8 @@ from coordinator.cli.enroll import enrolment
 from coordinator.config import IdentityConfig, load_config
 from coordinator.identity.enrolment import Enrolment
 from coordinator.identity.serving import BrokerFiles, server_names
-from coordinator.state.journal import utc_now
+from coordinator.journal.entries import fact_of
+from coordinator.journal.store import utc_now
 from coordinator.state.releases import book_of
 from coordinator.state.store import StateFolder
 from edge_agent.identity.certificates import IdentityFolder
@@ -158,7 +159,7 @@ def test_a_revoked_device_counts_in_no_release_any_more(fleet):
     for name in ("porch", "attic"):
         fleet.token(name)
     with StateFolder(state).look(create=True) as folder:
-        folder.journal.append("device_reported", agent="porch", body={"runs": ""})
+        folder.journal.append(fact_of("device_reported", {"runs": ""}), agent="porch")
     for name in ("porch", "attic"):
         assert fleet.call("agents", "revoke", name, "--config", fleet.config)[0] == 0
     with StateFolder(state).look() as folder:

@@ -15,7 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.state.journal import KINDS, Accepted, Entry, Journal, RunRecord, step
+from coordinator.journal.entries import RunRequested, UpdateAccepted, UpdateRefused, fact_of
+from coordinator.journal.kinds import KINDS
+from coordinator.journal.sqlite import Journal
+from coordinator.journal.store import Entry
+from coordinator.views.runs import Accepted, RunRecord, replay, step
 from edge_agent.core.errors import StateError, UnknownName
 from edge_agent.core.storage import without_syncs
 
@@ -37,9 +41,9 @@ def change(path, statement, *values):
 
 
 def test_entries_come_back_as_written_and_in_order(journal):
-    journal.append("coordinator_started", body={"version": "0.1.0"})
-    run = journal.request_run({"method": "fedavg"})
-    journal.append("update_accepted", run=run, round=1, agent="porch", digest="ab" * 32, body={"samples": 7})
+    journal.append(fact_of("coordinator_started", {"version": "0.1.0"}))
+    run = journal.request_run(fact_of("run_requested", {"method": "fedavg"}))
+    journal.append(fact_of("update_accepted", {"samples": 7}), run=run, round=1, agent="porch", digest="ab" * 32)
     first, second, third = journal.entries()
     assert (first.id, first.kind, first.body, first.run) == (1, "coordinator_started", {"version": "0.1.0"}, None)
     assert (second.kind, second.run, second.body["method"]) == ("run_requested", "run-0001", "fedavg")
@@ -50,17 +54,27 @@ def test_entries_come_back_as_written_and_in_order(journal):
 
 def test_hash_chain_is_what_the_module_says(journal):
     """The hash is worked out again with nothing but json and hashlib."""
-    written = journal.append("run_failed", run="run-0001", body={"b": 1, "a": "ä"})
-    content = [1, written.at, "run_failed", "run-0001", None, None, None, '{"a":"\\u00e4","b":1}', "0" * 64]
+    written = journal.append(UpdateRefused(reason="ä", boot="b"), run="run-0001")
+    content = [
+        1,
+        written.at,
+        "update_refused",
+        "run-0001",
+        None,
+        None,
+        None,
+        '{"boot":"b","reason":"\\u00e4"}',
+        "0" * 64,
+    ]
     text = "[" + ",".join(json.dumps(item) for item in content) + "]"
     assert written.hash == hashlib.sha256(text.encode()).hexdigest()
-    assert journal.append("run_failed", run="run-0002").previous_hash == written.hash
+    assert journal.append(fact_of("run_failed", {}), run="run-0002").previous_hash == written.hash
 
 
 def test_entries_can_be_asked_for_by_run_kind_and_position(journal):
     for run in ("run-0001", "run-0002"):
-        journal.append("run_requested", run=run)
-        journal.append("run_started", run=run)
+        journal.append(fact_of("run_requested", {}), run=run)
+        journal.append(fact_of("run_started", {}), run=run)
     assert [entry.id for entry in journal.entries("run-0002")] == [3, 4]
     assert [entry.id for entry in journal.entries(kinds=("run_requested",))] == [1, 3]
     assert [entry.id for entry in journal.entries(kinds=("run_requested",), after=1)] == [3]
@@ -69,40 +83,41 @@ def test_entries_can_be_asked_for_by_run_kind_and_position(journal):
 
 def test_entries_can_be_asked_for_by_round_and_agent(journal):
     for round_, agent in ((1, "a"), (1, "b"), (2, "a")):
-        journal.append("update_accepted", run="run-0001", round=round_, agent=agent)
+        journal.append(fact_of("update_accepted", {}), run="run-0001", round=round_, agent=agent)
     assert [entry.id for entry in journal.entries("run-0001", round=1)] == [1, 2]
     assert [entry.id for entry in journal.entries("run-0001", round=2, agent="a")] == [3]
     assert journal.entries("run-0002", round=1) == []
 
 
 def test_checkpoints_are_those_that_replay_finds(journal):
-    runs = [journal.request_run({}) for _ in range(3)]
-    journal.append("run_started", run=runs[0], digest="00" * 32)
+    runs = [journal.request_run(fact_of("run_requested", {})) for _ in range(3)]
+    journal.append(fact_of("run_started", {}), run=runs[0], digest="00" * 32)
     for number in (1, 2):
-        journal.append("round_opened", run=runs[1], round=number)
-        journal.append("round_closed", run=runs[1], round=number, digest=f"0{number}" * 32)
-    journal.append("release_made", run=runs[1], digest="ff" * 32)
+        journal.append(fact_of("round_opened", {}), run=runs[1], round=number)
+        journal.append(fact_of("round_closed", {}), run=runs[1], round=number, digest=f"0{number}" * 32)
+    journal.append(fact_of("release_made", {}), run=runs[1], digest="ff" * 32)
     assert journal.checkpoints() == {runs[0]: "00" * 32, runs[1]: "02" * 32}
-    assert {run: journal.replay(run).checkpoint for run in runs} == {**journal.checkpoints(), runs[2]: None}
+    assert {run: replay(journal, run).checkpoint for run in runs} == {**journal.checkpoints(), runs[2]: None}
 
 
 def test_unknown_kind_is_refused_with_the_nearest_and_nothing_is_written(journal):
     with pytest.raises(UnknownName, match="did you mean 'round_opened'"):
-        journal.append("round_opend")
+        journal.append(fact_of("round_opend", {}))
     assert journal.last_id() == 0
 
 
-@pytest.mark.parametrize("body", [{"loss": float("nan")}, {"x": object()}])
-def test_body_that_is_not_json_is_refused_and_nothing_is_written(journal, body):
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_fact_with_a_number_that_is_none_is_refused_and_nothing_is_written(journal, number):
     with pytest.raises(StateError, match="not JSON"):
-        journal.append("run_failed", body=body)
+        journal.append(UpdateAccepted(samples=1, metrics={"loss": number}))
     assert journal.last_id() == 0
 
 
 def test_verify_counts_entries_of_a_sound_journal(journal):
     assert journal.verify() == 0
+    needed = {"runs": ["run-0001"], "agents": ["a"], "stage": "paused", "release": 1}
     for kind in KINDS:
-        journal.append(kind)
+        journal.append(fact_of(kind, needed))
     assert journal.verify() == len(KINDS)
 
 
@@ -120,7 +135,13 @@ def test_verify_counts_entries_of_a_sound_journal(journal):
 )
 def test_verify_names_the_first_broken_link(journal, statement, values, entry, word):
     for agent in ("a", "b", "c", "d"):
-        journal.append("update_accepted", run="run-0001", round=1, agent=agent, digest="ab" * 32, body={"samples": 1})
+        journal.append(
+            fact_of("update_accepted", {"samples": 1}),
+            run="run-0001",
+            round=1,
+            agent=agent,
+            digest="ab" * 32,
+        )
     change(journal.path, statement, *values)
     with pytest.raises(StateError, match=f"entry {entry} breaks the chain: .*{word}"):
         journal.verify()
@@ -128,7 +149,7 @@ def test_verify_names_the_first_broken_link(journal, statement, values, entry, w
 
 def test_swapped_entries_are_found(journal):
     for number in range(3):
-        journal.append("run_failed", run=f"run-000{number}")
+        journal.append(fact_of("run_failed", {}), run=f"run-000{number}")
     change(journal.path, "UPDATE entries SET id = 9 WHERE id = 2")
     change(journal.path, "UPDATE entries SET id = 2 WHERE id = 3")
     change(journal.path, "UPDATE entries SET id = 3 WHERE id = 9")
@@ -140,7 +161,10 @@ def filled(path, entries=400):
     with Journal(path) as journal:
         for number in range(entries):
             journal.append(
-                "update_refused", run="run-0001", round=1, agent=f"agent-{number}", body={"reason": "x" * 40}
+                fact_of("update_refused", {"reason": "x" * 40}),
+                run="run-0001",
+                round=1,
+                agent=f"agent-{number}",
             )
     assert path.stat().st_size > 16 * 4096, "several pages, so that cutting leaves a header that looks sound"
 
@@ -208,62 +232,70 @@ def test_closed_journal_says_so(tmp_path):
 
 
 def test_replay_follows_a_run_through_its_life(journal):
-    run = journal.request_run({"method": "fedper", "rounds": 2})
-    asked = journal.replay(run).request
-    assert re.fullmatch(r"run-0001-[0-9a-f]{32}", asked["id"])
-    assert journal.replay(run) == RunRecord(run, {"method": "fedper", "rounds": 2, "id": asked["id"]})
-    journal.append("run_started", run=run, digest="00" * 32)
-    assert (journal.replay(run).status, journal.replay(run).checkpoint) == ("running", "00" * 32)
-    journal.append("round_opened", run=run, round=1, body={"cohort": ["a", "b", "c"], "attempt": 1, "deadline_s": 60})
+    run = journal.request_run(fact_of("run_requested", {"method": "fedper", "rounds": 2}))
+    asked = replay(journal, run).request
+    assert re.fullmatch(r"run-0001-[0-9a-f]{32}", asked.id)
+    assert replay(journal, run) == RunRecord(run, RunRequested(method="fedper", rounds=2, id=asked.id))
+    journal.append(fact_of("run_started", {}), run=run, digest="00" * 32)
+    assert (replay(journal, run).status, replay(journal, run).checkpoint) == ("running", "00" * 32)
     journal.append(
-        "update_accepted", run=run, round=1, agent="b", digest="bb" * 32, body={"samples": 5, "metrics": {"loss": 0.5}}
+        fact_of("round_opened", {"cohort": ["a", "b", "c"], "attempt": 1, "wanted": 2}),
+        run=run,
+        round=1,
     )
-    journal.append("update_refused", run=run, round=1, agent="c", body={"reason": "not finite"})
-    record = journal.replay(run)
+    journal.append(
+        fact_of("update_accepted", {"samples": 5, "metrics": {"loss": 0.5}}),
+        run=run,
+        round=1,
+        agent="b",
+        digest="bb" * 32,
+    )
+    journal.append(fact_of("update_refused", {"reason": "not finite"}), run=run, round=1, agent="c")
+    record = replay(journal, run)
     assert record.open_round is not None
     assert record.open_round.cohort == ("a", "b", "c")
     assert record.open_round.updates == {"b": Accepted("bb" * 32, 5.0, {"loss": 0.5})}
     assert record.open_round.rejected == {"c": "not finite"}
-    assert record.open_round.body["deadline_s"] == 60
-    journal.append("round_closed", run=run, round=1, digest="11" * 32)
-    record = journal.replay(run)
+    assert record.open_round.opened.wanted == 2
+    journal.append(fact_of("round_closed", {}), run=run, round=1, digest="11" * 32)
+    record = replay(journal, run)
     assert (record.round, record.checkpoint, record.open_round) == (1, "11" * 32, None)
-    journal.append("run_finished", run=run, digest="11" * 32, body={"seconds": 3})
-    record = journal.replay(run)
-    assert (record.status, record.is_over, record.outcome) == ("finished", True, {"seconds": 3})
+    journal.append(fact_of("run_finished", {"encoder_sha256": "e" * 64}), run=run, digest="11" * 32)
+    record = replay(journal, run)
+    assert (record.status, record.is_over, record.encoder_sha256) == ("finished", True, "e" * 64)
 
 
 def test_second_update_of_an_agent_in_a_round_changes_nothing(journal):
-    run = journal.request_run({})
-    journal.append("round_opened", run=run, round=1, body={"cohort": ["a"]})
+    run = journal.request_run(fact_of("run_requested", {}))
+    journal.append(fact_of("round_opened", {"cohort": ["a"]}), run=run, round=1)
     for digest in ("aa" * 32, "ab" * 32):
-        journal.append("update_accepted", run=run, round=1, agent="a", digest=digest, body={"samples": 1})
-    assert journal.replay(run).open_round.updates["a"].digest == "aa" * 32
+        journal.append(fact_of("update_accepted", {"samples": 1}), run=run, round=1, agent="a", digest=digest)
+    assert replay(journal, run).open_round.updates["a"].digest == "aa" * 32
 
 
 def test_new_attempt_keeps_the_updates_of_the_earlier_one(journal):
-    run = journal.request_run({})
-    journal.append("round_opened", run=run, round=1, body={"cohort": ["a", "b", "d", "e"], "attempt": 1})
-    journal.append("update_accepted", run=run, round=1, agent="a", digest="aa" * 32, body={"samples": 1})
+    run = journal.request_run(fact_of("run_requested", {}))
+    journal.append(fact_of("round_opened", {"cohort": ["a", "b", "d", "e"], "attempt": 1}), run=run, round=1)
+    journal.append(fact_of("update_accepted", {"samples": 1}), run=run, round=1, agent="a", digest="aa" * 32)
     for agent in ("d", "e"):
-        journal.append("update_refused", run=run, round=1, agent=agent, body={"reason": "not finite"})
+        journal.append(fact_of("update_refused", {"reason": "not finite"}), run=run, round=1, agent=agent)
     again = {"cohort": ["a", "b", "d", "e", "c"], "attempt": 2, "again": ["e"]}
-    journal.append("round_opened", run=run, round=1, body=again)
-    open_round = journal.replay(run).open_round
+    journal.append(fact_of("round_opened", again), run=run, round=1)
+    open_round = replay(journal, run).open_round
     assert (open_round.attempt, open_round.cohort) == (2, ("a", "b", "d", "e", "c"))
     assert open_round.updates == {"a": Accepted("aa" * 32, 1.0, {})}
     assert open_round.rejected == {"d": "not finite"}
 
 
 def test_update_of_a_round_that_is_not_open_changes_nothing(journal):
-    run = journal.request_run({})
-    journal.append("round_opened", run=run, round=1, body={"cohort": ["a"]})
-    journal.append("round_closed", run=run, round=1, digest="11" * 32)
-    before = journal.replay(run)
-    journal.append("update_accepted", run=run, round=1, agent="a", digest="aa" * 32, body={"samples": 1})
-    journal.append("round_opened", run=run, round=2, body={"cohort": ["a"]})
-    journal.append("update_accepted", run=run, round=1, agent="a", digest="aa" * 32, body={"samples": 1})
-    after = journal.replay(run)
+    run = journal.request_run(fact_of("run_requested", {}))
+    journal.append(fact_of("round_opened", {"cohort": ["a"]}), run=run, round=1)
+    journal.append(fact_of("round_closed", {}), run=run, round=1, digest="11" * 32)
+    before = replay(journal, run)
+    journal.append(fact_of("update_accepted", {"samples": 1}), run=run, round=1, agent="a", digest="aa" * 32)
+    journal.append(fact_of("round_opened", {"cohort": ["a"]}), run=run, round=2)
+    journal.append(fact_of("update_accepted", {"samples": 1}), run=run, round=1, agent="a", digest="aa" * 32)
+    after = replay(journal, run)
     assert (after.round, after.checkpoint) == (before.round, before.checkpoint)
     assert after.open_round.updates == {}
 
@@ -273,16 +305,16 @@ def test_update_of_a_round_that_is_not_open_changes_nothing(journal):
     [("round_closed", 1, "aa" * 32), ("round_opened", 2, None), ("round_opened", None, None)],
 )
 def test_contradiction_is_an_error_that_names_the_entry(journal, kind, round_, digest):
-    run = journal.request_run({})
-    journal.append(kind, run=run, round=round_, digest=digest)
+    run = journal.request_run(fact_of("run_requested", {}))
+    journal.append(fact_of(kind, {}), run=run, round=round_, digest=digest)
     with pytest.raises(StateError, match="journal entry 2 of run 'run-0001'"):
-        journal.replay(run)
+        replay(journal, run)
 
 
 def test_unknown_run_is_named_with_its_nearest(journal):
-    journal.request_run({})
+    journal.request_run(fact_of("run_requested", {}))
     with pytest.raises(UnknownName, match="did you mean 'run-0001'"):
-        journal.replay("run-0002")
+        replay(journal, "run-0002")
 
 
 def test_replay_reads_each_entry_of_the_journal_once(journal):
@@ -292,30 +324,30 @@ def test_replay_reads_each_entry_of_the_journal_once(journal):
         """Steps of the database's machine; reading a row takes some."""
         count = [0]
         journal._connection.set_progress_handler(lambda: count.__setitem__(0, count[0] + 1), 1)
-        record = journal.replay(first)
+        record = replay(journal, first)
         journal._connection.set_progress_handler(None, 1)
         assert record.status == "finished"
         return count[0]
 
-    first = journal.request_run({})
-    journal.append("run_finished", run=first)
-    second = journal.request_run({})
+    first = journal.request_run(fact_of("run_requested", {}))
+    journal.append(fact_of("run_finished", {}), run=first)
+    second = journal.request_run(fact_of("run_requested", {}))
     unchanged = [steps(), steps()][-1]
     for number in range(1, 301):
-        journal.append("update_accepted", run=second, round=number, agent="a0", digest="0" * 64)
+        journal.append(fact_of("update_accepted", {}), run=second, round=number, agent="a0", digest="0" * 64)
     once = steps()
     again = steps()
     assert once > 300
     assert again == unchanged < 50
-    journal.append("run_pruned", run=first)
-    assert journal.replay(first).is_pruned
+    journal.append(fact_of("run_pruned", {}), run=first)
+    assert replay(journal, first).is_pruned
 
 
 def test_unfinished_runs_in_the_order_of_their_requests(journal):
-    runs = [journal.request_run({}) for _ in range(4)]
+    runs = [journal.request_run(fact_of("run_requested", {})) for _ in range(4)]
     assert runs == ["run-0001", "run-0002", "run-0003", "run-0004"]
-    journal.append("run_cancelled", run=runs[1])
-    journal.append("run_finished", run=runs[2])
+    journal.append(fact_of("run_cancelled", {}), run=runs[1])
+    journal.append(fact_of("run_finished", {}), run=runs[2])
     assert journal.unfinished() == ["run-0001", "run-0004"]
 
 
@@ -325,7 +357,7 @@ IN_A_ROUND = st.sampled_from(("round_opened", "update_accepted", "update_refused
 @given(st.lists(st.tuples(IN_A_ROUND, st.integers(1, 3), st.sampled_from("abc")), max_size=30))
 def test_replay_agrees_with_a_plain_list_of_what_happened(steps):
     """A twin that keeps sets: whatever the order of entries, each digest is in at most one place."""
-    record = RunRecord("run-0001", {})
+    record = RunRecord("run-0001")
     open_round = None
     updates = set()
     closed = 0
@@ -352,10 +384,11 @@ def test_replay_agrees_with_a_plain_list_of_what_happened(steps):
 APPEND_FORTY = """
 import sys
 from pathlib import Path
-from coordinator.state.journal import Journal
+from coordinator.journal.entries import UpdateAccepted
+from coordinator.journal.sqlite import Journal
 with Journal(Path(sys.argv[1])) as journal:
     for _ in range(40):
-        journal.append("update_accepted", run="run-0001", round=1, agent=sys.argv[2], digest="aa" * 32)
+        journal.append(UpdateAccepted(), run="run-0001", round=1, agent=sys.argv[2], digest="aa" * 32)
 """
 
 
@@ -374,9 +407,10 @@ def test_what_append_returned_survives_a_kill(tmp_path):
     """The child says a number only after append returned, then is killed: every said number is in the journal."""
     path = tmp_path / "journal.db"
     program = (
-        "import sys; from pathlib import Path; from coordinator.state.journal import Journal\n"
+        "import sys; from pathlib import Path; from coordinator.journal.sqlite import Journal\n"
+        "from coordinator.journal.entries import CoordinatorStarted\n"
         "with Journal(Path(sys.argv[1])) as journal:\n"
-        "    while True: print(journal.append('coordinator_started').id, flush=True)\n"
+        "    while True: print(journal.append(CoordinatorStarted()).id, flush=True)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True) as child:
         said = [int(child.stdout.readline()) for _ in range(25)]
@@ -396,7 +430,7 @@ def test_a_journal_waits_for_the_disk_except_where_nothing_does(tmp_path, is_sim
 def test_a_journal_at_rest_is_read_on_a_disk_that_takes_nothing(small_disk, is_read_only):
     path = small_disk / "journal.db"
     with Journal(path) as journal:
-        written = [journal.append("device_retired", agent=f"d{number}") for number in range(50)]
+        written = [journal.append(fact_of("device_retired", {}), agent=f"d{number}") for number in range(50)]
     if is_read_only:
         subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     else:
@@ -408,10 +442,10 @@ def test_a_journal_at_rest_is_read_on_a_disk_that_takes_nothing(small_disk, is_r
         assert journal.entries() == written
         assert journal.version() == journal.version()
         with pytest.raises(StateError, match="Free disk space if it is full"):
-            journal.append("device_retired", agent="late")
+            journal.append(fact_of("device_retired", {}), agent="late")
     if not is_read_only:
         with pytest.raises(StateError, match="Free disk space if it is full"):
             Journal(path).open()  # to serve
         (small_disk / f"fill-{1 << 16}").unlink()
         with Journal(path) as journal:
-            assert journal.append("device_retired", agent="late").id == len(written) + 1
+            assert journal.append(fact_of("device_retired", {}), agent="late").id == len(written) + 1

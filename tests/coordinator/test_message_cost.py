@@ -13,9 +13,10 @@ from federation_harness import Clock, Federation
 
 from coordinator.fleet.registry import Roster
 from coordinator.fleet.transfers import SLOW_SAMPLES
+from coordinator.journal.entries import fact_of
+from coordinator.journal.sqlite import Journal
 from coordinator.runs.request import Request
 from coordinator.service import coordinator as service
-from coordinator.state.journal import Journal
 from coordinator.state.store import StateFolder
 from edge_agent.wire.messages import codec, down, up
 
@@ -267,7 +268,7 @@ def test_a_coordinator_at_rest_reads_its_journal_only_when_it_has_changed(tmp_pa
         fed.wait(20)
         assert reads == []
         with StateFolder(fed.config.state).look() as other:  # as 'headwater run --no-wait' in another process
-            fed.run = other.journal.request_run(Request("fedavg", {}, 1, 0, fed.task).body())
+            fed.run = other.journal.request_run(fact_of("run_requested", Request("fedavg", {}, 1, 0, fed.task).body()))
         monkeypatch.undo()
         fed.finish()
         assert fed.record.status == "finished"

@@ -7,6 +7,7 @@ from federation_harness import Federation
 
 from coordinator.fleet.message_ranks import rank_by
 from coordinator.fleet.transfers import Collection, Collector
+from coordinator.journal.entries import fact_of
 from coordinator.state.store import StateFolder
 from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.inbox import ORDINARY, Inbox, Rank
@@ -87,7 +88,7 @@ def test_a_coordinator_that_is_behind_lets_one_upload_begin_at_a_time(tmp_path):
     with StateFolder(tmp_path).open("test") as state:
         note = lambda agent, message: said.append((agent, type(message)))
         collector = Collector(state.blobs, state.journal, note, lambda: 0.0, unread_s=lambda: unread_s)
-        run = state.journal.request_run({})
+        run = state.journal.request_run(fact_of("run_requested", {}))
         collector.open(Collection(run, 1, agents, specs_of(tensors)))
         for agent in agents:
             collector.manifest(agent, up.UpdateManifest(run=run, round=1, blob=blob.ref, samples=1))

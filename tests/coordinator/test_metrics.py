@@ -15,8 +15,9 @@ from federation_harness import Federation
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 
+from coordinator.journal.entries import fact_of
+from coordinator.journal.sqlite import Journal
 from coordinator.state import store
-from coordinator.state.journal import Journal
 from coordinator.state.store import StateFolder
 from coordinator.text import worst_tenth
 from coordinator.web import health, metrics
@@ -80,20 +81,25 @@ def test_a_federation_that_was_counted_by_hand(tmp_path):
 
 def test_rejected_late_and_failed_are_told_apart(tmp_path):
     with Journal(tmp_path / "journal.db", now=lambda: NOW) as journal:
-        run = journal.request_run({})
-        journal.append("run_started", run=run)
-        journal.append("round_opened", run=run, round=1, body={"cohort": ["a", "b", "c"]})
+        run = journal.request_run(fact_of("run_requested", {}))
+        journal.append(fact_of("run_started", {}), run=run)
+        journal.append(fact_of("round_opened", {"cohort": ["a", "b", "c"]}), run=run, round=1)
         for agent, reason in (("a", "UpdateRejected: NaN"), ("b", "DiskError: full"), ("c", "Evil{}\n: x")):
-            journal.append("update_refused", run=run, round=1, agent=agent, body={"reason": reason})
+            journal.append(fact_of("update_refused", {"reason": reason}), run=run, round=1, agent=agent)
         reader = Reader(tmp_path, lambda: NOW)
         (tmp_path / "status.json").write_text(json.dumps(status()))
         opened = parsed(exposition(reader.snapshot()))
         body = {"clients": 0, "late": [], "seconds": 61.0, "waiting_s": 0.2}
-        journal.append("round_closed", run=run, round=1, digest="0" * 64, body=body)
-        journal.append("round_opened", run=run, round=2, body={"cohort": ["a"]})
-        journal.append("update_refused", run=run, round=1, agent="d", body={"reason": "the round is over"})
-        journal.append("round_closed", run=run, round=2, digest="0" * 64, body={**body, "late": [{}], "clients": 1})
-        journal.append("run_failed", run=run)
+        journal.append(fact_of("round_closed", body), run=run, round=1, digest="0" * 64)
+        journal.append(fact_of("round_opened", {"cohort": ["a"]}), run=run, round=2)
+        journal.append(fact_of("update_refused", {"reason": "the round is over"}), run=run, round=1, agent="d")
+        journal.append(
+            fact_of("round_closed", {**body, "late": [{"agent": "d", "round": 1}], "clients": 1}),
+            run=run,
+            round=2,
+            digest="0" * 64,
+        )
+        journal.append(fact_of("run_failed", {}), run=run)
         closed = parsed(exposition(reader.snapshot()))
         reader.close()
     assert opened["headwater_round_opened_timestamp_seconds",] == NOW.timestamp()
@@ -173,7 +179,7 @@ def test_a_folder_that_is_missing_damaged_or_replaced_costs_no_scrape(tmp_path):
     reader = Reader(state, lambda: NOW)
     assert parsed(exposition(reader.snapshot()))["headwater_journal_up",] == 0
     with StateFolder(state).open("test") as folder:
-        folder.journal.request_run({})
+        folder.journal.request_run(fact_of("run_requested", {}))
     assert parsed(exposition(reader.snapshot()))["headwater_runs", ("status", "requested")] == 1
     shutil.rmtree(state)
     assert parsed(exposition(reader.snapshot()))["headwater_journal_up",] == 0
@@ -205,11 +211,11 @@ def test_updates_of_a_closed_round_are_read_once_and_in_pieces(tmp_path, monkeyp
     def close(number, *accuracies):
         for agent, accuracy in enumerate(accuracies):
             body = {"metrics": {"acc.personal": accuracy, "loss": 9.0}}
-            journal.append("update_accepted", run=run, round=number, agent=f"a{agent}", body=body)
-        journal.append("round_closed", run=run, round=number, digest="0" * 64, body={"clients": len(accuracies)})
+            journal.append(fact_of("update_accepted", body), run=run, round=number, agent=f"a{agent}")
+        journal.append(fact_of("round_closed", {"clients": len(accuracies)}), run=run, round=number, digest="0" * 64)
 
     with Journal(tmp_path / "journal.db", now=lambda: NOW) as journal:
-        run = journal.request_run({})
+        run = journal.request_run(fact_of("run_requested", {}))
         close(1, *(n / 10 for n in range(1, 8)))
         reader = Reader(tmp_path, lambda: NOW)
         monkeypatch.setattr(Journal, "entries", noted)

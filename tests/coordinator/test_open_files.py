@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from coordinator.fleet.transfers import MOST_OPEN_UPLOADS, Collection, Collector
+from coordinator.journal.entries import fact_of
 from coordinator.state.store import StateFolder
 from edge_agent.core import storage
 from edge_agent.core.storage import PendingSyncs, sync, syncs_into
@@ -43,7 +44,7 @@ def test_a_hundred_uploads_at_once_take_few_open_files_and_all_arrive(tmp_path):
 
     with StateFolder(tmp_path).open("test") as state:
         collector = Collector(state.blobs, state.journal, note, lambda: 0.0)
-        run = state.journal.request_run({})
+        run = state.journal.request_run(fact_of("run_requested", {}))
         collector.open(Collection(run, 1, agents, specs_of(tensors)))
         before = open_files()
         for agent in agents:

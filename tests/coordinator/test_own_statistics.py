@@ -121,7 +121,7 @@ def refusals(fed):
 def test_statistics_that_nobody_declared_leave_no_device_of_either_tier(tmp_path, sums):
     fed = finished(tmp_path)
     assert fed.ended.status == "failed"
-    why = fed.ended.outcome["reason"]
+    why = fed.ended.reason
     assert "method 'sums' sends 'extra.cross' float64 [6, 3], 'extra.gram' float64 [6, 6]" in why
     for agent in ("a0", "h1", "h2"):
         assert not fed.published(fed.topics.up_chunks(agent)), f"{agent} has sent its statistics"
@@ -144,10 +144,7 @@ def test_a_parameter_that_is_declared_and_not_obeyed_changes_nothing(tmp_path, s
     some = {agent: {"statistics": ["extra.gram"]} for agent in ("a0", "h1", "h2")}
     fed = finished(tmp_path, some, duties=SingleSample)
     assert fed.ended.status == "failed"
-    assert (
-        "'extra.cross' of method 'sums' holds values of 1 of 3 classes that have fewer than 2"
-        in fed.ended.outcome["reason"]
-    )
+    assert "'extra.cross' of method 'sums' holds values of 1 of 3 classes that have fewer than 2" in fed.ended.reason
     assert not fed.published(fed.topics.up_chunks("h1"))
 
 
@@ -167,7 +164,7 @@ def test_run_of_which_two_of_three_were_refused_does_not_end_as_if_nothing_were(
     note = fed.result["incomplete"]
     assert note.startswith("1 of 3 updates in round 1, without h1, h2: PrivacyRefused: method 'sums' sends")
     assert note.count("PrivacyRefused") == 1
-    assert fed.ended.outcome["reason"] == note, "status and web show the reason of the journal"
+    assert fed.ended.reason == note, "status and web show the reason of the journal"
     said = list(footnotes(fed.result))
     assert f"incomplete: {note}" in said
     assert "\n".join(said).count("PrivacyRefused") == 1

@@ -203,7 +203,7 @@ class Overheard:
         with RealFederation(folder, method, tier=tier) as fed:
             run = fed.request(method, rounds=rounds, params=PARAMS[method])
             fed.finish(120.0)
-            assert fed.record.status == "finished", fed.record.outcome
+            assert fed.record.status == "finished", fed.record.end
             self.summary = fed.state.run(run).summary()
             self.lines = fed.metrics()
         self.topics = fed.topics

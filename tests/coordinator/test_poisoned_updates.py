@@ -440,7 +440,7 @@ def test_a_rule_that_a_method_cannot_have_ends_its_run_with_the_reason(tmp_path)
         fed.request("fedpac", rounds=1)
         fed.finish()
         assert fed.record.status == "failed"
-        assert "aggregation.rule = 'krum' needs a method whose server step is a mean" in fed.record.outcome["reason"]
+        assert "aggregation.rule = 'krum' needs a method whose server step is a mean" in fed.record.reason
         with pytest.raises(UsageError, match=r"set aggregation.rule = 'mean' or 'clipped'"):
             checked_method(fed.config, "fedpac", {}, "coordinator.toml")
 

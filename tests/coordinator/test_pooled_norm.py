@@ -56,7 +56,7 @@ def finished(folder, method, *, keep_back=(), pool_norm=True, kill_at=None):
             fed.kill_coordinator()
             fed.start_coordinator()
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         fed.pools = [(entry, decode(fed.state.blobs.read(entry.digest))) for entry in fed.entries("norm_pooled")]
         fed.last = fed.final
         fed.sha = fed.encoder_sha256

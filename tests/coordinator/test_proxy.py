@@ -15,6 +15,7 @@ from coordinator.cli import command_tree
 from coordinator.config import ProxyConfig
 from coordinator.hosted.own_data import evaluate_on_proxy
 from coordinator.hosted.run_hooks import PROXY_LIMIT_S, OwnDataHooks, _pending_states
+from coordinator.journal.entries import fact_of
 from coordinator.report import write_report
 from coordinator.report.figures import read_run
 from coordinator.report.page import render
@@ -276,7 +277,7 @@ def test_what_is_asked_for_a_run_that_ends_is_dropped_and_hinders_no_other(tmp_p
         fed.close_rounds(3)
         assert len(fed.waiting()) == 2
         if ends == "cancelled":
-            fed.state.journal.append("cancel_requested", run=fed.run, body={"reason": "enough"})
+            fed.state.journal.append(fact_of("cancel_requested", {"reason": "enough"}), run=fed.run)
             fed.wait(1)
         else:
             fed.coordinator.runs.fail(fed.run, RunFailed("no"))

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from coordinator.cli import main
+from coordinator.journal.entries import fact_of
 from coordinator.state.store import StateFolder
 
 
@@ -22,12 +23,12 @@ class Desk:
 
     def write(self, kind, run=None, agent=None, digest=None, **body):
         with StateFolder(self.path).look() as folder:
-            folder.journal.append(kind, run=run, agent=agent, digest=digest, body=body, round=1 if run else None)
+            folder.journal.append(fact_of(kind, body), run=run, agent=agent, digest=digest, round=1 if run else None)
 
     def run(self, letter):
         """A run whose bundle is that letter."""
         with StateFolder(self.path).look() as folder:
-            run = folder.journal.request_run({"id": letter})
+            run = folder.journal.request_run(fact_of("run_requested", {"id": letter}))
             digest = folder.blobs.put(letter.encode())
         self.write("bundle_exported", run=run, digest=digest, bundle_id=letter * 64)
         return run

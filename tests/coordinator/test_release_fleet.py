@@ -11,6 +11,7 @@ import pytest
 from coordinator.cli.release import described, device_rows
 from coordinator.fleet.rollout import OFFERS_S, Rollout
 from coordinator.fleet.transfers import Distributor
+from coordinator.journal.entries import BundleExported
 from coordinator.state.releases import Book, Plan
 from coordinator.state.store import StateFolder
 from edge_agent.wire.messages.down import Install
@@ -80,8 +81,8 @@ class Fleet:
         self.hear(self.rollout.hello, Hello(software="1", tier="head", samples=1, bundle_id=""))
 
     def release(self, canary):
-        body = {"bundle_id": BUNDLE}
-        self.step(self.rollout.make, RUN, 1, self.digest, body, Plan(canary=canary))
+        bundle = BundleExported(bundle_id=BUNDLE)
+        self.step(self.rollout.make, RUN, 1, self.digest, bundle, Plan(canary=canary))
         for _ in range(1000):
             self.tick()
 
@@ -103,7 +104,7 @@ def test_a_release_is_offered_to_a_fleet_in_steps(state):
     """Each message takes 1 ms of this clock; a restart and new commands in between change nothing."""
     fleet = Fleet(state, 100, lambda: 0.0, sent_s=0.001)
     fleet.hellos()
-    fleet.rollout.make(RUN, 1, fleet.digest, {"bundle_id": BUNDLE})
+    fleet.rollout.make(RUN, 1, fleet.digest, BundleExported(bundle_id=BUNDLE))
     counts = [len(fleet.offered())]
     while len(fleet.offered()) < 100:
         fleet.tick()

@@ -14,6 +14,7 @@ from identity_harness import Fleet
 from signing import NOW, Federation
 
 from coordinator.config import CoordinatorConfig
+from coordinator.journal.entries import fact_of
 from coordinator.runs import release as runs_release
 from coordinator.service.preflight import checked_method
 from coordinator.state import release_keys as state_release_keys
@@ -228,7 +229,7 @@ def test_two_people_sign_an_older_bundle_for_a_new_release_by_the_commands_that_
         sign(1, 7)
         digest = state.blobs.put(file_to_release(state, "run-0001", bundle_id, "", NOW)[0])
         body = {"bundle_id": bundle_id}
-        state.journal.append("release_made", run="run-0001", round=1, digest=digest, body=body)
+        state.journal.append(fact_of("release_made", body), run="run-0001", round=1, digest=digest)
         assert "--again" in advice(digest)
         sign(0, 8, again=True)
         assert "signed by 1 of" in advice(digest)
@@ -260,7 +261,7 @@ def test_what_people_have_signed_is_not_released_where_no_device_may_install_it(
         assert "expired at 20" in advice(7, end=NOW)
         assert "needs agents of version 99 (--min-agent), and this is headwater 0." in advice(8, min_agent="99")
         body = {"bundle_id": "ab" * 32, "signed": {"version": 20}}
-        state.journal.append("release_made", run="run-0002", round=1, digest="cd" * 32, body=body)
+        state.journal.append(fact_of("release_made", body), run="run-0002", round=1, digest="cd" * 32)
         assert "devices that have installed newer releases refuse" in advice(9)
 
 
@@ -382,7 +383,7 @@ def test_status_names_who_signed_a_release_and_where_it_comes_from(fleet, bundle
     body = {"bundle_id": archive.open_bundle(path).manifest.bundle_id, "lineage": {**origin, "scores": scores}}
     with StateFolder(state).look(create=True) as folder:
         digest = folder.blobs.put(path.read_bytes())
-        folder.journal.append("bundle_exported", run="run-0001", round=9, digest=digest, body=body)
+        folder.journal.append(fact_of("bundle_exported", body), run="run-0001", round=9, digest=digest)
     code, out, err = fleet.call("release", "create", "--canary", "all", "--state", state, "--json")
     assert code == 0, err
     signed = json.loads(out)["signed"]
@@ -392,7 +393,7 @@ def test_status_names_who_signed_a_release_and_where_it_comes_from(fleet, bundle
         (made,) = folder.journal.entries(kinds=("release_made",))
         result = {"outcome": "ok", "acc": 0.75, "support": 20}
         said = {"runs": body["bundle_id"], "release": 1, "result": result}
-        folder.journal.append("device_reported", agent="porch", body=said)
+        folder.journal.append(fact_of("device_reported", said), agent="porch")
         assert archive.verify(folder.blobs.path(made.digest), keys_of(fleet).roots()[0])[0].version == signed["version"]
         content, _ = file_to_release(folder, "run-0001", body["bundle_id"], made.digest, NOW)
         (fleet.folder / "again.hwb").write_bytes(content)

@@ -14,6 +14,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from coordinator.fleet.rollout import Rollout
+from coordinator.journal.entries import fact_of
 from coordinator.state import release_keys
 from coordinator.state.releases import RELEASE_KINDS, book_of, rollback_of
 from coordinator.state.store import StateFolder
@@ -219,7 +220,7 @@ class World:
 
     def release(self, journal, body):
         content, _ = self.sign(None, "", body["bundle_id"], "", None)
-        journal.append("release_made", run="run-0001", round=1, digest=self.state.blobs.put(content), body=body)
+        journal.append(fact_of("release_made", body), run="run-0001", round=1, digest=self.state.blobs.put(content))
 
     def make(self):
         rng = self.rng
@@ -239,28 +240,28 @@ class World:
     def promote(self):
         _, release = self._one("canary", "paused")
         if release is not None:
-            self.state.journal.append("release_stage", body={"release": release.number, "stage": "everybody"})
+            self.state.journal.append(fact_of("release_stage", {"release": release.number, "stage": "everybody"}))
 
     def hold(self):
         _, release = self._one("canary", "paused", "everybody")
         if release is not None and not release.rolls_back:
-            self.state.journal.append("release_held", body={"release": release.number, "reason": "operator"})
+            self.state.journal.append(fact_of("release_held", {"release": release.number, "reason": "operator"}))
 
     def resume(self):
         _, release = self._one("held")
         if release is not None:
-            self.state.journal.append("release_resumed", body={"release": release.number})
+            self.state.journal.append(fact_of("release_resumed", {"release": release.number}))
 
     def rollback(self):
         book, release = self._one("canary", "paused", "everybody", "held")
         if release is None:
             return
         try:
-            _, body = rollback_of(book, release, "operator", "operator")
+            _, made = rollback_of(book, release, "operator", "operator")
         except UsageError:
             return
         others = {n: self.twin.wanted(d, self.now()) for n, d in self.devices.items()}
-        self.release(self.state.journal, body)
+        self.release(self.state.journal, made.to_body())
         self.twin.read(self.state.journal)
         for name, device in self.devices.items():
             before = others[name]
@@ -273,11 +274,11 @@ class World:
         if release is not None and self.devices and release.bundle_id[0] not in BAD:
             until = self.now() + timedelta(hours=self.rng.randint(1, 5))
             body = {"release": release.number, "until": self.rng.choice(["", until.isoformat()])}
-            self.state.journal.append("device_pinned", agent=self.rng.choice([*self.devices]), body=body)
+            self.state.journal.append(fact_of("device_pinned", body), agent=self.rng.choice([*self.devices]))
 
     def unpin(self):
         if pins := book_of(self.state.journal).pins:
-            self.state.journal.append("device_unpinned", agent=self.rng.choice([*pins]))
+            self.state.journal.append(fact_of("device_unpinned", {}), agent=self.rng.choice([*pins]))
 
     def add(self):
         name = f"d{len(self.devices):02}"
@@ -356,7 +357,7 @@ def walk(folder, seed, bad, monkeypatch):
     """The book after a random walk in which everything was checked after each step."""
     rng = random.Random(seed)
     with StateFolder(folder).look(create=True) as state:
-        state.journal.request_run({"id": f"run-0001-{'0' * 32}"})
+        state.journal.request_run(fact_of("run_requested", {"id": f"run-0001-{'0' * 32}"}))
         world = World(state, rng, bad, monkeypatch)
         steps = [world.make, world.promote, world.hold, world.resume, world.rollback, world.pin, world.unpin]
         steps += [world.add, world.switch, world.switch, world.start, world.wait, world.wait, world.wait_for_long]
@@ -381,4 +382,4 @@ def test_nothing_speaks_against_good_bundles_in_random_walks(tmp_path, seed, mon
     releases = walk(tmp_path, seed, 0.0, monkeypatch).releases
     assert not any(release.count["failed"] for release in releases)
     assert {release.held for release in releases} <= {"", "operator"}
-    assert {one.body["by"] for one in releases if one.rolls_back} <= {"operator"}
+    assert {one.made.by for one in releases if one.rolls_back} <= {"operator"}

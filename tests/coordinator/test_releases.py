@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from coordinator.fleet.rollout import COUNT_S, Rollout
-from coordinator.state.journal import Journal, utc_now
+from coordinator.journal.entries import fact_of
+from coordinator.journal.sqlite import Journal
+from coordinator.journal.store import utc_now
 from coordinator.state.releases import Book, Plan, amount, release_blobs, releases_in_use, rollback_of
 from edge_agent.core.errors import UsageError
 from edge_agent.core.time_and_text import moment_of
@@ -31,7 +33,7 @@ class Scene:
         self.book = Book()
 
     def write(self, kind, agent=None, digest=None, **body):
-        self.journal.append(kind, agent=agent, digest=digest, body=body)
+        self.journal.append(fact_of(kind, body), agent=agent, digest=digest)
         self.book.read(self.journal)
         return self.book
 
@@ -218,8 +220,8 @@ def test_hold_and_resume(scene):
 def test_a_rollback_is_a_release_of_the_older_bundle(scene):
     scene.make("a")
     second = scene.make("b")
-    older, body = rollback_of(scene.book, second, "bad", "ops")
-    assert (older.number, body["rolls_back"], body["bundle_id"]) == (1, 2, "a" * 64)
+    older, made = rollback_of(scene.book, second, "bad", "ops")
+    assert (older.number, made.rolls_back, made.bundle_id) == (1, 2, "a" * 64)
     scene.make("a", rolls_back=2)
     assert (second.stage, second.rolled_back_by) == ("rolled back", 3)
     assert {scene.wanted(name) for name in DEVICES} == {3}
@@ -299,7 +301,7 @@ def test_devices_that_are_not_heard_for_long_retire_and_those_that_are_there_do_
     state = SimpleNamespace(journal=journal)
     rollout = Rollout(state, roster, None, None, lambda: clock[0], lambda: wall[0], gone_after=timedelta(days=30))
     for name in ("here", "gone"):
-        journal.append("device_reported", agent=name, body={"runs": ""})
+        journal.append(fact_of("device_reported", {"runs": ""}), agent=name)
     rollout.tick()
     wall[0] += timedelta(days=31)
     clock[0] += COUNT_S - 1

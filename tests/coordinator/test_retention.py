@@ -10,9 +10,11 @@ import pytest
 from federation_harness import Federation
 
 from coordinator.cli.prune import prune, removed_by
-from coordinator.state.journal import Journal
+from coordinator.journal.entries import fact_of
+from coordinator.journal.sqlite import Journal
 from coordinator.state.retention import prunable, prune_runs, runs_beyond, usage
 from coordinator.state.store import StateFolder, prune_blobs, states_of
+from coordinator.views.runs import replay
 from edge_agent.core.errors import StateError, UsageError
 
 
@@ -37,7 +39,7 @@ def test_only_the_newest_ended_runs_keep_their_checkpoints(tmp_path):
         assert blobs_on_disk(fed.state) == {found["run-0004"], found["run-0005"]}
         pruned = fed.state.journal.entries(kinds=("run_pruned",))
         assert [entry.run for entry in pruned] == ["run-0001", "run-0002", "run-0003"]
-        assert [fed.state.journal.replay(run).is_pruned for run in found] == [True, True, True, False, False]
+        assert [replay(fed.state.journal, run).is_pruned for run in found] == [True, True, True, False, False]
         assert all(fed.state.run(run).summary()["status"] == "finished" for run in found), "results of all runs stay"
 
 
@@ -82,9 +84,9 @@ def test_a_blob_that_two_runs_have_goes_with_the_last_of_them(tmp_path):
         second = fed.request(rounds=1)
         fed.finish()
         fed.wait(1)
-        assert fed.state.journal.replay(first).is_pruned
-        shared = fed.state.journal.replay(second).checkpoint
-        assert fed.state.journal.replay(first).checkpoint == shared
+        assert replay(fed.state.journal, first).is_pruned
+        shared = replay(fed.state.journal, second).checkpoint
+        assert replay(fed.state.journal, first).checkpoint == shared
         assert blobs_on_disk(fed.state) == {shared}
 
 
@@ -94,22 +96,24 @@ def test_the_release_on_offer_stays_with_its_run(tmp_path, capsys):
         fed.finish()
         bundle = fed.state.blobs.put(b"bundle")
         checkpoint = fed.record.checkpoint
-        fed.state.journal.append("release_made", run=run, round=1, digest=bundle, body={"bundle_id": "b" * 64})
+        fed.state.journal.append(fact_of("release_made", {"bundle_id": "b" * 64}), run=run, round=1, digest=bundle)
         ended(fed, 3)
         fed.wait(1)
         assert {bundle, checkpoint} <= blobs_on_disk(fed.state)
         prune(state=fed.config.state, keep=0, dry_run=True)
         assert f"{run} stays, because its release is in use" in capsys.readouterr().out
         newer = fed.state.blobs.put(b"newer")
-        release = {"round": 1, "digest": newer, "body": {"bundle_id": "c" * 64}}
-        fed.state.journal.append("release_made", run=fed.run, **release)
+        release = {"round": 1, "digest": newer}
+        made = fact_of("release_made", {"bundle_id": "c" * 64})
+        fed.state.journal.append(made, run=fed.run, **release)
         fed.request(rounds=1, seed=8)
         fed.finish()
         fed.wait(1)
         assert {bundle, checkpoint} <= blobs_on_disk(fed.state), "devices return to it when the newer one fails"
         newest = fed.state.blobs.put(b"newest")
-        release = {"round": 1, "digest": newest, "body": {"bundle_id": "d" * 64}}
-        fed.state.journal.append("release_made", run=fed.run, **release)
+        release = {"round": 1, "digest": newest}
+        made = fact_of("release_made", {"bundle_id": "d" * 64})
+        fed.state.journal.append(made, run=fed.run, **release)
         fed.request(rounds=1, seed=9)
         fed.finish()
         fed.wait(1)
@@ -169,16 +173,25 @@ def test_no_update_is_parsed_to_know_which_blobs_stay(tmp_path, monkeypatch):
     with StateFolder(tmp_path).open("a coordinator") as state:
         journal = state.journal
         for keeps in (True, False):
-            run = journal.request_run({"keep_updates": keeps})
-            journal.append("run_started", run=run, digest=blob(0))
+            run = journal.request_run(fact_of("run_requested", {"keep_updates": keeps}))
+            journal.append(fact_of("run_started", {}), run=run, digest=blob(0))
             for number in range(1, 6):
-                journal.append("round_opened", run=run, round=number, body={"cohort": ["a0", "a1"]})
+                journal.append(fact_of("round_opened", {"cohort": ["a0", "a1"]}), run=run, round=number)
                 for agent in ("a0", "a1"):
-                    entry = {"run": run, "round": number, "agent": agent, "body": {"samples": 1}}
-                    journal.append("update_accepted", **entry, digest=blob(1000 * keeps + 10 * number + int(agent[1])))
+                    entry = {"run": run, "round": number, "agent": agent}
+                    journal.append(
+                        fact_of("update_accepted", {"samples": 1}),
+                        **entry,
+                        digest=blob(1000 * keeps + 10 * number + int(agent[1])),
+                    )
                 if number < 5:
-                    journal.append("round_closed", run=run, round=number, digest=blob(2000 + 10 * number + keeps))
-            journal.replay(run)
+                    journal.append(
+                        fact_of("round_closed", {}),
+                        run=run,
+                        round=number,
+                        digest=blob(2000 + 10 * number + keeps),
+                    )
+            replay(journal, run)
         state.blobs.folder.mkdir(exist_ok=True)
         for number in range(3000):
             (state.blobs.folder / blob(number)).touch()
@@ -224,10 +237,10 @@ def test_a_full_disk_while_pruning_is_told_and_tried_again(tmp_path, monkeypatch
     with Federation(tmp_path, agents=1, retention={"runs": 1}) as fed:
         real = Journal.append
 
-        def append(journal, kind, **columns):
-            if kind == "run_pruned":
+        def append(journal, fact, **columns):
+            if fact.kind == "run_pruned":
                 raise StateError("journal.db: the journal cannot be read or written (database or disk is full)")
-            return real(journal, kind, **columns)
+            return real(journal, fact, **columns)
 
         with monkeypatch.context() as patch:
             patch.setattr(Journal, "append", append)
@@ -266,10 +279,10 @@ def test_a_file_that_goes_while_files_are_counted_is_no_error(tmp_path, monkeypa
         return real(path, **options)
 
     with StateFolder(tmp_path).open("a coordinator") as state:
-        run = state.journal.request_run({})
+        run = state.journal.request_run(fact_of("run_requested", {}))
         stays = state.blobs.put(b"stays")
         for kind, digest in (("run_started", stays), ("run_finished", None)):
-            state.journal.append(kind, run=run, digest=digest)
+            state.journal.append(fact_of(kind, {}), run=run, digest=digest)
         for counted, goes in (
             (lambda: usage(state)["blobs"], state.blobs.path("0" * 64)),
             (lambda: len(prunable(state, [run])[0].files), state.run(run).folder / "run-0001.hwb"),

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from coordinator.fleet.rollout import COUNT_S, MOST_CHANGES, MOST_SIGNATURES, UNABLE_AGAIN_S, Rollout
+from coordinator.journal.entries import DevicePinned, DeviceUnpinned, ReleaseHeld, fact_of
+from coordinator.journal.sqlite import Journal
 from coordinator.state import release_keys
-from coordinator.state.journal import Journal
 from coordinator.state.releases import Device
 from coordinator.state.store import StateFolder
 from edge_agent.core.errors import UsageError
@@ -39,7 +40,7 @@ class Fleet:
     def make(self, letter, **plan):
         digest = self.state.blobs.put(letter.encode())
         body = {"bundle_id": letter * 64, "plan": plan}
-        self.state.journal.append("release_made", run="run-0001", round=1, digest=digest, body=body)
+        self.state.journal.append(fact_of("release_made", body), run="run-0001", round=1, digest=digest)
         self.now[0] += 1
         self.rollout.tick()
 
@@ -61,7 +62,7 @@ class Fleet:
 def fleet(tmp_path):
     made = Fleet(tmp_path)
     with made.state.look(create=True):
-        made.state.journal.request_run({"id": f"run-0001-{'0' * 32}"})
+        made.state.journal.request_run(fact_of("run_requested", {"id": f"run-0001-{'0' * 32}"}))
         yield made
 
 
@@ -94,7 +95,7 @@ def test_a_pinned_device_and_its_hello_do_not_decide_a_canary(fleet):
     fleet.hello("d0", "a")
     fleet.make("b", canary="1", min_gain=0.9, auto_promote=True)
     release = fleet.rollout.book.releases[1]
-    fleet.state.journal.append("release_canary", body={"release": 2, "agents": ["d0"]})
+    fleet.state.journal.append(fact_of("release_canary", {"release": 2, "agents": ["d0"]}))
     fleet.hello("d0", "b")
     assert (release.results, release.stage) == ({}, "canary")
     assert fleet.sent[-1][1].release == 2, "it answers from what it has installed, or measures again"
@@ -140,11 +141,11 @@ def test_a_release_that_fails_is_held_where_the_file_before_it_is_gone(fleet):
 def test_what_commands_did_since_the_start_is_in_the_coordinators_log(fleet, caplog):
     caplog.set_level("INFO", "coordinator")
     append = fleet.state.journal.append
-    append("device_pinned", agent="d0", body={"release": 1, "reason": "early", "by": "alice"})
+    append(DevicePinned(release=1, reason="early", by="alice"), agent="d0")
     fleet.make("a")
     fleet.hello("d0", "a")
-    append("release_held", body={"release": 1, "reason": "complaints", "by": "bob"})
-    append("device_unpinned", agent="d0", body={"by": "bob"})
+    append(ReleaseHeld(release=1, reason="complaints", by="bob"))
+    append(DeviceUnpinned(by="bob"), agent="d0")
     fleet.now[0] += 1
     fleet.rollout.tick()
     lines = [record.getMessage() for record in caplog.records if " by=" in record.getMessage()]

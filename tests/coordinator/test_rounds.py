@@ -171,7 +171,7 @@ def test_a_round_that_nobody_can_do_is_not_tried_again(tmp_path):
         fed.request(rounds=2)
         fed.finish()
         assert [(number, attempt) for number, attempt, _ in opened(fed)] == [(1, 1)]
-        reason = fed.record.outcome["reason"]
+        reason = fed.record.reason
     assert "every agent that was asked has failed: a0: TrainingFailed" in reason
     assert "lambda 1e30" in reason
 
@@ -206,7 +206,7 @@ def test_a_round_that_misses_its_quorum_is_opened_again_and_then_the_run_fails_w
         fed.finish()
         assert [(number, attempt) for number, attempt, _ in opened(fed)] == [(1, 1), (1, 2)]
         assert fed.record.status == "failed"
-        reason = fed.record.outcome["reason"]
+        reason = fed.record.reason
         assert "missed its quorum 2 times" in reason
         assert "mute" in reason
         assert "lower round.quorum" in reason

@@ -11,6 +11,7 @@ from federation_harness import Federation
 
 from coordinator.cli.run import request_for
 from coordinator.config import load_config
+from coordinator.journal.entries import fact_of
 from coordinator.runs.request import Request
 from edge_agent import methods
 from edge_agent.agent.own_method import method_for
@@ -56,9 +57,9 @@ def finished(folder, file, trainings):
         fed.until(lambda: len(fed.coordinator.roster.present("train")) == len(trainings))
         pinned = PinnedFile.of("method", f"{file}:Mine")
         request = Request("mine", SMALL, 2, 0, TASK, method_file=str(pinned))
-        fed.run = fed.state.journal.request_run(request.body())
+        fed.run = fed.state.journal.request_run(fact_of("run_requested", request.body()))
         fed._looked_at = -1
-        fed._run_ids[fed.run] = fed.record.request["id"]
+        fed._run_ids[fed.run] = fed.record.request.id
         fed.finish()
         fed.ended = fed.record
         fed.result = fed.state.run(fed.run).summary()
@@ -71,7 +72,7 @@ def finished(folder, file, trainings):
 def test_agents_with_the_same_file_train_by_their_own_copy(tmp_path, file):
     own = {name: copied(tmp_path / f"copy-{name}", SOURCE) for name in ("a0", "a1")}
     fed = finished(tmp_path / "federation", file, own)
-    assert fed.ended.status == "finished", fed.ended.outcome
+    assert fed.ended.status == "finished", fed.ended.end
     assert (fed.result["method"], fed.result["incomplete"]) == ("mine", None)
     assert [line["agents"] for line in fed.rounds] == [["a0", "a1"]] * 2
     assert fed.announced == {("mine", hashlib.sha256(SOURCE.encode()).hexdigest())}
@@ -92,7 +93,7 @@ def test_agents_without_the_file_or_with_another_are_left_out_and_told_what_to_d
     assert '[training] methods = ["FILE.py:CLASS"]' in reasons["a1"]
     assert "has another file than the run: its SHA-256 is " in reasons["a2"]
     assert f"the run's {wanted}" in reasons["a2"]
-    assert fed.ended.outcome["reason"].startswith("1 of 3 updates in round 2")
+    assert fed.ended.reason.startswith("1 of 3 updates in round 2")
 
 
 def test_no_code_travels(tmp_path, file):
@@ -105,12 +106,14 @@ def test_run_ends_with_a_reason_where_the_operators_file_has_changed(tmp_path, f
     pinned = PinnedFile.of("method", f"{file}:Mine")
     file.write_text(f"{SOURCE}\n# changed\n", encoding="utf-8")
     with Federation(tmp_path / "federation", agents=1, tasks=TinyDuties) as fed:
-        fed.run = fed.state.journal.request_run(Request("mine", {}, 1, 0, TASK, method_file=str(pinned)).body())
+        fed.run = fed.state.journal.request_run(
+            fact_of("run_requested", Request("mine", {}, 1, 0, TASK, method_file=str(pinned)).body())
+        )
         fed._looked_at = -1
-        fed._run_ids[fed.run] = fed.record.request["id"]
+        fed._run_ids[fed.run] = fed.record.request.id
         fed.finish()
         assert fed.record.status == "failed"
-        assert "the file has changed: its SHA-256 is" in fed.record.outcome["reason"]
+        assert "the file has changed: its SHA-256 is" in fed.record.reason
 
 
 def test_what_runs_is_what_was_hashed_also_after_the_file_has_changed(tmp_path, file):
@@ -143,9 +146,9 @@ def test_command_takes_a_file_and_a_serving_coordinator_gets_its_place_and_hash(
     request = request_for(settings, method="mine.py:Mine", params={"lr": 0.5})
     assert (request.method, request.params["lr"]) == ("mine", 0.5)
     assert request.method_reference == f"{file}:Mine#{hashlib.sha256(SOURCE.encode()).hexdigest()}"
-    assert Request.from_body(json.loads(json.dumps(request.body()))) == request
-    old = {name: value for name, value in request.body().items() if name != "method_file"}
-    assert Request.from_body(old).method_reference == "mine", "journals of earlier versions"
+    assert Request.from_fact(fact_of("run_requested", json.loads(request.to_fact().to_json()))) == request
+    old = request.to_fact().without("method_file")
+    assert Request.from_fact(old).method_reference == "mine", "journals of earlier versions"
     for given, words in (
         ("absent.py:Mine", "cannot be read: no such file"),
         ("mine.py:Other", "has no 'Other'"),

@@ -147,7 +147,7 @@ def test_secure_sum_is_the_plain_sum_with_no_one_and_thirty_percent_dropouts(tmp
         fed.dies |= {(name, 1, "train") for name in gone}
         fed.ask(rounds=1)
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         here, session = fed.summed(1)
         assert here == sorted({f"a{index}" for index in range(agents)} - {*gone})
         final = fed.final
@@ -173,7 +173,7 @@ def test_models_of_whole_runs_stay_within_a_few_steps_of_those_without_masks(tmp
         with Fleet(tmp_path / folder, 4, privacy=privacy, aggregation=NO_BOUNDS, task=WITH_NORM) as fed:
             fed.ask(method, rounds=3)
             fed.finish()
-            assert fed.record.status == "finished", fed.record.outcome
+            assert fed.record.status == "finished", fed.record.end
             finals.append(fed.final)
     assert finals[0].keys() == finals[1].keys()
     floats = [name for name, array in finals[0].items() if array.dtype.kind == "f"]
@@ -185,7 +185,7 @@ def test_the_coordinator_receives_and_stores_no_single_update_and_no_sample_coun
     with Fleet(tmp_path, 5) as fed:
         fed.ask(rounds=2, keep_updates=True)
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         uploads = list(fed.uploads())
         final = fed.final
         manifests = [m for name in fed.topics_of_agents()
@@ -248,7 +248,7 @@ def test_an_agent_that_is_back_at_once_has_lost_its_keys_and_takes_part_in_the_n
                 fed.clock.now += 0.01
         fed.add("a2")
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         rounds = [line["agents"] for line in fed.metrics()]
     assert "a2" in rounds[-1]
     assert all(len(agents) >= 4 for agents in rounds)
@@ -301,7 +301,7 @@ def test_once_shares_are_asked_for_a_round_is_repeated_with_the_same_agents_alon
         fed.add("a0")
         fed.start_coordinator()
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         assert [line["agents"] for line in fed.metrics()] == [["a1", "a2", "a3", "a4"], ["a0", "a1", "a2", "a3", "a4"]]
         assert len({job.session for job in fed.jobs("secure_keys") if job.round == 1}) == 2
 
@@ -319,7 +319,7 @@ def test_a_run_ends_where_the_agents_of_a_sum_that_was_begun_do_not_come_back(tm
         assert fed.coordinator.waiting.whom == ("a3",)
         fed.finish()
         assert fed.record.status == "failed"
-        assert "a3 did not come back; start another run with another seed" in fed.record.outcome["reason"]
+        assert "a3 did not come back; start another run with another seed" in fed.record.reason
 
 
 def test_a_device_reveals_shares_for_one_sum_of_the_same_training_also_after_a_restart(tmp_path, monkeypatch):
@@ -361,14 +361,14 @@ def test_two_runs_of_the_same_request_take_masks_off_no_two_different_sums(tmp_p
         fed.ask(rounds=1)
         fed.finish()
         assert fed.record.status == "failed"
-        assert "a0 did not come back; start another run with another seed" in fed.record.outcome["reason"]
+        assert "a0 did not come back; start another run with another seed" in fed.record.reason
         fed.ask(rounds=1, seed=1)
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         fed.add("a0")
         fed.ask(rounds=1)
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         assert fed.summed(1)[0] == ["a0", "a1", "a2", "a3", "a4"]
 
 
@@ -381,7 +381,7 @@ def test_a_device_refuses_the_same_training_in_another_run_also_where_the_coordi
         fed.ask(rounds=1)
         fed.finish()
         assert fed.record.status == "failed"
-        assert "0 of 4 clients have revealed" in fed.record.outcome["reason"]
+        assert "0 of 4 clients have revealed" in fed.record.reason
 
 
 def test_too_few_survivors_reveal_nothing_and_the_run_ends_with_the_reason(tmp_path):
@@ -392,7 +392,7 @@ def test_too_few_survivors_reveal_nothing_and_the_run_ends_with_the_reason(tmp_p
             fed.tasks[name].fails = True
         fed.finish()
         assert fed.record.status == "failed"
-        reason = fed.record.outcome["reason"]
+        reason = fed.record.reason
         assert "no secure sum in 2 attempts" in reason
         assert "3 of 6 agents have delivered, it takes 4" in reason
         assert not fed.jobs("secure_unmask")
@@ -407,7 +407,7 @@ def test_a_round_that_lacked_survivors_is_repeated_with_fresh_keys(tmp_path):
         fed.add("a0")
         fed.add("a3")
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         here, session = fed.summed(1)
         updates = [fed.plain[(name, 1, session)] for name in here]
         assert all((array == twin(updates, name)).all() for name, array in fed.final.items())
@@ -421,7 +421,7 @@ def test_noise_of_differential_privacy_is_inside_the_mask(tmp_path):
     with Fleet(tmp_path, 4, least=4, privacy=privacy) as fed:
         fed.request("fedavg", rounds=1, params={**quick_params("fedavg"), "lr": 1e-9})
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         here, session = fed.summed(1)
         updates = [fed.plain[(name, 1, session)] for name in here]
         (line,) = fed.metrics()
@@ -446,14 +446,14 @@ def test_a_sum_that_was_begun_without_noise_does_not_go_on_with_it(tmp_path):
         fed.start_coordinator()
         fed.finish()
         assert fed.record.status == "failed"
-        assert "round 1 was opened under privacy terms none" in fed.record.outcome["reason"]
+        assert "round 1 was opened under privacy terms none" in fed.record.reason
 
 
 def test_a_device_counts_masked_updates_without_noise_and_no_exchange_of_keys(tmp_path):
     with Fleet(tmp_path) as fed:
         fed.ask(rounds=2)
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         assert read_json(tmp_path / "a0" / LEDGER_FILE) == {"cost": 0, "updates": 0, "without_noise": 2}
 
 
@@ -490,7 +490,7 @@ def test_a_run_of_another_method_fails_at_once(tmp_path):
         fed.ask("fedpac")
         fed.finish()
         assert fed.record.status == "failed"
-        assert "privacy.secure_sum = true needs a method" in fed.record.outcome["reason"]
+        assert "privacy.secure_sum = true needs a method" in fed.record.reason
         assert not fed.jobs("secure_keys")
 
 
@@ -593,7 +593,7 @@ def test_one_agent_that_sends_garbage_shares_is_left_out_of_the_next_attempt(tmp
     with Fleet(tmp_path, 6, duties=hostile("secure_shares", garbage), round={"quorum": 1.0}) as fed:
         fed.ask(rounds=2)
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         here, session = fed.summed(1)
         updates = [fed.plain[(name, 1, session)] for name in here]
         assert here == ["a0", "a2", "a3", "a4", "a5"]
@@ -608,7 +608,7 @@ def test_a_victim_of_wrong_shares_for_it_alone_has_not_failed(tmp_path):
     with Fleet(tmp_path, 6, duties=hostile("secure_shares", wrong_for_a0), round={"quorum": 1.0}) as fed:
         fed.ask(rounds=4)
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         opened = fed.entries("round_opened")
         faults = fed.entries("update_refused", agent="a0")
     assert all("a0" in entry.body["cohort"] and "a0" not in entry.body["left_out"] for entry in opened)
@@ -632,7 +632,7 @@ def test_a_cohort_is_no_larger_than_devices_accept_in_a_sum(tmp_path, monkeypatc
     with Fleet(tmp_path, 6) as fed:
         fed.ask(rounds=2)
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         assert [len(line["agents"]) for line in fed.metrics()] == [4, 4]
 
 
@@ -644,7 +644,7 @@ def test_a_refusal_by_the_protocol_is_none_of_the_devices_policy(tmp_path):
         shares = sums.shares
         sums.shares = lambda job, given: shares(job, given) if job.round > 1 else sums.of(job).shares({})
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         refused = [fault.error for fault in fed.messages(fed.topics.up("a2"), up.Fault)]
         assert refused == ["SumRefused"]
         rounds = [line["agents"] for line in fed.metrics()]
@@ -670,7 +670,7 @@ def test_one_agent_that_sends_nonsense_ends_no_round_of_the_others(tmp_path, pur
     with Fleet(tmp_path, 5, duties=hostile(purpose, change)) as fed:
         fed.ask(rounds=1)
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         here, session = fed.summed(1)
         updates = [fed.plain[(name, 1, session)] for name in here]
         assert all((array == twin(updates, name)).all() for name, array in fed.final.items())

@@ -50,7 +50,7 @@ def federation_on(prepared, folder):
         plan = prepared.plan
         fed.request(plan.method, rounds=plan.rounds, seed=plan.seed, params=dict(plan.params))
         fed.finish()
-        assert fed.record.status == "finished", fed.record.outcome
+        assert fed.record.status == "finished", fed.record.end
         updates = {(e.round, e.agent): (e.digest, e.body["metrics"]) for e in fed.entries("update_accepted")}
         return fed.encoder_sha256, updates, fed.state.run(fed.run).summary(), fed.metrics()
 

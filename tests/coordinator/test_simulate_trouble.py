@@ -14,15 +14,17 @@ from simulation_harness import learned, run, small_plan, write_images
 
 from coordinator.cli.simulate import reading
 from coordinator.fleet import transfers
+from coordinator.journal.entries import fact_of
+from coordinator.journal.sqlite import Journal
 from coordinator.research.reproduce import outcome
 from coordinator.runs.round_loop import RunLoop
 from coordinator.simulation import results
 from coordinator.simulation.client_pool import SimulatedClients
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, PLAN, Prepared, planned
-from coordinator.state.journal import Journal
 from coordinator.state.starts import record_start
 from coordinator.state.store import BlobStore, StateFolder
+from coordinator.views.runs import replay
 from edge_agent import methods
 from edge_agent.core.errors import RunFailed, StateError, TrainingFailed, UsageError
 from edge_agent.core.storage import write_atomic
@@ -50,7 +52,7 @@ def stopped_after(plan, folder, jobs):
 
 def record_in(folder):
     with StateFolder(folder).look() as state:
-        return state.journal.replay("run-0001")
+        return replay(state.journal, "run-0001")
 
 
 # --- full disks and lost messages ------------------------------------------------------------------------------------
@@ -302,7 +304,7 @@ def test_a_partition_that_lies_in_a_folder_is_not_taken_for_a_beginning(tmp_path
 
 def test_the_folder_of_a_coordinator_is_not_taken_for_a_beginning(tmp_path, images):
     with StateFolder(tmp_path / "state").open("headwater serve") as state:
-        state.journal.append("coordinator_started")
+        state.journal.append(fact_of("coordinator_started", {}))
     with pytest.raises(UsageError, match="is not empty and holds no simulation"):
         run(small_plan(images), tmp_path / "state")
 

@@ -159,10 +159,10 @@ def test_a_device_that_is_late_again_after_it_was_restarted_gets_the_same_work_f
             fed.add("a4", training_s=FACTOR * USUAL_S)
             append = fed.state.journal.append
 
-            def killed(kind, **about):
-                if (kind, about.get("round")) == ("round_opened", 5) and is_killed:
+            def killed(fact, **about):
+                if (fact.kind, about.get("round")) == ("round_opened", 5) and is_killed:
                     raise Killed
-                return append(kind, **about)
+                return append(fact, **about)
 
             fed.state.journal.append = killed
             fed.until(lambda: fed.coordinator is None or fed.entries("round_opened", round=5))

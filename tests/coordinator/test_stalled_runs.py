@@ -13,9 +13,11 @@ from federation_disturbances import Stranger
 from federation_harness import Federation, undisturbed_hash
 
 from coordinator.cli.status import status as status_command
+from coordinator.journal.entries import fact_of
 from coordinator.service import status
 from coordinator.state import store
 from coordinator.state.store import StateFolder
+from coordinator.views.runs import replay
 from edge_agent.core.errors import StateError
 from edge_agent.wire.messages import down
 
@@ -157,7 +159,7 @@ def test_a_summary_that_cannot_be_written_holds_the_end_up(tmp_path, monkeypatch
 
 def test_a_journal_that_cannot_be_written_ends_neither_process_nor_run(tmp_path, monkeypatch, undisturbed):
     """Every append fails for a minute: a round cannot be opened, an update not noted, a cancellation not done."""
-    from coordinator.state.journal import Journal
+    from coordinator.journal.sqlite import Journal
     from edge_agent.core.errors import StateError
 
     def refuse(*_arguments, **_columns):
@@ -185,11 +187,11 @@ def test_a_stalled_run_can_be_cancelled_and_the_next_one_goes_on(tmp_path):
         fed.wait(10)
         second = fed.request(rounds=1)
         fed.wait(10)
-        assert fed.state.journal.replay(second).status == "requested"
-        fed.state.journal.append("cancel_requested", run=first, body={"reason": "the backup is lost, too"})
+        assert replay(fed.state.journal, second).status == "requested"
+        fed.state.journal.append(fact_of("cancel_requested", {"reason": "the backup is lost, too"}), run=first)
         fed.finish()
-        assert fed.state.journal.replay(first).status == "cancelled"
-        assert fed.state.journal.replay(second).status == "finished"
+        assert replay(fed.state.journal, first).status == "cancelled"
+        assert replay(fed.state.journal, second).status == "finished"
 
 
 @pytest.mark.parametrize("recreated", [False, True], ids=["removed", "recreated"])
@@ -203,7 +205,7 @@ def test_a_coordinator_whose_state_folder_is_removed_ends_and_leaves_no_half_sta
         shutil.rmtree(folder)
         if recreated:
             with StateFolder(folder).open("another coordinator") as other:
-                other.journal.append("coordinator_started", body={})
+                other.journal.append(fact_of("coordinator_started", {}))
         before = sorted(folder.rglob("*"))
         with pytest.raises(StateError, match="this state folder was removed or replaced while it was in use"):
             fed.wait(5)

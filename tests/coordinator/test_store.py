@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.state.journal import Journal
+from coordinator.journal.entries import fact_of
+from coordinator.journal.sqlite import Journal
 from coordinator.state.store import BlobStore, RunFolder, StateFolder
 from edge_agent.core.errors import StateError, UsageError
 
@@ -130,7 +131,7 @@ def test_summary_is_replaced_as_a_whole(run):
 
 def test_state_folder_holds_journal_blobs_and_runs_for_one_owner(tmp_path):
     with StateFolder(tmp_path / "state").open("headwater serve") as state:
-        run = state.journal.request_run({"method": "fedavg"})
+        run = state.journal.request_run(fact_of("run_requested", {"method": "fedavg"}))
         state.blobs.put(b"abc")
         state.run(run).append_metrics({"round": 1})
         with pytest.raises(StateError, match="in use by headwater serve"), StateFolder(state.path).open("another"):
@@ -145,7 +146,7 @@ def test_command_beside_a_coordinator_can_ask_for_a_run(tmp_path):
     with StateFolder(tmp_path).open("headwater serve") as service:
         seen = service.journal.last_id()
         with StateFolder(tmp_path).look() as command:
-            command.journal.request_run({"method": "fedper"})
+            command.journal.request_run(fact_of("run_requested", {"method": "fedper"}))
         asked = service.journal.entries(kinds=("run_requested",), after=seen)
     assert [entry.body["method"] for entry in asked] == ["fedper"]
 
@@ -170,8 +171,8 @@ def test_open_checks_the_whole_journal(tmp_path):
     import sqlite3
 
     with StateFolder(tmp_path).open("me") as state:
-        state.journal.request_run({"seed": 1})
-        state.journal.request_run({"seed": 2})
+        state.journal.request_run(fact_of("run_requested", {"seed": 1}))
+        state.journal.request_run(fact_of("run_requested", {"seed": 2}))
     connection = sqlite3.connect(tmp_path / "journal.db")
     with connection:
         connection.execute("""UPDATE entries SET body = '{"seed":3}' WHERE id = 1""")
@@ -182,7 +183,7 @@ def test_open_checks_the_whole_journal(tmp_path):
 
 def test_open_sweeps_what_interrupted_writes_left(tmp_path):
     with StateFolder(tmp_path).open("me") as state:
-        state.journal.request_run({})
+        state.journal.request_run(fact_of("run_requested", {}))
         state.blobs.put(b"abc")
     (tmp_path / "blobs" / f".{ABC}.12345678.tmp").write_bytes(b"ab")
     with StateFolder(tmp_path).open("me") as state:
@@ -193,7 +194,7 @@ def test_open_sweeps_old_temporary_files_of_ours_and_nothing_else(tmp_path):
     import os
 
     with StateFolder(tmp_path).open("me") as state:
-        state.journal.request_run({})
+        state.journal.request_run(fact_of("run_requested", {}))
         state.run("run-0001").append_metrics({"round": 1})
     old = [tmp_path / ".status.json.0123abcd.tmp", tmp_path / "runs/run-0001/.report.html.0123abcd.tmp"]
     partial = tmp_path / "blobs/partial/a0/.x.chunks.0123abcd.tmp"
@@ -239,7 +240,7 @@ def test_an_empty_journal_beside_blobs_or_runs_is_damage_and_no_beginning(tmp_pa
             state.blobs.put(b"abc")
         else:
             state.run("run-0001").append_metrics({"round": 1})
-        state.journal.request_run({"seed": 1})
+        state.journal.request_run(fact_of("run_requested", {"seed": 1}))
     for path in tmp_path.glob("journal.db*"):
         path.unlink()
     (tmp_path / "journal.db").touch()
@@ -258,4 +259,4 @@ def test_an_empty_journal_beside_blobs_or_runs_is_damage_and_no_beginning(tmp_pa
 def test_an_empty_journal_in_an_empty_folder_is_a_beginning(tmp_path):
     (tmp_path / "journal.db").touch()
     with StateFolder(tmp_path).open("me") as state:
-        assert state.journal.request_run({}) == "run-0001"
+        assert state.journal.request_run(fact_of("run_requested", {})) == "run-0001"

@@ -15,7 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from coordinator.cli import main
 from coordinator.cli import traces as cli_traces
 from coordinator.cli.traces import Ended, sender
-from coordinator.state.journal import Journal
+from coordinator.journal.entries import fact_of
+from coordinator.journal.sqlite import Journal
 from coordinator.state.spans import spans_of
 from edge_agent.core.installation import install_command
 
@@ -27,18 +28,18 @@ def journaled(tmp_path):
     """A run of two rounds whose entries were written at these seconds."""
     now = [BEGIN]
     with Journal(tmp_path / "journal.db", now=lambda: now[0]) as journal:
-        run = journal.request_run({"method": "fedavg", "rounds": 3})
+        run = journal.request_run(fact_of("run_requested", {"method": "fedavg", "rounds": 3}))
 
-        def at(seconds, kind, **more):
+        def at(seconds, kind, body=None, **more):
             now[0] = BEGIN + timedelta(seconds=seconds)
-            journal.append(kind, run=run, **more)
+            journal.append(fact_of(kind, body or {}), run=run, **more)
 
         at(2, "run_started")
         at(5, "round_opened", round=1, body={"cohort": ["a", "b"]})
         at(8, "update_accepted", round=1, agent="a", digest="0" * 64)
         at(9, "round_opened", round=1, body={"cohort": ["a", "b"], "attempt": 2})
         at(10, "update_refused", round=1, agent="b", body={"reason": "NaN"})
-        body = {"clients": 1, "waiting_s": 3.0, "bytes_up": 70, "bytes_down": 90, "late": [1]}
+        body = {"clients": 1, "waiting_s": 3.0, "bytes_up": 70, "bytes_down": 90, "late": [{"agent": "b", "round": 1}]}
         at(12, "round_closed", round=1, digest="1" * 64, body=body)
         at(13, "round_opened", round=2, body={"cohort": ["a"]})
         at(20, "run_failed", body={"reason": "no updates"})

@@ -7,10 +7,11 @@ import pytest
 from paper_methods import fedpac_update
 
 from coordinator.config import AggregationConfig
+from coordinator.journal.entries import Aggregation, RoundClosed
 from coordinator.runs.aggregation import aggregate, notes
 from coordinator.runs.bounds import find_bounds
 from coordinator.runs.directions import Comparison, Direction, outliers
-from coordinator.runs.repeats import after_round, repeats_of
+from coordinator.runs.repeats import after_round
 from coordinator.runs.robust import CENTRE, centered_clipping_shares
 from edge_agent import methods
 from edge_agent.methods import Update
@@ -63,7 +64,7 @@ def test_who_was_at_the_bound_again_and_again_adds_an_eighth_of_the_sum_and_is_n
         counted.append(decisions.capped["d"][1])
     assert counted == pytest.approx([15, 15, 30 / 7, 30 / 7])
     assert repeats == {"d": 4}
-    assert "near the bound in round after round (4 more than below)" in notes(decisions.body())["d"]
+    assert "near the bound in round after round (4 more than below)" in notes(Aggregation(**decisions.body()))["d"]
     # Below the bound it loses one of its count each round, and counts in full again.
     below = bounds_of([sent("a", [1, 0]), sent("b", [1, 0]), sent("c", [1, 0]), sent("d", [1, 0])], repeats={"d": 2})
     assert below.repeats == {"d": 1}
@@ -71,7 +72,7 @@ def test_who_was_at_the_bound_again_and_again_adds_an_eighth_of_the_sum_and_is_n
 
 def test_an_agent_that_takes_no_part_keeps_its_count_and_an_earlier_journal_has_none():
     assert after_round({"a": 3, "b": 2}, {"b": 3}, ["b", "c"]) == {"a": 3, "b": 3}
-    assert repeats_of({}) == {}
+    assert RoundClosed().repeats == {}
     assert bounds_of([sent("a", [1, 0])], repeats={"a": 2}).repeats == {"a": 2}
     at_bound = [*(sent(name, [1, 0]) for name in "abc"), sent("d", [1, 0], 49)]
     assert bounds_of(at_bound, repeats={"d": 5}, repeat_share=None).repeats == {}

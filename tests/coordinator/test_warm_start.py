@@ -17,6 +17,7 @@ from simulation_harness import write_images
 from coordinator.config import CoordinatorConfig, WarmStartConfig
 from coordinator.hosted.own_data import train_warm
 from coordinator.hosted.run_hooks import OwnDataHooks
+from coordinator.journal.entries import fact_of
 from coordinator.processes import compute, supervisor
 from coordinator.processes.compute import ComputeProcess
 from coordinator.runs.request import Request
@@ -78,7 +79,7 @@ class Warmed(Federation):
 
     def request(self, method="fedavg", rounds=2, seed=3):
         asked = Request(method, SMALL, rounds, seed, self.task, warm_start=self.settings)
-        self.run = self.state.journal.request_run(asked.body())
+        self.run = self.state.journal.request_run(fact_of("run_requested", asked.body()))
         self._looked_at = -1
         return self.run
 
@@ -150,8 +151,8 @@ def test_a_warm_start_that_cannot_be_made_fails_the_run_and_says_why(tmp_path, i
         fed.request()
         fed.finish()
         assert fed.record.status == "failed"
-        assert "warm start: " in fed.record.outcome["reason"]
-        assert "loss became" in fed.record.outcome["reason"]
+        assert "warm start: " in fed.record.reason
+        assert "loss became" in fed.record.reason
 
 
 def test_a_cancelled_run_does_not_keep_the_process_busy(tmp_path, images):
@@ -164,7 +165,7 @@ def test_a_cancelled_run_does_not_keep_the_process_busy(tmp_path, images):
         run = fed.request()
         fed.settle()
         assert "before the first round" in fed.coordinator.status()["waiting"]["for"]
-        fed.state.journal.append("cancel_requested", run=run, body={"reason": "enough"})
+        fed.state.journal.append(fact_of("cancel_requested", {"reason": "enough"}), run=run)
         fed.wait(1)
         assert fed.record.status == "cancelled"
         assert fed.desk.asked == ["cancel"]
@@ -187,8 +188,8 @@ def test_mistakes_are_told_before_the_run():
 
 def test_a_request_keeps_its_warm_start_through_the_journal(images):
     asked = Request("fedavg", {}, 1, 0, TASK, warm_start=images)
-    assert Request.from_body(json.loads(json.dumps(asked.body()))) == asked
-    assert Request.from_body({**asked.body(), "warm_start": None}).warm_start is None
+    assert Request.from_fact(fact_of("run_requested", json.loads(asked.to_fact().to_json()))) == asked
+    assert Request.from_fact(asked.to_fact().changed(warm_start=None)).warm_start is None
 
 
 # --- the process -----------------------------------------------------------------------------------------------------

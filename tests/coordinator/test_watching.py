@@ -21,6 +21,7 @@ from coordinator.cli import main as headwater
 from coordinator.cli.follow import agents_now
 from coordinator.cli.output import fitted, table
 from coordinator.cli.status import _Changes, _gathered
+from coordinator.journal.entries import fact_of
 from coordinator.runs.timeline import Timeline
 from coordinator.state.log_file import MOST_BYTES, NAME, LogReader, logging_to
 from edge_agent.wire.messages import codec, up
@@ -165,7 +166,7 @@ def test_timeline_by_agent_and_level(tmp_path):
         fed.until(lambda: fed.coordinator.collector.open_round)
         run = fed.coordinator.loop.run.id
         fed.coordinator.state.journal.append(
-            "update_refused", run=run, round=1, agent="a2", body={"reason": "too \x1b[31mlarge\nnorm"}
+            fact_of("update_refused", {"reason": "too \x1b[31mlarge\nnorm"}), run=run, round=1, agent="a2"
         )
         fault(fed, "a1")
         fed.finish()

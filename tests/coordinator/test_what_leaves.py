@@ -84,7 +84,7 @@ def heard(tmp_path_factory):
             with OverImages(tmp_path_factory.mktemp(method)) as fed:
                 fed.request(method, rounds=2, params=quick_params(method))
                 fed.finish()
-                assert fed.record.status == "finished", fed.record.outcome
+                assert fed.record.status == "finished", fed.record.end
                 reports = {agent["id"] for agent in fed.state.run(fed.run).summary()["agents"]}
                 assert reports == {*TRAIN, HEAD, OWN}
             runs[method] = fed

@@ -27,6 +27,7 @@ from PIL import Image
 
 from coordinator import simulate
 from coordinator.cli import COMMANDS as HEADWATER
+from coordinator.journal.entries import fact_of
 from coordinator.runs.request import Request
 from coordinator.state.store import StateFolder
 from edge_agent import data
@@ -127,7 +128,7 @@ def coordinator(folder: Path) -> None:
     shutil.copy(ROOT / "configs/coordinator.toml", folder)
     task = Task(input=IMAGES, class_names=("a", "b"), encoder="small_cnn")
     with StateFolder(folder / "state").look(create=True) as state:
-        state.journal.request_run(Request("fedavg", {}, 3, 0, task).body())
+        state.journal.request_run(fact_of("run_requested", Request("fedavg", {}, 3, 0, task).body()))
 
 
 def repository(folder: Path) -> None:

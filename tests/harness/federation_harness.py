@@ -19,12 +19,14 @@ from faulty_broker import Faults, FaultyBroker
 from federation_duties import TASK, FakeDuties
 
 from coordinator.config import CoordinatorConfig
+from coordinator.journal.entries import fact_of
 from coordinator.processes.compute import Compute
 from coordinator.runs.request import Request
 from coordinator.service.coordinator import Coordinator
 from coordinator.state.command_keys import CommandKeys
 from coordinator.state.starts import Takeover
 from coordinator.state.store import StateFolder
+from coordinator.views.runs import replay
 from edge_agent.agent.event_loop import Agent, will_of
 from edge_agent.core.children import InlineWorker, Worker
 from edge_agent.core.config import AgentBrokerConfig, AgentConfig, DataConfig
@@ -214,16 +216,16 @@ class Federation:
         keep_updates: bool = False,
     ) -> str:
         wanted = Request(method, params or {}, rounds, seed, self.task, keep_updates=keep_updates)
-        self.run = self.state.journal.request_run(wanted.body())
+        self.run = self.state.journal.request_run(fact_of("run_requested", wanted.body()))
         self._looked_at = -1
-        self._run_ids[self.run] = self.record.request["id"]
+        self._run_ids[self.run] = self.record.request.id
         return self.run
 
     @property
     def run_id(self) -> str:
         """What agents know the run by; also once the journal is closed, if it was asked for before."""
         if self.run not in self._run_ids:
-            self._run_ids[self.run] = self.record.request["id"]
+            self._run_ids[self.run] = self.record.request.id
         return self._run_ids[self.run]
 
     def order(self, message: fields.Command, **stamp: Any) -> bytes:
@@ -347,13 +349,13 @@ class Federation:
 
     @property
     def record(self) -> Any:
-        return self.state.journal.replay(self.run)
+        return replay(self.state.journal, self.run)
 
     @property
     def encoder_sha256(self) -> str:
         record = self.record
-        assert record.status == "finished", record.outcome
-        return record.outcome["encoder_sha256"]
+        assert record.status == "finished", record.end
+        return record.encoder_sha256
 
     @property
     def final(self) -> Tensors:

@@ -18,7 +18,7 @@ from unittest import mock
 
 from federation_harness import Killed
 
-from coordinator.state.journal import Journal
+from coordinator.journal.sqlite import Journal
 
 
 class FullDisk:

@@ -12,6 +12,7 @@ import threading
 import time
 
 from coordinator.broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
+from coordinator.journal.entries import fact_of
 from coordinator.runs.request import Request
 from coordinator.state.store import StateFolder
 from edge_agent.core.task import ImageInput, Task
@@ -105,7 +106,7 @@ class Site:
     def request(self, rounds, method="fedavg", **params):
         wanted = Request(method, {"batch_size": 8, **params}, rounds, 5, self.task)
         with self.state.look(create=True) as state:
-            return state.journal.request_run(wanted.body())
+            return state.journal.request_run(fact_of("run_requested", wanted.body()))
 
     def entries(self, run, *kinds):
         with self.state.look() as state:

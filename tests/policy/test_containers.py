@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 
 from coordinator.config import CoordinatorConfig, IdentityConfig
 from coordinator.identity import serving
-from coordinator.state.journal import utc_now
+from coordinator.journal.store import utc_now
 from coordinator.web import health, metrics
 from coordinator.web.app import ROUTES, Guard
 from edge_agent.core.config import AgentConfig, load, parse

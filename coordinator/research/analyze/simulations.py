@@ -18,6 +18,7 @@ from edge_agent.run_folder.client_state import LAST_ROUND, ClientStateFiles
 
 from ...simulation.setup import CLIENTS, PARTITION, Prepared, computing_as_begun, planned
 from ...state.store import StateFolder
+from ...views.runs import replay
 from .settings import Settings
 from .targets import ClientSamples, FeatureView, LabelledSamples, StoredRun
 
@@ -29,7 +30,7 @@ class SimulationTarget(StoredRun):
 
     def __init__(self, path: Path, prepared: Prepared, folder: StateFolder, run: str) -> None:
         with folder.look():
-            self._is_over = folder.journal.replay(run).is_over
+            self._is_over = replay(folder.journal, run).is_over
         super().__init__(str(path), folder, run, prepared.method, prepared.task, prepared.division.clients)
         self._path = path
         self._prepared = prepared
@@ -51,7 +52,7 @@ class SimulationTarget(StoredRun):
         folder = StateFolder(path)
         with folder.look():
             runs = folder.journal.runs()
-            closed = folder.journal.replay(runs[0]).round if runs else 0
+            closed = replay(folder.journal, runs[0]).round if runs else 0
         if plan is None or not closed:
             raise UsageError(f"{path}: no round of this simulation has closed yet; there is nothing to analyze")
         with folder.look():

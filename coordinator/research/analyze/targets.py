@@ -28,6 +28,7 @@ from edge_agent.wire.tensors import decode
 from ...runs.release import pooled_before
 from ...runs.request import Request
 from ...state.store import StateFolder, states_of
+from ...views.runs import replay
 from . import measures
 from .settings import Location, Settings
 
@@ -401,12 +402,12 @@ class RunTarget(StoredRun):
         folder = StateFolder(state)
         with folder.look():
             names = [run] if run else reversed(folder.journal.runs())
-            record = next((one for one in map(folder.journal.replay, names) if one.round), None)
+            record = next((one for one in (replay(folder.journal, name) for name in names) if one.round), None)
         if record is None and run:
             raise UsageError(f"{run} has no closed round yet; there is nothing to analyze before the first one")
         if record is None:
             raise UsageError(f"{folder.path}: no run has closed a round yet; 'headwater run' starts one")
-        request = Request.from_body(record.request)
+        request = Request.from_fact(record.request)
         return cls(folder, record.run, request, client_samples(location.data, request.task, settings))
 
     def samples_of(self, client: str) -> ClientSamples:

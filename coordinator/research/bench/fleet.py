@@ -27,6 +27,7 @@ from ...config import CoordinatorConfig
 from ...runs.request import Request
 from ...service.coordinator import Coordinator
 from ...state.store import StateFolder, read_status
+from ...views.runs import replay
 from .fleet_agents import FleetAgent, Models, Timers
 from .measuring import FleetPlan, Row, Usage, module, usage, wait_for
 from .rounds import FEDERATION, PROGRAMS, RUN_LIMIT_S, START_LIMIT_S, broker, round_seconds
@@ -327,11 +328,11 @@ def measure_in_memory(plan: FleetPlan, folder: Path) -> FleetFigures:
         begin = both.clock()
         both.until(lambda: both.clock() - begin >= plan.idle_s)
         phases.end(IDLE)
-        run = state.journal.request_run(request_for(plan).body())
+        run = state.journal.request_run(request_for(plan).to_fact())
         received = sum(agent.received_bytes for agent in agents)
         published = traffic.bytes_up
         models = both.coordinator.distributor.published_bytes
-        both.until(lambda: state.journal.replay(run).is_over)
+        both.until(lambda: replay(state.journal, run).is_over)
         phases.end(ROUNDS)
         received = sum(a.received_bytes for a in agents) - received
         published = traffic.bytes_up - published
@@ -385,7 +386,7 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
         published = traffic()["bytes_published"]
         models = traffic()["blob_bytes_published"]
         with StateFolder(state_path).look() as state:
-            run = state.journal.request_run(request_for(plan).body())
+            run = state.journal.request_run(request_for(plan).to_fact())
             ends = ("run_finished", "run_failed", "run_cancelled")
             until(lambda: bool(state.journal.entries(run, ends)), "the run to end", RUN_LIMIT_S)
             phases.end(ROUNDS)

@@ -25,6 +25,7 @@ from ...runs.request import Weights
 from ...simulation.plan import Plan
 from ...simulation.setup import SIMULATION_FOLDER, WEIGHTS, planned
 from ...state.store import StateFolder
+from ...views.runs import replay
 
 FOLDER = Path("reproduce")
 
@@ -200,7 +201,7 @@ class Cell:
         """
         if not self.is_over and planned(self.folder) is not None:
             with StateFolder(self.folder).look() as state:
-                if any(state.journal.replay(run).status in {"failed", "cancelled"} for run in state.journal.runs()):
+                if any(replay(state.journal, run).status in {"failed", "cancelled"} for run in state.journal.runs()):
                     return True
         if not (read_json(self.folder / FAILED) or {}).get("would_fail_again", False):
             return False

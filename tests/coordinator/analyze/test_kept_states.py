@@ -6,6 +6,7 @@ import pytest
 from analysis_harness import analyzed, reasons, simulated
 
 from coordinator.cli import main
+from coordinator.journal.entries import fact_of
 from coordinator.state.store import StateFolder, prune_blobs, states_of
 from edge_agent.run_folder.client_state import ClientStateFiles
 
@@ -54,7 +55,9 @@ def test_a_state_whose_round_was_never_closed_does_not_count(images, folder):
     state = StateFolder(path)
     with state.open("test"):
         known = states_of(state, "run-0001")
-        state.journal.append("state_kept", run="run-0001", round=3, digest=state.blobs.put(b"half a round"))
+        state.journal.append(
+            fact_of("state_kept", {}), run="run-0001", round=3, digest=state.blobs.put(b"half a round")
+        )
         assert states_of(state, "run-0001") == known
         state.blobs.path(known[1]).unlink()
         assert list(states_of(state, "run-0001")) == [0, 2]
@@ -79,9 +82,9 @@ def test_a_request_from_before_states_could_be_kept_keeps_none():
 
     request = Request("fedavg", {}, 3, 0, Task(class_names=("a",)), keep_every=4)
     body = request.body()
-    assert Request.from_body(body) == request
+    assert Request.from_fact(fact_of("run_requested", body)) == request
     del body["keep_every"]
-    assert Request.from_body(body).keep_every == 0
+    assert Request.from_fact(fact_of("run_requested", body)).keep_every == 0
 
 
 def test_keep_every_is_an_option_of_simulate(images, tmp_path, monkeypatch):

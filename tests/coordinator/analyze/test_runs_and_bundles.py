@@ -12,6 +12,7 @@ from simulation_harness import write_images
 
 from coordinator.research.analyze.targets import LabelledSamples
 from coordinator.state.store import StateFolder
+from coordinator.views.runs import replay
 from edge_agent import methods
 from edge_agent.core.errors import DataError, UsageError
 from edge_agent.wire.tensors import decode
@@ -24,9 +25,9 @@ def bundle(coordinator, folder):
 
     state = StateFolder(coordinator)
     with state.look():
-        record = state.journal.replay("run-0001")
+        record = replay(state.journal, "run-0001")
         weights = decode(state.blobs.read(record.checkpoint))
-    request = Request.from_body(record.request)
+    request = Request.from_fact(record.request)
     method = methods.create(request.method, request.params)
     task = request.task
     bundle(

@@ -15,8 +15,9 @@ import pytest
 from web_site import LARGE_PAGES, agent_status
 
 from coordinator.config import WebConfig
+from coordinator.journal.entries import fact_of
+from coordinator.journal.store import utc_now
 from coordinator.processes.supervisor import command
-from coordinator.state.journal import utc_now
 from coordinator.web.access import token_path
 from coordinator.web.server import Settings, WebProcess
 
@@ -78,7 +79,9 @@ def full(site):
     site.release("a", run)
     site.release("b", run, canary="1", note="better")
     site.device("d", "a", 2, "failed", reason="self-test", acc=None, before=0.5, support=3)
-    site.journal.append("device_pinned", agent="d", body={"release": 1, "reason": "paper", "until": "", "by": "ann"})
+    site.journal.append(
+        fact_of("device_pinned", {"release": 1, "reason": "paper", "until": "", "by": "ann"}), agent="d"
+    )
     live = site.run(3, ("a", "b"))
     fault = {
         "error": "DataError",

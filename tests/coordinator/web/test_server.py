@@ -19,8 +19,9 @@ from pydantic import ValidationError
 from web_site import agent_status
 
 from coordinator.config import CoordinatorConfig, WebConfig
+from coordinator.journal.entries import fact_of
+from coordinator.journal.store import utc_now
 from coordinator.processes.supervisor import command
-from coordinator.state.journal import utc_now
 from coordinator.state.store import StateFolder, read_status
 from coordinator.web import connections
 from coordinator.web.access import Access, token_path
@@ -102,7 +103,7 @@ def test_stream_brings_news_of_a_coordinator_that_was_restarted(site):
         received = b""
         while received.count(b"event: news") < 1:
             received += stream.recv(4096)
-        site.journal.append("coordinator_started", body={"federation": "f" * 32, "epoch": 2, "boot": "c"})
+        site.journal.append(fact_of("coordinator_started", {"federation": "f" * 32, "epoch": 2, "boot": "c"}))
         site.status([agent_status("new")])
         while received.count(b"event: news") < 2:
             received += stream.recv(4096)

@@ -11,7 +11,7 @@ import pytest
 from release_site import ReleaseSite
 
 from coordinator.cli import main as headwater
-from coordinator.state.journal import utc_now
+from coordinator.journal.store import utc_now
 from coordinator.state.release_keys import ReleaseKeys, read_key, sign_bundle
 from coordinator.state.store import blobs_needed
 from edge_agent.agent import release_record

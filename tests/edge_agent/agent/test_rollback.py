@@ -7,6 +7,7 @@ import json
 import pytest
 from federation_harness import Federation
 
+from coordinator.journal.entries import fact_of
 from edge_agent.agent.release_record import ReleaseRecord
 from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.bundle import installed
@@ -59,10 +60,10 @@ def made(make_bundle):
 def release(fed, bundle) -> str:
     digest = fed.state.blobs.put(bundle.path.read_bytes())
     if not fed.state.journal.runs():
-        fed.state.journal.request_run({})
-        fed.state.journal.append("run_cancelled", run="run-0001")
+        fed.state.journal.request_run(fact_of("run_requested", {}))
+        fed.state.journal.append(fact_of("run_cancelled", {}), run="run-0001")
     body = {"bundle_id": bundle.manifest.bundle_id}
-    fed.state.journal.append("release_made", run="run-0001", round=1, digest=digest, body=body)
+    fed.state.journal.append(fact_of("release_made", body), run="run-0001", round=1, digest=digest)
     return bundle.manifest.bundle_id
 
 

@@ -1,264 +1,30 @@
-"""The journal: one append-only, hash-chained table of events in SQLite that survives ``kill -9`` and power cuts.
+"""The journal of a state folder: one table of entries in SQLite that survives ``kill -9`` and power cuts.
 
 An entry is durable when `Journal.append` returns (WAL, ``synchronous=FULL``), except within `Journal.deferring`, where
-`Journal.flush` makes it so, and where nothing waits for the disk (`store.without_syncs`). Each entry's hash covers its
-content and the hash before it, so that an edited, removed or reordered entry is found by `Journal.verify`. Several
-processes may write: appends are serialised by the database. What a run is doing is never stored, only derived: see
-`Journal.replay`.
+`Journal.flush` makes it so, and where nothing waits for the disk (`store.without_syncs`). Several processes may write:
+appends are serialised by the database. What a run is doing is never stored, only derived: see `coordinator.views`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
-import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from edge_agent.core.disk import disk_failure
-from edge_agent.core.errors import DuplicateCoordinator, StateError, UnknownName
+from edge_agent.core.errors import DuplicateCoordinator, StateError
 from edge_agent.core.locks import private_files
 from edge_agent.core.storage import PendingSyncs, is_synced, syncs_into
 
-__all__ = ["FINAL", "KINDS", "Accepted", "Entry", "Journal", "Kind", "OpenRound", "RunRecord", "RunStatus"]
-
-Kind = Literal[
-    "coordinator_started",
-    "run_heard",
-    "run_requested",
-    "cancel_requested",
-    "run_started",
-    "warm_started",
-    "round_opened",
-    "update_accepted",
-    "update_refused",
-    "sum_revealed",
-    "round_closed",
-    "state_kept",
-    "norm_pooled",
-    "ranges_collected",
-    "proxy_evaluated",
-    "proxy_failed",
-    "run_finished",
-    "run_failed",
-    "run_cancelled",
-    "prune_requested",
-    "run_pruned",
-    "bundle_exported",
-    "release_made",
-    "release_signed",
-    "release_canary",
-    "release_stage",
-    "release_held",
-    "release_resumed",
-    "release_reported",
-    "device_reported",
-    "device_pinned",
-    "device_unpinned",
-    "device_retired",
-]
-KINDS: tuple[str, ...] = get_args(Kind)
-
-WHAT_TO_DO = (
-    "Free disk space if it is full; otherwise put back the state folder from a backup ('headwater backup'), "
-    "or start with a new state folder. Nothing was changed."
-)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One line of the journal; ``at`` is ISO 8601 UTC and only for people: order is ``id``."""
-
-    id: int
-    at: str
-    kind: str
-    run: str | None
-    round: int | None
-    agent: str | None
-    digest: str | None
-    body: dict[str, Any]
-    previous_hash: str
-    hash: str
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a journal is; of two journals with one beginning, the newer has more entries."""
-
-    entries: int
-    """Its entries, without those of starts: a restart is no progress."""
-
-    newest_run: int
-    """Number of the newest run that it knows; 0: of none."""
-
-
-_HASHED = ("id", "at", "kind", "run", "round", "agent", "digest", "body", "previous_hash")
-
-
-def hash_of(row: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) over an entry's content, id, time and the hash before it."""
-    content = json.dumps([row[name] for name in _HASHED], separators=(",", ":"))
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-RunStatus = Literal["requested", "running", "finished", "failed", "cancelled"]
-CHECKPOINTS = ("run_started", "warm_started", "round_closed")
-"""Kinds of entries whose digest is that of a run's state from then on."""
-
-FINAL: dict[str, RunStatus] = {"run_finished": "finished", "run_failed": "failed", "run_cancelled": "cancelled"}
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """An update that was acknowledged: the digest of its blob, and what the agent reported about it."""
-
-    digest: str
-    samples: float
-    metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
-class OpenRound:
-    """A round that was opened and not closed. A later attempt at it keeps the updates of the earlier ones."""
-
-    round: int
-    attempt: int
-    cohort: tuple[str, ...]
-    body: dict[str, Any]
-    updates: dict[str, Accepted] = field(default_factory=dict)
-    rejected: dict[str, str] = field(default_factory=dict)
-    failed_boots: dict[str, str] = field(default_factory=dict)
-    """The start of each agent that was rejected, when it failed; an agent that was restarted since has another."""
-
-    @property
-    def joining(self) -> tuple[str, ...]:
-        """Members of the cohort that contribute without training the encoder."""
-        return tuple(self.body.get("joining", ()))
-
-    def asked_in(self, agent: str) -> int:
-        """The round that an update of this agent is of: an earlier one where rounds are buffered."""
-        return int(self.body.get("asked", {}).get(agent, self.round))
-
-    def takes(self, entry: Entry) -> bool:
-        """Whether the entry is an update of this round, accepted or rejected."""
-        if entry.kind == "update_accepted" and entry.agent is not None:
-            return entry.round == self.asked_in(entry.agent)
-        return entry.kind == "update_refused" and entry.round == self.round
-
-    def next_attempt(self, cohort: tuple[str, ...], body: dict[str, Any]) -> OpenRound:
-        """Another attempt; agents in ``body["again"]`` are asked once more.
-
-        It keeps all updates, unless they are masked for each other (``body["session"]``): then all begin again.
-        """
-        updates = {} if "session" in {*body, *self.body} else self.updates
-        rejected = {agent: why for agent, why in self.rejected.items() if agent not in body.get("again", ())}
-        return replace(self, attempt=self.attempt + 1, cohort=cohort, body=body, updates=updates, rejected=rejected)
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """Where a run stands: ``round`` is the last closed one (0: none), ``checkpoint`` the state's digest after it."""
-
-    run: str
-    request: dict[str, Any]
-    status: RunStatus = "requested"
-    round: int = 0
-    checkpoint: str | None = None
-    open_round: OpenRound | None = None
-    outcome: dict[str, Any] = field(default_factory=dict)
-    bases: tuple[str, ...] = ()
-    """Digests of the states that agents of buffered rounds have started from."""
-
-    good: str | None = None
-    """Digest of the last good state: `coordinator.runs.good_state`."""
-
-    start: str | None = None
-    """Digest of the state that the first round began with: updates are compared with the way from there."""
-
-    is_pruned: bool = False
-    """Whether its checkpoints and bundles were removed: `coordinator.state.retention`."""
-
-    @property
-    def needed_start(self) -> str | None:
-        """`start`, as long as a round may follow whose updates are compared with the way from there."""
-        has_rounds_left = self.round < int(self.request.get("rounds", 0))
-        return self.start if has_rounds_left else None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the run has ended."""
-        return self.status in FINAL.values()
-
-
-def step(record: RunRecord, entry: Entry) -> RunRecord:
-    """The record after one more entry; kinds that change nothing leave it as it is.
-
-    Raises:
-        StateError: the entry contradicts those before it.
-    """
-    opened = record.open_round
-    number = entry.round
-    body = entry.body
-    bases = tuple(body.get("bases", {}).values())
-    if entry.kind in {"run_started", "warm_started"}:
-        begun = entry.digest or record.checkpoint
-        return replace(record, status="running", checkpoint=begun, start=begun)
-    if entry.kind in FINAL:
-        return replace(record, status=FINAL[entry.kind], open_round=None, outcome=body)
-    if entry.kind == "run_pruned":
-        return replace(record, is_pruned=True)
-    if entry.kind == "round_opened":
-        if number != record.round + 1:
-            raise _contradiction(entry, f"opens round {number}, round {record.round} was closed last")
-        cohort = tuple(body.get("cohort", ()))
-        if opened is None:
-            opened = OpenRound(number, int(body.get("attempt", 1)), cohort, body)
-        else:
-            opened = opened.next_attempt(cohort, body)
-        return replace(record, status="running", open_round=opened, bases=bases)
-    if entry.kind == "round_closed":
-        if opened is None or opened.round != number or entry.digest is None:
-            raise _contradiction(entry, f"closes round {number} with state {entry.digest}, which is not open")
-        good = body.get("good", {}).get("digest")
-        return replace(record, round=opened.round, checkpoint=entry.digest, open_round=None, bases=bases, good=good)
-    if opened is not None and opened.takes(entry):
-        record = replace(record, open_round=_with_update(opened, entry))
-    return record
-
-
-def _with_update(opened: OpenRound, entry: Entry) -> OpenRound:
-    """The open round with one more accepted or rejected update."""
-    if entry.agent is None:
-        return opened
-    if entry.kind == "update_refused":
-        rejected = {**opened.rejected, entry.agent: str(entry.body.get("reason", ""))}
-        boots = {**opened.failed_boots, entry.agent: str(entry.body.get("boot", ""))}
-        return replace(opened, rejected=rejected, failed_boots=boots)
-    if entry.agent in opened.updates or entry.digest is None:
-        return opened  # the first one was acknowledged
-    update = Accepted(entry.digest, float(entry.body.get("samples", 0)), dict(entry.body.get("metrics", {})))
-    return replace(opened, updates={**opened.updates, entry.agent: update})
-
-
-def _contradiction(entry: Entry, what: str) -> StateError:
-    return StateError(f"journal entry {entry.id} of run '{entry.run}' {what}. {WHAT_TO_DO}")
-
-
-_RUN_NAME = re.compile(r"run-([0-9]{4,9})")
-
-
-def run_number(name: str) -> int | None:
-    """The number in the name of a run, such as ``run-0001``; None for a name of another form."""
-    match = _RUN_NAME.fullmatch(name)
-    return int(match[1]) if match else None
-
+from .entries import Fact, RunRequested
+from .kinds import CHECKPOINTS, FINAL
+from .store import COLUMNS, WHAT_TO_DO, Entry, Progress, make_row, read_row, run_number, utc_now, verify_chain
 
 SCHEMA = 1
 BUSY_TIMEOUT_S = 30
@@ -267,7 +33,6 @@ BUSY_TIMEOUT_S = 30
 CACHE_KIB = 512
 """SQLite's own cache of pages. Its default of 2 MB takes a thousand rounds to fill, which looks like a leak."""
 
-_GENESIS = "0" * 64
 _TABLE = """
 CREATE TABLE entries (
     id INTEGER PRIMARY KEY AUTOINCREMENT NOT NULL,
@@ -287,23 +52,19 @@ _INDEXES = (
 )
 _INTEGRITY = "PRAGMA integrity_check(1)"
 _NEWEST = "SELECT id, hash FROM entries ORDER BY id DESC LIMIT 1"
-_COLUMNS = (*_HASHED, "hash")
-_INSERT = f"INSERT INTO entries ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"  # noqa: S608 - constants
-
-
-def utc_now() -> datetime:
-    """The wall clock, in UTC."""
-    return datetime.now(timezone.utc)
+_INSERT = f"INSERT INTO entries ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"  # noqa: S608 - constants
 
 
 class Journal:
-    """The journal in one file. Use as a context manager, or call `open` and `close`."""
+    """A `coordinator.journal.store.JournalStore` in one file. Use as a context manager, or call `open` and `close`."""
 
     def __init__(self, path: Path, *, now: Callable[[], datetime] = utc_now) -> None:
         self.path = path
         self._now = now
         self._connection: sqlite3.Connection | None = None
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held while entries are read or written; a view that keeps what it has derived here holds it, too."""
+
         self._opened: os.stat_result | None = None
         self._pending, self._deferring, self._has_deferred = PendingSyncs(), 0, False
         """Syncs of files that deferred entries are about, and the thread that defers (0: none)."""
@@ -319,8 +80,9 @@ class Journal:
         self._appended = 0
         """Entries that were appended here."""
 
-        self._replayed: dict[str, tuple[int, RunRecord]] = {}
-        """Run -> newest entry of the journal when `replay` read it, whichever run's, and where the run stood then."""
+        self.derived: dict[str, tuple[int, object]] = {}
+        """What a view has derived of a run, and the newest entry, whichever run's, when it did; emptied when entries
+        are lost."""
 
     def __enter__(self) -> Journal:
         return self.open()
@@ -458,26 +220,25 @@ class Journal:
         self._start = None
         self._is_held = lambda: True
         self._successor = None
-        self._replayed.clear()
+        self.derived.clear()
         if self._connection is not None:
             self._connection.close()
             self._connection = self._opened = None
 
     def append(
         self,
-        kind: Kind,
+        fact: Fact,
         *,
         run: str | None = None,
         round: int | None = None,  # noqa: A002 - the word of the vocabulary
         agent: str | None = None,
         digest: str | None = None,
-        body: Mapping[str, Any] | None = None,
     ) -> Entry:
         """The entry as written; it is on disk when this returns.
 
         Raises:
             UnknownName: no such kind.
-            StateError: the body is not JSON, the disk is full, or the database cannot be written.
+            StateError: the fact has a number that is none, the disk is full, or the database cannot be written.
         """
         columns = {"run": run, "round": round, "agent": agent, "digest": digest}
         with (
@@ -485,7 +246,7 @@ class Journal:
             if self._deferring == threading.get_ident()
             else self._transaction(writes=True) as connection
         ):
-            return self._write(connection, kind, columns, dict(body or {}))
+            return self._write(connection, fact, columns)
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
@@ -513,7 +274,7 @@ class Journal:
             StateError: they could not be written, at any time since the last call; none of that transaction is.
             OSError: a file could not be written, with the same result.
         """
-        with self._lock:
+        with self.lock:
             try:
                 self._commit_deferred()
             finally:
@@ -522,17 +283,17 @@ class Journal:
             if lost is not None:
                 raise lost
 
-    def request_run(self, body: Mapping[str, Any]) -> str:
+    def request_run(self, request: RunRequested) -> str:
         """The name of a newly requested run; a coordinator on this folder will execute it.
 
         The entry's ``id`` is the name and a random part, which makes it unique among all state folders.
         """
-        from edge_agent.wire.messages.fields import new_id  # pydantic and all messages, which readers do not need
+        from edge_agent.wire.messages.fields import new_id  # all messages, which readers do not need
 
         with self._transaction(writes=True) as connection:
             run = f"run-{_newest_run(connection) + 1:04d}"
             columns = {"run": run, "round": None, "agent": None, "digest": None}
-            self._write(connection, "run_requested", columns, {**body, "id": f"{run}-{new_id()}"})
+            self._write(connection, request.changed(id=f"{run}-{new_id()}"), columns)
             return run
 
     def entries(
@@ -568,13 +329,7 @@ class Journal:
     def _selected(self, wanted: str, values: Sequence[Any]) -> list[Entry]:
         with self._transaction() as connection:
             rows = [dict(row) for row in connection.execute(f"SELECT * FROM entries WHERE {wanted}", values)]  # noqa: S608 - values are bound
-        entries = []
-        for row in rows:
-            try:
-                entries.append(Entry(**{**row, "body": json.loads(row["body"])}))
-            except ValueError as error:
-                raise StateError(f"journal entry {row['id']}: its body is not JSON ({error}). {WHAT_TO_DO}") from error
-        return entries
+        return [read_row(row) for row in rows]
 
     def last_id(self) -> int:
         """Id of the newest entry; 0 in an empty journal."""
@@ -626,26 +381,10 @@ class Journal:
         Raises:
             StateError: an entry was changed, removed or inserted; the first one is named.
         """
-        count = 0
-        previous = _GENESIS
         with self._transaction() as connection:
             highest = _value(connection, "SELECT seq FROM sqlite_sequence WHERE name = 'entries'")
             with contextlib.closing(connection.execute("SELECT * FROM entries ORDER BY id")) as rows:
-                for row in rows:
-                    count += 1
-                    if row["id"] != count:
-                        raise self._broken(count, f"it is missing, the next one is {row['id']}")
-                    if row["previous_hash"] != previous:
-                        raise self._broken(count, "it does not follow from the entry before it")
-                    try:
-                        previous = hash_of(dict(row))
-                    except (TypeError, ValueError):  # a flipped bit has turned text into bytes
-                        previous = ""
-                    if row["hash"] != previous:
-                        raise self._broken(count, "its content was changed")
-        if count != (highest or 0):
-            raise self._broken(count + 1, f"{(highest or 0) - count} newest entries are missing")
-        return count
+                return verify_chain(self.path, map(dict, rows), highest or 0)
 
     def repair_indexes(self) -> bool:
         """Whether an index did not agree with the entries, and was made again from them; call it after `verify`.
@@ -656,7 +395,7 @@ class Journal:
             StateError: the file is damaged elsewhere.
         """
         connection = self._usable(writes=True)
-        with self._lock:
+        with self.lock:
             try:
                 self._commit_deferred()
                 if _value(connection, _INTEGRITY) == "ok":
@@ -667,26 +406,6 @@ class Journal:
             except sqlite3.Error as error:
                 raise self._failed(error) from error
         return True
-
-    def replay(self, run: str) -> RunRecord:
-        """Where ``run`` stands, derived from its entries.
-
-        Raises:
-            UnknownName: no such run.
-            StateError: the entries contradict each other.
-        """
-        with self._lock:
-            after, record = self._replayed.get(run, (0, RunRecord(run, {})))
-            newest = self.last_id()  # before the entries: another process may append in between
-            entries = self.entries(run, after=after) if newest > after else []
-            if not after:
-                if not entries or entries[0].kind != "run_requested":
-                    raise UnknownName("run", run, self.runs())
-                record = RunRecord(run, entries[0].body)
-            for entry in entries if after else entries[1:]:
-                record = step(record, entry)
-            self._replayed[run] = (max([newest, *(entry.id for entry in entries[-1:])]), record)
-            return record
 
     def runs(self) -> list[str]:
         """Ids of all runs in the order of their requests."""
@@ -710,7 +429,7 @@ class Journal:
             )
             return {(name, digest) for name, digest in rows}
 
-    def newest_of(self, *kinds: Kind) -> list[Entry]:
+    def newest_of(self, *kinds: str) -> list[Entry]:
         """The newest entry of each agent and each of these kinds, in order."""
         wanted = f"kind IN ({', '.join('?' * len(kinds))}) AND agent IS NOT NULL GROUP BY agent, kind"
         return self._selected(f"id IN (SELECT max(id) FROM entries WHERE {wanted}) ORDER BY id", kinds)  # noqa: S608 - constants
@@ -727,7 +446,7 @@ class Journal:
     @contextlib.contextmanager
     def _transaction(self, *, writes: bool = False) -> Iterator[sqlite3.Connection]:
         connection = self._usable(writes=writes)
-        with self._lock:
+        with self.lock:
             if self._has_deferred and not writes:
                 try:
                     yield connection
@@ -754,7 +473,7 @@ class Journal:
     def _deferred(self) -> Iterator[sqlite3.Connection]:
         """The transaction that `flush` ends."""
         connection = self._usable(writes=True)
-        with self._lock:
+        with self.lock:
             try:
                 if not self._has_deferred:
                     connection.execute("BEGIN IMMEDIATE")
@@ -794,7 +513,7 @@ class Journal:
                 self._connection.rollback()
         self._has_deferred = False
         self._lost = error
-        self._replayed.clear()
+        self.derived.clear()
 
     def _usable(self, *, writes: bool) -> sqlite3.Connection:
         if self._connection is None:
@@ -817,28 +536,12 @@ class Journal:
         )
         raise self._successor
 
-    def _write(
-        self, connection: sqlite3.Connection, kind: Kind, columns: Mapping[str, Any], body: dict[str, Any]
-    ) -> Entry:
-        if kind not in KINDS:
-            raise UnknownName("journal entry kind", kind, KINDS)
-        try:
-            text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise StateError(f"journal entry '{kind}': its body is not JSON ({error}); nothing was written") from error
+    def _write(self, connection: sqlite3.Connection, fact: Fact, columns: Mapping[str, Any]) -> Entry:
         last = connection.execute(_NEWEST).fetchone()
-        row = {
-            "id": last["id"] + 1 if last else 1,
-            "at": self._now().isoformat(timespec="milliseconds"),
-            "kind": kind,
-            **columns,
-            "body": text,
-            "previous_hash": last["hash"] if last else _GENESIS,
-        }
-        row["hash"] = hash_of(row)
-        connection.execute(_INSERT, tuple(row[name] for name in _COLUMNS))
+        row = make_row(fact, columns, self._now(), last)
+        connection.execute(_INSERT, tuple(row[name] for name in COLUMNS))
         self._appended += 1
-        return Entry(**{**row, "body": json.loads(text)})
+        return read_row(row)
 
     def _check_or_make_schema(self, *, is_begun: bool, writes: bool = True) -> None:
         with self._transaction(writes=writes) as connection:
@@ -859,9 +562,6 @@ class Journal:
             complaint = _value(connection, "PRAGMA quick_check(1)")
             if complaint != "ok":
                 raise self._failed(complaint)
-
-    def _broken(self, entry: int, what: str) -> StateError:
-        return StateError(f"{self.path}: entry {entry} breaks the chain: {what}. {WHAT_TO_DO}")
 
     def _failed(self, error: object) -> StateError:
         return StateError(f"{self.path}: the journal cannot be read or written ({error}). {WHAT_TO_DO}")
