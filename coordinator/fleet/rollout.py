@@ -1,6 +1,6 @@
 """Brings the bundles of releases to the devices: offers each device the release that it is to run, notes its answer.
 
-What a device is to run follows from the journal (`coordinator.state.releases`); this compares it with what the device
+What a device is to run follows from the journal (`coordinator.views.releases`); this compares it with what the device
 runs, draws canaries, and stops a release that fails. It keeps nothing that a restart could lose.
 """
 
@@ -29,7 +29,8 @@ from ..journal.entries import (
     ReleaseStage,
 )
 from ..journal.store import utc_now
-from ..state.releases import (
+from ..state.store import StateFolder
+from ..views.releases import (
     AUTOMATIC,
     HEARD_AGAIN,
     Book,
@@ -41,7 +42,6 @@ from ..state.releases import (
     release_of,
     rollback_of,
 )
-from ..state.store import StateFolder
 from .registry import Roster
 from .transfers import Distributor
 

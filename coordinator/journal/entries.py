@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     InstanceOf,
@@ -38,11 +39,20 @@ Number = StrictInt | StrictFloat
 
 Count = Annotated[StrictInt, Field(ge=0)]
 RoundNumber = Annotated[StrictInt, Field(ge=0)]
-Share = Annotated[StrictInt | StrictFloat, Field(ge=0, le=1)]
 AnyText = InstanceOf[str]
 """Text that may name a path, which need not be encodable; other texts are."""
 
-Json = dict[str, JsonValue]
+
+def _with_lists(value: object) -> object:
+    """Return a value of JSON with lists in place of tuples, as it is stored."""
+    if isinstance(value, dict):
+        return {name: _with_lists(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_lists(part) for part in value]
+    return value
+
+
+Json = Annotated[dict[str, JsonValue], BeforeValidator(_with_lists)]
 """A JSON object that is passed on whole, to the class that it is validated by or to people."""
 
 
@@ -464,7 +474,7 @@ class BundleExported(_OfBundle):
 
 
 class ReleasePlan(Part):
-    """How a release goes out: `coordinator.state.releases.Plan`, without what is as by default."""
+    """How a release goes out: `coordinator.views.releases.Plan`, without what is as by default."""
 
     channel: str = "stable"
     canary: str = ""
@@ -701,18 +711,18 @@ def _read_patiently(known: type[Fact], body: Mapping[str, Any], error: Validatio
             error = again
 
 
-def _remove(body: dict[str, Any], place: tuple[int | str, ...]) -> bool:
-    """Remove the value at a place that pydantic names; whether there was one.
+def _remove(body: dict[str, Any], location: tuple[int | str, ...]) -> bool:
+    """Remove the value at a location that pydantic names; whether there was one.
 
-    Within a list the whole list goes, because its other items would change their places. Names in ``place`` that are
+    Within a list the whole list goes, because its other items would change their places. Names in ``location`` that are
     none of a key, such as those of the alternatives of a type, are after the last key.
     """
     holder = body
-    for depth, name in enumerate(place):
+    for depth, name in enumerate(location):
         if not isinstance(name, str) or name not in holder:
             return False
         value = holder[name]
-        following = place[depth + 1] if depth + 1 < len(place) else None
+        following = location[depth + 1] if depth + 1 < len(location) else None
         if not isinstance(value, dict) or not isinstance(following, str) or following not in value:
             del holder[name]
             return True
