@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -28,11 +28,13 @@ from pydantic import (
     ValidationError,
     field_serializer,
 )
-from typing_extensions import Self
 
 from edge_agent.core.errors import StateError
 
 from .kinds import Kind
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Number = StrictInt | StrictFloat
 """An integer stays one: the text of a body does not change when it is read and written again."""
@@ -59,8 +61,7 @@ Json = Annotated[dict[str, JsonValue], BeforeValidator(_with_lists)]
 class Part(BaseModel):
     """A value within a fact."""
 
-    # Built when it is first used: a command reads few kinds of entries.
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     def to_body(self) -> dict[str, Any]:
         """Return the fields that were given, as the JSON object that is stored: sorted by name."""
