@@ -15,8 +15,8 @@ from ..journal.store import utc_now
 from ..state.fleet_rows import REPORTS, AgentRow, FleetFacts, reported_by
 from ..state.fleet_rows import rows_of as fleet_rows
 from ..state.history import SCOPES
-from ..state.releases import book_of
 from ..state.store import StateFolder, read_agents, read_status
+from ..views.releases import book_of
 from .follow import is_serving
 from .output import table
 

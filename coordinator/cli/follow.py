@@ -131,7 +131,7 @@ class _Lines:
             self._show(self._closed_line(record.round, rounds))
         if record.open_round is not None:  # agents that are left out, unless they were in the previous round
             before = self._without
-            self._without = dict(record.open_round.opened.left_out)
+            self._without = dict(record.open_round.fact.left_out)
             for agent, reason in self._without.items():
                 if agent not in before:
                     why = self._said.reason(agent, reason)

@@ -13,9 +13,9 @@ from edge_agent.core.errors import UsageError
 from ..fleet import release_commands as commands
 from ..fleet.release_commands import chosen, described, device_rows, tiers_without_releases
 from ..journal.store import utc_now
-from ..state.releases import Book, Plan, Release, book_of
 from ..state.store import StateFolder
 from ..text import listed
+from ..views.releases import Book, Plan, Release, book_of
 from .follow import is_serving
 from .options import Config, Json, State, one_of, state_path
 from .output import present

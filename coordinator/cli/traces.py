@@ -12,10 +12,10 @@ from edge_agent.core.children import stop_on_signals
 from edge_agent.core.errors import MissingCapability
 
 from ..journal.sqlite import Journal
-from ..state.spans import Span, spans_of
 from ..state.store import StateFolder
 from ..text import counted
 from ..views.runs import replay
+from ..views.spans import Span, spans_of
 from .options import INTERRUPTED, Config, Json, State, state_path
 from .output import present
 

@@ -26,9 +26,9 @@ from ..journal.entries import (
 )
 from ..journal.kinds import Kind
 from ..journal.store import Entry, utc_now
-from ..state.releases import Book, Device, Pin, Plan, Release, book_of, release_of, rollback_of
 from ..state.store import StateFolder, read_agents
 from ..text import counted, listed
+from ..views.releases import Book, Device, Pin, Plan, Release, book_of, release_of, rollback_of
 from ..views.runs import replay
 
 

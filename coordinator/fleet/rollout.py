@@ -1,6 +1,6 @@
 """Brings the bundles of releases to the devices: offers each device the release that it is to run, notes its answer.
 
-What a device is to run follows from the journal (`coordinator.state.releases`); this compares it with what the device
+What a device is to run follows from the journal (`coordinator.views.releases`); this compares it with what the device
 runs, draws canaries, and stops a release that fails. It keeps nothing that a restart could lose.
 """
 
@@ -20,16 +20,21 @@ from edge_agent.wire.messages.up import Fault, Hello, Report
 
 from ..journal.entries import (
     BundleExported,
+    DevicePinned,
     DeviceReported,
     DeviceRetired,
+    DeviceUnpinned,
     Outcome,
     ReleaseCanary,
     ReleaseHeld,
+    ReleaseMade,
+    ReleaseResumed,
     ReleaseSigned,
     ReleaseStage,
 )
-from ..journal.store import utc_now
-from ..state.releases import (
+from ..journal.store import Entry, utc_now
+from ..state.store import StateFolder
+from ..views.releases import (
     AUTOMATIC,
     HEARD_AGAIN,
     Book,
@@ -41,11 +46,13 @@ from ..state.releases import (
     release_of,
     rollback_of,
 )
-from ..state.store import StateFolder
 from .registry import Roster
 from .transfers import Distributor
 
 log = logging.getLogger(__name__)
+
+_Command = ReleaseMade | ReleaseStage | ReleaseHeld | ReleaseResumed | DevicePinned | DeviceUnpinned
+"""What commands write into the journal, with their author."""
 
 COUNT_S = 3600.0
 """Pause between two looks at which devices are still heard."""
@@ -399,10 +406,8 @@ class Rollout:
         self._has_read = True
         entries = self.book.read(self._state.journal)
         for entry in () if is_first else entries:
-            by = getattr(entry.fact, "by", None)
-            if by not in {None, AUTOMATIC}:  # a command's, which others are to see as well
-                about = f"device={entry.agent}" if entry.agent else f"release={getattr(entry.fact, 'release', 'new')}"
-                log.info("%s %s by=%s reason=%s", entry.kind, about, by, getattr(entry.fact, "reason", ""))
+            if isinstance(entry.fact, _Command) and entry.fact.by not in {None, AUTOMATIC}:
+                _log_command(entry, entry.fact)
         return any(entry.kind != "device_reported" for entry in entries)
 
     def _decide(self, *, draws: bool) -> bool:
@@ -476,3 +481,17 @@ def _result_of(report: Report, min_gain: float | None) -> Result:
             outcome = "failed"
             reason = f"acc.personal is {acc:.3f}, {before:.3f} before; {min_gain:+g} is allowed"
     return Result(outcome, reason[:500], acc, before, report.support)
+
+
+def _log_command(entry: Entry, fact: _Command) -> None:
+    """Log what a command has written into the journal, which others are to see as well."""
+    if entry.agent:
+        about = f"device={entry.agent}"
+    elif isinstance(fact, ReleaseMade | DeviceUnpinned):
+        about = "release=new"
+    else:
+        about = f"release={fact.release}"
+    reason = ""
+    if isinstance(fact, ReleaseStage | ReleaseHeld | DevicePinned):
+        reason = fact.reason
+    log.info("%s %s by=%s reason=%s", entry.kind, about, fact.by, reason)

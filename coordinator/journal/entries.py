@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     InstanceOf,
@@ -27,30 +28,40 @@ from pydantic import (
     ValidationError,
     field_serializer,
 )
-from typing_extensions import Self
 
 from edge_agent.core.errors import StateError
 
 from .kinds import Kind
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Number = StrictInt | StrictFloat
 """An integer stays one: the text of a body does not change when it is read and written again."""
 
 Count = Annotated[StrictInt, Field(ge=0)]
 RoundNumber = Annotated[StrictInt, Field(ge=0)]
-Share = Annotated[StrictInt | StrictFloat, Field(ge=0, le=1)]
 AnyText = InstanceOf[str]
 """Text that may name a path, which need not be encodable; other texts are."""
 
-Json = dict[str, JsonValue]
+
+def _with_lists(value: object) -> object:
+    """Return a value of JSON with lists in place of tuples, as it is stored."""
+    if isinstance(value, dict):
+        return {name: _with_lists(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_lists(part) for part in value]
+    return value
+
+
+Json = Annotated[dict[str, JsonValue], BeforeValidator(_with_lists)]
 """A JSON object that is passed on whole, to the class that it is validated by or to people."""
 
 
 class Part(BaseModel):
     """A value within a fact."""
 
-    # Built when it is first used: a command reads few kinds of entries.
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     def to_body(self) -> dict[str, Any]:
         """Return the fields that were given, as the JSON object that is stored: sorted by name."""
@@ -464,7 +475,7 @@ class BundleExported(_OfBundle):
 
 
 class ReleasePlan(Part):
-    """How a release goes out: `coordinator.state.releases.Plan`, without what is as by default."""
+    """How a release goes out: `coordinator.views.releases.Plan`, without what is as by default."""
 
     channel: str = "stable"
     canary: str = ""
@@ -701,18 +712,18 @@ def _read_patiently(known: type[Fact], body: Mapping[str, Any], error: Validatio
             error = again
 
 
-def _remove(body: dict[str, Any], place: tuple[int | str, ...]) -> bool:
-    """Remove the value at a place that pydantic names; whether there was one.
+def _remove(body: dict[str, Any], location: tuple[int | str, ...]) -> bool:
+    """Remove the value at a location that pydantic names; whether there was one.
 
-    Within a list the whole list goes, because its other items would change their places. Names in ``place`` that are
+    Within a list the whole list goes, because its other items would change their places. Names in ``location`` that are
     none of a key, such as those of the alternatives of a type, are after the last key.
     """
     holder = body
-    for depth, name in enumerate(place):
+    for depth, name in enumerate(location):
         if not isinstance(name, str) or name not in holder:
             return False
         value = holder[name]
-        following = place[depth + 1] if depth + 1 < len(place) else None
+        following = location[depth + 1] if depth + 1 < len(location) else None
         if not isinstance(value, dict) or not isinstance(following, str) or following not in value:
             del holder[name]
             return True

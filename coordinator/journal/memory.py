@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent.core.errors import StateError, cause
+from edge_agent.core.storage import read_regular_text
 
 from .entries import Fact
 from .store import Entry, make_row, read_row, utc_now, verify_chain
@@ -37,7 +38,7 @@ class MemoryJournal:
         """
         journal = cls()
         try:
-            journal._rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            journal._rows = [json.loads(line) for line in read_regular_text(path).splitlines()]
         except (OSError, ValueError) as error:
             raise StateError(f"{path}: the journal cannot be read: {error}; give a copy of one") from error
         journal._highest = len(journal._rows)
@@ -96,14 +97,14 @@ class MemoryJournal:
         """Return the entries with an id above ``after`` in order, only those with what else is given."""
         wanted = {"run": run, "round": round, "agent": agent}
         given = {name: value for name, value in wanted.items() if value is not None}
-        found: list[Entry] = []
+        result: list[Entry] = []
         for row in self._rows:
-            if 0 <= limit <= len(found):
+            if 0 <= limit <= len(result):
                 break
             has_kind = kinds is None or row["kind"] in kinds
             if row["id"] > after and has_kind and all(row[name] == value for name, value in given.items()):
-                found.append(read_row(row))
-        return found
+                result.append(read_row(row))
+        return result
 
     def entries_with(self, ids: Sequence[int]) -> list[Entry]:
         """Return the entries with these ids in order."""

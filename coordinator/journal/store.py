@@ -246,11 +246,11 @@ def read_row(row: Mapping[str, Any]) -> Entry:
         raise StateError(f"journal entry {row['id']}: its body is not JSON ({error}). {WHAT_TO_DO}") from error
 
 
-def verify_chain(place: object, rows: Iterable[Mapping[str, Any]], highest: int) -> int:
+def verify_chain(path: object, rows: Iterable[Mapping[str, Any]], highest: int) -> int:
     """Return the number of entries, after checking every link.
 
     Args:
-        place: What messages name as the journal.
+        path: What messages name as the journal.
         rows: All rows in order.
         highest: The highest id that was ever given.
 
@@ -262,22 +262,22 @@ def verify_chain(place: object, rows: Iterable[Mapping[str, Any]], highest: int)
     for row in rows:
         count += 1
         if row["id"] != count:
-            raise _broken(place, count, f"it is missing, the next one is {row['id']}")
+            raise _broken(path, count, f"it is missing, the next one is {row['id']}")
         if row["previous_hash"] != previous:
-            raise _broken(place, count, "it does not follow from the entry before it")
+            raise _broken(path, count, "it does not follow from the entry before it")
         try:
             previous = hash_of(row)
         except (TypeError, ValueError):  # a flipped bit has turned text into bytes
             previous = ""
         if row["hash"] != previous:
-            raise _broken(place, count, "its content was changed")
+            raise _broken(path, count, "its content was changed")
     if count != highest:
-        raise _broken(place, count + 1, f"{highest - count} newest entries are missing")
+        raise _broken(path, count + 1, f"{highest - count} newest entries are missing")
     return count
 
 
-def _broken(place: object, entry: int, what: str) -> StateError:
-    return StateError(f"{place}: entry {entry} breaks the chain: {what}. {WHAT_TO_DO}")
+def _broken(path: object, entry: int, what: str) -> StateError:
+    return StateError(f"{path}: entry {entry} breaks the chain: {what}. {WHAT_TO_DO}")
 
 
 # --- names and times -------------------------------------------------------------------------------------------------

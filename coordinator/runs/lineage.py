@@ -11,8 +11,8 @@ from edge_agent.bundle.trust import Scores
 
 from ..journal.entries import ReleaseReported, UpdateAccepted, WarmStarted
 from ..journal.store import facts_of
-from ..state.releases import released_to_all
 from ..state.store import StateFolder
+from ..views.releases import released_to_all
 from ..views.runs import replay
 from .request import Request
 

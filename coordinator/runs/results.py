@@ -102,7 +102,7 @@ def round_record(closed: OpenRound, fact: RoundClosed) -> dict[str, Any]:
     refused = {agent: why for agent, why in closed.rejected.items() if is_by_policy(why)}
     rejected = {agent: why for agent, why in closed.rejected.items() if agent not in refused}
     busy = fact.busy
-    stale = sorted(closed.opened.asked.keys() & closed.updates.keys())
+    stale = sorted(closed.fact.asked.keys() & closed.updates.keys())
     late = None if fact.late is None else [update.model_dump() for update in fact.late]
     return {
         "kind": "round",
@@ -116,10 +116,10 @@ def round_record(closed: OpenRound, fact: RoundClosed) -> dict[str, Any]:
         "missing": [a for a in closed.cohort if a not in closed.updates and a not in closed.rejected and a not in busy],
         "working": sorted(busy),
         "rejected": reasons(rejected),
-        "left_out": reasons({**closed.opened.left_out, **refused}),
+        "left_out": reasons({**closed.fact.left_out, **refused}),
         "work": metric("work"),
         "staleness": {agent: closed.round - closed.asked_in(agent) for agent in stale},
-        "added": sorted(closed.opened.added),
+        "added": sorted(closed.fact.added),
         "bounded": notes(fact.aggregation),
         "restored": None if fact.restored is None else fact.restored.model_dump(),
         "acc": {

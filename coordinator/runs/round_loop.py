@@ -224,7 +224,7 @@ def _collected(opened: OpenRound, collection: Collection) -> OpenRound:
         updates=collection.accepted,
         rejected=collection.rejected,
         failed_boots=collection.failed_boots,
-        opened=opened.opened.changed(left_out=collection.left_out),
+        fact=opened.fact.changed(left_out=collection.left_out),
     )
 
 
@@ -465,13 +465,13 @@ class RunLoop:
             before = facts_of(self._journal.entries(None, ("sum_revealed",)), SumRevealed)
             only = next((fact.agents for fact in before if fact.origin == self._origin), ())
             if only and resumed is not None:
-                self._budget.check_terms(number, resumed.opened)
+                self._budget.check_terms(number, resumed.fact)
             planned = yield from self._same_again(number, only) if only else self._planned(number)
             stats.waiting_s += clock() - waits_since
             least = len(only) or config.cohort.min_agents
             sums = SecureRound(run.id, number, new_id(), self._expected, least)
             cohort = self.selection.draw(planned.cohort, MOST_CLIENTS, number)
-            opened = opened.next_attempt(cohort, planned.opened.changed(session=sums.session, again=tuple(cohort)))
+            opened = opened.next_attempt(cohort, planned.fact.changed(session=sums.session, again=tuple(cohort)))
             absent = _Absent()
             done = yield from self._secure_attempt(opened, sums, absent, () if only else barred)
             if isinstance(done, _Summed):
@@ -537,7 +537,7 @@ class RunLoop:
             return f"{len(sums.sealed)} of {len(sums.keys)} agents have sent shares, it takes {sums.needed}"
         collection = self._open(opened, is_new=True, sums=sums, absent=absent)
         self.selection.opened(collection)
-        work = opened.opened.work
+        work = opened.fact.work
         spec = JobSpec(number, work=work, session=sums.session, own=sums.for_training)
         until = yield from self._ask(collection.outstanding, spec)
         self.selection.asked(collection.outstanding)
@@ -601,7 +601,7 @@ class RunLoop:
         roster = self.run.context.roster
         waits_since = clock()
         if resumed is not None:
-            self._budget.check_terms(number, resumed.opened)
+            self._budget.check_terms(number, resumed.fact)
         opened = resumed if resumed is not None else (yield from self._planned(number))
         if opened.joining:
             self._frozen = yield from freeze(self.run)
@@ -609,9 +609,9 @@ class RunLoop:
         collection = self._open(opened, is_new=resumed is None)
         until = yield from self._ask_members(opened, collection)
         heard_s = roster.heard_s
-        wanted = opened.opened.wanted
+        wanted = opened.fact.wanted
         while True:
-            late_s = yield from self.selection.collect(collection, until, wanted, opened.opened.work)
+            late_s = yield from self.selection.collect(collection, until, wanted, opened.fact.work)
             opened = _collected(opened, collection)
             if new := self.selection.replacements(collection, wanted):
                 opened = self._enlarged(opened, new, again=())
@@ -622,7 +622,7 @@ class RunLoop:
             unanswered = self.selection.unanswered(collection, late_s)
             if self.selection.has_quorum(collection):
                 break
-            overdue = opened.opened.overdue + bool(unanswered)
+            overdue = opened.fact.overdue + bool(unanswered)
             if self.selection.is_enough(collection, unanswered, overdue):
                 break
             log.warning("round_missed run=%s round=%d got=%d", self.run.id, number, collection.delivered)
@@ -663,7 +663,7 @@ class RunLoop:
     def _dismiss(self, opened: OpenRound, collection: Collection, unanswered: Mapping[str, str]) -> None:
         """Call off the agents that have not delivered; in a buffered round those that failed, or are too late."""
         self._busy = {}
-        if not opened.opened.buffer or opened.round == self.run.request.rounds:
+        if not opened.fact.buffer or opened.round == self.run.request.rounds:
             self._call_off(collection)
             return
         following = opened.round + 1
@@ -709,10 +709,10 @@ class RunLoop:
             overdue: Attempts in which present agents did not answer in time; None: as before.
         """
         cohort = (*opened.cohort, *new)
-        added = tuple(sorted({*opened.opened.added, *new}))
+        added = tuple(sorted({*opened.fact.added, *new}))
         shares = {agent: share for agent, share in self._work(opened.round, cohort).items() if agent in new}
-        work = {**opened.opened.work, **shares}
-        enlarged = opened.opened.changed(added=added, work=work, again=again)
+        work = {**opened.fact.work, **shares}
+        enlarged = opened.fact.changed(added=added, work=work, again=again)
         if overdue is not None:
             enlarged = enlarged.changed(overdue=overdue)
         return opened.next_attempt(cohort, enlarged)
@@ -721,14 +721,14 @@ class RunLoop:
         self, opened: OpenRound, collection: Collection, new: tuple[str, ...] = ()
     ) -> Generator[Waiting, None, float]:
         """Ask the members that have not delivered, or ``new`` ones beside them; returns the deadline of all."""
-        work = opened.opened.work
+        work = opened.fact.work
         if self.asked is not None and new:
             until = self.run.context.roster.heard_s() + self.run.context.config.round.deadline_s
             yield from self.asked.extend(until, work, new)
         else:
             self.selection.opened(collection)
             yield from self._resume_earlier(opened)
-            agents = tuple(without(collection.outstanding, opened.opened.asked))
+            agents = tuple(without(collection.outstanding, opened.fact.asked))
             until = yield from self._ask(agents, JobSpec(opened.round, joining=opened.joining, work=work))
         self.selection.asked(new or collection.outstanding)
         return until
@@ -749,17 +749,17 @@ class RunLoop:
         """
         number = opened.round
         attempt = opened.attempt
-        buffer = opened.opened.buffer
-        left_out = dict(opened.opened.left_out)
+        buffer = opened.fact.buffer
+        left_out = dict(opened.fact.left_out)
         if is_new:
             left_out = self.selection.spared(number, opened.cohort)
-            fact = opened.opened.changed(attempt=attempt, cohort=opened.cohort, left_out=left_out)
+            fact = opened.fact.changed(attempt=attempt, cohort=opened.cohort, left_out=left_out)
             self._journal.append(fact, run=self.run.id, round=number)
             self.selection.exclusions.opened(number, left_out)
         make: Callable[..., Collection] = Collection
         failed = absent.failed if absent is not None else {}
         if buffer:
-            make = functools.partial(BufferedCollection, buffer=buffer, asked_in=opened.opened.asked)
+            make = functools.partial(BufferedCollection, buffer=buffer, asked_in=opened.fact.asked)
         collection = make(
             self.run.id,
             number,
@@ -787,8 +787,8 @@ class RunLoop:
 
     def _resume_earlier(self, opened: OpenRound) -> Steps:
         """After a restart, be able to ask again those who work on a task of an earlier buffered round."""
-        self._bases = dict(opened.opened.bases) or self._bases
-        for version in sorted({*opened.opened.asked.values()} - self._earlier.keys()):
+        self._bases = dict(opened.fact.bases) or self._bases
+        for version in sorted({*opened.fact.asked.values()} - self._earlier.keys()):
             then = replace(self.run, state=self._base(version), checkpoint=self._bases[version])
             self._earlier[version] = yield from self._assignment(then, JobSpec(version))
 
@@ -919,7 +919,7 @@ class RunLoop:
         digest = blobs.put(*pieces(state))
         clients = len(collection.accepted)
         figures = stats.figures(run.context, collection)
-        times = self.selection.times(collection, closed.opened.work)
+        times = self.selection.times(collection, closed.fact.work)
         slow = self.selection.slowed(times, can_shorten=run.method.one_pass())
         fact = RoundClosed(
             clients=clients,

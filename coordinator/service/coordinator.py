@@ -62,9 +62,9 @@ from ..state.candidate import accuracies_of
 from ..state.command_keys import CommandKeys
 from ..state.fault_log import FaultLog
 from ..state.fleet_rows import REPORTS, reported_by
-from ..state.releases import book_of
 from ..state.starts import EPOCHS_OF_A_COPY, Takeover, record_start
 from ..state.store import MOST_LISTED, StateFolder
+from ..views.releases import book_of
 from .peers import PROBE_S, Peers
 from .status import AgentStatus, StatusReport, StatusWriter
 

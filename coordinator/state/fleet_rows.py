@@ -14,10 +14,10 @@ from typing import Any
 from ..journal.entries import DeviceReported, ReleaseReported, RunningFigures
 from ..journal.kinds import Kind
 from ..journal.store import Entry, utc_now
+from ..views.releases import Book
 from .candidate import Candidate, accuracies_of
 from .history import SCOPES
 from .noise import Gain, classify_gain
-from .releases import Book
 from .values import as_number, as_text
 
 PRESENT = ("online", "fault", "stalled")

@@ -13,8 +13,8 @@ from ..journal.entries import (
     UpdateRefused,
 )
 from ..journal.store import Entry
+from ..views.releases import Book, book_of
 from .fault_log import FaultLog
-from .releases import Book, book_of
 from .store import StateFolder
 
 MOST_ENTRIES = 50

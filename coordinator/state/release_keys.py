@@ -63,7 +63,7 @@ from edge_agent.core.storage import (
 
 from ..journal.entries import ReleaseMade, ReleaseSigned
 from ..journal.store import Entry
-from .releases import book_of
+from ..views.releases import book_of
 from .store import StateFolder
 
 ROOT_LIFE = timedelta(days=3653)

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..journal.entries import RunPruned
 from ..journal.kinds import FINAL
-from .releases import releases_in_use
+from ..views.releases import releases_in_use
 from .store import StateFolder, blobs_needed
 
 log = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from edge_agent.core.storage import read_json, read_regular, sha256_file, sha256
 from ..journal.entries import RunRequested, StateKept
 from ..journal.kinds import CHECKPOINTS
 from ..journal.sqlite import Journal
+from ..views.releases import release_blobs
 from ..views.runs import replay
-from .releases import release_blobs
 
 log = logging.getLogger(__name__)
 

@@ -4,5 +4,6 @@ Here live folds: classes with ``add(entry)`` that take entries in order and say 
 nothing and writes nothing, so that a restart, a second process or a test that feeds it the same entries arrives at the
 same result. Files beside the journal, messages and settings have no place here.
 
-Read `runs` first: where a run stands, round by round.
+Read in this order: `runs` (where a run stands, round by round), `releases` (which bundle each device is to run),
+`spans` (a run as a trace).
 """

@@ -41,7 +41,7 @@ class OpenRound:
     round: int
     attempt: int
     cohort: tuple[str, ...]
-    opened: RoundOpened
+    fact: RoundOpened
     """What is journaled of the newest attempt, but for the attempt and the cohort, which are those above."""
 
     updates: dict[str, Accepted] = field(default_factory=dict)
@@ -52,11 +52,11 @@ class OpenRound:
     @property
     def joining(self) -> tuple[str, ...]:
         """Members of the cohort that contribute without training the encoder."""
-        return self.opened.joining
+        return self.fact.joining
 
     def asked_in(self, agent: str) -> int:
         """The round that an update of this agent is of: an earlier one where rounds are buffered."""
-        return self.opened.asked.get(agent, self.round)
+        return self.fact.asked.get(agent, self.round)
 
     def takes(self, entry: Entry) -> bool:
         """Whether the entry is an update of this round, accepted or rejected."""
@@ -64,15 +64,15 @@ class OpenRound:
             return entry.round == self.asked_in(entry.agent)
         return entry.kind == UpdateRefused.kind and entry.round == self.round
 
-    def next_attempt(self, cohort: tuple[str, ...], opened: RoundOpened) -> OpenRound:
-        """Another attempt; agents in ``opened.again`` are asked once more.
+    def next_attempt(self, cohort: tuple[str, ...], fact: RoundOpened) -> OpenRound:
+        """Another attempt; agents in ``fact.again`` are asked once more.
 
-        It keeps all updates, unless they are masked for each other (``opened.session``): then all begin again.
+        It keeps all updates, unless they are masked for each other (``fact.session``): then all begin again.
         """
-        is_masked = opened.session is not None or self.opened.session is not None
+        is_masked = fact.session is not None or self.fact.session is not None
         updates = {} if is_masked else self.updates
-        rejected = {agent: why for agent, why in self.rejected.items() if agent not in opened.again}
-        return replace(self, attempt=self.attempt + 1, cohort=cohort, opened=opened, updates=updates, rejected=rejected)
+        rejected = {agent: why for agent, why in self.rejected.items() if agent not in fact.again}
+        return replace(self, attempt=self.attempt + 1, cohort=cohort, fact=fact, updates=updates, rejected=rejected)
 
 
 RunEnd = RunFinished | RunFailed | RunCancelled

@@ -32,9 +32,9 @@ from ..runs.timeline import Event, Timeline
 from ..state import history
 from ..state.fault_log import FaultLog
 from ..state.fleet_rows import AgentRow, FleetFacts, Reported, rows_of
-from ..state.releases import RELEASE_KINDS, Book
 from ..state.store import EVERYONE, STATUS, JsonFile, StateFolder
 from ..state.values import as_number, as_text
+from ..views.releases import RELEASE_KINDS, Book
 from .run_curves import RunCurves
 
 log = logging.getLogger(__name__)

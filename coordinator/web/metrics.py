@@ -30,9 +30,9 @@ from ..journal.entries import RoundClosed, UpdateAccepted, UpdateRefused
 from ..journal.kinds import FINAL, Kind
 from ..journal.sqlite import Journal
 from ..journal.store import Entry, follow, utc_now
-from ..state.releases import RELEASE_KINDS, Book
 from ..state.store import StateFolder, StatusFiles
 from ..text import worst_tenth
+from ..views.releases import RELEASE_KINDS, Book
 from .health import is_fresh, objection
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from ..runs.timeline import Event
 from ..state.fleet_rows import AgentRow
 from ..state.history import SCOPES, describe_entry
 from ..state.noise import Compared, classify_mean_gain
-from ..state.releases import Book, Release
 from ..state.values import as_number, as_text
+from ..views.releases import Book, Release
 from . import pictures
 from .fleet_table import PAGE_ROWS, SHOWN, SORTS, Query, page_of, totals
 from .folder_view import FolderView, RunInfo

@@ -248,8 +248,8 @@ def test_a_folder_of_somebody_else_is_refused_and_left_as_it_is(tmp_path, name):
 
 def test_an_incomplete_backup_of_another_state_folder_is_refused(tmp_path, monkeypatch):
     with StateFolder(tmp_path / "one").open("one") as one, StateFolder(tmp_path / "two").open("two") as two:
-        one.journal.append(fact_of("coordinator_started", {"of": "one"}))
-        two.journal.append(fact_of("coordinator_started", {"of": "two"}))
+        one.journal.append(fact_of("coordinator_started", {"boot": "one"}))
+        two.journal.append(fact_of("coordinator_started", {"boot": "two"}))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(backups, "write_atomic", mock.Mock(side_effect=KeyboardInterrupt))
             back_up(one, tmp_path / "backup")

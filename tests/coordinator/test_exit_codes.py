@@ -157,9 +157,9 @@ def test_a_followed_run_that_fails_or_is_cancelled_ends_with_1(place, end):
     with StateFolder(place / "state").open("headwater serve") as state:
         run = state.journal.request_run(fact_of("run_requested", {"method": "fedavg", "rounds": 1}))
         real = state.journal.append
-        real("run_started", run=run, digest="0" * 64)
+        real(fact_of("run_started", {}), run=run, digest="0" * 64)
         with pytest.raises(RunFailed, match=run) as ended:
-            follow(state, run, lambda: real(end, run=run, body={"reason": "why"}))
+            follow(state, run, lambda: real(fact_of(end, {"reason": "why"}), run=run))
     assert ended.value.exit_code == 1
     assert "a run that failed or was cancelled" in meaning(1)
 

@@ -107,7 +107,7 @@ def test_a_lineage_names_the_weights_and_the_warm_start_that_a_run_began_with(tm
         journal.append(fact_of("run_requested", {}), run="run-0001")
         journal.append(fact_of("warm_started", {"encoder_sha256": "d" * 64}), run="run-0001", digest="c" * 64)
         for number, shares in ((1, (0.1, 0.2)), (2, (0.25, 0.75))):
-            journal.append(fact_of("round_opened", {"agents": ["a", "b"]}), run="run-0001", round=number)
+            journal.append(fact_of("round_opened", {"cohort": ["a", "b"]}), run="run-0001", round=number)
             for agent, share in zip("ab", shares, strict=True):
                 body = {"samples": 5, "metrics": {"acc.personal": share}}
                 journal.append(fact_of("update_accepted", body), run="run-0001", round=number, agent=agent)

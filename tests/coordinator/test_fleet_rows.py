@@ -16,8 +16,8 @@ from coordinator.journal.entries import fact_of
 from coordinator.journal.store import Entry
 from coordinator.state.fleet_rows import FleetFacts, Reported, reported_by, rows_of
 from coordinator.state.history import history_of
-from coordinator.state.releases import Book
 from coordinator.state.store import StateFolder
+from coordinator.views.releases import Book
 from coordinator.web.folder_view import FolderView
 from edge_agent.core.locks import folder_lock
 from edge_agent.wire.messages import codec, up

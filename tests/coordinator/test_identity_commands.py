@@ -15,8 +15,8 @@ from coordinator.identity.enrolment import Enrolment
 from coordinator.identity.serving import BrokerFiles, server_names
 from coordinator.journal.entries import fact_of
 from coordinator.journal.store import utc_now
-from coordinator.state.releases import book_of
 from coordinator.state.store import StateFolder
+from coordinator.views.releases import book_of
 from edge_agent.identity.certificates import IdentityFolder
 
 

@@ -256,7 +256,7 @@ def test_replay_follows_a_run_through_its_life(journal):
     assert record.open_round.cohort == ("a", "b", "c")
     assert record.open_round.updates == {"b": Accepted("bb" * 32, 5.0, {"loss": 0.5})}
     assert record.open_round.rejected == {"c": "not finite"}
-    assert record.open_round.opened.wanted == 2
+    assert record.open_round.fact.wanted == 2
     journal.append(fact_of("round_closed", {}), run=run, round=1, digest="11" * 32)
     record = replay(journal, run)
     assert (record.round, record.checkpoint, record.open_round) == (1, "11" * 32, None)

@@ -12,8 +12,8 @@ from coordinator.cli.release import described, device_rows
 from coordinator.fleet.rollout import OFFERS_S, Rollout
 from coordinator.fleet.transfers import Distributor
 from coordinator.journal.entries import BundleExported
-from coordinator.state.releases import Book, Plan
 from coordinator.state.store import StateFolder
+from coordinator.views.releases import Book, Plan
 from edge_agent.wire.messages.down import Install
 from edge_agent.wire.messages.up import Hello, Report
 from edge_agent.wire.topics import Topics

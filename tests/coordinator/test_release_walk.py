@@ -16,8 +16,8 @@ import pytest
 from coordinator.fleet.rollout import Rollout
 from coordinator.journal.entries import fact_of
 from coordinator.state import release_keys
-from coordinator.state.releases import RELEASE_KINDS, book_of, rollback_of
 from coordinator.state.store import StateFolder
+from coordinator.views.releases import RELEASE_KINDS, book_of, rollback_of
 from edge_agent.core.errors import UsageError
 from edge_agent.wire.messages.down import Cancel, Pinned
 from edge_agent.wire.messages.up import Fault, Hello, Report

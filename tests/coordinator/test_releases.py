@@ -11,7 +11,7 @@ from coordinator.fleet.rollout import COUNT_S, Rollout
 from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import Journal
 from coordinator.journal.store import utc_now
-from coordinator.state.releases import Book, Plan, amount, release_blobs, releases_in_use, rollback_of
+from coordinator.views.releases import Book, Plan, amount, release_blobs, releases_in_use, rollback_of
 from edge_agent.core.errors import UsageError
 from edge_agent.core.time_and_text import moment_of
 

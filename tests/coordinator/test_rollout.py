@@ -11,8 +11,8 @@ from coordinator.fleet.rollout import COUNT_S, MOST_CHANGES, MOST_SIGNATURES, UN
 from coordinator.journal.entries import DevicePinned, DeviceUnpinned, ReleaseHeld, fact_of
 from coordinator.journal.sqlite import Journal
 from coordinator.state import release_keys
-from coordinator.state.releases import Device
 from coordinator.state.store import StateFolder
+from coordinator.views.releases import Device
 from edge_agent.core.errors import UsageError
 from edge_agent.wire.messages.up import Fault, Hello, Report
 

@@ -17,7 +17,7 @@ from coordinator.cli import traces as cli_traces
 from coordinator.cli.traces import Ended, sender
 from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import Journal
-from coordinator.state.spans import spans_of
+from coordinator.views.spans import spans_of
 from edge_agent.core.installation import install_command
 
 BEGIN = datetime(2030, 1, 1, tzinfo=timezone.utc)
@@ -148,7 +148,7 @@ def test_without_the_extra_it_is_named_and_nothing_else_needs_it(tmp_path):
     code = """
 import sys
 sys.modules["opentelemetry"] = None
-import coordinator.cli, coordinator.service.app, coordinator.state.spans
+import coordinator.cli, coordinator.service.app, coordinator.views.spans
 coordinator.cli.main(["traces", "--state", sys.argv[1]])
 """
     done = subprocess.run(

@@ -28,7 +28,7 @@ BESIDE = {
     "coordinator/fleet/rollout.py": {"tick", "heartbeat"},
     "coordinator/fleet/transfers.py": {"pump", "have", "progress", "withdraw"},
     "coordinator/runs/context.py": {"collect"},
-    "coordinator/state/releases.py": {"release_blobs"},
+    "coordinator/views/releases.py": {"release_blobs"},
     "coordinator/runs/results.py": {"requested_cancels"},
     "edge_agent/agent/transfers.py": {"tick"},
     "edge_agent/agent/tasks.py": {"release_memory"},

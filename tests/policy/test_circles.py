@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 MOST_FLOORS = 10
-"""The longest chain of folders and root modules of ``coordinator`` that import each other."""
+"""The longest chain of folders and root modules of ``coordinator`` that import each other.
+
+Two of them are the journal and its views: what is stored, what follows from it, and the files of the state folder.
+"""
 
 KNOWN_CIRCLES: set[str] = set()
 """A module of each circle that is still to be cut. This set only shrinks."""

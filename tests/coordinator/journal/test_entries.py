@@ -32,7 +32,7 @@ from coordinator.journal.kinds import KINDS
 from coordinator.journal.sqlite import Journal
 from coordinator.journal.store import hash_of
 from coordinator.runs.request import Request
-from coordinator.state.releases import Book, Plan
+from coordinator.views.releases import Book, Plan
 from coordinator.views.runs import RunRecord, step
 from edge_agent.core.errors import StateError
 
@@ -168,6 +168,12 @@ def test_what_is_not_given_is_not_written():
     assert RunRequested(method="a", rounds=2).without("rounds").to_body() == {"method": "a"}
     assert UpdateAccepted(samples=7).to_json() == '{"samples":7}', "an integer stays one"
     assert UpdateAccepted(samples=7.0).to_json() == '{"samples":7.0}'
+
+
+def test_an_object_that_is_passed_on_whole_may_have_tuples():
+    fact = RunRequested(params={"decay_at": (1, 2), "of": {"a": (3,)}})
+    assert fact.to_body() == {"params": {"decay_at": [1, 2], "of": {"a": [3]}}}
+    assert fact_of("run_requested", fact.to_body()) == fact
 
 
 def test_rounds_are_sorted_as_text_where_they_are_names():

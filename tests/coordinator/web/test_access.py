@@ -29,7 +29,7 @@ def released(site):
 
 
 def stages(site):
-    from coordinator.state.releases import book_of
+    from coordinator.views.releases import book_of
 
     return [release.stage for release in book_of(site.folder.journal).releases]
 

@@ -14,7 +14,7 @@ from web_site import agent_status, round_line
 from coordinator.cli import main
 from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import Journal
-from coordinator.state.releases import AUTOMATIC
+from coordinator.views.releases import AUTOMATIC
 from coordinator.web import pages
 from coordinator.web.folder_view import FolderView
 
