@@ -45,7 +45,7 @@ def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, wanted: 
 
 
 def disk_usage(config: AgentConfig) -> dict[str, int]:
-    """What the agent has on its disk, and its bounds, in bytes."""
+    """Return what the agent has on its disk, and its bounds, in bytes."""
     state = config.state
     return {
         "runs": sum(path.is_dir() for path in (state / "runs").glob("*")),
@@ -105,11 +105,14 @@ class Membership:
         self._ignored_at = self._said_at = float("-inf")
 
     def allows(self, message: Command) -> bool:
-        """Whether the message is of the federation that is followed, and not of a coordinator before the last known."""
+        """Return whether a message is of the federation that is followed, and of no earlier coordinator of it."""
         return not self.federation or (message.federation == self.federation and message.epoch >= self.epoch)
 
     def is_current(self, message: Command) -> bool:
-        """Whether the message is of the coordinator that has welcomed this agent last: its commands are obeyed."""
+        """Return whether the message is of the coordinator that has welcomed this agent last.
+
+        Its commands are obeyed.
+        """
         return (message.federation, message.epoch) == (self.federation, self.epoch)
 
     def ignored(self, message: Command) -> None:
@@ -131,27 +134,30 @@ class Membership:
             log.warning("order_ignored type=%s %s", message.type, self._ignored)
 
     def answered(self) -> None:
-        """The agent's own coordinator is online, or the broker is not: no other is to be followed now."""
+        """Note that the agent's own coordinator is online, or the broker is not: no other is to be followed now."""
         self._other = None
 
     def to_follow(self) -> tuple[str, int] | None:
-        """Federation and epoch to follow from now on; None almost always.
+        """Return federation and epoch to follow from now on; None almost always.
 
         Those of another coordinator that was online for all the time that the own one had for an answer.
         """
-        other = self._other
+        rival = self._other
         now = self._clock()
-        if other is None:
+        if rival is None:
             return None
-        if now - other.since >= FOLLOW_S and other.heard_at - other.since >= FOLLOW_S / 2:
+        if now - rival.since >= FOLLOW_S and rival.heard_at - rival.since >= FOLLOW_S / 2:
             self._other = None
-            return other.federation, other.epoch
-        if now - other.heard_at >= FOLLOW_S:
+            return rival.federation, rival.epoch
+        if now - rival.heard_at >= FOLLOW_S:
             self._other = None
         return None
 
     def note(self) -> str | None:
-        """That commands were ignored in the last `NOTED_S` seconds, for the status; None where there were none."""
+        """Return that commands were ignored in the last `NOTED_S` seconds, for the status.
+
+        It is None where there were none.
+        """
         return f"ignores orders {self._ignored}" if self._clock() - self._ignored_at < NOTED_S else None
 
     def accept(self, federation: str, epoch: int) -> None:

@@ -41,7 +41,7 @@ class TrainingCheckpointFile:
 
     def save(self, tensors: Tensors, notes: Mapping[str, Any]) -> None:
         """Save a state; on disk when this returns. Where it cannot be written, training continues without."""
-        begin = self._clock()
+        started_at = self._clock()
         try:
             make_folder(self._path.parent, RUN_FOLDER)
             write_tensors(self._path, tensors, {"training": self._training, "notes": json.dumps(notes)})
@@ -49,7 +49,7 @@ class TrainingCheckpointFile:
             log.warning("checkpoint_not_written path=%s reason=%s", self._path, cause(error))
         now = self._clock()
         size = sum(array.nbytes for array in tensors.values())
-        self._due_at = now + max(self._every_s, 20 * (now - begin), size / CHECKPOINT_BYTES_PER_S)
+        self._due_at = now + max(self._every_s, 20 * (now - started_at), size / CHECKPOINT_BYTES_PER_S)
 
     def load(self) -> tuple[Tensors, dict[str, Any]] | None:
         """The state that was saved last; None where there is none of this training, or it is damaged."""
