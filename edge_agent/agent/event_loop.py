@@ -299,27 +299,27 @@ class Agent:
         except HeadwaterError as error:
             self._not_renewed(str(error))
 
-    def _renew_beside(self, what: Step, certificate: str = "") -> None:
+    def _renew_beside(self, step: Step, certificate: str = "") -> None:
         """Have the worker do one step of a renewal, and send, note or log what came of it."""
 
         def done(result: Any, error: BaseException | None) -> None:
             self._is_renewing = False
             if isinstance(error, EnrolmentRefused):  # by the coordinator itself: the broker will not let this agent in
                 self.condition.note("identity", error)
-            if what == "standing":
+            if step == "standing":
                 if isinstance(error, EnrolmentRefused):
                     log.error("certificate_refused agent=%s reason=%s", self.config.id, error)
             elif error is not None and is_stopped(error):  # as this agent is about to be
                 log.info("certificate_renewal_stopped agent=%s: the next start asks again", self.config.id)
             elif error is not None:
                 self._not_renewed(str(error))
-            elif what == "message":
+            elif step == "message":
                 self.link.send(up.Renew(**result))
             else:
                 log.info("certificate_renewed agent=%s until=%s", self.config.id, result["until"])
 
         self._is_renewing = True
-        self.worker.submit("renew", lambda: renew_beside(self.config.state, what, certificate), done)
+        self.worker.submit("renew", lambda: renew_beside(self.config.state, step, certificate), done)
 
     def _on_renewed(self, message: down.Renewed) -> None:
         if message.refused:

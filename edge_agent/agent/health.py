@@ -185,10 +185,10 @@ class Disk:
         self._again_at: float | None = None
         self._pause_s = AGAIN_S
 
-    def failed(self, error: OSError, what: str) -> None:
-        """Note that something could not be read or written; ``what`` begins the line in the log."""
+    def failed(self, error: OSError, event: str) -> None:
+        """Note that something could not be read or written; ``event`` begins the line in the log."""
         if disk_error(error) is None:
-            log.warning("%s reason=%s", what, whole_message(error))
+            log.warning("%s reason=%s", event, whole_message(error))
         else:
             self._condition.note("disk", error)
 

@@ -20,11 +20,20 @@ from ..wire.messages.fields import Command, Epoch, FederationId
 log = logging.getLogger(__name__)
 
 
-def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, wanted: Collection[str]) -> int:
-    """Remove caches until ``needed_bytes`` more leave ``min_free_bytes`` of the disk; returns the bytes freed.
+def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, kept_digests: Collection[str]) -> int:
+    """Remove what can be had again until a download leaves ``min_free_bytes`` of the disk free.
 
-    Old downloads go first, out of ``cache``, then cached features, each the oldest first. Blobs in ``wanted``, by their
-    digests, stay; so does client state, which cannot be had again and whose run may be paused.
+    Old downloads go first, then cached features, each the oldest first. Client state stays: it cannot be had again, and
+    its run may be paused.
+
+    Args:
+        config: The device's configuration.
+        cache: The downloads.
+        needed_bytes: How much is to be downloaded.
+        kept_digests: Digests of the downloads that stay.
+
+    Returns:
+        How many bytes are free now that were not before.
     """
     from ..personal.encoder import feature_files  # brings numpy, which an idle agent does without
 
@@ -32,7 +41,7 @@ def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, wanted: 
     short = needed_bytes + config.min_free_bytes - shutil.disk_usage(state).free
     if short <= 0:
         return 0
-    downloads = cache.free(short, wanted)
+    downloads = cache.free(short, kept_digests)
     features = 0
     # Files of the cache alone. Hidden ones are being written, here or by another process (`storage.write_atomic`).
     for path in feature_files(state / "features"):

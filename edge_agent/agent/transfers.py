@@ -161,9 +161,9 @@ class Outbox:
     def _manifest(note: Mapping[str, Any] | None) -> up.UpdateManifest | None:
         return None if note is None else up.UpdateManifest.model_validate(note.get("manifest"))
 
-    def _remove_all_but(self, kept: Path | None) -> None:
+    def _remove_all_but(self, kept_path: Path | None) -> None:
         for path in self.folder.glob("update*.safetensors"):
-            if path != kept and _UPDATE_FILE.fullmatch(path.name):
+            if path != kept_path and _UPDATE_FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)
 
 
@@ -202,7 +202,7 @@ class Budget:
         """Forget the rate: the link is a new one."""
         self._noted_at = float("-inf")
 
-    def objection(self, what: str, size_bytes: int, left_s: float, now: float) -> str:
+    def objection(self, problem: str, size_bytes: int, left_s: float, now: float) -> str:
         """Return why ``size_bytes`` cannot pass within ``left_s`` seconds.
 
         It is empty where they can, or the rate is unknown.
@@ -211,8 +211,8 @@ class Budget:
         if not is_known or left_s <= 0 or size_bytes <= ACCURACY * self._rate * left_s:
             return ""
         return (
-            f"{what}: {size_bytes / 1e6:.3g} MB are still to come, which take {size_bytes / self._rate:.0f} s at the "
-            f"measured {self._rate / 1e3:.3g} kB/s, and the round closes in {left_s:.0f} s; use a faster link "
+            f"{problem}: {size_bytes / 1e6:.3g} MB are still to come, which take {size_bytes / self._rate:.0f} s at "
+            f"the measured {self._rate / 1e3:.3g} kB/s, and the round closes in {left_s:.0f} s; use a faster link "
             "or a smaller model, or raise round.deadline_s"
         )
 
@@ -345,9 +345,9 @@ class Uploads:
         waits = self._manifest
         return waits is not None and (waits.run, waits.blob.digest) == (message.run, message.digest)
 
-    def _wait(self, seconds: float, what: str) -> None:
+    def _wait(self, seconds: float, waits_for: str) -> None:
         self._again_at = self._clock() + seconds
-        self.waits_for = what
+        self.waits_for = waits_for
 
     def _forget(self) -> None:
         if self._manifest is not None:
@@ -555,6 +555,11 @@ class Downloads:
         self._link.send(up.Want(digest=digest, ranges=missing, direct=download.is_direct))
 
     def _finish(self, download: _Download) -> None:
+        """Put a blob that is complete into the cache and tell the coordinator.
+
+        Raises:
+            ChunkError: the blob has the wrong hash; it is requested again.
+        """
         ref = download.ref
         del self._under_way[chunks.transfer_id(ref.digest)]
         try:

@@ -88,19 +88,19 @@ def why_not(manifest: Manifest, count: int) -> str:
     return f"{count} inputs, at least {LEAST_INPUTS} are needed" if count < LEAST_INPUTS else ""
 
 
-def grade(given: str, own: OwnNorm | None) -> str:
-    """Return the grade of a head that is ``given`` on the bundle's encoder.
+def grade(exactness: str, own_norm: OwnNorm | None) -> str:
+    """Return the exactness of a head whose ``exactness`` is known on the bundle's encoder.
 
     No head is exact where the encoder is changed.
     """
-    return "same form" if own is not None and given == "exact" else given
+    return "same form" if own_norm is not None and exactness == "exact" else exactness
 
 
-def remains(manifest: Manifest, own: OwnNorm | None) -> str:
+def remains(manifest: Manifest, own_norm: OwnNorm | None) -> str:
     """Return what the encoder's batch norm has in place of that of a client of the run; empty where it has the same."""
-    if own is None:
+    if own_norm is None:
         return manifest.norm_note
-    estimated = f"means and variances of {own.inputs} local inputs ({own.share:.0%}) and of the bundle"
+    estimated = f"means and variances of {own_norm.inputs} local inputs ({own_norm.share:.0%}) and of the bundle"
     if manifest.norm == "global":
         return f"{estimated}, where clients of the run share theirs"
     also = "" if manifest.norm == "local_stats" else "; gamma and beta are means over the clients"

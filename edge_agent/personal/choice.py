@@ -81,12 +81,12 @@ class Trial:
         """Return the mean of `each_loss`."""
         return float(self.each_loss(folds).mean())
 
-    def is_surer_than(self, other: Trial) -> bool:
+    def is_surer_than(self, other_trial: Trial) -> bool:
         """Return whether its log loss on all folds is smaller, and it is not less accurate beyond noise."""
-        if self.dropped or other.dropped or not self.right or not other.right:
+        if self.dropped or other_trial.dropped or not self.right or not other_trial.right:
             return False
         folds = len(self.right)
-        return self.loss(folds) < other.loss(folds) and not is_better(other.all_right, self.all_right)
+        return self.loss(folds) < other_trial.loss(folds) and not is_better(other_trial.all_right, self.all_right)
 
     def as_json(self) -> dict[str, Any]:
         """Return accuracy, its interval and spread (0..1 or None), log loss, folds, seconds and why it was dropped."""

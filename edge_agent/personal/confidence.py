@@ -280,10 +280,10 @@ def _unit(features: np.ndarray) -> np.ndarray:
     return np.asarray(rows / np.where(lengths > 0, lengths, 1.0), np.float32)
 
 
-def _distances(queries: np.ndarray, rows: np.ndarray, own: np.ndarray | None = None) -> np.ndarray:
+def _distances(queries: np.ndarray, rows: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:
     """Return the distance (n,) to the `NEIGHBOURS`-th nearest row.
 
-    With ``own`` (n,), the group of each row, rows of the same group do not count.
+    With ``groups`` (n,), the group of each row, rows of the same group do not count.
     """
     result = np.empty(len(queries))
     step = max(1, _CELLS // len(rows))
@@ -291,8 +291,8 @@ def _distances(queries: np.ndarray, rows: np.ndarray, own: np.ndarray | None = N
         squares = np.maximum(
             2.0 - 2.0 * queries[start : start + step].astype(np.float64) @ rows.T.astype(np.float64), 0.0
         )
-        if own is not None:
-            squares[own[start : start + step, None] == own[None, :]] = 4.0
+        if groups is not None:
+            squares[groups[start : start + step, None] == groups[None, :]] = 4.0
         rank = min(NEIGHBOURS, len(rows)) - 1
         result[start : start + step] = np.sqrt(np.partition(squares, rank, axis=1)[:, rank])
     return result

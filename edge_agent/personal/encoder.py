@@ -573,6 +573,7 @@ def _options(runtime: ModuleType, threads: int) -> Any:
 
 
 def _ort_session(runtime: ModuleType, path: Path, threads: int, precision: EncoderPrecision) -> Any | None:
+    """Open an .ort file, whose weights stay in the file and are mapped into memory; None where it cannot be loaded."""
     options = _options(runtime, threads)
     options.add_session_config_entry("session.load_model_format", "ORT")
     options.add_session_config_entry("session.use_memory_mapped_ort_model", "1")
@@ -589,6 +590,11 @@ def _ort_session(runtime: ModuleType, path: Path, threads: int, precision: Encod
 
 
 def _onnx_session(runtime: ModuleType, model: _Model, providers: list[str], threads: int) -> Any:
+    """Open an .onnx file with the first of the providers that can run it; engines of TensorRT are made once.
+
+    Raises:
+        BundleDamaged: ONNX Runtime cannot load it.
+    """
     engines = str(model.made / "engines")
     settings: dict[str, dict[str, Any]] = {
         "TensorrtExecutionProvider": {

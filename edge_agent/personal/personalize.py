@@ -405,6 +405,11 @@ def curve(features: Features, head: str) -> LearningCurve:
 
 
 def _fit_and_score(features: Features, options: FitOptions) -> Result:
+    """Fit a head on the training samples and score it on the held-out ones.
+
+    Raises:
+        HeadwaterError: as `fit`.
+    """
     names = features.train.class_names
     train = features.train
     encoder = features.encoder

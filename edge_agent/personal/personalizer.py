@@ -324,25 +324,25 @@ class Personalizer:
         return self._learn(replace(new, inputs=features), options, self.encoder, digests, kind)
 
     def _learn(
-        self, seen: Samples, options: FitOptions, encoder: Encoder, digests: np.ndarray, kind: LabelKind
+        self, samples: Samples, options: FitOptions, encoder: Encoder, digests: np.ndarray, kind: LabelKind
     ) -> Personalizer:
         """Fit a head on samples whose inputs are features of ``encoder``, and whose own inputs have these digests.
 
         ``kind``: what their labels were given as.
         """
-        if len(held := np.unique(seen.labels)) == 1:
-            _log.warning("one_class class=%s: the head can only answer that", seen.class_names[held[0]])
-        chosen, self.choice = best_head(self.bundle, seen, seen.inputs, options)
-        fitted = fit(self.bundle, seen.inputs, seen.labels, chosen, seen.class_names)
-        confidence = confidence_of(self.bundle, fitted, seen, seen.inputs, chosen)
-        metrics: dict[str, float | int | str | None] = {"head": fitted.name, "n_train": len(seen), "labels": kind}
+        if len(held := np.unique(samples.labels)) == 1:
+            _log.warning("one_class class=%s: the head can only answer that", samples.class_names[held[0]])
+        chosen, self.choice = best_head(self.bundle, samples, samples.inputs, options)
+        fitted = fit(self.bundle, samples.inputs, samples.labels, chosen, samples.class_names)
+        confidence = confidence_of(self.bundle, fitted, samples, samples.inputs, chosen)
+        metrics: dict[str, float | int | str | None] = {"head": fitted.name, "n_train": len(samples), "labels": kind}
         metrics |= {**norm_metrics(self.bundle, encoder), **confidence.metrics()}
         metrics |= self.choice.metrics() if self.choice is not None else {}
         self.head = SavedHead(
             fitted,
             encoder.fingerprint,
             encoder.precision,
-            seen.class_names,
+            samples.class_names,
             metrics,
             confidence,
             norm=encoder.norm,
@@ -351,7 +351,7 @@ class Personalizer:
         self.numeric = None
         self.local = None
         self.encoder = encoder
-        self._seen = seen
+        self._seen = samples
         self._options = options
         return self
 
@@ -506,6 +506,20 @@ class Personalizer:
         own_classes: bool = False,
         strict: bool | None = None,
     ) -> Samples:
+        """Return inputs of any kind as samples of the bundle's task.
+
+        Args:
+            inputs: A data source, samples, or arrays, files and tables as `edge_agent.data.from_python` takes them.
+            labels: A label for each input; None where the inputs bring theirs, or none are needed.
+            names: The classes, whose positions the labels become.
+            is_labelled: Whether labels are needed.
+            own_classes: Whether classes beside ``names`` count as well.
+            strict: As in `edge_agent.data.load`.
+
+        Raises:
+            DataError: they do not fit the task.
+            UsageError: labels are needed and missing.
+        """
         spec = self.bundle.manifest.task.input
         if isinstance(inputs, str) and not data.is_file(inputs):
             return data.load(inputs, spec, names, labelled=is_labelled, own_classes=own_classes, strict=strict)

@@ -60,7 +60,7 @@ class Refit:
 
 def open_encoder(
     bundle: Bundle,
-    wanted: Wanted,
+    wanted_precision: Wanted,
     samples: Samples | None,
     threads: int = 1,
     *,
@@ -68,24 +68,31 @@ def open_encoder(
     refit: Refit = Refit(),
     clock: Callable[[], float] | None = None,
 ) -> Encoder:
-    """Return the bundle's encoder in the requested precision and with the requested batch norm; ``auto`` chooses.
+    """Open the bundle's encoder in the requested precision and with the requested batch norm; ``auto`` chooses.
 
-    ``samples`` are labelled local samples to learn from, none of those held out; without them ``auto`` is fp32 with the
-    bundle's batch norm. ``clock``: see `choose`.
+    Args:
+        bundle: The bundle.
+        wanted_precision: ``fp32``, ``int8`` or ``auto``.
+        samples: Labelled local samples to learn from, none of those held out. Without them ``auto`` is fp32 with the
+            bundle's batch norm.
+        threads: Threads of ONNX Runtime; 0: its own choice.
+        norm: Whose batch norm statistics: ``shipped``, ``own`` or ``auto``.
+        refit: How heads are refitted for the comparison.
+        clock: As in `choose`.
 
     Raises:
         BundleDamaged: the self-test of fp32 fails, or that of int8 where it was requested by name.
         StateError: the bundle has no variant of that precision.
         UsageError: own batch norm in int8, which there is not.
     """
-    if wanted == "int8":
+    if wanted_precision == "int8":
         if norm == "own":
             raise UsageError(
                 "own batch norm is computed in fp32: int8 has the shipped one; choose precision fp32 or auto"
             )
         return replace(Encoder.open(bundle, "int8", threads), why_norm="int8 has the shipped statistics")
     encoder = with_norm(bundle, norm, samples, threads, refit)
-    if wanted == "fp32" or (norm == "own" and encoder.norm is not None):
+    if wanted_precision == "fp32" or (norm == "own" and encoder.norm is not None):
         return encoder
     choice = choose(bundle, samples, threads, refit, fp32=encoder, clock=clock)
     _log.info("precision_chosen precision=%s why=%s", choice.precision, choice.why)
@@ -97,7 +104,7 @@ def open_encoder(
 
 def with_norm(
     bundle: Bundle,
-    wanted: WantedNorm,
+    wanted_norm: WantedNorm,
     samples: Samples | None,
     threads: int = 1,
     refit: Refit = Refit(),
@@ -118,25 +125,25 @@ def with_norm(
     """
     # The bundle's statistics stay where nobody asks for others, or others cannot be estimated or compared.
     shipped = Encoder.open(bundle, "fp32", threads)
-    if wanted == "shipped" or samples is None:
-        why = "as configured" if wanted == "shipped" else "no local samples to estimate others on"
+    if wanted_norm == "shipped" or samples is None:
+        why = "as configured" if wanted_norm == "shipped" else "no local samples to estimate others on"
         return replace(shipped, why_norm=why)
     why = why_not(bundle.manifest, len(samples))
-    if not why and wanted == "auto" and (samples.targets is not None or len(np.unique(samples.labels)) == 1):
+    if not why and wanted_norm == "auto" and (samples.targets is not None or len(np.unique(samples.labels)) == 1):
         why = "no two classes in the local samples, so there are no accuracies to compare"
     if why:
         return replace(shipped, why_norm=why)
     # Estimated statistics have to pass a self-test of their own.
     try:
         own_statistics = estimated(bundle, sample(samples.inputs, np.random.default_rng(refit.seed)))
-        own = Encoder.open(bundle, "fp32", threads, norm=own_statistics)
+        own_encoder = Encoder.open(bundle, "fp32", threads, norm=own_statistics)
     except BundleDamaged as error:
         _log.warning("own_norm_not_used bundle=%s reason=%s", bundle.id[:12], error)
         return replace(shipped, why_norm=f"own statistics do not run here: {error}")
-    if wanted == "own":
-        return replace(own, why_norm="as configured")
+    if wanted_norm == "own":
+        return replace(own_encoder, why_norm="as configured")
     # Heads on both encoders answer the same samples.
-    answers = right_answers({"shipped": shipped, "own": own}, samples, refit)
+    answers = right_answers({"shipped": shipped, "own": own_encoder}, samples, refit)
     lost = int((answers["shipped"] & ~answers["own"]).sum())
     gained = int((answers["own"] & ~answers["shipped"]).sum())
     right = {name: f"{100 * rows.mean():.1f} %" if rows.size else "none" for name, rows in answers.items()}
@@ -151,8 +158,13 @@ def with_norm(
         use_own = lost - gained <= noise
     else:
         use_own = gained - lost > noise
-    result = own if use_own else shipped
-    _log.info("norm_chosen norm=%s inputs=%d why=%s", "own" if result is own else "shipped", own_statistics.inputs, why)
+    result = own_encoder if use_own else shipped
+    _log.info(
+        "norm_chosen norm=%s inputs=%d why=%s",
+        "own" if result is own_encoder else "shipped",
+        own_statistics.inputs,
+        why,
+    )
     return replace(result, why_norm=why)
 
 

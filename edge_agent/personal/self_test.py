@@ -188,6 +188,14 @@ def _photo_shape(spec: ImageInput) -> tuple[int, int, int]:
 
 
 def _check_features(received: np.ndarray, expected: np.ndarray, precision: EncoderPrecision) -> float:
+    """Compare features (n, d) with the golden ones and return how far they differ.
+
+    fp32 is judged by the largest difference as a share of the largest value, int8 by the median of the relative
+    distances of the rows.
+
+    Raises:
+        BundleDamaged: they differ by more than the tolerance of this precision.
+    """
     if precision == "fp32":
         tolerance = FP32_TOLERANCE
         (difference, scale) = _difference(received, expected)

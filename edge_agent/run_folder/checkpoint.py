@@ -36,7 +36,7 @@ class TrainingCheckpointFile:
         self._due_at = clock() + every_s
 
     def is_due(self) -> bool:
-        """Whether the state should be saved now."""
+        """Return whether the state should be saved now."""
         return self._every_s > 0 and self._clock() >= self._due_at
 
     def save(self, tensors: Tensors, notes: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ class TrainingCheckpointFile:
         self._due_at = now + max(self._every_s, 20 * (now - started_at), size / CHECKPOINT_BYTES_PER_S)
 
     def load(self) -> tuple[Tensors, dict[str, Any]] | None:
-        """The state that was saved last; None where there is none of this training, or it is damaged."""
+        """Return the state that was saved last; None where there is none of this training, or it is damaged."""
         from ..wire.tensors import decode, inspect  # brings numpy, which an idle agent does without
 
         try:
@@ -71,9 +71,9 @@ class TrainingCheckpointFile:
         return tensors, notes
 
     def end(self, state: Callable[[], tuple[Tensors, dict[str, Any]]]) -> None:
-        """Nothing is kept: the training is over with its one call of `train`."""
+        """Keep nothing: the training is over with its one call of `train`."""
 
     def remove(self) -> None:
-        """The training is over."""
+        """Remove the checkpoint, because the training is over."""
         if self._every_s > 0:  # simulated clients have no folder
             self._path.unlink(missing_ok=True)

@@ -144,6 +144,12 @@ def image_features(images: np.ndarray) -> np.ndarray:
 
 
 def _oriented_gradients(images: np.ndarray) -> np.ndarray:
+    """Return histograms of oriented gradients (n, m) float32 of images (n, channels, height, width).
+
+    They are nine orientations in about seven by seven cells, and each block of two by two cells is scaled to one length
+    (Dalal and Triggs, CVPR 2005).
+    """
+    # The gradient of a pixel is that of the channel where it is the largest.
     count, _, height, width = images.shape
     down = np.zeros_like(images)
     across = np.zeros_like(images)
@@ -158,6 +164,7 @@ def _oriented_gradients(images: np.ndarray) -> np.ndarray:
     strength = np.hypot(down, across)
     strongest = strength.argmax(axis=1)[:, None]
     size, down, across = (np.take_along_axis(each, strongest, axis=1)[:, 0] for each in (strength, down, across))
+    # Each pixel counts for the two nearest orientations, and for the cell that it is in.
     bin_at = (np.arctan2(down, across) % np.pi) * np.float32(9 / np.pi) - np.float32(0.5)
     lower = np.floor(bin_at).astype(np.int64)
     share = bin_at - lower
@@ -167,6 +174,7 @@ def _oriented_gradients(images: np.ndarray) -> np.ndarray:
     total = count * rows * columns * 9
     sums = sum(np.bincount((where * 9 + number).ravel(), weight.ravel(), total) for number, weight in parts)
     cells = np.asarray(sums, np.float32).reshape(count, rows, columns, 9)
+    # Blocks overlap; a picture that is too small for two rows or columns is one block.
     if min(rows, columns) < 2:
         blocks = cells.reshape(count, 1, -1)
     else:
