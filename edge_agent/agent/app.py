@@ -34,7 +34,7 @@ STATUS_EVERY_S = 5.0
 
 
 def run(config: AgentConfig) -> None:
-    """Serve until stopped: returns after SIGTERM, raises KeyboardInterrupt after Ctrl-C.
+    """Run until stopped: returns after SIGTERM, raises KeyboardInterrupt after Ctrl-C.
 
     Raises:
         MissingCapability: the configured tier needs packages that are not installed.
@@ -61,6 +61,7 @@ def run(config: AgentConfig) -> None:
 
 
 def _run(config: AgentConfig, tier: str) -> None:
+    """Serve as `run`, once tier, certificate and local data are known to be right, while the state folder is held."""
     boot = secrets.token_hex(8)
     with folder_lock(config.state, f"edge-agent {config.id}"), stop_on_signals() as stop:
         check_own_folder(config.state / "bundles")
@@ -94,7 +95,7 @@ ASK_RULES_LIMIT_S = 4.0
 
 
 def refused_topics_of(config: AgentConfig) -> RefusedTopics | None:
-    """Asks the agent's broker what it refuses; None where it takes the id from the certificate.
+    """Return a function that asks the agent's broker what it refuses; None where it takes the id from the certificate.
 
     Such a broker would end the agent's own connection, and `check_name` has compared the ids.
     """
@@ -121,7 +122,7 @@ def _renew_expired(renewal: Renewal) -> None:
 
 
 def choose_tier(config: AgentConfig) -> str:
-    """The configured tier, or the highest that this device supports.
+    """Return the configured tier, or the highest that this device supports.
 
     Raises:
         MissingCapability: it needs packages that are not installed.
@@ -150,7 +151,7 @@ def _leave_status(config: AgentConfig, error: HeadwaterError) -> None:
 
 
 def _serve(agent: Agent, stop: threading.Event) -> None:
-    """The agent's loop; it also notifies the watchdog, so that a stuck loop is noticed."""
+    """Run the agent's loop and notify the watchdog, so that a stuck loop is noticed."""
     noted_at = float("-inf")
     noted: tuple[bool, str | None] = False, None
     textfile = TextFile(agent.config, agent.clock)

@@ -50,7 +50,7 @@ _KINDS: dict[str, type[HeadwaterError]] = {
 def prepare_beside(
     config: AgentConfig, message: Install, path: Path, now: float, heard: Callable[[str], object] = lambda _step: None
 ) -> Candidate:
-    """As `head_tier.prepare_here`, in a child process. ``heard`` is called with each step that the child begins.
+    """Do as `head_tier.prepare_here` in a child process, and call ``heard`` with each step that the child begins.
 
     The report has the metric ``install.peak_mb``: memory of agent and child together, MB, at its peak.
 
@@ -73,15 +73,15 @@ def prepare_beside(
     step = "start"
     peak_mb = 0.0
 
-    def on_line(said: dict[str, Any]) -> None:
+    def on_line(line: dict[str, Any]) -> None:
         nonlocal step
-        if "failed" in said:
-            raise ChildFailed(said["failed"])
-        if "step" in said:
-            step = said["step"]
+        if "failed" in line:
+            raise ChildFailed(line["failed"])
+        if "step" in line:
+            step = line["step"]
             heard(step)
         else:
-            logging.getLogger(said["logger"]).log(said["level"], "%s", said["text"])
+            logging.getLogger(line["logger"]).log(line["level"], "%s", line["text"])
 
     def look(process: int) -> None:
         nonlocal peak_mb
@@ -107,26 +107,26 @@ def prepare_beside(
 
 
 def _error_of(answer: dict[str, Any]) -> Exception:
-    """What went wrong in the child, as it would have been raised here."""
+    """Return what went wrong in the child, as it would have been raised here."""
     if (number := answer["errno"]) is not None:
         return OSError(number, os.strerror(number), answer["filename"] or None)
     kind = _KINDS.get(answer["error"], HeadwaterError)
-    made = kind.__new__(kind, answer["message"])  # some make their message from parts, which it is made of already
+    rebuilt = kind.__new__(kind, answer["message"])  # some make their message from parts, which it is made of already
     HeadwaterError.__init__(
-        made, answer["message"], is_public=answer["is_public"], public_message=answer["public_message"]
+        rebuilt, answer["message"], is_public=answer["is_public"], public_message=answer["public_message"]
     )
-    return made
+    return rebuilt
 
 
 def main() -> None:
-    """The child: its question comes as JSON on stdin; steps, lines of the log and the answer go to stdout."""
+    """Run as the child: its question comes as JSON on stdin; steps, lines of the log and the answer go to stdout."""
     question = json.load(sys.stdin)
     out = sys.stdout
     stand_back(question["parent"])
     sys.path[:] = question["path"]  # data may come from a function of the owner's
 
-    def say(**said: Any) -> None:
-        out.write(json.dumps(said) + "\n")
+    def say(**fields: Any) -> None:
+        out.write(json.dumps(fields) + "\n")
         out.flush()
 
     class Lines(logging.Handler):
@@ -149,8 +149,9 @@ def main() -> None:
 def _answer(
     config: AgentConfig, message: Install, question: dict[str, Any], progress: Callable[[str], None]
 ) -> dict[str, Any]:
+    """Prepare the bundle and return the candidate, or the error of ours or of the system that ended it, as JSON."""
     try:
-        made = prepare_here(config, message, Path(question["bundle"]), question["now"], progress)
+        candidate = prepare_here(config, message, Path(question["bundle"]), question["now"], progress)
     except HeadwaterError as error:
         return {
             "error": type(error).__name__,
@@ -163,11 +164,12 @@ def _answer(
         if error.errno is None:
             raise
         return {"error": "OSError", "errno": error.errno, "filename": str(error.filename or "")}
-    return {"report": made.report.model_dump(mode="json"), "version": made.version, "rejection": made.rejection}
+    report = candidate.report.model_dump(mode="json")
+    return {"report": report, "version": candidate.version, "rejection": candidate.rejection}
 
 
 def children_of(process: int) -> list[int]:
-    """The processes that this one has started and that have not ended; none where the system does not say."""
+    """Return the processes that this one has started and that have not ended; none where the system does not say."""
     result: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         for path in Path(f"/proc/{process}/task").glob("*/children"):
@@ -176,7 +178,7 @@ def children_of(process: int) -> list[int]:
 
 
 def resident_mb_of(*processes: int) -> float:
-    """Memory of processes in RAM, MB; those that have ended have none."""
+    """Return the memory of processes in RAM, MB; those that have ended have none."""
     pages = 0
     for process in processes:
         with contextlib.suppress(OSError, ValueError, IndexError):

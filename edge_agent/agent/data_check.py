@@ -75,7 +75,7 @@ def last_task(state: Path) -> Task | None:
 
 
 def check_beside(config: AgentConfig, task: Task) -> None:
-    """`check` in a child process.
+    """Run `check` in a child process.
 
     Raises:
         DataError: the data do not fit.
@@ -93,7 +93,7 @@ def check_beside(config: AgentConfig, task: Task) -> None:
 
 
 def main() -> None:
-    """The child: configuration and task come as JSON on stdin, what is wrong goes to stdout."""
+    """Run as the child: configuration and task come as JSON on stdin, what is wrong goes to stdout."""
     question = json.load(sys.stdin)
     try:
         check(AgentConfig.model_validate(question["config"]), Task.model_validate(question["task"]))

@@ -70,7 +70,7 @@ RefusedTopics = Callable[[Mapping[str, bytes]], "dict[str, str] | None"]
 
 
 def will_of(config: AgentConfig, boot: str) -> WillOf:
-    """What the broker publishes when a connection of this agent breaks; it names the connection."""
+    """Return what the broker publishes when a connection of this agent breaks; it names the connection."""
     topic = Topics(config.federation).presence(config.id)
     return lambda connection: Will(topic, f"offline {boot} {connection}".encode())
 
@@ -167,7 +167,7 @@ class Agent:
     # --- life ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Listen; hello follows once connected."""
+        """Start to listen; hello follows once connected."""
         self.config.state.mkdir(parents=True, exist_ok=True)
         self.transport.subscribe(*self.topics.for_agent(self.config.id))
         self.transport.start()
@@ -176,7 +176,7 @@ class Agent:
         self.jobs.refit(self._hello, self._new_samples.tried)
 
     def serve(self, stop: threading.Event) -> None:
-        """`step` until ``stop`` is set.
+        """Call `step` until ``stop`` is set.
 
         Raises:
             ProtocolMismatch: the coordinator has spoken another protocol for minutes.
@@ -231,12 +231,14 @@ class Agent:
         return event is not None
 
     def idle_s(self) -> float:
-        """How long `step` may wait for an event before something else is due."""
+        """Return how long `step` may wait for an event before something else is due."""
         return max(0.0, min(MAX_TICK_S, self.downloads.due_in()))
 
     # --- timers ----------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
+        """Do what is due by time alone: transfers, new samples, and what the coordinator is to hear."""
+        # What needs the disk waits while that cannot be written.
         now = self.clock()
         self.disk.tick(now)
         self.disk.safely(self.downloads.tick)
@@ -245,15 +247,19 @@ class Agent:
         self.disk.safely(self.jobs.switch_when_due)
         self.disk.safely(partial(self._note_trial, now))
         self.disk.safely(self._renew)
+        # New samples are learned from while the worker has nothing else to do, and there is a bundle to fit a head for.
         is_ready = self.tasks.tier == "head" and not self.jobs.is_working
         if is_ready and (self.tasks.bundles.bundle_id or self.tasks.bundles.lacks_head) and self._new_samples.is_due():
             self.jobs.collect(self._hello, self._new_samples.tried)
+        # A hello is repeated after one of another version, and where another federation is followed from now on.
         if self._mismatch.is_due():
             self._hello()
-        if (other := self.membership.to_follow()) is not None:
-            self._follow(*other)
+        federation_and_epoch = self.membership.to_follow()
+        if federation_and_epoch is not None:
+            self._follow(*federation_and_epoch)
             self._begin_alone()
             self._hello()
+        # Without a welcome the agent says hello again, says in its log what it waits for, and asks the broker once.
         if not self.welcomed:
             if not self._mismatch.reason and now - self._hello_at >= HELLO_AGAIN_S:
                 self._hello()
@@ -293,25 +299,27 @@ class Agent:
         except HeadwaterError as error:
             self._not_renewed(str(error))
 
-    def _renew_beside(self, what: Step, certificate: str = "") -> None:
+    def _renew_beside(self, step: Step, certificate: str = "") -> None:
+        """Have the worker do one step of a renewal, and send, note or log what came of it."""
+
         def done(result: Any, error: BaseException | None) -> None:
             self._is_renewing = False
             if isinstance(error, EnrolmentRefused):  # by the coordinator itself: the broker will not let this agent in
                 self.condition.note("identity", error)
-            if what == "standing":
+            if step == "standing":
                 if isinstance(error, EnrolmentRefused):
                     log.error("certificate_refused agent=%s reason=%s", self.config.id, error)
             elif error is not None and is_stopped(error):  # as this agent is about to be
                 log.info("certificate_renewal_stopped agent=%s: the next start asks again", self.config.id)
             elif error is not None:
                 self._not_renewed(str(error))
-            elif what == "message":
+            elif step == "message":
                 self.link.send(up.Renew(**result))
             else:
                 log.info("certificate_renewed agent=%s until=%s", self.config.id, result["until"])
 
         self._is_renewing = True
-        self.worker.submit("renew", lambda: renew_beside(self.config.state, what, certificate), done)
+        self.worker.submit("renew", lambda: renew_beside(self.config.state, step, certificate), done)
 
     def _on_renewed(self, message: down.Renewed) -> None:
         if message.refused:
@@ -336,7 +344,10 @@ class Agent:
         self.worker.submit("topics", lambda: refused_topics(spoken), done)
 
     def _beat_is_due(self, now: float) -> bool:
-        """Whether to send a heartbeat: without a job less often, where the coordinator of a large fleet asks for it."""
+        """Return whether to send a heartbeat.
+
+        It is sent less often without a job, where the coordinator of a large fleet asks for that.
+        """
         is_idle = self.jobs.job is None
         is_stretched = self._idle_heartbeat_s > self.config.heartbeat_s
         has_finished = is_idle and is_stretched and self._was_busy  # the coordinator expects the next one later
@@ -351,6 +362,7 @@ class Agent:
         self._silence.begin()
 
     def _hello(self, answers: str = "") -> None:
+        """Say who this agent is, what it runs and how it fares; ``answers``: the question that it answers, if any."""
         if self.rejected is not None:
             return
         self._hello_at = self.clock()
@@ -386,6 +398,7 @@ class Agent:
     # --- what arrives ----------------------------------------------------------------------------------------------
 
     def _on_message(self, event: Message) -> None:
+        """Handle what has arrived on a topic; whatever is wrong with it costs that message alone."""
         if event.retained:  # a coordinator never asks a broker to retain a message, so another client did
             log.warning("retained_refused topic=%s; clear it at the broker", fields.printable(event.topic))
             return
@@ -429,6 +442,11 @@ class Agent:
                 self.disk.safely(self.jobs.go_on)
 
     def _on_control(self, message: fields.Command) -> None:
+        """Obey a command of the coordinator that has welcomed this agent last; others may introduce themselves.
+
+        Raises:
+            MessageError: the command names no federation.
+        """
         kind = type(message)
         if isinstance(message, down.Refused):
             self._on_refused(message)
@@ -475,6 +493,7 @@ class Agent:
             self._hello()
 
     def _on_welcome(self, message: down.Welcome) -> None:
+        """Obey the coordinator that welcomes this agent, and announce the update that waits where it is another one."""
         is_news = not self.welcomed or not self.membership.is_current(message)
         self._follow(message.federation, message.epoch)
         self.welcomed = True
@@ -507,16 +526,19 @@ class Agent:
 
     def _follow(self, federation: str, epoch: int) -> None:
         """Obey that federation and epoch from now on; what belongs to another federation is dropped."""
-        left = self.membership.federation
-        if federation != left:
+        previous = self.membership.federation
+        if federation != previous:
             dropped = self.jobs.forget_all()
-            if left or dropped:
-                what = (left[:12] or "unknown", federation[:12], dropped or "nothing")
-                log.warning("federation_left federation=%s follows=%s dropped: %s", *what)
+            if previous or dropped:
+                values = (previous[:12] or "unknown", federation[:12], dropped or "nothing")
+                log.warning("federation_left federation=%s follows=%s dropped: %s", *values)
         self.membership.accept(federation, epoch)
 
     def _on_pinned(self, message: down.Pinned) -> None:
-        """The operator's pin decides nothing here, where no other release arrives; it explains that to the owner."""
+        """Note the operator's pin: it decides nothing here, where no other release arrives.
+
+        It only explains that to the owner.
+        """
         self._operator_pin = message if message.release else None
         if message.release:
             until = message.until or "without end"
@@ -525,6 +547,7 @@ class Agent:
             log.info("unpinned_by_operator")
 
     def _on_refused(self, message: down.Refused) -> None:
+        """End the agent where another one has its id; another refusal is logged, or answered by another hello."""
         if message.federation and not self.membership.allows(message):
             self._not_obeyed(message)
             return
@@ -539,7 +562,7 @@ class Agent:
             self.rejected = DuplicateId(message.message)
 
     def _on_mismatch(self, reason: str) -> None:
-        """A message is of another protocol: ask again, and end only when nothing else arrives for minutes."""
+        """Note a message of another protocol: ask again, and end only when nothing else arrives for minutes."""
         spoken = f"agent {__version__} {SPOKEN}"
         if self._mismatch.note(reason):
             log.error(
@@ -589,7 +612,9 @@ class Agent:
         write_atomic(self.config.state / "status.json", json.dumps(status).encode(), durable=False)
 
     def figures(self) -> Figures:
-        """What this agent says of itself to Prometheus; ``[privacy]`` withholds what it withholds from the coordinator.
+        """Return what this agent says of itself to Prometheus.
+
+        ``[privacy]`` withholds what it withholds from the coordinator.
 
         Before the first report since the start the accuracies are those that were saved with the head.
 

@@ -130,9 +130,9 @@ def install_bundle(
         report = candidate.report
         if not candidate.rejection:
             bundle = installed_module.staged(opened, root)
-            with switching() as kept:
-                if kept:
-                    report = _not_taken(report, installed_module.current_id(root), kept)
+            with switching() as why_kept:
+                if why_kept:
+                    report = _not_taken(report, installed_module.current_id(root), why_kept)
                 else:
                     saved.adopt(candidate_folder(config), config.state / "head", bundle.fingerprints)
                     installed_module.switch(bundle, root, member, first)
@@ -144,9 +144,9 @@ def install_bundle(
     return report
 
 
-def _not_taken(report: Report, runs: str, kept: str) -> Report:
-    log.info("not_installed bundle=%s why=%s", report.about[:12], kept)
-    why = kept[:1000]
+def _not_taken(report: Report, runs: str, why_kept: str) -> Report:
+    log.info("not_installed bundle=%s why=%s", report.about[:12], why_kept)
+    why = why_kept[:1000]
     metrics = {**report.metrics, "rolled_back": 1.0}
     return report.model_copy(update={"bundle_id": runs, "rolled_back": why, "kept": why, "metrics": metrics})
 
@@ -178,9 +178,9 @@ def prepare_here(
     if config.data.watch is not None:  # of a device without any other samples these are its first
         _take_in(collection, config.data.watch, task, config.data.budget, lambda: now)
     version = collection.index().version
-    begin = time.perf_counter()
+    started_at = time.perf_counter()
     samples = _samples(config, task, progress)
-    read_s = time.perf_counter() - begin
+    read_s = time.perf_counter() - started_at
     trial = _try_head(config, message, bundle, old, samples, read_s, progress)
     if trial.result is not None:
         log_if_better_alone(trial.result.scores)
@@ -288,14 +288,14 @@ def _try_head(
     except BundleError as error:
         if old is None or old[0].id == bundle.id:
             raise
-        kept = old[0].id
-        log.warning("rolled_back tried=%s keeps=%s reason=%s", bundle.id[:12], kept[:12], error)
-        return _Trial(result, before, kept, str(error), keeps(kept, error))
+        kept_id = old[0].id
+        log.warning("rolled_back tried=%s keeps=%s reason=%s", bundle.id[:12], kept_id[:12], error)
+        return _Trial(result, before, kept_id, str(error), keeps(kept_id, error))
     return _Trial(result, before, bundle.id)
 
 
 def rejected(config: AgentConfig, message: Install, error: BundleError) -> Candidate:
-    """The answer about a bundle whose trial was not ended, with no figures of it: the old pair stays.
+    """Return the answer about a bundle whose trial was not ended, with no figures of it: the old pair stays.
 
     Raises:
         BundleError: ``error``, where there is no old pair.
@@ -304,7 +304,7 @@ def rejected(config: AgentConfig, message: Install, error: BundleError) -> Candi
     if old is None or old[0].id == message.bundle_id:
         raise error
     log.warning("rolled_back tried=%s keeps=%s reason=%s", message.bundle_id[:12], old[0].id[:12], error)
-    samples = 0 if (known := old[1].metrics.get("n_train")) is None else int(known)
+    samples = 0 if (n_train := old[1].metrics.get("n_train")) is None else int(n_train)
     report = Report(
         run=message.run,
         about=message.bundle_id,
@@ -318,12 +318,12 @@ def rejected(config: AgentConfig, message: Install, error: BundleError) -> Candi
 
 
 def keeps(bundle_id: str, error: BundleError) -> str:
-    """Why a device keeps the bundle with this id, for the coordinator."""
+    """Return why a device keeps the bundle with this id, for the coordinator."""
     return f"keeps bundle {bundle_id[:12]} because {public_text(error)}"[:1000]
 
 
 def trust_configured(config: AgentConfig) -> TrustStore:
-    """The device's trust, with the root that its configuration names.
+    """Return the device's trust, with the root that its configuration names.
 
     Raises:
         ConfigError: that is no root, or another one is trusted already.
@@ -331,8 +331,8 @@ def trust_configured(config: AgentConfig) -> TrustStore:
     store = TrustStore(config.state / "bundles")
     if (path := config.bundle.trust) is not None:
         try:
-            *others, root = roots_in(path)
-            store.anchor(root, others)
+            *older_roots, root = roots_in(path)
+            store.anchor(root, older_roots)
         except (OSError, BundleUntrusted, StateError) as error:
             raise ConfigError("bundle.trust", [f"{path}: {cause(error)}"]) from error
     return store
@@ -355,8 +355,8 @@ def admit(config: AgentConfig, opened: BundleFile) -> Envelope | None:
     if trust_configured(config).known() is not None:
         return None
     if config.bundle.first_use and release is not None:
-        oldest, *others = parse(Member, release, "release").roots
-        newest = followed([oldest], others)[-1]
+        oldest, *newer_roots = parse(Member, release, "release").roots
+        newest = followed([oldest], newer_roots)[-1]
         archive.verify(opened.path, newest)
         log.warning("trusts_first_use root=%s: once the bundle is installed", newest.signed["version"])
         return newest
@@ -433,18 +433,18 @@ def _beside(config: AgentConfig, refitted: Refitted, before: Pair, test: Samples
     now = load_head(config.state / "head", bundle)
     names = np.array(test.class_names)[test.labels]
     rows = np.flatnonzero(np.isin(names, old.class_names))
-    known = test.take(rows)
+    known_samples = test.take(rows)
     right = []
     for head in (old, now):
         encoder = Encoder.open(bundle, head.precision, config.training.threads, norm=head.norm)
-        features = saved_features(head, encoder, known, config.state / "features")
+        features = saved_features(head, encoder, known_samples, config.state / "features")
         answers = head.head.predict_proba(features).argmax(axis=1)
         right.append(np.array(head.class_names)[answers] == names[rows])
     return replace(refitted, before=old, right_before=right[0], right_now=right[1], classes=tuple(names[rows].tolist()))
 
 
 def collection_of(config: AgentConfig) -> Collection:
-    """The samples that were labelled on this device."""
+    """Return the samples that were labelled on this device."""
     return Collection(samples_folder(config))
 
 
@@ -475,13 +475,17 @@ def _take_in(collection: Collection, folder: Path, task: Task, budget: int, now:
 
     Files that cannot be used stay, and are logged. Those that change now stay as well: they are not whole yet.
     """
-    for path in visible(folder) if folder.is_dir() else ():
+    folders = visible(folder) if folder.is_dir() else ()
+    for path in folders:
+        # 1. Files that have stopped changing; one that is copied here now is not whole yet.
         paths = [file for file in visible(path) if file.is_file()] if path.is_dir() else []
         marks = {str(file): mark for file in paths if (mark := file_mark(file)) is not None and is_settled(mark, now())}
+        # 2. Some at a time: a folder may hold more pictures than fit into memory.
         files = [*marks]
-        for begin in range(0, len(files), _AT_ONCE):
+        for start in range(0, len(files), _AT_ONCE):
             try:
-                samples = from_files(files[begin : begin + _AT_ONCE], task.input, strict=False, compact=True)
+                samples = from_files(files[start : start + _AT_ONCE], task.input, strict=False, compact=True)
+                # 3. A file that has changed while it was read waits for the next time.
                 unchanged = [file_mark(Path(name)) == marks[name] for name in samples.names]
                 samples = samples.take(np.flatnonzero(unchanged))
                 if not len(samples):
@@ -493,6 +497,7 @@ def _take_in(collection: Collection, folder: Path, task: Task, budget: int, now:
             log.info(
                 "taken_in class=%s added=%d known=%d dropped=%d", path.name, added.added, added.known, added.dropped
             )
+            # 4. What is in the collection is removed from the folder; the collection is on disk by now.
             for name in {*samples.names}:
                 try:
                     Path(name).unlink(missing_ok=True)
@@ -505,7 +510,7 @@ _SAMPLES_REPORT_S = 1.0
 
 
 def _samples(config: AgentConfig, task: Task, progress: Progress = lambda _step: None) -> Split:
-    """The device's samples: those of its source, and those that were labelled here one by one."""
+    """Return the device's samples: those of its source, and those that were labelled here one by one."""
     reported_at = time.monotonic()
 
     def report(done: int, total: int) -> None:
@@ -515,14 +520,16 @@ def _samples(config: AgentConfig, task: Task, progress: Progress = lambda _step:
             reported_at = time.monotonic()
             progress(f"samples {done}/{total}")
 
-    own = None
+    source_parts = None
     collection = collection_of(config)
     if not is_collected(config.data):
         names = config.head.own_classes
-        own = own_samples(config.data, config.id, task.input, task.class_names, own_classes=names, progress=report)
+        source_parts = own_samples(
+            config.data, config.id, task.input, task.class_names, own_classes=names, progress=report
+        )
         if not collection.index().version:
-            return own
-    return collection.combined(own, task.input, task.class_names, saved.class_names(config.state / "head"))
+            return source_parts
+    return collection.combined(source_parts, task.input, task.class_names, saved.class_names(config.state / "head"))
 
 
 def _refit(config: AgentConfig, bundle: Bundle, samples: Split, progress: Progress = lambda _step: None) -> Result:
@@ -533,7 +540,7 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split, progress: Progre
     Raises:
         BundleDamaged: this device computes something else than the exporter did, in fp32, too.
     """
-    wanted = config.head.precision
+    wanted_precision = config.head.precision
     threads = config.training.threads
     features = config.state / "features"
 
@@ -544,14 +551,14 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split, progress: Progre
     try:
         encoder = open_encoder(
             bundle,
-            wanted,
+            wanted_precision,
             samples[0],
             threads,
             norm=config.head.norm,
             refit=Refit(config.data.seed, features, of_step("encoder")),
         )
     except BundleDamaged as error:
-        if wanted != "int8":
+        if wanted_precision != "int8":
             raise
         log.warning("int8_not_used bundle=%s reason=%s: fp32 is used instead", bundle.id[:12], error)
         encoder = Encoder.open(bundle, "fp32", threads)
@@ -591,7 +598,7 @@ def _remove_features(config: AgentConfig) -> None:
 
 
 def _old_pair(config: AgentConfig) -> Pair | None:
-    """The pair in use; None where there is none, or it is damaged (then anything is better)."""
+    """Return the pair in use; None where there is none, or it is damaged (then anything is better)."""
     try:
         bundle = installed_module.current(config.state / "bundles")
         return None if bundle is None else (bundle, load_head(config.state / "head", bundle))
@@ -601,7 +608,7 @@ def _old_pair(config: AgentConfig) -> Pair | None:
 
 
 def _score(config: AgentConfig, old: Pair, samples: Split) -> float | None:
-    """acc.personal of the old pair on the held-out samples of the new one; None where it knows other classes."""
+    """Return acc.personal of the old pair on the held-out samples of the new one; None where it knows other classes."""
     (bundle, head) = old
     (_, test) = samples
     task = bundle.manifest.task
@@ -657,7 +664,10 @@ def contribute_round(
 
 
 def _update_facts(job: Job, data: FitData) -> UpdateFacts:
-    """What the arrays of an update of this device are judged by; of the model it knows the linear classifier alone."""
+    """Return what the arrays of an update of this device are judged by.
+
+    Such a device knows the linear classifier of the model alone.
+    """
     classes = data.num_classes
     features = data.features.shape[1]
     classifier = {"head.weight": (classes, features), "head.bias": (classes,)}
@@ -673,7 +683,7 @@ def _update_facts(job: Job, data: FitData) -> UpdateFacts:
 
 
 def _scores(encoder: Encoder, test: Samples, received: Tensors, sent: Tensors) -> dict[str, float]:
-    """Accuracies of the linear classifier as it was received, and as it was trained here."""
+    """Return accuracies of the linear classifier as it was received, and as it was trained here."""
     if not len(test):
         return {}
     features = encoder.features(test.inputs).astype(np.float64)

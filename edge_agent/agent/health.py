@@ -61,12 +61,12 @@ class Problem:
     at: str
 
     def to_coordinator(self, about: JobKey | None = None, release: int = 0) -> Fault:
-        """The fault as it is sent to the coordinator, about that job or release, or neither."""
+        """Return the fault as it is sent to the coordinator, about that job or release, or neither."""
         job = about._asdict() if about is not None else {}
         return Fault(error=self.error, code=self.code, message=self.public, remedy=self.remedy, release=release, **job)
 
     def as_json(self) -> dict[str, str]:
-        """For the status of this device, which shows the whole message itself."""
+        """Return the fields for the status of this device, which shows the whole message itself."""
         fields = {name: value for name, value in asdict(self).items() if name != "public"}
         return fields | {"remedy": self.remedy.replace(SEE_STATUS, "see the message")}
 
@@ -103,13 +103,16 @@ class Condition:
         return problem
 
     def clear(self, *kinds: Kind) -> None:
-        """These work again."""
+        """Note that what belongs to these kinds works again."""
         for kind in kinds:
             self._problems.pop(kind, None)
 
 
 def problem_of(kind: Kind, error: BaseException, at: datetime | None = None) -> Problem:
-    """An error, now by default, as a problem: class, code and remedy for the coordinator, all for this device."""
+    """Return an error as a problem of the moment ``at``, by default now.
+
+    Class, code and remedy are for the coordinator, all of it is for this device.
+    """
     whole = whole_message(error)
     moment = (at or datetime.now(timezone.utc)).isoformat(timespec="seconds")
     if (reason := disk_error(error)) is not None:
@@ -123,8 +126,8 @@ def problem_of(kind: Kind, error: BaseException, at: datetime | None = None) -> 
             remedy,
             moment,
         )
-    known = known_error(error)
-    return Problem(kind, nearest_class(error), known.code, whole, public_text(error), known.remedy, moment)
+    description = known_error(error)
+    return Problem(kind, nearest_class(error), description.code, whole, public_text(error), description.remedy, moment)
 
 
 def try_disk(folder: Path, needed_bytes: int = 0) -> None:
@@ -182,10 +185,10 @@ class Disk:
         self._again_at: float | None = None
         self._pause_s = AGAIN_S
 
-    def failed(self, error: OSError, what: str) -> None:
-        """Something could not be read or written; ``what`` begins the line in the log."""
+    def failed(self, error: OSError, event: str) -> None:
+        """Note that something could not be read or written; ``event`` begins the line in the log."""
         if disk_error(error) is None:
-            log.warning("%s reason=%s", what, whole_message(error))
+            log.warning("%s reason=%s", event, whole_message(error))
         else:
             self._condition.note("disk", error)
 
@@ -197,7 +200,7 @@ class Disk:
             self.failed(error, "transfer_failed")
 
     def tick(self, now: float) -> None:
-        """While the disk cannot be written: release what needs it, then try from time to time."""
+        """Release what needs the disk while it cannot be written, then try it from time to time."""
         if not self._condition.is_stalled:
             return
         if self._again_at is None:
@@ -245,7 +248,7 @@ class Silence:
         self._has_asked = False
 
     def begin(self) -> None:
-        """From now on a coordinator could answer."""
+        """Note that from now on a coordinator could answer."""
         self._since = self._logged_at = self._clock()
         self._problem = None
         self._has_asked = False
@@ -271,7 +274,7 @@ class Silence:
         self._note(LOGIN_REFUSED, message, remedy)
 
     def asks_rules(self) -> bool:
-        """Whether to ask now, once in a silence, whether the broker lets this agent speak."""
+        """Return whether to ask now, once in a silence, whether the broker lets this agent speak."""
         since = self._since
         if since is None or self._has_asked or self._mismatch.reason or self._clock() - since < ASK_RULES_S:
             return False
@@ -279,13 +282,13 @@ class Silence:
         return True
 
     def rules_refuse(self, topics: Mapping[str, str], config: AgentConfig) -> None:
-        """The broker refuses these topics to this agent, with what it says."""
+        """Note that the broker refuses these topics to this agent, with what it says."""
         if self._since is None or not topics:
             return
         user = config.broker.user
-        who = "this login" if user is None else f"its MQTT user '{user}'"
-        said = next(iter(topics.values()))
-        message = f"the broker does not let {who} speak for id '{config.id}' in '{config.federation}' ({said})"
+        speaker = "this login" if user is None else f"its MQTT user '{user}'"
+        answer = next(iter(topics.values()))
+        message = f"the broker does not let {speaker} speak for id '{config.id}' in '{config.federation}' ({answer})"
         remedy = (
             "give id and broker.user the same name, and see that the broker's rules are those of this federation: "
             f"'headwater password {config.id} --acl FILE' writes them"
@@ -294,7 +297,7 @@ class Silence:
         log.error("topics_refused agent=%s topics=%s reason=%s; %s", config.id, ",".join(topics), message, remedy)
 
     def problem(self) -> Problem | None:
-        """Why no coordinator answers, where that is known and somebody has to act."""
+        """Return why no coordinator answers, where that is known and somebody has to act."""
         if self._mismatch.reason and self._since is not None:
             problem = problem_of("connection", ProtocolMismatch(self._mismatch.reason))
             if self._problem is None or self._problem.message != problem.message:
@@ -302,8 +305,8 @@ class Silence:
         return self._problem
 
     def _note(self, error: str, message: str, remedy: str) -> None:
-        known = self._problem
-        if known is None or (known.error, known.message) != (error, message):
+        current = self._problem
+        if current is None or (current.error, current.message) != (error, message):
             at = datetime.now(timezone.utc).isoformat(timespec="seconds")
             self._problem = Problem("connection", error, "connection", message[:2000], "", remedy, at)
 
@@ -317,7 +320,7 @@ class Silence:
             log.warning("unanswered seconds=%.0f %s", now - since, self.waits_for(config))
 
     def waits_for(self, config: AgentConfig) -> str:
-        """What the agent waits for, and until when."""
+        """Return what the agent waits for, and until when."""
         if self._since is None:
             why = f" ({self._away})" if self._away else ""
             return (
@@ -353,7 +356,7 @@ class OtherClock:
         self._off_s = self._read_at = self._read = 0.0
 
     def heard(self, at: str) -> None:
-        """The coordinator's clock says this (ISO 8601); what is no time says nothing."""
+        """Note what the coordinator's clock says (ISO 8601); what is no time says nothing."""
         try:
             theirs = datetime.fromisoformat(at)
         except (ValueError, OverflowError):
@@ -364,7 +367,7 @@ class OtherClock:
             self._off_s = self._read - theirs.timestamp()
 
     def problem(self) -> Problem | None:
-        """Why one of the two clocks has to be set; None from the moment on when this one was set right."""
+        """Return why one of the two clocks has to be set; None from the moment on when this one was set right."""
         if abs(self._off_s) <= MOST_OFF_S:
             return None
         was_set = self._now() - self._read - (self._clock() - self._read_at)
@@ -393,7 +396,7 @@ class Mismatch:
         self.clear()
 
     def clear(self) -> None:
-        """A coordinator that is understood has answered."""
+        """Forget the mismatch: a coordinator that is understood has answered."""
         self.reason = ""
         self._since = self._heard_at = 0.0
         self._ask_at = float("inf")
@@ -402,7 +405,7 @@ class Mismatch:
         self._answers = 0
 
     def note(self, reason: str) -> bool:
-        """Something of another version has come; True when this is the first of it."""
+        """Note that something of another version has come; True when this is the first of it."""
         now = self._clock()
         is_new = not self.reason
         if is_new:
@@ -416,11 +419,14 @@ class Mismatch:
         return is_new
 
     def is_final(self) -> bool:
-        """Whether it has been heard for so long, as the answer to so many hellos, that asking again is in vain."""
+        """Return whether asking again is in vain.
+
+        That is so when the mismatch was heard for minutes, and as the answer to some hellos.
+        """
         return self._answers >= LEAST_ANSWERS and self._heard_at - self._since >= FINAL_S
 
     def is_due(self) -> bool:
-        """Whether it is time for another hello, which then counts as said."""
+        """Return whether it is time for another hello, which then counts as said."""
         now = self._clock()
         if self.reason and now - self._heard_at >= FORGOTTEN_S:
             self.clear()
@@ -431,7 +437,7 @@ class Mismatch:
         return True
 
     def next_s(self) -> float:
-        """Seconds until the next hello."""
+        """Return seconds until the next hello."""
         return max(0.0, self._ask_at - self._clock())
 
     def _plan(self, now: float) -> None:

@@ -20,11 +20,20 @@ from ..wire.messages.fields import Command, Epoch, FederationId
 log = logging.getLogger(__name__)
 
 
-def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, wanted: Collection[str]) -> int:
-    """Remove caches until ``needed_bytes`` more leave ``min_free_bytes`` of the disk; returns the bytes freed.
+def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, kept_digests: Collection[str]) -> int:
+    """Remove what can be had again until a download leaves ``min_free_bytes`` of the disk free.
 
-    Old downloads go first, out of ``cache``, then cached features, each the oldest first. Blobs in ``wanted``, by their
-    digests, stay; so does client state, which cannot be had again and whose run may be paused.
+    Old downloads go first, then cached features, each the oldest first. Client state stays: it cannot be had again, and
+    its run may be paused.
+
+    Args:
+        config: The device's configuration.
+        cache: The downloads.
+        needed_bytes: How much is to be downloaded.
+        kept_digests: Digests of the downloads that stay.
+
+    Returns:
+        How many bytes are free now that were not before.
     """
     from ..personal.encoder import feature_files  # brings numpy, which an idle agent does without
 
@@ -32,7 +41,7 @@ def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, wanted: 
     short = needed_bytes + config.min_free_bytes - shutil.disk_usage(state).free
     if short <= 0:
         return 0
-    downloads = cache.free(short, wanted)
+    downloads = cache.free(short, kept_digests)
     features = 0
     # Files of the cache alone. Hidden ones are being written, here or by another process (`storage.write_atomic`).
     for path in feature_files(state / "features"):
@@ -45,7 +54,7 @@ def make_room(config: AgentConfig, cache: BlobCache, needed_bytes: int, wanted: 
 
 
 def disk_usage(config: AgentConfig) -> dict[str, int]:
-    """What the agent has on its disk, and its bounds, in bytes."""
+    """Return what the agent has on its disk, and its bounds, in bytes."""
     state = config.state
     return {
         "runs": sum(path.is_dir() for path in (state / "runs").glob("*")),
@@ -105,11 +114,14 @@ class Membership:
         self._ignored_at = self._said_at = float("-inf")
 
     def allows(self, message: Command) -> bool:
-        """Whether the message is of the federation that is followed, and not of a coordinator before the last known."""
+        """Return whether a message is of the federation that is followed, and of no earlier coordinator of it."""
         return not self.federation or (message.federation == self.federation and message.epoch >= self.epoch)
 
     def is_current(self, message: Command) -> bool:
-        """Whether the message is of the coordinator that has welcomed this agent last: its commands are obeyed."""
+        """Return whether the message is of the coordinator that has welcomed this agent last.
+
+        Its commands are obeyed.
+        """
         return (message.federation, message.epoch) == (self.federation, self.epoch)
 
     def ignored(self, message: Command) -> None:
@@ -131,27 +143,30 @@ class Membership:
             log.warning("order_ignored type=%s %s", message.type, self._ignored)
 
     def answered(self) -> None:
-        """The agent's own coordinator is online, or the broker is not: no other is to be followed now."""
+        """Note that the agent's own coordinator is online, or the broker is not: no other is to be followed now."""
         self._other = None
 
     def to_follow(self) -> tuple[str, int] | None:
-        """Federation and epoch to follow from now on; None almost always.
+        """Return federation and epoch to follow from now on; None almost always.
 
         Those of another coordinator that was online for all the time that the own one had for an answer.
         """
-        other = self._other
+        rival = self._other
         now = self._clock()
-        if other is None:
+        if rival is None:
             return None
-        if now - other.since >= FOLLOW_S and other.heard_at - other.since >= FOLLOW_S / 2:
+        if now - rival.since >= FOLLOW_S and rival.heard_at - rival.since >= FOLLOW_S / 2:
             self._other = None
-            return other.federation, other.epoch
-        if now - other.heard_at >= FOLLOW_S:
+            return rival.federation, rival.epoch
+        if now - rival.heard_at >= FOLLOW_S:
             self._other = None
         return None
 
     def note(self) -> str | None:
-        """That commands were ignored in the last `NOTED_S` seconds, for the status; None where there were none."""
+        """Return that commands were ignored in the last `NOTED_S` seconds, for the status.
+
+        It is None where there were none.
+        """
         return f"ignores orders {self._ignored}" if self._clock() - self._ignored_at < NOTED_S else None
 
     def accept(self, federation: str, epoch: int) -> None:

@@ -49,10 +49,10 @@ class Figures:
 
 
 def text(figures: Figures) -> str:
-    """The figures in Prometheus' text format."""
-    known = {"version": __version__, "tier": figures.tier, "bundle": figures.bundle_id[:12]}
+    """Return the figures in Prometheus' text format."""
+    identity = {"version": __version__, "tier": figures.tier, "bundle": figures.bundle_id[:12]}
     lines = [
-        *_family("info", "gauge", "Version, tier and bundle of this agent.", [(known, 1)]),
+        *_family("info", "gauge", "Version, tier and bundle of this agent.", [(identity, 1)]),
         *_one(
             "written_timestamp_seconds",
             "When the agent wrote these figures; node_exporter serves the file of an agent that is gone, too.",
@@ -143,15 +143,15 @@ def _one(name: str, about: str, value: float | None) -> list[str]:
 def _family(
     name: str, kind: Literal["gauge", "counter"], about: str, samples: Iterable[tuple[Mapping[str, str], float | None]]
 ) -> list[str]:
-    """Help, type and samples; nothing where no value is known."""
-    known = [(labels, float(value)) for labels, value in samples if value is not None and math.isfinite(value)]
-    if not known:
+    """Return help, type and samples; nothing where no value is known."""
+    finite_samples = [(labels, float(value)) for labels, value in samples if value is not None and math.isfinite(value)]
+    if not finite_samples:
         return []
     full = f"headwater_agent_{name}"
     return [
         f"# HELP {full} {about}",
         f"# TYPE {full} {kind}",
-        *(f"{full}{_labels(one)} {value!r}" for one, value in known),
+        *(f"{full}{_labels(sample_labels)} {value!r}" for sample_labels, value in finite_samples),
     ]
 
 

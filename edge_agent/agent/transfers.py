@@ -69,7 +69,7 @@ class Link:
 def manifest_of(
     data: Sequence[bytes | memoryview], about: JobKey, samples: int, metrics: Mapping[str, float]
 ) -> up.UpdateManifest:
-    """The message that announces an update, whose tensors are ``data``."""
+    """Return the message that announces an update, whose tensors are ``data``."""
     size = sum(memoryview(piece).nbytes for piece in data)
     blob = fields.BlobRef(digest=sha256_of(*data), size_bytes=size, chunk_bytes=chunks.CHUNK_BYTES)
     return up.UpdateManifest(**about._asdict(), blob=blob, samples=samples, metrics=fields.metrics_of(metrics))
@@ -93,7 +93,7 @@ class Outbox:
         self._lock = threading.Lock()
 
     def path_of(self, digest: str) -> Path:
-        """The file of the tensors of the update with that hash."""
+        """Return the file of the tensors of the update with that hash."""
         return self.folder / f"update-{digest}.safetensors"
 
     def put(
@@ -122,7 +122,10 @@ class Outbox:
         return manifest
 
     def get(self) -> up.UpdateManifest | None:
-        """The update that waits. One that is damaged, or was made under another policy, is dropped, and made again."""
+        """Return the update that waits.
+
+        One that is damaged, or was made under another policy, is dropped, and made again.
+        """
         with self._lock:
             try:
                 note = read_json(self.note)
@@ -139,7 +142,7 @@ class Outbox:
             return manifest
 
     def is_as_asked(self, asked: down.Noise | None) -> bool:
-        """Whether the job of the update that waits asked for this differential privacy."""
+        """Return whether the job of the update that waits asked for this differential privacy."""
         with self._lock, contextlib.suppress(HeadwaterError, ValueError):
             note = read_json(self.note)
             return note is not None and note.get("asked") == _as_json(asked)
@@ -158,9 +161,9 @@ class Outbox:
     def _manifest(note: Mapping[str, Any] | None) -> up.UpdateManifest | None:
         return None if note is None else up.UpdateManifest.model_validate(note.get("manifest"))
 
-    def _remove_all_but(self, kept: Path | None) -> None:
+    def _remove_all_but(self, kept_path: Path | None) -> None:
         for path in self.folder.glob("update*.safetensors"):
-            if path != kept and _UPDATE_FILE.fullmatch(path.name):
+            if path != kept_path and _UPDATE_FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)
 
 
@@ -190,23 +193,26 @@ class Budget:
         self._noted_at = float("-inf")
 
     def note(self, rate: float, now: float) -> None:
-        """A transfer was measured, in bytes per second; 0: it was too short."""
+        """Note the rate of a transfer, in bytes per second; 0: it was too short."""
         if rate:
             self._rate = rate
             self._noted_at = now
 
     def forget(self) -> None:
-        """The link is a new one."""
+        """Forget the rate: the link is a new one."""
         self._noted_at = float("-inf")
 
-    def objection(self, what: str, size_bytes: int, left_s: float, now: float) -> str:
-        """Why ``size_bytes`` cannot pass within ``left_s`` seconds; empty where they can, or the rate is unknown."""
+    def objection(self, problem: str, size_bytes: int, left_s: float, now: float) -> str:
+        """Return why ``size_bytes`` cannot pass within ``left_s`` seconds.
+
+        It is empty where they can, or the rate is unknown.
+        """
         is_known = self._rate > 0 and now - self._noted_at <= RATE_VALID_S
         if not is_known or left_s <= 0 or size_bytes <= ACCURACY * self._rate * left_s:
             return ""
         return (
-            f"{what}: {size_bytes / 1e6:.3g} MB are still to come, which take {size_bytes / self._rate:.0f} s at the "
-            f"measured {self._rate / 1e3:.3g} kB/s, and the round closes in {left_s:.0f} s; use a faster link "
+            f"{problem}: {size_bytes / 1e6:.3g} MB are still to come, which take {size_bytes / self._rate:.0f} s at "
+            f"the measured {self._rate / 1e3:.3g} kB/s, and the round closes in {left_s:.0f} s; use a faster link "
             "or a smaller model, or raise round.deadline_s"
         )
 
@@ -227,7 +233,7 @@ class Uploads:
         """What the update waits for; empty where it is under way, or there is none."""
 
     def holds(self, job: JobKey) -> bool:
-        """Whether the update of that job waits here."""
+        """Return whether the update of that job waits here."""
         return self._manifest is not None and job_key(self._manifest) == job
 
     def offer(self, manifest: up.UpdateManifest) -> None:
@@ -243,14 +249,14 @@ class Uploads:
             self._link.send(self._manifest)
 
     def cut(self) -> None:
-        """A new connection: what was under way is lost, and the link may be another one."""
+        """Begin with a new connection: what was under way is lost, and the link may be another one."""
         if self._sending is not None:
             self._sending.cut()
         self._pace.restart()
         self._budget.forget()
 
     def queued(self, message: down.Queued) -> None:
-        """The coordinator receives other updates first."""
+        """Wait, because the coordinator receives other updates first."""
         if self._is_ours(message):
             self._wait(
                 message.again_s, f"the turn of its update: the coordinator receives {message.before} others first"
@@ -278,7 +284,7 @@ class Uploads:
         self._continue(self._sending, message.missing)
 
     def ack(self, message: down.Ack) -> None:
-        """The coordinator has received chunks, and some are missing.
+        """Send chunks that are missing; the coordinator has received the others.
 
         Raises:
             ChunkError: ranges outside the blob.
@@ -287,18 +293,21 @@ class Uploads:
             self._continue(self._sending, message.missing)
 
     def receipt(self, message: down.Receipt, note: Callable[[up.UpdateManifest], None]) -> up.UpdateManifest | None:
-        """The coordinator has the update, or has rejected it: ``note`` it, then remove it. Returns what was removed."""
-        done = self._manifest
-        if done is None or not self._is_ours(message):
+        """Note with ``note`` that the coordinator has the update, or has rejected it, and remove it.
+
+        Return what was removed.
+        """
+        delivered = self._manifest
+        if delivered is None or not self._is_ours(message):
             return None
         if self._sending is not None:
             self._sending.arrived(self._clock())
-        note(done)
+        note(delivered)
         self._forget()
-        return done
+        return delivered
 
     def drop(self, job: JobKey) -> None:
-        """The round is over: the update would come too late."""
+        """Drop the update of a job whose round is over: it would come too late."""
         if self.holds(job):
             self._forget()
 
@@ -309,7 +318,10 @@ class Uploads:
         return dropped
 
     def objection(self, left_s: float) -> str:
-        """Why what waits cannot be at the coordinator within ``left_s`` seconds; empty where it can, or none does."""
+        """Return why what waits cannot be at the coordinator within ``left_s`` seconds.
+
+        It is empty where it can, or none does.
+        """
         if self._manifest is None:
             return ""
         size = self._manifest.blob.size_bytes
@@ -329,13 +341,13 @@ class Uploads:
         return chunks.CHUNK_BYTES if self._manifest is None else self._manifest.blob.chunk_bytes
 
     def _is_ours(self, message: down.Grant | down.Queued | down.Ack | down.Receipt) -> bool:
-        """Whether it is about the update that waits: two runs may have made the same tensors."""
+        """Return whether it is about the update that waits: two runs may have made the same tensors."""
         waits = self._manifest
         return waits is not None and (waits.run, waits.blob.digest) == (message.run, message.digest)
 
-    def _wait(self, seconds: float, what: str) -> None:
+    def _wait(self, seconds: float, waits_for: str) -> None:
         self._again_at = self._clock() + seconds
-        self.waits_for = what
+        self.waits_for = waits_for
 
     def _forget(self) -> None:
         if self._manifest is not None:
@@ -399,18 +411,21 @@ class Downloads:
 
     def keep_only(self, refs: Iterable[fields.BlobRef]) -> None:
         """Request no other blobs than these any more; what has arrived of the others stays on disk."""
-        wanted = {chunks.transfer_id(ref.digest) for ref in refs}
-        for number in [number for number in self._under_way if number not in wanted]:
+        kept_ids = {chunks.transfer_id(ref.digest) for ref in refs}
+        for number in [number for number in self._under_way if number not in kept_ids]:
             download = self._under_way.pop(number)
             download.receiving.incoming.close()
             self._leave(download)
 
     def has_all(self, refs: Sequence[fields.BlobRef]) -> bool:
-        """Whether all of them are in the cache."""
+        """Return whether all of them are in the cache."""
         return all(self.cache.has(ref.digest) for ref in refs)
 
     def cut(self) -> None:
-        """A new connection: the link may be another one, so nothing is requested by broadcast until it is known."""
+        """Begin with a new connection.
+
+        The link may be another, so nothing is requested by broadcast until it is known.
+        """
         self._listens = False
         self._answer_s = 0.0
         self._budget.forget()
@@ -420,7 +435,7 @@ class Downloads:
             download.receiving.meter = flow.Meter()
 
     def listening(self, filters: Iterable[str]) -> None:
-        """The broker has confirmed these filters: request what comes on their topics."""
+        """Request what comes on the topics of these filters, which the broker has confirmed."""
         ends = {f.rsplit("/", 1)[-1] for f in filters}
         for download in list(self._under_way.values()):
             if ("db" if download.is_direct else download.ref.digest[:16]) in ends:
@@ -429,7 +444,7 @@ class Downloads:
                 self._ask(download)
 
     def listen(self, message: down.Listen) -> None:
-        """The coordinator asks this agent to listen to broadcasts, or not to."""
+        """Listen to broadcasts, or stop that, because the coordinator asks for it."""
         self._listens = message.broadcast
         download = self._under_way.get(chunks.transfer_id(message.digest))
         if download is None or download.ref.digest != message.digest:
@@ -458,7 +473,9 @@ class Downloads:
         return False
 
     def objection(self, refs: Sequence[fields.BlobRef], left_s: float) -> str:
-        """Why these blobs cannot all be here within ``left_s`` seconds; empty where they can, or that is unknown.
+        """Return why these blobs cannot all be here within ``left_s`` seconds.
+
+        It is empty where they can, or that is unknown.
 
         The rate of a broadcast is that of its slowest listener: where it is too low, the blob is requested for this
         agent alone, which shows the rate of its own link.
@@ -487,12 +504,12 @@ class Downloads:
                 self._report(download)
 
     def due_in(self) -> float:
-        """Seconds until `tick` may have something to do."""
+        """Return seconds until `tick` may have something to do."""
         now = self.clock()
         return min((d.receiving.due_in(now) for d in self._under_way.values()), default=flow.IDLE_S)
 
     def pause(self) -> None:
-        """The agent stops: what has arrived stays on disk."""
+        """Close all downloads, because the agent stops: what has arrived stays on disk."""
         for download in self._under_way.values():
             download.receiving.incoming.close()
         self._under_way.clear()
@@ -538,14 +555,19 @@ class Downloads:
         self._link.send(up.Want(digest=digest, ranges=missing, direct=download.is_direct))
 
     def _finish(self, download: _Download) -> None:
+        """Put a blob that is complete into the cache and tell the coordinator.
+
+        Raises:
+            ChunkError: the blob has the wrong hash; it is requested again.
+        """
         ref = download.ref
         del self._under_way[chunks.transfer_id(ref.digest)]
         try:
             self.cache.finish(download.receiving.incoming)
         except ChunkError:
-            again = self._begin(ref, is_direct=download.is_direct)
-            again.is_listening = download.is_listening
-            self._ask(again)
+            restarted = self._begin(ref, is_direct=download.is_direct)
+            restarted.is_listening = download.is_listening
+            self._ask(restarted)
             raise
         if download.is_direct:
             self._budget.note(download.receiving.meter.rate, self.clock())

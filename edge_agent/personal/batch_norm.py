@@ -53,23 +53,23 @@ class OwnNorm:
         return sha256_of(self.variant.encode(), np.ascontiguousarray(self.statistics, "<f4").tobytes())
 
     def arrays(self) -> Tensors:
-        """Everything but ``variant`` as named arrays, for `of`."""
+        """Return everything but ``variant`` as named arrays, for `of`."""
         arrays = {"statistics": self.statistics, "inputs": np.array([self.inputs]), "golden": self.golden}
         return {_PREFIX + name: array for name, array in arrays.items()}
 
     @classmethod
     def of(cls, arrays: Tensors, variant: str) -> OwnNorm:
-        """The statistics for ``variant`` among ``arrays``, which lose them.
+        """Return the statistics for ``variant`` among ``arrays``, which lose them.
 
         Raises:
             StateError: they are not there, or in another form.
         """
-        own = {name: arrays.pop(name) for name in [*arrays] if name.startswith(_PREFIX)}
-        forms = {name.removeprefix(_PREFIX): (array.ndim, array.dtype.name) for name, array in own.items()}
+        named = {name: arrays.pop(name) for name in [*arrays] if name.startswith(_PREFIX)}
+        forms = {name.removeprefix(_PREFIX): (array.ndim, array.dtype.name) for name, array in named.items()}
         expected = {"statistics": (1, "float32"), "inputs": (1, "int64"), "golden": (2, "float32")}
-        if forms != expected or own[f"{_PREFIX}inputs"].shape != (1,):
+        if forms != expected or named[f"{_PREFIX}inputs"].shape != (1,):
             raise StateError(f"batch norm statistics are {forms}, expected {expected}; fit the head again")
-        statistics, inputs, golden = (own[_PREFIX + name] for name in expected)
+        statistics, inputs, golden = (named[_PREFIX + name] for name in expected)
         return cls(variant, statistics, int(inputs[0]), golden)
 
 
@@ -77,27 +77,30 @@ _PREFIX = "norm."
 
 
 def own_share(inputs: int) -> float:
-    """How much of statistics that were estimated on so many inputs is the device's own, 0..1."""
+    """Return how much of statistics that were estimated on so many inputs is the device's own, 0..1."""
     return inputs / (inputs + PSEUDO_COUNT)
 
 
 def why_not(manifest: Manifest, count: int) -> str:
-    """Why ``count`` local inputs cannot give their own statistics; empty where they can."""
+    """Return why ``count`` local inputs cannot give their own statistics; empty where they can."""
     if manifest.free_norm is None:
         return f"not applicable: the encoder has no batch norm that method '{manifest.method}' leaves to a device"
     return f"{count} inputs, at least {LEAST_INPUTS} are needed" if count < LEAST_INPUTS else ""
 
 
-def grade(given: str, own: OwnNorm | None) -> str:
-    """The grade of a head that is ``given`` on the bundle's encoder: no head is exact where the encoder is changed."""
-    return "same form" if own is not None and given == "exact" else given
+def grade(exactness: str, own_norm: OwnNorm | None) -> str:
+    """Return the exactness of a head whose ``exactness`` is known on the bundle's encoder.
+
+    No head is exact where the encoder is changed.
+    """
+    return "same form" if own_norm is not None and exactness == "exact" else exactness
 
 
-def remains(manifest: Manifest, own: OwnNorm | None) -> str:
-    """What the encoder's batch norm has in place of that of a client of the run; empty where it has the same."""
-    if own is None:
+def remains(manifest: Manifest, own_norm: OwnNorm | None) -> str:
+    """Return what the encoder's batch norm has in place of that of a client of the run; empty where it has the same."""
+    if own_norm is None:
         return manifest.norm_note
-    estimated = f"means and variances of {own.inputs} local inputs ({own.share:.0%}) and of the bundle"
+    estimated = f"means and variances of {own_norm.inputs} local inputs ({own_norm.share:.0%}) and of the bundle"
     if manifest.norm == "global":
         return f"{estimated}, where clients of the run share theirs"
     also = "" if manifest.norm == "local_stats" else "; gamma and beta are means over the clients"
@@ -105,29 +108,30 @@ def remains(manifest: Manifest, own: OwnNorm | None) -> str:
 
 
 def sample(inputs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """At most `MOST_INPUTS` of ``inputs`` (n, ...), spread over all of them: consecutive ones are much alike."""
+    """Return at most `MOST_INPUTS` of ``inputs`` (n, ...), spread over all of them: consecutive ones are much alike."""
     most = int(np.clip(_MOST_VALUES // int(np.prod(inputs.shape[1:])), LEAST_INPUTS * 2, MOST_INPUTS))
     chosen = inputs if len(inputs) <= most else inputs[np.sort(rng.choice(len(inputs), most, replace=False))]
     return np.ascontiguousarray(chosen, np.float32)
 
 
 def changed(bundle: Bundle, variant: str, statistics: np.ndarray) -> bytes:
-    """The fp32 encoder's ONNX file with these ``statistics``, in the order of `OwnNorm`.
+    """Return the fp32 encoder's ONNX file with these ``statistics``, in the order of `OwnNorm`.
 
     Raises:
         StateError: they are of another encoder than the bundle's, or its batch norm cannot be changed.
     """
     layers = () if bundle.manifest.free_norm is None else bundle.manifest.free_norm.layers
-    known = bundle.variant("fp32").fingerprint
-    if variant != known or not layers or len(statistics) != 2 * sum(layer.channels for layer in layers):
+    fingerprint = bundle.variant("fp32").fingerprint
+    if variant != fingerprint or not layers or len(statistics) != 2 * sum(layer.channels for layer in layers):
         raise StateError(
-            f"batch norm statistics of encoder {variant[:16]}…, this bundle's is {known[:16]}…; fit the head again"
+            f"batch norm statistics of encoder {variant[:16]}…, this bundle's is {fingerprint[:16]}…; "
+            "fit the head again"
         )
     content = bytearray(read_regular(bundle.folder / bundle.variant("fp32").file))
     values = np.ascontiguousarray(statistics, "<f4").tobytes()
     position = 0
     for layer in layers:
-        for begin in (layer.mean_at, layer.variance_at):
-            content[begin : begin + 4 * layer.channels] = values[position : position + 4 * layer.channels]
+        for start in (layer.mean_at, layer.variance_at):
+            content[start : start + 4 * layer.channels] = values[position : position + 4 * layer.channels]
             position += 4 * layer.channels
     return bytes(content)

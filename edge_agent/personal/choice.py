@@ -78,18 +78,18 @@ class Trial:
         return np.asarray(losses[:, losses.mean(axis=0).argmin()])
 
     def loss(self, folds: int) -> float:
-        """The mean of `each_loss`."""
+        """Return the mean of `each_loss`."""
         return float(self.each_loss(folds).mean())
 
-    def is_surer_than(self, other: Trial) -> bool:
-        """Whether its log loss on all folds is smaller, and it is not less accurate beyond noise."""
-        if self.dropped or other.dropped or not self.right or not other.right:
+    def is_surer_than(self, other_trial: Trial) -> bool:
+        """Return whether its log loss on all folds is smaller, and it is not less accurate beyond noise."""
+        if self.dropped or other_trial.dropped or not self.right or not other_trial.right:
             return False
         folds = len(self.right)
-        return self.loss(folds) < other.loss(folds) and not is_better(other.all_right, self.all_right)
+        return self.loss(folds) < other_trial.loss(folds) and not is_better(other_trial.all_right, self.all_right)
 
     def as_json(self) -> dict[str, Any]:
-        """Accuracy, its interval and spread (0..1 or None), log loss, folds, seconds and why it was dropped."""
+        """Return accuracy, its interval and spread (0..1 or None), log loss, folds, seconds and why it was dropped."""
         low, high = interval(int(self.all_right.sum()), len(self.all_right)) if self.right else (None, None)
         return {
             "head": self.name,
@@ -117,13 +117,13 @@ class HeadChoice:
     same_sitting: float | None = None
 
     def metrics(self) -> dict[str, float | int | str | None]:
-        """``choice``, the reason, and ``cv.<head>``, accuracy 0..1 in cross-validation of each head that was tried."""
+        """Return ``choice``, its reason, and ``cv.<head>``, accuracy 0..1 in cross-validation, of each head."""
         tried = {f"cv.{trial.name}": round(trial.accuracy, 4) for trial in self.trials if trial.accuracy is not None}
         return {"choice": self.why, **tried}
 
 
 def candidates(offered: Iterable[str], *, has_shared: bool) -> tuple[str, ...]:
-    """`BASELINES`, then those of the bundle's heads (``offered``) that are not among them.
+    """Return `BASELINES`, then those of the bundle's heads (``offered``) that are not among them.
 
     Not ``has_shared``: without those that are nothing without a shared classifier for the device's classes.
     """
@@ -132,12 +132,12 @@ def candidates(offered: Iterable[str], *, has_shared: bool) -> tuple[str, ...]:
 
 
 def thinned(labels: np.ndarray, divisions: Sequence[Fold], rng: np.random.Generator) -> list[Fold]:
-    """The divisions of at most `MOST_ROWS` of the samples with these labels (n,), drawn at random."""
+    """Return the divisions of at most `MOST_ROWS` of the samples with these labels (n,), drawn at random."""
     if len(labels) <= MOST_ROWS:
         return list(divisions)
-    kept = np.zeros(len(labels), bool)
-    kept[rng.permutation(len(labels))[:MOST_ROWS]] = True
-    parts = [Fold(fold.train[kept[fold.train]], fold.test[kept[fold.test]]) for fold in divisions]
+    is_chosen = np.zeros(len(labels), bool)
+    is_chosen[rng.permutation(len(labels))[:MOST_ROWS]] = True
+    parts = [Fold(fold.train[is_chosen[fold.train]], fold.test[is_chosen[fold.test]]) for fold in divisions]
     return [part for part in parts if len(part.train) and len(part.test)]
 
 
@@ -151,7 +151,7 @@ def choose(
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.process_time,
 ) -> HeadChoice:
-    """The head with the smallest log loss in cross-validation, of those that are not worse than the best beyond noise.
+    """Choose the head with the least log loss in cross-validation, of those not worse than the best beyond noise.
 
     Few samples leave many heads with equally many right answers; how sure the answers are tells more. One temperature
     for all answers of a head makes up for answers that are too sure or not sure enough. Measured on 55 new devices of
@@ -172,17 +172,17 @@ def choose(
     running, slow = on.race(trials, budget_s)
     if not running and not slow:
         return HeadChoice(on.first_that_fits(trials), tuple(trials), "no head could be cross-validated")
-    taken = min(running, key=lambda trial: trial.loss(len(trial.right))) if running else slow.pop(0)
+    best = min(running, key=lambda trial: trial.loss(len(trial.right))) if running else slow.pop(0)
     for trial in slow:
-        both = min(len(trial.right), len(taken.right))
-        gains = taken.each_loss(both) - trial.each_loss(both)
+        common_folds = min(len(trial.right), len(best.right))
+        gains = best.each_loss(common_folds) - trial.each_loss(common_folds)
         if gains.mean() > 2 * gains.std() / math.sqrt(len(gains)):
-            taken = trial
-    others = [trial for trial in trials if trial is not taken]
-    others.sort(key=lambda trial: (-len(trial.right), -(trial.accuracy or 0.0)))
-    low, high = interval(int(taken.all_right.sum()), len(taken.all_right))
-    why = f"{taken.accuracy:.3f} on {len(taken.right)} folds of its training samples (95 %: {low:.3f} to {high:.3f})"
-    return HeadChoice(taken.name, (taken, *others), why)
+            best = trial
+    other_trials = [trial for trial in trials if trial is not best]
+    other_trials.sort(key=lambda trial: (-len(trial.right), -(trial.accuracy or 0.0)))
+    low, high = interval(int(best.all_right.sum()), len(best.all_right))
+    why = f"{best.accuracy:.3f} on {len(best.right)} folds of its training samples (95 %: {low:.3f} to {high:.3f})"
+    return HeadChoice(best.name, (best, *other_trials), why)
 
 
 def cross_validated(
@@ -194,7 +194,7 @@ def cross_validated(
     *,
     clock: Callable[[], float] = time.process_time,
 ) -> Trial:
-    """How one head fares on all folds; ``dropped`` says why where a fit fails. Arguments as for `choose`."""
+    """Return how one head fares on all folds; ``dropped`` says why where a fit fails. Arguments as for `choose`."""
     trial = Trial(name)
     on = _CrossValidation(fit, features, labels, divisions, clock)
     for fold in divisions:
@@ -214,15 +214,20 @@ class _CrossValidation:
     clock: Callable[[], float]
 
     def race(self, trials: Sequence[Trial], budget_s: float) -> tuple[list[Trial], list[Trial]]:
-        """The heads that were tried on all folds that there was time for, in their order, and those too slow for it."""
-        begin = self.clock()
+        """Try all heads fold by fold, and drop those that are worse than the best one beyond noise.
+
+        Returns:
+            The heads that were tried on all folds that there was time for, in their order, and those too slow for it.
+        """
+        started_at = self.clock()
         running = list(trials)
         slow = list[Trial]()
         folds = len(self.divisions)
         for number, fold in enumerate(self.divisions):
             for trial in list(running):
+                # Time has to be left for this fold and for the fit on all samples, which are more by a quarter.
                 cost = trial.seconds / number if number else 0.0
-                if number and self.clock() - begin + 2.25 * cost > budget_s:
+                if number and self.clock() - started_at + 2.25 * cost > budget_s:
                     if len(running) == 1:
                         return running, slow
                     trial.dropped = f"no time for more than {number} of {folds} folds"
@@ -232,6 +237,7 @@ class _CrossValidation:
                     running.remove(trial)
             if not running:
                 break
+            # After each fold those leave that chance alone would not have put so far behind.
             leader = max(running, key=lambda trial: int(trial.all_right.sum()))
             for trial in [trial for trial in running if is_better(leader.all_right, trial.all_right)]:
                 trial.dropped = f"worse than {leader.name} after {number + 1} of {folds} folds"
@@ -239,8 +245,8 @@ class _CrossValidation:
         return running, slow
 
     def tried(self, trial: Trial, fold: Fold) -> bool:
-        """Try a head on one fold; whether it could be fitted. Why not is in ``trial.dropped``."""
-        begin = self.clock()
+        """Try a head on one fold and return whether it could be fitted; why not is in ``trial.dropped``."""
+        started_at = self.clock()
         labels = self.labels[fold.test]
         try:
             with time_limit(LONGEST_FIT_S, self.clock):
@@ -249,8 +255,9 @@ class _CrossValidation:
             trial.dropped = str(error)
             return False
         trial.right.append(answers.argmax(axis=1) == labels)
-        trial.losses.append(np.stack([log_losses(answers, labels, one) for one in TEMPERATURES], axis=1))
-        trial.seconds += self.clock() - begin
+        losses = [log_losses(answers, labels, temperature) for temperature in TEMPERATURES]
+        trial.losses.append(np.stack(losses, axis=1))
+        trial.seconds += self.clock() - started_at
         return True
 
     def first_that_fits(self, trials: Sequence[Trial]) -> str:

@@ -42,7 +42,7 @@ class UnknownRule:
 
     @classmethod
     def fit(cls, features: np.ndarray, rate: float, groups: np.ndarray | None = None) -> UnknownRule | None:
-        """The rule for ``features`` (n, d), or None where ``rate`` cannot be estimated from so few.
+        """Return the rule for ``features`` (n, d), or None where ``rate`` cannot be estimated from so few.
 
         The distance of each sample is that to the others, or to those of other ``groups`` (n,), recordings, where there
         are several. The threshold is the smallest one with at most ``rate`` expected false alarms on further samples
@@ -50,36 +50,36 @@ class UnknownRule:
         """
         if len(features) < least_for(rate):
             return None
-        own = np.arange(len(features)) if groups is None or len(np.unique(groups)) < 2 else groups
+        row_groups = np.arange(len(features)) if groups is None or len(np.unique(groups)) < 2 else groups
         # Less their mean, AUROC rises by 0.02, but samples of one class no longer tell what is far from all of them.
         rows = _unit(features)
         if len(rows) > (most := max(MOST_ROWS, least_for(rate))):
             part = np.random.default_rng(0).choice(len(rows), most, replace=False)
             rows = rows[part]
-            own = own[part]
-        distances = np.sort(_distances(rows, rows, own))
+            row_groups = row_groups[part]
+        distances = np.sort(_distances(rows, rows, row_groups))
         return cls(rows, float(distances[math.ceil((len(rows) + 1) * (1 - rate)) - 1]), rate)
 
     def distances(self, features: np.ndarray) -> np.ndarray:
-        """Distance (n,) float64, 0..2, of each row of ``features`` (n, d) to its third nearest training sample."""
+        """Return the distances (n,), 0..2, of rows of ``features`` (n, d) to their third nearest training sample."""
         return _distances(_unit(features), self.rows)
 
     def is_unknown(self, features: np.ndarray) -> np.ndarray:
-        """Which rows of ``features`` (n, d) are unlike the training samples, (n,) bool."""
+        """Return which rows of ``features`` (n, d) are unlike the training samples, (n,) bool."""
         return np.asarray(self.distances(features) > self.threshold)
 
     def has_drifted(self, unknown: int, total: int) -> bool:
-        """Whether ``unknown`` of ``total`` inputs are more than the false-alarm rate explains (binomial, p < 0.001)."""
+        """Return whether ``unknown`` of ``total`` inputs exceed what false alarms explain (binomial, p < 0.001)."""
         return unknown > 0 and _binomial_tail(unknown, total, self.rate) < 0.001
 
 
 def least_for(rate: float) -> int:
-    """Samples below which a false-alarm rate (above 0, below 1) cannot be estimated: 19 for 5 %."""
+    """Return samples below which a false-alarm rate (above 0, below 1) cannot be estimated: 19 for 5 %."""
     return max(math.ceil(1 / rate - 1 - 1e-9), NEIGHBOURS + 1)
 
 
 def _binomial_tail(least: int, total: int, rate: float) -> float:
-    """Probability of ``least`` or more among ``total``, each with probability ``rate``."""
+    """Return probability of ``least`` or more among ``total``, each with probability ``rate``."""
     constant = math.lgamma(total + 1)
 
     def term(count: int) -> float:
@@ -103,7 +103,7 @@ class Calibration:
 
 
 def calibrate(probabilities: np.ndarray, labels: np.ndarray, folds: np.ndarray) -> Calibration | None:
-    """The temperature that suits out-of-fold ``probabilities`` (n, K) best.
+    """Return the temperature that suits out-of-fold ``probabilities`` (n, K) best.
 
     None below `LEAST_FOR_CALIBRATION`, and where it would not lower the expected calibration error. ``folds`` (n,): the
     fold of each row. The error after it is that of each fold with the temperature of the others. Guo et al., ICML 2017.
@@ -112,15 +112,15 @@ def calibrate(probabilities: np.ndarray, labels: np.ndarray, folds: np.ndarray) 
         return None
     after = np.empty_like(probabilities)
     for fold in np.unique(folds):
-        mine = folds == fold
-        others = ~mine if (~mine).any() else mine
-        after[mine] = tempered(probabilities[mine], best_temperature(probabilities[others], labels[others]))
+        is_tested = folds == fold
+        learns = ~is_tested if (~is_tested).any() else is_tested
+        after[is_tested] = tempered(probabilities[is_tested], best_temperature(probabilities[learns], labels[learns]))
     errors = calibration_error(probabilities, labels), calibration_error(after, labels)
     return Calibration(best_temperature(probabilities, labels), *errors) if errors[1] < errors[0] else None
 
 
 def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """Expected calibration error, 0..1: mean difference of confidence and accuracy in ten bins of equal counts.
+    """Return expected calibration error, 0..1: mean difference of confidence and accuracy in ten bins of equal counts.
 
     ``probabilities`` (n, K), ``labels`` (n,) integers below K; n is at least 1.
     """
@@ -133,7 +133,7 @@ def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
 
 
 def tempered(probabilities: np.ndarray, temperature: float) -> np.ndarray:
-    """Softmax of log probabilities (n, K) over the temperature; 0 stays 0."""
+    """Return the softmax of log probabilities (n, K) over the temperature; 0 stays 0."""
     result = softmax(np.log(np.maximum(probabilities, 1e-30)) / temperature)
     return np.where(probabilities > 0, result, 0.0)
 
@@ -145,7 +145,7 @@ def log_losses(probabilities: np.ndarray, labels: np.ndarray, temperature: float
 
 
 def best_temperature(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """Temperature of 0.1 ... 10 with the smallest mean log loss, by golden-section search over its logarithm.
+    """Return temperature of 0.1 ... 10 with the smallest mean log loss, by golden-section search over its logarithm.
 
     ``probabilities`` (n, K), ``labels`` (n,) integers below K.
     """
@@ -168,17 +168,18 @@ class Confidence:
     unknown: UnknownRule | None = None
 
     def arrays(self) -> Tensors:
-        """Everything as named arrays, for `of`."""
+        """Return everything as named arrays, for `of`."""
         result: Tensors = {}
-        if (known := self.calibration) is not None:
-            result["calibration"] = np.array([known.temperature, known.error_before, known.error_after])
+        if (calibration := self.calibration) is not None:
+            errors = (calibration.error_before, calibration.error_after)
+            result["calibration"] = np.array([calibration.temperature, *errors])
         if (rule := self.unknown) is not None:
             result |= {"unknown_rows": rule.rows, "unknown": np.array([rule.threshold, rule.rate])}
         return result
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], feature_dim: int) -> Confidence:
-        """The confidence that `arrays` gave.
+        """Return the confidence that `arrays` gave.
 
         Raises:
             StateError: they are not such arrays, or for other features than those of ``feature_dim`` values.
@@ -199,13 +200,16 @@ class Confidence:
         return cls(calibration, unknown)
 
     def metrics(self) -> dict[str, float | int | str | None]:
-        """What is reported of it: temperature, ``ece_before`` and ``ece_after`` (0..1), ``unknown_rate`` (0..1)."""
-        known = self.calibration
+        """Return the figures of the confidence that are reported.
+
+        They are the temperature, ``ece_before`` and ``ece_after`` (0..1), and ``unknown_rate`` (0..1).
+        """
+        calibration = self.calibration
         rule = self.unknown
         return {
-            "temperature": None if known is None else round(known.temperature, 4),
-            "ece_before": None if known is None else round(known.error_before, 4),
-            "ece_after": None if known is None else round(known.error_after, 4),
+            "temperature": None if calibration is None else round(calibration.temperature, 4),
+            "ece_before": None if calibration is None else round(calibration.error_before, 4),
+            "ece_after": None if calibration is None else round(calibration.error_after, 4),
             "unknown_rate": None if rule is None else rule.rate,
         }
 
@@ -214,7 +218,7 @@ class Confidence:
         return probabilities if self.calibration is None else self.calibration(probabilities)
 
     def is_unknown(self, features: np.ndarray) -> np.ndarray | None:
-        """Which rows of ``features`` (n, d) are unlike the training samples, (n,) bool; None without a rule."""
+        """Return which rows of ``features`` (n, d) are unlike the training samples, (n,) bool; None without a rule."""
         return None if self.unknown is None else self.unknown.is_unknown(features)
 
 
@@ -276,16 +280,19 @@ def _unit(features: np.ndarray) -> np.ndarray:
     return np.asarray(rows / np.where(lengths > 0, lengths, 1.0), np.float32)
 
 
-def _distances(queries: np.ndarray, rows: np.ndarray, own: np.ndarray | None = None) -> np.ndarray:
-    """Distance (n,) to the `NEIGHBOURS`-th nearest row; with ``own`` (n,) not counting rows of the same group."""
+def _distances(queries: np.ndarray, rows: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:
+    """Return the distance (n,) to the `NEIGHBOURS`-th nearest row.
+
+    With ``groups`` (n,), the group of each row, rows of the same group do not count.
+    """
     result = np.empty(len(queries))
     step = max(1, _CELLS // len(rows))
-    for begin in range(0, len(queries), step):
+    for start in range(0, len(queries), step):
         squares = np.maximum(
-            2.0 - 2.0 * queries[begin : begin + step].astype(np.float64) @ rows.T.astype(np.float64), 0.0
+            2.0 - 2.0 * queries[start : start + step].astype(np.float64) @ rows.T.astype(np.float64), 0.0
         )
-        if own is not None:
-            squares[own[begin : begin + step, None] == own[None, :]] = 4.0
+        if groups is not None:
+            squares[groups[start : start + step, None] == groups[None, :]] = 4.0
         rank = min(NEIGHBOURS, len(rows)) - 1
-        result[begin : begin + step] = np.sqrt(np.partition(squares, rank, axis=1)[:, rank])
+        result[start : start + step] = np.sqrt(np.partition(squares, rank, axis=1)[:, rank])
     return result

@@ -115,7 +115,7 @@ class Encoder:
         cache: bool = True,
         norm: OwnNorm | None = None,
     ) -> Encoder:
-        """The bundle's encoder, on the fastest provider there is, after its self-test has passed on this device.
+        """Open the bundle's encoder, on the fastest provider there is, after its self-test has passed on this device.
 
         ``threads`` 0 = ONNX Runtime's choice; ``cache=False`` writes nothing beside the bundle, loads the .onnx,
         and runs its trial and its self-test each time. With ``norm`` these batch norm statistics take the place of the
@@ -131,6 +131,7 @@ class Encoder:
         variant = bundle.variant(precision)
         runtime = onnxruntime()
         model = _Model(bundle.folder / variant.file, bundle.manifest.files[variant.file].sha256, bundle.made)
+        # With batch norm of the device's own, the encoder is first tested as it was shipped.
         if norm is not None:
             if precision != "fp32":
                 raise StateError(f"own batch norm is computed in fp32, not in {precision}; fit the head again")
@@ -139,13 +140,14 @@ class Encoder:
             model = _Model(Path(f"{_OWN}{norm.fingerprint[:16]}.onnx"), norm.fingerprint, bundle.made, content)
         else:
             _try_once(bundle, precision, record=cache)
-        wanted = [name for name in _WANTED if name in runtime.get_available_providers()]
+        # A large file is mapped into memory from its .ort twin, where there is a single provider; others are loaded.
+        providers = [name for name in _WANTED if name in runtime.get_available_providers()]
         is_large = (bundle.folder / variant.file).stat().st_size >= _LEAST_TO_MAP
-        twin = _mapped(model, runtime) if cache and is_large and len(wanted) == 1 else None
+        twin = _mapped(model, runtime) if cache and is_large and len(providers) == 1 else None
         session = _ort_session(runtime, twin, threads, precision) if twin is not None else None
         kind: Literal["ort", "onnx"] = "onnx" if session is None else "ort"
         if session is None:
-            session = _onnx_session(runtime, model, wanted, threads)
+            session = _onnx_session(runtime, model, providers, threads)
         result = cls(
             session=session,
             input_name=session.get_inputs()[0].name,
@@ -157,6 +159,7 @@ class Encoder:
             format=kind,
             norm=norm,
         )
+        # The self-test counts for this processor, runtime and providers, and is repeated after a change of any of them.
         give_freed_memory_back()
         _log.debug("encoder_loaded precision=%s format=%s providers=%s", precision, kind, ",".join(result.providers))
         device = {**arithmetic(), "providers": list(result.providers)}
@@ -169,7 +172,7 @@ class Encoder:
         return batch_size(self.input_shape)
 
     def features(self, inputs: np.ndarray, progress: Progress | None = None) -> np.ndarray:
-        """Features (n, d) float32 of preprocessed ``inputs`` (n, *input_shape).
+        """Return features (n, d) float32 of preprocessed ``inputs`` (n, *input_shape).
 
         Raises:
             DataError: inputs of another shape than the task's.
@@ -180,16 +183,16 @@ class Encoder:
                 f"inputs {inputs.shape}, expected (n, {', '.join(map(str, self.input_shape))}); see the task"
             )
         result = np.empty((len(inputs), self.feature_dim), np.float32)
-        for begin in range(0, len(inputs), self.batch_size):
-            batch = np.ascontiguousarray(inputs[begin : begin + self.batch_size], np.float32)
-            result[begin : begin + len(batch)] = self._run(batch)
+        for start in range(0, len(inputs), self.batch_size):
+            batch = np.ascontiguousarray(inputs[start : start + self.batch_size], np.float32)
+            result[start : start + len(batch)] = self._run(batch)
             if progress is not None:
-                progress(begin + len(batch), len(inputs))
+                progress(start + len(batch), len(inputs))
         give_freed_memory_back()  # 9 MB for ResNet18, unused between two requests
         return result
 
     def _run(self, batch: np.ndarray) -> np.ndarray:
-        """Features of one batch; what ONNX Runtime allocates for it is free when this returns."""
+        """Return features of one batch; what ONNX Runtime allocates for it is free when this returns."""
         try:
             features = self.session.run(None, {self.input_name: batch})[0]
         # ONNX Runtime's exceptions have no common base besides this one.
@@ -201,12 +204,12 @@ class Encoder:
 
 
 def batch_size(shape: tuple[int, ...]) -> int:
-    """Inputs of this shape that are run at once."""
+    """Return inputs of this shape that are run at once."""
     return 1 if int(np.prod(shape)) > _LARGE_INPUT else 32
 
 
 def cost_of(bundle: Bundle, precision: EncoderPrecision) -> graph_check.Cost:
-    """What the encoder takes for one batch on a device, by reading its graph.
+    """Return what the encoder takes for one batch on a device, by reading its graph.
 
     Raises:
         BundleDamaged: it is none that may run, or that gives features of the promised size.
@@ -216,9 +219,8 @@ def cost_of(bundle: Bundle, precision: EncoderPrecision) -> graph_check.Cost:
     expected = (batch_size(shape), bundle.manifest.feature_dim)
     cost = graph_check.check(mapped(bundle.folder / variant.file), [(expected[0], *shape)], where=variant.file)
     if cost.outputs != (expected,):
-        raise BundleDamaged(
-            f"{variant.file}: results are {[list(one) for one in cost.outputs]}, the manifest promises {list(expected)}"
-        )
+        shapes = [list(shape_of_output) for shape_of_output in cost.outputs]
+        raise BundleDamaged(f"{variant.file}: results are {shapes}, the manifest promises {list(expected)}")
     return cost
 
 
@@ -239,7 +241,7 @@ def _try_once(bundle: Bundle, precision: EncoderPrecision, *, record: bool) -> N
 
 
 def _trial_memory(bundle: Bundle, precision: EncoderPrecision, cost: graph_check.Cost) -> int:
-    """What the graph takes, and four times its file: ONNX Runtime copies weights while it loads them."""
+    """Return what the graph takes, and four times its file: ONNX Runtime copies weights while it loads them."""
     size = bundle.manifest.files[bundle.variant(precision).file].size_bytes
     return graph_check.budget_bytes(cost.memory_bytes + 4 * size) + graph_check.REST_BYTES
 
@@ -271,7 +273,7 @@ def try_out(folder: Path, precision: EncoderPrecision, memory_bytes: int, probed
 
 
 def trial() -> None:
-    """The child of `try_out`: its question comes as JSON on stdin, what is wrong goes to stdout."""
+    """Run as the child of `try_out`: its question comes as JSON on stdin, what is wrong goes to stdout."""
     question = json.load(sys.stdin)
     end_with(question["parent"])
     runtime = onnxruntime()
@@ -303,7 +305,7 @@ def _run_encoder(runtime: ModuleType, bundle: Bundle, precision: EncoderPrecisio
 
 
 def _run_probes(bundle: Bundle, count: int) -> None:
-    """The probe with as many inputs as `precision.estimated` runs it on."""
+    """Return the probe with as many inputs as `precision.estimated` runs it on."""
     task = bundle.manifest.task
     golden = self_test.prepared(bundle.golden()["raw"], task.input)
     for rows, share in ((count, own_share(count)), (len(golden) + min(len(golden), count), 0.0)):
@@ -313,7 +315,7 @@ def _run_probes(bundle: Bundle, count: int) -> None:
 def features_of(
     samples: Samples, encoder: Encoder, cache: Path | None = None, progress: Progress | None = None
 ) -> np.ndarray:
-    """Features (n, d) float32 of ``samples``; with ``cache`` (a folder) they are computed once.
+    """Return features (n, d) float32 of ``samples``; with ``cache`` (a folder) they are computed once.
 
     They are found again by the fingerprint of the encoder and the inputs themselves, so a changed picture is
     always noticed. Where they are missing or damaged they are computed again; of samples that are known in part, only
@@ -321,41 +323,47 @@ def features_of(
     """
     if cache is None or not len(samples):
         return encoder.features(samples.inputs, progress)
+    # Features depend on the encoder with its batch norm, and on the library that runs it.
     providers = hashlib.sha256(",".join(encoder.providers).encode()).hexdigest()[:4]
     # Each estimate of a device's own batch norm has another fingerprint: their files are one family, of which few stay.
     family = f"features-{encoder.fingerprint[:32] if encoder.norm is None else f'{encoder.norm.variant[:32]}-own'}"
     stem = f"{family}-{providers}" if encoder.norm is None else f"{family}-{encoder.fingerprint[:32]}-{providers}"
     path = cache / f"{stem}-{samples.digest[:32]}.safetensors"
     shape = len(samples), encoder.feature_dim
-    known = _read_features(path, encoder.feature_dim)[1]
-    if known.shape == shape:
+    # 1. The same samples as before are found by the digest of them all.
+    cached = _read_features(path, encoder.feature_dim)[1]
+    if cached.shape == shape:
         with contextlib.suppress(OSError):
             os.utime(path)  # most recently used
-        return known
+        return cached
+    # 2. Otherwise files of other samples, the newest first, are searched for each of these inputs.
     digests = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in samples.inputs]
     rows = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
     stored: dict[bytes, np.ndarray] = {}
-    wanted = set(digests)
-    others = oldest_first(cache.glob(f"{stem}-*.safetensors"))
-    for other in reversed(others):
-        names, features = _read_features(other, encoder.feature_dim)
+    missing_digests = set(digests)
+    older_files = oldest_first(cache.glob(f"{stem}-*.safetensors"))
+    for older_file in reversed(older_files):
+        names, features = _read_features(older_file, encoder.feature_dim)
         for name, row in zip(map(bytes, names), features, strict=True):
-            if name in wanted:
-                wanted.remove(name)
+            if name in missing_digests:
+                missing_digests.remove(name)
                 stored[name] = row.copy()  # a view would keep the whole file in memory
-        if not wanted:
+        if not missing_digests:
             break
+    # 3. The encoder runs for those that are in none of them.
     missing = [number for number, digest in enumerate(digests) if digest not in stored]
     result = np.empty(shape, np.float32)
     result[missing] = encoder.features(samples.inputs[missing], progress)
     for number in set(range(len(digests))) - set(missing):
         result[number] = stored[digests[number]]
+    # 4. All of them are saved as one file.
     with private_files():  # features are made from private samples; the folder may be one of many people
         write_tensors(path, {"features": result, "rows": rows})
+    # 5. The oldest files go: of this encoder, or of all estimates for it, and of all encoders together.
     if encoder.norm is not None:
-        others = [path for path in feature_files(cache) if path.name.startswith(f"{family}-")]
+        older_files = [path for path in feature_files(cache) if path.name.startswith(f"{family}-")]
     every = feature_files(cache)
-    for old in (*others[:-_FEATURE_FILES], *every[:-_ALL_FEATURE_FILES]):
+    for old in (*older_files[:-_FEATURE_FILES], *every[:-_ALL_FEATURE_FILES]):
         old.unlink(missing_ok=True)
     return result
 
@@ -370,8 +378,8 @@ def remove_features(cache: Path, fingerprints: Iterable[str]) -> int:
 
     Features with batch norm of the device's own belong to the variant that they were estimated for.
     """
-    kept = tuple(f"features-{fingerprint[:32]}-" for fingerprint in fingerprints)
-    removed = [path for path in feature_files(cache) if not path.name.startswith(kept)]
+    kept_prefixes = tuple(f"features-{fingerprint[:32]}-" for fingerprint in fingerprints)
+    removed = [path for path in feature_files(cache) if not path.name.startswith(kept_prefixes)]
     for path in removed:
         path.unlink(missing_ok=True)
     return len(removed)
@@ -400,7 +408,10 @@ def trim_features(cache: Path, most_bytes: int, fingerprint: str) -> int:
 
 
 def _read_features(path: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Digests (n, 16) uint8 of the inputs, and their features (n, size); n is 0 where the file cannot be used."""
+    """Return digests (n, 16) uint8 of the inputs, and their features (n, size).
+
+    Where the file cannot be used, n is 0.
+    """
     with contextlib.suppress(HeadwaterError):
         content = read_tensors(path)
         rows = content.get("rows", np.empty(0))
@@ -412,7 +423,7 @@ def _read_features(path: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def arithmetic() -> dict[str, str]:
-    """What decides how, and how fast, an encoder computes here: processor with its extensions, and runtime.
+    """Return what decides how, and how fast, an encoder computes here: processor with its extensions, and runtime.
 
     Whatever was measured, tested or optimized is good only where these are the same: a folder may move with its disk.
     """
@@ -420,7 +431,7 @@ def arithmetic() -> dict[str, str]:
 
 
 def onnxruntime() -> ModuleType:
-    """The module ``onnxruntime``, imported with its telemetry switched off.
+    """Return the module ``onnxruntime``, imported with its telemetry switched off.
 
     Raises:
         MissingCapability: it is not installed.
@@ -446,7 +457,7 @@ def try_probe(bundle: Bundle, count: int) -> None:
 
 
 def probe_of(bundle: Bundle, encoder: bytes | None = None) -> bytes:
-    """The probe of batch norm statistics as one ONNX model, with the fp32 encoder or its changed form ``encoder``.
+    """Return the probe of batch norm statistics as one ONNX model, with the fp32 encoder or ``encoder``, its new form.
 
     Raises:
         BundleDamaged: the bundle has none.
@@ -459,7 +470,7 @@ def probe_of(bundle: Bundle, encoder: bytes | None = None) -> bytes:
 
 
 def run_probe(content: bytes, kind: str, inputs: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Batch norm statistics (s,) and features (n, d) float32 of ``inputs`` (n, ...) by a model of `probe_of`.
+    """Return batch norm statistics (s,) and features (n, d) float32 of ``inputs`` (n, ...) by a model of `probe_of`.
 
     ``kind``: that of the inputs; ``share``: how much of the statistics is that of the inputs, 0..1.
 
@@ -504,7 +515,7 @@ class _Model:
 
 
 def _mapped(model: _Model, runtime: ModuleType) -> Path | None:
-    """The .ort twin of ``model``, made where it is missing or damaged; None where it cannot be made."""
+    """Return the .ort twin of ``model``, made where it is missing or damaged; None where it cannot be made."""
     onnx = model.path
     stem = f"{onnx.name}.{model.id[:16]}.{runtime.__version__}.{processor()}"
     target = model.made / f"{stem}.ort"
@@ -540,9 +551,9 @@ def _mapped(model: _Model, runtime: ModuleType) -> Path | None:
     finally:
         if model.content is not None:
             source.unlink(missing_ok=True)
-    kind, kept = (onnx.name, 1) if model.content is None else (_OWN, _OWN_KEPT)
+    kind, most_kept = (onnx.name, 1) if model.content is None else (_OWN, _OWN_KEPT)
     twins = sorted(model.made.glob(f"{kind}*.ort"), key=lambda path: (path == target, path.stat().st_mtime_ns))
-    for old in twins[:-kept]:
+    for old in twins[:-most_kept]:
         for file in (old, old.with_suffix(".json")):
             file.unlink(missing_ok=True)
     return target
@@ -562,6 +573,7 @@ def _options(runtime: ModuleType, threads: int) -> Any:
 
 
 def _ort_session(runtime: ModuleType, path: Path, threads: int, precision: EncoderPrecision) -> Any | None:
+    """Open an .ort file, whose weights stay in the file and are mapped into memory; None where it cannot be loaded."""
     options = _options(runtime, threads)
     options.add_session_config_entry("session.load_model_format", "ORT")
     options.add_session_config_entry("session.use_memory_mapped_ort_model", "1")
@@ -578,6 +590,11 @@ def _ort_session(runtime: ModuleType, path: Path, threads: int, precision: Encod
 
 
 def _onnx_session(runtime: ModuleType, model: _Model, providers: list[str], threads: int) -> Any:
+    """Open an .onnx file with the first of the providers that can run it; engines of TensorRT are made once.
+
+    Raises:
+        BundleDamaged: ONNX Runtime cannot load it.
+    """
     engines = str(model.made / "engines")
     settings: dict[str, dict[str, Any]] = {
         "TensorrtExecutionProvider": {

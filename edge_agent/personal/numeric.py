@@ -21,7 +21,9 @@ FOLDS = 5
 def fit_numeric(
     name: str, params: Mapping[str, Any] | None, train: Samples, features: np.ndarray, seed: int = 0
 ) -> NumericHead:
-    """A numeric head for training samples with ``features`` (n, d); one of anomalies learns from the normal ones alone.
+    """Return a numeric head for training samples with ``features`` (n, d).
+
+    A head for anomalies learns from the normal samples alone.
 
     Raises:
         UnknownName: no such head.
@@ -43,7 +45,7 @@ def fit_numeric(
 def score_numeric(
     head: NumericHead, test: Samples, features: np.ndarray, train: Samples | None = None
 ) -> dict[str, float | None]:
-    """Scores on held-out samples with ``features`` (n, d), by name; None where there is nothing to score.
+    """Return scores on held-out samples with ``features`` (n, d), by name; None where there is nothing to score.
 
     Of predicted numbers: ``rmse.personal``, ``mae.personal`` (in the unit of the target) and ``r2.personal``; with
     ``train`` also ``rmse.local`` of the same head on raw inputs, and ``rmse.mean`` and ``mae.mean`` of always answering
@@ -54,6 +56,7 @@ def score_numeric(
         DataError: the samples name no numbers for a head that predicts them.
     """
     answers = head.predict(features) if len(test) else np.empty(0)
+    # A head for anomalies is scored by how its answers for normal and other samples lie apart.
     if not head.predicts_targets:
         normal = is_normal(test, head)
         above = None if head.threshold is None else answers > head.threshold
@@ -64,6 +67,7 @@ def score_numeric(
         }
     if test.targets is None:
         raise DataError(_no_targets(head))
+    # A head for numbers is scored by its errors.
     errors = answers - test.targets
     variance = float(test.targets.var()) if len(test) else 0.0
     result = {
@@ -73,6 +77,7 @@ def score_numeric(
     }
     if train is None:
         return result
+    # What the device could do without the encoder, and without any head, tells whether they are worth it.
     local = fit_numeric(head.name, head.params.model_dump(), train, flattened(train.inputs))
     from_local = local.predict(flattened(test.inputs)) - test.targets if len(test) else np.empty(0)
     from_mean = np.mean(np.asarray(train.targets)) - test.targets
@@ -85,7 +90,7 @@ def score_numeric(
 
 
 def is_normal(samples: Samples, head: NumericHead) -> np.ndarray:
-    """Which samples (n,) are normal; all where they have no labels.
+    """Return which samples (n,) are normal; all where they have no labels.
 
     Raises:
         DataError: no class of that name.
@@ -102,7 +107,9 @@ def is_normal(samples: Samples, head: NumericHead) -> np.ndarray:
 
 
 def auroc(low: np.ndarray, high: np.ndarray) -> float | None:
-    """Chance, 0..1, that a score of ``high`` (m,) exceeds one of ``low`` (n,), ties counting half; None without either.
+    """Return the chance, 0..1, that a score of ``high`` (m,) exceeds one of ``low`` (n,), ties counting half.
+
+    It is None without either.
 
     The area under the ROC curve (Mann-Whitney's U).
     """

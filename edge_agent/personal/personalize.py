@@ -90,7 +90,10 @@ class Scores:
 
     @classmethod
     def of(cls, right: np.ndarray | None, overall: float | None, local: Alone | None) -> Scores:
-        """The scores for the ``right`` (n,) answers of the personal model; None: there are no held-out samples."""
+        """Return the scores for the ``right`` (n,) answers of the personal model.
+
+        ``right`` is None where there are no held-out samples.
+        """
         if right is None:
             return cls(None, None, None)
         if local is None:
@@ -100,7 +103,7 @@ class Scores:
         )
 
     def reported(self) -> dict[str, Any]:
-        """The fields of a `Report`."""
+        """Return the fields of a `Report`."""
         return {
             "acc_personal": self.personal,
             "acc_global": self.overall,
@@ -110,11 +113,11 @@ class Scores:
         }
 
     def accuracies(self) -> dict[str, float | None]:
-        """The accuracies by the names that are reported everywhere."""
+        """Return the accuracies by the names that are reported everywhere."""
         return {"acc.personal": self.personal, "acc.global": self.overall, "acc.local": self.local}
 
     def metrics(self) -> dict[str, float | str | None]:
-        """Everything by the names that are reported everywhere."""
+        """Return everything by the names that are reported everywhere."""
         return {**self.accuracies(), "local_model": self.local_model, "better_alone": self.better_alone}
 
 
@@ -127,7 +130,7 @@ class Alone:
 
     @classmethod
     def of(cls, model: LocalModel, test: Samples) -> Alone:
-        """The answers of a model to held-out samples."""
+        """Return the answers of a model to held-out samples."""
         return cls(model, model.predict_proba(test.ready().inputs).argmax(axis=1) == test.labels)
 
 
@@ -189,15 +192,15 @@ class Result:
         return self.scores.personal if self.local is None else self.scores.local
 
     def details(self) -> dict[str, Any]:
-        """Counts of the classes, the worst samples and the doubtful labels, as JSON has them."""
+        """Return counts of the classes, the worst samples and the doubtful labels, as JSON has them."""
         return {
-            "per_class": [asdict(one) for one in self.classes],
-            "worst": [asdict(one) for one in self.worst],
-            "conflicts": [asdict(one) for one in self.conflicts],
+            "per_class": [asdict(row) for row in self.classes],
+            "worst": [asdict(row) for row in self.worst],
+            "conflicts": [asdict(row) for row in self.conflicts],
         }
 
     def metrics(self) -> dict[str, float | int | str | None]:
-        """Everything that is reported about the fit, by name."""
+        """Return everything that is reported about the fit, by name."""
         return {
             **self.scores.metrics(),
             "head": self.title,
@@ -246,7 +249,7 @@ class Budget:
     answer_s: float
 
     def metrics(self) -> dict[str, float]:
-        """The budget by the names of JSON, in MB (10^6 bytes), kB and milliseconds."""
+        """Return the budget by the names of JSON, in MB (10^6 bytes), kB and milliseconds."""
         return {
             "fit_mb": round(self.fit_bytes / 1e6, 2),
             "saved_kb": round(self.saved_bytes / 1e3, 1),
@@ -274,13 +277,13 @@ class Features:
     steps: Mapping[str, float] = field(default_factory=dict)
 
     def scores(self, probabilities: np.ndarray) -> Scores:
-        """The scores for a head's ``probabilities`` (n, K) of the held-out samples."""
+        """Return the scores for a head's ``probabilities`` (n, K) of the held-out samples."""
         right = probabilities.argmax(axis=1) == self.test.labels
         return Scores.of(right if len(right) else None, self.overall, self.local)
 
 
 def personalize(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOptions | None = None) -> Result:
-    """A personal head for the bundle's encoder, fitted on one part of ``samples`` and scored on the rest.
+    """Return a personal head for the bundle's encoder, fitted on one part of ``samples`` and scored on the rest.
 
     Raises:
         UnknownName: no such head.
@@ -289,7 +292,7 @@ def personalize(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOp
         DataError: samples that do not fit the task.
     """
     options = options or FitOptions()
-    begin = options.clock()
+    started_at = options.clock()
     features = extract(bundle, samples, encoder, options)
     fit_begin = options.clock()
     result = _fit_and_score(features, options)
@@ -309,12 +312,15 @@ def personalize(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOp
         false_alarms=false_alarms,
         steps=steps,
         learned=learned,
-        seconds=options.clock() - begin,
+        seconds=options.clock() - started_at,
     )
 
 
 def _is_used_alone(features: Features, local: Alone, result: Result) -> bool:
-    """Whether the local model takes the head's place: better beyond noise, or surer in the head's cross-validation."""
+    """Return whether the local model takes the head's place.
+
+    It has to be better beyond noise, or surer in the head's cross-validation.
+    """
     if result.scores.better_alone or local.model.name == MAJORITY:
         return result.scores.better_alone
     train = features.train.ready()
@@ -332,7 +338,7 @@ def _is_used_alone(features: Features, local: Alone, result: Result) -> bool:
 
 
 def evaluate_heads(features: Features, names: Iterable[str] | None = None) -> tuple[list[Result], dict[str, str]]:
-    """One result for each head that can be fitted here, best first, and the errors of the others.
+    """Return one result for each head that can be fitted here, best first, and the errors of the others.
 
     ``names`` None = those that head "auto" compares.
     """
@@ -350,19 +356,19 @@ def evaluate_heads(features: Features, names: Iterable[str] | None = None) -> tu
 
 
 def _measured(features: Features, options: FitOptions) -> Result:
-    """The result of a head with what it costs; memory is what numpy takes, which is nearly all."""
+    """Return the result of a head with what it costs; memory is what numpy takes, which is nearly all."""
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        begin = options.clock()
+        started_at = options.clock()
         result = _fit_and_score(features, options)
-        seconds = options.clock() - begin
+        seconds = options.clock() - started_at
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    begin = options.clock()
+    started_at = options.clock()
     result.head.predict_proba(features.train_features[:256])
-    answer_s = (options.clock() - begin) / min(256, len(features.train_features))
+    answer_s = (options.clock() - started_at) / min(256, len(features.train_features))
     size = sum(array.nbytes for array in result.head.arrays.values())
     return replace(result, seconds=seconds, budget=Budget(peak - before, size, answer_s))
 
@@ -385,7 +391,7 @@ def with_doubtful_labels(features: Features, result: Result) -> Result:
 
 
 def curve(features: Features, head: str) -> LearningCurve:
-    """Accuracy of a head by number of samples, cross-validated on the training samples."""
+    """Return the accuracy of a head by number of samples, cross-validated on the training samples."""
     options = replace(features.options, head=head, params={})
     labels = features.train.labels
 
@@ -399,6 +405,11 @@ def curve(features: Features, head: str) -> LearningCurve:
 
 
 def _fit_and_score(features: Features, options: FitOptions) -> Result:
+    """Fit a head on the training samples and score it on the held-out ones.
+
+    Raises:
+        HeadwaterError: as `fit`.
+    """
     names = features.train.class_names
     train = features.train
     encoder = features.encoder
@@ -434,7 +445,7 @@ def _fit_and_score(features: Features, options: FitOptions) -> Result:
 
 
 def norm_metrics(bundle: Bundle, encoder: Encoder) -> dict[str, float | int | str | None]:
-    """What is reported about an encoder's batch norm: whose it is, why, and how it differs from the method's."""
+    """Return what is reported about an encoder's batch norm: whose it is, why, and how it differs from the method's."""
     return {
         "norm": "shipped" if encoder.norm is None else "own",
         "norm_inputs": 0 if encoder.norm is None else encoder.norm.inputs,
@@ -444,10 +455,10 @@ def norm_metrics(bundle: Bundle, encoder: Encoder) -> dict[str, float | int | st
 
 
 def extract(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOptions | None = None) -> Features:
-    """Training and held-out samples, with features that come from the cache where they were computed before."""
+    """Return training and held-out samples, with features that come from the cache where they were computed before."""
     options = options or FitOptions()
     train, test = samples if isinstance(samples, tuple) else split(samples, 0.25, options.seed)
-    begin = options.clock()
+    started_at = options.clock()
     train_features, test_features = (
         features_of(part, encoder, options.cache, options.progress("features")) for part in (train, test)
     )
@@ -465,14 +476,14 @@ def extract(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOption
         test_features,
         overall=score_global(bundle, test_features, test),
         local=local,
-        steps={"features": computed - begin, "local": options.clock() - computed},
+        steps={"features": computed - started_at, "local": options.clock() - computed},
     )
 
 
 def best_head(
     bundle: Bundle, samples: Samples, features: np.ndarray, options: FitOptions
 ) -> tuple[FitOptions, HeadChoice | None]:
-    """The options with the head that cross-validation chooses, where they say auto; None where a head is named.
+    """Return the options with the head that cross-validation chooses, where they say auto; None where a head is named.
 
     ``features`` (n, d) are those of ``samples``, which are the training samples alone.
     """
@@ -491,12 +502,12 @@ def best_head(
 
 
 def heads_to_compare(bundle: Bundle, class_names: tuple[str, ...]) -> tuple[str, ...]:
-    """The heads that are compared for samples of these classes."""
+    """Return the heads that are compared for samples of these classes."""
     return candidates(bundle.manifest.heads, has_shared=shared_classifier(bundle, class_names) is not None)
 
 
 def _divisions(samples: Samples, options: FitOptions) -> list[Fold]:
-    """The folds on which heads are compared."""
+    """Return the folds on which heads are compared."""
     rng = np.random.default_rng(options.seed)
     return thinned(samples.labels, folds(samples, FOLDS, rng), rng)
 
@@ -508,7 +519,7 @@ def fit(
     options: FitOptions,
     class_names: tuple[str, ...] | None = None,
 ) -> Head:
-    """A head fitted on features (n, d) and labels (n,).
+    """Return a head fitted on features (n, d) and labels (n,).
 
     Labels are positions in ``class_names``, by default the bundle's. With other classes than these the head learns
     without the shared classifier.
@@ -522,15 +533,15 @@ def fit(
     suggested = manifest.heads[options.head].params if options.head in manifest.heads else {}
     fitted = heads.create(options.head, {**suggested, **options.params})
     names = manifest.task.class_names if class_names is None else class_names
-    given = FitData(features, labels, len(names), shared_classifier(bundle, names), manifest.method_params)
-    fitted.fit(given, np.random.default_rng(options.seed))
+    fit_data = FitData(features, labels, len(names), shared_classifier(bundle, names), manifest.method_params)
+    fitted.fit(fit_data, np.random.default_rng(options.seed))
     return fitted
 
 
 def confidence_of(
     bundle: Bundle, fitted: Head, samples: Samples, features: np.ndarray, options: FitOptions
 ) -> Confidence:
-    """Confidence of a fitted head, from heads like it that were fitted on parts of the same samples."""
+    """Return the confidence of a fitted head, from heads like it that were fitted on parts of the same samples."""
     answers = None
     if len(samples) >= LEAST_FOR_CALIBRATION:
         answers = answers_in_folds(bundle, fitted, samples, features, options)
@@ -553,33 +564,33 @@ def answers_in_folds(
 
 
 def accuracy(predict: Callable[[np.ndarray], np.ndarray], features: np.ndarray, labels: np.ndarray) -> float | None:
-    """Share of rows whose most probable class is the label; None without rows."""
+    """Return the share of rows whose most probable class is the label; None without rows."""
     if not len(labels):
         return None
     return float(np.mean(predict(features).argmax(axis=1) == labels))
 
 
 def shared_classifier(bundle: Bundle, class_names: tuple[str, ...]) -> Tensors | None:
-    """The bundle's shared classifier; None where it has none, or one for other classes."""
+    """Return the bundle's shared classifier; None where it has none, or one for other classes."""
     return bundle.global_head() if class_names == bundle.manifest.task.class_names else None
 
 
 def why_no_global(bundle: Bundle, class_names: tuple[str, ...]) -> str | None:
-    """Why samples of these classes have no ``acc.global``; None where they have."""
-    known = bundle.manifest.task.class_names
+    """Return why samples of these classes have no ``acc.global``; None where they have."""
+    bundle_classes = bundle.manifest.task.class_names
     if bundle.manifest.global_head is None:
         return "the bundle has no shared classifier"
-    if class_names == known:
+    if class_names == bundle_classes:
         return None
-    own = [name for name in class_names if name not in known]
-    more = f" and {len(own) - 10} more" if len(own) > 10 else ""
-    if not own:
+    unknown_classes = [name for name in class_names if name not in bundle_classes]
+    more = f" and {len(unknown_classes) - 10} more" if len(unknown_classes) > 10 else ""
+    if not unknown_classes:
         return "the bundle's shared classifier has its classes in another order"
-    return f"the bundle's shared classifier does not know {', '.join(own[:10])}{more}"
+    return f"the bundle's shared classifier does not know {', '.join(unknown_classes[:10])}{more}"
 
 
 def score_global(bundle: Bundle, features: np.ndarray, samples: Samples) -> float | None:
-    """Accuracy of the bundle's shared classifier; None where the bundle has none that knows the classes."""
+    """Return the accuracy of the bundle's shared classifier; None where the bundle has none that knows the classes."""
     shared = shared_classifier(bundle, samples.class_names)
     if shared is None:
         return None
@@ -587,7 +598,7 @@ def score_global(bundle: Bundle, features: np.ndarray, samples: Samples) -> floa
 
 
 def global_probabilities(shared: Mapping[str, np.ndarray], features: np.ndarray) -> np.ndarray:
-    """Class probabilities (n, K) of a shared linear classifier."""
+    """Return class probabilities (n, K) of a shared linear classifier."""
     return softmax(features.astype(np.float64) @ shared["weight"].T + shared["bias"])
 
 
@@ -598,7 +609,10 @@ def saved_features(
     cache: Path | None = None,
     progress: Progress | None = None,
 ) -> np.ndarray:
-    """Features (n, d) float32 that a saved head takes: the encoder's, or those of the local model that it is of."""
+    """Return features (n, d) float32 that a saved head takes.
+
+    They are the encoder's, or those of the local model whose head it is.
+    """
     if head is not None and head.local is not None:
         return head.local.features(samples.ready().inputs)
     return features_of(samples, encoder, cache, progress)
@@ -612,7 +626,7 @@ def score_saved(
     options: FitOptions,
     train: Samples | None = None,
 ) -> tuple[Scores, np.ndarray]:
-    """The scores of a saved head on samples that it was not fitted on, and the features (n, d) that it took of them.
+    """Return the scores of a saved head on samples that it was not fitted on, and the features (n, d) that it took.
 
     ``train``: the samples that it was fitted on, from which a device alone would learn; None: they are not at hand, and
     there is no ``acc.local``.
@@ -628,7 +642,7 @@ def score_saved(
 
 
 def probabilities(bundle: Bundle, head: SavedHead | None, features: np.ndarray) -> np.ndarray:
-    """Class probabilities (n, K) of a head, or of the bundle's shared classifier where there is no head.
+    """Return class probabilities (n, K) of a head, or of the bundle's shared classifier where there is no head.
 
     Raises:
         UsageError: there is neither.
@@ -646,7 +660,7 @@ def probabilities(bundle: Bundle, head: SavedHead | None, features: np.ndarray) 
 def alone(
     train: Samples, test: Samples, num_classes: int, seed: int = 0, progress: Progress | None = None
 ) -> Alone | None:
-    """The best local model for ``train``, scored on ``test``; None without samples to score it on.
+    """Return the best local model for ``train``, scored on ``test``; None without samples to score it on.
 
     Raises:
         DataError: inputs with NaN or infinity.
@@ -665,22 +679,24 @@ def log_if_better_alone(scores: Scores) -> None:
 
 
 def of_one_class(train: Samples, test: Samples) -> bool:
-    """Whether training and held-out samples together are of a single class; accuracies are meaningless then."""
+    """Return whether training and held-out samples together are of a single class; accuracies are meaningless then."""
     return len({*train.labels.tolist(), *test.labels.tolist()}) == 1
 
 
 def load_numeric_head(
     folder: Path, bundle: Bundle, precision: Literal["auto", "fp32", "int8"] = "auto"
 ) -> SavedNumeric:
-    """The saved numeric head in ``folder``; otherwise as `load_head`."""
-    known = bundle.fingerprints
+    """Return the saved numeric head in ``folder``; otherwise as `load_head`."""
+    fingerprints = bundle.fingerprints
     return saved.load_numeric(
-        folder, known if precision == "auto" else {precision: bundle.variant(precision).fingerprint}
+        folder, fingerprints if precision == "auto" else {precision: bundle.variant(precision).fingerprint}
     )
 
 
 def load_head(folder: Path, bundle: Bundle, precision: Literal["auto", "fp32", "int8"] = "auto") -> SavedHead:
-    """The saved head in ``folder``, if it was fitted on a variant of this bundle's encoder; ``precision``: on that one.
+    """Return the saved head in ``folder``, if it was fitted on a variant of this bundle's encoder.
+
+    With a ``precision`` it has to be the variant of that precision.
 
     Its classes are its own: they need not be the bundle's.
 
@@ -688,5 +704,7 @@ def load_head(folder: Path, bundle: Bundle, precision: Literal["auto", "fp32", "
         FingerprintMismatch: it was fitted on another encoder or another variant of it.
         StateError: no head there, or a damaged one.
     """
-    known = bundle.fingerprints
-    return saved.load(folder, known if precision == "auto" else {precision: bundle.variant(precision).fingerprint})
+    fingerprints = bundle.fingerprints
+    return saved.load(
+        folder, fingerprints if precision == "auto" else {precision: bundle.variant(precision).fingerprint}
+    )

@@ -59,12 +59,12 @@ LabelKind: TypeAlias = Literal["text", "integers", "positions"]
 
 
 def default_cache() -> Path:
-    """Folder for what can be made again: ``headwater`` in ``XDG_CACHE_HOME``, or in ``~/.cache``."""
+    """Return the folder for what can be made again: ``headwater`` in ``XDG_CACHE_HOME``, or in ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headwater"
 
 
 def load_bundle(path: str | Path, cache: str | Path | None = None) -> Bundle:
-    """The bundle at ``path``, verified: a bundle file, an unpacked folder, or an agent's state folder.
+    """Return the bundle at ``path``, verified: a bundle file, an unpacked folder, or an agent's state folder.
 
     A file is unpacked once, in ``cache`` (default: `default_cache`).
 
@@ -100,7 +100,7 @@ def local_data(
     seed: int = 0,
     strict: bool | None = None,
 ) -> DataConfig:
-    """What ``[data]`` of an agent's configuration says, from arguments; ``seed`` counts where samples are split.
+    """Return what ``[data]`` of an agent's configuration says, from arguments; ``seed`` counts where samples are split.
 
     Raises:
         ConfigError: arguments that do not go together; all of them are listed.
@@ -108,11 +108,11 @@ def local_data(
     """
     if partition is not None and client is None:
         raise UsageError(f"partition {partition}: which client's rows? Name one (--client)")
-    given = {"test": test, "partition": partition, "client": client, "test_fraction": test_fraction}
-    given = {name: value for name, value in given.items() if value is not None}
+    settings = {"test": test, "partition": partition, "client": client, "test_fraction": test_fraction}
+    settings = {name: value for name, value in settings.items() if value is not None}
     if partition is None:
-        given["seed"] = seed
-    return parse(DataConfig, {"source": source, "strict": strict, **given}, where="local data")
+        settings["seed"] = seed
+    return parse(DataConfig, {"source": source, "strict": strict, **settings}, where="local data")
 
 
 class Personalizer:
@@ -157,7 +157,7 @@ class Personalizer:
         threads: int = 1,
         cache: str | Path | None = None,
     ) -> Personalizer:
-        """The bundle at ``path`` (see `load_bundle`) with its encoder, after a self-test, and no head yet.
+        """Return the bundle at ``path`` (see `load_bundle`) with its encoder, after a self-test, and no head yet.
 
         ``norm``: whose batch norm statistics ``fit`` uses in fp32: the bundle's (``shipped``), those of its samples
         (``own``), or, with ``auto``, those of its samples unless a head answers worse with them.
@@ -187,7 +187,7 @@ class Personalizer:
         strict: bool | None = None,
         own_classes: bool = False,
     ) -> tuple[Samples, Samples]:
-        """Training and held-out samples of a data source, the same rows that an agent and ``edge-agent fit`` take.
+        """Return training and held-out samples of a source, the same rows that an agent and ``edge-agent fit`` take.
 
         ``test``: a source that is held out as a whole. ``partition``: a file, of which ``client`` has some rows.
         Neither: ``test_fraction`` (default 0.25) of the samples is held out. ``strict``: as in `edge_agent.data.load`.
@@ -197,11 +197,11 @@ class Personalizer:
             ConfigError: arguments that do not go together.
             DataError: samples that do not fit the bundle's task, or a partition that does not fit the data.
         """
-        given = local_data(
+        config = local_data(
             source, test=test, partition=partition, client=client, test_fraction=test_fraction, seed=seed, strict=strict
         )
         task = self.bundle.manifest.task
-        return own_samples(given, "", task.input, task.class_names, own_classes=own_classes)
+        return own_samples(config, "", task.input, task.class_names, own_classes=own_classes)
 
     def fit(
         self,
@@ -216,7 +216,7 @@ class Personalizer:
         local: bool = False,
         strict: bool | None = None,
     ) -> Personalizer:
-        """This object, with a head fitted on all samples that are given.
+        """Fit a head on all samples that are given and return this object.
 
         ``head`` "auto" takes the best one in cross-validation; how all of them fared is in ``choice`` afterwards. Of
         inputs like these the share ``unknown``, from 0 to below 1, may be called unknown by `is_unknown`. With
@@ -252,7 +252,7 @@ class Personalizer:
         return self
 
     def use_local(self) -> Personalizer:
-        """This object, with the model that ``fit(local=True)`` found in place of the head.
+        """Put the model that ``fit(local=True)`` found in place of the head and return this object.
 
         Raises:
             UsageError: no such model was fitted.
@@ -264,7 +264,10 @@ class Personalizer:
         return self
 
     def _encoder_for(self, samples: Samples, seed: int) -> Encoder:
-        """The encoder that a head for ``samples`` is fitted on: in fp32 with the batch norm that ``open`` asked for."""
+        """Return the encoder that a head for ``samples`` is fitted on.
+
+        In fp32 it has the batch norm that ``open`` asked for.
+        """
         if self.encoder.precision != "fp32" or (self._norm == "shipped" and self.encoder.norm is None):
             return self.encoder
         return with_norm(self.bundle, self._norm, samples, self._threads, Refit(seed))
@@ -278,7 +281,7 @@ class Personalizer:
         head: str | None = None,
         params: Mapping[str, Any] | None = None,
     ) -> Personalizer:
-        """This object, with a head fitted on these samples and on those of all calls before, of `fit` too.
+        """Fit a head on these samples and on those of all calls before, of `fit` too, and return this object.
 
         Their features are kept, and the head is fitted again on all of them: nothing is forgotten. y: names of
         classes, or, where some class has another name than an integer, positions. As in scikit-learn ``classes`` names
@@ -292,50 +295,54 @@ class Personalizer:
         """
         if self.head is not None and self._seen is None:
             raise UsageError("a loaded head comes without its samples; fit one with all samples first")
-        given = data.label_array(y)
-        known = () if self._seen is None else self._seen.class_names
+        # 1. Classes keep their places: those of earlier calls first, then those that are named, then new ones in y.
+        raw_labels = data.label_array(y)
+        known_names = () if self._seen is None else self._seen.class_names
         named = np.empty(0, int) if classes is None else data.label_array(classes)
         more = named.astype(str).tolist()
-        are_names = given.dtype.kind == "U" or all(map(_is_integer, [*known, *more]))
-        held = np.unique(given.astype(str)).tolist() if are_names else []
-        names = tuple(dict.fromkeys([*known, *more, *held]))
-        if not known and not more:
+        are_names = raw_labels.dtype.kind == "U" or all(map(_is_integer, [*known_names, *more]))
+        held = np.unique(raw_labels.astype(str)).tolist() if are_names else []
+        names = tuple(dict.fromkeys([*known_names, *more, *held]))
+        if not known_names and not more:
             names = data.with_own_classes(self.bundle.manifest.task.class_names, held)
-        new = self._samples(X, given, names)
+        # 2. The features of the new samples; their labels are of one kind with those before, or else text.
+        new = self._samples(X, raw_labels, names)
         features = self.encoder.features(new.inputs)
         digests = new.row_digests()
-        kind: LabelKind = "text" if named.dtype.kind == "U" else _kind_of_labels(given, new)
+        kind: LabelKind = "text" if named.dtype.kind == "U" else _kind_of_labels(raw_labels, new)
+        # 3. The head learns from the samples of all calls.
         if self._seen is not None:
             kind = kind if self.head is None or self.head.metrics["labels"] == kind else "text"
             if self.head is not None and self.head.learned is not None:
                 digests = np.concatenate([self.head.learned, digests])
             new = replace(new, labels=np.concatenate([self._seen.labels, new.labels]), groups=None, names=())
             features = np.concatenate([self._seen.inputs, features])
+        # 4. Head and parameters are those of the call before, where this one names no others.
         options = self._options if head is None else replace(self._options, head=head, params={})
         options = options if params is None else replace(options, params=params)
         heads.check(options.head, options.params)
         return self._learn(replace(new, inputs=features), options, self.encoder, digests, kind)
 
     def _learn(
-        self, seen: Samples, options: FitOptions, encoder: Encoder, digests: np.ndarray, kind: LabelKind
+        self, samples: Samples, options: FitOptions, encoder: Encoder, digests: np.ndarray, kind: LabelKind
     ) -> Personalizer:
         """Fit a head on samples whose inputs are features of ``encoder``, and whose own inputs have these digests.
 
         ``kind``: what their labels were given as.
         """
-        if len(held := np.unique(seen.labels)) == 1:
-            _log.warning("one_class class=%s: the head can only answer that", seen.class_names[held[0]])
-        chosen, self.choice = best_head(self.bundle, seen, seen.inputs, options)
-        fitted = fit(self.bundle, seen.inputs, seen.labels, chosen, seen.class_names)
-        confidence = confidence_of(self.bundle, fitted, seen, seen.inputs, chosen)
-        metrics: dict[str, float | int | str | None] = {"head": fitted.name, "n_train": len(seen), "labels": kind}
+        if len(held := np.unique(samples.labels)) == 1:
+            _log.warning("one_class class=%s: the head can only answer that", samples.class_names[held[0]])
+        chosen, self.choice = best_head(self.bundle, samples, samples.inputs, options)
+        fitted = fit(self.bundle, samples.inputs, samples.labels, chosen, samples.class_names)
+        confidence = confidence_of(self.bundle, fitted, samples, samples.inputs, chosen)
+        metrics: dict[str, float | int | str | None] = {"head": fitted.name, "n_train": len(samples), "labels": kind}
         metrics |= {**norm_metrics(self.bundle, encoder), **confidence.metrics()}
         metrics |= self.choice.metrics() if self.choice is not None else {}
         self.head = SavedHead(
             fitted,
             encoder.fingerprint,
             encoder.precision,
-            seen.class_names,
+            samples.class_names,
             metrics,
             confidence,
             norm=encoder.norm,
@@ -344,7 +351,7 @@ class Personalizer:
         self.numeric = None
         self.local = None
         self.encoder = encoder
-        self._seen = seen
+        self._seen = samples
         self._options = options
         return self
 
@@ -361,7 +368,9 @@ class Personalizer:
         return names.astype(np.int64) if kind == "integers" and all(map(_is_integer, self.classes)) else names
 
     def predict_proba(self, X: Inputs, *, strict: bool | None = None) -> np.ndarray:  # noqa: N803 - as scikit-learn
-        """Probabilities (n, K) of the classes: the personal head's, before ``fit`` the bundle's shared classifier's.
+        """Return probabilities (n, K) of the classes.
+
+        They are the personal head's; before ``fit`` they are the bundle's shared classifier's.
 
         Raises:
             DataError: inputs that do not fit the bundle's task.
@@ -371,7 +380,10 @@ class Personalizer:
         return probabilities(self.bundle, self.head, saved_features(self.head, self.encoder, samples))
 
     def predict(self, X: Inputs, *, strict: bool | None = None) -> np.ndarray:  # noqa: N803 - as scikit-learn
-        """The most probable of `classes_` for each input (n,), as `predict_proba`; of a numeric head its number."""
+        """Return the most probable of `classes_` for each input (n,), as `predict_proba`.
+
+        A numeric head answers with its number instead.
+        """
         if self.numeric is not None:
             samples = self._samples(X, None, self.classes, is_labelled=False, strict=strict)
             return self.numeric.head.predict(self.encoder.features(samples.inputs))
@@ -379,7 +391,7 @@ class Personalizer:
         return result
 
     def is_unknown(self, X: Inputs, *, strict: bool | None = None) -> np.ndarray:  # noqa: N803 - as scikit-learn
-        """Which inputs are unlike all training samples, (n,) bool: what is predicted for them means nothing.
+        """Return which inputs are unlike all training samples, (n,) bool: what is predicted for them means nothing.
 
         Raises:
             DataError: inputs that do not fit the bundle's task.
@@ -400,7 +412,9 @@ class Personalizer:
         *,
         strict: bool | None = None,
     ) -> dict[str, float | None]:
-        """Accuracy 0..1 on held-out samples: ``acc.personal`` of the head, ``acc.global`` of the shared classifier.
+        """Return the accuracy 0..1 on held-out samples.
+
+        ``acc.personal`` is that of the head, ``acc.global`` that of the shared classifier.
 
         None where there is no head, or no shared classifier that knows the classes. After ``fit(local=True)`` also
         ``acc.local``, of the model ``self.local``, and ``better_alone``: it beats the head beyond noise (McNemar). Of a
@@ -441,7 +455,7 @@ class Personalizer:
         return saved.save(Path(path), self.head)
 
     def load(self, path: str | Path) -> Personalizer:
-        """This object with the head that was saved in the folder ``path``, and the encoder that it was fitted on.
+        """Load the head that was saved in the folder ``path``, with its encoder, and return this object.
 
         Raises:
             FingerprintMismatch: the head was fitted on another encoder.
@@ -449,17 +463,17 @@ class Personalizer:
         """
         folder = Path(path)
         encoder = self.encoder
-        known: SavedNumeric | SavedHead = (
+        saved_head: SavedNumeric | SavedHead = (
             load_numeric_head(folder, self.bundle) if saved.is_numeric(folder) else load_head(folder, self.bundle)
         )
-        if known.fingerprint != encoder.fingerprint:
-            encoder = Encoder.open(self.bundle, known.precision, self._threads, norm=known.norm)
+        if saved_head.fingerprint != encoder.fingerprint:
+            encoder = Encoder.open(self.bundle, saved_head.precision, self._threads, norm=saved_head.norm)
         self._forget()
         self.encoder = encoder
-        if isinstance(known, SavedNumeric):
-            self.numeric = known
+        if isinstance(saved_head, SavedNumeric):
+            self.numeric = saved_head
         else:
-            self.head = known
+            self.head = saved_head
         return self
 
     def _forget(self) -> None:
@@ -467,7 +481,7 @@ class Personalizer:
         self.head = self.numeric = self.local = self.choice = self._seen = None
 
     def _numeric_samples(self, inputs: Inputs, labels: ArrayLike | None, head: NumericHead) -> Samples:
-        """Samples with the numbers or the classes that a numeric head learns from."""
+        """Return samples with the numbers or the classes that a numeric head learns from."""
         spec = self.bundle.manifest.task.input
         if isinstance(inputs, str) and not data.is_file(inputs):
             return data.load(inputs, spec, labelled=False if head.predicts_targets else None)
@@ -479,8 +493,8 @@ class Personalizer:
             if targets.shape != (len(samples),):
                 raise DataError(f"{len(samples)} inputs, targets {targets.shape}; expected one number for each input")
             return replace(samples, targets=targets)
-        given = None if labels is None else data.label_array(labels)
-        return data.from_python(inputs, given, spec, (), own_classes=True)
+        label_values = None if labels is None else data.label_array(labels)
+        return data.from_python(inputs, label_values, spec, (), own_classes=True)
 
     def _samples(
         self,
@@ -492,6 +506,20 @@ class Personalizer:
         own_classes: bool = False,
         strict: bool | None = None,
     ) -> Samples:
+        """Return inputs of any kind as samples of the bundle's task.
+
+        Args:
+            inputs: A data source, samples, or arrays, files and tables as `edge_agent.data.from_python` takes them.
+            labels: A label for each input; None where the inputs bring theirs, or none are needed.
+            names: The classes, whose positions the labels become.
+            is_labelled: Whether labels are needed.
+            own_classes: Whether classes beside ``names`` count as well.
+            strict: As in `edge_agent.data.load`.
+
+        Raises:
+            DataError: they do not fit the task.
+            UsageError: labels are needed and missing.
+        """
         spec = self.bundle.manifest.task.input
         if isinstance(inputs, str) and not data.is_file(inputs):
             return data.load(inputs, spec, names, labelled=is_labelled, own_classes=own_classes, strict=strict)
@@ -504,18 +532,18 @@ class Personalizer:
             return inputs.ready()
         if labels is None and is_labelled:
             raise UsageError("y is missing: give one label for each row of X, or a data source that has labels")
-        given = None if labels is None else data.label_array(labels)
-        return data.from_python(inputs, given, spec, names, own_classes=own_classes, strict=strict)
+        label_values = None if labels is None else data.label_array(labels)
+        return data.from_python(inputs, label_values, spec, names, own_classes=own_classes, strict=strict)
 
 
 def _is_integer(name: str) -> bool:
-    """Whether a class has an integer for a name, as Python writes it, of at most 64 bits."""
+    """Return whether a class has an integer for a name, as Python writes it, of at most 64 bits."""
     return re.fullmatch(r"0|-?[1-9][0-9]{0,17}", name) is not None
 
 
-def _kind_of_labels(given: ArrayLike | None, samples: Samples) -> LabelKind:
-    """What the labels of ``samples`` were ``given`` as: integers that are names or positions of classes, else text."""
-    labels = data.label_array("" if given is None else given)
+def _kind_of_labels(raw_labels: ArrayLike | None, samples: Samples) -> LabelKind:
+    """Return what ``raw_labels`` of samples are: integers that are names or positions of classes, else text."""
+    labels = data.label_array("" if raw_labels is None else raw_labels)
     if labels.dtype.kind not in "iu":
         return "text"
     is_name = (np.array(samples.class_names)[samples.labels] == labels.astype(str)).all()

@@ -60,7 +60,7 @@ class Refit:
 
 def open_encoder(
     bundle: Bundle,
-    wanted: Wanted,
+    wanted_precision: Wanted,
     samples: Samples | None,
     threads: int = 1,
     *,
@@ -68,24 +68,31 @@ def open_encoder(
     refit: Refit = Refit(),
     clock: Callable[[], float] | None = None,
 ) -> Encoder:
-    """The bundle's encoder in the requested precision and with the requested batch norm; ``auto`` chooses.
+    """Open the bundle's encoder in the requested precision and with the requested batch norm; ``auto`` chooses.
 
-    ``samples`` are labelled local samples to learn from, none of those held out; without them ``auto`` is fp32 with the
-    bundle's batch norm. ``clock``: see `choose`.
+    Args:
+        bundle: The bundle.
+        wanted_precision: ``fp32``, ``int8`` or ``auto``.
+        samples: Labelled local samples to learn from, none of those held out. Without them ``auto`` is fp32 with the
+            bundle's batch norm.
+        threads: Threads of ONNX Runtime; 0: its own choice.
+        norm: Whose batch norm statistics: ``shipped``, ``own`` or ``auto``.
+        refit: How heads are refitted for the comparison.
+        clock: As in `choose`.
 
     Raises:
         BundleDamaged: the self-test of fp32 fails, or that of int8 where it was requested by name.
         StateError: the bundle has no variant of that precision.
         UsageError: own batch norm in int8, which there is not.
     """
-    if wanted == "int8":
+    if wanted_precision == "int8":
         if norm == "own":
             raise UsageError(
                 "own batch norm is computed in fp32: int8 has the shipped one; choose precision fp32 or auto"
             )
         return replace(Encoder.open(bundle, "int8", threads), why_norm="int8 has the shipped statistics")
     encoder = with_norm(bundle, norm, samples, threads, refit)
-    if wanted == "fp32" or (norm == "own" and encoder.norm is not None):
+    if wanted_precision == "fp32" or (norm == "own" and encoder.norm is not None):
         return encoder
     choice = choose(bundle, samples, threads, refit, fp32=encoder, clock=clock)
     _log.info("precision_chosen precision=%s why=%s", choice.precision, choice.why)
@@ -97,12 +104,14 @@ def open_encoder(
 
 def with_norm(
     bundle: Bundle,
-    wanted: WantedNorm,
+    wanted_norm: WantedNorm,
     samples: Samples | None,
     threads: int = 1,
     refit: Refit = Refit(),
 ) -> Encoder:
-    """The fp32 encoder with batch norm statistics of the bundle or of the inputs of ``samples``; see `open_encoder`.
+    """Return the fp32 encoder with batch norm statistics of the bundle or of the inputs of ``samples``.
+
+    `open_encoder` says when which ones are asked for.
 
     With ``auto``, heads answer the same samples with both, and the noise of the difference is the root of the number of
     answers that differ. Where the method leaves batch norm to its clients, own statistics may be worse by the noise;
@@ -114,40 +123,53 @@ def with_norm(
     Raises:
         BundleDamaged: the self-test of the encoder as it was shipped fails.
     """
+    # The bundle's statistics stay where nobody asks for others, or others cannot be estimated or compared.
     shipped = Encoder.open(bundle, "fp32", threads)
-    if wanted == "shipped" or samples is None:
-        why = "as configured" if wanted == "shipped" else "no local samples to estimate others on"
+    if wanted_norm == "shipped" or samples is None:
+        why = "as configured" if wanted_norm == "shipped" else "no local samples to estimate others on"
         return replace(shipped, why_norm=why)
     why = why_not(bundle.manifest, len(samples))
-    if not why and wanted == "auto" and (samples.targets is not None or len(np.unique(samples.labels)) == 1):
+    if not why and wanted_norm == "auto" and (samples.targets is not None or len(np.unique(samples.labels)) == 1):
         why = "no two classes in the local samples, so there are no accuracies to compare"
     if why:
         return replace(shipped, why_norm=why)
+    # Estimated statistics have to pass a self-test of their own.
     try:
         own_statistics = estimated(bundle, sample(samples.inputs, np.random.default_rng(refit.seed)))
-        own = Encoder.open(bundle, "fp32", threads, norm=own_statistics)
+        own_encoder = Encoder.open(bundle, "fp32", threads, norm=own_statistics)
     except BundleDamaged as error:
         _log.warning("own_norm_not_used bundle=%s reason=%s", bundle.id[:12], error)
         return replace(shipped, why_norm=f"own statistics do not run here: {error}")
-    if wanted == "own":
-        return replace(own, why_norm="as configured")
-    answers = right_answers({"shipped": shipped, "own": own}, samples, refit)
-    lost, gained = (
-        int((answers[one] & ~answers[other]).sum()) for one, other in (("shipped", "own"), ("own", "shipped"))
-    )
+    if wanted_norm == "own":
+        return replace(own_encoder, why_norm="as configured")
+    # Heads on both encoders answer the same samples.
+    answers = right_answers({"shipped": shipped, "own": own_encoder}, samples, refit)
+    lost = int((answers["shipped"] & ~answers["own"]).sum())
+    gained = int((answers["own"] & ~answers["shipped"]).sum())
     right = {name: f"{100 * rows.mean():.1f} %" if rows.size else "none" for name, rows in answers.items()}
     why = f"a head on local data is right on {right['own']} with own statistics, {right['shipped']} with those shipped"
     noise = (lost + gained) ** 0.5
     stays_local = bundle.manifest.norm != "global"
-    result = (
-        own if answers["own"].size and (lost - gained <= noise if stays_local else gained - lost > noise) else shipped
+    # Methods that leave batch norm to their clients trained with local statistics: take them unless they are clearly
+    # worse. Others trained with shared ones: take local statistics only where they are clearly better.
+    if not answers["own"].size:
+        use_own = False
+    elif stays_local:
+        use_own = lost - gained <= noise
+    else:
+        use_own = gained - lost > noise
+    result = own_encoder if use_own else shipped
+    _log.info(
+        "norm_chosen norm=%s inputs=%d why=%s",
+        "own" if result is own_encoder else "shipped",
+        own_statistics.inputs,
+        why,
     )
-    _log.info("norm_chosen norm=%s inputs=%d why=%s", "own" if result is own else "shipped", own_statistics.inputs, why)
     return replace(result, why_norm=why)
 
 
 def estimated(bundle: Bundle, inputs: np.ndarray) -> OwnNorm:
-    """Batch norm statistics of ``inputs`` (n, *input_shape) float32, blended with those of the bundle.
+    """Return batch norm statistics of ``inputs`` (n, *input_shape) float32, blended with those of the bundle.
 
     Raises:
         BundleDamaged: the probe does not run, gives impossible statistics, or others than the changed encoder uses.
@@ -183,7 +205,7 @@ def choose(
     fp32: Encoder | None = None,
     clock: Callable[[], float] | None = None,
 ) -> PrecisionChoice:
-    """int8 where it is faster and as accurate here, else fp32; the cheapest checks come first.
+    """Choose int8 where it is faster and as accurate here, else fp32; the cheapest checks come first.
 
     ``fp32`` is the encoder to compare with, by default the bundle's with the shipped batch norm. ``clock`` gives
     seconds; by default CPU time where one thread computes, so that other load does not count.
@@ -191,29 +213,33 @@ def choose(
     Raises:
         BundleDamaged: the self-test of fp32 fails.
     """
+    # 1. Without the variant, or samples to compare on, there is nothing to choose.
     if "int8" not in bundle.manifest.variants:
         return PrecisionChoice("fp32", "the bundle has no int8 variant")
     if samples is None:
         return PrecisionChoice("fp32", "no labelled samples to compare the accuracies on")
+    # 2. int8 has to pass its self-test here.
     encoders = {"fp32": fp32 or Encoder.open(bundle, "fp32", threads)}
     try:
         encoders["int8"] = Encoder.open(bundle, "int8", threads)
     except BundleDamaged as error:
         return PrecisionChoice("fp32", f"int8 does not run here as it was exported: {error}")
+    # 3. It has to be faster. Times are noted for this processor, runtime and these encoders.
     providers = {name: list(encoder.providers) for name, encoder in encoders.items()}
-    fingerprints = {name: one.fingerprint for name, one in encoders.items()}
+    fingerprints = {name: encoder.fingerprint for name, encoder in encoders.items()}
     conditions = {**arithmetic(), "providers": providers, "threads": threads, "fingerprints": fingerprints}
     path = bundle.made / "precision.json"
-    known = read_record(path, conditions)
+    earlier = read_record(path, conditions)
     if clock is None:  # CPU time of this thread where it does all the work; a GPU's work is no CPU time
         on_cpu = all(encoder.providers == ("CPUExecutionProvider",) for encoder in encoders.values())
         clock = time.thread_time if threads == 1 and on_cpu else time.perf_counter
-    timing = Timing(**known["timing"]) if "timing" in known else timed(encoders, clock)
-    measured = {"timing": asdict(timing), "accuracy": known.get("accuracy", {})}
+    timing = Timing(**earlier["timing"]) if "timing" in earlier else timed(encoders, clock)
+    measured = {"timing": asdict(timing), "accuracy": earlier.get("accuracy", {})}
     shown = f"a batch takes {timing.fp32_ms:.3f} ms in fp32 and {timing.int8_ms:.3f} ms in int8"
     if not timing.is_faster:
         write_record(path, conditions, measured)
         return PrecisionChoice("fp32", f"{shown}; int8 would have to save {LEAST_GAIN:.0%} and {LEAST_GAIN_MS} ms")
+    # 4. Heads on both have to answer alike. That takes the longest, and is noted for these samples.
     digest = hashlib.sha256(samples.digest.encode() + samples.labels.tobytes()).hexdigest()
     answers = measured["accuracy"].get(digest) or count_right(encoders, samples, refit)
     write_record(path, conditions, {**measured, "accuracy": {digest: answers}})
@@ -228,12 +254,12 @@ def choose(
 
 
 def count_right(encoders: Mapping[str, Encoder], samples: Samples, refit: Refit = Refit()) -> dict[str, int]:
-    """Numbers of `right_answers`, and of all answers (``of``)."""
+    """Return numbers of `right_answers`, and of all answers (``of``)."""
     answers = right_answers(encoders, samples, refit)
     return {**{name: int(rows.sum()) for name, rows in answers.items()}, "of": len(next(iter(answers.values())))}
 
 
 def right_answers(encoders: Mapping[str, Encoder], samples: Samples, refit: Refit = Refit()) -> dict[str, np.ndarray]:
-    """Which answers, (m,) bool, of heads refitted on each encoder's features are right, see `refitted_answers`."""
-    features = {name: features_of(samples, one, refit.cache, refit.progress) for name, one in encoders.items()}
+    """Return which answers, (m,) bool, of heads refitted on each encoder are right; see `refitted_answers`."""
+    features = {name: features_of(samples, encoder, refit.cache, refit.progress) for name, encoder in encoders.items()}
     return refitted_answers(features, samples, refit.seed)

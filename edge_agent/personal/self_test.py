@@ -43,7 +43,7 @@ _COUNT = 8
 
 
 def raw_inputs(spec: InputSpec, seed: int = 0) -> np.ndarray:
-    """Synthetic inputs in the form of a device's sensor; real ones would be private.
+    """Return synthetic inputs in the form of a device's sensor; real ones would be private.
 
     Images: (8, height, width, channels) uint8, half of them noise, half of them patches of one colour. Windows: one
     recording (time, channels) float32 that gives 8 windows.
@@ -60,7 +60,7 @@ def raw_inputs(spec: InputSpec, seed: int = 0) -> np.ndarray:
 
 
 def prepared(raw: np.ndarray, spec: InputSpec) -> np.ndarray:
-    """Encoder inputs (8, ...) float32 of ``raw``, by the preprocessing of this device.
+    """Return encoder inputs (8, ...) float32 of ``raw``, by the preprocessing of this device.
 
     Raises:
         DataError: raw inputs of another form than the spec's.
@@ -74,7 +74,7 @@ def prepared(raw: np.ndarray, spec: InputSpec) -> np.ndarray:
 def golden(
     spec: InputSpec, class_names: Sequence[str], features: Mapping[EncoderPrecision, np.ndarray], head: Tensors | None
 ) -> Tensors:
-    """The tensors of the golden file, for ``features`` (8, d) of the prepared `raw_inputs`."""
+    """Return the tensors of the golden file, for ``features`` (8, d) of the prepared `raw_inputs`."""
     result = {"raw": raw_inputs(spec), "class_names": _digest(class_names)}
     result |= {f"features_{precision}": rows for precision, rows in features.items()}
     if isinstance(spec, ImageInput):
@@ -111,8 +111,8 @@ def run(
         return
     check(bundle, precision, features, norm)
     if record:  # of own batch norm the newest alone: there is one for each fit
-        others = {known for known in passed if norm is None or known in bundle.manifest.variants}
-        write_record(path, conditions, {"passed": sorted({*others, name})})
+        kept_variants = {variant for variant in passed if norm is None or variant in bundle.manifest.variants}
+        write_record(path, conditions, {"passed": sorted({*kept_variants, name})})
 
 
 def check(
@@ -121,7 +121,7 @@ def check(
     features: Callable[[np.ndarray], np.ndarray],
     norm: OwnNorm | None = None,
 ) -> float:
-    """The difference of the features, in the measure that the tolerance of this precision is stated in.
+    """Return the difference of the features, in the measure that the tolerance of this precision is stated in.
 
     Raises:
         BundleDamaged: as `run`.
@@ -188,6 +188,14 @@ def _photo_shape(spec: ImageInput) -> tuple[int, int, int]:
 
 
 def _check_features(received: np.ndarray, expected: np.ndarray, precision: EncoderPrecision) -> float:
+    """Compare features (n, d) with the golden ones and return how far they differ.
+
+    fp32 is judged by the largest difference as a share of the largest value, int8 by the median of the relative
+    distances of the rows.
+
+    Raises:
+        BundleDamaged: they differ by more than the tolerance of this precision.
+    """
     if precision == "fp32":
         tolerance = FP32_TOLERANCE
         (difference, scale) = _difference(received, expected)
@@ -213,7 +221,7 @@ _ADVICE = "this device does not compute what the bundle's exporter did: fetch th
 
 
 def _difference(received: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
-    """Largest absolute difference as a share of the largest expected value, and that value."""
+    """Return the largest absolute difference as a share of the largest expected value, and that value."""
     scale = float(np.abs(expected).max(initial=0)) or 1.0
     return float(np.abs(received.astype(np.float64) - expected).max(initial=0)) / scale, scale
 
@@ -224,5 +232,5 @@ def _logits(head: Tensors, features: np.ndarray) -> np.ndarray:
 
 
 def _digest(class_names: Sequence[str]) -> np.ndarray:
-    """SHA-256 of the class names in their order, as 32 bytes."""
+    """Return SHA-256 of the class names in their order, as 32 bytes."""
     return np.frombuffer(hashlib.sha256(json.dumps(list(class_names)).encode()).digest(), np.uint8)

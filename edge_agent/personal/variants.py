@@ -46,11 +46,13 @@ class Timing:
 
 
 def timed(encoders: Mapping[str, Encoder], clock: Callable[[], float]) -> Timing:
-    """Both encoders timed in blocks fp32, int8, int8, fp32, so that a drift of the machine's speed counts for neither.
+    """Time both encoders in blocks fp32, int8, int8, fp32, so that a drift of the machine's speed counts for neither.
 
     int8 is faster where it saves `LEAST_GAIN` in three of four blocks, and `LEAST_GAIN_MS` in the median.
     """
-    batches = {name: np.zeros((one.batch_size, *one.input_shape), np.float32) for name, one in encoders.items()}
+    batches = {
+        name: np.zeros((encoder.batch_size, *encoder.input_shape), np.float32) for name, encoder in encoders.items()
+    }
     for name, encoder in encoders.items():
         encoder.features(batches[name])  # the first run allocates
     blocks: list[tuple[float, float]] = []
@@ -58,9 +60,9 @@ def timed(encoders: Mapping[str, Encoder], clock: Callable[[], float]) -> Timing
     while len(blocks) < _LEAST_BLOCKS or (len(blocks) < _MOST_BLOCKS and spent < _BUDGET_S):
         block = {"fp32": 0.0, "int8": 0.0}
         for name in ("fp32", "int8", "int8", "fp32"):
-            begin = clock()
+            started_at = clock()
             encoders[name].features(batches[name])
-            block[name] += clock() - begin
+            block[name] += clock() - started_at
         blocks.append((block["fp32"] / 2, block["int8"] / 2))
         spent += 2 * sum(blocks[-1])
     fp32, int8 = (round(1000 * statistics.median(times), 3) for times in zip(*blocks, strict=True))
@@ -69,7 +71,9 @@ def timed(encoders: Mapping[str, Encoder], clock: Callable[[], float]) -> Timing
 
 
 def refitted_answers(features: Mapping[str, np.ndarray], samples: Samples, seed: int = 0) -> dict[str, np.ndarray]:
-    """Whether logistic regression refitted on each encoder's features (n, d) is right: (m,) bool, of the same rows.
+    """Return whether logistic regression refitted on each encoder's features (n, d) is right.
+
+    The answers (m,) bool are of the same rows for all encoders.
 
     Cross-validated: each sample answers once, by a head that has learned from others, and from other recordings.
     """
@@ -77,7 +81,7 @@ def refitted_answers(features: Mapping[str, np.ndarray], samples: Samples, seed:
     for fold in folds(samples, _PARTS, np.random.default_rng(seed)):
         for name, rows in features.items():
             head = heads.create("lr")
-            known = FitData(rows[fold.train], samples.labels[fold.train], len(samples.class_names))
-            head.fit(known, np.random.default_rng(seed))
+            fit_data = FitData(rows[fold.train], samples.labels[fold.train], len(samples.class_names))
+            head.fit(fit_data, np.random.default_rng(seed))
             right[name].append(head.predict_proba(rows[fold.test]).argmax(axis=1) == samples.labels[fold.test])
     return {name: np.concatenate(answers) for name, answers in right.items()}

@@ -36,12 +36,12 @@ class TrainingCheckpointFile:
         self._due_at = clock() + every_s
 
     def is_due(self) -> bool:
-        """Whether the state should be saved now."""
+        """Return whether the state should be saved now."""
         return self._every_s > 0 and self._clock() >= self._due_at
 
     def save(self, tensors: Tensors, notes: Mapping[str, Any]) -> None:
         """Save a state; on disk when this returns. Where it cannot be written, training continues without."""
-        begin = self._clock()
+        started_at = self._clock()
         try:
             make_folder(self._path.parent, RUN_FOLDER)
             write_tensors(self._path, tensors, {"training": self._training, "notes": json.dumps(notes)})
@@ -49,10 +49,10 @@ class TrainingCheckpointFile:
             log.warning("checkpoint_not_written path=%s reason=%s", self._path, cause(error))
         now = self._clock()
         size = sum(array.nbytes for array in tensors.values())
-        self._due_at = now + max(self._every_s, 20 * (now - begin), size / CHECKPOINT_BYTES_PER_S)
+        self._due_at = now + max(self._every_s, 20 * (now - started_at), size / CHECKPOINT_BYTES_PER_S)
 
     def load(self) -> tuple[Tensors, dict[str, Any]] | None:
-        """The state that was saved last; None where there is none of this training, or it is damaged."""
+        """Return the state that was saved last; None where there is none of this training, or it is damaged."""
         from ..wire.tensors import decode, inspect  # brings numpy, which an idle agent does without
 
         try:
@@ -71,9 +71,9 @@ class TrainingCheckpointFile:
         return tensors, notes
 
     def end(self, state: Callable[[], tuple[Tensors, dict[str, Any]]]) -> None:
-        """Nothing is kept: the training is over with its one call of `train`."""
+        """Keep nothing: the training is over with its one call of `train`."""
 
     def remove(self) -> None:
-        """The training is over."""
+        """Remove the checkpoint, because the training is over."""
         if self._every_s > 0:  # simulated clients have no folder
             self._path.unlink(missing_ok=True)

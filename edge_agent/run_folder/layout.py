@@ -44,8 +44,8 @@ def remove_ended_runs(folder: Path, current: str, keep: int) -> list[str]:
     Returns:
         The names of the runs that were removed, sorted.
     """
-    others = [path for path in folder.glob("*") if path.name != current and is_own_folder(path, RUN_FOLDER)]
-    oldest = oldest_first(others)[: max(0, len(others) - max(keep - 1, 0))]
+    other_runs = [path for path in folder.glob("*") if path.name != current and is_own_folder(path, RUN_FOLDER)]
+    oldest = oldest_first(other_runs)[: max(0, len(other_runs) - max(keep - 1, 0))]
     return sorted(path.name for path in oldest if remove_folder(path, RUN_FOLDER))
 
 

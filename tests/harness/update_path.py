@@ -31,7 +31,8 @@ BESIDE = {
     "coordinator/views/releases.py": {"release_blobs"},
     "coordinator/runs/results.py": {"requested_cancels"},
     "edge_agent/agent/transfers.py": {"tick"},
-    "edge_agent/agent/tasks.py": {"release_memory"},
+    "edge_agent/agent/tasks/runner.py": {"release_memory"},
+    "edge_agent/run_folder/receipts.py": {"note_receipt"},  # when the receipt comes, before the checkpoint or after it
 }
 """File -> functions that are not counted, nor what they call."""
 

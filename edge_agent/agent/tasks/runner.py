@@ -172,7 +172,7 @@ class TaskRunner:
         return train, test
 
     def remove_ended_runs(self, run: str) -> None:
-        """When a run begins here, remove the client state of the oldest ones."""
+        """Remove the client state of the oldest runs when a run begins here."""
         folder = self.config.state / "runs"
         keep = self.config.keep_runs
         if (folder / run).is_dir():

@@ -88,7 +88,10 @@ class TaskQueue:
         return self._working_on is not None
 
     def on_job(self, job: down.Job) -> None:
-        """The coordinator asks for a job. A repeated message changes nothing; a new message means doing it again."""
+        """Take a job that the coordinator asks for.
+
+        A repeated message changes nothing; a new one means doing it again.
+        """
         key = job_key(job)
         stamp = (job.boot, job.seq)
         if job.boot and stamp in self._heard:
@@ -114,7 +117,7 @@ class TaskQueue:
         self.go_on()
 
     def on_install(self, message: down.Install) -> None:
-        """The coordinator offers a bundle; of one that has just been tried, the report is sent again."""
+        """Take a bundle that the coordinator offers; of one that has just been tried, the report is sent again."""
         if self._install is not None and self._working_on == self._install.blob.digest == message.blob.digest:
             return
         about = JobKey(message.run, purpose=None)
@@ -142,7 +145,7 @@ class TaskQueue:
         self.go_on()
 
     def on_cancel(self, message: down.Cancel) -> None:
-        """The round is over for this agent."""
+        """Drop a job or a bundle, because its round is over for this agent or it is withdrawn."""
         log.info("cancelled run=%s round=%d reason=%s", fields.run_name(message.run), message.round, message.reason)
         install = self._install
         if install is not None and (install.run, 0) == (message.run, message.round):  # a bundle that is withdrawn
@@ -172,20 +175,20 @@ class TaskQueue:
             self._fetch()
 
     def on_receipt(self, message: down.Receipt) -> None:
-        """The coordinator has the update, or has rejected it: the job is done."""
+        """Drop a job that is done: the coordinator has its update, or has rejected it."""
         if not message.accepted:
             log.warning("update_refused reason=%s", message.reason)
         config = self._tasks.config
 
-        def note(done: up.UpdateManifest) -> None:
-            if not TASKS[done.purpose].is_recorded:
+        def note(manifest: up.UpdateManifest) -> None:
+            if not TASKS[manifest.purpose].is_recorded:
                 return
             self.answered["accepted" if message.accepted else "rejected"] += 1
-            note_receipt(config.state / "runs" / done.run, config.id, done, accepted=message.accepted)
+            note_receipt(config.state / "runs" / manifest.run, config.id, manifest, accepted=message.accepted)
 
         # A kill between the two costs a second line, which means the same.
-        if (done := self._uploads.receipt(message, note)) is not None:
-            self._drop(done)
+        if (manifest := self._uploads.receipt(message, note)) is not None:
+            self._drop(manifest)
             self._fetch_bundle()
             self.go_on()
 
@@ -209,7 +212,7 @@ class TaskQueue:
             self._fetch()
 
     def restore(self) -> None:
-        """The agent starts: a bundle that is here and had to wait for its time is switched to then, coordinator or not.
+        """Have a bundle that is here, and had to wait for its time, be switched to then, coordinator or not.
 
         An agent that reaches its coordinator drops it, and is offered it again.
         """
@@ -241,7 +244,7 @@ class TaskQueue:
         return self._tasks.bundles.declined(message, self._tasks.samples)
 
     def _drop_install(self) -> None:
-        """There is no bundle to be tried any more, here and on the disk."""
+        """Forget the bundle that was to be tried, here and on the disk."""
         self._install = self._waiting = None
         self._waits.remove()
 
@@ -265,7 +268,7 @@ class TaskQueue:
         return is_open and self._downloads.clock() >= self._switches_at
 
     def candidate(self) -> dict[str, Any] | None:
-        """The bundle that is being downloaded, waits for its time, or is tried now, for the status."""
+        """Return the bundle that is being downloaded, waits for its time, or is tried now, for the status."""
         install = self._install
         if install is None:
             return None
@@ -311,7 +314,7 @@ class TaskQueue:
         self._begin("collect", "collect", self._tasks.collect, after)
 
     def stall(self) -> None:
-        """Nothing can be written to the disk: drop what has not begun; the coordinator asks for it again."""
+        """Drop what has not begun, because nothing can be written to the disk; the coordinator asks for it again."""
         if self.job is not None and self._working_on != job_key(self.job):
             self.job = None
         if self._install is not None and self._working_on != self._install.blob.digest:
@@ -361,9 +364,9 @@ class TaskQueue:
         if job and self._cannot_hold(refs) is not None:
             refs = job
         self._downloads.keep_only(refs)
-        wanted = {ref.digest: ref for ref in refs}
-        if (missing := sum(map(self._cache.missing_bytes, wanted.values()))) > 0:
-            make_room(self._tasks.config, self._cache, missing, wanted)
+        refs_by_digest = {ref.digest: ref for ref in refs}
+        if (missing := sum(map(self._cache.missing_bytes, refs_by_digest.values()))) > 0:
+            make_room(self._tasks.config, self._cache, missing, refs_by_digest)
         self._downloads.fetch(refs)
 
     def _fetch_bundle(self) -> None:
@@ -372,7 +375,7 @@ class TaskQueue:
             self._fetch()
 
     def _cannot_hold(self, blobs: Sequence[fields.BlobRef]) -> UsageError | None:
-        """Why the cache can never hold all of these blobs; None where it can."""
+        """Return why the cache can never hold all of these blobs; None where it can."""
         size = sum({ref.digest: ref.size_bytes for ref in blobs}.values())
         limit = self._cache.limit_bytes
         if size <= limit:
@@ -388,6 +391,11 @@ class TaskQueue:
             self.job = None
 
     def _do(self, job: down.Job) -> up.UpdateManifest | up.Report:
+        """Do a job whose blobs are all here, in the worker; afterwards the memory that it took is free again.
+
+        Raises:
+            HeadwaterError: as `TaskRunner.do`, or a blob is damaged.
+        """
         from ...wire.tensors import decode  # brings numpy, which an idle agent does without
 
         if isinstance(job.given, fields.BlobRef):
@@ -402,16 +410,24 @@ class TaskQueue:
             self._tasks.release_memory()
 
     def _after_job(self, job: down.Job, result: Any, error: BaseException | None) -> None:
+        """Send what came of a job, and drop the job where it is over.
+
+        Args:
+            job: The job as the worker did it.
+            result: The update or the report; None where there is an ``error``.
+            error: Why it failed.
+        """
         # Asked for again with another noise, it is done again.
-        wanted = self.job is not None and (job_key(self.job), self.job.privacy) == (job_key(job), job.privacy)
+        is_wanted = self.job is not None and (job_key(self.job), self.job.privacy) == (job_key(job), job.privacy)
+        # A report is sent at once; an update goes through the outbox until its receipt, if it is still asked for.
         if error is None:
             self.condition.clear("work", "data")
             if isinstance(result, up.Report):
                 self.last_report = result
                 self._link.send(result)
-            elif wanted:
+            elif is_wanted:
                 self._uploads.offer(result)
-        elif wanted and not self._downloads.has_all(job.refs):  # damaged on this disk, not wrong: download it again
+        elif is_wanted and not self._downloads.has_all(job.refs):  # damaged on this disk, not wrong: download it again
             log.warning("blob_damaged run=%s round=%d reason=%s", fields.run_name(job.run), job.round, error)
             self._fetch()
             return
@@ -423,7 +439,7 @@ class TaskQueue:
         else:
             self._report(error, job_key(job))
         is_over = error is not None or isinstance(result, up.Report)  # an update is over with its receipt
-        if wanted and is_over:
+        if is_wanted and is_over:
             self.job = None
             self._fetch_bundle()
 

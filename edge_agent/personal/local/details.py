@@ -58,7 +58,10 @@ class LabelConflict:
 
 
 def class_counts(train: Samples, test: Samples, answers: np.ndarray) -> list[ClassCount]:
-    """Counts of each class that occurs, in the order of the classes; ``answers`` (n,) are those to the test samples."""
+    """Return counts of each class that occurs, in the order of the classes.
+
+    ``answers`` (n,) are those to the test samples.
+    """
     names = train.class_names
     learned, held_out = (np.bincount(part.labels, minlength=len(names)) for part in (train, test))
     right = np.bincount(test.labels[answers == test.labels], minlength=len(names))
@@ -67,7 +70,10 @@ def class_counts(train: Samples, test: Samples, answers: np.ndarray) -> list[Cla
 
 
 def not_held_out(train: Samples, test: Samples) -> list[str]:
-    """Classes of which there are samples to learn from and none held out; none where nothing is held out at all."""
+    """Return classes of which there are samples to learn from and none held out.
+
+    There are none where nothing is held out at all.
+    """
     tested = {*test.labels.tolist()}
     return [train.class_names[label] for label in sorted({*train.labels.tolist()} - tested)] if tested else []
 
@@ -143,8 +149,8 @@ def label_conflicts(
         np.concatenate([train.labels, test.labels])[rows],
         _recordings(train, test)[rows],
     )
-    known = nearest.of_any[np.isfinite(nearest.of_any)]
-    usual = float(np.median(known)) if len(known) else 0.0
+    finite_distances = nearest.of_any[np.isfinite(nearest.of_any)]
+    usual = float(np.median(finite_distances)) if len(finite_distances) else 0.0
     # Rounding leaves equal rows of float32 a distance of up to 1e-3, the root of what it loses of their product.
     largest = max(NEAR * usual, 1e-3)
 
@@ -152,16 +158,16 @@ def label_conflicts(
         """Return the origin and the class of a sample, training samples first."""
         is_held_out = row >= len(train)
         samples = test if is_held_out else train
-        own = row - len(train) if is_held_out else row
-        return _name(samples, own, is_held_out=is_held_out), samples.class_names[samples.labels[own]]
+        index = row - len(train) if is_held_out else row
+        return _name(samples, index, is_held_out=is_held_out), samples.class_names[samples.labels[index]]
 
     result = list[LabelConflict]()
     listed = set[tuple[int, int]]()
     for at in np.argsort(nearest.of_others, kind="stable").tolist():
         if nearest.of_others[at] > largest or len(result) == most:
             break
-        other = int(nearest.other[at])
-        pair = (min(at, other), max(at, other))
+        nearest_row = int(nearest.other[at])
+        pair = (min(at, nearest_row), max(at, nearest_row))
         if pair not in listed:
             listed.add(pair)
             result.append(LabelConflict(*described(int(rows[pair[0]])), *described(int(rows[pair[1]]))))
@@ -184,14 +190,14 @@ def _nearest(features: np.ndarray, labels: np.ndarray, recordings: np.ndarray) -
     count = len(units)
     result = _Nearest(np.empty(count), np.empty(count), np.empty(count, int))
     block = max(1, _BLOCK_CELLS // count)
-    for begin in range(0, count, block):
-        own = np.arange(begin, min(begin + block, count))
-        distances = np.sqrt(np.maximum(2.0 - 2.0 * (units[own] @ units.T), 0.0))
-        distances[recordings[own, None] == recordings[None, :]] = np.inf
-        result.of_any[own] = distances.min(axis=1)
-        distances[labels[own, None] == labels[None, :]] = np.inf
-        result.of_others[own] = distances.min(axis=1)
-        result.other[own] = distances.argmin(axis=1)
+    for start in range(0, count, block):
+        block_rows = np.arange(start, min(start + block, count))
+        distances = np.sqrt(np.maximum(2.0 - 2.0 * (units[block_rows] @ units.T), 0.0))
+        distances[recordings[block_rows, None] == recordings[None, :]] = np.inf
+        result.of_any[block_rows] = distances.min(axis=1)
+        distances[labels[block_rows, None] == labels[None, :]] = np.inf
+        result.of_others[block_rows] = distances.min(axis=1)
+        result.other[block_rows] = distances.argmin(axis=1)
     return result
 
 

@@ -38,7 +38,7 @@ STATISTICS = (
 
 
 def flattened(inputs: np.ndarray) -> np.ndarray:
-    """Inputs (n, channels, ...) as rows of at most 4096 values, averaged over neighbours where they hold more.
+    """Return inputs (n, channels, ...) as rows of at most 4096 values, averaged over neighbours where they hold more.
 
     Neighbouring pairs are averaged along each axis in turn; an odd last one is left out.
     """
@@ -56,7 +56,7 @@ def _halved(inputs: np.ndarray) -> np.ndarray:
 
 
 def window_statistics(windows: np.ndarray) -> np.ndarray:
-    """`STATISTICS` of each channel, (n, channels * 14) float32, for ``windows`` (n, channels, length)."""
+    """Return `STATISTICS` of each channel, (n, channels * 14) float32, for ``windows`` (n, channels, length)."""
     values = windows.astype(np.float64)
     mean = values.mean(axis=2, keepdims=True)
     centred = values - mean
@@ -82,7 +82,7 @@ def window_statistics(windows: np.ndarray) -> np.ndarray:
 
 
 def learn_convolutions(windows: np.ndarray, rng: np.random.Generator, features: int = 2520) -> Tensors:
-    """What `convolution_features` needs for about that many ``features``, learned from windows (n, channels, length).
+    """Learn from windows (n, channels, length) what `convolution_features` needs for about that many ``features``.
 
     ``channels`` (m, channels) uint8: the random subset that each of the m kernels looks at; ``thresholds`` (m, t)
     float32: quantiles of its outputs on 32 random windows.
@@ -100,7 +100,7 @@ def learn_convolutions(windows: np.ndarray, rng: np.random.Generator, features: 
 
 
 def convolution_features(windows: np.ndarray, learned: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Shares of outputs above thresholds, (n, m * t) float32, in the manner of MiniRocket (Dempster et al., KDD 2021).
+    """Return shares of outputs above thresholds, (n, m * t) float32, as MiniRocket does (Dempster et al., KDD 2021).
 
     All 84 kernels of nine weights of which three are 2 and six are -1, dilated by powers of two while they fit. Windows
     (n, channels, length) shorter than nine values are padded with zeros.
@@ -118,7 +118,7 @@ def _dilations(length: int) -> list[int]:
 
 
 def _outputs(windows: np.ndarray, channels: np.ndarray) -> Iterator[np.ndarray]:
-    """Outputs (n, length) float32 of each kernel in turn, summed over its ``channels`` (m, channels)."""
+    """Return outputs (n, length) float32 of each kernel in turn, summed over its ``channels`` (m, channels)."""
     length = windows.shape[2]
     rows = iter(channels.astype(np.float32))
     for dilation in _dilations(length):
@@ -131,7 +131,7 @@ def _outputs(windows: np.ndarray, channels: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def image_features(images: np.ndarray) -> np.ndarray:
-    """Histograms of oriented gradients, and of the values of each channel, (n, m) float32.
+    """Return histograms of oriented gradients, and of the values of each channel, (n, m) float32.
 
     ``images`` (n, channels, height, width) float32, 0..1, averaged down to 64 x 64 pixels where they are larger.
     Gradients by central differences, of the channel with the largest one; 9 unsigned orientations, shared between the
@@ -144,6 +144,12 @@ def image_features(images: np.ndarray) -> np.ndarray:
 
 
 def _oriented_gradients(images: np.ndarray) -> np.ndarray:
+    """Return histograms of oriented gradients (n, m) float32 of images (n, channels, height, width).
+
+    They are nine orientations in about seven by seven cells, and each block of two by two cells is scaled to one length
+    (Dalal and Triggs, CVPR 2005).
+    """
+    # The gradient of a pixel is that of the channel where it is the largest.
     count, _, height, width = images.shape
     down = np.zeros_like(images)
     across = np.zeros_like(images)
@@ -158,6 +164,7 @@ def _oriented_gradients(images: np.ndarray) -> np.ndarray:
     strength = np.hypot(down, across)
     strongest = strength.argmax(axis=1)[:, None]
     size, down, across = (np.take_along_axis(each, strongest, axis=1)[:, 0] for each in (strength, down, across))
+    # Each pixel counts for the two nearest orientations, and for the cell that it is in.
     bin_at = (np.arctan2(down, across) % np.pi) * np.float32(9 / np.pi) - np.float32(0.5)
     lower = np.floor(bin_at).astype(np.int64)
     share = bin_at - lower
@@ -167,6 +174,7 @@ def _oriented_gradients(images: np.ndarray) -> np.ndarray:
     total = count * rows * columns * 9
     sums = sum(np.bincount((where * 9 + number).ravel(), weight.ravel(), total) for number, weight in parts)
     cells = np.asarray(sums, np.float32).reshape(count, rows, columns, 9)
+    # Blocks overlap; a picture that is too small for two rows or columns is one block.
     if min(rows, columns) < 2:
         blocks = cells.reshape(count, 1, -1)
     else:

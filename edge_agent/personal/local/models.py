@@ -101,18 +101,18 @@ class LocalModel:
     cross_validated: Mapping[str, float] = field(default_factory=dict)
 
     def features(self, inputs: np.ndarray) -> np.ndarray:
-        """Features (n, d) float32, which ``head`` takes, of preprocessed inputs (n, ...) float32."""
+        """Return features (n, d) float32, which ``head`` takes, of preprocessed inputs (n, ...) float32."""
         if self.name == MAJORITY:
             return np.zeros((len(inputs), 1), np.float32)
         return _features(candidates(self.input)[self.name], inputs, self.input, self.learned)
 
     def predict_proba(self, inputs: np.ndarray) -> np.ndarray:
-        """Probabilities (n, K) float64 of the classes for preprocessed inputs (n, ...) float32."""
+        """Return probabilities (n, K) float64 of the classes for preprocessed inputs (n, ...) float32."""
         return self.head.predict_proba(self.features(inputs))
 
 
 def refitting(model: LocalModel, inputs: np.ndarray, labels: np.ndarray, num_classes: int, seed: int) -> Refits:
-    """Features (n, d) of preprocessed ``inputs`` (n, ...), and what fits a head like the model's on some of their rows.
+    """Return features (n, d) of preprocessed ``inputs`` (n, ...), and what fits a head like the model's on rows.
 
     Raises:
         DataError: inputs with NaN or infinity.
@@ -129,9 +129,13 @@ def refitting(model: LocalModel, inputs: np.ndarray, labels: np.ndarray, num_cla
 def fit_local(
     samples: Samples, num_classes: int, rng: np.random.Generator, progress: Callable[[int, int], None] | None = None
 ) -> LocalModel:
-    """The best model for ``samples`` (at least one). ``progress``: folds done, and their number.
+    """Return the best model for ``samples`` (at least one), chosen by cross-validation and fitted on all of them.
 
-    After each fold the kinds are dropped that are worse than the best one beyond noise.
+    Args:
+        samples: The device's training samples.
+        num_classes: How many classes there are.
+        rng: Where draws of samples and folds come from.
+        progress: Is called with the number of folds that are done, and that of all folds.
 
     Raises:
         DataError: inputs with NaN or infinity.
@@ -139,6 +143,7 @@ def fit_local(
     samples = samples.ready()
     if len(samples) > MOST_SAMPLES:
         samples = samples.take(_some(np.arange(len(samples)), MOST_SAMPLES, rng))
+    # Each fold is bounded on both sides, so that the choice takes seconds on a small device.
     divisions = [
         Fold(_some(fold.train, _MOST_TO_LEARN, rng), _some(fold.test, _MOST_TO_TEST, rng))
         for fold in folds(samples, _FOLDS, rng)
@@ -147,9 +152,11 @@ def fit_local(
     kinds = candidates(samples.input)
     if len(np.unique(labels)) < 2 or not divisions:
         return LocalModel(MAJORITY, _majority(labels, num_classes), {}, samples.input)
+    # What the kinds take out of inputs does not depend on the fold, so it is computed once.
     learned = {name: kind.learn(samples.inputs, rng) for name, kind in kinds.items()}
     features = {name: _features(kind, samples.inputs, samples.input, learned[name]) for name, kind in kinds.items()}
     right: dict[str, np.ndarray] = {name: np.zeros(0, bool) for name in (MAJORITY, *kinds)}
+    # After each fold those leave that are worse than the best one beyond noise.
     running = list(right)
     for number, (train, test) in enumerate((fold.train, fold.test) for fold in divisions):
         for name in running:
@@ -163,6 +170,7 @@ def fit_local(
         running = [name for name in running if name == leader or not is_better(right[leader], right[name])]
         if progress is not None:
             progress(number + 1, len(divisions))
+    # The winner learns from all samples.
     best = max(running, key=lambda name: int(right[name].sum()))
     scores = {name: float(answers.mean()) for name, answers in right.items()}
     if best == MAJORITY:
@@ -177,7 +185,7 @@ def _some(rows: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
 
 def _features(kind: Candidate, inputs: np.ndarray, spec: InputSpec, learned: Tensors) -> np.ndarray:
     starts = range(0, max(1, len(inputs)), _AT_ONCE)
-    return np.concatenate([kind.features(inputs[begin : begin + _AT_ONCE], spec, learned) for begin in starts])
+    return np.concatenate([kind.features(inputs[start : start + _AT_ONCE], spec, learned) for start in starts])
 
 
 def _majority(labels: np.ndarray, num_classes: int) -> Head:
@@ -190,7 +198,7 @@ def _majority(labels: np.ndarray, num_classes: int) -> Head:
 def fitted(
     kind: Candidate, features: np.ndarray, labels: np.ndarray, num_classes: int, rng: np.random.Generator
 ) -> Head:
-    """The head of that kind, fitted on features (n, d) and labels (n,)."""
+    """Return the head of that kind, fitted on features (n, d) and labels (n,)."""
     head = heads.create(kind.head, kind.params)
     data = FitData(features, labels, num_classes)
     if kind.head != "lr" or len(features) >= features.shape[1] or len(data.classes) < 2:
@@ -199,11 +207,11 @@ def fitted(
     # With fewer samples than features the solution lies in their span: the same problem, in fewer dimensions.
     norm = fit_norm(features, head.params.feature_norm)
     inputs = normalise(features, head.params.feature_norm, norm)
-    values, left = np.linalg.eigh(inputs @ inputs.T)
-    known = values > max(float(values[-1]), 1e-30) * 1e-12
-    scale = np.sqrt(values[known])
+    values, vectors = np.linalg.eigh(inputs @ inputs.T)
+    is_kept = values > max(float(values[-1]), 1e-30) * 1e-12
+    scale = np.sqrt(values[is_kept])
     turned = heads.create("lr", {**kind.params, "feature_norm": "none"})
-    turned.fit(FitData(np.asarray(left[:, known] * scale, np.float32), labels, num_classes), rng)
-    weight = (turned.arrays["weight"] / scale) @ left[:, known].T @ inputs
+    turned.fit(FitData(np.asarray(vectors[:, is_kept] * scale, np.float32), labels, num_classes), rng)
+    weight = (turned.arrays["weight"] / scale) @ vectors[:, is_kept].T @ inputs
     head.load({**turned.arrays, **norm, "weight": weight}, num_classes, features.shape[1])
     return head

@@ -26,7 +26,7 @@ class Fold:
 
 
 def interval(correct: int, total: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share, both ends 0..1, for ``correct`` of ``total`` >= 1 answers (Wilson 1927)."""
+    """Return Wilson's 95 % interval (Wilson 1927) of a share, 0..1, for ``correct`` of ``total`` >= 1 answers."""
     share = correct / total
     square = _Z**2
     center = share + square / (2 * total)
@@ -36,7 +36,9 @@ def interval(correct: int, total: int) -> tuple[float, float]:
 
 
 def p_value(first: np.ndarray, second: np.ndarray) -> float:
-    """Two-sided exact p-value of McNemar's test, 0..1: could two models that are right on these rows be equally good?
+    """Return the two-sided exact p-value of McNemar's test, 0..1.
+
+    It answers whether two models that are right on these rows could be equally good.
 
     ``first`` and ``second`` (n,) bool: whether each model is right on the same held-out samples.
     """
@@ -49,7 +51,7 @@ def p_value(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def is_better(first: np.ndarray, second: np.ndarray) -> bool:
-    """Whether the first model is right more often than the second one, beyond noise (p < 0.05).
+    """Return whether the first model is right more often than the second one, beyond noise (p < 0.05).
 
     Both: whether it is right, (n,) bool, on the same samples.
     """
@@ -57,13 +59,14 @@ def is_better(first: np.ndarray, second: np.ndarray) -> bool:
 
 
 def folds(samples: Samples, count: int, rng: np.random.Generator) -> list[Fold]:
-    """At most ``count`` divisions that test every sample once; fewer where no class has so many parts, none below two.
+    """Return at most ``count`` divisions that test each sample once; fewer where no class has as many parts, or none.
 
     Without recordings the samples of each class are dealt to the folds. With recordings (``samples.groups``) whole
     recordings are dealt, so that no two windows of one recording stand on both sides. The only recording of a class is
     cut into blocks of time instead, for each of its classes, and windows that overlap the tested blocks are left out:
     otherwise some fold would have nothing of that class to learn from.
     """
+    # A unit is what is dealt as a whole: a recording, or a sample where there are no recordings.
     labels = samples.labels
     units = np.arange(len(labels)) if samples.groups is None else np.unique(samples.groups, return_inverse=True)[1]
     units_of = {int(label): np.unique(units[labels == label]) for label in np.unique(labels)}
@@ -72,19 +75,24 @@ def folds(samples: Samples, count: int, rng: np.random.Generator) -> list[Fold]:
         count = min(count, most)
     elif samples.groups is None:
         return []
-    cut = {int(own[0]) for own in units_of.values() if len(own) == 1} if samples.groups is not None else set()
+    # The only recording of a class cannot be dealt as a whole.
+    cut: set[int] = set()
+    if samples.groups is not None:
+        cut = {int(class_units[0]) for class_units in units_of.values() if len(class_units) == 1}
     part_of_unit = np.full(int(units.max(initial=-1)) + 1, -1)
-    begin = 0
-    for own in units_of.values():
-        whole = rng.permutation(own[~np.isin(own, list(cut))])
-        part_of_unit[whole] = (begin + np.arange(len(whole))) % count
-        begin += len(whole)  # rare classes do not all land in the first fold
+    dealt = 0
+    for class_units in units_of.values():
+        whole = rng.permutation(class_units[~np.isin(class_units, list(cut))])
+        part_of_unit[whole] = (dealt + np.arange(len(whole))) % count
+        dealt += len(whole)  # rare classes do not all land in the first fold
+    # It is cut into blocks of time, for each class that it holds.
     part = part_of_unit[units]
     for unit in cut:
         for label in np.unique(labels[units == unit]):
             rows = np.flatnonzero((units == unit) & (labels == label))
             for number, block in enumerate(np.array_split(rows, count)):
                 part[block] = number
+    # Windows that overlap a tested block are on neither side, and a fold with an empty side is none.
     result = []
     for number in range(count):
         tested = part == number
@@ -95,24 +103,24 @@ def folds(samples: Samples, count: int, rng: np.random.Generator) -> list[Fold]:
 
 
 def sitting_of(samples: Samples, divisions: Sequence[Fold]) -> float | None:
-    """Mean of `same_sitting`, 0..1, over the folds; None where there are none, or no recordings."""
+    """Return the mean of `same_sitting`, 0..1, over the folds; None where there are none, or no recordings."""
     shares = [same_sitting(samples.take(fold.train), samples.take(fold.test)) for fold in divisions]
-    known = [share for share in shares if share is not None]
-    return float(np.mean(known)) if known else None
+    known_shares = [share for share in shares if share is not None]
+    return float(np.mean(known_shares)) if known_shares else None
 
 
 def new_rows(samples: Samples, learned: np.ndarray | None) -> np.ndarray:
-    """Rows (m,) of samples that are neither among those with the digests ``learned`` (k,) nor overlap one of them."""
+    """Return the rows (m,) of samples without a digest in ``learned`` (k,) that overlap none that has one."""
     if learned is None:
         return np.arange(len(samples))
-    known = np.isin(samples.row_digests(), learned)
+    is_known = np.isin(samples.row_digests(), learned)
     if samples.groups is not None:
-        known |= _near(known, samples.groups, {*samples.groups.tolist()}, samples)
-    return np.flatnonzero(~known)
+        is_known |= _near(is_known, samples.groups, {*samples.groups.tolist()}, samples)
+    return np.flatnonzero(~is_known)
 
 
 def _near(tested: np.ndarray, units: np.ndarray, cut: set[int], samples: Samples) -> np.ndarray:
-    """Which rows (n,) bool overlap tested ones of a recording that is cut."""
+    """Return which rows (n,) bool overlap tested ones of a recording that is cut."""
     gap = windows_apart(samples.input) if isinstance(samples.input, WindowInput) else 0
     result = np.zeros(len(units), bool)
     for unit in cut if gap else ():
@@ -159,16 +167,16 @@ class LearningCurve:
 
     @property
     def advice(self) -> str:
-        """An answer to "have I collected enough?", in one sentence."""
-        known = self.forecast
-        if known is None:
+        """Return an answer to "have I collected enough?", in one sentence."""
+        forecast = self.forecast
+        if forecast is None:
             return "too few samples for a learning curve; collect at least 3 of each class"
-        expected, low, high = (100 * share for share in (known.expected, known.low, known.high))
+        expected, low, high = (100 * share for share in (forecast.expected, forecast.low, forecast.high))
         about = (
-            f"with {known.samples} samples to fit, twice as many as here, about {expected:.1f} % "
+            f"with {forecast.samples} samples to fit, twice as many as here, about {expected:.1f} % "
             f"({low:.1f} to {high:.1f} %)"
         )
-        least, most = known.gain
+        least, most = forecast.gain
         if least >= _WORTH:
             return f"{about}: collecting more samples is worth it"
         if most < 2 * _WORTH:
@@ -188,7 +196,7 @@ def learning_curve(
     sizes: Sequence[float] = (0.1, 0.2, 0.4, 0.7, 1.0),
     repeats: int = 3,
 ) -> LearningCurve:
-    """Accuracy by number of samples, cross-validated.
+    """Return the accuracy by number of samples, cross-validated.
 
     ``score`` takes rows (m,) int64 to learn from and rows to test on, and returns how many of these are answered right.
     ``sizes`` are shares of what a fold has to learn from.
@@ -216,7 +224,9 @@ def learning_curve(
 
 
 def extrapolated(points: Sequence[CurvePoint], samples: int, tested: int, repeats: int) -> Forecast | None:
-    """The forecast for ``samples`` to learn from, of all curves that go with the points; None below three of them.
+    """Return the forecast for ``samples`` to learn from, of all curves that go with the points.
+
+    It is None below three of them.
 
     The error falls as r + (1 - r) n^-b times what it is at the last point: a share r remains, 0..1, and b is 0..1.5.
     Every r and b counts as its curve fits the points within their noise, so that few or scattered points leave a wide
@@ -234,7 +244,8 @@ def extrapolated(points: Sequence[CurvePoint], samples: int, tested: int, repeat
     last = np.linspace(-3, 3, 31) * math.sqrt(noise[-1]) + errors[-1]
     remains, power, last = np.meshgrid(np.linspace(0, 1, 11), np.linspace(0, 1.5, 31), last, indexing="ij")
     falls = [remains + (1 - remains) * (size / sizes[-1]) ** -power for size in sizes]
-    misfit = sum((last * fall - error) ** 2 / one for fall, error, one in zip(falls, errors, noise, strict=True))
+    points_of_fit = zip(falls, errors, noise, strict=True)
+    misfit = sum((last * fall - error) ** 2 / variance for fall, error, variance in points_of_fit)
     misfit = np.where(last >= 0, misfit, np.inf)
     best = float(misfit.min())  # taken off every misfit: above 1,490 the weight of the best curve would be 0, too
     weights = np.exp((best - misfit) / (2 * max(1.0, best / len(points))))
@@ -248,7 +259,7 @@ def extrapolated(points: Sequence[CurvePoint], samples: int, tested: int, repeat
 
 
 def _quantiles(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """The 5 % and the 95 % quantile of weighted values."""
+    """Return the 5 % and the 95 % quantile of weighted values."""
     order = np.argsort(values, axis=None)
     shares = np.cumsum(weights.reshape(-1)[order])
     low, high = (values.reshape(-1)[order[np.searchsorted(shares, share * shares[-1])]] for share in (0.05, 0.95))
@@ -256,7 +267,7 @@ def _quantiles(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
 
 
 def _stratified_order(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Row numbers in an order in which every beginning has the classes in about their shares."""
+    """Return row numbers in an order in which every beginning has the classes in about their shares."""
     position = np.empty(len(labels))
     for label in np.unique(labels):
         rows = rng.permutation(np.flatnonzero(labels == label))

@@ -120,7 +120,7 @@ class Fault(Control):
 
     type: Literal["fault"] = "fault"
     error: Text = Field(max_length=64, description="class, of our tree or Python's own")
-    code: str = Field("", pattern=r"^[a-z-]{0,32}$", description="what failed, see `agent.health`")
+    code: str = Field("", pattern=r"^[a-z-]{0,32}$", description="what failed, see `wire.faults`")
     message: Text = Field(max_length=2000)
     remedy: Text = Field("", max_length=500, description="what to do about it")
     run: AnyRun = ""
