@@ -25,7 +25,7 @@ _EXAMPLE = """example:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code of the command line ``arguments``."""
+    """Return the exit code of the command line ``arguments``."""
     options = _parser().parse_args(arguments)
     try:
         report = _export(options)

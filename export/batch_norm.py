@@ -26,8 +26,11 @@ from .encoder import Exported, to_onnx
 PROBE_FILE = "norm_probe.onnx"
 PREFIX = "estimate/"
 _FLAT = f"{PREFIX}flat"
-_NAME_TAG, _DATA_TAG = b"\x42", b"\x4a"
-"""Fields ``name`` and ``raw_data`` of a tensor in an ONNX file; they follow each other."""
+_NAME_TAG = b"\x42"
+"""The byte before the name of a tensor in an ONNX file."""
+
+_DATA_TAG = b"\x4a"
+"""The byte before the raw data of a tensor in an ONNX file, which follow its name."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def to_onnx(
 
 
 def strip_opsets(model: bytes) -> bytes:
-    """The same graph without imports of operator sets that none of its nodes uses; strict consumers refuse those."""
+    """Return the graph without imports of operator sets that no node uses, which strict consumers refuse."""
     import onnx
 
     graph = onnx.load_from_string(model)

@@ -31,7 +31,7 @@ MIN_COSINE = 0.99
 """Lowest mean cosine between int8 and fp32 features; it finds a broken variant, accuracies find a poor one."""
 
 MAX_WEIGHT = 64
-"""Largest absolute int8 weight: two products with unsigned 8-bit activations fit into 16 bits."""
+"""The largest absolute int8 weight, so that two products with unsigned 8-bit activations fit into 16 bits."""
 
 Ranges: TypeAlias = Mapping[str, tuple[float, float]]
 """Smallest and largest value of each tensor between two operators, by its name in the graph."""
@@ -68,7 +68,7 @@ class Quantizer:
         self._names = [value.name for value in self._session.get_outputs()]
 
     def values(self, inputs: np.ndarray) -> dict[str, np.ndarray]:
-        """All float tensors of the graph, by name, for a batch of ``inputs`` (n, ...) float32, which is one of them."""
+        """Return all float tensors of the graph, inputs included, by name for a batch ``inputs`` (n, ...) float32."""
         return {
             self._input: inputs,
             **dict(zip(self._names, self._session.run(None, {self._input: inputs}), strict=True)),
@@ -116,7 +116,7 @@ class Quantizer:
         return strip_opsets(quantizer.model.model.SerializeToString())
 
     def _float_tail(self) -> tuple[list[str], bool]:
-        """Nodes behind the last layer with weights that are computed in float, and whether that layer is linear.
+        """Return the nodes behind the last layer with weights, which are computed in float, and whether it is linear.
 
         An activation right behind a convolution is part of it and stays int8; pooling behind it averages in float.
         """
@@ -175,7 +175,7 @@ def _is_equal(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def common(each: Sequence[Ranges]) -> Ranges:
-    """One range for each tensor from those of several clients or domains, of which a few may be wrong.
+    """Return one range for each tensor from those of several clients or domains, of which a few may be wrong.
 
     The widest quarter of them, of three or more at least one, is left out at either end: the largest of the others is
     the limit. So one client in four cannot widen a range, and what little lies outside of it saturates.
@@ -189,7 +189,7 @@ def common(each: Sequence[Ranges]) -> Ranges:
 
 
 def largest_weight(model: bytes) -> int:
-    """Largest absolute value among the int8 weights of a quantized graph; 0 where it has none."""
+    """Return the largest absolute value among the int8 weights of a quantized graph; 0 where it has none."""
     import onnx
 
     weights = [tensor for tensor in onnx.load_from_string(model).graph.initializer if tensor.data_type == 3]

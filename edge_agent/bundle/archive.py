@@ -57,25 +57,31 @@ from .trust import (
 )
 
 _BLOCK = 512
-
+"""Bytes of a block of a tar file, to which its headers and contents are padded."""
 
 _END = bytes(2 * _BLOCK)
-
+"""The end of a tar file."""
 
 _CHECKSUM_BYTES = 65
-
+"""Bytes of the file `CHECKSUM`: 64 hexadecimal digits and a newline."""
 
 _COPY_BYTES = 1 << 20
-
+"""The most bytes of a file's content that are in memory at once."""
 
 MOST_HEADER_BYTES = 1 << 16
+"""The most bytes of the header of a tensor file in a bundle."""
 
 
 @dataclass(frozen=True)
 class BundleFile:
-    """A bundle file whose bytes are those of its manifest; ``offsets`` says where each file's content begins.
+    """A bundle file whose bytes were compared with its manifest.
 
-    ``release``: its signatures as they are in the file, not verified; None where it has none.
+    Attributes:
+        path: The file.
+        manifest: Its manifest.
+        offsets: The byte at which the content of each file begins.
+        end: The byte behind the last file, where the signatures or the end of the tar begin.
+        release: Its signatures as they are in the file, not verified; None where it has none.
     """
 
     path: Path
@@ -85,7 +91,7 @@ class BundleFile:
     release: bytes | None
 
     def blocks(self, name: str) -> Iterator[bytes]:
-        """Content of one file, a megabyte at a time.
+        """Yield the content of one file, a megabyte at a time.
 
         Raises:
             BundleDamaged: The bytes have changed since the bundle was opened; this is known after the last block.
@@ -95,15 +101,18 @@ class BundleFile:
             yield from _content(file, self.path, name, self.manifest.files[name])
 
     def read(self, name: str) -> bytes:
-        """Content of one file, verified as by `blocks`."""
+        """Return the content of one file, verified as by `blocks`."""
         return b"".join(self.blocks(name))
 
 
 def pack(path: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes | Path]) -> Manifest:
-    """Write a bundle atomically; returns its manifest. Equal content gives equal bytes, on every machine.
+    """Write a bundle atomically and return its manifest. Equal content gives equal bytes, on every machine.
 
-    ``manifest`` holds the fields of `Manifest` without ``files`` and ``schema_version``; ``variants`` names a file
-    for each precision, fingerprints follow from the content. A file's content is bytes or the path of a file to copy.
+    Args:
+        path: The file to write.
+        manifest: The fields of `Manifest` without ``files`` and ``schema_version``. ``variants`` names a file for each
+            precision; the fingerprints are computed here.
+        files: The content of each file, or the path of a file to copy.
 
     Raises:
         BundleError: The fields are not those of a manifest, or refer to files that do not exist; every mistake is
@@ -112,12 +121,14 @@ def pack(path: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes | Pa
     contents = {name: data if isinstance(data, bytes) else read_regular(data) for name, data in sorted(files.items())}
     entries = {name: FileEntry(sha256=sha256_of(data), size_bytes=len(data)) for name, data in contents.items()}
     unbound = {name: {"file": file, "fingerprint": "0" * 64} for name, file in manifest.get("variants", {}).items()}
-    given = {**manifest, "schema_version": SCHEMA, "files": entries, "variants": unbound}
+    fields = {**manifest, "schema_version": SCHEMA, "files": entries, "variants": unbound}
     try:
-        draft = Manifest.model_validate(given)
+        draft = Manifest.model_validate(fields)
     except ValidationError as error:
         raise BundleError(f"{path}: manifest: {'; '.join(mistakes_of(error, Manifest))}") from error
-    if missing := [variant.file for variant in draft.variants.values() if variant.file not in entries]:
+    # The fingerprints need the checked input spec and the hashes of the variants' files, so they come second.
+    missing = [variant.file for variant in draft.variants.values() if variant.file not in entries]
+    if missing:
         raise BundleError(f"{path}: no file {', '.join(missing)} among {', '.join(entries) or '(none)'}")
     variants = {
         precision: Variant(file=variant.file, fingerprint=fingerprint(entries[variant.file].sha256, draft.task.input))
@@ -126,10 +137,11 @@ def pack(path: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes | Pa
     complete = draft.model_copy(update={"variants": variants})
     raw = dump_manifest(complete)
     if len(raw) > MAX_MANIFEST_BYTES:
-        raise BundleError(f"{path}: manifest of {len(raw)} bytes, at most {MAX_MANIFEST_BYTES} are carried")
+        raise BundleError(f"{path}: the manifest has {len(raw)} bytes, at most {MAX_MANIFEST_BYTES} are allowed")
     parse_manifest(raw, str(path))
-    members = {MANIFEST: raw, CHECKSUM: checksum_line(raw), **contents}
-    parts = [part for name, data in members.items() for part in (_header(name, len(data)), data, _padding(len(data)))]
+    parts = []
+    for name, data in {MANIFEST: raw, CHECKSUM: checksum_line(raw), **contents}.items():
+        parts += [_header(name, len(data)), data, _padding(len(data))]
     write_atomic(path, *parts, _END)
     return complete
 
@@ -144,19 +156,21 @@ def open_bundle(path: Path) -> BundleFile:
     try:
         with open_regular(path) as file:
             manifest = _read_manifest(file, path)
+            # The manifest tells every header, padding and size that follow, so each of them is compared.
             offsets: dict[str, int] = {}
-            before = _CHECKSUM_BYTES
+            previous_bytes = _CHECKSUM_BYTES
             for name, entry in sorted(manifest.files.items()):
-                _expect(file, _padding(before) + _header(name, entry.size_bytes), path, name)
+                _expect(file, _padding(previous_bytes) + _header(name, entry.size_bytes), path, name)
                 offsets[name] = file.tell()
                 for _ in _content(file, path, name, entry):
                     pass
-                before = entry.size_bytes
-            _expect(file, _padding(before), path, "the end")
+                previous_bytes = entry.size_bytes
+            _expect(file, _padding(previous_bytes), path, "the end")
+            # Only the signatures may follow.
             end = file.tell()
             release = _read_release(file, path)
             if file.read(1):
-                raise BundleDamaged(f"{path}: bytes after the end; fetch the bundle again")
+                raise BundleDamaged(f"{path}: there are bytes after the end; fetch the bundle again")
     except OSError as error:
         raise BundleDamaged(
             f"{path}: cannot be read: {cause(error)}; expected a bundle file, usually named *.hwb"
@@ -165,7 +179,7 @@ def open_bundle(path: Path) -> BundleFile:
 
 
 def attach(path: Path, release: bytes) -> None:
-    """Give the bundle at ``path`` these signatures, in place of those that it has; its id stays.
+    """Put these signatures into the bundle at ``path``, in place of those that it has; its id stays.
 
     Raises:
         BundleDamaged: See `open_bundle`.
@@ -176,9 +190,12 @@ def attach(path: Path, release: bytes) -> None:
 
 
 def verify(path: Path, root: Envelope) -> tuple[Release, Root]:
-    """The release of the bundle at ``path``, and the root whose keys have signed it, found from a trusted root alone.
+    """Verify the signatures of the bundle at ``path``, starting from a trusted root alone.
 
-    Expiry and version are not looked at: they count where a bundle is installed.
+    Expiry and version are not checked: they count where a bundle is installed.
+
+    Returns:
+        The release of the bundle, and the root whose keys have signed it.
 
     Raises:
         BundleDamaged: See `open_bundle`.
@@ -200,6 +217,7 @@ def verify(path: Path, root: Envelope) -> tuple[Release, Root]:
 
 
 def _header(name: str, size: int) -> bytes:
+    """Return the tar header of a file of this name and size, which is the same for equal ones."""
     info = tarfile.TarInfo(name)
     info.size = size
     info.mode = 0o644
@@ -207,27 +225,29 @@ def _header(name: str, size: int) -> bytes:
 
 
 def _padding(size: int) -> bytes:
+    """Return the zeros that follow a content of ``size`` bytes."""
     return bytes(-size % _BLOCK)
 
 
 def _read_manifest(file: BinaryIO, path: Path) -> Manifest:
+    """Return the manifest at the beginning of a bundle, compared with its checksum behind it."""
     header = file.read(_BLOCK)
     size = _size_in(header)
     if size is None or header != _header(MANIFEST, size):
         raise BundleDamaged(f"{path}: does not begin with {MANIFEST}; not a bundle, or damaged; fetch it again")
     if size > MAX_MANIFEST_BYTES:
-        raise BundleDamaged(f"{path}: manifest of {size} bytes, at most {MAX_MANIFEST_BYTES} are read")
+        raise BundleDamaged(f"{path}: the manifest has {size} bytes, at most {MAX_MANIFEST_BYTES} are read")
     raw = file.read(size)
     if len(raw) != size:
-        raise BundleDamaged(f"{path}: cut short inside '{MANIFEST}'; fetch the bundle again")
+        raise BundleDamaged(f"{path}: truncated inside '{MANIFEST}'; fetch the bundle again")
     _expect(file, _padding(size) + _header(CHECKSUM, _CHECKSUM_BYTES), path, CHECKSUM)
     if file.read(_CHECKSUM_BYTES) != checksum_line(raw):
-        raise BundleDamaged(f"{path}: the manifest is not the one that its checksum names; fetch the bundle again")
+        raise BundleDamaged(f"{path}: the manifest does not match its checksum; fetch the bundle again")
     return parse_manifest(raw, str(path))
 
 
 def _read_release(file: BinaryIO, path: Path) -> bytes | None:
-    """Return the signatures at the end of a bundle, and the end; None where it has none."""
+    """Return the signatures at the end of a bundle, and read its end, too; None where it has none."""
     header = file.read(_BLOCK)
     if header == _END[:_BLOCK]:
         _expect(file, _END[_BLOCK:], path, "the end")
@@ -241,28 +261,34 @@ def _read_release(file: BinaryIO, path: Path) -> bytes | None:
 
 
 def _size_in(header: bytes) -> int | None:
+    """Return the size that a tar header states; None where it states none."""
     digits = header[124:135]  # in octal
     return int(digits, 8) if len(digits) == 11 and all(48 <= byte < 56 for byte in digits) else None
 
 
 def _content(file: BinaryIO, path: Path, name: str, entry: FileEntry) -> Iterator[bytes]:
-    """Content of one member in blocks; BundleDamaged where it is not what the manifest promises."""
+    """Yield the content of one file in blocks.
+
+    Raises:
+        BundleDamaged: The content is truncated, or has another hash than the manifest.
+    """
     digest = hashlib.sha256()
     left = entry.size_bytes
     while left:
         block = file.read(min(left, _COPY_BYTES))
         if not block:
-            raise BundleDamaged(f"{path}: cut short inside '{name}', {left} bytes missing; fetch the bundle again")
+            raise BundleDamaged(f"{path}: truncated inside '{name}', {left} bytes missing; fetch the bundle again")
         digest.update(block)
         left -= len(block)
         yield block
     if digest.hexdigest() != entry.sha256:
         raise BundleDamaged(
-            f"{path}: '{name}' has SHA-256 {digest.hexdigest()[:16]}…, the manifest promises {entry.sha256[:16]}…; "
+            f"{path}: '{name}' has SHA-256 {digest.hexdigest()[:16]}…, expected {entry.sha256[:16]}… by its manifest; "
             "fetch the bundle again"
         )
 
 
 def _expect(file: BinaryIO, expected: bytes, path: Path, name: str) -> None:
+    """Read the ``expected`` bytes, or refuse the bundle as damaged before ``name``."""
     if file.read(len(expected)) != expected:
         raise BundleDamaged(f"{path}: unexpected bytes before '{name}'; damaged or not written by headwater")

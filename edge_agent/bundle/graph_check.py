@@ -1,4 +1,4 @@
-"""What an ONNX graph would take of a device, found by reading it: operators, shapes, memory and work. Nothing runs.
+"""The cost of an ONNX graph for a device, found by reading it: operators, shapes, memory and work. Nothing is run.
 
 ONNX Runtime allocates and computes already when it loads a graph: a file of 129 bytes can ask for a gibibyte. So the
 file is read here first, as protobuf, without the package onnx. Every operator is one of `OPERATORS`, whose results have
@@ -21,36 +21,40 @@ from ..core.errors import BundleDamaged
 from ..core.limits import limit_bytes
 
 MOST_BYTES = 512 << 20
-"""Of memory for constants and intermediate results of one batch; on a small device half of its memory, if that is less.
+"""The most bytes for constants and intermediate results of one batch; on a small device at most half of its memory.
 
 ResNet18 takes 6 MB for an image of 224 pixels, and 45 MB of weights, which count as constants.
 """
 
 REST_BYTES = 96 << 20
-"""What a process takes that runs a graph, beside it: ONNX Runtime, and eight inputs with their preprocessing."""
+"""The bytes that a process takes beside the graph that it runs: ONNX Runtime, and eight inputs while preprocessed."""
 
 MOST_WORK = 100_000_000_000
-"""Multiplications for one input; ResNet18 takes 1.8e9 for an image of 224 pixels, ViT-B 1.7e10."""
+"""The most multiplications for one input; ResNet18 takes 1.8e9 for an image of 224 pixels, ViT-B 1.7e10."""
 
 MOST_NODES = 10_000
+"""The most nodes of all graphs of a file together."""
+
 MOST_GRAPHS = 8
-"""Graphs of one file, which are read as one: an encoder, and the probe of its batch norm."""
+"""The most graphs of one file, which are read as one: an encoder, and the probe of its batch norm."""
 
 _MOST = {"fields": 100_000, "bytes of integers": 1 << 18, "bytes of texts": 1 << 20, "numbers in sizes": 1 << 19}
-"""What is read of a graph, before memory is taken for it: 0.5 s and 50 MB together.
+"""The most of each kind that is read of a graph, which together takes 0.5 s and 50 MB.
 
 MobileNetV3 in int8 takes 7,600, 20,000, 64,000 and 1,000 of these; DenseNet121 has 9,500 fields.
 """
 
 _MOST_BESIDE = 4 << 20
-"""Bytes of a file beside the values of its constants: ONNX Runtime reads them as well. DenseNet121 has 200,000."""
+"""The most bytes of a file beside the values of its constants, all read by ONNX Runtime; DenseNet121 has 200,000."""
 
 _MOST_RANK = 8
+"""The most axes of a value."""
+
 _MOST_SIDE = (1 << 31) - 1
-"""ONNX Runtime takes this number, as the end of a Slice, for the end of the axis."""
+"""The bound of every side of a shape; as the end of a Slice, ONNX Runtime takes this number for the end of the axis."""
 
 _MOST_KNOWN = 4096
-"""Values of an integer constant that are looked at; shapes and axes are shorter."""
+"""The most values of an integer constant that are looked at; shapes and axes are shorter."""
 
 _UNARY = """
     Abs BatchNormalization Clip DequantizeLinear Elu Erf Exp Gelu GroupNormalization HardSigmoid HardSwish Identity
@@ -65,7 +69,7 @@ _Value: TypeAlias = "int | float | bytes | list[int] | _Tensor | None"
 
 @dataclass(frozen=True)
 class Cost:
-    """What one batch takes: bytes of constants and intermediate results, multiplications, and the output's shapes."""
+    """The cost of one batch: bytes of constants and intermediate results, multiplications, and the outputs' shapes."""
 
     memory_bytes: int
     work: int
@@ -74,6 +78,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class _Tensor:
+    """A constant: its shape, its size in bytes, and its numbers where sizes of results may be made of them."""
+
     shape: Shape
     bytes: int
     values: np.ndarray | None = None
@@ -81,28 +87,34 @@ class _Tensor:
 
 @dataclass
 class _Node:
+    """A node of a graph."""
+
     operator: str = ""
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     attributes: dict[str, _Value] = field(default_factory=dict)
 
     def ints(self, name: str, default: Sequence[int] = ()) -> list[int]:
-        """Return an attribute of integers."""
+        """Return the integers of an attribute, or ``default`` where the node does not have it."""
         value = self.attributes.get(name)
-        if value is not None and not isinstance(value, list):
-            raise BundleDamaged(f"attribute '{name}' of {self.operator} is no list of integers")
-        return list(default) if value is None else value
+        if value is None:
+            return list(default)
+        if not isinstance(value, list):
+            raise BundleDamaged(f"attribute '{name}' of {self.operator} is not a list of integers")
+        return value
 
     def int(self, name: str, default: int) -> int:
-        """Return an attribute of one integer."""
+        """Return the integer of an attribute, or ``default`` where the node does not have it."""
         value = self.attributes.get(name, default)
         if not isinstance(value, int):
-            raise BundleDamaged(f"attribute '{name}' of {self.operator} is no integer")
+            raise BundleDamaged(f"attribute '{name}' of {self.operator} is not an integer")
         return value
 
 
 @dataclass
 class _Graph:
+    """The graphs of a file, read as one; a side of an input is None where the file gives it a name."""
+
     nodes: list[_Node] = field(default_factory=list)
     constants: dict[str, _Tensor] = field(default_factory=dict)
     inputs: dict[str, list[int | None]] = field(default_factory=dict)
@@ -110,9 +122,13 @@ class _Graph:
 
 
 def check(content: bytes | memoryview, inputs: Sequence[Shape], *, where: str = "encoder", most_bytes: int = 0) -> Cost:
-    """What a serialised graph takes for inputs of these shapes, in order; the first axis of the first one is the batch.
+    """Return the cost of a serialised graph, and refuse one that costs too much or has forms that are not allowed.
 
-    ``most_bytes``: the bound on memory; 0: `MOST_BYTES`, or half of this machine's memory where that is less.
+    Args:
+        content: The ONNX file.
+        inputs: Shapes of its inputs, in order; the first axis of the first one is the batch.
+        where: The name of the file in messages.
+        most_bytes: The bound on memory; 0: that of `budget_bytes`.
 
     Raises:
         BundleDamaged: The file is not a graph, uses an operator or form that is not allowed, or exceeds a limit of
@@ -141,7 +157,7 @@ def check(content: bytes | memoryview, inputs: Sequence[Shape], *, where: str = 
 
 
 def budget_bytes(most: int = MOST_BYTES) -> int:
-    """Memory for a graph, up to ``most``: half of the machine's, and what this process may take but `REST_BYTES`."""
+    """Return the bytes that a graph may take: at most ``most``, half of the memory, and this process's own limit."""
     limit = limit_bytes()
     with contextlib.suppress(AttributeError, ValueError, OSError):  # no such system call, as on Windows
         most = min(most, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
@@ -153,7 +169,7 @@ def budget_bytes(most: int = MOST_BYTES) -> int:
 _VARINT = 0
 _LENGTH = 2
 _SIZES = {1: 8, _LENGTH: 0, 5: 4}
-"""Wire type -> bytes of its content, where they are fixed."""
+"""Bytes of the content of each wire type that has a content; those of `_LENGTH` are stated before it."""
 
 _Raw: TypeAlias = "int | memoryview"
 
@@ -171,26 +187,26 @@ _TENSOR = {
 }  # fmt: skip
 _FIXED = {"f", "floats*", "float_data*", "double_data*"}
 _KINDS = {"f": 1, "i": 2, "s": 3, "t": 4, "floats": 6, "ints": 7}
-"""Field of an attribute -> the type that says that it is this one."""
+"""The type that an attribute states where its value is in each field."""
 
 _ITEM_BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8}
-"""Element type of ONNX -> bytes: float32, (u)int8, (u)int16, int32, int64, bool, float16, float64, uint32, uint64."""
+"""Bytes of an element of each ONNX type: float32, int8..int64, bool, float16, float64, and the unsigned ones."""
 
 _INT64 = 7
-"""The one element type whose numbers are worked out: smaller ones wrap otherwise, and no size is made of them."""
+"""The only element type whose numbers are computed here: smaller ones overflow earlier, and sizes are not of them."""
 
 _TYPED = {"float_data": {1}, "int32_data": {2, 3, 4, 5, 6, 9, 10}, "int64_data": {_INT64}, "double_data": {11}}
-"""Field of a tensor -> the element types whose values ONNX has there."""
+"""The element types whose values ONNX puts into each field of a tensor."""
 
 
 class _Budget:
-    """What reading a graph may still take of each kind in `_MOST`."""
+    """The amount of each kind in `_MOST` that reading a graph may still take."""
 
     def __init__(self) -> None:
         self._left = dict(_MOST)
 
     def spend(self, what: str, count: int) -> None:
-        """Take so much of a kind.
+        """Take ``count`` of the kind ``what``.
 
         Raises:
             BundleDamaged: The rest of the budget is smaller than ``count``.
@@ -201,44 +217,51 @@ class _Budget:
 
 
 class _Reader:
-    """Reads a model; each field that may occur once occurs once, so that no reader can understand another one."""
+    """A reader of ONNX models that refuses repeated single fields, so that no other reader can see another model."""
 
     def __init__(self, budget: _Budget) -> None:
         self._budget = budget
 
     def model(self, data: memoryview) -> _Graph:
+        """Return the graphs of a model; several are read as one: an encoder, and the probe of its batch norm."""
         graph = _Graph()
-        known = self._known(data, _MODEL, _MODEL_SKIPPED, "model")
-        beside = len(data)
-        if (count := len(known["graph"])) > MOST_GRAPHS:
-            raise BundleDamaged(f"{count} graphs, at most {MOST_GRAPHS} are allowed")
-        for part in known["graph"]:  # several are read as one: an encoder, and the probe of its batch norm
-            content = self._known(_bytes(part), _GRAPH, _GRAPH_SKIPPED, "graph")
-            if (count := len(graph.nodes) + len(content["node"])) > MOST_NODES:
-                raise BundleDamaged(f"{count} nodes, at most {MOST_NODES} are allowed")
-            graph.nodes += [self._node(_bytes(node)) for node in content["node"]]
-            for raw in content["initializer"]:
-                name, tensor = self._tensor(_bytes(raw))
-                if name in graph.constants:
-                    raise BundleDamaged(f"constant '{name[:60]}' occurs twice")
-                graph.constants[name] = tensor
-                beside -= tensor.bytes
-            for raw in content["input"]:
-                name, sides = self._value_info(_bytes(raw))
-                if name in graph.inputs:
-                    raise BundleDamaged(f"input '{name[:60]}' occurs twice")
-                graph.inputs[name] = sides
-            graph.outputs += [self._value_info(_bytes(raw))[0] for raw in content["output"]]
+        parts = self._content(data, _MODEL, _MODEL_SKIPPED, "model")["graph"]
+        if len(parts) > MOST_GRAPHS:
+            raise BundleDamaged(f"{len(parts)} graphs, at most {MOST_GRAPHS} are allowed")
+        for part in parts:
+            self._add_graph(graph, _bytes(part))
+        # ONNX Runtime takes memory for everything in the file: the values of constants have their own bound.
         values = (node.attributes.get("value") for node in graph.nodes if node.operator == "Constant")
-        beside -= sum(one.bytes for one in values if isinstance(one, _Tensor))
+        beside = len(data)
+        beside -= sum(constant.bytes for constant in graph.constants.values())
+        beside -= sum(value.bytes for value in values if isinstance(value, _Tensor))
         if beside > _MOST_BESIDE:
             raise BundleDamaged(
-                f"{beside} of its {len(data)} bytes are no values of constants, at most {_MOST_BESIDE} are allowed"
+                f"{beside} of its {len(data)} bytes are not values of constants, at most {_MOST_BESIDE} are allowed"
             )
         return graph
 
+    def _add_graph(self, graph: _Graph, data: memoryview) -> None:
+        """Read one graph of a file and add its nodes, constants, inputs and outputs to those of the others."""
+        content = self._content(data, _GRAPH, _GRAPH_SKIPPED, "graph")
+        count = len(graph.nodes) + len(content["node"])
+        if count > MOST_NODES:
+            raise BundleDamaged(f"{count} nodes, at most {MOST_NODES} are allowed")
+        graph.nodes += [self._node(_bytes(raw)) for raw in content["node"]]
+        for raw in content["initializer"]:
+            name, tensor = self._tensor(_bytes(raw))
+            if name in graph.constants:
+                raise BundleDamaged(f"constant '{name[:60]}' occurs twice")
+            graph.constants[name] = tensor
+        for raw in content["input"]:
+            name, sides = self._value_info(_bytes(raw))
+            if name in graph.inputs:
+                raise BundleDamaged(f"input '{name[:60]}' occurs twice")
+            graph.inputs[name] = sides
+        graph.outputs += [self._value_info(_bytes(raw))[0] for raw in content["output"]]
+
     def _fields(self, data: memoryview) -> Iterator[tuple[int, int, _Raw]]:
-        """Number, wire type and content of each field."""
+        """Yield the number, wire type and content of each field of a protobuf message."""
         at = 0
         end = len(data)
         while at < end:
@@ -251,17 +274,30 @@ class _Reader:
                 yield number, kind, value
                 continue
             if kind not in _SIZES:
-                raise BundleDamaged("no ONNX model")
+                raise BundleDamaged("not an ONNX model")
             size = _SIZES[kind]
             if kind == _LENGTH:
                 size, at = _varint(data, at)
             if at + size > end:
-                raise BundleDamaged("no ONNX model, or cut short")
+                raise BundleDamaged("not an ONNX model, or truncated")
             yield number, kind, data[at : at + size]
             at += size
 
-    def _known(self, data: memoryview, names: Mapping[int, str], skipped: set[int], what: str) -> dict[str, list[_Raw]]:
-        known: dict[str, list[_Raw]] = {name.rstrip("*"): [] for name in names.values()}
+    def _content(
+        self, data: memoryview, names: Mapping[int, str], skipped: set[int], what: str
+    ) -> dict[str, list[_Raw]]:
+        """Return the values of the fields of a message by name.
+
+        Args:
+            data: The message.
+            names: Names of the allowed fields by number; a name that ends in ``*`` may occur several times.
+            skipped: Numbers of fields that are ignored.
+            what: What the message is, for error messages.
+
+        Raises:
+            BundleDamaged: A field is not allowed, is of another wire type, or occurs twice.
+        """
+        content: dict[str, list[_Raw]] = {name.rstrip("*"): [] for name in names.values()}
         for number, kind, value in self._fields(data):
             if number in skipped:
                 continue
@@ -270,84 +306,99 @@ class _Reader:
             name = names[number]
             if kind not in {_VARINT, _LENGTH} and name not in _FIXED:
                 raise BundleDamaged(f"field '{name}' of a {what} is of another kind than in ONNX")
-            if known[name.rstrip("*")] and not name.endswith("*"):
+            values = content[name.rstrip("*")]
+            if values and not name.endswith("*"):
                 raise BundleDamaged(f"field '{name}' of a {what} occurs twice")
-            known[name.rstrip("*")].append(value)
-        return known
+            values.append(value)
+        return content
 
     def _node(self, data: memoryview) -> _Node:
-        known = self._known(data, _NODE, _NODE_SKIPPED, "node")
-        node = _Node(self._text(known["op_type"]), [self._text([one]) for one in known["input"]])
-        node.outputs = [self._text([one]) for one in known["output"]]
-        domain = self._text(known["domain"])
+        """Return a node, whose operator must be one of `OPERATORS`."""
+        content = self._content(data, _NODE, _NODE_SKIPPED, "node")
+        node = _Node(self._text(content["op_type"]), [self._text([raw]) for raw in content["input"]])
+        node.outputs = [self._text([raw]) for raw in content["output"]]
+        domain = self._text(content["domain"])
         if domain not in {"", "ai.onnx"} or node.operator not in OPERATORS:
             name = f"{domain or 'ai.onnx'}.{node.operator}"
             raise BundleDamaged(f"operator '{name[:80]}' is not one of those that a bundle may have")
-        for raw in known["attribute"]:
-            content = self._known(_bytes(raw), _ATTRIBUTE, {13}, "attribute")
-            name = self._text(content["name"])
+        for raw in content["attribute"]:
+            attribute = self._content(_bytes(raw), _ATTRIBUTE, {13}, "attribute")
+            name = self._text(attribute["name"])
             if name in node.attributes:
                 raise BundleDamaged(f"attribute '{name[:60]}' occurs twice")
-            node.attributes[name] = self._attribute(content)
+            node.attributes[name] = self._attribute(attribute)
         return node
 
     def _attribute(self, content: Mapping[str, list[_Raw]]) -> _Value:
-        given = [name for name in _KINDS if content[name]]
+        """Return the value of an attribute, which must be in the field that its type states; 0.0 for all floats."""
         stated = _number(content["type"][0]) if content["type"] else 0
         kind = next((name for name, number in _KINDS.items() if number == stated), "")
-        if given not in ([kind], []) or not kind or (not given and kind not in {"ints", "floats"}):
-            raise BundleDamaged(f"an attribute of type {stated} has {' and '.join(given) or 'no value'}")
+        # An empty list has no field at all; everything else has exactly that of its type.
+        filled = [name for name in _KINDS if content[name]]
+        is_empty_list = not filled and kind in {"ints", "floats"}
+        if not kind or (filled != [kind] and not is_empty_list):
+            raise BundleDamaged(f"an attribute of type {stated} has {' and '.join(filled) or 'no value'}")
         if kind == "t":
             return self._tensor(_bytes(content["t"][0]))[1]
         if kind == "ints":
             return self._integers(content["ints"])
         if kind == "i":
             return _signed(_number(content["i"][0]))
-        return 0.0 if kind in {"f", "floats"} else self._copied(content["s"][0])
+        if kind == "s":
+            return self._copied(content["s"][0])
+        return 0.0
 
     def _tensor(self, data: memoryview) -> tuple[str, _Tensor]:
-        known = self._known(data, _TENSOR, {12, 16}, "tensor")
-        kind = _number(known["data_type"][0]) if known["data_type"] else 0
-        if known["data_location"] and _number(known["data_location"][0]):
+        """Return a constant with its name; only its integers may be needed later, for sizes."""
+        content = self._content(data, _TENSOR, {12, 16}, "tensor")
+        kind = _number(content["data_type"][0]) if content["data_type"] else 0
+        if content["data_location"] and _number(content["data_location"][0]):
             raise BundleDamaged("weights are in another file")
         if kind not in _ITEM_BYTES:
             raise BundleDamaged(f"element type {kind} of a constant is not allowed")
-        shape = _shape(self._integers(known["dims"]))
-        count = math.prod(shape)
-        size = _ITEM_BYTES[kind]
-        values: np.ndarray | None = None
-        typed = [name for name in _TYPED if known[name]]
-        if len(typed) + bool(known["raw_data"]) > 1:
+        shape = _shape(self._integers(content["dims"]))
+        count, values = self._tensor_values(content, kind)
+        if count != math.prod(shape):
+            raise BundleDamaged(f"a constant of shape {list(shape)} has {count} values")
+        if values is not None:
+            values = values.reshape(shape)
+        return self._text(content["name"]), _Tensor(shape, count * _ITEM_BYTES[kind], values)
+
+    def _tensor_values(self, content: Mapping[str, list[_Raw]], kind: int) -> tuple[int, np.ndarray | None]:
+        """Return how many values a constant of element type ``kind`` has, and these where they are few integers.
+
+        ONNX has them as raw bytes, or in the one field for their type. A part of a value gives a count of -1.
+        """
+        typed = [name for name in _TYPED if content[name]]
+        if len(typed) > 1 or (typed and content["raw_data"]):
             raise BundleDamaged("a constant has its values twice")
-        if typed and kind not in _TYPED[typed[0]]:
-            raise BundleDamaged(f"a constant of element type {kind} has its values as '{typed[0]}'")
-        if typed and typed[0] in {"int32_data", "int64_data"}:
-            numbers = self._integers(known[typed[0]])
-            held = len(numbers)
-            if kind == _INT64 and held <= _MOST_KNOWN:
-                values = np.array(numbers, np.int64)
-        elif typed:
-            held = sum(_fixed(value) for value in known[typed[0]]) // (4 if typed[0] == "float_data" else 8)
-        else:
-            raw = _bytes(known["raw_data"][0]) if known["raw_data"] else memoryview(b"")
-            held = len(raw) // size if len(raw) % size == 0 else -1
-            if kind == _INT64 and 0 <= held <= _MOST_KNOWN:
-                values = np.frombuffer(raw, "<i8")
-        if held != count:
-            raise BundleDamaged(f"a constant of shape {list(shape)} has {held} values")
-        values = None if values is None else values.reshape(shape)
-        return self._text(known["name"]), _Tensor(shape, count * size, values)
+        if not typed:
+            raw = _bytes(content["raw_data"][0]) if content["raw_data"] else memoryview(b"")
+            count = len(raw) // _ITEM_BYTES[kind] if len(raw) % _ITEM_BYTES[kind] == 0 else -1
+            is_known = kind == _INT64 and 0 <= count <= _MOST_KNOWN
+            return count, np.frombuffer(raw, "<i8") if is_known else None
+        name = typed[0]
+        if kind not in _TYPED[name]:
+            raise BundleDamaged(f"a constant of element type {kind} has its values as '{name}'")
+        if name in {"int32_data", "int64_data"}:
+            numbers = self._integers(content[name])
+            is_known = kind == _INT64 and len(numbers) <= _MOST_KNOWN
+            return len(numbers), np.array(numbers, np.int64) if is_known else None
+        item_bytes = 4 if name == "float_data" else 8
+        return sum(len(_bytes(value)) for value in content[name]) // item_bytes, None
 
     def _text(self, values: Sequence[_Raw]) -> str:
+        """Return the text of a field that occurs at most once; empty where it does not."""
         return self._copied(values[0]).decode() if values else ""
 
     def _copied(self, value: _Raw) -> bytes:
+        """Return a copy of a field's bytes, which the budget bounds."""
         content = _bytes(value)
         self._budget.spend("bytes of texts", len(content))
         return bytes(content)
 
     def _integers(self, values: Sequence[_Raw]) -> list[int]:
-        """Of a repeated field, packed or not."""
+        """Return the integers of a repeated field, packed or not."""
         result: list[int] = []
         for value in values:
             if isinstance(value, int):
@@ -361,22 +412,32 @@ class _Reader:
         return result
 
     def _value_info(self, data: memoryview) -> tuple[str, list[int | None]]:
-        known = self._known(data, {1: "name", 2: "type"}, {3, 4}, "value")
+        """Return the name of an input or output, and its sides; None for one that has a name instead of a number."""
+        content = self._content(data, {1: "name", 2: "type"}, {3, 4}, "value")
         sides: list[int | None] = []
-        for kind in known["type"]:
-            for tensor in self._known(_bytes(kind), {1: "tensor"}, {6}, "type")["tensor"]:
-                for shape in self._known(_bytes(tensor), {1: "element", 2: "shape"}, set(), "tensor type")["shape"]:
-                    for side in self._known(_bytes(shape), {1: "side*"}, set(), "shape")["side"]:
-                        value = self._known(_bytes(side), {1: "value", 2: "symbol"}, {3}, "side")["value"]
-                        sides.append(_signed(_number(value[0])) if value else None)
-        return self._text(known["name"]), sides
+        # Each level but that of the sides occurs at most once.
+        for kind in content["type"]:
+            for tensor in self._content(_bytes(kind), {1: "tensor"}, {6}, "type")["tensor"]:
+                for shape in self._content(_bytes(tensor), {1: "element", 2: "shape"}, set(), "tensor type")["shape"]:
+                    sides += self._sides(_bytes(shape))
+        return self._text(content["name"]), sides
+
+    def _sides(self, data: memoryview) -> list[int | None]:
+        """Return the sides of a shape; None for one that has a name instead of a number."""
+        sides: list[int | None] = []
+        for side in self._content(data, {1: "side*"}, set(), "shape")["side"]:
+            value = self._content(_bytes(side), {1: "value", 2: "symbol"}, {3}, "side")["value"]
+            sides.append(_signed(_number(value[0])) if value else None)
+        return sides
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    value = shift = 0
+    """Return the variable-length integer that begins at byte ``at``, and the byte behind it."""
+    value = 0
+    shift = 0
     while True:
         if at >= len(data) or shift > 63:
-            raise BundleDamaged("no ONNX model, or cut short")
+            raise BundleDamaged("not an ONNX model, or truncated")
         byte = data[at]
         value = value | (byte & 127) << shift
         at = at + 1
@@ -386,26 +447,26 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def _signed(value: int) -> int:
+    """Return a 64-bit integer as a signed one."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def _number(value: _Raw) -> int:
+    """Return the number of a field that ONNX has as a variable-length integer."""
     if not isinstance(value, int):
         raise BundleDamaged("a number of another kind than ONNX has there")
     return value
 
 
 def _bytes(value: _Raw) -> memoryview:
+    """Return the bytes of a field that ONNX has with a length or of a fixed size."""
     if isinstance(value, int):
         raise BundleDamaged("a number where ONNX has something else")
     return value
 
 
-def _fixed(value: _Raw) -> int:
-    return len(_bytes(value))
-
-
 def _shape(sides: Sequence[int]) -> Shape:
+    """Return the shape with these sides, which must be few and in range."""
     if len(sides) > _MOST_RANK or any(not 0 <= side < _MOST_SIDE for side in sides):
         raise BundleDamaged(f"shape {list(sides[: _MOST_RANK + 1])} is not possible")
     return tuple(map(int, sides))
@@ -416,7 +477,7 @@ def _shape(sides: Sequence[int]) -> Shape:
 
 @dataclass
 class _State:
-    """Shapes of all values so far, the numbers of small integer ones, and which do not depend on the inputs."""
+    """The values so far: their shapes, the numbers of small integer ones, and the names that depend on no input."""
 
     shapes: dict[str, Shape]
     numbers: dict[str, np.ndarray]
@@ -424,90 +485,106 @@ class _State:
     budget: _Budget
 
     def shape(self, node: _Node, position: int) -> Shape:
-        """Return the shape of an input."""
+        """Return the shape of the input of a node at this position."""
         if position >= len(node.inputs) or not node.inputs[position]:
             raise BundleDamaged(f"{node.operator} has no input {position}")
         return self.shapes[node.inputs[position]]
 
-    def given(self, node: _Node, position: int) -> list[int] | None:
-        """Return the numbers of an input; None where it is not there."""
+    def numbers_of(self, node: _Node, position: int) -> list[int] | None:
+        """Return the numbers of the input of a node at this position; None where it is not there."""
         if position >= len(node.inputs) or not node.inputs[position]:
             return None
-        known = self.numbers.get(node.inputs[position])
-        if known is None:
+        numbers = self.numbers.get(node.inputs[position])
+        if numbers is None:
             raise BundleDamaged(f"the size of a result of {node.operator} depends on the data")
-        self.budget.spend("numbers in sizes", known.size)
-        return [int(number) for number in known.reshape(-1)]
+        self.budget.spend("numbers in sizes", numbers.size)
+        return [int(number) for number in numbers.reshape(-1)]
 
 
 def _cost(graph: _Graph, inputs: Sequence[Shape], budget: _Budget) -> Cost:
+    """Return the cost of a graph: its nodes run in order, and a value is freed after the last node that reads it."""
     state = _begin(graph, inputs, budget)
-    last = {name: at for at, node in enumerate(graph.nodes) for name in node.inputs}
-    last |= dict.fromkeys(graph.outputs, len(graph.nodes))
-    constant = sum(one.bytes for one in graph.constants.values())
-    live = peak = sum(_size(shape) for shape in inputs)
+    last_use = {name: at for at, node in enumerate(graph.nodes) for name in node.inputs}
+    last_use |= dict.fromkeys(graph.outputs, len(graph.nodes))
+    constant_bytes = sum(constant.bytes for constant in graph.constants.values())
+    live_bytes = sum(_size(shape) for shape in inputs)
+    peak_bytes = live_bytes
     work = 0
     for at, node in enumerate(graph.nodes):
-        made = _infer(node, state)
-        size = sum(map(_size, made))
-        if state.fixed.issuperset(filter(None, node.inputs)):  # computed when the graph is loaded, and kept
+        shapes = _infer(node, state)
+        size = sum(map(_size, shapes))
+        # A result of constants alone is computed when the graph is loaded, and kept.
+        if state.fixed.issuperset(filter(None, node.inputs)):
             state.fixed.update(node.outputs)
-            constant += size
+            constant_bytes += size
         else:
-            live += size
-        peak = max(peak, live + _scratch(node, state))
-        work += _work(node, state, made)
-        over = {name for name in (*node.inputs, *node.outputs) if name and last.get(name, at) <= at}
-        live -= sum(_size(state.shapes[name]) for name in over - state.fixed)
-    if unknown := [name for name in graph.outputs if name not in state.shapes]:
-        raise BundleDamaged(f"output '{unknown[0][:60]}' is computed by no node")
-    return Cost(constant + peak, work, tuple(state.shapes[name] for name in graph.outputs))
+            live_bytes += size
+        peak_bytes = max(peak_bytes, live_bytes + _scratch(node, state))
+        work += _work(node, state, shapes)
+        names = {name for name in (*node.inputs, *node.outputs) if name}
+        unused = {name for name in names if last_use.get(name, at) <= at}
+        live_bytes -= sum(_size(state.shapes[name]) for name in unused - state.fixed)
+    missing = [name for name in graph.outputs if name not in state.shapes]
+    if missing:
+        raise BundleDamaged(f"output '{missing[0][:60]}' is computed by no node")
+    return Cost(constant_bytes + peak_bytes, work, tuple(state.shapes[name] for name in graph.outputs))
 
 
 def _begin(graph: _Graph, inputs: Sequence[Shape], budget: _Budget) -> _State:
-    """Return what is known before the first node."""
+    """Return the state before the first node: the constants, and the inputs, which must fit the graph's own shapes."""
     outer = [name for name in graph.inputs if name not in graph.constants]
     if len(outer) != len(inputs):
         raise BundleDamaged(f"{len(outer)} inputs, expected {len(inputs)}")
-    shapes = {name: one.shape for name, one in graph.constants.items()}
+    shapes = {name: constant.shape for name, constant in graph.constants.items()}
     for name, shape in zip(outer, inputs, strict=True):
-        sides = graph.inputs[name]
-        if len(sides) != len(shape) or any(side not in {None, given} for side, given in zip(sides, shape, strict=True)):
-            raise BundleDamaged(f"input '{name[:60]}' is {sides}, expected {list(shape)} or names of sides")
+        if not _accepts(graph.inputs[name], shape):
+            raise BundleDamaged(
+                f"input '{name[:60]}' is {graph.inputs[name]}, expected {list(shape)} or names of sides"
+            )
         shapes[name] = shape
-    numbers = {name: one.values for name, one in graph.constants.items() if one.values is not None}
+    numbers = {name: constant.values for name, constant in graph.constants.items() if constant.values is not None}
     return _State(shapes, numbers, set(graph.constants), budget)
 
 
+def _accepts(sides: Sequence[int | None], shape: Shape) -> bool:
+    """Return whether an input with these sides, None for one that is only named, takes arrays of this shape."""
+    if len(sides) != len(shape):
+        return False
+    return all(side is None or side == actual for side, actual in zip(sides, shape, strict=True))
+
+
 def _size(shape: Shape) -> int:
-    """Return bytes of a value: of 8 for each element, the largest there is, so that no type has to be followed."""
+    """Return the bytes of a value: 8 for each element, the most of any type, so that types need not be followed."""
     return 8 * math.prod(shape)
 
 
 def _scratch(node: _Node, state: _State) -> int:
-    """Bytes that a node takes while it runs beside its inputs and results: ConvTranspose's columns of one input."""
+    """Return the bytes that a node takes beside its inputs and results: ConvTranspose's columns of one input."""
     if node.operator != "ConvTranspose":
         return 0
     return _size((*state.shape(node, 0)[2:], *state.shape(node, 1)[1:]))
 
 
 def _infer(node: _Node, state: _State) -> list[Shape]:
-    """Return shapes of a node's results, which become part of ``state``; small integers are worked out."""
-    if missing := [name for name in node.inputs if name and name not in state.shapes]:
+    """Return the shapes of a node's results, and add these, and their numbers where they are few, to ``state``."""
+    missing = [name for name in node.inputs if name and name not in state.shapes]
+    if missing:
         raise BundleDamaged(f"input '{missing[0][:60]}' of {node.operator} is not there yet")
-    made = _RULES[node.operator](node, state)[: len(node.outputs)]
-    if not made or len(node.outputs) > len(made):
-        raise BundleDamaged(f"{node.operator} has {len(node.outputs)} results, others are allowed")
-    numbers = _numbers(node, state, made[0]) if math.prod(made[0]) <= _MOST_KNOWN else None
-    if numbers is not None:
-        state.budget.spend("numbers in sizes", numbers.size)
-        state.numbers[node.outputs[0]] = numbers
-    for name, shape in zip(node.outputs, made, strict=True):
+    shapes = _RULES[node.operator](node, state)[: len(node.outputs)]
+    if not shapes or len(node.outputs) > len(shapes):
+        raise BundleDamaged(f"{node.operator} has {len(node.outputs)} results, which is not allowed")
+    # Numbers first: arithmetic that is too large for the budget is refused before its shapes count.
+    if math.prod(shapes[0]) <= _MOST_KNOWN:
+        numbers = _numbers(node, state, shapes[0])
+        if numbers is not None:
+            state.budget.spend("numbers in sizes", numbers.size)
+            state.numbers[node.outputs[0]] = numbers
+    for name, shape in zip(node.outputs, shapes, strict=True):
         if name in state.shapes:
             raise BundleDamaged(f"value '{name[:60]}' occurs twice")
         if name:
             state.shapes[name] = _shape(shape)
-    return made
+    return shapes
 
 
 def _numbers(node: _Node, state: _State, shape: Shape) -> np.ndarray | None:
@@ -516,12 +593,15 @@ def _numbers(node: _Node, state: _State, shape: Shape) -> np.ndarray | None:
         return np.array(_part(state.shape(node, 0), node), np.int64)
     if node.operator == "Constant":
         return _constant(node).values
-    known = [state.numbers.get(name) for name in node.inputs if name]
-    values = [one for one in known if one is not None]
-    compute = _ARITHMETIC.get(node.operator)
     if node.operator == "Cast" and node.int("to", 0) != _INT64:
         return None
-    if compute is None or not values or len(values) != len(known):
+    compute = _ARITHMETIC.get(node.operator)
+    if compute is None:
+        return None
+    # All inputs have to be known; there is nothing to compute from none.
+    names = [name for name in node.inputs if name]
+    values = [state.numbers[name] for name in names if name in state.numbers]
+    if not values or len(values) != len(names):
         return None
     with np.errstate(over="ignore", divide="raise"):
         result = np.asarray(compute(node, state, values), np.int64)
@@ -531,10 +611,12 @@ def _numbers(node: _Node, state: _State, shape: Shape) -> np.ndarray | None:
 
 
 def _part(shape: Shape, node: _Node) -> Shape:
+    """Return the sides of a shape that a Shape node gives, from ``start`` to ``end``."""
     return shape[node.int("start", 0) : node.int("end", len(shape))]
 
 
 def _constant(node: _Node) -> _Tensor:
+    """Return the value of a Constant node, which has one attribute."""
     if len(node.attributes) != 1:
         raise BundleDamaged(f"a Constant has {len(node.attributes)} attributes, expected one")
     value = node.attributes.get("value", node.attributes.get("value_int", node.attributes.get("value_ints")))
@@ -549,12 +631,14 @@ def _constant(node: _Node) -> _Tensor:
 
 
 def _axis(axis: int, rank: int) -> int:
+    """Return an axis of a value with ``rank`` axes counted from the front; ONNX counts negative ones from the end."""
     if not -rank <= axis < rank:
         raise BundleDamaged(f"axis {axis} of {rank} axes")
     return axis % rank
 
 
 def _first(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape of the first input: the rule of operators that work element by element."""
     shape = state.shape(node, 0)
     if node.int("training_mode", 0):
         raise BundleDamaged("batch norm in training mode")
@@ -576,6 +660,7 @@ def _broadcast(node: _Node, state: _State) -> list[Shape]:
 
 
 def _common(shapes: Sequence[Shape]) -> Shape:
+    """Return the shape that arrays of these shapes are broadcast to."""
     rank = max(map(len, shapes), default=0)
     padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
     sides = []
@@ -588,18 +673,14 @@ def _common(shapes: Sequence[Shape]) -> Shape:
 
 
 def _windows(node: _Node, shape: Shape, kernel: Sequence[int]) -> Shape:
-    """Sides of what slides over an input (n, c, ...)."""
+    """Return how many windows of ``kernel`` a convolution or pooling has on each side of an input (n, c, ...)."""
     count = len(shape) - 2
     strides = node.ints("strides", [1] * count)
     dilations = node.ints("dilations", [1] * count)
     pads = node.ints("pads", [0] * 2 * count)
     auto = node.attributes.get("auto_pad", b"NOTSET")
-    if (
-        count < 1
-        or not len(kernel) == len(strides) == len(dilations) == len(pads) // 2 == count
-        or min(*strides, *dilations, *kernel) < 1
-        or min(pads) < 0
-    ):
+    has_all_sides = count >= 1 and len(kernel) == len(strides) == len(dilations) == len(pads) // 2 == count
+    if not has_all_sides or min(*strides, *dilations, *kernel) < 1 or min(pads) < 0:
         raise BundleDamaged(f"{node.operator} with impossible kernel, strides, dilations or pads")
     sides = []
     for at, side in enumerate(shape[2:]):
@@ -607,14 +688,16 @@ def _windows(node: _Node, shape: Shape, kernel: Sequence[int]) -> Shape:
         if auto in {b"SAME_UPPER", b"SAME_LOWER"}:
             sides.append(-(-side // strides[at]))
             continue
-        before, after = (pads[at], pads[at + count]) if auto == b"NOTSET" else (0, 0)
+        before = pads[at] if auto == b"NOTSET" else 0
+        after = pads[at + count] if auto == b"NOTSET" else 0
         room = side + before + after - width
         if room < 0:
             raise BundleDamaged(f"{node.operator} with a window of {width} over {side}")
-        result = room // strides[at] + 1
-        if node.int("ceil_mode", 0) and room % strides[at] and result * strides[at] < side + before:
-            result += 1
-        sides.append(result)
+        windows = room // strides[at] + 1
+        # With ceil_mode a last window may reach beyond the end, if it begins before it.
+        if node.int("ceil_mode", 0) and room % strides[at] and windows * strides[at] < side + before:
+            windows += 1
+        sides.append(windows)
     return tuple(sides)
 
 
@@ -637,22 +720,17 @@ def _conv_transpose(node: _Node, state: _State) -> list[Shape]:
     dilations = node.ints("dilations", [1] * count)
     pads = node.ints("pads", [0] * 2 * count)
     extra = node.ints("output_padding", [0] * count)
-    if (
-        count < 1
-        or not len(weight) - 2 == len(strides) == len(dilations) == len(pads) // 2 == len(extra) == count
-        or group < 1
-        or shape[1] != weight[0]
-        or shape[1] % group
-        or min(*strides, *dilations) < 1
-        or min(*pads, *extra) < 0
-        or "output_shape" in node.attributes
-        or node.attributes.get("auto_pad", b"NOTSET") != b"NOTSET"
-    ):
+    has_fixed_form = "output_shape" in node.attributes or node.attributes.get("auto_pad", b"NOTSET") != b"NOTSET"
+    lengths = {len(weight) - 2, len(strides), len(dilations), len(pads) // 2, len(extra)}
+    if count < 1 or lengths != {count} or has_fixed_form:
         raise BundleDamaged(f"ConvTranspose of {shape} with weights {weight}, or of a form that is not allowed")
-    sides = [
-        strides[at] * (side - 1) + extra[at] + dilations[at] * (weight[at + 2] - 1) + 1 - pads[at] - pads[at + count]
-        for at, side in enumerate(shape[2:])
-    ]
+    fits_channels = group >= 1 and shape[1] == weight[0] and shape[1] % group == 0
+    if not fits_channels or min(*strides, *dilations) < 1 or min(*pads, *extra) < 0:
+        raise BundleDamaged(f"ConvTranspose of {shape} with weights {weight}, or of a form that is not allowed")
+    sides = []
+    for at, side in enumerate(shape[2:]):
+        width = dilations[at] * (weight[at + 2] - 1) + 1
+        sides.append(strides[at] * (side - 1) + extra[at] + width - pads[at] - pads[at + count])
     return [(shape[0], weight[1] * group, *sides)]
 
 
@@ -667,29 +745,36 @@ def _global_pool(node: _Node, state: _State) -> list[Shape]:
 
 
 def _gemm(node: _Node, state: _State) -> list[Shape]:
-    one = state.shape(node, 0)
-    other = state.shape(node, 1)
-    if len(one) != 2 or len(other) != 2:
-        raise BundleDamaged(f"Gemm of {one} and {other}")
-    one = one[::-1] if node.int("transA", 0) else one
-    other = other[::-1] if node.int("transB", 0) else other
-    if one[1] != other[0]:
-        raise BundleDamaged(f"Gemm of {one} and {other}")
-    return [(one[0], other[1])]
+    left = state.shape(node, 0)
+    right = state.shape(node, 1)
+    if len(left) != 2 or len(right) != 2:
+        raise BundleDamaged(f"Gemm of {left} and {right}")
+    if node.int("transA", 0):
+        left = left[::-1]
+    if node.int("transB", 0):
+        right = right[::-1]
+    if left[1] != right[0]:
+        raise BundleDamaged(f"Gemm of {left} and {right}")
+    return [(left[0], right[1])]
 
 
 def _matmul(node: _Node, state: _State) -> list[Shape]:
-    one = state.shape(node, 0)
-    other = state.shape(node, 1)
-    if not one or not other:
+    """Return the shape of a product as NumPy's ``matmul`` has it."""
+    left = state.shape(node, 0)
+    right = state.shape(node, 1)
+    if not left or not right:
         raise BundleDamaged("MatMul of a scalar")
-    left = one if len(one) > 1 else (1, *one)
-    right = other if len(other) > 1 else (*other, 1)
-    if left[-1] != right[-2]:
-        raise BundleDamaged(f"MatMul of {one} and {other}")
-    sides = (*_common([left[:-2], right[:-2]]), left[-2], right[-1])
-    sides = sides if len(one) > 1 else (*sides[:-2], sides[-1])
-    return [sides if len(other) > 1 else sides[:-1]]
+    # A vector counts as a row on the left and as a column on the right; its side is not in the result.
+    rows = left if len(left) > 1 else (1, *left)
+    columns = right if len(right) > 1 else (*right, 1)
+    if rows[-1] != columns[-2]:
+        raise BundleDamaged(f"MatMul of {left} and {right}")
+    sides = _common([rows[:-2], columns[:-2]])
+    if len(left) > 1:
+        sides = (*sides, rows[-2])
+    if len(right) > 1:
+        sides = (*sides, columns[-1])
+    return [sides]
 
 
 def _flatten(node: _Node, state: _State) -> list[Shape]:
@@ -711,7 +796,7 @@ def _split(node: _Node, state: _State) -> list[Shape]:
     shape = state.shape(node, 0)
     axis = _axis(node.int("axis", 0), len(shape))
     count = len(node.outputs)
-    parts = state.given(node, 1) or node.ints("split")
+    parts = state.numbers_of(node, 1) or node.ints("split")
     if not parts:
         each = -(-shape[axis] // count)
         parts = [max(0, min(each, shape[axis] - each * at)) for at in range(count)]
@@ -721,38 +806,45 @@ def _split(node: _Node, state: _State) -> list[Shape]:
 
 
 def _slices(node: _Node, state: _State) -> tuple[slice, ...]:
+    """Return the slice that a Slice node takes of each axis."""
     shape = state.shape(node, 0)
-    starts = state.given(node, 1)
-    ends = state.given(node, 2)
+    starts = state.numbers_of(node, 1)
+    ends = state.numbers_of(node, 2)
     if starts is None or ends is None:
         raise BundleDamaged("Slice without starts and ends")
-    axes = state.given(node, 3) or list(range(len(starts)))
-    steps = state.given(node, 4) or [1] * len(starts)
+    axes = state.numbers_of(node, 3) or list(range(len(starts)))
+    steps = state.numbers_of(node, 4) or [1] * len(starts)
     if not len(starts) == len(ends) == len(axes) == len(steps) or 0 in steps:
         raise BundleDamaged("Slice with starts, ends, axes and steps that do not fit")
-    result = [slice(None)] * len(shape)
+    slices = [slice(None)] * len(shape)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         at = _axis(axis, len(shape))
-        if step < 0 and not (-shape[at] <= start and end < shape[at]):  # ONNX and Python read these differently
-            raise BundleDamaged(f"Slice backwards from {start} to {end} of {shape[at]}")
-        result[at] = slice(start, None if step < 0 and end < -shape[at] else end, step)
-    return tuple(result)
+        slices[at] = slice(start, end, step) if step > 0 else _slice_backwards(start, end, step, shape[at])
+    return tuple(slices)
+
+
+def _slice_backwards(start: int, end: int, step: int, side: int) -> slice:
+    """Return a slice with a negative step over ``side`` values, unless ONNX and Python would read it differently."""
+    if start < -side or end >= side:
+        raise BundleDamaged(f"Slice backwards from {start} to {end} of {side}")
+    return slice(start, None if end < -side else end, step)
 
 
 def _slice(node: _Node, state: _State) -> list[Shape]:
     shape = state.shape(node, 0)
-    return [tuple(len(range(*one.indices(side))) for one, side in zip(_slices(node, state), shape, strict=True))]
+    return [tuple(len(range(*part.indices(side))) for part, side in zip(_slices(node, state), shape, strict=True))]
 
 
 def _axes(node: _Node, state: _State) -> list[int]:
-    return state.given(node, 1) or node.ints("axes")
+    """Return the axes of a node: an input in newer operator sets, an attribute in older ones."""
+    return state.numbers_of(node, 1) or node.ints("axes")
 
 
 def _squeeze(node: _Node, state: _State) -> list[Shape]:
     shape = state.shape(node, 0)
-    axes = {_axis(axis, len(shape)) for axis in _axes(node, state)} or {
-        at for at, side in enumerate(shape) if side == 1
-    }
+    axes = {_axis(axis, len(shape)) for axis in _axes(node, state)}
+    if not axes:
+        axes = {at for at, side in enumerate(shape) if side == 1}
     if any(shape[axis] != 1 for axis in axes):
         raise BundleDamaged(f"Squeeze of axes {sorted(axes)} of {shape}")
     return [tuple(side for at, side in enumerate(shape) if at not in axes)]
@@ -779,27 +871,31 @@ def _transpose(node: _Node, state: _State) -> list[Shape]:
 
 def _reshape(node: _Node, state: _State) -> list[Shape]:
     shape = state.shape(node, 0)
-    wanted = state.given(node, 1)
-    if wanted is None or min(wanted, default=0) < -1 or wanted.count(-1) > 1:
-        raise BundleDamaged(f"Reshape of {shape} to {wanted}")
+    sides = state.numbers_of(node, 1)
+    if sides is None or min(sides, default=0) < -1 or sides.count(-1) > 1:
+        raise BundleDamaged(f"Reshape of {shape} to {sides}")
+    target = list(sides)
+    # A side of 0 stands for that of the input, unless the node says otherwise.
     if not node.int("allowzero", 0):
-        wanted = [shape[at] if side == 0 else side for at, side in enumerate(wanted)]
-    known = math.prod(side for side in wanted if side != -1)
+        target = [shape[at] if side == 0 else side for at, side in enumerate(target)]
+    # A side of -1 stands for what the others leave.
     count = math.prod(shape)
-    sides = [count // known if side == -1 else side for side in wanted]
-    if math.prod(sides) != count:
-        raise BundleDamaged(f"Reshape of {shape} to {wanted}")
-    return [tuple(sides)]
+    if -1 in target:
+        others = math.prod(side for side in target if side != -1)
+        target[target.index(-1)] = count // others
+    if math.prod(target) != count:
+        raise BundleDamaged(f"Reshape of {shape} to {sides}")
+    return [tuple(target)]
 
 
 def _expand(node: _Node, state: _State) -> list[Shape]:
-    return [_common([state.shape(node, 0), _shape(state.given(node, 1) or [])])]
+    return [_common([state.shape(node, 0), _shape(state.numbers_of(node, 1) or [])])]
 
 
 def _pad(node: _Node, state: _State) -> list[Shape]:
     shape = state.shape(node, 0)
-    pads = state.given(node, 1) or node.ints("pads")
-    axes = state.given(node, 3) or list(range(len(shape)))
+    pads = state.numbers_of(node, 1) or node.ints("pads")
+    axes = state.numbers_of(node, 3) or list(range(len(shape)))
     if len(pads) != 2 * len(axes):
         raise BundleDamaged(f"Pad of {shape} by {pads[:20]}")
     sides = list(shape)
@@ -825,6 +921,7 @@ def _reduce(node: _Node, state: _State) -> list[Shape]:
     return [tuple(side for at, side in enumerate(shape) if at not in axes)]
 
 
+# The rule of an operator returns the shapes of all results that it may have.
 _RULES: dict[str, Callable[[_Node, _State], list[Shape]]] = {
     **dict.fromkeys(_UNARY.split(), _first),
     **dict.fromkeys(_BROADCAST.split(), _broadcast),
@@ -833,7 +930,7 @@ _RULES: dict[str, Callable[[_Node, _State], list[Shape]]] = {
     "Cast": _cast,
     "Concat": _concat,
     "Constant": lambda node, _: [_constant(node).shape],
-    "ConstantOfShape": lambda node, state: [_shape(state.given(node, 0) or [])],
+    "ConstantOfShape": lambda node, state: [_shape(state.numbers_of(node, 0) or [])],
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
     "Expand": _expand,
@@ -857,12 +954,14 @@ _RULES: dict[str, Callable[[_Node, _State], list[Shape]]] = {
 
 
 def _quotient(values: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the quotient of two sizes, which are positive."""
     if (values[1] <= 0).any() or (values[0] < 0).any():  # others are rounded otherwise in ONNX
         raise BundleDamaged("a size is divided by, or from, a negative number")
     return np.asarray(values[0] // values[1])
 
 
 def _part_of(values: np.ndarray, parts: tuple[slice, ...]) -> np.ndarray:
+    """Return a part of sizes, read forwards."""
     if any((part.step or 1) < 0 for part in parts):
         raise BundleDamaged("sizes are read backwards")
     return np.asarray(values[parts])
@@ -883,12 +982,12 @@ _ARITHMETIC: dict[str, Callable[[_Node, _State, Sequence[np.ndarray]], Any]] = {
     "Unsqueeze": lambda node, state, values: values[0].reshape(_unsqueeze(node, state)[0]),
 }
 OPERATORS = frozenset(_RULES)
-"""Operators that a bundle's graph may have: without control flow, randomness or files, and on every processor."""
+"""The operators that a bundle's graph may have: without control flow, randomness or files, and on every processor."""
 
 
-def _work(node: _Node, state: _State, made: Sequence[Shape]) -> int:
-    """Multiplications of a node; values of the result where it has none."""
-    count = math.prod(made[0])
+def _work(node: _Node, state: _State, shapes: Sequence[Shape]) -> int:
+    """Return the multiplications of a node with results of these shapes; where it has none, the values it handles."""
+    count = math.prod(shapes[0])
     if node.operator == "Conv":
         return count * math.prod(state.shape(node, 1)[1:])
     if node.operator == "ConvTranspose":
@@ -899,4 +998,5 @@ def _work(node: _Node, state: _State, made: Sequence[Shape]) -> int:
         return count * state.shape(node, 0)[0 if node.int("transA", 0) else 1]
     if node.operator in {"MaxPool", "AveragePool"}:
         return count * math.prod(node.ints("kernel_shape"))
-    return max(count, math.prod(state.shape(node, 0)) if node.inputs and node.inputs[0] else 0)
+    values = math.prod(state.shape(node, 0)) if node.inputs and node.inputs[0] else 0
+    return max(count, values)

@@ -49,6 +49,7 @@ from .trust import (
 )
 
 _POINTER = "current.json"
+"""The file that lists the folders of installed bundles, the one in use first."""
 
 
 def install(
@@ -60,11 +61,17 @@ def install(
     first: Envelope | None = None,
     round_of: TrustStore | None = None,
 ) -> Bundle:
-    """Verify the bundle file at ``path``, unpack it under ``root`` and make it the current one; ``keep`` are kept.
+    """Verify a bundle file, unpack it and make it the current one: `admitted`, `staged` and `switch` in one process.
 
-    ``round_of``: what counts instead of the trust of ``root``, where the bundle is the encoder of one round: it has to
-    be signed as such, and its version says nothing of others. ``check`` sees the unpacked bundle before it becomes
-    current, and may refuse it by raising. These are `admitted`, `staged` and `switch` in one process.
+    Args:
+        path: The bundle file.
+        root: The folder of bundles.
+        keep: How many bundles stay installed, this one included.
+        check: Receives the unpacked bundle before it becomes current, and may refuse it by raising.
+        now: The time, in seconds since 1970.
+        first: A root that the bundle has to be signed by where ``root`` trusts none yet; it is trusted from then on.
+        round_of: The trust that counts instead of that of ``root`` where the bundle is the encoder of one round: it
+            has to be signed as such, and its version is not compared with others.
 
     Raises:
         BundleDamaged: See `open_bundle`; the current bundle stays.
@@ -91,7 +98,7 @@ def admitted(
 
     Where ``root`` trusts keys, the bundle has to be signed by them, not expired at ``now``, and not older than the
     newest that was installed there. Where it trusts none, ``first`` is a root that the bundle has to be signed by.
-    ``round_of``: as in `install`.
+    For ``round_of`` see `install`.
 
     Raises:
         BundleUntrusted: The bundle is not signed by keys that ``root`` trusts, or has expired.
@@ -102,9 +109,9 @@ def admitted(
 
 
 def staged(opened: BundleFile, root: Path) -> Bundle:
-    """The bundle, unpacked under ``root`` beside the current one; where it is there and whole, nothing is written.
+    """Unpack a bundle under ``root`` beside the current one, unless it is there undamaged, and return it.
 
-    The folder is named after the bundle id: a bundle of the same content, whatever its name, takes no second one.
+    The folder is named after the bundle id, so that a bundle of the same content, whatever its name, uses the same one.
 
     Raises:
         BundleDamaged: See `open_bundle`.
@@ -114,16 +121,19 @@ def staged(opened: BundleFile, root: Path) -> Bundle:
     name = opened.manifest.bundle_id[:24]
     raw = dump_manifest(opened.manifest)
     if opened.release is not None and (root / name / MANIFEST).exists():
-        if read_regular(root / name / MANIFEST) != raw:  # exported again: the signatures are about its new time
+        # The same encoder exported again has another time, and the signatures are of that manifest: a second folder.
+        if read_regular(root / name / MANIFEST) != raw:
             name = f"{name}-{sha256_of(raw)[:8]}"
-        elif release_in(root / name) != opened.release:  # both that one and the one before are of this bundle
+        # The same bundle signed again: both signatures are of this folder's content.
+        elif release_in(root / name) != opened.release:
             write_atomic(root / name / RELEASE, opened.release)
     folder = root / name
     with contextlib.suppress(BundleError):
-        if (bundle := open_folder(folder)).id == opened.manifest.bundle_id:
+        bundle = open_folder(folder)
+        if bundle.id == opened.manifest.bundle_id:
             return bundle
     if not remove_folder(folder, BUNDLE_FOLDER):
-        # What is in the way is not ours to remove, so the bundle goes beside it.
+        # A folder in the way that this program has not made is not removed, so the bundle goes beside it.
         folder = root / f"{name}-{secrets.token_hex(4)}"
     unpack(opened.path, folder)
     return open_folder(folder)
@@ -132,9 +142,14 @@ def staged(opened: BundleFile, root: Path) -> Bundle:
 def switch(
     bundle: Bundle, root: Path, member: Member | None = None, first: Envelope | None = None, keep: int = 2
 ) -> None:
-    """Make a `staged` bundle the current one, and count its release; of those before, ``keep`` - 1 stay.
+    """Make a `staged` bundle the current one.
 
-    ``first``: the root that it was `admitted` by where nothing was trusted; it is trusted from now on.
+    Args:
+        bundle: The bundle.
+        root: The folder of bundles.
+        member: Its signatures; older releases are refused from now on.
+        first: The root by which it was `admitted` where nothing was trusted; it is trusted from now on.
+        keep: How many bundles stay installed, this one included.
     """
     store = TrustStore(root)
     name = bundle.folder.name
@@ -142,13 +157,14 @@ def switch(
         store.anchor(first)
     if member is not None:
         store.record(member)
-    names = [name, *(other for other in _history(root) if other != name)][: max(keep, 1)]
+    earlier = [other for other in _history(root) if other != name]
+    names = [name, *earlier][: max(keep, 1)]
     write_json(root / _POINTER, {"bundles": names})
     remove_unused(root)
 
 
 def remove_unused(root: Path) -> None:
-    """Remove what is unpacked under ``root`` and neither current nor kept: refused bundles, and what a crash left.
+    """Remove the bundles under ``root`` that are neither current nor kept: refused ones, and those of a crash.
 
     Folders that this program has not made stay, and a warning names them.
 
@@ -176,7 +192,7 @@ def current(root: Path) -> Bundle | None:
 
 
 def current_manifest(root: Path) -> Manifest | None:
-    """What the bundle in use under ``root`` says of itself, its files not looked at; None where none was installed.
+    """Return the manifest of the bundle in use under ``root``, without reading its files; None where there is none.
 
     Raises:
         BundleError: The manifest of the current bundle cannot be read.
@@ -186,12 +202,13 @@ def current_manifest(root: Path) -> Manifest | None:
 
 
 def current_origin(root: Path) -> dict[str, Any] | None:
-    """`origin` of the bundle in use under ``root``, whose signatures were verified when it was installed.
+    """Return the `origin` of the bundle in use under ``root``, whose signatures were verified at its installation.
 
     Raises:
         BundleError: The manifest or the signatures of the current bundle cannot be read.
     """
-    if (name := next(iter(_history(root)), None)) is None:
+    name = next(iter(_history(root)), None)
+    if name is None:
         return None
     raw = release_in(root / name)
     release = None if raw is None else read(Release, parse(Member, raw, "release").release, "release")
@@ -199,7 +216,7 @@ def current_origin(root: Path) -> dict[str, Any] | None:
 
 
 def manifests(root: Path) -> list[Manifest]:
-    """Return what the bundles under ``root`` say of themselves, the one in use first; their files are not looked at.
+    """Return the manifests of the bundles under ``root``, the one in use first, without reading their files.
 
     Raises:
         BundleError: The manifest of an unpacked bundle cannot be read.
@@ -217,7 +234,9 @@ def current_id(root: Path) -> str:
 
 
 def rollback(root: Path, check: Callable[[Bundle], object] | None = None) -> Bundle:
-    """Return the bundle that was in use before, made current again; ``check`` may refuse it first by raising.
+    """Make the bundle that was in use before the current one again, and return it.
+
+    ``check`` receives it first, and may refuse it by raising.
 
     Raises:
         StateError: No earlier bundle is kept.
@@ -225,7 +244,7 @@ def rollback(root: Path, check: Callable[[Bundle], object] | None = None) -> Bun
     """
     names = _history(root)
     if len(names) < 2:
-        raise StateError(f"{root}: no earlier bundle to roll back to; {len(names)} installed")
+        raise StateError(f"{root}: {len(names)} bundle(s) installed, no earlier bundle to roll back to; install one")
     bundle = open_folder(root / names[1])
     if check is not None:
         check(bundle)
@@ -234,14 +253,25 @@ def rollback(root: Path, check: Callable[[Bundle], object] | None = None) -> Bun
 
 
 def _history(root: Path) -> list[str]:
+    """Return the names of the folders of installed bundles that exist, the one in use first.
+
+    Raises:
+        StateError: The list is damaged.
+    """
     content = read_json(root / _POINTER)
     names = [] if content is None else content.get("bundles")
-    if not isinstance(names, list) or not all(isinstance(n, str) and n.replace("-", "").isalnum() for n in names):
+    if not isinstance(names, list) or not all(_is_folder_name(name) for name in names):
         raise StateError(
             f"{root / _POINTER}: expected a list of folder names under 'bundles'; remove it and install again"
         )
     return [name for name in names if (root / name).is_dir()]
 
 
+def _is_folder_name(name: object) -> bool:
+    """Return whether ``name`` may be that of a bundle's folder: a path could lead elsewhere."""
+    return isinstance(name, str) and name.replace("-", "").isalnum()
+
+
 def _manifest_in(folder: Path) -> Manifest:
+    """Return the manifest in the folder of an unpacked bundle."""
     return parse_manifest(read_part(folder / MANIFEST, MAX_MANIFEST_BYTES + 1), str(folder))

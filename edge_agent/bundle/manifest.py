@@ -31,48 +31,43 @@ from .trust import (
 )
 
 SCHEMA: Literal[3] = 3
-
+"""The version of the manifest's form that is written."""
 
 OLDEST_SCHEMA = 2
-"""Schemas from this one up to `SCHEMA` are read."""
-
+"""The oldest version of the manifest's form that is read."""
 
 MANIFEST = "manifest.json"
-
+"""The name of the first file in a bundle."""
 
 CHECKSUM = "manifest.sha256"
-"""Member after the manifest: its SHA-256, so that a flipped bit in a free-text field is noticed as well."""
-
+"""The name of the second file: the manifest's SHA-256, so that a flipped bit in a free-text field is noticed, too."""
 
 RELEASE = "release.json"
-"""Last member, where the bundle is signed."""
-
+"""The name of the last file of a signed bundle."""
 
 MAX_BUNDLE_BYTES = 1 << 30
-
+"""The most bytes of all files of a bundle together."""
 
 MAX_MANIFEST_BYTES = 256 * 1024
-
+"""The most bytes of a manifest."""
 
 EncoderPrecision = Literal["fp32", "int8"]
 
-
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
-
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,98}$")]
-"""Flat, no leading dot: also the longest name that a plain tar header holds."""
+"""A file name without folders or a leading dot, as long as a plain tar header can hold."""
 
 
 class FileEntry(Frozen):
-    """One file of the bundle."""
+    """Size and hash of one file of the bundle."""
 
     sha256: Sha256
     size_bytes: int = Field(ge=0, le=MAX_BUNDLE_BYTES)
 
 
 class Parity(Frozen):
-    """How far the exported encoder is from the trained one, measured by the exporter."""
+    """The difference between the exported encoder and the trained one, measured by the exporter."""
 
     max_abs: float = Field(ge=0, description="largest difference fp32 ONNX - torch, over all batches, in feature units")
     scale: float = Field(
@@ -86,9 +81,9 @@ class Parity(Frozen):
 
 
 class DomainAnswers(Frozen):
-    """Right answers on one domain by heads refitted on features of fp32 and of int8.
+    """Correct answers on one domain by heads that were fitted again on features of fp32 and of int8.
 
-    The int8 variant took its ranges from other domains. Sums of two are those of both domains.
+    The int8 variant took its ranges from other domains. The sum of two counts the answers of both domains.
     """
 
     support: int = Field(ge=0, description="samples that answered, each once, by a head fitted on others of the domain")
@@ -97,26 +92,28 @@ class DomainAnswers(Frozen):
     both: int = Field(ge=0, description="samples that are answered right on both")
 
     @model_validator(mode="after")
-    def _adds_up(self) -> DomainAnswers:
+    def _check_counts(self) -> DomainAnswers:
+        """Require counts that are possible: no more answers than samples, and an overlap between its bounds."""
         fewer, more = sorted((self.fp32, self.int8))
         if not max(0, fewer + more - self.support) <= self.both <= fewer <= more <= self.support:
             raise ValueError(
-                f"{self.fp32} and {self.int8} right, {self.both} of them both, of {self.support}: impossible"
+                f"{self.fp32} correct on fp32, {self.int8} on int8, {self.both} on both, of {self.support}: impossible"
             )
         return self
 
     @property
     def loss(self) -> float:
-        """Accuracy that int8 loses, -1..1; negative: it gains."""
+        """The accuracy that int8 loses, -1..1; a negative one is a gain."""
         return (self.fp32 - self.int8) / max(self.support, 1)
 
     @property
     def noise(self) -> float:
-        """What chance adds to `loss` in 19 of 20 cases at most: 1.645 standard errors of paired answers."""
+        """The most that chance adds to `loss` in 19 of 20 cases: 1.645 standard errors of paired answers."""
         only_fp32 = self.fp32 - self.both
         only_int8 = self.int8 - self.both
         total = max(self.support, 1)
-        return 1.645 * math.sqrt(max(only_fp32 + only_int8 - (only_fp32 - only_int8) ** 2 / total, 0.0)) / total
+        variance = max(only_fp32 + only_int8 - (only_fp32 - only_int8) ** 2 / total, 0.0)
+        return 1.645 * math.sqrt(variance) / total
 
     def __add__(self, other: DomainAnswers) -> DomainAnswers:
         return DomainAnswers(
@@ -128,7 +125,7 @@ class DomainAnswers(Frozen):
 
 
 class Quantization(Frozen):
-    """How the int8 variant was made and what it costs; without an int8 variant, why there is none."""
+    """The origin of the int8 variant and its cost; without an int8 variant, the reason why there is none."""
 
     ranges: str = Field("", max_length=200, description="what the ranges of its activations were taken from")
     held_out: dict[Annotated[str, Field(max_length=64)], DomainAnswers] = Field(
@@ -148,7 +145,7 @@ class Variant(Frozen):
 
 
 class NormLayer(Frozen):
-    """Where the statistics of one batch norm lie in the fp32 file: bytes at which each begins, float32 values."""
+    """The place of the statistics of one batch norm in the fp32 file: the byte at which each begins, as float32."""
 
     mean_at: int = Field(ge=0, le=MAX_BUNDLE_BYTES)
     variance_at: int = Field(ge=0, le=MAX_BUNDLE_BYTES)
@@ -163,7 +160,7 @@ class FreeNorm(Frozen):
 
 
 class HeadCard(Frozen):
-    """What a device may fit on this encoder, and how true it is to the method."""
+    """A head that a device may fit on this encoder, and how exactly it follows the method."""
 
     exactness: Grade
     reason: str
@@ -171,7 +168,7 @@ class HeadCard(Frozen):
 
 
 class Lineage(Frozen):
-    """Where the encoder of a bundle comes from, as counts and hashes: no client is named, for every device reads it."""
+    """The origin of a bundle's encoder, as counts and hashes: no client is named, because every device reads it."""
 
     run: str = Field(max_length=64, description="id of the run in its federation")
     round: int = Field(ge=0, description="the last round that the encoder was trained in")
@@ -190,7 +187,7 @@ class Lineage(Frozen):
 
 
 class Manifest(Frozen):
-    """What a bundle is and promises."""
+    """The description of a bundle, which names every other file in it."""
 
     schema_version: Literal[2, 3] = SCHEMA
     name: str = Field(description="run or release that it came from")
@@ -234,7 +231,7 @@ class Manifest(Frozen):
 
 
 def files_of(manifest: Manifest) -> Files:
-    """Return what signatures of a bundle are about."""
+    """Return the part of a bundle that signatures cover: its id, the hash of its task, and its files."""
     raw = dump_manifest(manifest)
     targets = {name: Target.of(entry.size_bytes, entry.sha256) for name, entry in manifest.files.items()}
     task = hashlib.sha256(canonical(manifest.task.model_dump(mode="json"))).hexdigest()
@@ -242,60 +239,60 @@ def files_of(manifest: Manifest) -> Files:
 
 
 def variant_figures(manifest: Manifest) -> dict[str, Any]:
-    """Return what each variant costs and how good it is, as JSON; accuracies and milliseconds None where not measured.
+    """Return the cost and accuracy of each variant as JSON; accuracies and milliseconds are None if not measured.
 
-    ``accuracy`` 0..1 is that of heads refitted on held-out domains, over all their answers; ``domains`` has each one.
+    ``accuracy`` (0..1) is that of heads fitted again on held-out domains, over all their answers; ``domains`` has that
+    of each domain.
     """
-    made = manifest.quantization or Quantization()
-    total = sum(made.held_out.values(), DomainAnswers(support=0, fp32=0, int8=0, both=0))
-    variants = {
-        precision: {
+    quantization = manifest.quantization or Quantization()
+    total = sum(quantization.held_out.values(), DomainAnswers(support=0, fp32=0, int8=0, both=0))
+    variants = {}
+    for precision, variant in manifest.variants.items():
+        variants[precision] = {
             "bytes": manifest.files[variant.file].size_bytes,
-            "latency_ms": made.latency_ms.get(precision),
+            "latency_ms": quantization.latency_ms.get(precision),
             "accuracy": getattr(total, precision) / total.support if total.support else None,
         }
-        for precision, variant in manifest.variants.items()
-    }
     if "int8" in variants:
         variants["int8"]["cosine"] = manifest.parity.int8_cosine
     domains = {
-        name: {"support": one.support, "fp32": one.fp32 / one.support, "int8": one.int8 / one.support}
-        for name, one in made.held_out.items()
-        if one.support
+        name: {"support": domain.support, "fp32": domain.fp32 / domain.support, "int8": domain.int8 / domain.support}
+        for name, domain in quantization.held_out.items()
+        if domain.support
     }
-    return {"variants": variants, "domains": domains, "ranges": made.ranges, "note": made.note}
+    return {"variants": variants, "domains": domains, "ranges": quantization.ranges, "note": quantization.note}
 
 
 def origin(manifest: Manifest, release: Release | None = None) -> dict[str, Any] | None:
-    """Where a bundle comes from and what it scored where, as JSON; None where it does not say.
+    """Return where a bundle comes from and its scores, as JSON; None where the bundle does not say.
 
-    ``release``: its verified signed metadata, of which the reports of devices are taken.
+    ``release`` is its verified signed metadata, which has the reports of devices.
     """
     lineage = manifest.lineage
     figures = variant_figures(manifest)
     reported = None if release is None else release.reported
     if lineage is None and reported is None:
         return None
-    accuracies = {name: one["accuracy"] for name, one in figures["variants"].items() if one["accuracy"] is not None}
+    of_variants = {name: variant["accuracy"] for name, variant in figures["variants"].items()}
     scored = {
         "run": None if lineage is None or lineage.scores is None else lineage.scores.model_dump(),
         "devices": None if reported is None else reported.model_dump(),
-        "held_out": accuracies,
+        "held_out": {name: accuracy for name, accuracy in of_variants.items() if accuracy is not None},
         "parity_max_abs": manifest.parity.max_abs,
         "int8_cosine": manifest.parity.int8_cosine,
     }
-    made = {} if lineage is None else lineage.model_dump(mode="json", exclude={"scores"})
-    return {"method": manifest.method, **made, "scored": scored}
+    of_run = {} if lineage is None else lineage.model_dump(mode="json", exclude={"scores"})
+    return {"method": manifest.method, **of_run, "scored": scored}
 
 
 def fingerprint(encoder_sha256: str, spec: InputSpec) -> str:
-    """SHA-256 (hex) of one variant's file together with its preprocessing: what a head must share with its encoder."""
+    """Return the SHA-256 (hex) of a variant's file and its preprocessing, which a head must share with its encoder."""
     content = {"encoder": encoder_sha256, "input": TypeAdapter(InputSpec).dump_python(spec, mode="json")}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 _SINCE_3 = ("free_norm", "quantization")
-"""Fields of `Manifest` that schema 2 does not have: None, their default, is not written there."""
+"""The fields of `Manifest` that schema 2 does not have: there None, their default, is not written."""
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
@@ -317,13 +314,13 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
         BundleError: The manifest has another schema version; the message says which side to upgrade.
     """
     if len(raw) > MAX_MANIFEST_BYTES:
-        raise BundleDamaged(f"{where}: manifest of {len(raw)} bytes, at most {MAX_MANIFEST_BYTES} are read")
+        raise BundleDamaged(f"{where}: the manifest has {len(raw)} bytes, at most {MAX_MANIFEST_BYTES} are read")
     try:
         content = parse_json(raw)
     except (ValueError, RecursionError) as error:
         raise BundleDamaged(f"{where}: manifest cannot be read: {cause(error)}; fetch the bundle again") from error
     if not isinstance(content, dict):
-        raise BundleDamaged(f"{where}: manifest is {type(content).__name__}, expected a JSON object")
+        raise BundleDamaged(f"{where}: the manifest is {type(content).__name__}, expected a JSON object")
     version = content.get("schema_version")
     if isinstance(version, int) and not OLDEST_SCHEMA <= version <= SCHEMA:
         advice = "upgrade headwater on this device" if version > SCHEMA else "export the model again"
@@ -332,32 +329,50 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
         manifest = Manifest.model_validate(content)
     except ValidationError as error:
         raise BundleDamaged(f"{where}: manifest: {'; '.join(mistakes_of(error, Manifest)[:10])}") from error
-    if mistakes := _contradictions(manifest):
+    mistakes = _mistakes_in_files(manifest)
+    # The other fields refer to files, so they are looked at only when these are in order.
+    if not mistakes:
+        mistakes = _mistakes_in_batch_norm(manifest)
+    if not mistakes:
+        mistakes = _mistakes_in_fingerprints(manifest)
+    if mistakes:
         raise BundleDamaged(f"{where}: manifest: {'; '.join(mistakes)}")
     if dump_manifest(manifest) != raw:
         raise BundleDamaged(f"{where}: manifest: not written as headwater writes it; export the model again")
     return manifest
 
 
-def _contradictions(manifest: Manifest) -> list[str]:
-    wanted = [*(variant.file for variant in manifest.variants.values()), manifest.golden]
+def _mistakes_in_files(manifest: Manifest) -> list[str]:
+    """Return the contradictions between the files of a manifest and the fields that refer to them."""
+    needed = [*(variant.file for variant in manifest.variants.values()), manifest.golden]
     if manifest.global_head is not None:
-        wanted.append(manifest.global_head)
+        needed.append(manifest.global_head)
     if manifest.free_norm is not None:
-        wanted.append(manifest.free_norm.probe)
-    mistakes = [f"'{name}' is referred to and not among the files" for name in wanted if name not in manifest.files]
-    mistakes += [f"'{name}' is among the files and not referred to" for name in manifest.files if name not in wanted]
+        needed.append(manifest.free_norm.probe)
+    mistakes = [f"'{name}' is referred to and not among the files" for name in needed if name not in manifest.files]
+    mistakes += [f"'{name}' is among the files and not referred to" for name in manifest.files if name not in needed]
     mistakes += [f"'{name}' is a reserved name" for name in (MANIFEST, CHECKSUM, RELEASE) if name in manifest.files]
     total = sum(entry.size_bytes for entry in manifest.files.values())
     if total > MAX_BUNDLE_BYTES:
-        mistakes.append(f"files of {total} bytes, at most {MAX_BUNDLE_BYTES} are carried")
+        mistakes.append(f"the files have {total} bytes, at most {MAX_BUNDLE_BYTES} are allowed")
     if "fp32" not in manifest.variants:
         mistakes.append("no fp32 variant")
-    if manifest.free_norm is not None and not mistakes:
-        size = manifest.files[manifest.variants["fp32"].file].size_bytes
-        ends = (max(layer.mean_at, layer.variance_at) + 4 * layer.channels for layer in manifest.free_norm.layers)
-        mistakes += [f"batch norm ends at byte {end} of an encoder of {size} bytes" for end in ends if end > size]
-    for precision, variant in manifest.variants.items() if not mistakes else ():
+    return mistakes
+
+
+def _mistakes_in_batch_norm(manifest: Manifest) -> list[str]:
+    """Return a mistake for each batch norm whose statistics do not lie within the fp32 file."""
+    if manifest.free_norm is None:
+        return []
+    size = manifest.files[manifest.variants["fp32"].file].size_bytes
+    ends = [max(layer.mean_at, layer.variance_at) + 4 * layer.channels for layer in manifest.free_norm.layers]
+    return [f"batch norm ends at byte {end} of an encoder of {size} bytes" for end in ends if end > size]
+
+
+def _mistakes_in_fingerprints(manifest: Manifest) -> list[str]:
+    """Return a mistake for each variant whose fingerprint does not follow from its file and the task's input."""
+    mistakes = []
+    for precision, variant in manifest.variants.items():
         expected = fingerprint(manifest.files[variant.file].sha256, manifest.task.input)
         if variant.fingerprint != expected:
             mistakes.append(

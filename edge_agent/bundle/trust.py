@@ -1,4 +1,4 @@
-"""Who may release bundles to a device: signed metadata in the form of The Update Framework (TUF), without its servers.
+"""Signatures of bundles, which decide who may release to a device: metadata of The Update Framework (TUF), no servers.
 
 *Root* metadata name the keys of a federation, and how many of them have to sign. A *release* (TUF's role "targets")
 names the files of one bundle with sizes and hashes, a version that only grows, and an end. Both are Ed25519 signatures
@@ -32,22 +32,24 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 MAX_BYTES = 256 * 1024
-"""Of a release with its roots in a bundle: of 3 keys in each role, some 80 changes of keys."""
+"""The most bytes of a release with its roots in a bundle: with 3 keys in each role, some 80 changes of keys."""
 
 _TIME_STEP_S = 3600
-"""Times less than this after the one that is noted are not noted."""
+"""Seconds that must have passed since the noted time before a later one is noted."""
 
 MOST_KEYS = 16
+"""The most keys of a role."""
+
 MOST_ROOTS = 256
-"""In a bundle."""
+"""The most roots that a bundle carries."""
 
 SPEC_VERSION = "1.0.31"
-"""Of TUF, whose form this is."""
+"""The version of TUF's specification whose form the metadata have."""
 
 Purpose: TypeAlias = Literal["release", "round"]
 RoleName: TypeAlias = Literal["root", "targets", "timestamp", "snapshot"]
 ROLES: tuple[RoleName, ...] = ("root", "targets", "timestamp", "snapshot")
-"""Roles of TUF. The last two have the keys of releases: there is no server whose lists they would sign."""
+"""The roles of TUF. The last two have the keys of releases: there is no server whose lists they would sign."""
 
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Moment = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
@@ -58,7 +60,7 @@ KeyName = Annotated[str, Field(pattern=r"^[\w.@+-]([\w .@+-]{0,62}[\w.@+-])?$", 
 
 
 class _Open(BaseModel):
-    """Metadata may hold more than this version knows: signatures cover it, and it is ignored."""
+    """Base of metadata, which may have fields of later versions: signatures cover these, and they are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
@@ -68,7 +70,7 @@ class _Public(_Open):
 
 
 class Key(_Open):
-    """A public key."""
+    """A public key of Ed25519."""
 
     keytype: Literal["ed25519"] = "ed25519"
     scheme: Literal["ed25519"] = "ed25519"
@@ -76,24 +78,24 @@ class Key(_Open):
 
     @classmethod
     def of(cls, public: bytes) -> Key:
-        """Return the key with these 32 bytes."""
+        """Return the public key with these 32 bytes."""
         return cls(keyval=_Public(public=public.hex()))
 
     @property
     def id(self) -> str:
-        """SHA-256 of the key, as TUF names it."""
+        """The id that TUF gives the key: the SHA-256 (hex) of its canonical JSON."""
         return hashlib.sha256(canonical(self.model_dump())).hexdigest()
 
 
 class Role(_Open):
-    """Keys, and how many of them have to sign."""
+    """The keys of a role, and how many of them have to sign."""
 
     keyids: tuple[Hex, ...] = Field(min_length=1, max_length=MOST_KEYS)
     threshold: int = Field(ge=1, le=MOST_KEYS)
 
 
 class Root(_Open):
-    """The keys of a federation."""
+    """The keys of a federation, by role."""
 
     kind: Literal["root"] = Field("root", alias="_type")
     version: Version
@@ -104,7 +106,7 @@ class Root(_Open):
     names: dict[Hex, KeyName] = Field(default_factory=dict, max_length=2 * MOST_KEYS)
 
     def named(self, keyid: str) -> str:
-        """Return a key as people are shown it: its name, and the beginning of its id."""
+        """Return a key in the form for people: its name and the beginning of its id."""
         name = self.names.get(keyid)
         return f"{keyid[:16]}…" if name is None else f"{name} ({keyid[:8]}…)"
 
@@ -114,19 +116,19 @@ class _Hashes(_Open):
 
 
 class Target(_Open):
-    """One file."""
+    """Size and hash of one file of a bundle."""
 
     length: int = Field(ge=0)
     hashes: _Hashes
 
     @classmethod
     def of(cls, length: int, sha256: str) -> Target:
-        """Return the file with this many bytes and this SHA-256 (hex)."""
+        """Return the target of a file of ``length`` bytes with this SHA-256 (hex)."""
         return cls(length=length, hashes=_Hashes(sha256=sha256))
 
 
 class Scores(_Open):
-    """acc.personal (0..1) of clients, each on its own held-out samples; no client is named."""
+    """The accuracies acc.personal (0..1) of clients, each on its own held-out samples; no client is named."""
 
     clients: int = Field(ge=1, description="clients that measured it")
     support: int = Field(ge=0, description="their held-out samples; 0: not counted")
@@ -135,7 +137,7 @@ class Scores(_Open):
 
     @classmethod
     def of(cls, measured: Sequence[tuple[float, int]]) -> Scores | None:
-        """Those of clients with this accuracy on so many samples each; None where there is no client."""
+        """Summarize pairs of a client's accuracy and its number of held-out samples; None where there is no client."""
         if not measured:
             return None
         ranked = sorted(share for share, _ in measured)
@@ -148,12 +150,12 @@ class Scores(_Open):
         )
 
     def __str__(self) -> str:
-        of = f", {self.support} held-out samples" if self.support else ""
-        return f"mean {self.mean:.3f}, worst tenth {self.worst_tenth:.3f} ({self.clients} client(s){of})"
+        samples = f", {self.support} held-out samples" if self.support else ""
+        return f"mean {self.mean:.3f}, worst tenth {self.worst_tenth:.3f} ({self.clients} client(s){samples})"
 
 
 class Release(_Open):
-    """What may be installed."""
+    """The permission to install one bundle until a time, which the keys of a federation sign."""
 
     kind: Literal["targets"] = Field("targets", alias="_type")
     version: Version
@@ -172,20 +174,20 @@ class Release(_Open):
 
 
 class Signature(Frozen):
-    """One signature, in hexadecimal."""
+    """One signature of metadata, in hexadecimal."""
 
     keyid: Hex
     sig: str = Field(pattern=r"^[0-9a-f]{128}$")
 
 
 class Envelope(Frozen):
-    """Metadata with the signatures over it."""
+    """Metadata with the signatures over them."""
 
     signatures: tuple[Signature, ...] = Field(max_length=2 * MOST_KEYS)
     signed: dict[str, Any]
 
     def signers(self, role: Role, keys: Mapping[str, Key]) -> set[str]:
-        """Ids of those keys of a role that have signed this."""
+        """Return the ids of those keys of a role that have signed this."""
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -207,14 +209,15 @@ class Envelope(Frozen):
 
     def with_signature(self, key: Ed25519PrivateKey) -> Envelope:
         """Return the same metadata, signed with this key as well."""
-        known = Key.of(public_bytes(key))
-        made = Signature(keyid=known.id, sig=key.sign(canonical(self.signed)).hex())
-        others = (one for one in self.signatures if one.keyid != known.id)
-        return self.model_copy(update={"signatures": tuple(sorted((*others, made), key=lambda one: one.keyid))})
+        keyid = Key.of(public_bytes(key)).id
+        signature = Signature(keyid=keyid, sig=key.sign(canonical(self.signed)).hex())
+        others = [other for other in self.signatures if other.keyid != keyid]
+        signatures = sorted((*others, signature), key=lambda each: each.keyid)
+        return self.model_copy(update={"signatures": tuple(signatures)})
 
 
 class Member(Frozen):
-    """What a bundle file carries: its release, and the federation's roots, of which the newest that have room."""
+    """The signatures in a bundle file: its release, and the federation's newest roots, as many as there is room for."""
 
     release: Envelope
     roots: tuple[Envelope, ...] = Field(min_length=1, max_length=MOST_ROOTS)
@@ -225,7 +228,7 @@ Content = TypeVar("Content", bound=Frozen)
 
 
 def canonical(content: Mapping[str, Any]) -> bytes:
-    """Canonical JSON, for metadata without control characters in texts that of TUF."""
+    """Return canonical JSON, which is that of TUF for metadata without control characters in their texts."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
@@ -237,18 +240,21 @@ def public_bytes(key: Ed25519PrivateKey) -> bytes:
 
 
 def unsigned(metadata: Root | Release) -> Envelope:
-    """Metadata that nobody has signed yet."""
-    more = {"spec_version": SPEC_VERSION, **({"consistent_snapshot": False} if isinstance(metadata, Root) else {})}
-    return Envelope(signatures=(), signed={**metadata.model_dump(mode="json", by_alias=True), **more})
+    """Return an envelope for metadata without any signature."""
+    signed = metadata.model_dump(mode="json", by_alias=True)
+    signed["spec_version"] = SPEC_VERSION
+    if isinstance(metadata, Root):
+        signed["consistent_snapshot"] = False
+    return Envelope(signatures=(), signed=signed)
 
 
 def dump(content: Frozen) -> bytes:
-    """Return a file of metadata; equal ones give equal bytes."""
+    """Return the content of a file of metadata; equal metadata give equal bytes."""
     return canonical(content.model_dump(mode="json")) + b"\n"
 
 
 def parse(kind: type[Content], raw: bytes, where: str) -> Content:
-    """Return the content of a file of metadata.
+    """Return the metadata in the bytes of a file; ``where`` names the file in messages.
 
     Raises:
         BundleUntrusted: The bytes are not signed metadata of this kind.
@@ -259,16 +265,16 @@ def parse(kind: type[Content], raw: bytes, where: str) -> Content:
         result = kind.model_validate(parse_json(raw))
         if dump(result) == raw:
             return result
-        why = "not written as headwater writes them"
+        reason = "not written as headwater writes them"
     except ValidationError as error:
-        why = f"{_wrong(error)} is wrong or missing"
+        reason = f"{_wrong(error)} is wrong or missing"
     except (ValueError, RecursionError) as error:
-        why = str(error).partition("\n")[0]
-    raise BundleUntrusted(f"{where}: metadata cannot be read: {why}; fetch them again", is_public=True)
+        reason = str(error).partition("\n")[0]
+    raise BundleUntrusted(f"{where}: metadata cannot be read: {reason}; fetch them again", is_public=True)
 
 
 def read(kind: type[Metadata], envelope: Envelope, what: str) -> Metadata:
-    """Return what an envelope holds, whoever has signed it.
+    """Return the metadata in an envelope, whoever has signed it; ``what`` names it in messages.
 
     Raises:
         BundleUntrusted: The envelope holds metadata of another kind.
@@ -277,16 +283,17 @@ def read(kind: type[Metadata], envelope: Envelope, what: str) -> Metadata:
         return kind.model_validate(envelope.signed)
     except ValidationError as error:
         raise BundleUntrusted(
-            f"{what}: no such metadata: {_wrong(error)} is wrong or missing", is_public=True
+            f"{what}: the metadata are of another kind: {_wrong(error)} is wrong or missing", is_public=True
         ) from error
 
 
 def _wrong(error: ValidationError) -> str:
+    """Return the names of the fields that are wrong, 200 characters at most: a peer's own text is not repeated."""
     return ", ".join(sorted({".".join(map(str, detail["loc"])) for detail in error.errors()}))[:200]
 
 
 def check_signed(envelope: Envelope, by: Root, role: RoleName, what: str) -> None:
-    """Return where enough keys of a role have signed.
+    """Require that enough keys of a role of the root ``by`` have signed an envelope.
 
     Raises:
         BundleUntrusted: Fewer keys than the threshold have signed.
@@ -311,7 +318,7 @@ def followed(trusted: Sequence[Envelope], offered: Iterable[Envelope]) -> list[E
         BundleUntrusted: A root is not signed by the thresholds of its predecessor and its own, or a version is missing.
     """
     result = [*trusted]
-    known = {envelope.signed.get("version"): envelope for envelope in trusted}
+    trusted_by_version = {envelope.signed.get("version"): envelope for envelope in trusted}
     newest = read(Root, result[-1], "trusted root")
     for envelope in offered:
         root = read(Root, envelope, "root")
@@ -322,14 +329,15 @@ def followed(trusted: Sequence[Envelope], offered: Iterable[Envelope]) -> list[E
                 "root of that one",
                 is_public=True,
             )
-        if known.get(root.version, envelope).signed != envelope.signed:
+        if trusted_by_version.get(root.version, envelope).signed != envelope.signed:
             raise BundleUntrusted(
-                f"{what} of federation '{root.federation}' is another one than that trusted: it is of another "
+                f"{what} of federation '{root.federation}' differs from the trusted one: it is of another "
                 "federation of that name; expected one that the trusted keys have signed",
                 is_public=True,
             )
         if root.version <= newest.version:
             continue
+        # A change of keys counts only if the keys before and the keys after it have signed the new root.
         if root.version != newest.version + 1:
             raise BundleUntrusted(f"{what} follows root {newest.version}: those between are missing", is_public=True)
         check_signed(envelope, newest, "root", what)
@@ -340,7 +348,7 @@ def followed(trusted: Sequence[Envelope], offered: Iterable[Envelope]) -> list[E
 
 
 def signed_by(member: Member) -> dict[str, Any]:
-    """Who has signed a bundle's release, as JSON, by the newest root that the bundle carries.
+    """Return who has signed a bundle's release, as JSON, by the newest root that the bundle carries.
 
     Raises:
         BundleUntrusted: The metadata cannot be parsed.
@@ -361,31 +369,31 @@ def signed_by(member: Member) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Files:
-    """What a bundle is: id, digest of its task, and its files, the manifest among them."""
+    """The part of a bundle that signatures cover: its id, the SHA-256 of its task, and its files with the manifest."""
 
     bundle_id: str
     task: str
     files: Mapping[str, Target]
 
     def check(self, release: Release) -> None:
-        """Return where a release is that of this bundle.
+        """Require that a release is that of this bundle.
 
         Raises:
             BundleUntrusted: The release belongs to another bundle.
         """
-        if (release.bundle_id, release.task, release.targets) != (self.bundle_id, self.task, dict(self.files)):
-            different = sorted(
-                name for name in {*release.targets, *self.files} if release.targets.get(name) != self.files.get(name)
-            )
-            raise BundleUntrusted(
-                f"bundle {self.bundle_id[:16]}…: its release is of bundle {release.bundle_id[:16]}… "
-                f"(different: {', '.join(different[:5]) or 'task'}); fetch the bundle again",
-                is_public=True,
-            )
+        if (release.bundle_id, release.task, release.targets) == (self.bundle_id, self.task, dict(self.files)):
+            return
+        names = {*release.targets, *self.files}
+        different = sorted(name for name in names if release.targets.get(name) != self.files.get(name))
+        raise BundleUntrusted(
+            f"bundle {self.bundle_id[:16]}…: its release is of bundle {release.bundle_id[:16]}… "
+            f"(different: {', '.join(different[:5]) or 'task'}); fetch the bundle again",
+            is_public=True,
+        )
 
 
 def verified(member: Member, files: Files, root: Root) -> Release:
-    """Return the release of a bundle, signed by the keys of ``root``. Its expiry and version are not looked at.
+    """Return the release of a bundle, verified to be signed by the keys of ``root``; its expiry is not checked.
 
     Raises:
         BundleUntrusted: The release is not signed by the keys of ``root``, or belongs to another bundle or federation.
@@ -403,7 +411,7 @@ def verified(member: Member, files: Files, root: Root) -> Release:
 
 
 def signed_at(release: Release) -> float:
-    """The Unix time at which a release was signed, which its version is; 0 where that is no time before its end."""
+    """Return the Unix time at which a release was signed, which is its version; 0 if that is not before its expiry."""
     return release.version if release.version < seconds(release.expires) else 0.0
 
 
@@ -413,16 +421,21 @@ def needs_newer(release: Release, agent: str) -> bool:
 
 
 def check_installable(release: Release, root: Root, now: float, agent: str, seen: float = 0.0) -> None:
-    """Return where a verified release may be installed now by an agent of this version.
+    """Require that a verified release may be installed now by an agent of this version.
 
-    ``seen``: the newest time that is known to be over, which counts where the clock (``now``) is behind it.
+    Args:
+        release: The release.
+        root: The root whose keys have signed it.
+        now: The time by this device's clock, in seconds since 1970.
+        agent: The version of the agent.
+        seen: The newest time that is known to be over, which counts where the clock is behind it.
 
     Raises:
         BundleUntrusted: The release or its root has expired, or the release needs a newer agent.
     """
     for what, expires in (("release", release.expires), ("root", root.expires)):
         if max(now, seen) >= seconds(expires):
-            behind = f", and {moment(seen)} is over by what was installed here" if seen > now else ""
+            behind = f", and {moment(seen)} is over, as releases installed here show" if seen > now else ""
             raise BundleUntrusted(
                 f"the {what} expired at {expires}, and this device's clock says {moment(now)}{behind}: it is not "
                 "installed, what runs stays; set the clock if it is wrong, else ask the operator of federation "
@@ -437,13 +450,14 @@ def check_installable(release: Release, root: Root, now: float, agent: str, seen
 
 
 def _numbers(version: str) -> list[int]:
+    """Return the first four numbers of a version, 0 for those that it does not have."""
     parts = ("".join(c for c in part if c.isdigit()) for part in version.split("."))
     numbers = [int(part or 0) for part in parts]
     return [*numbers, 0, 0, 0, 0][:4]
 
 
 def moment(unix_s: float) -> str:
-    """Return a time as metadata write it."""
+    """Return a Unix time in the form of metadata, ``2030-01-31T02:00:00Z``."""
     return datetime.fromtimestamp(min(max(unix_s, 0), 253_402_300_799), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -472,29 +486,43 @@ def roots_in(path: Path) -> tuple[Envelope, ...]:
         OSError: A file cannot be read.
     """
     if path.is_dir():
-        roots = [root for file in sorted(path.glob("*.json")) for root in roots_in(file)]
+        roots: list[Envelope] = []
+        for file in sorted(path.glob("*.json")):
+            roots += roots_in(file)
     else:
-        raw = read_regular(path)
+        roots = _roots_in_file(path)
+    if not roots:
+        raise BundleUntrusted(f"{path}: no root; expected root.json or roots.json of one federation")
+    by_version: dict[int, Envelope] = {}
+    for root in roots:
+        version = read(Root, root, str(path)).version
+        if by_version.setdefault(version, root).signed != root.signed:
+            raise BundleUntrusted(
+                f"{path}: two roots of one version; expected root.json or roots.json of one federation"
+            )
+        by_version[version] = root
+    return tuple(by_version[version] for version in sorted(by_version))
+
+
+def _roots_in_file(path: Path) -> list[Envelope]:
+    """Return the roots in a file of one root, or in one of all roots that a device has trusted."""
+    raw = read_regular(path)
+    try:
+        return [parse(Envelope, raw, str(path))]
+    except BundleUntrusted as error:
         try:
-            roots = [parse(Envelope, raw, str(path))]
-        except BundleUntrusted as error:
-            try:
-                roots = [*parse(Roots, raw, str(path)).roots]
-            except BundleUntrusted:
-                raise error from None
-    versions = {read(Root, one, str(path)).version: one for one in roots}
-    if not roots or any(versions[read(Root, one, "root").version].signed != one.signed for one in roots):
-        what = "two roots of one version" if roots else "no root"
-        raise BundleUntrusted(f"{path}: {what}; expected root.json or roots.json of one federation")
-    return tuple(versions[number] for number in sorted(versions))
+            return [*parse(Roots, raw, str(path)).roots]
+        except BundleUntrusted:
+            raise error from None
 
 
 class TrustStore:
-    """What a folder of bundles trusts: ``roots.json``, and ``newest.json``, the newest release installed there.
+    """The trust of a folder of bundles: its roots, the newest release installed there, and the newest known time.
 
-    Without the first file nothing is trusted, and nothing is verified. ``time`` is the newest time at which a release
-    was good: a clock that is behind does not bring back what has expired. What a clock that is ahead says is not noted
-    where releases have expired by it, so it is never later than the end of one.
+    ``roots.json`` holds the roots; without it nothing is trusted, and nothing is verified. ``newest.json`` holds the
+    newest release. ``time`` holds the newest time at which a release was valid, so that a clock that is behind does not
+    bring back an expired one. The time of a clock that is ahead is not noted where releases have expired by it, so the
+    noted time is never later than the expiry of one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -524,46 +552,56 @@ class TrustStore:
         return None if known is None else read(Root, known.roots[-1], str(self._roots))
 
     def anchor(self, root: Envelope, between: Iterable[Envelope] = ()) -> None:
-        """Trust this root, of whose origin the caller is sure. Bundles that are here already may go on serving.
+        """Trust this root, of whose origin the caller is sure; bundles that are here already may go on serving.
 
-        Where another one is trusted here already, that has to lead to it, through roots of ``between`` where there were
-        several changes; these may come from anywhere, for each is signed by the keys of its predecessor.
+        Where another root is trusted here already, this one has to follow from it, through the roots of ``between`` if
+        keys have changed several times; these may come from anywhere, because each is signed by the keys before it.
 
         Raises:
             BundleUntrusted: The root is not signed by its own keys.
             StateError: Another root is trusted here already and this one does not follow it, or roots between the two
                 are missing.
         """
-        known = self.known()
-        if known is not None and any(one.signed == root.signed for one in known.roots):
-            return
-        made = read(Root, root, "root")
-        if known is None:
-            check_signed(root, made, "root", f"root {made.version}")
-            digests = (sha256_file(path) for path in sorted(self._folder.glob("*/manifest.json")))
-            self._write_roots(Roots(roots=(root,), before=tuple(digests)))
-            return
-        newest = read(Root, known.roots[-1], str(self._roots))
+        trusted = self.known()
+        if trusted is None:
+            self._anchor_first(root)
+        elif not any(envelope.signed == root.signed for envelope in trusted.roots):
+            self._anchor_later(root, trusted, between)
+
+    def _anchor_first(self, root: Envelope) -> None:
+        """Trust the first root; the bundles that are here already are noted, because they may go on serving."""
+        content = read(Root, root, "root")
+        check_signed(root, content, "root", f"root {content.version}")
+        digests = [sha256_file(path) for path in sorted(self._folder.glob("*/manifest.json"))]
+        self._write_roots(Roots(roots=(root,), before=tuple(digests)))
+
+    def _anchor_later(self, root: Envelope, trusted: Roots, between: Iterable[Envelope]) -> None:
+        """Trust a root that follows from those trusted already, through those of ``between``."""
+        content = read(Root, root, "root")
+        newest = read(Root, trusted.roots[-1], str(self._roots))
         advice = f"remove {self._roots} to trust another federation"
-        if made.version <= newest.version:
+        if content.version <= newest.version:
             raise StateError(
                 f"this device trusts root {newest.version} of federation '{newest.federation}', which does not come "
-                f"from root {made.version} of '{made.federation}'; {advice}"
+                f"from root {content.version} of '{content.federation}'; {advice}"
             )
+        # Each change of keys in between is needed: its root is signed by the keys before it.
         steps = {envelope.signed.get("version"): envelope for envelope in between}
-        missed = range(newest.version + 1, made.version)
-        if made.federation == newest.federation and (lacking := [str(one) for one in missed if one not in steps]):
+        skipped = range(newest.version + 1, content.version)
+        lacking = [str(version) for version in skipped if version not in steps]
+        if content.federation == newest.federation and lacking:
             raise StateError(
-                f"this device trusts root {newest.version} of federation '{newest.federation}', root {made.version} "
-                f"is {len(missed) + 1} changes of keys later: root {', '.join(lacking)} is missing; bring roots.json, "
+                f"this device trusts root {newest.version} of federation '{newest.federation}', root {content.version} "
+                f"is {len(skipped) + 1} changes of keys later: root {', '.join(lacking)} is missing; bring roots.json, "
                 "which has them all, from the coordinator's state folder (identity/release/roots.json), or a bundle "
                 "that was signed since"
             )
+        chain = [steps[version] for version in skipped if version in steps]
         try:
-            chain = [*(steps[one] for one in missed if one in steps), root]
-            self._write_roots(known.model_copy(update={"roots": tuple(followed(known.roots, chain))}))
+            roots = followed(trusted.roots, [*chain, root])
         except BundleUntrusted as error:
             raise StateError(f"{error}; {advice}") from error
+        self._write_roots(trusted.model_copy(update={"roots": tuple(roots)}))
 
     def follow(self, offered: Iterable[Envelope]) -> None:
         """Trust the newer ones of these roots that follow from those that are trusted.
@@ -571,10 +609,12 @@ class TrustStore:
         Raises:
             BundleUntrusted: A newer root does not follow from its predecessor.
         """
-        if (known := self.known()) is None:
+        trusted = self.known()
+        if trusted is None:
             return
-        if len(roots := followed(known.roots, offered)) > len(known.roots):
-            self._write_roots(known.model_copy(update={"roots": tuple(roots)}))
+        roots = followed(trusted.roots, offered)
+        if len(roots) > len(trusted.roots):
+            self._write_roots(trusted.model_copy(update={"roots": tuple(roots)}))
 
     def admit(
         self,
@@ -585,42 +625,44 @@ class TrustStore:
         first: Envelope | None = None,
         purpose: Purpose = "release",
     ) -> Member | None:
-        """The metadata of a bundle that may be installed here; None where nothing is trusted. Newer roots are followed.
+        """Check that a bundle may be installed here, and trust the newer roots that it carries.
 
-        ``first``: the root that counts where none is trusted yet; it is not trusted by this.
+        Args:
+            raw: The signatures in the bundle's file; None where it has none.
+            files: The part of the bundle that they cover.
+            now: The time by this device's clock, in seconds since 1970.
+            agent: The version of the agent.
+            first: The root that counts where none is trusted yet; it does not become trusted.
+            purpose: What the bundle is to be used for.
+
+        Returns:
+            The signatures; None where nothing is trusted, and so nothing is checked.
 
         Raises:
             BundleUntrusted: The bundle may not be installed; the message says why.
         """
-        known = self.known() or (None if first is None else Roots(roots=(first,)))
-        if known is None:
-            return None
+        trusted = self.known()
+        if trusted is None:
+            if first is None:
+                return None
+            trusted = Roots(roots=(first,))
         if raw is None:
             raise BundleUntrusted(
                 f"bundle {files.bundle_id[:16]}… is not signed, and this device trusts federation "
-                f"'{read(Root, known.roots[-1], 'root').federation}' alone; ask its operator for a "
+                f"'{read(Root, trusted.roots[-1], 'root').federation}' alone; ask its operator for a "
                 "signed bundle",
                 is_public=True,
             )
+        # 1. The keys: roots that follow from the trusted ones, of which the newest has to have signed the release.
         member = parse(Member, raw, "release")
         self.follow(member.roots)
-        root = read(Root, followed(known.roots, member.roots)[-1], "root")
+        root = read(Root, followed(trusted.roots, member.roots)[-1], "root")
         release = verified(member, files, root)
-        newest = self.newest(root)
-        if (
-            purpose == "release"  # rounds of several runs may come in any order
-            and newest is not None
-            and (
-                release.version < newest[0].version
-                or (release.version == newest[0].version and member.release.signed != newest[1].signed)
-            )
-        ):  # before its end: the coordinator signs again what is older
-            raise BundleOlder(
-                f"version {release.version} of bundle {files.bundle_id[:16]}… is older than version "
-                f"{newest[0].version}, which was installed here; to go back, the operator signs the older bundle again "
-                "with a new version ('headwater keys sign --again')",
-                is_public=True,
-            )
+        # 2. The version, before the expiry: an older release is signed again by the coordinator. The encoders of rounds
+        # have no order, because those of several runs may arrive in any.
+        if purpose == "release":
+            self._check_not_older(release, member, files, root)
+        # 3. The expiry, by the clock or by the newest signature seen here, if the clock is behind that.
         seen = max(self._seen(root), signed_at(release))
         check_installable(release, root, now, agent, seen)
         if release.purpose != purpose:
@@ -628,24 +670,44 @@ class TrustStore:
                 f"bundle {files.bundle_id[:16]}… is signed for purpose '{release.purpose}', it came for '{purpose}'",
                 is_public=True,
             )
+        # 4. The time, now that a release was valid at it.
         if now - self._time() >= _TIME_STEP_S and self.known() is not None:
             write_private(self._clock, moment(now).encode())
         return member
 
+    def _check_not_older(self, release: Release, member: Member, files: Files, root: Root) -> None:
+        """Require that a release is not older than the newest that was installed here, nor another of its version.
+
+        Raises:
+            BundleOlder: The release is older.
+        """
+        newest = self.newest(root)
+        if newest is None:
+            return
+        installed, envelope = newest
+        is_another = release.version == installed.version and member.release.signed != envelope.signed
+        if release.version < installed.version or is_another:
+            raise BundleOlder(
+                f"version {release.version} of bundle {files.bundle_id[:16]}… is older than version "
+                f"{installed.version}, which was installed here; to go back, the operator signs the older bundle again "
+                "with a new version ('headwater keys sign --again')",
+                is_public=True,
+            )
+
     def check_loaded(self, raw: bytes | None, files: Files) -> None:
-        """Return where a bundle that was installed here may serve: its release counted under a root trusted here.
+        """Require that a bundle that was installed here may serve: its release counted under a root trusted here.
 
         Raises:
             BundleUntrusted: The release did not count under any root that is trusted here.
         """
-        known = self.known()
-        if known is None or files.files["manifest.json"].hashes.sha256 in known.before:
+        trusted = self.known()
+        if trusted is None or files.files["manifest.json"].hashes.sha256 in trusted.before:
             return
         if raw is None:
             raise BundleUntrusted(f"bundle {files.bundle_id[:16]}… is not signed; install a signed one", is_public=True)
         member = parse(Member, raw, "release")
         problems = list[BundleUntrusted]()
-        for envelope in reversed(known.roots):
+        for envelope in reversed(trusted.roots):
             try:
                 verified(member, files, read(Root, envelope, "root"))
             except BundleUntrusted as error:
@@ -655,8 +717,9 @@ class TrustStore:
         raise problems[0]
 
     def described(self, now: float) -> dict[str, Any]:
-        """Return what is trusted, and the newest release that was installed, as JSON; ``now``: Unix time."""
-        if (root := self.newest_root()) is None:
+        """Return the trusted root and the newest release that was installed, as JSON; ``now`` is a Unix time."""
+        root = self.newest_root()
+        if root is None:
             return {"root": None}
         newest = self.newest(root)
         result: dict[str, Any] = {"root": root.version, "federation": root.federation, "version": None}
@@ -667,13 +730,13 @@ class TrustStore:
         return result
 
     def record(self, member: Member) -> None:
-        """From now on, refuse releases older than this one."""
+        """Note the newest installed release: older ones are refused from now on."""
         write_private(self._newest, dump(member.release))
 
     def newest(self, root: Root) -> tuple[Release, Envelope] | None:
-        """The newest release that was installed here; None where there is none that one of ``root``'s keys has signed.
+        """Return the newest release installed here; None where there is none, or no key of ``root`` has signed it.
 
-        One is enough, whatever the threshold: a change of some of the keys is no reason to take an older release.
+        One key is enough, whatever the threshold: a change of some of the keys must not let an older release in.
 
         Raises:
             StateError: The file is damaged; without it an older release could be installed.
@@ -691,18 +754,26 @@ class TrustStore:
         return read(Release, envelope, str(self._newest)), envelope
 
     def _seen(self, root: Root) -> float:
-        """Return the newest time that is over by what was verified here; Unix time, 0 where there is none."""
+        """Return the newest Unix time that is over, as verified releases prove; 0 where there is none."""
         newest = self.newest(root)
-        return max(self._time(), 0.0 if newest is None else signed_at(newest[0]))
+        if newest is None:
+            return max(self._time(), 0.0)
+        return max(self._time(), signed_at(newest[0]))
 
     def _time(self) -> float:
+        """Return the noted Unix time; 0 where none is."""
         return seconds((_read(self._clock) or b"").decode(errors="replace"))
 
-    def _write_roots(self, known: Roots) -> None:
-        write_private(self._roots, dump(known))
+    def _write_roots(self, roots: Roots) -> None:
+        write_private(self._roots, dump(roots))
 
 
 def _read(path: Path) -> bytes | None:
+    """Return the content of a file of the store; None where there is none.
+
+    Raises:
+        StateError: The file cannot be read.
+    """
     try:
         return read_regular(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A bundle that was unpacked into a folder of this device, and the mark by which that folder is recognised."""
+"""Bundles that were unpacked into folders of this device, and the marks by which these folders are recognised."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ from .trust import (
 )
 
 _GOLDEN_INPUTS = 8
-
+"""The number of inputs in a bundle's golden file."""
 
 _MADE = ".made"
+"""The name of `Bundle.made` in the folder of a bundle."""
 
 
 def unpack(path: Path, folder: Path) -> Manifest:
@@ -57,7 +58,7 @@ def unpack(path: Path, folder: Path) -> Manifest:
     bundle = open_bundle(path)
     if folder.exists():
         raise BundleError(
-            f"{folder} exists already; expected a folder that is still to be made; remove it or name another"
+            f"{folder} exists already; expected a folder that does not exist yet; remove it or name another"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
@@ -112,17 +113,17 @@ class Bundle:
 
     @property
     def id(self) -> str:
-        """The bundle's id everywhere, SHA-256 (hex); see `manifest`."""
+        """The id of the bundle, SHA-256 (hex); see `manifest`."""
         return self.manifest.bundle_id
 
     @property
     def made(self) -> Path:
-        """Folder of what this device makes from the bundle, and believes: no file of a bundle has a leading dot."""
+        """The folder of files that this device makes from the bundle and trusts: no bundle has such a file name."""
         return self.folder / _MADE
 
     @property
     def fingerprints(self) -> dict[EncoderPrecision, str]:
-        """What heads are bound to, for each precision that the bundle has."""
+        """The fingerprint of each precision that the bundle has; a head belongs to one of them."""
         return {precision: variant.fingerprint for precision, variant in self.manifest.variants.items()}
 
     def variant(self, precision: EncoderPrecision) -> Variant:
@@ -139,10 +140,10 @@ class Bundle:
         return result
 
     def golden(self) -> Tensors:
-        """Raw inputs, and what the exporter computed from them; see `self_test`.
+        """Return raw inputs, and what the exporter computed from them; see `personal.self_test`.
 
         Raises:
-            BundleDamaged: The file is larger than ``most_bytes`` and its header.
+            BundleDamaged: The file is larger than such arrays can be.
         """
         manifest = self.manifest
         spec = manifest.task.input
@@ -154,8 +155,9 @@ class Bundle:
         return self._tensors(manifest.golden, raw + rows + 8 * _GOLDEN_INPUTS * manifest.task.num_classes)
 
     def _tensors(self, name: str, most_bytes: int) -> Tensors:
-        """Return arrays of a file of at most so many bytes beside its header, which are read at once."""
-        if (size := self.manifest.files[name].size_bytes) > most_bytes + MOST_HEADER_BYTES:
+        """Return the arrays in a file, which may have ``most_bytes`` beside its header: they are read at once."""
+        size = self.manifest.files[name].size_bytes
+        if size > most_bytes + MOST_HEADER_BYTES:
             raise BundleDamaged(
                 f"'{name}' has {size} bytes, at most {most_bytes} are possible; export the bundle again"
             )
@@ -174,16 +176,19 @@ class Bundle:
         result = self._tensors(self.manifest.global_head, 4 * classes * (size + 1))
         shapes = {name: array.shape for name, array in result.items()}
         if shapes != {"weight": (classes, size), "bias": (classes,)}:
-            raise BundleDamaged(f"global head has {shapes}, expected weight {(classes, size)} and bias {(classes,)}")
-        if (name := first_non_finite(result)) is not None:
+            raise BundleDamaged(
+                f"global head has {shapes}, expected weight {(classes, size)} and bias {(classes,)}; export it again"
+            )
+        name = first_non_finite(result)
+        if name is not None:
             raise BundleDamaged(f"global head: '{name}' holds NaN or infinity; export the bundle again")
         return result
 
 
 def open_folder(folder: Path) -> Bundle:
-    """Return the bundle unpacked in ``folder``, every file verified again: flash memory forgets.
+    """Return the bundle unpacked in ``folder``, after verifying every file again, because flash memory may lose bits.
 
-    Where the folder that it is in trusts keys, its signatures are verified again, too.
+    Its signatures are verified again as well, where the folder of bundles trusts keys.
 
     Raises:
         BundleUntrusted: The bundle is not signed by those keys.
@@ -192,14 +197,14 @@ def open_folder(folder: Path) -> Bundle:
     """
     raw = read_part(folder / MANIFEST, MAX_MANIFEST_BYTES + 1)
     if read_part(folder / CHECKSUM, 100) != checksum_line(raw):
-        raise BundleDamaged(f"{folder}: the manifest is not the one that its checksum names; install the bundle again")
+        raise BundleDamaged(f"{folder}: the manifest does not match its checksum; install the bundle again")
     manifest = parse_manifest(raw, str(folder))
-    paths = {folder / name: entry.sha256 for name, entry in sorted(manifest.files.items())}
-    damaged = [
-        path.name
-        for path, sha256 in paths.items()
-        if not path.is_file() or path.is_symlink() or sha256_file(path) != sha256
-    ]
+    damaged = []
+    for name, entry in sorted(manifest.files.items()):
+        path = folder / name
+        is_present = path.is_file() and not path.is_symlink()
+        if not is_present or sha256_file(path) != entry.sha256:
+            damaged.append(name)
     if damaged:
         raise BundleDamaged(f"{folder}: missing or damaged: {', '.join(damaged)}; install the bundle again")
     TrustStore(folder.parent).check_loaded(release_in(folder), files_of(manifest))

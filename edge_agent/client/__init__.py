@@ -42,13 +42,13 @@ class Arrays:
 
 @dataclass(frozen=True)
 class ClientState:
-    """What a client keeps after a round: its personal tensors and its named memory."""
+    """The state that a client keeps after a round: its personal tensors and its named memory."""
 
     personal: Tensors = field(default_factory=dict)
     memory: Tensors = field(default_factory=dict)
 
     def digest(self) -> str:
-        """SHA-256 (hex) of names and contents."""
+        """Return the SHA-256 (hex) of names and contents."""
         return sha256_of(*pieces(self.personal), *pieces(self.memory))
 
 
@@ -147,7 +147,7 @@ class Session:
         evaluate: bool,
         control: TrainingControl | None = None,
     ) -> Outcome:
-        """One round: evaluate what was received (where asked to), train, and say what travels and what stays.
+        """Run one round: evaluate the received model if requested, train, and return what travels and what stays.
 
         Methods that do not train in `one_pass` are not shortened; those whose passes are not `resumable` only stop.
 
@@ -177,7 +177,7 @@ class Session:
         return TrainingControl(1.0, control.is_cancelled, Passes(control.checkpoint))
 
     def finish(self, received: Tensors, kept: ClientState, *, rounds: int) -> Outcome:
-        """After the last round: personalize to what was received, and evaluate; nothing travels."""
+        """Personalize to the received model after the last round, and evaluate; nothing travels."""
         client = self.before_round(received, kept, round_number=rounds, rounds=rounds, salt=1)
         take_statistics(self._norms, lambda rows: self.method.views(client, rows), client.train_inputs)
         self.method.personalize(client, received)
@@ -185,11 +185,11 @@ class Session:
         return replace(self._outcome(client, {}, scores), right=right)
 
     def norm_tensors(self, kept: ClientState) -> Tensors:
-        """The encoder's batch norm tensors that stay here, as they were kept: an export for others pools them."""
+        """Return the encoder's kept batch norm tensors, which otherwise stay here: an export for others pools them."""
         return {name: kept.personal.get(name, self._fresh[name]) for name in norm_names(self._model, self._shared)}
 
     def activation_ranges(self, received: Tensors) -> Tensors:
-        """``ranges`` (steps, 2) float32: those of the received encoder's activations on the training samples."""
+        """Return ``ranges`` (steps, 2) float32: those of the received encoder's activations on the training samples."""
         load_arrays(self._model, {**self._fresh, **received})
         return {"ranges": activation_ranges(self._model.part("encoder"), self._train[0])}
 
@@ -243,7 +243,7 @@ class Session:
         return self._outcome(client, update, metrics)
 
     def sent(self) -> Tensors:
-        """The shared tensors as they are in the model now: the update of a method with the standard local update."""
+        """Return the model's shared tensors as they are now: the update of a method with the standard local update."""
         return to_arrays(self._model, self._shared)
 
     def before_round(
@@ -279,7 +279,7 @@ class Session:
         )
 
     def scores(self, client: Client) -> dict[str, float]:
-        """Accuracies on the held-out samples, by the name of the metric; none where there are no such samples."""
+        """Return the accuracies on the held-out samples by name of the metric; empty without such samples."""
         return self._scored(client)[0]
 
     def _scored(self, client: Client) -> tuple[dict[str, float], np.ndarray | None]:

@@ -25,10 +25,10 @@ from ..training.loops import batches, local_optimizer, training_mode
 from ..training.parts import NORM_LAYERS, Parts
 
 Convolutions = Literal["grouped", "unfolded"]
-"""How convolutions of many clients are computed: as one of many groups, or as products of matrices."""
+"""The way in which convolutions of many clients are computed: as one of many groups, or as products of matrices."""
 
 Schedule = list[np.ndarray]
-"""Rows of each batch, (b,) int64."""
+"""The rows (b,) int64 of each batch."""
 
 Tensor = torch.Tensor
 
@@ -40,7 +40,7 @@ def schedule(client: Client, params: MethodParams) -> Schedule:
 
 
 def obstacle(model: Parts) -> str:
-    """Why clients of such a model cannot be trained at once; empty where they can."""
+    """Return why clients of such a model cannot be trained at once; empty where they can."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:  # noqa: SLF001 - the base of them all
             return f"'{name}' draws random numbers ({type(module).__name__})"
@@ -109,7 +109,7 @@ class _Batches:
         self._labels = torch.cat([client.train_labels for client in clients])
         firsts = np.cumsum([0, *(client.samples for client in clients)])[:-1]
         self.lengths = np.zeros((len(schedules[0]), len(clients)), np.int64)
-        """Samples in each batch, (steps, clients)."""
+        """The number of samples in each batch, (steps, clients)."""
 
         for position, batches_of_one in enumerate(schedules):
             self.lengths[: len(batches_of_one), position] = [len(rows) for rows in batches_of_one]
@@ -121,7 +121,10 @@ class _Batches:
         self._on_device = torch.from_numpy(self.lengths).to(self._inputs.device)
 
     def at(self, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Inputs (k, b, ...) and labels (k, b) of the first k clients, and which rows count (k, b); None: all do."""
+        """Return inputs (k, b, ...), labels (k, b) and the mask of rows that count (k, b) of the first k clients.
+
+        None: all.
+        """
         k = int(np.count_nonzero(self.lengths[step]))
         lengths = self.lengths[step, :k]
         longest = int(lengths.max())
@@ -180,7 +183,7 @@ class _Training:
         labels: Tensor,
         counts: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of one client: cross entropy (), and the running statistics as they are after this batch."""
+        """Return the cross entropy () of one client, and its running statistics after this batch."""
         self._layers.counts = counts
         self._layers.statistics = {}
         logits = functional_call(self._model, {**live, **rest}, (inputs,))
@@ -190,36 +193,38 @@ class _Training:
         return (each * counts).sum() / counts.sum(), self._layers.statistics
 
     def _continue_with(self, k: int) -> None:
-        """Only the first k clients: the others have done all their steps."""
+        """Continue with the first k clients only, because the others have done all their steps."""
         states = [self._optimizer.state[weight] for weight in self._live.values()]
         self._live = {name: weight.detach()[:k].requires_grad_() for name, weight in self._live.items()}
         self._rest = {name: tensor[:k] for name, tensor in self._rest.items()}
         self._optimizer = local_optimizer(self._live.values(), self._params)
         for weight, state in zip(self._live.values(), states, strict=True):
-            self._optimizer.state[weight] = {
-                name: value[:k] if isinstance(value, Tensor) and value.ndim == weight.ndim else value
-                for name, value in state.items()
-            }
+            continued = {}
+            for name, value in state.items():
+                # Moments have the shape of the weight, one for each client; counters of steps do not.
+                is_stacked = isinstance(value, Tensor) and value.ndim == weight.ndim
+                continued[name] = value[:k] if is_stacked else value
+            self._optimizer.state[weight] = continued
 
 
 # --- layers that do otherwise in a stack -----------------------------------------------------------------------------
 
 
 class _NormLayers:
-    """What batch norm layers need to know of a batch, and the statistics that they report."""
+    """The facts about a batch that batch norm layers need, and the statistics that they report."""
 
     def __init__(self) -> None:
         self.counters: list[str] = []
         """Names of the counters of batches."""
 
         self.counts: Tensor | None = None
-        """Which rows of the batch count, (b,); None: all do."""
+        """The mask (b,) of the rows of the batch that count; None: all do."""
 
         self.statistics: dict[str, Tensor] = {}
         """Running statistics after the batch."""
 
     def norm(self, name: str, layer: nn.modules.batchnorm._BatchNorm, inputs: Tensor) -> Tensor:
-        """Batch norm of (b, C, ...) by the statistics of the rows that count."""
+        """Apply batch norm to (b, C, ...) by the statistics of the rows that count."""
         across = [axis for axis in range(inputs.ndim) if axis != 1]
         shape = [1, -1] + [1] * (inputs.ndim - 2)
         mean, size = self._mean(inputs, across)
@@ -237,7 +242,7 @@ class _NormLayers:
         return result if not layer.affine else result * layer.weight.view(shape) + layer.bias.view(shape)
 
     def _mean(self, values: Tensor, across: list[int]) -> tuple[Tensor, Tensor | int]:
-        """Means (C,) over the rows that count, and of how many numbers each."""
+        """Return the means (C,) over the rows that count, and the count of numbers in each."""
         if self.counts is None:
             return values.mean(across), values.numel() // values.shape[1]
         weights = self.counts.view([-1] + [1] * (values.ndim - 1))

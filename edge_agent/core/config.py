@@ -280,7 +280,10 @@ def zero_or_from(least: float) -> AfterValidator:
 
 
 class PrivacyConfig(Frozen):
-    """What may leave this device. A job that asks for more is refused, whatever the coordinator's configuration is."""
+    """The privacy policy of this device.
+
+    A job that asks for more is refused, whatever the coordinator's settings are.
+    """
 
     methods: tuple[str, ...] | None = Field(
         None, description="methods that this device takes part in, [] for none; default: all"
@@ -384,7 +387,7 @@ class HeadConfig(Frozen):
 
 
 class BundleConfig(Frozen):
-    """Whose bundles this device installs. An enrolled device trusts the release keys of its federation."""
+    """The trust in bundles: whose this device installs. An enrolled one trusts the release keys of its federation."""
 
     trust: Path | None = Field(
         None, description="root.json of the federation whose signed bundles are installed; no others are from then on"

@@ -147,7 +147,7 @@ class BundleError(HeadwaterError):
 
 
 class BundleDamaged(BundleError):
-    """Bytes of a bundle are not those that its manifest promises."""
+    """A file of a bundle is missing, or has another hash than the manifest."""
 
 
 class BundleUntrusted(BundleError):
@@ -180,7 +180,7 @@ class MissingCapability(HeadwaterError):
 
 
 class CodecError(HeadwaterError):
-    """Bytes from a peer or a file are not what they claim to be."""
+    """Bytes from a peer or a file do not have the form that they claim."""
 
 
 class MessageError(CodecError):

@@ -26,14 +26,14 @@ _MODULES = {"headwater": "coordinator", "edge-agent": "edge_agent"}
 
 @dataclass(frozen=True)
 class Origin:
-    """What a copy of Headwater was installed from."""
+    """The origin from which a copy of Headwater was installed."""
 
     folder: Path | None = None
     """The folder with ``pyproject.toml``; None where it came from elsewhere, or the folder is not known any more."""
     is_editable: bool = False
     """Whether the folder itself is imported (``pip install -e``)."""
     requirement: str | None = None
-    """What pip installs the copy again from, with ``{extras}`` in its place; None for a folder."""
+    """The requirement from which pip installs the copy again, with ``{extras}`` in its place; None for a folder."""
 
     def install_command(self, extra: str) -> str:
         """Return the command that adds ``extra`` to this copy, for a person on this machine.

@@ -157,5 +157,6 @@ def log_json(stream: TextIO | None = None) -> None:
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    sys.stderr = stream_of_lines = LoggedStream(handler)
+    stream_of_lines = LoggedStream(handler)
+    sys.stderr = stream_of_lines
     atexit.register(stream_of_lines.finish)

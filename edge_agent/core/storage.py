@@ -108,7 +108,7 @@ class PendingSyncs:
 
 
 _syncs: ContextVar[bool | PendingSyncs] = ContextVar("syncs", default=True)
-"""How files reach the disk in this context: at once (True), not waited for (False), or noted for later."""
+"""The way in which files reach the disk here: at once (True), not waited for (False), or noted for later."""
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ def _check_normalization(spec: Spec) -> Spec:
 
 
 class ImageInput(Frozen):
-    """Images become float32 (channels, height, width) = (pixel / 255 - mean) / std."""
+    """The input of images, which become float32 (channels, height, width) = (pixel / 255 - mean) / std."""
 
     kind: Literal["image"] = Field("image", description="image, or window for sensor recordings")
     channels: Literal[1, 3] = Field(3, description="1 = grey, 3 = RGB")
@@ -94,7 +94,7 @@ class ImageInput(Frozen):
 
 
 class WindowInput(Frozen):
-    """Sensor recordings become float32 windows (channels, length) = (value - mean) / std for each channel."""
+    """The input of recordings, which become float32 windows (channels, length) = (value - mean) / std by channel."""
 
     kind: Literal["window"] = Field("window", description="image, or window for sensor recordings")
     channels: int = Field(6, ge=1, le=1024, description="values in one sample of a recording")

@@ -69,7 +69,7 @@ _log = logging.getLogger(__name__)
 _SHOWN = 20
 
 Progress = Callable[[int, int], None]
-"""Called with the number of images or recordings that were read, and of all."""
+"""A function that is called with the number of images or recordings that were read, and of all."""
 
 registry = Registry(
     "data source",
@@ -93,7 +93,9 @@ def load(
     own_classes: bool = False,
     progress: Progress | None = None,
 ) -> Samples:
-    """Samples of ``source``, preprocessed by ``input`` and labelled by ``class_names``; None = what the data suggest.
+    """Return the samples of ``source``, preprocessed by ``input`` and labelled by ``class_names``.
+
+    None: as data suggest.
 
     Classes are matched by name, so that a device may hold some of the task's classes, in any order. With
     ``own_classes`` it may hold others, too: they follow, or take the place of ``class_names`` where the data have none
@@ -153,7 +155,7 @@ def from_python(
     own_classes: bool = False,
     strict: bool | None = None,
 ) -> Samples:
-    """Samples of what a Python program has: arrays as of `from_arrays`, one file or a list of them, Pillow images.
+    """Return samples of a Python program's data: arrays as of `from_arrays`, one file, a list of files, Pillow images.
 
     One file and one Pillow image are a batch of one. ``strict``: as in `load`, for files and images.
 
@@ -298,7 +300,7 @@ def check(
 
 
 PROBED = 20
-"""Samples of which one at least has to be usable."""
+"""The number of samples of which at least one has to be usable."""
 
 
 def probe(source: str, folder: Path | None = None) -> None:
@@ -336,7 +338,7 @@ def _check_kind(raw: Raw, spec: InputSpec, source: str) -> None:
 def from_files(
     paths: Sequence[str], spec: InputSpec, *, strict: bool = True, compact: bool = False, positions: bool = False
 ) -> Samples:
-    """Inputs without labels from single files: images, or recordings for a task of windows.
+    """Return inputs without labels from single files: images, or recordings for a task of windows.
 
     A recording is an array (time, channels) in a ``.npy`` file, or a table of numbers in a ``.csv`` file. Not
     ``strict``: files that cannot be used are left out and named in ``skipped``. ``compact``: as in `load`. The name of
@@ -374,7 +376,7 @@ def _recording(path: Path) -> np.ndarray:
 
 
 def parse_source(source: str) -> tuple[str, str, dict[str, str]]:
-    """Kind, location and options of a source string.
+    """Return the kind, location and options of a source string.
 
     Raises:
         ConfigError: ``source`` does not have the form kind:where?option=value.
@@ -415,7 +417,7 @@ def source_kind(name: str) -> DataSource:
 
 
 def location(source: str, folder: Path | None = None) -> tuple[str, str, dict[str, str]]:
-    """Kind, location and options of a source; a location that is a path is absolute.
+    """Return the kind, location and options of a source; a location that is a path is absolute.
 
     Raises:
         UnknownName: No kind of source has this name.
@@ -426,7 +428,7 @@ def location(source: str, folder: Path | None = None) -> tuple[str, str, dict[st
 
 
 def domains(source: str, *, seed: int = 0, folder: Path | None = None) -> dict[str, str]:
-    """Domain -> source of it alone, for a set of several domains; empty where ``source`` is not one.
+    """Return the source of each domain alone, for a set of several domains; empty where ``source`` is not one.
 
     ``seed`` is for kinds that have such an option and sources that do not give it.
 
@@ -444,7 +446,7 @@ def domains(source: str, *, seed: int = 0, folder: Path | None = None) -> dict[s
 
 
 def subjects(source: str, *, folder: Path | None = None) -> dict[int, str]:
-    """Number of each person -> source of that person alone; empty where ``source`` does not tell people apart.
+    """Return the source of each person's samples alone, by the person's number; empty if ``source`` has no persons.
 
     Raises:
         HeadwaterError: See `check`.
@@ -625,7 +627,10 @@ def _for_all(
     strict: bool | None,
     progress: Progress | None,
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Call ``fill`` for each row; returns the rows for which it worked, and why others and what is beside did not.
+    """Call ``fill`` for each row.
+
+    Returns:
+        The rows (n,) for which it worked; and a line for each item or other file that cannot be used, with its reason.
 
     Raises:
         DataError: Reading failed for all items, or for some where ``strict`` (see `load`) does not allow that; or other
@@ -645,19 +650,24 @@ def _for_all(
         if progress is not None:
             progress(row + 1, len(raw.items))
     total = len(raw.items) + len(raw.skipped)
-    left = (*raw.skipped, *failed)
-    if not rows or (strict is not False and failed) or (strict and left):
+    unusable = (*raw.skipped, *failed)
+    is_refused = bool(failed)
+    if strict is not None:
+        is_refused = strict and bool(unusable)
+    if not rows or is_refused:
         beside = raw.skipped if strict or not rows else ()
         lines = [*beside, *(f"{_listed(names)}: {reason}" for reason, names in by_reason.items())]
-        more = f"\n  … and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-        shown = "\n".join(f"  - {line}" for line in lines[:_SHOWN])
-        advice = "\nWithout --strict (strict = false, strict=False in Python) these are left out." if rows else ""
-        raise DataError(
-            f"{source}: {len(beside) + len(failed)} of {total} {what} cannot be used\n{shown}{more}{advice}"
-        )
-    if left:
-        _log.warning("skipped source=%s count=%d of=%d first=%s", source, len(left), total, left[0])
-    return np.array(rows, np.int64), left
+        message = f"{source}: {len(beside) + len(failed)} of {total} {what} cannot be used"
+        for line in lines[:_SHOWN]:
+            message += f"\n  - {line}"
+        if len(lines) > _SHOWN:
+            message += f"\n  … and {len(lines) - _SHOWN} more"
+        if rows:
+            message += "\nWithout --strict (strict = false, strict=False in Python) these are left out."
+        raise DataError(message)
+    if unusable:
+        _log.warning("skipped source=%s count=%d of=%d first=%s", source, len(unusable), total, unusable[0])
+    return np.array(rows, np.int64), unusable
 
 
 def _check_labelled(raw: Raw) -> None:

@@ -69,7 +69,7 @@ class Raw:
 
 
 class FileItems(Sequence[Any]):
-    """What ``read`` makes of each path (and part), on access, so that a folder of photos need not fit into memory."""
+    """A sequence that reads each path (and part) on access, so that a folder of photos need not fit into memory."""
 
     def __init__(self, paths: Sequence[Any], read: Callable[[Any], Any]) -> None:
         self.paths = paths
@@ -165,13 +165,13 @@ class Samples:
 
 
 def near(name: str, known: Sequence[str]) -> str:
-    """`` (did you mean 'x'?)`` where one of the known names looks like it, else nothing."""
+    """Return `` (did you mean 'x'?)`` where one of the known names looks like it, else nothing."""
     result = nearest(name, known)
     return "" if result is None else f" (did you mean '{result}'?)"
 
 
 def with_own_classes(known: Sequence[str], held: Sequence[str]) -> tuple[str, ...]:
-    """Classes of a device whose data hold the classes ``held``: the ``known`` ones, then the others in their order.
+    """Return the classes of a device whose data hold ``held``: the ``known`` ones, then the others in their order.
 
     Where the data hold none of the known classes these are left out.
     """
@@ -180,7 +180,7 @@ def with_own_classes(known: Sequence[str], held: Sequence[str]) -> tuple[str, ..
 
 
 def labels_by_name(values: np.ndarray, class_names: Sequence[str], where: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Labels (n,) int64 and class names for integer or text ``values``; no names given: sorted values name themselves.
+    """Return labels (n,) int64 and class names for integer or text ``values``; without ``names`` these are the values.
 
     Raises:
         DataError: Labels are neither integers nor text, or are not among the class names.
@@ -188,24 +188,32 @@ def labels_by_name(values: np.ndarray, class_names: Sequence[str], where: str) -
     if values.ndim != 1 or values.dtype.kind not in "iuU":
         raise DataError(f"{where}: labels are {values.dtype}{list(values.shape)}, expected one row of integers or text")
     if not class_names:
-        result, labels = np.unique(values, return_inverse=True)
-        return labels.astype(np.int64), tuple(str(name) for name in result)
+        names, labels = np.unique(values, return_inverse=True)
+        return labels.astype(np.int64), tuple(str(name) for name in names)
     if values.dtype.kind == "U":
-        result, inverse = np.unique(values, return_inverse=True)
-        positions = {name: position for position, name in enumerate(class_names)}
-        if missing := [str(name) for name in result if str(name) not in positions]:
-            raise DataError(
-                f"{where}: labels {', '.join(missing)} are not among the class names {', '.join(class_names)}"
-            )
-        return np.array([positions[str(name)] for name in result], np.int64)[inverse], tuple(class_names)
+        return _positions_of(values, class_names, where), tuple(class_names)
     if len(values) and not (values.min() >= 0 and values.max() < len(class_names)):
         raise DataError(f"{where}: labels {values.min()}..{values.max()}, expected 0..{len(class_names) - 1}")
     return values.astype(np.int64), tuple(class_names)
 
 
+def _positions_of(values: np.ndarray, class_names: Sequence[str], where: str) -> np.ndarray:
+    """Return the positions (n,) int64 of labels that are text among the class names.
+
+    Raises:
+        DataError: A label is not among the class names.
+    """
+    names, inverse = np.unique(values, return_inverse=True)
+    positions = {name: position for position, name in enumerate(class_names)}
+    missing = [str(name) for name in names if str(name) not in positions]
+    if missing:
+        raise DataError(f"{where}: labels {', '.join(missing)} are not among the class names {', '.join(class_names)}")
+    return np.array([positions[str(name)] for name in names], np.int64)[inverse]
+
+
 _log = logging.getLogger(__name__)
 _IMAGES = 128
-"""Images that are counted at once: numpy makes eight bytes of each pixel for that."""
+"""The number of images whose moments are computed at once: numpy takes eight bytes for each pixel."""
 
 
 _LEAST_RECORDINGS = 4
@@ -213,7 +221,7 @@ _LEAST_RECORDINGS = 4
 
 
 def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, Samples]:
-    """Training and test samples, rows in their original order.
+    """Return training and test samples, rows in their original order.
 
     Without groups: that share of each class, at least one sample of a class on either side where it has two. With
     groups (recordings): that share of the recordings of each class, at least one, and one is kept to train. Recordings
@@ -250,14 +258,17 @@ def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, S
 
 
 def numbered_apart(train: Samples, test: Samples) -> Samples:
-    """``test`` with numbers of recordings that ``train`` does not have, because all of them are other ones."""
+    """Return ``test`` with numbers of recordings that ``train`` does not have, because all of them are other ones."""
     if train.groups is None or test.groups is None:
         return test
     return replace(test, groups=test.groups - test.groups.min(initial=0) + train.groups.max(initial=-1) + 1)
 
 
 def same_sitting(train: Samples, test: Samples) -> float | None:
-    """Share, 0..1, of the tested samples whose recording is learned from, too; None without recordings, or samples."""
+    """Return the share (0..1) of test samples whose recording is trained on, too.
+
+    None without recordings or samples.
+    """
     if train.groups is None or test.groups is None or not len(test):
         return None
     return float(np.isin(test.groups, train.groups).mean())
@@ -297,7 +308,7 @@ def _hold_out_end(
 
 
 def _test_groups(samples: Samples, test_fraction: float, seed: int) -> set[int]:
-    """Groups to hold out, so many of each class that has several; the rarest class chooses first."""
+    """Return groups to hold out, so many of each class that has several; the rarest class chooses first."""
     rng = np.random.default_rng(seed)
     held = [np.unique(np.asarray(samples.groups)[samples.labels == label]) for label in np.unique(samples.labels)]
     result: set[int] = set()
@@ -327,7 +338,7 @@ def standardised(samples: Samples) -> InputSpec:
 
 
 def _moments(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation (channels,) of the inputs; of images of 8 bits without making floats of them."""
+    """Return mean and standard deviation (channels,) of the inputs; 8-bit images are not converted to floats for it."""
     inputs = samples.inputs
     if inputs.dtype != np.uint8:
         axes = (0, *range(2, inputs.ndim))
@@ -344,7 +355,7 @@ def _moments(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rounded(values: np.ndarray) -> tuple[float, ...]:
-    """Six significant digits: enough, and the same on every machine that sums in another order."""
+    """Return six significant digits: enough, and the same on every machine that sums in another order."""
     return tuple(float(f"{value:.6g}") for value in values)
 
 

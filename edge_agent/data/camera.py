@@ -19,7 +19,7 @@ from .video import opencv, opened, pixels
 
 
 class CameraOptions(Options):
-    """How many pictures to take, and of what."""
+    """The options of a camera: how many pictures to take, and of what."""
 
     n: int = Field(1, ge=1, le=1000, description="pictures")
     every_s: float = Field(0.5, ge=0, le=3600, description="seconds between two pictures")
@@ -28,7 +28,7 @@ class CameraOptions(Options):
 
 
 def read(where: str, options: CameraOptions) -> Raw:
-    """Pictures taken now.
+    """Return pictures that the camera takes now.
 
     Raises:
         DataError: The camera does not exist, or has stopped.

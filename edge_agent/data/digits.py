@@ -69,7 +69,7 @@ def on_photo(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
 
 
 def slanted(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
-    """The digit leaning by up to 45 degrees in a bright colour on a dark one, (32, 32, 3): another person's hand."""
+    """Return the digit (32, 32, 3) leaning by up to 45 degrees, in a bright colour on a dark one."""
     rng = np.random.default_rng([seed, number, 3])
     lean = rng.uniform(0.4, 1.0)
     ink = rng.uniform(150, 255, 3)
@@ -82,7 +82,7 @@ def slanted(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
 
 
 def striped(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
-    """The digit on coloured stripes with noise, sometimes darker and sometimes lighter than they are, (32, 32, 3)."""
+    """Return the digit (32, 32, 3) on coloured stripes with noise, darker or lighter than these."""
     rng = np.random.default_rng([seed, number, 4])
     ink = rng.uniform(0, 255, 3)
     one = rng.uniform(60, 200, 3)
@@ -127,7 +127,7 @@ _CANVAS = 64
 
 
 def draw(seed: int, number: int, classes: tuple[int, ...]) -> tuple[np.ndarray, int]:
-    """One digit (32, 32, 3) uint8 and its label, out of ``classes``.
+    """Return one digit (32, 32, 3) uint8 and its label, out of ``classes``.
 
     Raises:
         MissingCapability: Pillow is not installed, or was built without scalable fonts.
@@ -186,7 +186,7 @@ DOMAINS = (*_HANDWRITTEN, "rendered")
 
 
 class DigitsOptions(Options):
-    """Which digits, and how many."""
+    """The options of the digits: which styles and classes, and how many."""
 
     n: int | None = Field(
         None, ge=1, le=100_000, description=f"samples; default: all there are, rendered {_RENDERED_DEFAULT}"
@@ -229,7 +229,7 @@ def read(where: str, options: DigitsOptions) -> Raw:
 
 
 def domains(where: str, options: DigitsOptions) -> dict[str, tuple[str, dict[str, Any]]]:
-    """For each style its name and the options that give it its own digits; nothing where one style was named."""
+    """Yield the name of each style and the options that give it its own digits; nothing where one style was named."""
     if where:
         return {}
     own = not options.model_fields_set & {"client", "clients"}

@@ -18,7 +18,7 @@ SMALL_BYTES = 32 << 20
 """The size in bytes up to which every file may expand, however small it is."""
 
 MOST_EXPANSION = 30
-"""Beyond `SMALL_BYTES`, how many times its size a file may expand to; recordings and photos expand 2 to 10 times."""
+"""The most times its size to which a file may expand beyond `SMALL_BYTES`; recordings and photos take 2 to 10."""
 
 _BLOCK_BYTES = 1 << 20
 
@@ -86,7 +86,10 @@ class BoundedReader(io.RawIOBase):
     """The content of a compressed file while it is unpacked, which ends with an error where it is too long."""
 
     def __init__(self, unpacked: BinaryIO, file: BinaryIO, path: Path, advice: str) -> None:
-        """``unpacked`` reads the compressed ``file`` at ``path``; ``advice``: what to do if it is meant so."""
+        """Wrap ``unpacked``, which reads the compressed ``file`` at ``path``.
+
+        ``advice`` ends messages about its size.
+        """
         self._unpacked = unpacked
         self._file = file
         self._path = path
@@ -95,7 +98,7 @@ class BoundedReader(io.RawIOBase):
         self._read_bytes = 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True: the file can be read."""
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import zipfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, BinaryIO, Literal
@@ -40,28 +41,45 @@ class NpzOptions(Options):
 def read(where: str, options: NpzOptions) -> Raw:
     """Return the arrays of one archive."""
     arrays = load_arrays(Path(where).expanduser())
-    wanted = [options.inputs, options.labels, *filter(None, [options.groups, options.class_names])]
-    missing = [name for name in wanted if name not in arrays]
-    reason = f"npz: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}" if missing else ""
-    if reason and (missing != [options.labels] or "labels" in options.model_fields_set):
-        given = "&".join(f"{name}=ARRAY" for name in ("inputs", "labels") if getattr(options, name) in missing)
-        raise DataError(f"{reason}; name those to take{f' ({given})' if given else ''}")
+    reason = _missing_labels(arrays, options, where)
     inputs = arrays[options.inputs]
     groups = arrays[options.groups] if options.groups else None
     class_names: tuple[str, ...] = ()
     labels = np.full(inputs.shape[:1], -1)
     targets = None
-    if not missing and arrays[options.labels].dtype.kind == "f":
-        reason = f"npz: '{where}' has numbers for labels ({arrays[options.labels].dtype}), expected integers or text"
-        if arrays[options.labels].shape != labels.shape:
-            shape = list(arrays[options.labels].shape)
-            raise DataError(f"npz: '{where}': targets of shape {shape} for {len(labels)} inputs; expected one for each")
-        targets = [*arrays[options.labels]]
-    elif not missing:
+    values = arrays.get(options.labels)
+    # Labels are classes, or numbers to predict; without any, the samples still serve for what needs none.
+    if values is not None and values.dtype.kind == "f":
+        reason = f"npz: '{where}' has numbers for labels ({values.dtype}), expected integers or text"
+        if values.shape != labels.shape:
+            raise DataError(
+                f"npz: '{where}': targets of shape {list(values.shape)} for {len(labels)} inputs; expected one for each"
+            )
+        targets = [*values]
+    elif values is not None:
         names = [str(name) for name in arrays.get(options.class_names or "class_names", ())]
-        labels, class_names = labels_by_name(arrays[options.labels], names, f"npz: {where}")
+        labels, class_names = labels_by_name(values, names, f"npz: {where}")
     raw = from_arrays(inputs, labels, class_names=class_names, groups=groups, kind=options.kind, where=f"npz: {where}")
     return replace(raw, unlabelled=reason, targets=targets)
+
+
+def _missing_labels(arrays: Mapping[str, np.ndarray], options: NpzOptions, where: str) -> str:
+    """Return why there are no labels, where an archive lacks the default array of these; empty where it has them.
+
+    Raises:
+        DataError: The archive lacks an array that was named, or that of the inputs.
+    """
+    wanted = [options.inputs, options.labels, *filter(None, [options.groups, options.class_names])]
+    missing = [name for name in wanted if name not in arrays]
+    if not missing:
+        return ""
+    reason = f"npz: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}"
+    if missing == [options.labels] and "labels" not in options.model_fields_set:
+        return reason
+    settings = "&".join(f"{name}=ARRAY" for name in ("inputs", "labels") if getattr(options, name) in missing)
+    if settings:
+        raise DataError(f"{reason}; name those to take ({settings})")
+    raise DataError(f"{reason}; name those to take")
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -148,7 +166,7 @@ def from_arrays(
     kind: Literal["image", "window"] | None,
     where: str,
 ) -> Raw:
-    """Raw samples from whole arrays: images (n, h, w) or (n, h, w, c), windows (n, channels, length), labels (n,).
+    """Return raw samples from arrays: images (n, h, w) or (n, h, w, c), windows (n, channels, length), labels (n,).
 
     Raises:
         DataError: The arrays differ in length, or the inputs are neither images nor windows.

@@ -44,7 +44,7 @@ class Share(Frozen):
 
 
 class Pool(Frozen):
-    """By what a pool is recognised: how many samples, and their labels."""
+    """The mark by which a pool is recognised: the number of its samples, and a hash of their labels."""
 
     train_samples: int = Field(ge=0)
     test_samples: int | None = Field(None, ge=0, description="None: clients hold back a part of what they get")
@@ -190,15 +190,15 @@ class Pools:
 
     @property
     def mark(self) -> Pool:
-        """By what the pools are recognised."""
+        """The mark by which the pools are recognised."""
         return Pool.of(self.train.labels, None if self.test is None else self.test.labels)
 
     def like(self, division: Division) -> Self:
-        """These pools; without the test samples where no client in ``division`` has any."""
+        """Return these pools, without the test samples if no client in ``division`` has any."""
         return self if division.pool.test_samples is not None else replace(self, test=None)
 
     def rows_of(self, share: Share) -> tuple[Samples, Samples]:
-        """One client's training and test samples, copied out of the pools."""
+        """Return copies of one client's training and test samples."""
         tested = self.train if self.test is None else self.test
         train, test = (np.asarray(rows, np.int64) for rows in (share.train, share.test))
         result = self.train.take(train).ready(), tested.take(test).ready()
@@ -246,7 +246,7 @@ def read_pools(
 
 @dataclass(frozen=True)
 class Own:
-    """What a client has of a partition that it shares with others."""
+    """The rows of one client in a partition that it shares with others."""
 
     division: Division
     share: Share
@@ -290,7 +290,7 @@ def own_samples(
     labelled: bool | None = True,
     progress: Progress | None = None,
 ) -> tuple[Samples, Samples]:
-    """Training and test samples of a device: its rows of a shared partition; or its source, split, or with a test set.
+    """Return training and test samples of a device: its rows of a partition, or its source, split or with a test set.
 
     A partition counts rows, so none of its source is left out, whether ``config.strict`` or not.
 
@@ -337,7 +337,7 @@ def _check_apart(config: DataConfig, train: Samples, test: Samples) -> None:
 
 
 def is_collected(config: DataConfig) -> bool:
-    """Whether a device has no other samples than those that were labelled on it (`edge_agent.data.collected`)."""
+    """Return whether a device has only samples that were labelled on it (`edge_agent.data.collected`)."""
     return config.source.startswith("collected:")
 
 
@@ -349,13 +349,17 @@ def check_own(config: DataConfig, client: str, task: Task | None = None, *, own_
     Raises:
         HeadwaterError: See `edge_agent.data.check` and `Own.of`.
     """
+    # A partition may divide a source whose training and test part are sources of their own.
     parts = None if config.partition is None else parts_of(config.source)
-    for source in (*(parts or (config.source,)), *filter(None, [config.test])):
+    sources = [*parts] if parts else [config.source]
+    if config.test:
+        sources.append(config.test)
+    for source in sources:
         if task is None:
             check_source(source, config.folder)
-        else:
-            names = None if own_classes or is_collected(config) else task.class_names
-            check_source(source, config.folder, task.input, names)
+            continue
+        has_other_classes = own_classes or is_collected(config)
+        check_source(source, config.folder, task.input, None if has_other_classes else task.class_names)
     if config.partition is not None:
         Own.of(config.partition, config.client or client)
 
@@ -386,7 +390,7 @@ def check_rule(name: str) -> None:
 
 
 def fedpac(labels: np.ndarray, clients: int, *, size: int = 600, first: int = 0) -> Rows:
-    """FedPAC's split (Xu, Tong, Huang, ICLR 2023, official code): 20 % even over ten classes, 80 % of three of them.
+    """Divide as FedPAC's official code (Xu, Tong, Huang, ICLR 2023): 20 % even over ten classes, 80 % of three of them.
 
     Nothing is random. A pointer for each class moves through its samples (in the order of the pool, from ``first`` on)
     as clients take from it, and returns to 0 when a request would overrun: then clients share samples.
@@ -431,7 +435,7 @@ def fedpac(labels: np.ndarray, clients: int, *, size: int = 600, first: int = 0)
 
 
 def _spread(classes: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """(class, count) in the order in which a client takes them; the last class takes the remainder."""
+    """Return (class, count) in the order in which a client takes them; the last class takes the remainder."""
     each = count // len(classes)
     last = count - each * (len(classes) - 1)
     return [*((label, each) for label in classes[:-1]), (classes[-1], last)]
@@ -473,7 +477,7 @@ def dirichlet(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Gen
 
 
 def _draw_cuts(counts: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> list[np.ndarray] | None:
-    """For each class the places (clients + 1,) at which its samples are cut; None where a class found no taker."""
+    """Draw the places (clients + 1,) at which the samples of each class are cut; None where a class found no taker."""
     held = np.zeros(clients, np.int64)
     fair = counts.sum() / clients
     cuts = []
@@ -491,7 +495,7 @@ def _draw_cuts(counts: np.ndarray, clients: int, alpha: float, rng: np.random.Ge
 def pathological(
     labels: np.ndarray, clients: int, rng: np.random.Generator, *, classes_each: int = 2, min_size: int = 10
 ) -> Rows:
-    """A few classes for each client, as in the code of FedRIR and PFLlib: class 0 goes to the first clients, and so on.
+    """Give each client a few classes, as in the code of FedRIR and PFLlib: class 0 goes to the first clients.
 
     A class goes to the first ceil(clients / classes * classes_each) clients that still need one; all but the last of
     them take a random number between a tenth and the whole of an equal share, the last one takes the rest.
@@ -527,7 +531,7 @@ def pathological(
 
 
 def iid(labels: np.ndarray, clients: int, rng: np.random.Generator, *, size: int | None = None) -> Rows:
-    """Random parts without overlap, of ``size`` samples each or as equal as can be.
+    """Return random parts without overlap, of ``size`` samples each or as equal as can be.
 
     Raises:
         DataError: There are too few samples.
@@ -563,7 +567,7 @@ def _check_pool(samples: int, clients: int, each: int, rule: str) -> None:
 
 
 def quantity(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, *, min_size: int = 10) -> Rows:
-    """Sizes by Dirichlet(alpha) over the clients, as in "Federated Learning on Non-IID Data Silos" (Li et al., 2022).
+    """Draw sizes by Dirichlet(alpha) over clients, as in "Federated Learning on Non-IID Data Silos" (Li et al., 2022).
 
     Every sample goes to one client, drawn from all classes alike. Sizes are drawn again until all clients have
     ``min_size``; a small ``alpha`` gives a few clients nearly everything.

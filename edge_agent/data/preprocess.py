@@ -24,7 +24,7 @@ _PILLOW_UNIT = 2.0**22
 
 
 def image_pixels(item: Any, spec: ImageInput) -> np.ndarray:
-    """Pixels (channels, height, width) of one image, uint8, or float32 0..255 where the image held floats 0..1.
+    """Return pixels (channels, height, width) of one image, uint8, or float32 0..255 where the image held floats 0..1.
 
     Raises:
         DataError: The array has a shape or a number of channels that no image has.
@@ -39,7 +39,7 @@ def image_pixels(item: Any, spec: ImageInput) -> np.ndarray:
 
 
 def normalise_images(pixels: np.ndarray, spec: ImageInput) -> np.ndarray:
-    """(pixels / 255 - mean) / std in place, for float32 ``pixels`` (n, channels, height, width) of 0..255."""
+    """Normalise ``pixels`` (n, channels, height, width) float32 0..255 in place: (pixels / 255 - mean) / std."""
     mean, std = (_for_channels(values, spec.channels, (1, -1, 1, 1)) for values in (spec.mean, spec.std))
     pixels *= 1.0 / (255.0 * std)
     pixels -= mean / std
@@ -49,7 +49,7 @@ def normalise_images(pixels: np.ndarray, spec: ImageInput) -> np.ndarray:
 def cut(
     recording: np.ndarray, spec: WindowInput, short_advice: Callable[[int], str] = lambda _length: "record longer"
 ) -> np.ndarray:
-    """Windows (m, channels, length) float32, not yet normalised, of a recording (time, channels), in time order.
+    """Return windows (m, channels, length) float32, not yet normalised, of a recording (time, channels), in time order.
 
     ``short_advice``: samples that a window needs -> what to do about a recording that has fewer.
 
@@ -71,7 +71,7 @@ def cut(
 
 
 def normalise_windows(windows: np.ndarray, spec: WindowInput) -> np.ndarray:
-    """(windows - mean) / std in place, for float32 ``windows`` (n, channels, length)."""
+    """Normalise ``windows`` (n, channels, length) float32 in place: (windows - mean) / std."""
     mean, std = (_for_channels(values, spec.channels, (1, -1, 1)) for values in (spec.mean, spec.std))
     windows -= mean
     windows /= std
@@ -79,7 +79,7 @@ def normalise_windows(windows: np.ndarray, spec: WindowInput) -> np.ndarray:
 
 
 def resize(pixels: np.ndarray, height: int, width: int, *, antialias: bool) -> np.ndarray:
-    """Bilinear resize of ``pixels`` (h, w, c) to (height, width, c); uint8 stays uint8, floats stay float32."""
+    """Resize ``pixels`` (h, w, c) bilinearly to (height, width, c); uint8 stays uint8, floats stay float32."""
     if pixels.shape[:2] == (height, width):
         return pixels
     if antialias and pixels.dtype == np.uint8 and has_pillow():
@@ -93,7 +93,7 @@ def resize(pixels: np.ndarray, height: int, width: int, *, antialias: bool) -> n
 
 
 def resize_numpy(pixels: np.ndarray, height: int, width: int, *, antialias: bool) -> np.ndarray:
-    """As `resize`, without Pillow: horizontal pass first, and 8 bits between the passes where the image has 8 bits.
+    """Resize as `resize` does, without Pillow: horizontal pass first; between the passes, 8-bit images have 8 bits.
 
     Antialiased 8-bit images get Pillow's bits: its weights have 22 bits, and their sums are exact in float64.
     """
@@ -121,7 +121,7 @@ def has_pillow() -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _weights(size: int, target: int, antialias: bool) -> np.ndarray:
-    """Rows (target, size) float64: how much each old pixel counts in a new one. A triangle, widened when shrinking."""
+    """Return the weights (target, size) float64 of old pixels in new ones: a triangle, widened when shrinking."""
     scale = size / target
     reach = max(scale, 1.0) if antialias else 1.0
     centers = (np.arange(target)[:, None] + 0.5) * scale
@@ -135,7 +135,7 @@ def _round(values: np.ndarray, to_bytes: bool) -> np.ndarray:
 
 
 def height_width_channels(item: Any) -> np.ndarray:
-    """Pixels (height, width, 1, 3 or 4) of a Pillow image or an array: uint8, or float32 0..255 from floats 0..1.
+    """Return pixels (height, width, 1, 3 or 4) of a Pillow image or array: uint8, or float32 0..255 from floats 0..1.
 
     Raises:
         DataError: The array has a shape or values that no image has.
@@ -170,7 +170,7 @@ def _as_bytes_or_floats(array: np.ndarray) -> np.ndarray:
 
 
 def _from_pillow(image: Any) -> np.ndarray:
-    """Pixels of a Pillow image, upright as the camera meant it; transparency is dropped."""
+    """Return pixels of a Pillow image, upright as the camera meant it; transparency is dropped."""
     from PIL import ImageOps
 
     image = ImageOps.exif_transpose(image)

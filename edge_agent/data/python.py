@@ -30,7 +30,7 @@ class PythonOptions(Options):
 
 
 def read(where: str, options: PythonOptions) -> Raw:
-    """Raw samples from what the function returned."""
+    """Return raw samples from what the function returned."""
     function = _find(where)
     try:
         result = function(**(options.model_extra or {}))

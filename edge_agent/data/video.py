@@ -25,7 +25,7 @@ _MOST_FRAMES = 100_000
 
 
 class VideoOptions(Options):
-    """Which frames to take."""
+    """The options of a video: which frames to take."""
 
     every_s: float = Field(1.0, gt=0, le=86_400, description="seconds between two frames")
     limit: int | None = Field(None, ge=1, description="at most that many files of each class, first by name")
@@ -57,7 +57,7 @@ class Frames:
         return math.ceil(total / self._step)
 
     def read(self, number: int) -> np.ndarray:
-        """Pixels (height, width, 3) uint8 of a chosen frame."""
+        """Return pixels (height, width, 3) uint8 of a chosen frame."""
         wanted = number * self._step
         if wanted < self._next:
             self._capture = opened(str(self.path))
@@ -70,7 +70,7 @@ class Frames:
 
 
 def opencv() -> Any:
-    """OpenCV's module.
+    """Import OpenCV and return its module.
 
     Raises:
         MissingCapability: OpenCV is not installed.
@@ -90,7 +90,7 @@ def opened(where: str | int) -> Any:
 
 
 def pixels(answer: tuple[bool, Any], what: str) -> np.ndarray:
-    """RGB (height, width, 3) uint8 from what OpenCV returned.
+    """Return RGB pixels (height, width, 3) uint8 of a picture that OpenCV has returned.
 
     Raises:
         DataError: OpenCV returned no picture.
@@ -105,7 +105,7 @@ def pixels(answer: tuple[bool, Any], what: str) -> np.ndarray:
 
 
 def read(where: str, options: VideoOptions) -> Raw:
-    """The chosen frames of all files; one that cannot be read counts as one frame, which fails when it is read."""
+    """Return the chosen frames of all files; a file that cannot be read counts as one frame, which fails later."""
     opencv()
     root = Path(where).expanduser()
     files = ClassFiles([root], np.full(1, -1), (), (root.name,), f"video: '{where}' is one file, which has no label")

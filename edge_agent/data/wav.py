@@ -38,7 +38,7 @@ _BLOCK = 2048
 
 
 class WavOptions(Options):
-    """How sound becomes log-mel energies."""
+    """The options of sound files: how they become log-mel energies."""
 
     rate: int = Field(16000, ge=1000, le=192_000, description="samples per second")
     mels: int = Field(40, ge=1, le=1024, description="bands")
@@ -53,7 +53,7 @@ class WavOptions(Options):
 
 
 def mel_bands(options: WavOptions) -> np.ndarray:
-    """Weights (mels, frequencies) of the bands: triangles between neighbours' centers, 1 at their own.
+    """Return weights (mels, frequencies) of the bands: triangles between neighbours' centers, 1 at their own.
 
     Raises:
         DataError: A band lies above half of the sampling rate, or contains no frequency.
@@ -147,7 +147,7 @@ def _least_s_advice(steps: int, options: WavOptions) -> str:
 
 
 def read(where: str, options: WavOptions) -> Raw:
-    """One recording for each file, or the images that each gives.
+    """Return one recording for each file, or the images that each gives.
 
     Raises:
         DataError: The files do not exist, or the bands are impossible.

@@ -20,7 +20,7 @@ from .npz import load_arrays
 
 
 class WindowsOptions(Options):
-    """Which recordings to take."""
+    """The options of windows in an archive: which recordings to take."""
 
     subject: Integers = Field((), description="only these people")
     exclude_subject: Integers = Field((), description="all but these people")

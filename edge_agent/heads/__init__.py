@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 AUTO = "auto"
-"""In the place of a head's name: the best one on the device's samples; see `edge_agent.personal.choice`."""
+"""The name that stands for the best head on the device's samples; see `edge_agent.personal.choice`."""
 
 registry = Registry("head", __name__, entry_points="headwater.heads", besides=("numeric", "saved"))
 
@@ -84,5 +84,5 @@ def check(name: str, params: Mapping[str, Any]) -> None:
 
 
 def contribution(method: str) -> Contribute | None:
-    """How a device without torch takes part in rounds of a method: by the head of the same name; None: it cannot."""
+    """Return how a device without torch takes part in rounds of a method, by the head of its name; None: it cannot."""
     return get(method).contribute if method in names() else None

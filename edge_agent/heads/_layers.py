@@ -19,7 +19,7 @@ from ._time import check_time
 
 EPSILON = 1e-5
 MOMENTUM = 0.1
-"""Of batch norm, as torch's defaults."""
+"""The momentum of batch norm, torch's default."""
 
 Pairs = list[tuple[np.ndarray, np.ndarray]]
 """Weights, each with the array that holds its gradient."""
@@ -37,7 +37,7 @@ class Linear:
         self._inputs = self._back[:0]
 
     def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:
-        """Outputs (n, outputs)."""
+        """Return the outputs (n, outputs)."""
         self._inputs = inputs
         out = np.matmul(inputs, self.weight.T, out=self._out[: len(inputs)])
         out += self.bias
@@ -50,7 +50,7 @@ class Linear:
         return np.matmul(error, self.weight, out=self._back[: len(error)]) if to_inputs else self._back[:0]
 
     def pairs(self) -> Pairs:
-        """Weights and their gradients."""
+        """Return weights and their gradients."""
         return [(self.weight, self._gradients[0]), (self.bias, self._gradients[1])]
 
 
@@ -71,7 +71,7 @@ class Rectify:
         return error
 
     def pairs(self) -> Pairs:
-        """Nothing to train."""
+        """Return no weights, because there are none to train."""
         return []
 
 
@@ -88,7 +88,7 @@ class BatchNorm:
         self._scale = np.ones_like(weight)
 
     def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:
-        """Normalised inputs (n, size), n >= 2 in training."""
+        """Return the normalised inputs (n, size); n >= 2 in training."""
         n = len(inputs)
         normal = self._normal[:n]
         out = self._out[:n]
@@ -120,7 +120,7 @@ class BatchNorm:
         return error
 
     def pairs(self) -> Pairs:
-        """Gamma and beta and their gradients."""
+        """Return gamma and beta with their gradients."""
         return [(self.weight, self._gradients[0]), (self.bias, self._gradients[1])]
 
     @staticmethod
@@ -139,7 +139,7 @@ class Chain:
         self.layers = tuple(layers)
 
     def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:
-        """Outputs of the last layer."""
+        """Return the outputs of the last layer."""
         for layer in self.layers:
             inputs = layer.forward(inputs, train=train)
         return inputs
@@ -156,7 +156,7 @@ class Chain:
 
 
 def chain_of(tensors: Mapping[str, np.ndarray], part: str, rows: int) -> Chain:
-    """The layers whose arrays are called as torch calls them in an ``nn.Sequential``: ``<part>.0.weight`` and so on.
+    """Return the layers of arrays with torch's names in an ``nn.Sequential``: ``<part>.0.weight`` and so on.
 
     A two-dimensional weight is a linear layer's, a one-dimensional one batch norm's; a number left out is a rectified
     layer. The chain works on these very arrays.
@@ -184,7 +184,7 @@ def fresh_linear(name: str, inputs: int, outputs: int, rng: np.random.Generator)
 
 
 def uniform(inputs: int, outputs: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Weights (outputs, inputs) and biases (outputs,) float64 of a linear layer as torch starts them."""
+    """Return weights (outputs, inputs) and biases (outputs,) float64 of a linear layer as torch starts them."""
     bound = 1.0 / np.sqrt(inputs)
     return rng.uniform(-bound, bound, (outputs, inputs)), rng.uniform(-bound, bound, outputs)
 
@@ -208,7 +208,7 @@ class Sgd:
         self._decay = params.weight_decay
 
     def step(self) -> None:
-        """One step along the present gradients."""
+        """Take one step along the present gradients."""
         for weight, gradient, speed in self._pairs:
             if self._decay:
                 np.add(gradient, self._decay * weight, out=gradient)
@@ -218,7 +218,7 @@ class Sgd:
 
 
 def batches(samples: int, batch_size: int, rng: np.random.Generator, smallest: int = 2) -> Iterator[np.ndarray]:
-    """Rows of one epoch's batches in random order; a last batch of fewer than ``smallest`` joins the one before it."""
+    """Yield the rows of one epoch's batches in random order; a last one below ``smallest`` joins the one before it."""
     order = rng.permutation(samples)
     cuts = list(range(batch_size, samples, batch_size))
     if cuts and samples - cuts[-1] < min(smallest, batch_size):
@@ -261,14 +261,14 @@ def train(
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Row-wise logarithm of softmax, in the dtype of ``logits`` (n, k)."""
+    """Return the row-wise logarithm of softmax, in the dtype of ``logits`` (n, k)."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     return np.asarray(shifted)
 
 
 def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> tuple[float, np.ndarray]:
-    """Mean softmax cross entropy, and its gradient (n, k) by ``logits``."""
+    """Return the mean softmax cross entropy, and its gradient (n, k) by ``logits``."""
     log_q = log_softmax(logits)
     rows = np.arange(len(labels))
     loss = -float(log_q[rows, labels].mean())
@@ -279,20 +279,20 @@ def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> tuple[float, np.nda
 
 
 def squares(arrays: Iterable[np.ndarray]) -> float:
-    """Sum of squares; infinite or NaN where training has diverged, even if each number is still finite by itself."""
+    """Return the sum of squares, which is not finite where training has diverged, even if each number is."""
     return sum(float(np.vdot(array, array)) for array in arrays)
 
 
 Objective = Callable[[np.ndarray], "tuple[float, np.ndarray]"]
 
 _ROUNDING = 4 * float(np.finfo(np.float64).eps)
-"""Share of an objective's value, 9e-16, below which a difference says how a CPU rounds, not which point is better."""
+"""The share of an objective's value below which a difference is rounding: 9e-16."""
 
 
 def minimise(
     objective: Objective, start: np.ndarray, *, max_iterations: int, tolerance: float, memory: int = 10
 ) -> np.ndarray:
-    """Point (p,) float64 where no entry of the gradient exceeds ``tolerance``, or the best one found.
+    """Return the point (p,) float64 where no entry of the gradient exceeds ``tolerance``, or the best reached.
 
     ``objective`` gives value and gradient (p,). Stops early when a step lowers neither the value, beyond rounding, nor
     the largest entry of the gradient.
@@ -319,7 +319,7 @@ def minimise(
 
 
 def _direction(gradient: np.ndarray, pairs: deque[tuple[np.ndarray, np.ndarray, float]]) -> np.ndarray:
-    """Return the two-loop recursion (Nocedal and Wright, Algorithm 7.4)."""
+    """Return the direction of the two-loop recursion (Nocedal and Wright, Algorithm 7.4)."""
     if not pairs:
         return np.asarray(-gradient / max(1.0, float(np.linalg.norm(gradient))))
     rest = gradient.copy()

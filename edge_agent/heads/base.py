@@ -19,7 +19,7 @@ class HeadParams(Frozen):
 
 @dataclass(frozen=True)
 class FitData:
-    """What a head may learn from: cached features and what came with the bundle.
+    """The data from which a head may learn: cached features, and what came with the bundle.
 
     ``features`` (n, d) float32 with n >= 1, ``labels`` (n,) int64 in 0..num_classes-1. ``global_head`` holds the shared
     linear classifier (``weight`` (K, d), ``bias`` (K,)) where the bundle has one.
@@ -63,7 +63,7 @@ class Head(ABC):
     uses_shared: ClassVar[bool] = False
     """Whether the bundle's shared classifier takes part in its answers, where there is one."""
     contribute: ClassVar[Contribute | None] = None
-    """How a device without torch takes part in rounds of the method of the same name, where it can."""
+    """The function by which a device without torch takes part in rounds of the method of the same name, or None."""
 
     def __init__(self, params: HeadParams | None = None) -> None:
         self.params: Any = params if params is not None else self.Params()
@@ -91,7 +91,7 @@ class Head(ABC):
             self.arrays = {"classes": classes, **self._fit(data, classes, rng)}
 
     def predict_proba(self, features: np.ndarray) -> np.ndarray:
-        """Class probabilities (n, num_classes) float64, rows sum to 1, for ``features`` (n, d) float32.
+        """Return class probabilities (n, num_classes) float64, rows sum to 1, for ``features`` (n, d) float32.
 
         Raises:
             StateError: The head has not been fitted, or was fitted on another feature size.
@@ -122,11 +122,11 @@ class Head(ABC):
 
     @abstractmethod
     def _predict(self, features: np.ndarray) -> np.ndarray:
-        """Probabilities (n, len(classes)) from ``self.arrays``."""
+        """Return probabilities (n, len(classes)) from ``self.arrays``."""
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Row-wise softmax (n, k) float64, safe for large logits."""
+    """Return the row-wise softmax (n, k) float64, safe for large logits."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     exponents = np.exp(shifted)
     return np.asarray(exponents / exponents.sum(axis=1, keepdims=True))

@@ -31,7 +31,7 @@ SETTINGS = {
 
 
 class FedPACHeadParams(HeadParams):
-    """Those of the paper's code for the classifier's own epoch; ``c`` is ours."""
+    """The parameters of the head: those of the paper's code for the classifier's epoch, and ``c``, which is ours."""
 
     c: float | None = Field(
         0.3,
@@ -87,7 +87,7 @@ class FedPACHead(Head):
 
 
 def settings(method_params: Mapping[str, Any]) -> FedPACHeadParams:
-    """This head's parameters out of the method's."""
+    """Return the head's parameters, taken from the method's."""
     return FedPACHeadParams.model_validate({SETTINGS[name]: v for name, v in method_params.items() if name in SETTINGS})
 
 
@@ -110,7 +110,7 @@ def extras(
 
 
 def statistics(features: np.ndarray, labels: np.ndarray, num_classes: int, least: int = 1) -> tuple[float, np.ndarray]:
-    """V_i and h_i (K, d) float64 of ``features`` (n, d) and ``labels`` (n,), n >= 1.
+    """Return V_i and h_i (K, d) float64 of ``features`` (n, d) and ``labels`` (n,), n >= 1.
 
     With the class shares p_k = n_k / n and class means mu_k: h[k] = p_k mu_k, and V = (1 / n) sum_k (p_k mean_k |z|^2 -
     p_k^2 |mu_k|^2) >= 0. n V is the trace of the covariance of onehot(y) (x) z, of which h is the mean. Classes of
@@ -127,7 +127,7 @@ def statistics(features: np.ndarray, labels: np.ndarray, num_classes: int, least
 def class_means(
     features: np.ndarray, labels: np.ndarray, num_classes: int, least: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Means (K, d) float64 of each class and its sample count (K,) int64; 0 for classes of fewer than ``least``."""
+    """Return the mean of each class (K, d) float64 and its count (K,) int64; 0 for classes below ``least`` samples."""
     counts = np.bincount(labels, minlength=num_classes).astype(np.int64)
     counts[counts < least] = 0
     means = np.zeros((num_classes, features.shape[1]))
@@ -139,7 +139,7 @@ def class_means(
 def train(
     head: Tensors, features: np.ndarray, labels: np.ndarray, params: FedPACHeadParams, rng: np.random.Generator
 ) -> Tensors:
-    """``weight`` (K, d) and ``bias`` (K,) float32 after SGD on the cross entropy; the arrays given stay as they are.
+    """Train copies of ``weight`` (K, d) and ``bias`` (K,) by SGD on the cross entropy, and return them as float32.
 
     Raises:
         TrainingFailed: A weight is no longer finite.

@@ -17,13 +17,13 @@ from ._features import FeatureNorm, NormedHead, NormedParams
 from .base import softmax
 
 _DECAY1 = 0.9
-"""Adam's decay of the mean gradient, its default."""
+"""Adam's decay of the mean gradient, the usual one."""
 
 _DECAY2 = 0.999
-"""Adam's decay of the mean squared gradient, its default."""
+"""Adam's decay of the mean squared gradient, the usual one."""
 
 _EPSILON = 1e-8
-"""What Adam adds to the root of the mean squared gradient, its default."""
+"""Adam's addition to the root of the mean squared gradient, the usual one."""
 
 
 class FedRIRGlobalParams(NormedParams):
@@ -50,7 +50,7 @@ class FedRIRGlobalHead(NormedHead):
 def train(
     layer: Tensors, inputs: np.ndarray, targets: np.ndarray, params: FedRIRGlobalParams, rng: np.random.Generator
 ) -> None:
-    """Adam on ``weight`` (k, d) and ``bias`` (k,) in place; ``targets`` (n, k) are one-hot.
+    """Train ``weight`` (k, d) and ``bias`` (k,) in place by Adam; ``targets`` (n, k) are one-hot.
 
     Raises:
         TrainingFailed: A weight is no longer finite.

@@ -38,7 +38,7 @@ class LogisticRegressionHead(NormedHead):
 def fit_logistic(
     inputs: np.ndarray, targets: np.ndarray, params: LogisticRegressionParams, towards: Tensors | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weights (k, d) and biases (k,) float64 for ``inputs`` (n, d) float64 and one-hot ``targets`` (n, k).
+    """Return weights (k, d) and biases (k,) float64 for ``inputs`` (n, d) float64 and one-hot ``targets`` (n, k).
 
     With ``towards``, a ``weight`` (k, d) and ``bias`` (k,), the penalty is |W - weight|^2 / (2 C), and the solver
     starts there.

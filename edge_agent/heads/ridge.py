@@ -38,7 +38,7 @@ class RidgeHead(NormedHead):
 
 
 def fit_ridge(inputs: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Weights (k, d), biases (k,) and leave-one-out predictions (n, k), float64, for the best of `PENALTIES`.
+    """Return weights (k, d), biases (k,) and leave-one-out predictions (n, k), float64, for the best of `PENALTIES`.
 
     ``inputs`` (n, d) and ``targets`` (n, k) float64, n >= 2. The intercept is not penalised. The best penalty is that
     with the least mean square of leave-one-out errors, over all targets.

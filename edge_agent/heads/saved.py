@@ -53,7 +53,7 @@ class LocalCard(Frozen):
 
 
 class SavedCard(Frozen):
-    """What ``head.json`` holds."""
+    """The content of ``head.json``."""
 
     schema_version: Literal[1] = SCHEMA
     head: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$", description="a file name in edge_agent/heads")
@@ -92,11 +92,11 @@ class SavedHead:
 
     @property
     def title(self) -> str:
-        """What answers, for people: the head's name, or that of the model that works without the encoder."""
+        """The name for people: the head's, or that of the model that works without the encoder."""
         return self.head.name if self.local is None else self.local.name
 
     def predict_proba(self, features: np.ndarray) -> np.ndarray:
-        """Class probabilities (n, K) float64 for ``features`` (n, d), calibrated where the head is.
+        """Return class probabilities (n, K) float64 for ``features`` (n, d), calibrated where the head is.
 
         Raises:
             StateError: The features have another size than those on which the head was fitted.
@@ -129,7 +129,7 @@ def save(folder: Path, saved: SavedHead) -> Path:
 
 
 def save_numeric(folder: Path, saved: SavedNumeric) -> Path:
-    """As `save`, of a numeric head."""
+    """Save a numeric head; see `save`."""
     return _store(folder, saved, saved.head.arrays, (), "numbers")
 
 
@@ -229,7 +229,7 @@ def restore(folder: Path, fingerprints: Mapping[EncoderPrecision, str]) -> Saved
 
 
 def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = None, name: str = CARD) -> SavedHead:
-    """The head in ``folder``; with ``fingerprints``, only if it was fitted on one of these variants of an encoder.
+    """Return the head in ``folder``; with ``fingerprints``, only if it was fitted on one of these encoder variants.
 
     Where it was not, and the head before the last one was, it is that one: a device that was killed after it had saved
     the head for a new bundle, and before that bundle was in use, answers with the old pair.
@@ -279,7 +279,7 @@ def is_numeric(folder: Path) -> bool:
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
-    """Classes of the head in ``folder``, in its order; none where there is no head, or a damaged one."""
+    """Return classes of the head in ``folder``, in its order; none where there is no head, or a damaged one."""
     try:
         return _read_card(folder / CARD).class_names
     except HeadwaterError:

@@ -28,7 +28,7 @@ from ._layers import minimise
 from ._time import at_most
 
 _ROWS = 1024
-"""Rows for which the kernel is held at once: 1024 x 2000 support vectors are 16 MB."""
+"""The most rows whose kernel is in memory at once: for 1024 rows and 2000 support vectors it takes 16 MB."""
 
 
 class SVMParams(NormedParams):
@@ -75,7 +75,7 @@ class SVMHead(NormedHead):
 
 
 def fit_linear(inputs: np.ndarray, signs: np.ndarray, params: SVMParams) -> tuple[np.ndarray, np.ndarray]:
-    """Weights (k, d) and biases (k,) float64 for ``inputs`` (n, d) float64 and ``signs`` (n, k), 1 or -1.
+    """Return weights (k, d) and biases (k,) float64 for ``inputs`` (n, d) float64 and ``signs`` (n, k), 1 or -1.
 
     Each class minimises ``|w|^2 / 2 + C sum max(0, 1 - y (w x + b))^2``, the bias free. The ``x`` are the inputs over
     their root mean square length, so that C means the same whatever the unit of the features.
@@ -131,7 +131,7 @@ def _fit_in_child(arrays: Tensors, options: dict[str, float], timeout_s: float) 
 
 
 def _main(options: str) -> None:
-    """What the child does: reads ``in.safetensors`` and ``options`` (JSON), writes ``out.safetensors``."""
+    """Fit in the child process: read ``in.safetensors`` and ``options`` (JSON), and write ``out.safetensors``."""
     from sklearn.svm import SVC
 
     data = read_tensors(Path("in.safetensors"))

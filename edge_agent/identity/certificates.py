@@ -53,11 +53,11 @@ log = logging.getLogger(__name__)
 
 
 MOST_SKEW_S = 86_400.0
-"""Clocks that are further apart are named as the reason before anything else fails because of it."""
+"""The seconds by which the clocks of device and coordinator may differ; beyond, the enrolment says so and stops."""
 
 
 class Identity(Frozen):
-    """What an agent's certificate says, and where it is renewed; the first line of its file."""
+    """The content of an agent's certificate, and where it is renewed: the first line of the certificate's file."""
 
     federation: Name
     name: Name
@@ -70,7 +70,7 @@ class Identity(Frozen):
 
 
 class IdentityFolder:
-    """Key and certificate of an agent below its state folder, readable by its user only."""
+    """The folder of an agent's key and certificate below its state folder, readable by its user alone."""
 
     def __init__(self, state: Path) -> None:
         self.path = state / IDENTITY
@@ -80,7 +80,7 @@ class IdentityFolder:
         self.commands = state / ENROLLED_KEY
 
     def read(self) -> Identity | None:
-        """Return what the certificate says; None where there is none.
+        """Return the content of the certificate; None where there is none.
 
         Raises:
             StateError: The identity file is damaged.
@@ -92,16 +92,19 @@ class IdentityFolder:
             return None
         except (OSError, ValueError) as error:
             raise StateError(
-                f"{self.file}: no identity that can be read ({cause(error)}); enroll this device again: 'headwater "
+                f"{self.file}: the identity cannot be read ({cause(error)}); enroll this device again: 'headwater "
                 "enroll NAME' on the coordinator"
             ) from error
 
     def broker(self, url: str) -> BrokerConfig:
-        """Return how this agent connects."""
+        """Return the configuration with which this agent connects to the broker at ``url``."""
         return BrokerConfig(url=url, tls=TlsConfig(ca=self.ca, cert=self.file))
 
     def pending_key(self) -> EllipticCurvePrivateKey:
-        """Return the key that is to be certified; a request whose answer was lost is repeated with the same key."""
+        """Return the key that is to be certified, made on the first call.
+
+        A request whose answer was lost is repeated with the same key.
+        """
         from cryptography.hazmat.primitives.asymmetric import ec
 
         key = read_key(self.pending)
@@ -126,7 +129,7 @@ class IdentityFolder:
         )
 
     def question(self, federation: str, name: str) -> CertificateRequest:
-        """Return a request that asks for no certificate, but whether the one here counts.
+        """Return a request that asks whether the certificate here is still accepted, and for no new one.
 
         Raises:
             StateError: The folder holds no certificate.
@@ -135,6 +138,7 @@ class IdentityFolder:
         return self._proven(federation, name, "")
 
     def _proven(self, federation: str, name: str, csr: str) -> CertificateRequest:
+        """Return a request that is signed with the key of the certificate here."""
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -166,39 +170,39 @@ class IdentityFolder:
 
         key = self.pending_key()
         try:
-            made = x509.load_der_x509_certificate(certificate)
+            received = x509.load_der_x509_certificate(certificate)
             authority = x509.load_der_x509_certificate(ca)
-            made.verify_directly_issued_by(authority)
-            named = [str(one.value) for one in made.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+            received.verify_directly_issued_by(authority)
+            names = [str(entry.value) for entry in received.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
         except (ValueError, TypeError, InvalidSignature) as error:
             raise MessageError(
                 f"certificate: the answer is not one of this federation's authority ({error})"
             ) from error
-        if made.public_key() != key.public_key() or named != [name]:
-            raise MessageError(f"certificate: the answer is for {named} and perhaps another key, not for '{name}'")
+        if received.public_key() != key.public_key() or names != [name]:
+            raise MessageError(f"certificate: the answer is for {names} and perhaps another key, not for '{name}'")
         identity = Identity(
             federation=federation,
             name=name,
-            serial=f"{made.serial_number:x}",
-            not_before=made.not_valid_before_utc.timestamp(),
-            not_after=made.not_valid_after_utc.timestamp(),
+            serial=f"{received.serial_number:x}",
+            not_before=received.not_valid_before_utc.timestamp(),
+            not_after=received.not_valid_after_utc.timestamp(),
             host=host,
             port=port,
             authority=fingerprint(ca),
         )
         write_private(self.ca, authority.public_bytes(Encoding.PEM))
-        content = identity.model_dump_json().encode() + b"\n" + pem_of(key) + made.public_bytes(Encoding.PEM)
+        content = identity.model_dump_json().encode() + b"\n" + pem_of(key) + received.public_bytes(Encoding.PEM)
         write_private(self.file, content)
         self.pending.unlink(missing_ok=True)
         return identity
 
     def key_fingerprint(self) -> str:
-        """Of the certified key, as the coordinator's log shows it; empty where there is none."""
+        """Return the fingerprint of the certified key, which the coordinator's log shows; empty where there is none."""
         key = read_key(self.file)
         return "" if key is None else key_fingerprint(key.public_key())
 
     def ca_der(self) -> bytes:
-        """Return the authority's certificate.
+        """Return the certificate of the federation's authority (DER).
 
         Raises:
             StateError: The certificate cannot be read.
@@ -223,6 +227,7 @@ def enroll(token: Token, folder: IdentityFolder, now: Callable[[], float] = time
     had_key = folder.pending.exists()
     request = requested(token, folder)
     try:
+        # The authority comes from a stranger: the fingerprint in the token tells whether it is the right one.
         answer = ask(token.address, None, {"ask": "authority"})
         ca = _authority(token, answer)
         check_clock(answer, now())
@@ -234,7 +239,7 @@ def enroll(token: Token, folder: IdentityFolder, now: Callable[[], float] = time
 
 
 def requested(token: Token, folder: IdentityFolder) -> CertificateRequest:
-    """Return the request that a device with this token makes.
+    """Return the request for a certificate of a device with this token.
 
     Raises:
         EnrolmentRefused: The device is enrolled in another federation.
@@ -251,7 +256,7 @@ def requested(token: Token, folder: IdentityFolder) -> CertificateRequest:
 
 
 def answered(token: Token, folder: IdentityFolder, answer: dict[str, Any]) -> Identity:
-    """Install an answer that was carried here, as 'headwater sign' writes it.
+    """Install an answer of 'headwater sign' that was carried here in a file.
 
     Raises:
         EnrolmentRefused: The answer is of another federation.
@@ -262,6 +267,7 @@ def answered(token: Token, folder: IdentityFolder, answer: dict[str, Any]) -> Id
 
 
 def _installed(token: Token, folder: IdentityFolder, ca: bytes, answer: dict[str, Any]) -> Identity:
+    """Install the certificate, the key of commands and the trusted root in an answer, and return the identity."""
     host, port = token.address
     certificate = decoded(answer, "certificate")
     commands = str(answer.get("commands"))
@@ -277,7 +283,7 @@ def _installed(token: Token, folder: IdentityFolder, ca: bytes, answer: dict[str
 
 
 def _check_signature(token: Token, ca: bytes, answer: dict[str, Any]) -> None:
-    """Return where the authority has signed the whole answer: one in a file may be changed on its way.
+    """Require that the authority has signed the whole answer, because one in a file may be changed on its way.
 
     Raises:
         MessageError: The authority's signature is missing or wrong.
@@ -295,8 +301,8 @@ def _check_signature(token: Token, ca: bytes, answer: dict[str, Any]) -> None:
         key.verify(decoded(answer, "signature"), content, ec.ECDSA(hashes.SHA256()))
     except (InvalidSignature, ValueError, RecursionError, MessageError) as error:
         raise MessageError(
-            "answer: the federation's authority has not signed it as it is, for the device of this token; it was "
-            "changed on its way, or the coordinator is older than this device: get it again"
+            "answer: it has no valid signature of the federation's authority for the device of this token; it was "
+            "changed on its way, or the coordinator is older than this device; get it again"
         ) from error
 
 
@@ -318,7 +324,7 @@ def _authority(token: Token, answer: dict[str, Any]) -> bytes:
 
 
 def check_clock(answer: dict[str, Any], now: float) -> float:
-    """Return seconds by which this device's clock is ahead of the coordinator's.
+    """Return the seconds by which this device's clock is ahead of the coordinator's.
 
     Raises:
         EnrolmentRefused: The clocks of device and coordinator are more than a day apart.
@@ -330,14 +336,14 @@ def check_clock(answer: dict[str, Any], now: float) -> float:
     skew_s: float = now - theirs
     if abs(skew_s) > MOST_SKEW_S:
         raise EnrolmentRefused(
-            f"clock: this device's says {show_utc(now)}, the coordinator's {show_utc(theirs)}; certificates hold "
-            "for certain times only: set the clock that is wrong ('timedatectl set-ntp true'), then try again"
+            f"clock: this device's says {show_utc(now)}, the coordinator's {show_utc(theirs)}; certificates are "
+            "valid for a certain time only: set the clock that is wrong ('timedatectl set-ntp true'), then try again"
         )
     return skew_s
 
 
 def show_utc(unix_s: float) -> str:
-    """Return a time for people."""
+    """Return a Unix time in the form for people, ``2030-01-31 02:00 UTC``."""
     try:
         return datetime.fromtimestamp(unix_s, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     except (OverflowError, OSError, ValueError):
@@ -345,20 +351,24 @@ def show_utc(unix_s: float) -> str:
 
 
 def check_name(config: AgentConfig) -> None:
-    """Return quietly unless the agent logs in with a certificate that is for another agent or federation.
+    """Require that the agent logs in with a certificate of its own name and federation, if with any from enrolment.
 
-    The broker would let it in and drop all that it says without a word.
+    With another one, the broker would accept the connection and drop all messages silently.
 
     Raises:
         EnrolmentRefused: The certificate is for another agent or federation.
         StateError: The certificate cannot be read.
     """
     folder = IdentityFolder(config.state)
-    if config.broker.tls is not None and config.broker.tls.cert == folder.file and (identity := folder.read()):
+    if config.broker.tls is None or config.broker.tls.cert != folder.file:
+        return
+    identity = folder.read()
+    if identity is not None:
         _check_name(config, identity)
 
 
 def _check_name(config: AgentConfig, identity: Identity) -> None:
+    """Require that a certificate is for the agent and the federation of the configuration."""
     if (identity.name, identity.federation) != (config.id, config.federation):
         raise EnrolmentRefused(
             f"certificate: it is for '{identity.name}' in federation '{identity.federation}', and the configuration "
@@ -367,11 +377,12 @@ def _check_name(config: AgentConfig, identity: Identity) -> None:
 
 
 def _again(config: AgentConfig) -> str:
+    """Return how to enroll this agent again."""
     return f"'headwater enroll {config.id}' on the coordinator makes a token, 'edge-agent enroll -' takes it here"
 
 
 def check_identity(config: AgentConfig, now: float) -> str:
-    """Return what the certificate of an agent says.
+    """Check the certificate of an agent, and return until when it is valid, as a clause for people.
 
     Raises:
         EnrolmentRefused: The certificate is not valid now, or is for another agent or federation.
@@ -384,7 +395,7 @@ def check_identity(config: AgentConfig, now: float) -> str:
     _check_name(config, identity)
     if now < identity.not_before:
         raise EnrolmentRefused(
-            f"certificate: it holds from {show_utc(identity.not_before)} on, and this device's clock says "
+            f"certificate: it is valid from {show_utc(identity.not_before)} on, and this device's clock says "
             f"{show_utc(now)}; set the clock ('timedatectl set-ntp true')"
         )
     if now > identity.not_after:

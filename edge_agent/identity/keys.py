@@ -22,43 +22,44 @@ if TYPE_CHECKING:
 
 
 SECRET_BYTES = 16
-
+"""The number of random bytes in a token."""
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-
+"""A name of an agent or a federation."""
 
 Fingerprint = Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")]
-
+"""The SHA-256 of a certificate or public key, in the form of ssh."""
 
 Port = Annotated[int, Field(ge=1, le=65535)]
+"""A TCP port."""
 
 
 def fingerprint(der: bytes) -> str:
-    """SHA-256 of a certificate or public key, as ssh writes it."""
+    """Return the SHA-256 of a certificate or public key, in the form of ssh."""
     return "SHA256:" + base64.b64encode(hashlib.sha256(der).digest()).decode().rstrip("=")
 
 
 def key_fingerprint(key: Any) -> str:
-    """`fingerprint` of a public key; coordinator and device show the same one."""
+    """Return the fingerprint of a public key, which coordinator and device show alike."""
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
     return fingerprint(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
 
 
 def token_key(secret: str) -> Ed25519PrivateKey:
-    """Return the signing key of a token's secret."""
+    """Return the signing key that is derived from a token's secret."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     return Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"headwater token\0" + secret.encode()).digest())
 
 
 def new_secret() -> str:
-    """Return the random part of a token."""
+    """Return a new random part for a token."""
     return secrets.token_urlsafe(SECRET_BYTES)
 
 
 def need_cryptography() -> None:
-    """Return where certificates can be made.
+    """Require the package ``cryptography``, which makes and reads certificates.
 
     Raises:
         MissingCapability: The package ``cryptography`` is not installed.
@@ -67,7 +68,7 @@ def need_cryptography() -> None:
         import cryptography  # noqa: F401 - only whether it is there
     except ImportError as error:
         raise MissingCapability(
-            "identity needs 'cryptography', which is not installed; pip install cryptography"
+            "certificates need the package 'cryptography', which is not installed; pip install cryptography"
         ) from error
 
 

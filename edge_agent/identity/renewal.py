@@ -28,14 +28,17 @@ from ..core.errors import (
 from ..wire.messages.up import Renew
 
 AGAIN_S = 60.0
-"""Pause between two tries of a renewal."""
+"""The most seconds between two attempts to renew a certificate."""
 
+CHILD_LIMIT_S = 60.0
+"""Seconds after which the child process of a renewal is killed."""
 
-# --- renewal ---------------------------------------------------------------------------------------------------------
+Step = Literal["message", "by_port", "received", "standing"]
+"""The names of the methods of `Renewal` that run in a child process."""
 
 
 class Renewal:
-    """Keeps a running agent's certificate valid: from half of its life on it asks for the next one.
+    """The renewal of a running agent's certificate, for which it asks from half of the certificate's life on.
 
     While there is a connection, the request goes as a message and `received` takes the answer. A certificate that has
     expired is refused by the broker: then `by_port` asks the coordinator's enrolment port, which accepts it for a grace
@@ -54,32 +57,36 @@ class Renewal:
         return self.folder.file.exists()
 
     def is_due(self, clock_s: float) -> bool:
-        """Whether to ask now: half of the certificate's life is over, and it is time for another look (`AGAIN_S`)."""
-        if clock_s < self._look_at:  # called for every message
+        """Return whether to ask now, because half of the certificate's life is over.
+
+        It is called for every message, and reads the certificate every `AGAIN_S` seconds only, or more often if the
+        certificate is short-lived. ``clock_s`` is the time of any steady clock.
+        """
+        if clock_s < self._look_at:
             return False
-        now = self._identity()
-        self._look_at = clock_s + min(AGAIN_S, (now.not_after - now.not_before) / 20)
+        identity = self._identity()
+        self._look_at = clock_s + min(AGAIN_S, (identity.not_after - identity.not_before) / 20)
         return self._at(0.5)
 
     def is_expired(self) -> bool:
-        """Return whether the certificate has ended."""
+        """Return whether the certificate has expired."""
         return self._at(1.0)
 
     def message(self) -> Renew:
-        """Return the request, to be sent over the agent's own connection."""
+        """Return the request for a new certificate as a message for the agent's own connection."""
         request = self._request()
         return Renew(csr=request.csr, serial=request.serial, signature=request.signature)
 
     def by_port(self) -> Identity:
-        """Ask the enrolment port, and install what it answers.
+        """Ask the enrolment port for a new certificate, and install it.
 
         Raises:
             EnrolmentRefused: The coordinator refuses; the message says why, and what to do.
             BrokerAway: No coordinator answers, or the clocks differ; a device may set its clock later than it starts.
         """
-        now = self._identity()
+        identity = self._identity()
         ca = self.folder.ca_der()
-        address = (now.host, now.port)
+        address = (identity.host, identity.port)
         request = self._request().model_dump()
         try:
             answer = ask(address, ca, {"ask": "authority"}, checks_time=False)
@@ -92,64 +99,68 @@ class Renewal:
             raise BrokerAway(str(error)) from error
 
     def standing(self) -> str:
-        """Until when the certificate counts, as the coordinator says.
+        """Ask the coordinator until when it accepts the certificate, and return the time in the form for people.
 
         Raises:
             EnrolmentRefused: The certificate is no longer accepted; the message says why, and what to do.
             BrokerAway: No coordinator answers.
         """
-        now = self._identity()
-        question = self.folder.question(now.federation, now.name).model_dump()
+        identity = self._identity()
+        question = self.folder.question(identity.federation, identity.name).model_dump()
         try:
-            answer = ask((now.host, now.port), self.folder.ca_der(), question, checks_time=False)
+            answer = ask((identity.host, identity.port), self.folder.ca_der(), question, checks_time=False)
         except (NotTheCoordinator, MessageError) as error:
             raise BrokerAway(str(error)) from error
         until: Any = answer.get("until")
         if type(until) not in (int, float):
-            raise BrokerAway(f"answer: {now.host}:{now.port} does not say until when the certificate counts")
+            raise BrokerAway(
+                f"answer: {identity.host}:{identity.port} does not say until when the certificate is accepted"
+            )
         return show_utc(until)
 
     def received(self, certificate: bytes) -> Identity:
-        """Install a new certificate (DER).
+        """Install a new certificate (DER) that has arrived, and return what it says.
 
         Raises:
             MessageError: The certificate is not for the requested key.
         """
-        now = self._identity()
+        identity = self._identity()
         return self.folder.install(
             certificate,
             ca=self.folder.ca_der(),
-            name=now.name,
-            federation=now.federation,
-            host=now.host,
-            port=now.port,
+            name=identity.name,
+            federation=identity.federation,
+            host=identity.host,
+            port=identity.port,
         )
 
     def _request(self) -> CertificateRequest:
-        now = self._identity()
-        return self.folder.request(now.federation, now.name)
+        identity = self._identity()
+        return self.folder.request(identity.federation, identity.name)
 
     def _identity(self) -> Identity:
-        now = self.folder.read()
-        if now is None:
-            raise StateError(f"{self.folder.file} is gone; enroll this device again: 'headwater enroll NAME'")
-        return now
+        """Return what the present certificate says."""
+        identity = self.folder.read()
+        if identity is None:
+            raise StateError(f"{self.folder.file} is missing; enroll this device again: 'headwater enroll NAME'")
+        return identity
 
     def _at(self, share: float) -> bool:
-        now = self._identity()
-        return self._wall() >= now.not_before + share * (now.not_after - now.not_before)
-
-
-CHILD_LIMIT_S = 60.0
-
-
-Step = Literal["message", "by_port", "received", "standing"]
+        """Return whether this share of the certificate's life is over."""
+        identity = self._identity()
+        return self._wall() >= identity.not_before + share * (identity.not_after - identity.not_before)
 
 
 def renew_beside(state: Path, what: Step, certificate: str = "") -> dict[str, str]:
-    """Return the `Renewal` method of that name, in a child process: ``cryptography`` would stay in an agent, 13 MB.
+    """Run a method of `Renewal` in a child process, because ``cryptography`` would keep 13 MB in an agent's memory.
 
-    Returns the fields of the request for "message", else the new certificate's end.
+    Args:
+        state: The agent's state folder.
+        what: The name of the method.
+        certificate: The new certificate (DER) in Base64, for "received".
+
+    Returns:
+        The fields of the request for "message", else ``until``: the end of the certificate, in the form for people.
 
     Raises:
         HeadwaterError: The error of the method in the child process.
@@ -166,7 +177,7 @@ def renew_beside(state: Path, what: Step, certificate: str = "") -> dict[str, st
 
 
 def answer_parent() -> None:
-    """The child of `renew_beside`: its question comes as JSON on stdin, the answer goes to stdout."""
+    """Run the method that the parent asks for on stdin, and write its result to stdout; both are JSON."""
     question = json.load(sys.stdin)
     renewal = Renewal(Path(question["state"]))
     try:

@@ -25,15 +25,13 @@ from ..core.task import Frozen, parse_json
 from ..wire.messages.fields import Base64, Serial, printable
 
 MAX_LINE_BYTES = 16 * 1024
-"""Longest request and answer on the enrolment port."""
-
+"""The most bytes of a request or an answer on the enrolment port."""
 
 TIMEOUT_S = 10.0
-"""For connecting to the enrolment port, and for its answer."""
-
+"""The seconds that connecting to the enrolment port, and its answer, may take."""
 
 NO_CHECK_TIME = 0x200000
-"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME."""
+"""The flag X509_V_FLAG_NO_CHECK_TIME of OpenSSL."""
 
 
 class CertificateRequest(Frozen):
@@ -51,12 +49,12 @@ class CertificateRequest(Frozen):
 
 
 def signed_bytes(federation: str, name: str, csr: str, serial: str) -> bytes:
-    """What a device signs when it asks for a certificate: no part can be exchanged for that of another request."""
+    """Return the bytes that a device signs in a request, so that no part of it can be put into another request."""
     return f"headwater certificate request 1\n{federation}\n{name}\n{serial}\n{csr}".encode()
 
 
 def answer_bytes(federation: str, name: str, answer: Mapping[str, Any]) -> bytes:
-    """Return what the authority signs of an answer, so that no part can be exchanged: all but the ``signature``."""
+    """Return the bytes that the authority signs in an answer: all fields but ``signature``, and for whom it is."""
     signed = {key: value for key, value in answer.items() if key != "signature"}
     return f"headwater certificate answer 1\n{federation}\n{name}\n{json.dumps(signed, sort_keys=True)}".encode()
 
@@ -64,9 +62,13 @@ def answer_bytes(federation: str, name: str, answer: Mapping[str, Any]) -> bytes
 def ask(
     address: tuple[str, int], ca: bytes | None, request: dict[str, Any], *, checks_time: bool = True
 ) -> dict[str, Any]:
-    """One request to an enrolment port and its answer. Without ``ca`` the other side is a stranger.
+    """Send a request to an enrolment port and return its answer.
 
-    ``checks_time=False``: certificates that hold at another time count, too; for asking which time it is.
+    Args:
+        address: Host and port.
+        ca: Certificate (DER) of the authority that has certified the other side; None: the other side is a stranger.
+        request: The request.
+        checks_time: False: accept certificates that are valid at another time, in order to ask for the time.
 
     Raises:
         BrokerAway: The connection fails, or no answer arrives.
@@ -103,17 +105,23 @@ def ask(
         answer = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise MessageError(
-            f"answer: {host}:{port} sent no JSON ({len(line)} bytes); is that an enrolment port?"
+            f"answer: {host}:{port} sent {len(line)} bytes that are not JSON; is that an enrolment port?"
         ) from error
     if not isinstance(answer, dict):
-        raise MessageError(f"answer: {host}:{port} sent no JSON object; is that an enrolment port?")
+        raise MessageError(
+            f"answer: {host}:{port} sent {type(answer).__name__}, expected a JSON object; is that an enrolment port?"
+        )
     if answer.get("refused") is not None:
         raise EnrolmentRefused(printable(str(answer["refused"]))[:1000])
     return answer
 
 
 def read_line(sock: socket.socket, until: float | None = None) -> bytes:
-    """Return bytes up to a line break or the other side's end, at most `MAX_LINE_BYTES`, within `TIMEOUT_S` in total.
+    """Return the bytes up to a line break, or up to the end of what the other side sends.
+
+    Args:
+        sock: The connection.
+        until: The moment of `time.monotonic` by which the line must be complete; None: `TIMEOUT_S` from now.
 
     Raises:
         OSError: The line is longer or slower than allowed, or the connection broke.
@@ -122,8 +130,10 @@ def read_line(sock: socket.socket, until: float | None = None) -> bytes:
     line = b""
     while not line.endswith(b"\n"):
         left_s = until - time.monotonic()
-        if left_s <= 0 or len(line) > MAX_LINE_BYTES:
-            raise TimeoutError("no whole line in time" if left_s <= 0 else f"more than {MAX_LINE_BYTES} bytes")
+        if left_s <= 0:
+            raise TimeoutError("no whole line in time")
+        if len(line) > MAX_LINE_BYTES:
+            raise TimeoutError(f"more than {MAX_LINE_BYTES} bytes")
         sock.settimeout(left_s)
         piece = sock.recv(4096)
         if not piece:
@@ -133,7 +143,7 @@ def read_line(sock: socket.socket, until: float | None = None) -> bytes:
 
 
 def decoded(content: dict[str, Any], key: str) -> bytes:
-    """Base64 in a field of an answer.
+    """Return the bytes in a field of an answer, which holds them in Base64.
 
     Raises:
         MessageError: The field is missing or not Base64.

@@ -1,4 +1,4 @@
-"""Tokens: what an operator gives to a device so that it can enroll once."""
+"""Tokens, which an operator gives to devices so that each can enroll once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from ..wire.messages.fields import printable
 
 TOKEN_PREFIX = "hw1."  # noqa: S105 - not a secret, the beginning of every token
 
-
 MOST_TIME = 1 << 40
-"""Unix time in seconds, in some 30,000 years."""
+"""The largest Unix time in seconds that is accepted; it is some 30,000 years away."""
 
 
 class Token(Frozen):
-    """What a device needs to enroll once."""
+    """The data that a device needs to enroll once."""
 
     url: str = Field(description="of the broker, mqtts://host:port")
     port: Port = Field(description="enrolment port of the coordinator")
@@ -40,7 +39,7 @@ class Token(Frozen):
     replaces: Name | None = Field(None, description="the id that its device has now: it is renamed")
 
     def text(self) -> str:
-        """The one line that a person copies; its end is a checksum, so that the device notices a typing error."""
+        """Return the line that a person copies; it ends in a checksum, by which the device notices a typing error."""
         content = json.dumps(self.model_dump(exclude_defaults=True), separators=(",", ":")).encode()
         body = base64.urlsafe_b64encode(content).decode().rstrip("=")
         return f"{TOKEN_PREFIX}{body}.{_checksum(body)}"
@@ -63,14 +62,15 @@ class Token(Frozen):
             token = cls.model_validate(parse_json(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))))
             BrokerConfig(url=token.url)
         except (ValueError, RecursionError) as error:
-            raise UsageError("token: another version has made it; upgrade the older side") from error
+            raise UsageError("token: another version of headwater has made it; upgrade the older side") from error
         return token
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port to ask."""
+        """Host and port of the coordinator's enrolment port."""
         return self.host or urlsplit(self.url).hostname or "", self.port
 
 
 def _checksum(body: str) -> str:
+    """Return the eight characters that end a token."""
     return base64.urlsafe_b64encode(hashlib.sha256(body.encode()).digest())[:6].decode()

@@ -88,7 +88,7 @@ def add(kind: Any) -> str:
 
 
 def create(name: str, params: Mapping[str, Any] | None = None, *, paper: bool = False) -> Method:
-    """A method ready to use, with its parameters checked; ``paper``: the published values where defaults are ours.
+    """Return a method with checked parameters; with ``paper``, published values take the place of our defaults.
 
     Raises:
         UnknownName: No method has this name.

@@ -17,33 +17,35 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 _RIDGE = 1e-10
-"""Share of a client's squared lengths that is added to its variance: covers the rounding of S for thousands of clients,
-so that P_i stays definite, and is far below any variance that n samples can have (squared length / n)."""
+"""The share of a client's squared lengths that is added to its variance.
+
+It covers the rounding of S for thousands of clients, so that P_i stays definite, and is far below any variance that n
+samples can have (squared length / n).
+"""
 
 _ROUNDING = 4e-15
+"""The share of a number by which rounding may change it."""
+
 _TOLERANCE = 1e-7
-"""How far from optimal a row may be."""
+"""The violation of the conditions of optimality at which a row still counts as optimal."""
 
 _TINY = 1e-150
-"""Stands for a variance where all that is known of a client is 0."""
+"""The variance of a client of which all numbers are 0."""
 
 _FIRST_SUPPORT = 32
-"""How many entries the first guess of a row's support has, beside the row's own."""
+"""The number of weights above 0 with which a row begins."""
 
 _PATIENCE = 3
-"""How many exchanges in a row may bring no fewer wrong entries, before one entry at a time is exchanged."""
+"""The exchanges without fewer wrong weights after which one weight at a time is exchanged, which comes to an end."""
 
 _MAX_EXCHANGES = 300
-"""How many exchanges are made at most.
-
-Rows of 100 and 1,000 clients, in groups, with Dirichlet labels or alike, take 4 to 8 on average and 39 at most.
-"""
+"""The most exchanges of a row; 100 to 1,000 clients, in groups or with Dirichlet labels, took 4 to 8, at most 39."""
 
 _BLOCK = 4096
 
 
 def gram(vectors: Sequence[np.ndarray]) -> np.ndarray:
-    """Inner products (m, m) float64 of m arrays of one shape."""
+    """Return inner products (m, m) float64 of m arrays of one shape."""
     products = np.zeros((len(vectors), len(vectors)))
     for _, block in _blocks(vectors):
         products += block @ block.T
@@ -67,7 +69,7 @@ def _blocks(vectors: Sequence[np.ndarray]) -> Iterator[tuple[slice, np.ndarray]]
 
 
 def best_weights(variances: np.ndarray, products: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Optimal weights (m, m), row i those of client i, and which rows (m,) bool are known to be optimal.
+    """Return optimal weights (m, m), row i those of client i, and which rows (m,) bool are known to be optimal.
 
     ``variances`` (m,) are V >= 0, ``products`` (m, m) is the `gram` of the h. Where V is 0 for several clients that are
     alike, they share equally. A row that could not be solved keeps its own head: weight 1 for itself.
@@ -82,7 +84,7 @@ def best_weights(variances: np.ndarray, products: np.ndarray) -> tuple[np.ndarra
 
 
 def pruned(weights: np.ndarray, least: float) -> np.ndarray:
-    """Weights (m, m) whose entries at or below ``least`` are 0, rows divided by their sums again.
+    """Return weights (m, m) whose entries at or below ``least`` are 0, rows divided by their sums again.
 
     Among more than 0.1 / least clients 0.1 / m takes its place: an even share of 1 / m must not count as nothing.
     """
@@ -92,7 +94,7 @@ def pruned(weights: np.ndarray, least: float) -> np.ndarray:
 
 
 def soft_smallest(losses: np.ndarray, temperature: float) -> np.ndarray:
-    """exp(-loss / temperature), rows divided by their sums (m, m). Infinite losses weigh 0.
+    """Return exp(-loss / temperature) with rows divided by their sums (m, m); infinite losses weigh 0.
 
     A row of infinite losses alone keeps its own head: weight 1 for itself.
     """
@@ -112,7 +114,9 @@ class Problem:
         self.raised = np.asarray(variances, np.float64) + _RIDGE * self.reach**2 + _TINY
 
     def violations(self, weights: np.ndarray, *, forgive: bool = True) -> np.ndarray:
-        """How far each row (m,) is from the conditions of optimality, in units of its objective a' P a; 0 is optimal.
+        """Return how far each row (m,) violates the conditions of optimality, in units of its objective a' P a.
+
+        0: optimal.
 
         (P a)_j must be a' P a where a_j > 0, and no less elsewhere; what rounding can do is forgiven. Infinite where a
         row is no point of the simplex.
@@ -131,7 +135,7 @@ class Problem:
         return np.where(on_simplex & np.isfinite(worst), worst, np.inf)
 
     def all_at_once(self) -> np.ndarray:
-        """Weights (m, m) with only sum(a) = 1 demanded: right for every row in which none of them is negative.
+        """Return weights (m, m) with only sum(a) = 1 demanded: right for every row in which none of them is negative.
 
         With sum(a) = 1, a' P_i a = a' (S + diag V) a - 2 s_i' a + s_ii: one factorisation serves all rows.
         """

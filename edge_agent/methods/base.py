@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from ..training.parts import Parts
 
 SERVER_ONLY = "server."
-"""Arrays of the state with names like this are never sent."""
+"""The prefix of the names of arrays of the state that are never sent."""
 
 CLASS_MEANS = "class means"
-"""In `Method.bounded_extras`: means of features by class, whose direction is compared with the other updates', too."""
+"""The kind in `Method.bounded_extras` of means of classes, whose direction is compared with that of others, too."""
 
 CLASSIFIERS = "classifiers"
-"""In `Method.bounded_extras`: classifiers, whose direction is compared with that of the other updates', too."""
+"""The kind in `Method.bounded_extras` of classifiers, whose direction is compared with that of others, too."""
 
 
 class Method:
@@ -99,7 +99,7 @@ class Method:
 
     @property
     def head_name(self) -> str:
-        """What classifies on a train-tier client: ``model`` = the model's own layers, else a device head."""
+        """The classifier of a train-tier client: ``model`` for its own layers, else a device head's name."""
         return "model"
 
     @property
@@ -114,14 +114,14 @@ class Method:
 
     @property
     def least_class_count(self) -> int | None:
-        """How many samples a class has at least whose statistics an update carries; None: it carries none of classes.
+        """The least samples of a class whose statistics an update carries; None: it carries none of classes.
 
         By default the parameter ``min_class_count``, which a method has that sends such statistics.
         """
         return getattr(self.params, "min_class_count", None)
 
     def sends(self, model: Parts, task: Task) -> Tensors:
-        """Extra arrays that an update carries beside the shared parts, as zeros of the very shapes and dtypes.
+        """Return extra arrays that an update carries beside the shared parts, as zeros of the very shapes and dtypes.
 
         Their names start with ``extra.``. Each update carries all of them: what a client does not have (a class, say)
         is marked inside, by a count of 0.
@@ -129,22 +129,24 @@ class Method:
         return {}
 
     def to_noise(self, extras: Tensors) -> Tensors | None:
-        """The `sends` arrays of an update as float64 arrays that Gaussian noise may be added to; None: there are none.
+        """Return the `sends` arrays as float64 arrays to which Gaussian noise may be added.
+
+        None: there are no such arrays.
 
         By default a method without such arrays has an answer, any other needs its own.
         """
         return None if extras else {}
 
     def from_noise(self, noisy: Tensors) -> Tensors:
-        """`sends` arrays that are valid again, made from those of `to_noise` with noise, and from nothing else."""
+        """Return valid `sends` arrays, computed from those of `to_noise` with noise, and from nothing else."""
         return noisy
 
     def objection(self, tensors: Tensors) -> str:
-        """Why an update of the right names, shapes and finite values still cannot be honest; empty when it can."""
+        """Return why an update with right names, shapes and finite values cannot be honest; empty if it can."""
         return ""
 
     def check(self, task: Task) -> None:
-        """Nothing, where the method can do this task; asked before a run is taken.
+        """Require that the method can do this task; it is called before a run is accepted.
 
         Raises:
             ConfigError: The method cannot do this task; all reasons are listed.
@@ -169,7 +171,7 @@ class Method:
         return dict(tensors)
 
     def broadcast(self, state: State) -> Tensors:
-        """What every client of the round receives, identical for all; default: all but what stays at the server."""
+        """Return what every client of the round receives alike; default: all but what stays at the server."""
         return {name: array for name, array in state.items() if not name.startswith(SERVER_ONLY)}
 
     def downlink(self, state: State, client: str) -> Tensors:
@@ -202,7 +204,7 @@ class Method:
         return weighted_mean(weighted(), **options)
 
     def server_step_is_mean(self) -> bool:
-        """Whether `aggregate` is a mean of the updates, or a step from it: updates may then be of several rounds."""
+        """Return whether `aggregate` depends on the updates' mean alone, so that they may be of several rounds."""
         return type(self).aggregate is Method.aggregate
 
     # --- client ----------------------------------------------------------------------------------------------------
@@ -216,7 +218,7 @@ class Method:
         return (cls.local_update, cls.loss, cls.sent) == (Method.local_update, Method.loss, Method.sent)
 
     def one_pass(self) -> bool:
-        """Whether local training is one call of `train`, set up from the received model and the client's data alone.
+        """Return whether local training is one call of `train`, from the received model and local data alone.
 
         Such training may be shortened for a slow device, and resumed within an epoch after a kill.
         """
@@ -248,19 +250,19 @@ class Method:
         return to_arrays(client.model, self.shared_names(client.model))
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities (n, K) float32 of this client's personal model."""
+        """Return class probabilities (n, K) float32 of this client's personal model."""
         from ..training.loops import predict_probabilities
 
         return predict_probabilities(client.model, inputs)
 
     def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
-        """Class probabilities (n, K) of the shared model alone, or None where a method has no shared classifier."""
+        """Return class probabilities (n, K) of the shared model; None where the method has no shared classifier."""
         from ..training.loops import predict_probabilities
 
         return predict_probabilities(client.model, inputs) if self.shares_classifier else None
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Features (n, d) of ``inputs`` by name, for analysis: the encoder's first, then what is made of them.
+        """Return features (n, d) of ``inputs`` by name, for analysis: the encoder's first, then what is made of them.
 
         ``mask`` (n, d), where a method has one, is no features but the weights 0..1 by which it picks the encoder's.
         """
@@ -269,12 +271,12 @@ class Method:
         return {"encoder": features_of(client.model, inputs)}
 
     def personalize(self, client: Client, received: Tensors) -> None:
-        """After the last round: fit what is personal to the final shared parts; default: nothing."""
+        """Fit the personal parts to the final shared ones after the last round; default: do nothing."""
 
     # --- export ----------------------------------------------------------------------------------------------------
 
     def head_params(self, head: str) -> dict[str, Any]:
-        """Parameters that this method gives a device head by default; default: the head's own."""
+        """Return parameters that this method gives a device head by default; default: the head's own."""
         return {}
 
     def card(self, head: str) -> tuple[Grade, str]:
@@ -290,7 +292,7 @@ class Method:
         return "same form" if grade == "exact" else grade, f"{why}; {pooled}, where a client of the run has its own"
 
     def global_head(self, state: State) -> Tensors | None:
-        """Shared linear classifier (``weight`` (K, d), ``bias`` (K,)) on raw features, or None."""
+        """Return the shared linear classifier (``weight`` (K, d), ``bias`` (K,)) on raw features, or None."""
         if "head.weight" not in state:
             return None
         return {"weight": state["head.weight"], "bias": state["head.bias"]}
@@ -326,7 +328,7 @@ def require_arrays(origin: str, value: object) -> Tensors:
 
 
 def weighted_mean(weighted: Iterable[tuple[float, Tensors]], *, may_be_empty: bool = False) -> Tensors:
-    """Weighted mean of named arrays, folded in one at a time so that memory is one accumulator.
+    """Return the weighted mean of named arrays, folded in one at a time so that memory is one accumulator.
 
     Sums are float64 and in the given order, so the same updates in the same order give the same bits. Integer arrays
     (counters) take the largest value: a mean of counters means nothing.
@@ -358,7 +360,7 @@ def weighted_mean(weighted: Iterable[tuple[float, Tensors]], *, may_be_empty: bo
 
 
 def _add_scaled(accumulator: np.ndarray, array: np.ndarray, weight: float, block: int = 1 << 16) -> None:
-    """accumulator += weight * array, in blocks that stay in cache: no temporary of the array's size."""
+    """Compute accumulator += weight * array in blocks that stay in cache, without a temporary of the array's size."""
     flat = accumulator.reshape(-1)
     source = array.reshape(-1)
     for begin in range(0, flat.size, block):
@@ -368,7 +370,7 @@ def _add_scaled(accumulator: np.ndarray, array: np.ndarray, weight: float, block
 
 
 def pooled_norm(weighted: Iterable[tuple[float, Tensors]]) -> Tensors:
-    """Batch norm tensors of one common encoder from those of many clients.
+    """Return batch norm tensors of one common encoder from those of many clients.
 
     Means and variances become those of the mixture of all clients' data (mu = sum w mu_i, var = sum w (var_i + mu_i^2)
     - mu^2), gamma and beta the weighted mean. Each mapping holds tensors of batch norm layers only.

@@ -36,7 +36,7 @@ class Ditto(TwoNetworks):
     source = "Li, Hu, Beirami, Smith, ICML 2021"
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """Per batch one step of the shared network and one of the personal one."""
+        """Take, for each batch, one step of the shared network and one of the personal one."""
         model = client.model
         params = self.params
         personal, anchors = zip(*pairs(model), strict=True)

@@ -49,14 +49,14 @@ def with_rows(state: State, names: str, fresh: Mapping[str, Tensors]) -> Tensors
 
 
 MOST_SAMPLES = 1_000_000_000
-"""The largest count of a class; no honest one comes near."""
+"""The most samples of a class that an honest client can have."""
 
 LARGEST = 1e6
-"""The largest number in a statistic; features of unnormalised encoders reach some thousands."""
+"""The largest number in an honest statistic: features of unnormalised encoders reach some thousands."""
 
 
 def objection_to(counts: np.ndarray, means: Tensors) -> str:
-    """Why class counts (K,) and arrays (K, ...) of these classes cannot be honest; empty where they can."""
+    """Return why class counts (K,) and arrays (K, ...) of these classes cannot be honest; empty where they can."""
     if counts.min(initial=0) < 0 or counts.max(initial=0) > MOST_SAMPLES:
         return f"class counts from {counts.min()} to {counts.max()}, expected 0 to {MOST_SAMPLES}"
     for name, array in means.items():
@@ -68,7 +68,7 @@ def objection_to(counts: np.ndarray, means: Tensors) -> str:
 
 
 def require_finite(client: Client, what: str, array: np.ndarray) -> None:
-    """Nothing, where all numbers are finite.
+    """Require that all numbers are finite.
 
     Raises:
         TrainingFailed: A number is NaN or infinite.
@@ -82,19 +82,19 @@ def require_finite(client: Client, what: str, array: np.ndarray) -> None:
 
 
 def rng_of(client: str, *salt: int) -> np.random.Generator:
-    """Random numbers that are the client's own in every run: they depend on its id and ``salt`` alone."""
+    """Return random numbers that are the client's own in every run: they depend on its id and ``salt`` alone."""
     return np.random.default_rng([zlib.crc32(client.encode()), *salt])
 
 
 def changes(state: State, mean: Tensors) -> Iterator[tuple[str, np.ndarray]]:
-    """Of each learned array its name and ``mean`` minus ``state``, float64."""
+    """Yield the name of each learned array and ``mean`` minus ``state``, float64."""
     for name, array in mean.items():
         if is_learned(name, array):
             yield name, array.astype(np.float64) - state[name]
 
 
 def towards(state: State, mean: Tensors, rate: float) -> Tensors:
-    """Arrays ``state + rate * (mean - state)``; those that are not learned are the mean. ``rate`` 1 gives the mean."""
+    """Return ``state + rate * (mean - state)``; arrays that are not learned are the mean. ``rate`` 1 gives the mean."""
     if rate == 1.0:
         return mean
     moved = {name: (state[name] + rate * change).astype(mean[name].dtype) for name, change in changes(state, mean)}
@@ -105,7 +105,7 @@ class ServerSteps(Method, ABC):
     """FedAvg whose server makes its own step from the mean change of a round."""
 
     def server_step_is_mean(self) -> bool:
-        """True: the step is made from the mean alone."""
+        """Return True: the step is made from the mean alone."""
         return type(self).aggregate is ServerSteps.aggregate
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
@@ -120,7 +120,7 @@ class ServerSteps(Method, ABC):
 
     @abstractmethod
     def step(self, state: State, name: str, change: np.ndarray) -> tuple[np.ndarray, Tensors]:
-        """What is added to the array ``name``, and the moments to keep, by kind; ``change`` is mean minus state."""
+        """Return what is added to the array ``name``, and the moments to keep by kind; ``change``: mean minus state."""
 
     @staticmethod
     def moment(state: State, kind: str, name: str, start: float = 0.0) -> np.ndarray | float:
@@ -134,15 +134,15 @@ class TwoNetworks(Method):
     exactness = grades(mlp=("approximate", "one linear layer on the shared encoder; the personal network is whole"))
 
     def build(self, task: Task) -> Parts:
-        """Two networks of the same start."""
+        """Return two networks of the same start."""
         return two_networks(task)
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of the personal network."""
+        """Return class probabilities of the personal network."""
         return predict_probabilities(second(client.model), inputs)
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Features of both encoders."""
+        """Return features of both encoders."""
         return {**super().views(client, inputs), PERSONAL: features_of(second(client.model), inputs)}
 
 
@@ -165,7 +165,7 @@ class Tuned(Method, ABC):
         make_copy(client, self.tune, self.tuned_parts)
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of the tuned copy, which is made first if the shared model has changed since."""
+        """Return class probabilities of the tuned copy, which is made first if the shared model has changed since."""
         if not has_copy(client):
             self.personalize(client, {})
         with with_copy_loaded(client):
@@ -181,7 +181,7 @@ class FineTuned(Tuned):
         return ("encoder", "head") if self.params.tune == "all" else ("head",)
 
     def tune(self, client: Client) -> None:
-        """SGD on all parts; or on the head alone, with features that are computed once by the encoder in eval mode."""
+        """Tune by SGD all parts, or the head alone on features that the encoder computes once in eval mode."""
         params = self.params
         tuned = client if self.params.tune == "all" else on_features(client)
         model = tuned.model if params.tune == "all" else tuned.model.head

@@ -40,7 +40,7 @@ class FedAdam(ServerSteps):
     )
 
     def step(self, state: State, name: str, change: np.ndarray) -> tuple[np.ndarray, Tensors]:
-        """lr times the mean over the root of the mean square."""
+        """Return lr times the mean over the root of the mean square."""
         params = self.params
         mean = params.beta1 * self.moment(state, "mean", name) + (1 - params.beta1) * change
         old = self.moment(state, "square", name, params.adaptivity**2)

@@ -72,7 +72,7 @@ class FedALA(Method):
         self._mixed(client)
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of the mixture, which is made first if the model has changed since."""
+        """Return class probabilities of the mixture, which is made first if the model has changed since."""
         return probabilities_with(client.model, _on(client.device, self._mixed(client)), inputs)
 
     def _mixed(self, client: Client) -> Tensors:
@@ -98,7 +98,7 @@ class FedALA(Method):
     def _learned(
         self, client: Client, own: Tensors, received: Tensors, shares: Tensors, rng: np.random.Generator
     ) -> Tensors:
-        """Shares after passes over a random part of the local data: one, or the first time until losses settle.
+        """Return shares after passes over a random part of the local data: one, or the first time until losses settle.
 
         The official code takes a stretch of data that were shuffled before; a stretch of data that lie class by class
         would leave some out.
@@ -130,14 +130,14 @@ def upper(model: Parts, count: int) -> list[str]:
 
 
 def mix(own: np.ndarray, received: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """own + (received - own) * shares, written so that shares of 1 give ``received`` bit for bit."""
+    """Return own + (received - own) * shares, written so that shares of 1 give ``received`` bit for bit."""
     return np.asarray(received + (shares - 1) * (received - own))
 
 
 def one_pass(
     model: Parts, sides: Sequence[Weights], data: Sequence[torch.Tensor], params: FedALAParams
 ) -> tuple[Weights, float]:
-    """The shares, the third of ``sides`` (own, received, shares), after a step for each batch, and the last loss."""
+    """Return the shares, the third of ``sides`` (own, received, shares), after one step a batch, and the last loss."""
     own, received, shares = sides
     held = {name: weight.detach() for name, weight in model.named_parameters()}
     for inputs, labels in zip(*(torch.split(part, params.batch_size) for part in data), strict=True):
@@ -149,5 +149,5 @@ def one_pass(
 
 
 def stepped(own: Weights, received: Weights, shares: Weights, slopes: Weights, rate: float) -> Weights:
-    """W - eta * gradient * (received - own), held within 0..1 (Eqs. 4 and 5)."""
+    """Return W - eta * gradient * (received - own), clipped to 0..1 (Eqs. 4 and 5)."""
     return {n: (s - rate * slopes[n] * (received[n] - own[n])).clamp(0.0, 1.0) for n, s in shares.items()}

@@ -58,7 +58,7 @@ class EtfHead(nn.Module):
         self.scale = nn.Parameter(torch.full((1,), scale))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Logits (n, K)."""
+        """Return logits (n, K)."""
         return self.scale * F.linear(F.normalize(self.projection(features), dim=1), self.etf)
 
 
@@ -70,7 +70,7 @@ class FedETF(Tuned):
     heads = ("lr", "svm", "mlp", "prototype", "knn")
 
     def build(self, task: Task) -> Parts:
-        """Encoder, and projection, temperature and fixed classifier as its head.
+        """Return the encoder, and projection, temperature and fixed classifier as its head.
 
         Raises:
             ConfigError: ``projection_dim`` is below the number of classes.
@@ -94,7 +94,7 @@ class FedETF(Tuned):
         return lambda inputs, labels: balanced_softmax(model(inputs), labels, counts, gamma)
 
     def tune(self, client: Client) -> None:
-        """E epochs as in training, then classifier and projection in turns by plain cross entropy."""
+        """Run E epochs as in training, then classifier and projection in turns by plain cross entropy."""
         params = self.params
         train(client, self.loss(client, {}), params)
         cached = on_features(client)
@@ -109,7 +109,7 @@ class FedETF(Tuned):
             tune_only(cached, projection, sgd, params.tune_projection_lr)
 
     def global_head(self, state: State) -> Tensors | None:
-        """Projection and classifier in one: names the same class, its probabilities are not those of the method."""
+        """Return projection and classifier in one: it names the same class, with other probabilities."""
         directions = state["head.scale"] * state["head.etf"]
         return {
             "weight": directions @ state["head.projection.weight"],

@@ -34,7 +34,7 @@ from .base import SERVER_ONLY, is_learned
 
 
 def smallest_rank(singular: np.ndarray, energy: float) -> int:
-    """How many of the singular values (r,), largest first, hold a share ``energy`` (0..1] of their sum of squares."""
+    """Return how many singular values (r,), largest first, hold a share ``energy`` (0..1] of their sum of squares."""
     squares = np.cumsum(np.square(singular.astype(np.float64)))
     if energy >= 1.0 or not squares[-1]:
         return len(singular) if energy >= 1.0 else 0
@@ -61,7 +61,10 @@ def truncated(array: np.ndarray, energy: float) -> tuple[np.ndarray, int]:
 
 
 def compressed(tensors: Tensors, base: Tensors, energy: float) -> tuple[Tensors, int]:
-    """``base`` plus what is left of each difference from it, and the bytes of all factors; nothing in base is zero."""
+    """Return ``base`` plus each difference from it after truncation, and the bytes of all factors.
+
+    None is in base: 0.
+    """
     result = dict[str, np.ndarray]()
     total = 0
     for name, array in tensors.items():
@@ -110,7 +113,7 @@ class FedKD(Method):
         return "" if 0 < energy <= 1 else f"'{_ENERGY}' is {energy:g}, expected more than 0 and at most 1"
 
     def build(self, task: Task) -> Parts:
-        """Student (encoder and head), teacher, and the projection of the student's features to the teacher's."""
+        """Return student (encoder and head), teacher, and the projection of the student's features to the teacher's."""
         model = encoder_and_head(task)
         params = self.params
         named = {"encoder": params.teacher_encoder, "encoder_params": params.teacher_params}
@@ -132,7 +135,7 @@ class FedKD(Method):
         return {**cut, _DOWN: np.array([float(taken)])}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """The even mean, the energy to truncate it at, and what it is a change from: what clients received last."""
+        """Return the even mean, the energy to truncate it at, and the last model that clients received, its base."""
         mean = self.mean(updates)
         if self.params.decomposed == "weights":
             return {**state, **mean}
@@ -142,7 +145,7 @@ class FedKD(Method):
     # --- client ----------------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of both losses at once; returns the student, cut down."""
+        """Run E epochs of both losses at once; returns the student, cut down."""
         params = self.params
         model = client.model
         networks = [[*model.encoder.parameters(), *model.head.parameters(), *model.part("projection").parameters()]]
@@ -162,7 +165,7 @@ class FedKD(Method):
         return {**sent, _ENERGY: np.array([energy])}
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of the teacher."""
+        """Return class probabilities of the teacher."""
         return predict_probabilities(teacher(client.model), inputs)
 
 
@@ -172,7 +175,7 @@ def teacher(model: Parts) -> Parts:
 
 
 def mutual_loss(model: Parts) -> Loss:
-    """L_t + L_s; the projection learns with the student.
+    """Return the loss L_t + L_s; the projection learns with the student.
 
     L_t = CE_t + (KL(p_s || p_t) + MSE(z_t, W z_s)) / (CE_t + CE_s), and L_s the same with KL(p_t || p_s); in each of
     them the other network is a constant.
@@ -194,6 +197,6 @@ def mutual_loss(model: Parts) -> Loss:
 
 
 def learned_from(pupil: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Batch mean of KL(softmax(other) || softmax(pupil)), a constant to ``other``."""
+    """Return the batch mean of KL(softmax(other) || softmax(pupil)), a constant to ``other``."""
     target = F.log_softmax(other.detach(), dim=1)
     return F.kl_div(F.log_softmax(pupil, dim=1), target, reduction="batchmean", log_target=True)

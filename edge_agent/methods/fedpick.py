@@ -78,7 +78,7 @@ class FedPick(Method):
         return ("encoder", "head", *mask, *local)
 
     def build(self, task: Task) -> Parts:
-        """Encoder, mask and three linear classifiers h_g, h_r and h_u."""
+        """Return the encoder, mask and three linear classifiers h_g, h_r and h_u."""
 
         def classifier(width: int) -> nn.Module:
             return nn.Linear(width, task.num_classes)
@@ -87,7 +87,7 @@ class FedPick(Method):
         return encoder_and_head(task, mask=mask, relevant_head=classifier, irrelevant_head=classifier)
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of Eq. 15 on all parts together; with selector fisher the mask is chosen before."""
+        """Run E epochs of Eq. 15 on all parts together; with selector fisher the mask is chosen before."""
         params = self.params
         model = client.model
         if params.selector == "fisher" and client.samples:
@@ -123,7 +123,10 @@ class FedPick(Method):
         return self.sent(client)
 
     def _mask(self, scores: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Eqs. 9 and 10: with noise from ``generator`` in training, without at inference; a Fisher mask as it is."""
+        """Return the mask of Eqs. 9 and 10, with noise from ``generator`` in training only.
+
+        A Fisher mask has no noise.
+        """
         params = self.params
         if params.selector == "fisher":
             return scores
@@ -131,7 +134,7 @@ class FedPick(Method):
         return feature_mask(scores, None if generator is None else mask_noise(scores, generator), **how)
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of the global and the relevant classifier together, Eq. 14 (halved)."""
+        """Return class probabilities of the global and the relevant classifier together, Eq. 14 (halved)."""
         model = client.model
         kind = self.params.ensemble
 
@@ -161,7 +164,7 @@ class FedPick(Method):
 
 
 def mask_network(size: int, params: FedPickCommonParams) -> nn.Module:
-    """s: ``size`` features in, one logit for each out; with selector fisher, a mask that is set from outside."""
+    """Return s, with ``size`` features in and a logit for each out; with selector fisher, a mask set from outside."""
     if params.selector == "fisher":
         return FixedMask(size)
     width = params.mask_width or max(16, size // 2)

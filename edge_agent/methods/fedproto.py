@@ -67,7 +67,10 @@ class Prototypes(nn.Module):
         self.register_buffer("counts", torch.zeros(classes, dtype=torch.int64))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Minus the squared distances (n, K) of features (n, d) to the prototypes; -inf for classes without one."""
+        """Return minus the squared distances (n, K) of features (n, d) to the prototypes.
+
+        -inf for classes without one.
+        """
         return (-torch.cdist(features, self.means).square()).masked_fill(self.counts == 0, -math.inf)
 
 
@@ -81,17 +84,17 @@ class FedProto(Method):
     heads = ()
 
     def build(self, task: Task) -> Parts:
-        """Encoder, head, and room for the prototypes."""
+        """Return the encoder, head, and room for the prototypes."""
         return encoder_and_head(task, prototypes=lambda width: Prototypes(task.num_classes, width))
 
     def objection(self, tensors: Tensors) -> str:
-        """Negative counts, absurd sizes, and prototypes of classes whose count is 0."""
+        """Return an objection to negative counts, absurd sizes, and prototypes of classes whose count is 0."""
         return objection_to(tensors[_COUNTS], {_MEANS: tensors[_MEANS]})
 
     # --- coordinator -----------------------------------------------------------------------------------------------
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """For each class the mean over the clients that have sent one."""
+        """Return the mean of each class over the clients that have sent one."""
         sums = np.zeros(state[_MEANS].shape)
         total = np.zeros(len(state[_COUNTS]))
         most = np.zeros_like(state[_COUNTS])
@@ -113,7 +116,7 @@ class FedProto(Method):
     # --- client ----------------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of cross entropy and of the distance to prototypes; returns the client's own prototypes."""
+        """Run E epochs of cross entropy and of the distance to prototypes; returns the client's own prototypes."""
         params = self.params
         batches = list[tuple[torch.Tensor, torch.Tensor]]()
         optimizer = optimizer_of(client.model, ("encoder", "head"), params)
@@ -134,7 +137,7 @@ class FedProto(Method):
         return {_MEANS: means.astype(np.float32), _COUNTS: counts}
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Softmax of minus the squared distances to the prototypes; or the own head's answer."""
+        """Return the softmax of minus the squared distances to the prototypes; or the own head's answer."""
         model = client.model
         prototypes = client.model.part("prototypes")
         if self.params.inference == "head" or not prototypes.get_buffer("counts").any():
@@ -142,7 +145,7 @@ class FedProto(Method):
         return evaluate(lambda piece: torch.softmax(prototypes(model.features(piece)), dim=1), model, inputs)
 
     def aligned_loss(self, model: Parts, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> Loss:
-        """Cross entropy plus lambda times the distance to prototypes; puts features and labels into ``batches``."""
+        """Return cross entropy plus lambda times the distance to prototypes, and extend ``batches``."""
         means, counts = (model.part("prototypes").get_buffer(name).clone() for name in ("means", "counts"))
         weight = self.params.alignment_weight if counts.any() else 0.0
 

@@ -32,11 +32,11 @@ class FedProx(Method):
     source = "Li et al., FedProx, MLSys 2020"
 
     def one_pass(self) -> bool:
-        """True: w_t is the received model, and the paper has slow clients do less work."""
+        """Return True: w_t is the received model, and the paper has slow clients do less work."""
         return True
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of cross entropy, with the gradient of mu / 2 |w - w_t|^2 added before each step."""
+        """Run E epochs of cross entropy, with the gradient of mu / 2 |w - w_t|^2 added before each step."""
         pairs = [(w, w.detach().clone()) for w in client.model.parameters()]
 
         def add_proximal_gradient() -> None:

@@ -97,7 +97,7 @@ class FedRIR(Method):
             raise ConfigError("method 'fedrir'", mistakes)
 
     def build(self, task: Task) -> Parts:
-        """Encoder, client-specific encoder, generator, IDM and head, as far as the ablations leave them.
+        """Return the encoder, client-specific encoder, generator, IDM and head, as far as the ablations leave them.
 
         Raises:
             ConfigError: The inputs cannot be masked, or the generator cannot reconstruct them.
@@ -116,7 +116,7 @@ class FedRIR(Method):
         return channels_last(_Joined(encoder=encoder, head=nn.Linear(shared + specific, task.num_classes), **parts))
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of MCSL, then E epochs of ID; returns the encoder.
+        """Run E epochs of MCSL, then E epochs of ID; returns the encoder.
 
         Raises:
             TrainingFailed: See `train`.
@@ -130,7 +130,7 @@ class FedRIR(Method):
         return self.sent(client)
 
     def learn_specific(self, client: Client) -> None:
-        """Masked client-specific learning: CSFE and generator redraw whole images from masked ones."""
+        """Run masked client-specific learning: CSFE and generator reconstruct whole images from masked ones."""
         params = self.params
         kld_weight = float(self.params.kld_weight)
         specific = client.model.part("specific")
@@ -145,7 +145,7 @@ class FedRIR(Method):
         self._train(client, loss, ("specific", "generator"), "mcsl", log="loss.mcsl", weights=weights)
 
     def distill(self, client: Client) -> None:
-        """Information distillation: encoder, head and IDM learn beside the frozen CSFE, with L = CE + weight L_id."""
+        """Run information distillation: encoder, head and IDM learn beside the frozen CSFE, L = CE + weight L_id."""
         model = client.model
         params = self.params
         terms = dict[str, torch.Tensor]()
@@ -174,7 +174,7 @@ class FedRIR(Method):
             self._train(client, loss, trained, "id", **options)
 
     def _vclub(self, client: Client, g: torch.Tensor, c: torch.Tensor, idm: torch.optim.Optimizer) -> torch.Tensor:
-        """Eq. 7: an upper bound of I(g; c), from q(g | c) that ``idm`` has fitted to this batch before."""
+        """Return Eq. 7, an upper bound of I(g; c), from q(g | c), which ``idm`` has fitted to this batch before."""
         q = client.model.part("distiller")
         params = self.params
         for _ in range(params.idm_steps):
@@ -192,7 +192,7 @@ class FedRIR(Method):
         train_parts(client, loss, self.params, trained, label, drop_last=self.params.drop_last, **options)
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Shared features, and the client's own where it has any."""
+        """Return the shared features, and the client's own where it has any."""
         views = super().views(client, inputs)
         model = client.model
         if self.params.without_mcsl:
@@ -208,13 +208,13 @@ class _Joined(Parts):
     """Parts whose head sees the shared features and the mean of the client's own, in this order."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Logits (n, K)."""
+        """Return logits (n, K)."""
         logits: torch.Tensor = self.head(torch.cat([self.features(inputs), specific_features(self, inputs)], dim=1))
         return logits
 
 
 def specific_features(model: Parts, inputs: torch.Tensor) -> torch.Tensor:
-    """c (n, d): the means of the client-specific encoder on whole images, without gradient."""
+    """Return c (n, d): the means of the client-specific encoder on whole images, without gradient."""
     with torch.no_grad():
         mean: torch.Tensor = model.part("specific")(inputs)[0]
         return mean

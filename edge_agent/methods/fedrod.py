@@ -37,11 +37,11 @@ class FedRoD(Method):
     heads = ("lr", "svm", "mlp", "prototype", "knn")
 
     def build(self, task: Task) -> Parts:
-        """Encoder, generic head and personal head, both linear."""
+        """Return the encoder, generic head and personal head, both linear."""
         return encoder_and_head(task, personal_head=lambda width: nn.Linear(width, task.num_classes))
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Softmax of the sum of both heads' logits."""
+        """Return the softmax of the sum of both heads' logits."""
         model = client.model
 
         def both(piece: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class FedRoD(Method):
         return evaluate(both, model, inputs)
 
     def loss(self, client: Client, received: Tensors) -> Loss:
-        """Both losses in one sum: step for step the same as one after the other, as they share no weight."""
+        """Return the sum of both losses, whose steps equal those in sequence, because they share no weight."""
         model = client.model
         personal = client.model.part("personal_head")
         counts = torch.bincount(client.train_labels, minlength=client.task.num_classes)

@@ -73,7 +73,7 @@ class KNNPer(Method):
         client.memory.update({_STAMP: stamp, _FEATURES: features, _LABELS: labels, _CHOSEN: np.array(chosen)})
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """lambda p_knn + (1 - lambda) p_model; the datastore is made first if the model has changed since."""
+        """Return lambda p_knn + (1 - lambda) p_model; the datastore is made first if the model has changed since."""
         if not np.array_equal(client.memory.get(_STAMP, ()), fingerprint(client.model)):
             self.personalize(client, {})
         neighbours, scale, mix = client.memory[_CHOSEN].tolist()
@@ -84,7 +84,7 @@ class KNNPer(Method):
         return torch.from_numpy(mixed.astype(np.float32)).to(inputs.device)
 
     def head_params(self, head: str) -> dict[str, Any]:
-        """For the head that does the same: its own choice of lambda, the first k and scale that are offered."""
+        """Return, for the head of the same kind, its own choice of lambda and the first k and scale offered."""
         if head != "knn":
             return {}
         params = self.params
@@ -94,7 +94,7 @@ class KNNPer(Method):
     def _chosen(
         self, client: Client, features: np.ndarray, labels: np.ndarray, rng: np.random.Generator
     ) -> tuple[float, float, float]:
-        """k, scale and lambda of most correct answers on held-out samples; the first of equally good ones."""
+        """Return k, scale and lambda of most correct answers on held-out samples; the first of equally good ones."""
         params = self.params
         total = len(features)
         shares = MIXES if params.mix is None else (params.mix,)

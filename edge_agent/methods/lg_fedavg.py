@@ -25,5 +25,5 @@ class LGFedAvg(Method):
     heads = ()
 
     def global_head(self, state: State) -> Tensors | None:
-        """None: the shared head means nothing without a personal encoder."""
+        """Return None: the shared head means nothing without a personal encoder."""
         return None

@@ -60,7 +60,7 @@ class PerFedAvg(Tuned):
     )
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of meta steps."""
+        """Run E epochs of meta steps."""
         model = client.model
         params = self.params
         weights = list(model.parameters())
@@ -88,7 +88,7 @@ class PerFedAvg(Tuned):
         return self.sent(client)
 
     def tune(self, client: Client) -> None:
-        """One step, or some, of plain SGD with alpha."""
+        """Take one step, or some, of plain SGD with alpha."""
         params = self.params
         model = client.model
         optimizer = torch.optim.SGD(model.parameters(), lr=params.adapt_lr)
@@ -98,14 +98,14 @@ class PerFedAvg(Tuned):
 
 
 def halves(samples: int) -> tuple[slice, slice]:
-    """D and D' of a batch; of fewer than four samples, all of them twice: batch norm needs two."""
+    """Return D and D' of a batch; a batch of fewer than four samples is both, because batch norm needs two."""
     if samples < 4:
         return slice(None), slice(None)
     return slice(samples // 2), slice(samples // 2, None)
 
 
 def slope_of(model: Parts, inputs: torch.Tensor, labels: torch.Tensor) -> Slope:
-    """Cross entropy of one batch and its gradient as a function of the model's weights, in their own order."""
+    """Return cross entropy of one batch and its gradient as a function of the model's weights, in their own order."""
     names = [name for name, _ in model.named_parameters()]
 
     def slope(weights: Weights) -> tuple[torch.Tensor, Weights]:
@@ -119,7 +119,7 @@ def slope_of(model: Parts, inputs: torch.Tensor, labels: torch.Tensor) -> Slope:
 def meta_gradient(
     first: Slope, last: Slope, weights: Weights, adapt_lr: float, difference: float = 0.0
 ) -> tuple[torch.Tensor, Weights]:
-    """Loss after one step of adaptation, and its gradient by the weights before that step.
+    """Return the loss after one step of adaptation, and its gradient by the weights before that step.
 
     With g the gradient of ``last`` at w - alpha grad first(w): g itself, or with a ``difference`` above 0 the whole
     (I - alpha H) g, H g being the change of the gradient of ``first`` over a way of that length along g.

@@ -64,7 +64,7 @@ class Scaffold(Method):
         return {**tensors, **_zeros(tensors)}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """One step of the model, and the control variate after the changes of the round's clients."""
+        """Take one step of the model, and the control variate after the changes of the round's clients."""
         seen: list[str] = []
 
         def noted() -> Iterator[Update]:
@@ -83,7 +83,7 @@ class Scaffold(Method):
     # --- client ----------------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of corrected SGD; then the control variate becomes the mean gradient of the way that was taken."""
+        """Run E epochs of corrected SGD; then the control variate becomes the mean gradient of these steps."""
         controls = {name.removeprefix(_SENT): array for name, array in received.items() if name.startswith(_SENT)}
         own = {name: client.memory.get(_OWN + name, np.zeros_like(array)) for name, array in controls.items()}
         weights = dict(client.model.named_parameters())

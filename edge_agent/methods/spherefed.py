@@ -40,7 +40,7 @@ _CROSS = "extra.cross"
 
 
 class SphereFedParams(MethodParams):
-    """As DualFed's comparison ran it."""
+    """The parameters of SphereFed, with the defaults of DualFed's comparison."""
 
     lr: float = Field(0.1, gt=0, description="step size; DualFed's comparison: 0.1, Office-Home 1.0")
     loss: Literal["mse", "ce"] = Field("mse", description="squared error of W z to one-hot labels, or cross entropy")
@@ -60,7 +60,7 @@ class Spherical(nn.Module):
         self.weight = nn.Parameter(torch.from_numpy(rows.astype(np.float32)), requires_grad=False)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Logits (n, K)."""
+        """Return logits (n, K)."""
         return self.scale * F.linear(F.normalize(features, dim=1), self.weight)
 
 
@@ -76,11 +76,11 @@ class SphereFed(Method):
 
     @property
     def needs_last_round(self) -> bool:
-        """Where it calibrates."""
+        """Whether the last round is needed: where the classifier is calibrated."""
         return bool(self.params.calibrate)
 
     def build(self, task: Task) -> Parts:
-        """Encoder and fixed classifier.
+        """Return the encoder and fixed classifier.
 
         Raises:
             ConfigError: The encoder has fewer features than there are classes.
@@ -97,7 +97,7 @@ class SphereFed(Method):
 
     @property
     def least_class_count(self) -> int | None:
-        """Of the classes in B; None without ``calibrate``."""
+        """The least samples of a class in B; None without ``calibrate``."""
         return super().least_class_count if self.params.calibrate else None
 
     def sends(self, model: Parts, task: Task) -> Tensors:
@@ -108,7 +108,7 @@ class SphereFed(Method):
         return {_GRAM: np.zeros(size * (size + 1) // 2), _CROSS: np.zeros((size, task.num_classes))}
 
     def objection(self, tensors: Tensors) -> str:
-        """Statistics that no unit vectors have: negative squares, or products above the number of vectors."""
+        """Return an objection to statistics that no unit vectors have: negative squares, or too large products."""
         if _GRAM not in tensors:
             return ""
         gram = unpacked(tensors[_GRAM], len(tensors[_CROSS]))
@@ -132,7 +132,7 @@ class SphereFed(Method):
     # --- coordinator -----------------------------------------------------------------------------------------------
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """Mean encoder; where the updates carry statistics, the classifier W with W' = (A + ridge I)^-1 B."""
+        """Return the mean encoder, and with statistics in the updates the classifier W, W' = (A + ridge I)^-1 B."""
         sums: Tensors = {}
 
         def add(update: Update, statistics: Tensors) -> None:
@@ -150,18 +150,18 @@ class SphereFed(Method):
         return {**state, **mean}
 
     def global_head(self, state: State) -> Tensors | None:
-        """W without bias: on raw features it names the same class, its probabilities are not those of the method."""
+        """Return W without bias: on raw features it names the same class, with other probabilities."""
         weight = state["head.weight"]
         return {"weight": weight, "bias": np.zeros(len(weight), weight.dtype)}
 
     def head_params(self, head: str) -> dict[str, Any]:
-        """Features of length 1, for heads that have such a parameter."""
+        """Return features of length 1, for heads that have such a parameter."""
         return {"feature_norm": "l2"} if "feature_norm" in head_called(head).Params.model_fields else {}
 
     # --- client ----------------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of the encoder; in the last round none, but A and B of what was received."""
+        """Run E epochs of the encoder; in the last round none, but A and B of what was received."""
         params = self.params
         labels = client.train_labels
         classes = client.task.num_classes
@@ -178,7 +178,7 @@ class SphereFed(Method):
         return {**self.sent(client), _GRAM: gram[np.triu_indices(len(gram))], _CROSS: cross}
 
     def loss(self, client: Client, received: Tensors) -> Loss:
-        """Squared error of W z / |z| to one-hot labels, or cross entropy."""
+        """Return the squared error of W z / |z| to one-hot labels, or cross entropy."""
         model = client.model
         classes = client.task.num_classes
         scale = self.params.scale

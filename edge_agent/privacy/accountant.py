@@ -1,4 +1,4 @@
-"""How much privacy the Gaussian mechanism has spent: exact (epsilon, delta) of any number of releases.
+"""The privacy that the Gaussian mechanism has spent: exact (epsilon, delta) of any number of releases.
 
 A release adds Gaussian noise to a vector that one participant can move by at most ``clip``; its noise multiplier z is
 the standard deviation over ``clip``. Releases compose exactly: those of z_1, z_2, … together are one of
@@ -13,14 +13,14 @@ from __future__ import annotations
 import math
 
 _SERIES_BELOW = -30.0
-"""From here on erfc is close to its underflow."""
+"""The argument below which a series replaces erfc, which is close to its underflow there."""
 
 LARGEST_EPSILON = 1e9
-"""What is above is as good as no guarantee."""
+"""The largest epsilon that is computed; a larger one is as good as no guarantee."""
 
 
 def cost(noise: float) -> float:
-    """1 / z^2 of one release; the costs of all releases add up."""
+    """Return the cost 1 / z^2 of one release with the noise multiplier z; the costs of all releases add up."""
     return math.inf if noise == 0 else noise**-2
 
 
@@ -37,7 +37,10 @@ def delta_of(spent: float, epsilon: float) -> float:
 
 
 def epsilon_of(spent: float, delta: float) -> float:
-    """The smallest epsilon for this delta in (0, 1), rounded up; infinity where it is above `LARGEST_EPSILON`."""
+    """Return the smallest epsilon for ``delta`` (0..1, exclusive), rounded up, after releases of total cost ``spent``.
+
+    It is infinity where it is above `LARGEST_EPSILON`.
+    """
     if spent == 0:
         return 0.0
     high = 1.0
@@ -48,12 +51,15 @@ def epsilon_of(spent: float, delta: float) -> float:
     low = 0.0
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if delta_of(spent, middle) > delta else (low, middle)
+        if delta_of(spent, middle) > delta:
+            low = middle
+        else:
+            high = middle
     return high
 
 
 def _log_cdf(x: float) -> float:
-    """Logarithm of the standard normal distribution function."""
+    """Return the logarithm of the standard normal distribution function."""
     if x > _SERIES_BELOW:
         return math.log(math.erfc(-x / math.sqrt(2)) / 2)
     ratio = x**-2

@@ -1,4 +1,4 @@
-"""What leaves a device, as a list: every field of its messages, and every tensor of its updates by method.
+"""The list of what leaves a device: every field of its messages, and every tensor of its updates by method.
 
 The fields come from the models that the messages are made with, the tensors from the method itself: nothing can be
 sent that is not here. A test listens to whole runs and compares.
@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that leaves: the message or channel that it is in, its name there, what it is, and what withholds it.
+    """One value that leaves a device.
 
-    ``name`` ends in ``.*`` where it stands for several names. ``setting`` is a key of the agent's file; empty: none.
+    Attributes:
+        where: The message or channel that it is in.
+        name: Its name there; it ends in ``.*`` where it stands for several names.
+        meaning: What the value is.
+        setting: The key of the agent's file that withholds or changes it; empty where none does.
     """
 
     where: str
@@ -41,9 +45,10 @@ FACTS = {
     "torch_loaded": "whether torch is in memory",
     "cores": "number of processor cores",
 }
-"""What is in ``facts`` of a hello."""
+"""The meaning of each entry in ``facts`` of a hello."""
 
 EVERY = "every message"
+"""The `Item.where` of fields that all messages have."""
 
 BESIDE = (
     Item("broker", "client id", "the agent's id and a random part", "id"),
@@ -53,7 +58,7 @@ BESIDE = (
     Item("chunk", "transfer, index, count, offset", "which part of which update it is"),
     Item("chunk", "data", "bytes of an update: its tensors by name, below"),
 )
-"""What leaves beside the fields of messages."""
+"""The values that leave beside the fields of messages."""
 
 _MEANING = {
     "acc_global": "accuracy of the shared model on held-out samples of this device",
@@ -80,7 +85,7 @@ _MEANING = {
     "type": "kind of the message",
     "v": "version of the protocol",
 }
-"""Field -> its meaning, the same in all messages, where the message's model does not say it."""
+"""The meaning of fields that mean the same in all messages, where the message's model does not say it."""
 
 _SETTINGS = {
     "samples": "privacy.samples",
@@ -89,11 +94,11 @@ _SETTINGS = {
     **dict.fromkeys(("acc_global", "acc_local", "acc_personal", "better_alone", "local_model"), "privacy.metrics"),
     "one_class": "privacy.metrics",
 }
-"""Field -> the key of the agent's file that withholds or rounds it."""
+"""The key of the agent's file that withholds or rounds each field."""
 
 
 def messages() -> Iterator[Item]:
-    """Every field of every message that an agent sends, nested ones as ``blob.digest``; common ones come first."""
+    """Yield every field of every message that an agent sends, common ones first; nested ones are as ``blob.digest``."""
     yield from _fields(Control, EVERY)
     yield Item(EVERY, "crc", "checksum of the message")
     for kind in get_args(FromAgent):
@@ -102,14 +107,17 @@ def messages() -> Iterator[Item]:
 
 
 def _fields(model: type[BaseModel], where: str, path: str = "") -> Iterator[Item]:
+    """Yield the fields of a message's model, and those of models in it; ``path`` is the prefix of their names."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _fields(field.annotation, where, f"{path}{name}.")
         elif name == "facts":
             yield from (Item(where, f"facts.{fact}", meaning) for fact, meaning in FACTS.items())
         else:
-            shown = f"{path}{name}.*" if name == "metrics" else f"{path}{name}"
-            yield Item(where, shown, field.description or _MEANING[name], _SETTINGS.get(name, ""))
+            full_name = f"{path}{name}"
+            if name == "metrics":
+                full_name += ".*"
+            yield Item(where, full_name, field.description or _MEANING[name], _SETTINGS.get(name, ""))
 
 
 SECURE_SUM = (
@@ -120,7 +128,7 @@ SECURE_SUM = (
     ),
     Item("secure_unmask", "secure.revealed", "shares of others' secrets, which take the masks off the sum alone"),
 )
-"""What leaves in a secure sum, in place of the tensors of a round."""
+"""The values that leave in a secure sum, in place of the tensors of a round."""
 
 _LEAST = "privacy.min_class_count"
 _NORM = {
@@ -219,24 +227,26 @@ HEADINGS = {
     "server": "Server",
     "differs": "Differs from the paper",
 }
-"""Key -> heading of a section in the docstrings of methods."""
+"""The headings of sections in the docstrings of methods, by key."""
 
 
 def section(doc: str, heading: str) -> str:
     """Return the text behind ``heading:`` in a method's docstring, up to the next heading."""
-    taken: list[str] = []
-    inside = False
+    lines: list[str] = []
+    is_inside = False
     for line in doc.splitlines():
-        begins = next((h for h in HEADINGS.values() if line.startswith(f"{h}:")), None)
-        if begins is not None:
-            inside = begins == heading
-        if inside:
-            taken.append((line.partition(":")[2] if begins else line).strip())
-    return " ".join(taken).strip()
+        text = line
+        begun = next((title for title in HEADINGS.values() if line.startswith(f"{title}:")), None)
+        if begun is not None:
+            is_inside = begun == heading
+            text = line.partition(":")[2]
+        if is_inside:
+            lines.append(text.strip())
+    return " ".join(lines).strip()
 
 
 def travels(name: str) -> str:
-    """What the file of one of our own methods says that travels; it is read, not imported, so torch is not needed."""
+    """Return what travels by the docstring of a method that ships; its file is read, not imported, so without torch."""
     spec = find_spec(f"edge_agent.methods.{name}")
     if spec is None or spec.origin is None:
         return ""

@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """What is done to an update. ``noise`` is the multiplier: standard deviation over clip, in both groups of numbers.
+    """The Gaussian mechanism that an update passes before it leaves.
 
-    ``clip`` bounds the L2 norm of the change of all shared tensors together, ``clip_statistics`` that of all other
-    arrays together.
+    Attributes:
+        clip: Largest L2 norm of the change of all shared tensors together.
+        clip_statistics: Largest L2 norm of all other arrays together.
+        noise: The noise multiplier: the standard deviation of the noise over the clip, in both groups of arrays.
     """
 
     clip: float
@@ -41,13 +43,14 @@ class Mechanism:
 
     @classmethod
     def of(cls, policy: PrivacyConfig, asked: Noise | None) -> Mechanism | None:
-        """Return the stricter of what the device's policy and the run ask for; None where neither asks for anything.
+        """Return the stricter of the mechanisms of the device's policy and of the run; None where neither has one.
 
         Raises:
             PrivacyRefused: The policy asks for noise, and neither side sets the norm to which changes are clipped.
         """
-        clips = [clip for clip in (policy.clip, asked.clip if asked else None) if clip is not None]
-        if not clips:
+        if asked is None:
+            if policy.clip is not None:
+                return cls(policy.clip, policy.clip, max(policy.noise, 0.0))
             if policy.noise or policy.epsilon is not None:
                 raise PrivacyRefused(
                     "privacy.noise or privacy.epsilon is set, and the run clips nothing; set privacy.clip as well, or "
@@ -55,14 +58,23 @@ class Mechanism:
                     is_public=True,
                 )
             return None
-        clip = min(clips)
-        statistics = min(x for x in (policy.clip, asked.clip_statistics if asked else None) if x is not None)
+        clip = asked.clip
+        statistics = asked.clip_statistics
+        if policy.clip is not None:
+            clip = min(policy.clip, clip)
+            statistics = min(policy.clip, statistics)
         # The others of the round count on noise of the run's size, whatever this device clips to.
-        of_run = 0.0 if asked is None else asked.noise * max(asked.clip / clip, asked.clip_statistics / statistics)
+        of_run = asked.noise * max(asked.clip / clip, asked.clip_statistics / statistics)
         return cls(clip, statistics, max(policy.noise, of_run))
 
     def apply(self, method: Method, update: Tensors, received: Tensors, rng: np.random.Generator) -> Tensors:
-        """Return the update as it leaves: same names, shapes and dtypes.
+        """Return an update that is clipped and has noise, with the same names, shapes and dtypes.
+
+        Args:
+            method: The run's method.
+            update: The update after local training.
+            received: The tensors from which the training began.
+            rng: The source of the noise.
 
         Raises:
             PrivacyRefused: The method sends arrays to which noise cannot be added.
@@ -70,16 +82,10 @@ class Mechanism:
         """
         import numpy as np
 
-        if counted := [name for name, a in update.items() if a.dtype.kind != "f" and not name.startswith("extra.")]:
-            raise PrivacyRefused(
-                f"'{counted[0]}' of method '{method.name}' is counted, no noise is defined for it", is_public=True
-            )
+        # 1. Two groups of arrays: of the shared tensors the change is protected, of all others the values.
         shared = {name: array for name, array in update.items() if not name.startswith("extra.")}
         extras = {name: array for name, array in update.items() if name not in shared}
-        if missing := sorted(shared.keys() - received.keys()):
-            raise PrivacyRefused(
-                f"'{missing[0]}' of the update was not received, so it has no change to clip", is_public=True
-            )
+        changes = _changes_of(method, shared, received)
         statistics = method.to_noise(extras)
         if statistics is None:
             more = f" and {len(extras) - 1} more arrays" if len(extras) > 1 else ""
@@ -88,29 +94,55 @@ class Mechanism:
                 "method, or no differential privacy",
                 is_public=True,
             )
-        changes = {name: array.astype(np.float64) - received[name] for name, array in shared.items()}
         groups = [(changes, self.clip), (statistics, self.clip_statistics)]
         groups = [(arrays, clip) for arrays, clip in groups if arrays]
-        share = math.sqrt(len(groups))  # each group may move by its clip: together sqrt(2), in units of the clips
+        # 2. Each group is clipped and gets noise. Each may move by its clip: together sqrt(2), in units of the clips.
+        share = math.sqrt(len(groups))
         noisy: Tensors = {}
         for arrays, clip in groups:
             norm = norm_of(arrays.values())
-            if not math.isfinite(norm):  # it could not be clipped, and what is finite of it would leave as it is
+            if not math.isfinite(norm):  # it could not be clipped, and its finite numbers would leave unchanged
                 raise TrainingFailed("the update holds NaN or infinity, which cannot be clipped; nothing of it leaves")
             scale = min(1.0, clip / max(norm, 1e-300))
             std = self.noise * clip * share
-            noisy |= {name: scale * a + std * rng.standard_normal(a.shape) for name, a in sorted(arrays.items())}
+            for name, array in sorted(arrays.items()):
+                noisy[name] = scale * array + std * rng.standard_normal(array.shape)
+        # 3. Back to the form of the update. Computing with noisy numbers alone costs no privacy.
         result: Tensors = {}
         for name, array in shared.items():
             moved = (received[name] + noisy[name]).astype(array.dtype)
-            # What follows from noisy numbers alone costs nothing: a variance below 0 is none.
-            result[name] = np.maximum(moved, 0) if name.endswith(".running_var") else moved
-        made = method.from_noise({name: noisy[name] for name in statistics})
-        return result | {name: array.astype(extras[name].dtype) for name, array in made.items()}
+            if name.endswith(".running_var"):
+                moved = np.maximum(moved, 0)
+            result[name] = moved
+        restored = method.from_noise({name: noisy[name] for name in statistics})
+        for name, array in restored.items():
+            result[name] = array.astype(extras[name].dtype)
+        return result
+
+
+def _changes_of(method: Method, shared: Tensors, received: Tensors) -> Tensors:
+    """Return the changes of shared tensors by local training, as float64.
+
+    Raises:
+        PrivacyRefused: A tensor is of integers, or was not received.
+    """
+    import numpy as np
+
+    for name, array in shared.items():
+        if array.dtype.kind != "f":
+            raise PrivacyRefused(
+                f"'{name}' of method '{method.name}' is counted, no noise is defined for it", is_public=True
+            )
+    missing = sorted(shared.keys() - received.keys())
+    if missing:
+        raise PrivacyRefused(
+            f"'{missing[0]}' of the update was not received, so it has no change to clip", is_public=True
+        )
+    return {name: array.astype(np.float64) - received[name] for name, array in shared.items()}
 
 
 def objection(method: Method) -> str:
-    """Why noise is not defined for what a method sends; empty where it is. Needs torch."""
+    """Return why noise is not defined for the arrays that a method sends; empty where it is. It needs torch."""
     import numpy as np
 
     from .disclosure import example
@@ -125,5 +157,5 @@ def objection(method: Method) -> str:
 
 
 def norm_of(arrays: Iterable[np.ndarray]) -> float:
-    """L2 norm of all numbers together."""
+    """Return the L2 norm of all numbers of the arrays together."""
     return math.sqrt(sum(float((array.astype(float) ** 2).sum()) for array in arrays))

@@ -1,6 +1,6 @@
-"""What may leave this device: jobs that ask for more are refused, figures that may not leave are left out.
+"""The privacy policy of a device: jobs that ask for more than may leave are refused, and withheld figures left out.
 
-The ledger on its disk has what its updates have cost in differential privacy.
+The ledger on its disk notes what its updates have cost in differential privacy.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ if TYPE_CHECKING:
     import numpy as np
 
 CLASS_COUNT = "min_class_count"
-"""The parameter of methods whose updates carry statistics of classes: of how many samples such a class is at least."""
+"""The parameter of methods whose updates carry statistics of classes: the least samples of a class that has any."""
 
 LEDGER_FILE = "privacy.json"
-"""In the state folder: what all updates of this device with noise have cost so far, and how many had none."""
+"""The file in the state folder that notes the cost of all updates with noise, and the number of those without."""
 
 _COUNTED = ("cost", "updates", "without_noise")
+"""The keys of the ledger's file."""
 
 _SCORES = ("acc.local", "acc.global", "acc.personal")
+"""The accuracies of a report that a device may withhold."""
 
 
 def check_job(policy: PrivacyConfig, job: Job, least: int | None) -> None:
-    """Return quietly when the policy allows what the job asks for.
+    """Require that the policy allows what the job asks for.
 
-    ``least``: as `edge_agent.methods.base.Method.least_class_count` of the job's method.
+    ``least`` is the `edge_agent.methods.base.Method.least_class_count` of the job's method.
 
     Raises:
         PrivacyRefused: The job asks for more than the policy allows; all reasons are listed.
@@ -48,29 +50,36 @@ def check_job(policy: PrivacyConfig, job: Job, least: int | None) -> None:
     reasons = objections(policy, job.method, least)
     if job.purpose in OUTSIDE_ROUNDS and not getattr(policy, job.purpose):
         reasons.append(f"privacy.{job.purpose} is false: they stay here")
+    # A personal head stays on the device, so nothing of it can be seen.
     is_masked = bool(job.session) and job.purpose in {*EXCHANGES, "train"}
-    if policy.secure_sum == "required" and not is_masked and job.purpose != "personalize":
+    is_visible = not is_masked and job.purpose != "personalize"
+    if policy.secure_sum == "required" and is_visible:
         reasons.append(
-            "privacy.secure_sum is 'required', and the run would see the single update; it can set "
+            "privacy.secure_sum is 'required', and the coordinator would see the single update; the run can set "
             "privacy.secure_sum = true"
         )
-    if (policy.wants_noise or job.privacy is not None) and job.purpose in {*OUTSIDE_ROUNDS, "contribute"}:
+    # Noise is added to the updates of rounds alone.
+    wants_noise = policy.wants_noise or job.privacy is not None
+    if wants_noise and job.purpose in {*OUTSIDE_ROUNDS, "contribute"}:
         reasons.append(f"the update of a job '{job.purpose}' would leave without the noise of differential privacy")
     if reasons:
         raise PrivacyRefused("; ".join(reasons), is_public=True)
 
 
 def check_policy(policy: PrivacyConfig, own: Iterable[str] = ()) -> str:
-    """Return a warning about a policy, before any run; empty: none. ``own``: methods in files of this device.
+    """Check a policy before any run, and return a warning about it, or empty text.
+
+    ``own`` are the names of the methods in files of this device.
 
     Raises:
         UnknownName: The policy names a method that does not exist.
     """
     from .. import methods
 
-    known = (*methods.names(), *own)
-    if unknown := [name for name in policy.methods or () if name not in known]:
-        raise UnknownName("method", unknown[0], known)
+    names = (*methods.names(), *own)
+    for name in policy.methods or ():
+        if name not in names:
+            raise UnknownName("method", name, names)
     if policy.clip is None and policy.wants_noise:
         return (
             "privacy.noise or privacy.epsilon without privacy.clip: runs are refused whose coordinator has no clip in "
@@ -80,13 +89,13 @@ def check_policy(policy: PrivacyConfig, own: Iterable[str] = ()) -> str:
 
 
 def objections(policy: PrivacyConfig, method: str, least: int | None) -> list[str]:
-    """Why the policy allows no training by this method; ``least`` as in `check_job`."""
+    """Return the reasons why the policy allows no training by this method; for ``least`` see `check_job`."""
     reasons = []
     if policy.methods is not None and method not in policy.methods:
         reasons.append(f"method is '{method}', privacy.methods allows {', '.join(policy.methods) or 'none'}")
     if least is not None and least < policy.min_class_count:
         reasons.append(
-            f"{CLASS_COUNT} of the run is {least}, privacy.{CLASS_COUNT} asks for {policy.min_class_count} or more "
+            f"{CLASS_COUNT} of the run is {least}, privacy.{CLASS_COUNT} requires at least {policy.min_class_count} "
             f"(headwater run -p {CLASS_COUNT}={policy.min_class_count})"
         )
     if least is not None and policy.samples == "rounded":
@@ -98,7 +107,7 @@ def objections(policy: PrivacyConfig, method: str, least: int | None) -> list[st
 
 
 def check_tensors(policy: PrivacyConfig, names: Iterable[str]) -> None:
-    """Return quietly when the policy allows tensors of these names in an update.
+    """Require that the policy allows tensors of these names in an update.
 
     Raises:
         PrivacyRefused: The policy does not allow a tensor of such a name.
@@ -159,16 +168,15 @@ def content_of(name: str, array: np.ndarray, facts: UpdateFacts) -> Content:
     features for each class: (K, d) or (d, K).
     """
     shape = array.shape
-    if name in facts.shared and facts.model_shapes.get(name) == shape:
+    is_shared = name in facts.shared and facts.model_shapes.get(name) == shape
+    if is_shared:
+        # A buffer that training does not move could carry anything, unless it is as it was received.
         if name not in facts.buffers or _is_as_received(name, array, facts.received):
             return Content.MODEL
     elif not name.startswith(EXTRA):
         return Content.OTHER
-    else:
-        parts = name.removeprefix(EXTRA).split(".")
-        for begin in range(len(parts)):
-            if facts.model_shapes.get(".".join(parts[begin:])) == shape:
-                return Content.MODEL
+    elif _is_copy_of_tensor(name, shape, facts.model_shapes):
+        return Content.MODEL
     classes = len(facts.class_counts)
     if shape == (classes,) and array.dtype.kind in "iu":
         return Content.CLASSES
@@ -177,19 +185,27 @@ def content_of(name: str, array: np.ndarray, facts: UpdateFacts) -> Content:
     return Content.OTHER
 
 
+def _is_copy_of_tensor(name: str, shape: tuple[int, ...], model_shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether the name of an extra array ends in that of a tensor of the model, and has its shape."""
+    parts = name.removeprefix(EXTRA).split(".")
+    tails = (".".join(parts[begin:]) for begin in range(len(parts)))
+    return any(model_shapes.get(tail) == shape for tail in tails)
+
+
 def _is_as_received(name: str, array: np.ndarray, received: Tensors) -> bool:
+    """Return whether an array equals the one that the device received under this name."""
     import numpy as np
 
     return name in received and np.array_equal(array, received[name])
 
 
 def check_update(policy: PrivacyConfig, update: Tensors, facts: UpdateFacts) -> None:
-    """Return quietly when the policy allows every array of an update, by what is in it; both tiers ask this.
+    """Require that the policy allows every array of an update, by its content; both tiers call this.
 
-    Tensors of the model may leave. Statistics of classes may where the method says of how many samples a class is at
-    least, and where they are zero for classes of fewer samples on this device. All else that a method sends which is
-    not shipped with Headwater needs an entry in ``privacy.statistics``; what shipped ones send is on the page "What
-    leaves a device". An update of zeros, in the names and shapes of a method, may be asked about before the training.
+    Tensors of the model may leave. Statistics of classes may leave if the method has a least number of samples of a
+    class, and if they are zero for classes of fewer samples on this device. Every other array of a method that does not
+    ship with Headwater needs an entry in ``privacy.statistics``; the arrays of methods that ship are on the page "What
+    leaves a device". Before the training, the check takes an update of zeros with the names and shapes of a method.
 
     Raises:
         PrivacyRefused: The update holds an array that the policy does not allow; all reasons are listed.
@@ -201,10 +217,7 @@ def check_update(policy: PrivacyConfig, update: Tensors, facts: UpdateFacts) -> 
         content = content_of(name, array, facts)
         if content is Content.MODEL or allows_statistics(policy, name):
             continue
-        is_declared = facts.is_shipped or facts.declared_least is not None
-        # With as many features as classes, rows cannot be told from columns, nor sums by class from X^T X.
-        is_ambiguous = array.ndim == 2 and array.shape[0] == array.shape[1] and not facts.is_shipped
-        if content is Content.CLASSES and is_declared and not is_ambiguous:
+        if content is Content.CLASSES and _has_known_classes(array, facts):
             reasons += _objections_to_classes(policy, name, array, facts)
         elif not facts.is_shipped:
             unchecked[name] = array
@@ -212,6 +225,18 @@ def check_update(policy: PrivacyConfig, update: Tensors, facts: UpdateFacts) -> 
         reasons.append(_objection_to_unchecked(unchecked, facts))
     if reasons:
         raise PrivacyRefused("; ".join(reasons), is_public=True)
+
+
+def _has_known_classes(array: np.ndarray, facts: UpdateFacts) -> bool:
+    """Return whether the rows of an array in the shape of statistics of classes are certain to be its classes.
+
+    A method that does not ship must have declared that it sends such statistics. With as many features as classes, rows
+    cannot be told from columns, nor sums by class from X^T X.
+    """
+    if facts.is_shipped:
+        return True
+    is_square = array.ndim == 2 and array.shape[0] == array.shape[1]
+    return facts.declared_least is not None and not is_square
 
 
 def allows_statistics(policy: PrivacyConfig, name: str) -> bool:
@@ -251,11 +276,12 @@ def _objections_to_classes(policy: PrivacyConfig, name: str, array: np.ndarray, 
 
 def _objection_to_unchecked(arrays: Mapping[str, np.ndarray], facts: UpdateFacts) -> str:
     """Return a reason that names the arrays which the owner would have to allow, and how."""
-    listed = [f"'{name}' {array.dtype} {[*array.shape]}" for name, array in arrays.items()]
-    shown = ", ".join(listed[:_SHOWN_ARRAYS])
-    more = f" and {len(listed) - _SHOWN_ARRAYS} more" if len(listed) > _SHOWN_ARRAYS else ""
+    forms = [f"'{name}' {array.dtype} {[*array.shape]}" for name, array in arrays.items()]
+    listed = ", ".join(forms[:_SHOWN_ARRAYS])
+    if len(forms) > _SHOWN_ARRAYS:
+        listed += f" and {len(forms) - _SHOWN_ARRAYS} more"
     reason = (
-        f"method '{facts.method}' sends {shown}{more}, and this device cannot tell what they say of single samples; "
+        f"method '{facts.method}' sends {listed}, and this device cannot tell what they say of single samples; "
         f"its owner may allow them by privacy.statistics = {json.dumps([*arrays][:_SHOWN_ARRAYS])}"
     )
     has_classes = any(content_of(name, array, facts) is Content.CLASSES for name, array in arrays.items())
@@ -272,7 +298,7 @@ _SHOWN_ARRAYS = 4
 
 
 def sample_count(policy: PrivacyConfig, exact: int) -> int:
-    """Return the count as it leaves: itself, or the power of two that is nearest by ratio (0 stays 0)."""
+    """Return the sample count that leaves: the exact one, or the power of two that is nearest by ratio (0 stays 0)."""
     if policy.samples == "exact" or exact < 1:
         return exact
     below = 1 << (exact.bit_length() - 1)
@@ -290,30 +316,29 @@ def without_withheld(policy: PrivacyConfig, metrics: Mapping[str, float]) -> dic
 
 
 def public_report(policy: PrivacyConfig, report: Report) -> Report:
-    """Return the report as it leaves."""
-    kept = [name for name in _SCORES if allows_metric(policy, name)]
-    return report.model_copy(
-        update={
-            **{name.replace(".", "_"): None for name in _SCORES if name not in kept},
-            "local_model": report.local_model if "acc.local" in kept else "",
-            "samples": sample_count(policy, report.samples),
-            "support": sample_count(policy, report.support),
-            "one_class": report.one_class and allows_metric(policy, "one_class"),
-            "better_alone": report.better_alone and len(kept) == len(_SCORES),
-            "metrics": {name: v for name, v in report.metrics.items() if allows_metric(policy, name)},
-        }
-    )
+    """Return a report without the figures that may not leave, and with its sample counts as they may."""
+    allowed = [name for name in _SCORES if allows_metric(policy, name)]
+    changes: dict[str, Any] = {name.replace(".", "_"): None for name in _SCORES if name not in allowed}
+    if "acc.local" not in allowed:
+        changes["local_model"] = ""
+    changes["samples"] = sample_count(policy, report.samples)
+    changes["support"] = sample_count(policy, report.support)
+    changes["one_class"] = report.one_class and allows_metric(policy, "one_class")
+    # It follows from all three accuracies, and would tell something of each.
+    changes["better_alone"] = report.better_alone and len(allowed) == len(_SCORES)
+    changes["metrics"] = {name: value for name, value in report.metrics.items() if allows_metric(policy, name)}
+    return report.model_copy(update=changes)
 
 
 class Ledger:
-    """What the updates of this device have cost, on its disk, over all runs."""
+    """The cost in privacy of all updates of this device, over all runs, in a file on its disk."""
 
     def __init__(self, folder: Path, policy: PrivacyConfig) -> None:
         self._path = folder / LEDGER_FILE
         self._policy = policy
 
     def check(self, noise: float) -> None:
-        """Return quietly when one more update with this noise multiplier is within the budget.
+        """Require that one more update with this noise multiplier is within the budget.
 
         Raises:
             PrivacyRefused: The update would exceed the budget.
@@ -333,7 +358,7 @@ class Ledger:
             )
 
     def spend(self, noise: float) -> dict[str, float]:
-        """Note one more update, on disk before it leaves; returns what is spent as metrics.
+        """Note one more update on disk, before it leaves, and return ``epsilon`` and ``epsilon_left`` as metrics.
 
         Raises:
             PrivacyRefused: The update would exceed the budget.
@@ -356,9 +381,11 @@ class Ledger:
         return float(self._read()["cost"])
 
     def figures(self) -> dict[str, float | None]:
-        """``epsilon`` spent (None: infinite), the ``epsilon_left`` of the budget (None: no limit), and ``delta``.
+        """Return the figures of the budget.
 
-        Epsilon does not cover the ``updates_without_noise``.
+        Returns:
+            ``epsilon`` that is spent (None: infinite), ``epsilon_left`` (None: there is no limit), ``delta``, and the
+            number of ``updates_without_noise``, which epsilon does not cover.
         """
         limit = self._policy.epsilon
         delta = self._policy.delta
@@ -375,19 +402,27 @@ class Ledger:
         write_json(self._path, content)
 
     def _read(self) -> dict[str, float]:
-        if (read := read_json(self._path)) is None:
+        """Return the numbers in the file, zeros where there is none.
+
+        Raises:
+            StateError: The file is damaged.
+        """
+        content = read_json(self._path)
+        if content is None:
             return dict.fromkeys(_COUNTED, 0)
-        known: dict[str, Any] = {name: read.get(name, 0 if name == "without_noise" else None) for name in _COUNTED}
-        if not all(isinstance(one, int | float) and 0 <= one < math.inf for one in known.values()):
+        # Earlier versions did not count the updates without noise.
+        counts: dict[str, Any] = {"without_noise": 0, **content}
+        numbers = {name: counts.get(name) for name in _COUNTED}
+        if not all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers.values()):
             raise StateError(
-                f"{self._path}: holds {str(read)[:80]}, expected {', '.join(_COUNTED)} of 0 or more; put an older copy "
-                "back, because without it nobody knows what this device has spent"
+                f"{self._path}: holds {str(content)[:80]}, expected {', '.join(_COUNTED)} of 0 or more; restore an "
+                "older copy, because without the file nobody knows what this device has spent"
             )
-        return known
+        return {name: counts[name] for name in _COUNTED}
 
 
 def spent(config: AgentConfig) -> dict[str, Any] | None:
-    """What the updates of this device have cost of its privacy budget, as JSON; None where none of them had noise."""
+    """Return what this device has spent of its privacy budget, as JSON; None where no update had noise."""
     ledger = Ledger(config.state, config.privacy)
     try:
         return ledger.figures() if ledger.spent() else None

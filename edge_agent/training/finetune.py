@@ -27,7 +27,7 @@ _STAMP = "tuned_from"
 
 
 def fingerprint(model: nn.Module, *, with_counters: bool = False) -> np.ndarray:
-    """SHA-256 (32,) uint8 of a model's tensors: identifies what a copy was made from.
+    """Return the SHA-256 (32,) uint8 of a model's tensors: identifies what a copy was made from.
 
     Batch norm counters, which change nothing, are left out unless asked for.
     """
@@ -91,7 +91,7 @@ PERSONAL = "personal"
 
 
 def two_networks(task: Task) -> Parts:
-    """Encoder and head, and a copy of both as the part ``personal``: they start from the same weights.
+    """Return the encoder and head, and a copy of both as the part ``personal``: they start from the same weights.
 
     Raises:
         UnknownName: No encoder has this name.
@@ -128,7 +128,7 @@ def copy_tensors(source: nn.Module, target: nn.Module, *, buffers_only: bool = F
 
 
 def probabilities_with(model: nn.Module, weights: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
-    """Class probabilities (n, K) of a model with other weights in the places named; the model keeps its own.
+    """Return class probabilities (n, K) of a model with other weights in the places named; the model keeps its own.
 
     Raises:
         DataError: There are no inputs.

@@ -29,7 +29,7 @@ Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def batches(
     samples: int, batch_size: int, rng: np.random.Generator, *, drop_last: bool = False, smallest: int = 2
 ) -> list[np.ndarray]:
-    """Index arrays (b,) int64 of one epoch in random order; together every sample once.
+    """Return index arrays (b,) int64 of one epoch in random order; together every sample once.
 
     A last batch of fewer than ``smallest`` samples joins the one before it: batch norm cannot learn from one sample,
     and dropping it would make the same sample count less than others. With ``drop_last`` the samples behind the last
@@ -48,7 +48,7 @@ def batches(
 def local_optimizer(
     parameters: Iterable[torch.Tensor], params: MethodParams, *, lr: float | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer that ``params`` ask for, SGD or Adam; fused, one pass over the weights, where the device can."""
+    """Return the optimizer that ``params`` ask for, SGD or Adam; fused (one pass over the weights) where possible."""
     weights = list(parameters)
     options: dict[str, Any] = {"lr": lr or params.lr, "weight_decay": params.weight_decay}
     make: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
@@ -123,7 +123,7 @@ def train_by_steps(
     optimizer: torch.optim.Optimizer | None = None,
     beside: torch.optim.Optimizer | None = None,
 ) -> float:
-    """As `train`, for a method whose steps are more than one optimizer's; ``step`` does all of a batch.
+    """Train as `train` does, for methods whose steps are more than one optimizer's; ``step`` does all of a batch.
 
     ``suspects`` are named, with their values, where the loss is not finite. ``epochs`` and ``batch_size`` are those of
     ``params`` unless given; ``steps`` other than 0 is the number of steps to do, in as many epochs as that takes. The
@@ -214,15 +214,15 @@ def _value(client: Client, step: Step, chosen: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Position:
-    """How far `train_by_steps` is: in which epoch, behind which batch of it, and the sums of losses until there."""
+    """The position of `train_by_steps`: its epoch, the batches of it that are done, and the sums of losses so far."""
 
     epoch: int = 1
     batch: int = 0
     before_epoch: int = 0
-    """Steps done in earlier epochs."""
+    """The number of steps done in earlier epochs."""
 
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By term, the loss itself under the empty name: sums over the samples of this epoch, on the client's device."""
+    """The sums over this epoch's samples of each term of the loss, on the client's device; the loss is named ""."""
 
     order: dict[str, Any] = field(default_factory=dict)
     """State of the client's random numbers when the epoch began: the order of its batches follows from it."""
@@ -231,7 +231,7 @@ class Position:
     """State of the client's random numbers at the checkpoint; None where nothing is resumed."""
 
     def begin(self, client: Client, epoch: int) -> None:
-        """An epoch begins, or is begun again up to the checkpoint."""
+        """Note that an epoch begins, or is repeated up to the checkpoint."""
         if self.resumed is not None:
             client.rng.bit_generator.state = self.order
             return
@@ -241,13 +241,13 @@ class Position:
         self.sums = {"": torch.zeros((), device=client.device)}
 
     def within(self, client: Client) -> None:
-        """The order of the epoch's batches is known: what is random continues as at the checkpoint."""
+        """Restore the random states of the checkpoint, now that the order of the epoch's batches is known."""
         if self.resumed is not None:
             client.rng.bit_generator.state = self.resumed
             self.resumed = None
 
     def add(self, loss: torch.Tensor, terms: Mapping[str, torch.Tensor], samples: int) -> None:
-        """One batch is done."""
+        """Note that one batch is done."""
         for name, term in {"": loss, **terms}.items():
             self.sums[name] = self.sums.get(name, torch.zeros_like(self.sums[""])) + term.detach() * samples
         self.batch += 1
@@ -263,7 +263,7 @@ def save_if_due(client: Client, optimizers: Sequence[torch.optim.Optimizer], pos
 def checkpoint_of(
     client: Client, optimizers: Sequence[torch.optim.Optimizer], position: Position
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Everything that the rest of a training depends on: named arrays, and what JSON can hold."""
+    """Return everything on which the rest of a training depends: named arrays, and values for JSON."""
     groups: dict[str, Tensors] = {
         "model": to_arrays(client.model, client.model.state_dict()),
         "optimizer": {
@@ -289,7 +289,7 @@ def checkpoint_of(
 def ended(
     client: Client, optimizers: Sequence[torch.optim.Optimizer], position: Position, loss: float
 ) -> tuple[Tensors, dict[str, Any]]:
-    """What a call of `train` that is over has left: as `checkpoint_of`, in copies, and the loss that it returned."""
+    """Return the state after a finished call of `train`, as `checkpoint_of` but in copies, and the loss it returned."""
     tensors, notes = checkpoint_of(client, optimizers, position)
     return {name: array.copy() for name, array in tensors.items()}, {**notes, "loss": loss}
 
@@ -307,7 +307,7 @@ class Passes:
         self._saved: list[tuple[Tensors, dict[str, Any]]] | None = None
 
     def is_due(self) -> bool:
-        """As the checkpoint says."""
+        """Return whether the state should be saved now, as the checkpoint decides."""
         return self._checkpoint.is_due()
 
     def save(self, tensors: Tensors, notes: Mapping[str, Any]) -> None:
@@ -332,12 +332,12 @@ class Passes:
         return state
 
     def end(self, state: Callable[[], tuple[Tensors, dict[str, Any]]]) -> None:
-        """The call that is under way is over."""
+        """Note that the call that is under way is over."""
         self._over.append(state())
 
 
 def begun(client: Client, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Position, float | None]:
-    """Where a call of `train` begins, and what it returned where it was over when the checkpoint was made.
+    """Return where a call of `train` begins, and the loss that it returned if it was over at the checkpoint.
 
     Raises:
         TensorsError, StateError: See `resume`.
@@ -383,7 +383,7 @@ def resume(
 def _random_states(
     client: Client,
 ) -> dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]]:
-    """Of torch's generators that training may draw from: how to read and to set the state (n,) uint8 of each."""
+    """Return, for each generator of torch from which training may draw, how to read and set its state (n,) uint8."""
     states: dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]] = {
         "client": (client.generator.get_state, client.generator.set_state),
         "layers": (torch.get_rng_state, torch.set_rng_state),
@@ -424,7 +424,7 @@ OptimizerState = Literal["reset", "persist"]
 
 
 def train_parts(client: Client, loss: Loss, params: Any, parts: Iterable[str], label: str, **options: Any) -> float:
-    """`train` of the weights of ``parts`` alone, whose moments are kept as ``params.optimizer_state`` says.
+    """Train the weights of ``parts`` alone, whose moments are kept as ``params.optimizer_state`` says.
 
     Raises:
         TrainingFailed: See `train`.
@@ -457,7 +457,7 @@ def lasting(client: Client, optimizer: torch.optim.Optimizer, label: str, mode: 
 
 
 def moments(optimizer: torch.optim.Optimizer, model: nn.Module, label: str) -> Tensors:
-    """Copies of the optimizer's state: ``optimizer.<label>.<parameter>.<key>``, with names as in the model."""
+    """Return copies of the optimizer's state: ``optimizer.<label>.<parameter>.<key>``, with names as in the model."""
     arrays: Tensors = {}
     for prefix, parameter in _kept_as(optimizer, model, label):
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -504,7 +504,7 @@ def _kept_as(optimizer: torch.optim.Optimizer, model: nn.Module, label: str) -> 
 def evaluate(
     function: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, inputs: torch.Tensor, batch: int = 512
 ) -> torch.Tensor:
-    """``function`` of the inputs, ``batch`` at a time, with the model in eval mode and without gradients.
+    """Compute ``function`` of the inputs, ``batch`` at a time, with the model in eval mode and without gradients.
 
     Raises:
         DataError: There are no inputs.
@@ -521,7 +521,7 @@ def evaluate(
 
 
 def predict_probabilities(model: nn.Module, inputs: torch.Tensor, batch: int = 512) -> torch.Tensor:
-    """Softmax (n, K) float32 of a model's logits, in eval mode.
+    """Return the softmax (n, K) float32 of a model's logits, in eval mode.
 
     Raises:
         DataError: There are no inputs.
@@ -530,7 +530,7 @@ def predict_probabilities(model: nn.Module, inputs: torch.Tensor, batch: int = 5
 
 
 def features_of(model: Parts, inputs: torch.Tensor, batch: int = 512) -> torch.Tensor:
-    """Features (n, d) float32 of a model's encoder, in eval mode.
+    """Return features (n, d) float32 of a model's encoder, in eval mode.
 
     Raises:
         DataError: There are no inputs.
@@ -539,7 +539,7 @@ def features_of(model: Parts, inputs: torch.Tensor, batch: int = 512) -> torch.T
 
 
 def accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
-    """Share of rows (0..1) whose largest probability is at the label.
+    """Return the share of rows (0..1) whose largest probability is at the label.
 
     Raises:
         DataError: There are no rows.

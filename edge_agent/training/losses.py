@@ -17,7 +17,7 @@ def supervised_contrastive(
     variant: Literal["in", "out"] = "in",
     reduction: Literal["mean", "none"] = "mean",
 ) -> torch.Tensor:
-    """Supervised contrastive loss of ``features`` (n, d), which are brought to unit length here.
+    """Return the supervised contrastive loss of ``features`` (n, d), which are brought to unit length here.
 
     With S = cosine / temperature, A = all others, P = the others of the same label:
     ``in``: logsumexp_A S - logsumexp_P S + log |P|, the logarithm outside the mean over positives;
@@ -44,7 +44,7 @@ def supervised_contrastive(
 def balanced_softmax(
     logits: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor, gamma: float = 1.0
 ) -> torch.Tensor:
-    """Cross entropy (batch mean) of ``logits + gamma * log counts``: corrects for class sizes ``counts`` (K,).
+    """Return the mean cross entropy of ``logits + gamma * log counts``, which corrects for class sizes (K,).
 
     Classes of count 0 get probability 0; they must not occur among the labels.
     """
@@ -52,13 +52,15 @@ def balanced_softmax(
 
 
 def negative_entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Batch mean of sum_c q_c log q_c for q = softmax(logits): between -log K (uniform) and 0 (certain)."""
+    """Return the batch mean of sum_c q_c log q_c for q = softmax(logits): between -log K (uniform) and 0 (certain)."""
     log_q = F.log_softmax(logits, dim=1)
     return (log_q.exp() * log_q).sum(dim=1).mean()
 
 
 def symmetric_divergence(first: torch.Tensor, second: torch.Tensor, *, detach_first: bool = False) -> torch.Tensor:
-    """Batch mean of KL(p || q) + KL(q || p) for the softmaxes p, q of two logits (n, K); 0 only where they are equal.
+    """Return the batch mean of KL(p || q) + KL(q || p) for the softmaxes p, q of two logits (n, K).
+
+    0 if they are equal.
 
     ``detach_first``: the first side of each term is a target that gets no gradient from it.
     """
@@ -78,12 +80,12 @@ class GaussianPredictor(nn.Module):
         self.logvar = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs), nn.Tanh())
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Means and log variances, (n, outputs) each."""
+        """Return means and log variances, (n, outputs) each."""
         return self.mean(inputs), self.logvar(inputs)
 
 
 def gaussian_misfit(values: torch.Tensor, mean: torch.Tensor, logvar: torch.Tensor) -> torch.Tensor:
-    """sum_d (value - mean)^2 / e^logvar + logvar, averaged over rows.
+    """Return sum_d (value - mean)^2 / e^logvar + logvar, averaged over rows.
 
     Twice the negative log-likelihood without its constant; the smaller, the better ``values`` are predicted.
     """

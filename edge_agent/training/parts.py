@@ -42,12 +42,12 @@ class Parts(nn.Module):
         return module
 
     def features(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Features (n, d) of the encoder."""
+        """Return features (n, d) of the encoder."""
         features: torch.Tensor = self.encoder(inputs)
         return features
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Logits (n, K)."""
+        """Return logits (n, K)."""
         logits: torch.Tensor = self.head(self.encoder(inputs))
         return logits
 
@@ -84,19 +84,19 @@ def encoder_alone(task: Task) -> Parts:
 
 
 def feature_dim(encoder: nn.Module) -> int:
-    """Width d of an encoder's features."""
+    """Return the width d of an encoder's features."""
     return int(getattr(encoder, "feature_dim"))  # noqa: B009 - nn.Module types every attribute as a tensor or a module
 
 
 def channels_last(model: Parts) -> Parts:
-    """The same model with its convolutions laid out channel by channel: a fifth less CPU time for a training step."""
+    """Return the model in the memory format "channels last", which saves a fifth of a training step's CPU time."""
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
 def names_that_travel(
     model: nn.Module, shared: Iterable[str], norm: Literal["global", "local_stats", "local_all"]
 ) -> tuple[str, ...]:
-    """Names, sorted, of the shared parts' tensors that leave the device under a batch norm policy.
+    """Return names, sorted, of the shared parts' tensors that leave the device under a batch norm policy.
 
     ``global``: all. ``local_stats``: all but running means and variances. ``local_all``: nothing of a batch norm layer.
     Batch counters never travel: a mean of counters means nothing.
@@ -125,18 +125,18 @@ def _norm_tensors(model: nn.Module, norm: str) -> Iterator[str]:
 
 
 def personal_names(model: nn.Module, shared_names: Iterable[str]) -> tuple[str, ...]:
-    """Names, sorted, of all tensors that stay on the device: every tensor that is not among ``shared_names``."""
+    """Return names, sorted, of all tensors that stay on the device: every tensor that is not among ``shared_names``."""
     return tuple(sorted(model.state_dict().keys() - set(shared_names)))
 
 
 def norm_names(model: nn.Module, shared_names: Iterable[str], part: str = "encoder") -> tuple[str, ...]:
-    """Names, sorted, of the batch norm tensors of ``part`` that do not travel, counters aside."""
+    """Return names, sorted, of the batch norm tensors of ``part`` that do not travel, counters aside."""
     staying = {name for name in _norm_tensors(model, "local_all") if name.split(".", 1)[0] == part}
     return tuple(sorted(name for name in staying - set(shared_names) if not name.endswith(_COUNTER)))
 
 
 def to_arrays(model: nn.Module, names: Iterable[str]) -> Tensors:
-    """Copies of the named tensors as contiguous arrays on the host.
+    """Return copies of the named tensors as contiguous arrays on the host.
 
     Raises:
         TensorsError: The model has no tensor of such a name.
@@ -150,7 +150,7 @@ def to_arrays(model: nn.Module, names: Iterable[str]) -> Tensors:
 
 
 def load_arrays(model: nn.Module, tensors: Mapping[str, np.ndarray]) -> None:
-    """Overwrite exactly the named tensors of the model; all others stay bit for bit.
+    """Load exactly the named tensors into the model; all others stay bit for bit.
 
     Raises:
         TensorsError: Names, shapes or dtypes differ from the model's; all of them are listed and nothing is loaded.
@@ -194,14 +194,14 @@ def first_of(mistakes: Sequence[str], shown: int = 5) -> str:
 
 
 MOST_ROWS = 1024
-"""Samples, evenly spaced, that the statistics are taken from; more of them change nothing that matters."""
+"""The most samples, evenly spaced, from which the statistics are taken; more change nothing that matters."""
 
 PIECE_ROWS = 256
-"""Samples of one forward pass, at most."""
+"""The most samples of one forward pass."""
 
 
 def own_layers(model: nn.Module, personal: Collection[str]) -> list[Norm]:
-    """Batch norm layers of ``model`` with running statistics that are among the tensors called ``personal``."""
+    """Return batch norm layers of ``model`` with running statistics that are among the tensors called ``personal``."""
     return [
         layer
         for path, layer in model.named_modules()

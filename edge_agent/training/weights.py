@@ -32,7 +32,7 @@ _PREFIX = "encoder."
 
 
 def read_weights(encoder: nn.Module, path: Path) -> tuple[Tensors, tuple[str, ...]]:
-    """The encoder's tensors by its own names and of its dtypes, and the names in the file that were left out, sorted.
+    """Return the tensors of an encoder by its names and of its dtypes, and the file's other names, sorted.
 
     Batch counters may be missing.
 
@@ -42,16 +42,18 @@ def read_weights(encoder: nn.Module, path: Path) -> tuple[Tensors, tuple[str, ..
     """
     stored = _read(path)
     expected = encoder.state_dict()
+    # A file of a whole model has the encoder's tensors behind a prefix.
     names = {name: name if name in stored else _PREFIX + name for name in expected}
-    taken = {name: stored[key] for name, key in names.items() if key in stored}
-    mistakes = [mistake for name, tensor in expected.items() if (mistake := _mistake(name, tensor, taken.get(name)))]
+    arrays = {name: stored[key] for name, key in names.items() if key in stored}
+    results = [_mistake(name, tensor, arrays.get(name)) for name, tensor in expected.items()]
+    mistakes = [mistake for mistake in results if mistake]
     if mistakes:
         examples = f", such as {', '.join(sorted(stored)[:3])}" if stored else ""
         raise WeightsError(
             f"{path}: does not hold this encoder: {first_of(mistakes)}. It has {len(stored)} tensors{examples}; choose "
             "weights of the same network, or another encoder"
         )
-    weights = {name: _converted(array, expected[name]) for name, array in taken.items()}
+    weights = {name: _converted(array, expected[name]) for name, array in arrays.items()}
     return weights, tuple(sorted(stored.keys() - names.values()))
 
 
@@ -69,7 +71,7 @@ def set_by_weights(model: Parts) -> tuple[str, ...]:
 
 
 def _built_alike(model: Parts) -> dict[str, nn.Module]:
-    """Path -> the encoder, and networks like it: methods that train a second model start it from the same weights."""
+    """Return the encoder, and networks like it, by path: second models of methods start from the same weights."""
 
     def shapes(module: nn.Module) -> dict[str, torch.Size]:
         return {name: tensor.shape for name, tensor in module.state_dict().items()}
@@ -78,6 +80,7 @@ def _built_alike(model: Parts) -> dict[str, nn.Module]:
 
 
 def _mistake(name: str, expected: torch.Tensor, stored: np.ndarray | None) -> str:
+    """Return what is wrong with the array that a file has for a tensor; empty where nothing is."""
     if stored is None:
         return "" if name.endswith(_COUNTER) else f"'{name}' is missing"
     if stored.shape != tuple(expected.shape):
@@ -86,11 +89,13 @@ def _mistake(name: str, expected: torch.Tensor, stored: np.ndarray | None) -> st
         return f"'{name}' is {stored.dtype}, expected {str(expected.dtype).removeprefix('torch.')}"
     if first_non_finite({name: _converted(stored, expected)}):
         return f"'{name}' holds NaN or infinity"
-    return f"'{name}' is below 0" if name.endswith(_VARIANCE) and (stored < 0).any() else ""
+    if name.endswith(_VARIANCE) and (stored < 0).any():
+        return f"'{name}' is below 0"
+    return ""
 
 
 def _converted(array: np.ndarray, expected: torch.Tensor) -> np.ndarray:
-    """Of the model's own precision; what is too large for it becomes infinity."""
+    """Convert an array to the model's precision; numbers that are too large for it become infinity."""
     with np.errstate(over="ignore"):
         return array.astype(torch.empty(0, dtype=expected.dtype).numpy().dtype)
 
@@ -98,7 +103,7 @@ def _converted(array: np.ndarray, expected: torch.Tensor) -> np.ndarray:
 def _read(path: Path) -> Tensors:
     try:
         if path.exists() and not path.is_file():
-            raise WeightsError(f"{path}: is no file; give a safetensors file of weights")
+            raise WeightsError(f"{path}: is not a file; give a safetensors file of weights")
         if (size := path.stat().st_size) > MOST_BYTES:
             raise WeightsError(f"{path}: {size} bytes, expected at most {MOST_BYTES}")
         content = read_regular(path)

@@ -23,10 +23,10 @@ from .topics import matches
 
 
 class MemoryBroker:
-    """Connects `MemoryTransport`s: for tests, for simulations, and for programs that embed both sides in one process.
+    """A broker for tests, for simulations, and for programs that embed both sides in one process.
 
-    It behaves like the plainest real broker: QoS 1 within one session, retained messages, wills, and nothing is queued
-    for a client that is offline.
+    It behaves like the simplest real broker: QoS 1 within one session, retained messages, wills, and no queue for a
+    client that is offline.
     """
 
     def __init__(self) -> None:
@@ -41,21 +41,22 @@ class MemoryBroker:
         return MemoryTransport(self, will, max_payload_bytes)
 
     def attach(self, client: MemoryTransport) -> None:
-        """Called by a client that starts."""
+        """Connect a client; it calls this when it starts."""
         with self._lock:
             self._clients.append(client)
 
     def detach(self, client: MemoryTransport, *, politely: bool) -> None:
-        """Called by a client that leaves, or by a test that cuts it off (its will is then published)."""
+        """Disconnect a client; unless it leaves ``politely``, its will is published."""
         with self._lock:
-            if client in self._clients:
-                self._clients.remove(client)
-                if not politely and client.will is not None:
-                    will = client.will(client.connection)
-                    self.route(will.topic, will.payload, retain=will.retain)
+            if client not in self._clients:
+                return
+            self._clients.remove(client)
+            if not politely and client.will is not None:
+                will = client.will(client.connection)
+                self.route(will.topic, will.payload, retain=will.retain)
 
     def route(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
-        """Deliver to every client that has subscribed to the topic."""
+        """Deliver a message to every client that has subscribed to its topic."""
         with self._lock:
             if retain:
                 self._retained[topic] = payload
@@ -64,13 +65,13 @@ class MemoryBroker:
                     client.accept(Message(topic, payload))
 
     def retained_for(self, filters: tuple[str, ...]) -> list[Message]:
-        """Retained messages under ``filters``; empty ones were cleared."""
+        """Return the retained messages under ``filters``; an empty payload has cleared one."""
+        messages = []
         with self._lock:
-            return [
-                Message(topic, payload, retained=True)
-                for topic, payload in self._retained.items()
-                if payload and any(matches(f, topic) for f in filters)
-            ]
+            for topic, payload in self._retained.items():
+                if payload and any(matches(topic_filter, topic) for topic_filter in filters):
+                    messages.append(Message(topic, payload, retained=True))
+        return messages
 
 
 @dataclass
@@ -86,7 +87,7 @@ class MemoryTransport:
     _connected: bool = False
     connection: int = 0
     unread_s: float = 0.0
-    """Always 0, but where a test says otherwise: both sides share one process."""
+    """Always 0 unless a test sets it: both sides share one process."""
 
     def start(self) -> None:
         """Connect at once."""
@@ -103,29 +104,31 @@ class MemoryTransport:
         self.broker.detach(self, politely=True)
 
     def cut(self) -> None:
-        """Lose the connection as a device does whose power goes: the will is published. `start` reconnects."""
+        """Lose the connection as in a power cut, so that the will is published; `start` reconnects."""
         self._connected = False
         self.broker.detach(self, politely=False)
         self._events.put(Disconnected("cut by the test", 0.0))
 
     def subscribe(self, *filters: str) -> None:
-        """Effective at once."""
+        """Receive messages under ``filters`` from now on, also after reconnects."""
         self._filters += [f for f in filters if f not in self._filters]
         if self._connected:
             self._confirm(filters)
 
     def unsubscribe(self, *filters: str) -> None:
-        """Effective at once."""
+        """Receive no messages under ``filters`` from now on."""
         self._filters = [f for f in self._filters if f not in filters]
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:  # noqa: ARG002 - one quality here
-        """Deliver before returning; dropped while disconnected.
+        """Deliver a message before returning; it is dropped while there is no connection.
 
         Raises:
             MessageError: The payload is larger than ``max_payload_bytes``.
         """
         if len(payload) > self.max_payload_bytes:
-            raise MessageError(f"payload of {len(payload)} bytes, this transport carries {self.max_payload_bytes}")
+            raise MessageError(
+                f"payload of {len(payload)} bytes, this transport carries at most {self.max_payload_bytes}"
+            )
         if not self._connected:
             self.traffic.dropped += 1
             return
@@ -138,9 +141,11 @@ class MemoryTransport:
         self._events.put(Woken())
 
     def receive(self, timeout_s: float) -> Event | None:
-        """Return the next event; with ``timeout_s`` 0 it never waits."""
+        """Return the next event; None if there is none within ``timeout_s``, without waiting if that is 0."""
         try:
-            return self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait()
+            if timeout_s > 0:
+                return self._events.get(timeout=timeout_s)
+            return self._events.get_nowait()
         except queue.Empty:
             return None
 
@@ -149,12 +154,13 @@ class MemoryTransport:
         return any(matches(f, topic) for f in self._filters)
 
     def accept(self, message: Message) -> None:
-        """Called by the broker to deliver."""
+        """Queue a message; the broker calls this to deliver it."""
         self.traffic.bytes_down += len(message.payload)
         self.traffic.messages_down += 1
         self._events.put(message)
 
     def _confirm(self, filters: tuple[str, ...]) -> None:
+        """Report that filters are in force, and deliver the messages that were retained under them."""
         self._events.put(Subscribed(filters))
         for message in self.broker.retained_for(filters):
             self._events.put(message)

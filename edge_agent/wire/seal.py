@@ -3,11 +3,11 @@
 A command to one agent ends in an HMAC-SHA256 with the agent's own key. An announcement to all ends in an Ed25519
 signature, whose public key is beside the agent's key. Both cover the whole message. An agent without a key obeys all.
 
-A recorded command stays authentic, so each agent also asks for something new: its start is random, and a `Welcome` that
-does not name it is of an earlier start. The others count only after that welcome, from the coordinator's start that
-sent it, above its sequence number, and once; a rejection also before, where it names the agent's start. So a restarted
-agent refuses everything that was recorded before, and needs to write nothing to its disk for each message; an old image
-of the disk opens no gap either.
+A recorded command stays authentic, so each agent also requires that commands are new. Its start has a random id, and a
+`Welcome` that does not name it is of an earlier start. Other commands are obeyed only after that welcome, from the
+coordinator's start that sent it, above its sequence number, and once; a rejection also before, if it names the agent's
+start. So a restarted agent refuses everything that was recorded before, and writes nothing to its disk for each
+message; an old image of the disk opens no gap either.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ from .messages.fields import Command, Name
 log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
+"""The bytes of a key."""
+
 ENROLLED_KEY = Path(IDENTITY) / "commands.key"
-"""In the state folder of an agent that was enrolled."""
+"""The file of the key in the state folder of an agent that was enrolled."""
 
 REMEMBERED = 256
-"""Sequence numbers of which each is accepted once; lower ones than these are refused."""
+"""The number of the latest sequence numbers that are remembered, so that each is accepted once; lower are refused."""
 
 STARTS = 8
-"""Starts of coordinators whose numbers are remembered."""
+"""The number of starts of coordinators whose sequence numbers are remembered."""
 
 
 def derive(secret: bytes, *about: str) -> bytes:
-    """Return a key of 32 bytes for one purpose: HKDF-SHA256 (RFC 5869) without a salt; ``about`` names the purpose."""
+    """Return a key of 32 bytes for the purpose that ``about`` names: HKDF-SHA256 (RFC 5869) without a salt."""
     extracted = hmac.digest(bytes(KEY_BYTES), secret, "sha256")
     return hmac.digest(extracted, "\0".join(about).encode() + b"\x01", "sha256")
 
@@ -63,7 +65,7 @@ def _mac(key: bytes, agent: str, payload: bytes) -> bytes:
 
 
 class _KeyFile(Frozen):
-    """What is in the file of an agent's key; keys in hexadecimal."""
+    """The content of the file of an agent's key; keys are in hexadecimal."""
 
     federation: Name
     agent: Name
@@ -81,27 +83,27 @@ class AgentKey:
     public_key: bytes
 
     def text(self) -> str:
-        """Return the content of its file."""
+        """Return the content of the key's file."""
         keys = {"key": self.key.hex(), "public_key": self.public_key.hex()}
         return _KeyFile(federation=self.federation, agent=self.agent, **keys).model_dump_json(indent=1) + "\n"
 
 
 def check_key(text: str, federation: str, agent: str) -> None:
-    """Return quietly where ``text`` is the content of that agent's file.
+    """Require that ``text`` is the content of the key file of that agent.
 
     Raises:
         MessageError: ``text`` is damaged, or the file of another agent or federation.
     """
     try:
-        known = _KeyFile.model_validate(parse_json(text.encode()))
-    except (ValueError, RecursionError):  # it quotes the key
+        content = _KeyFile.model_validate(parse_json(text.encode()))
+    except (ValueError, RecursionError):  # the error quotes the key
         raise MessageError("the key of the coordinator's commands is malformed", is_public=True) from None
-    if (known.federation, known.agent) != (federation, agent):
+    if (content.federation, content.agent) != (federation, agent):
         raise MessageError("the key of the coordinator's commands is that of another agent", is_public=True)
 
 
 def key_file(config: AgentConfig) -> Path | None:
-    """Of an agent's key: the file that its configuration names, or that it got when it was enrolled; None: neither."""
+    """Return the file of an agent's key: the one that is configured, or else that of its enrolment; None: neither."""
     if config.broker.command_key_file is not None:
         return credential(config.broker.command_key_file)
     path = credential(config.state / ENROLLED_KEY)
@@ -109,42 +111,44 @@ def key_file(config: AgentConfig) -> Path | None:
 
 
 def read_key(config: AgentConfig) -> AgentKey | None:
-    """Return the key in that file (`key_file`); None where there is none.
+    """Return the key in the file of `key_file`; None where there is no file.
 
     Raises:
         ConfigError: The file cannot be read, holds no key, or holds that of another agent or federation.
     """
-    if (path := key_file(config)) is None:
+    path = key_file(config)
+    if path is None:
         return None
     advice = "'headwater password', or enrolling again, writes this file for each agent"
     try:
-        if (raw := read_json(path)) is None:
+        raw = read_json(path)
+        if raw is None:
             raise ConfigError("broker.command_key_file", [f"{path}: no such file; {advice}"])
-        known = _KeyFile.model_validate(raw)
+        content = _KeyFile.model_validate(raw)
     except StateError as error:
-        why = cause(error.__cause__) if error.__cause__ is not None else "it holds no JSON object"
-        raise ConfigError("broker.command_key_file", [f"{path}: cannot be read: {why}; {advice}"]) from None
-    except ValidationError as error:  # it quotes the key
+        reason = "it holds no JSON object" if error.__cause__ is None else cause(error.__cause__)
+        raise ConfigError("broker.command_key_file", [f"{path}: cannot be read: {reason}; {advice}"]) from None
+    except ValidationError as error:  # the error quotes the key
         wrong = ", ".join(sorted({str(detail["loc"][0]) for detail in error.errors()}))
         raise ConfigError("broker.command_key_file", [f"{path}: wrong or missing: {wrong}; {advice}"]) from None
-    if (known.federation, known.agent) != (config.federation, config.id):
+    if (content.federation, content.agent) != (config.federation, config.id):
         mistake = (
-            f"{path}: the key of agent '{known.agent}' in federation '{known.federation}'; expected that of "
+            f"{path}: the key of agent '{content.agent}' in federation '{content.federation}'; expected that of "
             f"'{config.id}' in '{config.federation}'; {advice}"
         )
         raise ConfigError("broker.command_key_file", [mistake])
-    return AgentKey(known.federation, known.agent, bytes.fromhex(known.key), bytes.fromhex(known.public_key))
+    return AgentKey(content.federation, content.agent, bytes.fromhex(content.key), bytes.fromhex(content.public_key))
 
 
 class _Numbers:
-    """Sequence numbers of one start of a coordinator, each accepted once."""
+    """The sequence numbers of one start of a coordinator, each of which is accepted once."""
 
     def __init__(self) -> None:
         self.floor = -1
         self._seen: list[int] = []
 
     def accept(self, seq: int) -> bool:
-        """Return whether this one is new."""
+        """Note a sequence number, and return whether it is new."""
         at = bisect_left(self._seen, seq)
         if seq <= self.floor or self._seen[at : at + 1] == [seq]:
             return False
@@ -155,7 +159,12 @@ class _Numbers:
 
 
 class Guard:
-    """What an agent lets in. ``refused`` counts commands that are not authentic, ``replayed`` those of the past."""
+    """The filter of an agent's commands: it lets in authentic ones, and each once.
+
+    Attributes:
+        refused: The number of commands that were not authentic.
+        replayed: The number of authentic commands that were recorded earlier.
+    """
 
     def __init__(self, key: AgentKey | None, boot: str) -> None:
         self._key = key
@@ -163,7 +172,8 @@ class Guard:
         self._numbers: OrderedDict[str, _Numbers] = OrderedDict()
         self._coordinator: str | None = None
         self._before: set[str] = set()
-        self.refused = self.replayed = 0
+        self.refused = 0
+        self.replayed = 0
 
     @property
     def is_on(self) -> bool:
@@ -171,7 +181,7 @@ class Guard:
         return self._key is not None
 
     def lets_in(self, payload: bytes, *, to_all: bool) -> bool:
-        """Return whether a command is authentic; ``to_all``: on the topic of announcements."""
+        """Return whether a command is authentic; ``to_all``: whether it came on the topic of announcements."""
         if self._key is None or self._is_authentic(self._key, payload, to_all=to_all):
             return True
         self.refused += 1
@@ -193,22 +203,18 @@ class Guard:
         return False
 
     def _is_new(self, message: Command) -> bool:
-        if isinstance(message, Welcome):
-            if message.answers != self._boot or message.boot in self._before:
-                return False
-        elif isinstance(message, Refused):
-            if message.boot != self._coordinator and (message.whom != self._boot or message.boot in self._before):
-                return False
-        elif not isinstance(message, Who) and message.boot != self._coordinator:
+        """Return whether a command is of a start that may command now, and has a new sequence number."""
+        if not self._may_command(message):
             return False
         numbers = self._numbers.setdefault(message.boot, _Numbers())
         self._numbers.move_to_end(message.boot)
-        if (
-            len(self._numbers) > STARTS
-        ):  # those of the coordinator stay: it may have been silent while others were heard
-            del self._numbers[next(boot for boot in self._numbers if boot != self._coordinator)]
+        # The numbers of the coordinator itself stay: it may have been silent while others were heard.
+        if len(self._numbers) > STARTS:
+            oldest = next(boot for boot in self._numbers if boot != self._coordinator)
+            del self._numbers[oldest]
         if not numbers.accept(message.seq):
             return False
+        # A welcome makes its sender the coordinator; everything before it is over.
         if isinstance(message, Welcome) and message.boot != self._coordinator:
             if self._coordinator is not None:
                 self._before.add(self._coordinator)
@@ -216,7 +222,19 @@ class Guard:
             numbers.floor = message.seq
         return True
 
+    def _may_command(self, message: Command) -> bool:
+        """Return whether the start that sent a command may send one of its kind to this start of the agent."""
+        if isinstance(message, Who):
+            return True
+        if isinstance(message, Welcome):
+            return message.answers == self._boot and message.boot not in self._before
+        if message.boot == self._coordinator:
+            return True
+        is_rejection_of_this_start = isinstance(message, Refused) and message.whom == self._boot
+        return is_rejection_of_this_start and message.boot not in self._before
+
     def _is_authentic(self, key: AgentKey, payload: bytes, *, to_all: bool) -> bool:
+        """Return whether a command ends in the right MAC or signature."""
         sealed, kind, proof = proof_of(payload)
         if not to_all:
             return kind == "mac" and hmac.compare_digest(proof, _mac(key.key, key.agent, sealed))

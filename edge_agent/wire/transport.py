@@ -1,8 +1,8 @@
-"""What carries messages: the `Transport` contract, and the events that it reports.
+"""The contract of transports, which carry messages, and the events that they report.
 
-Promises are few on purpose. A publish while disconnected is dropped (and counted), a message may come twice or not at
-all, and a broker's acknowledgement proves nothing: everything that matters is sent again after `Connected` and
-confirmed by the other side in its own message. So any MQTT broker can carry it.
+It promises little on purpose. A publish while disconnected is dropped (and counted), a message may arrive twice or not
+at all, and a broker's acknowledgement proves nothing: everything that matters is sent again after `Connected` and
+confirmed by the other side in its own message. So any MQTT broker fulfils it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Message:
-    """A message has arrived."""
+    """A message that has arrived."""
 
     topic: str
     payload: bytes
@@ -23,19 +23,19 @@ class Message:
 
 @dataclass(frozen=True)
 class Connected:
-    """A new session; subscriptions made earlier are in force again. ``connection`` counts the sessions up."""
+    """The event that a session has begun, number ``connection``; subscriptions made earlier are in force again."""
 
     connection: int = 0
 
 
 @dataclass(frozen=True)
 class Disconnected:
-    """The session has ended; the transport connects again by itself after ``retry_in_s`` seconds."""
+    """The event that the session has ended; the transport connects again by itself after ``retry_in_s`` seconds."""
 
     reason: str
     retry_in_s: float
     remedy: str = ""
-    """What to do about a login that the broker refuses; empty: it refused none."""
+    """The remedy where the broker has refused the login; empty otherwise."""
 
     clocks_differ: bool = False
     """Whether a certificate was refused because it does not hold at the time of this machine's clock."""
@@ -43,14 +43,14 @@ class Disconnected:
 
 @dataclass(frozen=True)
 class Subscribed:
-    """The broker has confirmed these filters: what is published from now on arrives."""
+    """The event that the broker has confirmed filters: messages under them that are published from now on arrive."""
 
     filters: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Woken:
-    """`Transport.wake` was called."""
+    """The event that `Transport.wake` was called."""
 
 
 Event = Message | Connected | Disconnected | Subscribed | Woken
@@ -58,7 +58,7 @@ Event = Message | Connected | Disconnected | Subscribed | Woken
 
 @dataclass(frozen=True)
 class Will:
-    """What the broker publishes for a client whose connection breaks."""
+    """The message that the broker publishes for a client whose connection breaks."""
 
     topic: str
     payload: bytes
@@ -66,12 +66,12 @@ class Will:
 
 
 WillOf = Callable[[int], Will]
-"""The will of each connection, which has its number: a broker may publish that of an old one when a new one stands."""
+"""A function from the number of a connection to its will: brokers may publish that of an old connection late."""
 
 
 @dataclass
 class Traffic:
-    """Payload bytes and messages in both directions since the start, and what was dropped."""
+    """Counters since the start: payload bytes and messages in both directions, and dropped messages."""
 
     bytes_up: int = 0
     bytes_down: int = 0
@@ -81,14 +81,14 @@ class Traffic:
 
 
 class Transport(Protocol):
-    """Carries messages for one side. Methods are called from one thread, except `wake`; `start` does the work."""
+    """A connection of one side to the broker. All methods but `wake` are called from one thread."""
 
     max_payload_bytes: int
     traffic: Traffic
 
     @property
     def unread_s(self) -> float:
-        """Seconds that the oldest event has waited for `receive`; 0 where none waits."""
+        """The seconds that the oldest event has waited for `receive`; 0 where none waits."""
 
     def start(self) -> None:
         """Begin connecting; `Connected` follows as an event.
@@ -98,16 +98,16 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """Disconnect (no will is published)."""
+        """Disconnect without publishing the will."""
 
     def subscribe(self, *filters: str) -> None:
         """Receive messages under ``filters``, also after reconnects. `Subscribed` follows as an event."""
 
     def unsubscribe(self, *filters: str) -> None:
-        """Receive no more of them."""
+        """Receive no more messages under ``filters``."""
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
-        """Hand over one message; never waits.
+        """Hand over one message without waiting.
 
         Raises:
             MessageError: The payload is larger than ``max_payload_bytes``.
@@ -121,3 +121,4 @@ class Transport(Protocol):
 
 
 DEFAULT_MAX_PAYLOAD_BYTES = 122_880
+"""The largest payload of a transport that is not configured otherwise."""

@@ -77,7 +77,7 @@ def test_the_default_policy_lets_every_method_of_the_papers_through(tmp_path, me
 def test_statistics_of_classes_with_too_few_samples_are_refused_whatever_the_coordinator_asks_for(tmp_path, method):
     fed = finished(tmp_path, method, {"a0": {"min_class_count": 6}, "a1": {"min_class_count": 7}},
                    params={"min_class_count": 6}, rounds=1)  # fmt: skip
-    why = "PrivacyRefused: min_class_count of the run is 6, privacy.min_class_count asks for 7 or more "
+    why = "PrivacyRefused: min_class_count of the run is 6, privacy.min_class_count requires at least 7 "
     why += "(headwater run -p min_class_count=7)"
     assert summary_of(fed)["left_out"] == {"a1": {"rounds": [1], "reason": why}}
 

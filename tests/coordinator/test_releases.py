@@ -84,7 +84,7 @@ def test_amounts_that_are_none(text):
         ({"canary": "1", "window": "2-5"}, "two times of day"),
         ({"window": "02:00-02:00"}, "two times of day"),
         ({"window": "24:00-02:00"}, "two times of day"),
-        ({"activate_at": "soon"}, "no date or time"),
+        ({"activate_at": "soon"}, "not a date or time"),
         ({"success": 2}, "are about a canary"),
         ({"auto_promote": True}, "are about a canary"),
         ({"max_failed": "many"}, "no number of devices"),

@@ -435,7 +435,7 @@ def test_a_blob_that_is_no_task_is_a_fault_and_not_an_end(tmp_path):
         fed.broker.route(fed.topics.down("a0"), fed.order(job))
         fed.wait(2)
         (fault, *_) = fed.messages(fed.topics.up("a0"), up_module.Fault)
-        assert "the blob of the task is no task" in fault.message
+        assert "the blob of the task holds no valid task" in fault.message
         with pytest.raises(MessageError, match="at most 8388608 are read"):
             codec.parse_from_coordinator(
                 codec.encode(job).replace(b'"size_bytes":50019', b'"size_bytes":8388609').partition(b',"crc"')[0] + b"}"

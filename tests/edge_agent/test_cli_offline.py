@@ -557,7 +557,7 @@ def test_a_test_set_is_held_out_as_a_whole(place, photos, capsys):
         (("--test", "digits?n=9", "--partition", "p.json", "--client", "c0"), "leave one out"),
         (("--partition", "p.json"), "which client's rows? Name one (--client)"),
         (("--client", "c0"), "without partition; name the file"),
-        (("--partition", "p.json", "--client", "c0", "--test-fraction", "0.5"), "says itself which rows test"),
+        (("--partition", "p.json", "--client", "c0", "--test-fraction", "0.5"), "already names the held-out rows"),
         (("--partition", "nowhere.json", "--client", "c0"), "no such file"),
         (("--test", "images:nowhere"), "no folder"),
     ],

@@ -156,7 +156,7 @@ def test_an_encoder_with_another_size_than_promised_is_refused(make_bundle, tmp_
 def test_a_file_that_is_no_model_is_refused(installed):
     _, bundle = installed
     (bundle.folder / "encoder.onnx").write_bytes(b"\x08\x07 no model")
-    with pytest.raises(BundleDamaged, match="no ONNX model"):
+    with pytest.raises(BundleDamaged, match="not an ONNX model"):
         Encoder.open(bundle, "fp32")
     with pytest.raises(StateError, match="int8"):
         fewer = bundle.manifest.model_copy(update={"variants": {"fp32": bundle.variant("fp32")}})

@@ -462,13 +462,13 @@ LONG = {  # how the file begins, how many zeros follow, and what is said
     "note of the model": (
         lambda: model([node("Relu", "image")]).SerializeToString() + beginning(380 * MIB, 6),
         380 * MIB,
-        "are no values of constants",
+        "are not values of constants",
     ),
-    "note of a node": (lambda: beginning(380 * MIB, 7, 1, (RELU, 6)), 380 * MIB, "are no values of constants"),
+    "note of a node": (lambda: beginning(380 * MIB, 7, 1, (RELU, 6)), 380 * MIB, "are not values of constants"),
     "numbers that no node reads": (
         lambda: beginning(380 * MIB, 7, 1, (RELU, 5), (attribute("f", onnx.AttributeProto.FLOATS), 7)),
         380 * MIB,
-        "are no values of constants",
+        "are not values of constants",
     ),
     "a constant that no node reads": (
         lambda: beginning(
@@ -480,7 +480,7 @@ LONG = {  # how the file begins, how many zeros follow, and what is said
             (b"\x08" + varint(380 * MIB) + b"\x10\x03", 9),
         ),
         380 * MIB,
-        "are no values of constants",
+        "are not values of constants",
     ),
     "values that a constant has not": (
         lambda: beginning(380 * MIB, 7, 5, (b"\x08\x02\x10\x01", 9)),

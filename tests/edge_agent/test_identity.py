@@ -67,7 +67,7 @@ def test_doctor_names_what_is_wrong_with_a_certificate(state):
         EnrolmentRefused, match=r"it expired at 2027-02-14 .*clock says 2027-02-16 .*'headwater enroll po"
     ):
         check_identity(config(state), BEGIN + 32 * DAY)
-    with pytest.raises(EnrolmentRefused, match=r"it holds from 2027-01-15 .*clock says 1970-01-01 .*set-ntp"):
+    with pytest.raises(EnrolmentRefused, match=r"it is valid from 2027-01-15 .*clock says 1970-01-01 .*set-ntp"):
         check_identity(config(state), 100.0)
     for other in (config(state, name="hall"), config(state, federation="lab")):
         with pytest.raises(
@@ -79,7 +79,7 @@ def test_doctor_names_what_is_wrong_with_a_certificate(state):
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b'{"federation": "home"}\n-----BEGIN'])
 def test_a_damaged_identity_is_named_with_what_to_do(state, content):
     IdentityFolder(state).file.write_bytes(content)
-    with pytest.raises(StateError, match=r"no identity that can be read .*'headwater enroll NAME' on the coordinator"):
+    with pytest.raises(StateError, match=r"the identity cannot be read .*'headwater enroll NAME' on the coordinator"):
         IdentityFolder(state).read()
 
 

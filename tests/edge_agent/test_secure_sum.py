@@ -104,7 +104,7 @@ def test_asked_again_a_client_says_the_same_or_nothing():
     with pytest.raises(PrivacyRefused, match="other shares were received"):
         first.receive({name: box for name, box in one.for_client("c00").items() if name != "c04"})
     first.masked(numbers["c00"])
-    with pytest.raises(PrivacyRefused, match="bare the difference"):
+    with pytest.raises(PrivacyRefused, match="reveal the difference"):
         first.masked(numbers["c00"])
     assert first.unmask(one.names) == first.unmask(one.names)
     with pytest.raises(PrivacyRefused, match="asked for before"):

@@ -54,7 +54,7 @@ class Origin:
 
 
 def lines_of(path: Path, origin: Origin) -> list[str]:
-    """Lines of a text file of a set, without surrounding blanks and without empty ones.
+    """Return lines of a text file of a set, without surrounding blanks and without empty ones.
 
     Raises:
         DataError: The file does not exist, is too large, or is not text.
@@ -69,7 +69,7 @@ def lines_of(path: Path, origin: Origin) -> list[str]:
 
 
 def integers_of(path: Path, origin: Origin) -> np.ndarray:
-    """One natural number from each line of a text file, (n,) int64.
+    """Return one natural number from each line of a text file, (n,) int64.
 
     Raises:
         DataError: See `lines_of`; or a line is not a number.
@@ -97,7 +97,7 @@ Split = Literal["train", "test", "all"]
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a set beside its `Origin`.
+    """The facts about a set beside its `Origin`.
 
     ``num_classes`` is None where people keep some of the classes. ``inside``: folders of the official archives in which
     the domains may lie. ``lists``: split -> pattern of the file that lists it, none where there is no official split;
@@ -115,11 +115,11 @@ class Facts:
     damaged: frozenset[str] = frozenset()
 
     def read(self, where: str, options: DomainOptions) -> Raw:
-        """Images of the chosen domains, decoded on access."""
+        """Return images of the chosen domains, decoded on access."""
         return read(find(self, where, options.domain), options)
 
     def parts(self, where: str, options: DomainOptions) -> dict[str, tuple[str, dict[str, Any]]]:
-        """For each domain the path and the option that select it alone."""
+        """Return the path and the option that select each domain alone."""
         return {name: (where, {"domain": name}) for name in find(self, where, options.domain).folders}
 
     def source(self, options: type[DomainOptions]) -> DataSource:
@@ -172,7 +172,7 @@ class Layout:
         return result
 
     def images(self, domain: str, options: DomainOptions) -> list[Path]:
-        """Files of one domain that the options choose."""
+        """Return files of one domain that the options choose."""
         share = options.test_share
         names = self.class_names()
         if options.split == "all":
@@ -187,7 +187,7 @@ class Layout:
         return [sound[row] for row in chosen]
 
     def counts(self) -> Counter[str]:
-        """Images of each class in every domain that is there, whichever were chosen.
+        """Return images of each class in every domain that is there, whichever were chosen.
 
         By file name alone: the largest set has more than half a million.
         """
@@ -269,17 +269,22 @@ def find(facts: Facts, where: str, wanted: Sequence[str] = ()) -> Layout:
         UnknownName: The set has no such domain.
         DataError: The folder holds nothing of the set, or a domain is missing.
     """
-    spelled = {plain(name): name for name in facts.domains}
+    # Copies of a set spell the names of domains differently.
+    official_names = {plain(name): name for name in facts.domains}
     for name in wanted:
-        if plain(name) not in spelled:
+        if plain(name) not in official_names:
             raise UnknownName(f"{facts.origin.title} domain", name, facts.domains)
-    chosen = [spelled[plain(name)] for name in wanted] or list(facts.domains)
+    chosen = [official_names[plain(name)] for name in wanted] or list(facts.domains)
+    # The domains are in the folder itself, or in one of those into which archives unpack.
     root = Path(where).expanduser()
-    result = (_domains_in(facts, folder) for folder in (root, *(root / inner for inner in facts.inside)))
-    folders = next(filter(None, result), None)
-    if folders is None:
+    for folder in (root, *(root / inner for inner in facts.inside)):
+        folders = _domains_in(facts, folder)
+        if folders:
+            break
+    else:
         raise facts.origin.missing(where)
-    if lacking := [name for name in chosen if name not in folders]:
+    lacking = [name for name in chosen if name not in folders]
+    if lacking:
         message = f"it lacks {', '.join(lacking)}; domain={','.join(folders)} takes what is there"
         raise facts.origin.missing(where, message)
     return Layout(facts, root, {name: folders[name] for name in facts.domains if name in chosen})
@@ -291,7 +296,7 @@ def _domains_in(facts: Facts, root: Path) -> dict[str, Path]:
 
 
 def read(layout: Layout, options: DomainOptions) -> Raw:
-    """Images of the chosen domains, decoded on access."""
+    """Return images of the chosen domains, decoded on access."""
     names = layout.class_names()
     paths = [path for domain in layout.folders for path in layout.images(domain, options)]
     position = {name: label for label, name in enumerate(names)}
@@ -301,7 +306,7 @@ def read(layout: Layout, options: DomainOptions) -> Raw:
 
 
 def _inner(path: Path) -> str:
-    """``domain/class/file``."""
+    """Return the path ``domain/class/file`` of an image in the archive."""
     return "/".join(path.parts[-3:])
 
 

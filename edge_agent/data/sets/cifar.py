@@ -27,7 +27,7 @@ from ..base import DataSource, PartOptions, Raw, labels_by_name
 from ._layouts import Origin, lines_of, random_part
 
 _ARRAY_PARTS = ("numpy.core.multiarray _reconstruct", "numpy ndarray", "numpy dtype")
-"""What a batch may name; nothing is imported for it."""
+"""The names that a batch may refer to; nothing is imported for them."""
 
 
 class _Name(str):
@@ -179,7 +179,7 @@ _CHANGES: dict[str, Callable[[_Machine, Any], None]] = {
 
 PIXELS = 3 * 32 * 32
 IMAGES = {"cifar-10": {"train": 10_000, "test": 10_000}, "cifar-100": {"train": 50_000, "test": 10_000}}
-"""Images in one file."""
+"""The number of images in one file."""
 
 ORIGIN = Origin(
     "cifar",
@@ -191,7 +191,7 @@ ORIGIN = Origin(
 
 
 class CifarOptions(PartOptions):
-    """Which images of CIFAR."""
+    """The options of CIFAR: which images to take."""
 
     split: Literal["train", "test", "all"] = "train"
     labels: Literal["fine", "coarse"] = Field("fine", description="CIFAR-100: its 100 classes, or its 20")
@@ -284,7 +284,7 @@ def _found(root: Path, options: CifarOptions) -> tuple[Path, Version]:
 
 
 def _batch(path: Path, images: int, version: Version, labels: str) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels (images, 3072) uint8 and labels (images,) of one file."""
+    """Return pixels (images, 3072) uint8 and labels (images,) of one file."""
     if version.meta:
         return _python_batch(path, images, version.labels[labels])
     size = path.stat().st_size
@@ -296,7 +296,7 @@ def _batch(path: Path, images: int, version: Version, labels: str) -> tuple[np.n
 
 
 def _python_batch(path: Path, images: int, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """As `_batch`. Beside its pixels a batch has less than 128 bytes for each image: labels and a file name."""
+    """Read a batch of the Python version, of which each image has less than 128 bytes beside its pixels."""
     size = path.stat().st_size
     least = images * PIXELS
     most = images * (PIXELS + 128) + 4096

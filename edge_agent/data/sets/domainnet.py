@@ -45,7 +45,7 @@ FEDBN_CLASSES = (
 
 
 class DomainNetOptions(DomainOptions):
-    """Which pictures of DomainNet."""
+    """The options of DomainNet: which pictures to take."""
 
     split: Split = "train"
     classes: str | None = Field(
@@ -54,7 +54,7 @@ class DomainNetOptions(DomainOptions):
 
 
 def read(where: str, options: DomainNetOptions) -> Raw:
-    """Pictures of the chosen domains and classes, decoded on access."""
+    """Return the pictures of the chosen domains and classes, decoded on access."""
     layout = find(FACTS, where, options.domain)
     if options.classes is None:
         return read_layout(layout, options)

@@ -38,7 +38,7 @@ ORIGIN = Origin(
 
 
 class UciHarOptions(Options):
-    """Which windows of UCI HAR."""
+    """The options of UCI HAR: which windows to take."""
 
     split: Literal["train", "test", "all"] = "all"
     subject: Integers = ()

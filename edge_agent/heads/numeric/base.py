@@ -16,7 +16,7 @@ from ..base import HeadParams
 
 @dataclass(frozen=True)
 class NumericData:
-    """What a numeric head learns from: ``features`` (n, d) float32, ``targets`` (n,) float64 if it predicts them.
+    """The data of a numeric head: ``features`` (n, d) float32, and ``targets`` (n,) float64 if it predicts them.
 
     ``folds``: pairs of rows to learn from and rows to test on; samples of one recording are on one side.
     """
@@ -67,7 +67,7 @@ class NumericHead(ABC):
         self.arrays = self._fit(data)
 
     def predict(self, features: np.ndarray) -> np.ndarray:
-        """One number (n,) float64 for each row of ``features`` (n, d) float32.
+        """Return one number (n,) float64 for each row of ``features`` (n, d) float32.
 
         Raises:
             StateError: The head has not been fitted, or was fitted on another feature size.

@@ -1,4 +1,4 @@
-"""Floating numbers as integers modulo 2^64, so that sums are exact."""
+"""Floating-point numbers as integers modulo 2^64, so that their sums are exact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...core.errors import TrainingFailed
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """Numbers as integers modulo 2^64: rounded to multiples of 2^-``bits``.
+    """The form of numbers as integers modulo 2^64, rounded to multiples of 2^-``bits``.
 
     A sum over n clients differs from the exact one by at most n 2^-(bits + 1) in each number. Each number of a client
     may reach 2^(62 - bits) / n, so that no sum wraps around.
@@ -20,11 +20,11 @@ class FixedPoint:
     bits: int = 24
 
     def bound(self, clients: int) -> float:
-        """Return the largest absolute value of a client's number."""
+        """Return the largest absolute value that a number of one of so many clients may have."""
         return float(2.0 ** (62 - self.bits) / clients)
 
     def encode(self, numbers: np.ndarray, clients: int) -> np.ndarray:
-        """Integers (n,) uint64 of numbers (n,).
+        """Return ``numbers`` (n,) as integers (n,) uint64.
 
         Raises:
             TrainingFailed: A number is not finite, or too large for the sum.
@@ -38,5 +38,5 @@ class FixedPoint:
         return np.rint(numbers.astype(np.float64) * 2.0**self.bits).astype(np.int64).view(np.uint64)
 
     def decode(self, total: np.ndarray) -> np.ndarray:
-        """Return numbers (n,) float64 of a sum (n,) uint64."""
+        """Return a sum (n,) uint64 as numbers (n,) float64."""
         return total.view(np.int64).astype(np.float64) / 2.0**self.bits

@@ -1,4 +1,4 @@
-"""Keys, secrets and shares of a secure sum: what both sides compute."""
+"""Keys, secrets and shares of a secure sum, which both sides compute."""
 
 from __future__ import annotations
 
@@ -19,28 +19,31 @@ if TYPE_CHECKING:
 
 
 PRIME = 2**521 - 1
-
+"""The size of the field of the shares."""
 
 SHARE_BYTES = 66
-
+"""The bytes of a share, a number below `PRIME`."""
 
 SECRET_BYTES = 32
-
+"""The bytes of a secret: a private key, or the seed of a mask."""
 
 Entropy = Callable[[int], bytes]
-"""So many random bytes."""
+"""A function that returns the given number of random bytes."""
 
 
 def threshold(clients: int) -> int:
-    """How many clients must deliver and answer: two thirds, so that 30 % of them may drop out, and at least three."""
+    """Return how many clients must deliver and answer: at least three, and two thirds, so that 30 % may drop out."""
     return max(LEAST_CLIENTS, math.ceil(2 * clients / 3))
 
 
 @dataclass(frozen=True)
 class PublicKeys:
-    """Phase 0 of one client: the key that its shares are encrypted for, and the one that its masks come from.
+    """The public keys of one client, which it sends in phase 0.
 
-    ``seed``: SHA-256 of the seed of its own mask, so that wrong shares of it are found.
+    Attributes:
+        share: The key (32 bytes) for which shares are encrypted.
+        mask: The key (32 bytes) from which the masks of pairs are derived.
+        seed: SHA-256 of the seed of the client's own mask, by which wrong shares of it are found.
     """
 
     share: bytes
@@ -48,14 +51,14 @@ class PublicKeys:
     seed: bytes
 
     def is_of(self, secret: bytes, *, delivered: bool) -> bool:
-        """Return whether this is the client's secret: its seed where it has delivered, else its mask key."""
+        """Return whether ``secret`` is this client's: its seed if it has delivered, else its mask key."""
         if delivered:
             return sha256(secret).digest() == self.seed
         return private_key(secret).public_key().public_bytes_raw() == self.mask
 
 
 def private_key(secret: bytes) -> X25519PrivateKey:
-    """Return the key of these 32 bytes."""
+    """Return the private key of X25519 with these 32 bytes."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
     return X25519PrivateKey.from_private_bytes(secret)
@@ -67,7 +70,7 @@ def pair_seed(key: X25519PrivateKey, public: bytes, context: bytes) -> bytes:
 
 
 def agreed(key: X25519PrivateKey, public: bytes, info: bytes) -> bytes:
-    """32 bytes for one purpose that only the owners of both keys know (X25519, then `derived`).
+    """Return 32 bytes for one purpose that only the owners of the two keys can compute (X25519, then `derived`).
 
     Raises:
         CodecError: The bytes are not a valid public key.
@@ -81,7 +84,7 @@ def agreed(key: X25519PrivateKey, public: bytes, info: bytes) -> bytes:
 
 
 def derived(shared: bytes, info: bytes) -> bytes:
-    """32 bytes for one purpose out of a shared secret (HKDF with SHA-256)."""
+    """Return 32 bytes for one purpose, derived from a shared secret (HKDF with SHA-256)."""
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -89,7 +92,7 @@ def derived(shared: bytes, info: bytes) -> bytes:
 
 
 def stream(seed: bytes, size: int) -> np.ndarray:
-    """Integers (size,) uint64 of ChaCha20's key stream."""
+    """Return the mask of a seed: integers (size,) uint64 of ChaCha20's key stream."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
     encryptor = Cipher(algorithms.ChaCha20(seed, bytes(16)), mode=None).encryptor()
@@ -105,7 +108,7 @@ def add_pair(vector: np.ndarray, seed: bytes, *, positive: bool) -> None:
 
 
 def split(secret: bytes, least: int, count: int, entropy: Entropy) -> list[bytes]:
-    """Shamir's shares of a secret of up to 32 bytes, at 1, 2, … ``count``; any ``least`` of them give it."""
+    """Return Shamir's shares of a secret of up to 32 bytes, at the points 1, 2, … ``count``; any ``least`` give it."""
     rest = [int.from_bytes(entropy(SHARE_BYTES + 16), "big") % PRIME for _ in range(least - 1)]
     shares = []
     for point in range(1, count + 1):
@@ -117,7 +120,7 @@ def split(secret: bytes, least: int, count: int, entropy: Entropy) -> list[bytes
 
 
 def at_zero(points: Sequence[int]) -> list[int]:
-    """Lagrange's factors at 0 of the shares at these points."""
+    """Return Lagrange's factors at 0 for shares at these points."""
     factors = []
     for point in points:
         others = [other for other in points if other != point]
@@ -154,6 +157,7 @@ def joined(factors: Sequence[int], shares: Sequence[bytes]) -> bytes:
 
 
 def _as_secret(value: int) -> bytes:
+    """Return a number of the field as a secret, which must have 32 bytes."""
     try:
         return (value % PRIME).to_bytes(SECRET_BYTES, "big")
     except OverflowError as error:

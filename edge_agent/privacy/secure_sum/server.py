@@ -1,4 +1,4 @@
-"""The server's half of a secure sum: masks of those that dropped out are rebuilt and taken off."""
+"""The server's half of a secure sum: it rebuilds the secrets of the masks and removes these from the sum."""
 
 from __future__ import annotations
 
@@ -30,29 +30,38 @@ def unmasked(
     context: bytes,
     blame: Callable[[str], None] = lambda _: None,
 ) -> np.ndarray:
-    """Return the server's last step: the sum (n,) uint64 of the integers of all who have delivered.
+    """Return the sum (n,) uint64 of the integers of all clients that have delivered, the server's last step.
 
-    ``masked``: client -> phase 2. ``keys``: of all clients of phase 0. ``answers``: client -> phase 3, of at least
-    `threshold` clients, about those that have sent shares. ``blame`` is called with each whose answer was wrong, where
-    the others are enough: found is a single wrong share of a secret.
+    Args:
+        masked: The vector (n,) uint64 of phase 2 of each client that has delivered.
+        keys: The public keys of all clients.
+        answers: The answer of phase 3 of each of at least `threshold` clients: shares of the secrets of all clients.
+        context: The bytes that name the attempt, as for `Participant`.
+        blame: Called with each client whose answer was wrong, if the others are enough; a single wrong share of a
+            secret is found.
 
     Raises:
         TrainingFailed: Too few clients have answered.
         CodecError: The shares do not give the client's secret, and it cannot be found which of them is wrong.
     """
+    # 1. The secrets, from the answers of clients that have not revealed a wrong share.
     honest = dict(answers)
-    while isinstance(secrets_of := _revealed(masked, keys, honest), str):
-        blame(secrets_of)
-        del honest[secrets_of]
+    revealed = _revealed(masked, keys, honest)
+    while isinstance(revealed, str):
+        blame(revealed)
+        del honest[revealed]
+        revealed = _revealed(masked, keys, honest)
+    # 2. The sum, in which the masks of pairs that have both delivered cancel.
     total = np.zeros_like(next(iter(masked.values())))
     for vector in masked.values():
         total += vector
-    for client, secret in secrets_of.items():
+    # 3. The other masks: the own one of each client that has delivered, and those of its pairs with each other client.
+    for client, secret in revealed.items():
         if client in masked:
             total -= stream(secret, len(total))
             continue
         key = private_key(secret)
-        for other in masked:  # of each pair the one who has delivered has put the mask in; it is taken out
+        for other in masked:
             add_pair(total, pair_seed(key, keys[other].mask, context), positive=other > client)
     return total
 
@@ -60,11 +69,12 @@ def unmasked(
 def _revealed(
     delivered: Container[str], keys: Mapping[str, PublicKeys], answers: Mapping[str, Mapping[str, bytes]]
 ) -> dict[str, bytes] | str:
-    """Return the secrets of all clients that have sent shares, or the one whose answer is wrong."""
+    """Return the secret of each client that has sent shares, or the name of a client whose answer is wrong."""
     least = threshold(len(keys))
     if len(answers) < least:
         raise TrainingFailed(f"{len(answers)} of {len(keys)} clients have revealed their shares, it takes {least}")
     points = {point: client for point, client in enumerate(sorted(keys), 1) if client in answers}
+    # With one share more than needed, a single wrong one can be told.
     chosen = list(points)[:least]
     one_more = list(points)[: least + 1]
     factors = at_zero(chosen)

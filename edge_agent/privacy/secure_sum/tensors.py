@@ -1,4 +1,4 @@
-"""The tensors of a secure sum: what its exchanges hold, and an update as integers that can be added up.
+"""The tensors of a secure sum: those of its exchanges, and an update as integers that can be added up.
 
 All floating arrays of an update, in the order of their names and times the update's weight, are one vector; its last
 number is the weight. Counters of batch norm are no part of it: they stay as they were sent out. Lists of the exchanges
@@ -20,43 +20,53 @@ from .fixed_point import FixedPoint
 from .keys import SHARE_BYTES, PublicKeys
 
 PREFIX = "secure."
+"""The prefix of the names of all arrays of the exchanges."""
+
 KEYS = f"{PREFIX}keys"
-"""An agent's two public keys and the hash of its seed (96,) uint8; to the agents those of all (n, 96)."""
+"""The name of public keys with the hash of a seed: (96,) uint8 from an agent, (n, 96) of all clients to the agents."""
 
 MEMBERS = f"{PREFIX}members"
-"""The clients of the sum, sorted, a line each, as bytes (uint8)."""
+"""The name of the list of the clients: sorted, a line each, as bytes (uint8)."""
 
 SHARES = f"{PREFIX}shares"
-"""Encrypted shares (n, 148) uint8: by an agent for each client, or for an agent by each client. Its own row is 0."""
+"""The name of encrypted shares (n, 148) uint8: from an agent to each client, or from each to it. Its own row is 0."""
 
 SHARERS = f"{PREFIX}sharers"
-"""Clients that have sent shares (n,) bool."""
+"""The name of the mask (n,) bool of the clients that have sent shares."""
 
 MASKED = f"{PREFIX}masked"
-"""An update as integers modulo 2^64 under masks, as int64."""
+"""The name of an update as integers modulo 2^64 under masks, as int64."""
 
 DELIVERED = f"{PREFIX}delivered"
-"""Clients whose masked updates are here (n,) bool."""
+"""The name of the mask (n,) bool of the clients whose masked updates have arrived."""
 
 REVEALED = f"{PREFIX}revealed"
-"""An agent's share of one secret of each client that has sent shares (n, 66) uint8; 0 for the others."""
+"""The name of an agent's shares (n, 66) uint8 of one secret of each client that has sent shares; 0 for the others."""
 
 KEY_BYTES = 96
+"""The bytes of a client's public keys and the hash of its seed."""
+
 SEALED_BYTES = 2 * SHARE_BYTES + 16
+"""The bytes of two shares in a box that ends in a tag of 16 bytes."""
+
 MOST_CLIENTS = 1000
+"""The most clients of one sum."""
+
 FIXED_POINT = FixedPoint()
+"""The form of numbers in all sums."""
+
 _COUNTER = ".num_batches_tracked"
 _BYTE = np.dtype(np.uint8)
 _INTEGER = np.dtype(np.int64)
 
 
 def context_of(run: str, number: int, session: str) -> bytes:
-    """What an attempt's secrets are for (`secure_sum.Participant`), the same on all sides; ``run``: the run's name."""
+    """Return the bytes that name an attempt on all sides, to which its secrets belong; ``run`` is the run's name."""
     return f"{run} {number} {session}".encode()
 
 
 def specs(clients: int = 0, size: int = 0) -> dict[str, Spec]:
-    """Return the form of what agents send, by name, in a sum over so many clients of updates of ``size`` numbers."""
+    """Return the form of the arrays that agents send, in a sum over ``clients`` clients of ``size`` numbers each."""
     return {
         KEYS: Spec(_BYTE, (KEY_BYTES,)),
         SHARES: Spec(_BYTE, (clients, SEALED_BYTES)),
@@ -66,13 +76,14 @@ def specs(clients: int = 0, size: int = 0) -> dict[str, Spec]:
 
 
 def parted(received: Tensors) -> tuple[Tensors, Tensors]:
-    """Return what belongs to the exchanges, and everything else."""
-    ours = {name: array for name, array in received.items() if name.startswith(PREFIX)}
-    return ours, {name: array for name, array in received.items() if name not in ours}
+    """Split received arrays into those of the exchanges and all others."""
+    exchanges = {name: array for name, array in received.items() if name.startswith(PREFIX)}
+    others = {name: array for name, array in received.items() if name not in exchanges}
+    return exchanges, others
 
 
 def taken(received: Tensors, name: str, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the array of that name, which must be of this form.
+    """Return the array called ``name``, which must have this dtype and shape.
 
     Raises:
         TensorsError: The array is missing, or has another shape or dtype.
@@ -80,18 +91,18 @@ def taken(received: Tensors, name: str, dtype: type, shape: tuple[int, ...]) -> 
     expected = Spec(np.dtype(dtype), shape)
     array = received.get(name)
     if array is None or Spec(array.dtype, array.shape) != expected:
-        is_what = "is missing" if array is None else f"is {Spec(array.dtype, array.shape)}"
-        raise TensorsError(f"'{name}' {is_what}, a secure sum needs {expected}", is_public=True)
+        form = "is missing" if array is None else f"is {Spec(array.dtype, array.shape)}"
+        raise TensorsError(f"'{name}' {form}, a secure sum needs {expected}", is_public=True)
     return array
 
 
 def members_as_bytes(members: Iterable[str]) -> np.ndarray:
-    """`MEMBERS` of these clients, which must be sorted."""
+    """Return the array `MEMBERS` of these clients, which must be sorted."""
     return np.frombuffer("\n".join(members).encode(), np.uint8)
 
 
 def members_of(received: Tensors) -> tuple[str, ...]:
-    """Return the clients of the sum.
+    """Return the clients of the sum, from the array `MEMBERS`.
 
     Raises:
         TensorsError: The names are missing, too many, invalid or not sorted.
@@ -102,13 +113,14 @@ def members_of(received: Tensors) -> tuple[str, ...]:
         raise TensorsError(
             f"{len(names)} clients in a secure sum, expected up to {MOST_CLIENTS}, each once and sorted", is_public=True
         )
-    if wrong := [name for name in names if not re.fullmatch(NAME_PATTERN, name)]:
-        raise TensorsError(f"client {wrong[0][:80]!r} of a secure sum is no name of an agent", is_public=True)
+    for name in names:
+        if not re.fullmatch(NAME_PATTERN, name):
+            raise TensorsError(f"client {name[:80]!r} of a secure sum is not a name of an agent", is_public=True)
     return tuple(names)
 
 
 def keys_as_bytes(keys: PublicKeys) -> np.ndarray:
-    """`KEYS` of one client."""
+    """Return the array `KEYS` of one client."""
     return np.frombuffer(keys.share + keys.mask + keys.seed, np.uint8)
 
 
@@ -119,30 +131,31 @@ def keys_of(row: np.ndarray) -> PublicKeys:
 
 
 def table(rows: Mapping[str, bytes], members: Sequence[str], width: int) -> np.ndarray:
-    """Return rows (n, width) uint8 of these members; 0 where one has none."""
+    """Return the rows (n, width) uint8 of these members; the row of a member that has none is 0."""
     every = b"".join(rows.get(member, bytes(width)) for member in members)
     return np.frombuffer(every, np.uint8).reshape(len(members), width)
 
 
 def summed(forms: Mapping[str, Spec]) -> dict[str, Spec]:
-    """Return the arrays that are added up, in their order.
+    """Return the arrays of an update that are added up, in the order of their names.
 
     Raises:
         TensorsError: The update has an integer array other than a batch counter, whose mean has no meaning.
     """
     floating = {name: spec for name, spec in sorted(forms.items()) if spec.dtype.kind == "f"}
-    if others := sorted(name for name in forms.keys() - floating.keys() if not name.endswith(_COUNTER)):
+    others = sorted(name for name in forms.keys() - floating.keys() if not name.endswith(_COUNTER))
+    if others:
         raise TensorsError(f"'{others[0]}' holds {forms[others[0]].dtype.name}, a secure sum adds up floating numbers")
     return floating
 
 
 def size_of(forms: Mapping[str, Spec]) -> int:
-    """Return numbers of an update that are added up."""
+    """Return how many numbers of an update are added up."""
     return sum(spec.nbytes // spec.dtype.itemsize for spec in summed(forms).values())
 
 
 def as_integers(update: Tensors, forms: Mapping[str, Spec], weight: float, clients: int) -> np.ndarray:
-    """Return an update times its weight, and the weight, as integers (size + 1,) uint64 for a sum over so many clients.
+    """Return an update times its weight, and the weight, as integers (size + 1,) uint64 for a sum of ``clients``.
 
     Raises:
         TrainingFailed: A number is not finite, or too large for the sum.
@@ -158,7 +171,7 @@ def as_integers(update: Tensors, forms: Mapping[str, Spec], weight: float, clien
 
 
 def mean_of(total: np.ndarray, forms: Mapping[str, Spec]) -> Tensors:
-    """Return the weighted mean of the updates of a sum (size + 1,) uint64; ``total`` has a weight above 0."""
+    """Return the weighted mean of the updates in a sum ``total`` (size + 1,) uint64, whose weight must be above 0."""
     numbers = FIXED_POINT.decode(total)
     begin = 0
     means: Tensors = {}

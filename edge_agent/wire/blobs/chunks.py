@@ -1,4 +1,4 @@
-"""Blobs in chunks: frames, the set of chunks that have arrived, and assembly on disk. `flow` says when what is sent.
+"""Blobs in chunks: frames, the set of chunks that have arrived, and assembly on disk. `flow` decides what is sent when.
 
 A frame is a fixed 40-byte little-endian header and the raw bytes of one or more consecutive chunks, with a checksum
 over both; it never exceeds the smallest payload limit of the brokers and cloud services we know of. Chunks are small,
@@ -25,17 +25,26 @@ from ...core.storage import mapped, oldest_first, read_regular, size_of, sync, w
 from ..messages.fields import MAX_RANGES, BlobRef
 
 FRAME_BYTES = 61_440
-"""Header and data of the largest frame: 60 KiB, below every limit we know (Azure's 64 KiB is the lowest)."""
+"""The most bytes of a frame: 60 KiB, below every known limit of a broker (Azure's 64 KiB is the lowest)."""
 
 _FIELDS = struct.Struct("<2sBBQIIQII")  # magic, version, flags, transfer, index, count, offset, length, reserved
 _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
+"""The bytes of a frame's header."""
+
 CHUNK_BYTES = (FRAME_BYTES - HEADER_BYTES) // 12
+"""The bytes of a chunk, of which the largest frame holds twelve."""
+
 _MAGIC = b"HW"
 _VERSION = 1
 _REPORT = 1
-_SAVE_BYTES = 4 << 20  # between two notes of what has arrived; at worst so much is sent again after a crash
+"""The flag of a frame after which the sender waits for a report."""
+
+_SAVE_BYTES = 4 << 20
+"""The bytes that arrive between two notes of what is present; at most as many are sent again after a crash."""
+
 _READ_BYTES = 1 << 20
+"""The bytes of a file that are hashed at once."""
 
 Spans = Iterable[tuple[int, int]]
 """Half-open ranges of chunk numbers."""
@@ -43,9 +52,15 @@ Spans = Iterable[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Frame:
-    """Consecutive chunks from number ``index`` of ``count`` on, the bytes from ``offset`` on.
+    """Consecutive chunks of a blob in one message.
 
-    ``transfer`` identifies the blob. ``report``: the sender waits for a report of what has arrived.
+    Attributes:
+        transfer: The number that identifies the blob.
+        index: The number of the first chunk.
+        count: The number of all chunks of the blob.
+        offset: The byte of the blob at which the data begin.
+        data: The bytes of the chunks.
+        report: Whether the sender waits for a report of what has arrived.
     """
 
     transfer: int
@@ -56,7 +71,7 @@ class Frame:
     report: bool = False
 
     def encode(self) -> bytes:
-        """Header and data."""
+        """Return the frame as bytes: header and data."""
         position = (self.transfer, self.index, self.count, self.offset)
         fields = _FIELDS.pack(_MAGIC, _VERSION, _REPORT * self.report, *position, len(self.data), 0)
         return b"".join((fields, _CHECKSUM.pack(zlib.crc32(self.data, zlib.crc32(fields))), self.data))
@@ -75,10 +90,10 @@ def decode_frame(payload: bytes) -> Frame:
         raise ChunkError(f"chunk begins {magic!r} version {version}, expected {_MAGIC!r} version {_VERSION}")
     data = memoryview(payload)[HEADER_BYTES:]
     if length != len(data) or index >= count:
-        raise ChunkError(f"chunk {index} of {count} promises {length} bytes and holds {len(data)}")
+        raise ChunkError(f"chunk {index} of {count} states {length} bytes and holds {len(data)}")
     (checksum,) = _CHECKSUM.unpack_from(payload, _FIELDS.size)
     if zlib.crc32(data, zlib.crc32(memoryview(payload)[: _FIELDS.size])) != checksum:
-        raise ChunkError(f"chunk {index} of {count}: checksum is wrong, the bytes were changed on the way")
+        raise ChunkError(f"chunk {index} of {count}: the checksum is wrong, the bytes were changed on the way")
     return Frame(transfer, index, count, offset, data, bool(flags))
 
 
@@ -110,11 +125,11 @@ class Chunks:
 
     @property
     def complete(self) -> bool:
-        """Whether all are present."""
+        """Whether all chunks are present."""
         return self.present == self.count
 
     def add(self, start: int, stop: int) -> None:
-        """Add those of ``start..stop`` that are not present."""
+        """Add the chunks ``start..stop``; some of them may be present already."""
         self.present += self._flags.count(0, start, stop)
         self._flags[start:stop] = b"\1" * (stop - start)
 
@@ -123,15 +138,19 @@ class Chunks:
         end = self.count if stop is None else stop
         ranges = list[tuple[int, int]]()
         position = start
-        while len(ranges) < limit and (start := self._flags.find(0, position, end)) >= 0:
-            stop = self._flags.find(1, start, end)
-            position = end if stop < 0 else stop
-            ranges.append((start, position))
+        while len(ranges) < limit:
+            first = self._flags.find(0, position, end)
+            if first < 0:
+                break
+            position = self._flags.find(1, first, end)
+            if position < 0:
+                position = end
+            ranges.append((first, position))
         return tuple(ranges)
 
 
 def flags_of(ranges: Spans, count: int) -> bytearray:
-    """One byte for each of ``count`` chunks: 1 in ``ranges``, 0 elsewhere.
+    """Return one byte for each of ``count`` chunks: 1 in ``ranges``, 0 elsewhere.
 
     Raises:
         ChunkError: A range is not within 0..count.
@@ -145,7 +164,7 @@ def flags_of(ranges: Spans, count: int) -> bytearray:
 
 
 class Outgoing:
-    """A blob to be sent: a file, mapped, or bytes."""
+    """A blob to be sent: a memory-mapped file, or bytes."""
 
     def __init__(self, ref: BlobRef, data: memoryview) -> None:
         self.ref = ref
@@ -155,13 +174,13 @@ class Outgoing:
 
     @classmethod
     def of(cls, data: bytes, chunk_bytes: int = CHUNK_BYTES) -> Outgoing:
-        """Return a blob in memory."""
+        """Return a blob of these bytes."""
         digest = hashlib.sha256(data).hexdigest()
         return cls(BlobRef(digest=digest, size_bytes=len(data), chunk_bytes=chunk_bytes), memoryview(data))
 
     @classmethod
     def open(cls, path: Path, digest: str, chunk_bytes: int = CHUNK_BYTES) -> Outgoing:
-        """Return a blob on disk, mapped.
+        """Return a blob whose bytes are a file, which is memory-mapped.
 
         Raises:
             StateError: The file is missing or empty.
@@ -176,20 +195,22 @@ class Outgoing:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of all its frames, each as large as possible."""
+        """The bytes of all frames of the blob together, each as large as possible."""
         return self.ref.size_bytes + -(-self.count // chunks_per_frame(self.ref)) * HEADER_BYTES
 
     def frame(self, start: int, stop: int | None = None, *, report: bool = False) -> bytes:
-        """Return the chunks ``start..stop`` (None: one), ready to publish; ``report`` asks what has arrived."""
+        """Return the frame of the chunks ``start..stop`` (None: one chunk); ``report`` asks for what has arrived."""
         offset = start * self.ref.chunk_bytes
-        end = (start + 1 if stop is None else stop) * self.ref.chunk_bytes
+        if stop is None:
+            stop = start + 1
+        end = stop * self.ref.chunk_bytes
         return Frame(self._transfer, start, self.count, offset, self.data[offset:end], report).encode()
 
 
 class Incoming:
-    """A blob that is assembled in a file; survives a restart, and counts only when its SHA-256 is right.
+    """A blob that is assembled in a file, survives a restart, and counts only when its SHA-256 is right.
 
-    The file gets its full length before the first chunk (sparse), so the caller must have agreed to the size.
+    The file gets its full length before the first chunk (sparse), so the caller must have accepted the size.
     """
 
     def __init__(self, ref: BlobRef, folder: Path) -> None:
@@ -203,7 +224,7 @@ class Incoming:
         self._resume()
         self._saved = self.chunks.present
         self.is_open = True
-        """Whether it is still being assembled here: not finished, closed or discarded."""
+        """Whether the blob is still being assembled: not finished, closed or discarded."""
 
         self._file: int | None = None
         """The descriptor of the file; None while the file is not needed."""
@@ -211,38 +232,39 @@ class Incoming:
         os.ftruncate(self._descriptor(), ref.size_bytes)
 
     def add(self, frame: Frame) -> int:
-        """Store the chunks of a frame that were not present; returns how many chunks it holds.
+        """Store the chunks of a frame that were not present, and return how many chunks the frame holds.
 
         Raises:
             ChunkError: The frame does not belong to this blob, or the disk is full; it can then be sent again.
         """
         size = self.ref.chunk_bytes
-        held = -(-len(frame.data) // size)
-        expected = min(held * size, self.ref.size_bytes - frame.index * size)
+        count = -(-len(frame.data) // size)
+        expected = min(count * size, self.ref.size_bytes - frame.index * size)
         if (frame.transfer, frame.count) != (transfer_id(self.ref.digest), self.chunks.count):
             raise ChunkError(f"chunk of another blob: count {frame.count}, expected {self.chunks.count}")
-        if frame.offset != frame.index * size or len(frame.data) != expected or not held:
+        if frame.offset != frame.index * size or len(frame.data) != expected or not count:
             raise ChunkError(f"chunk {frame.index}: {len(frame.data)} bytes at {frame.offset}, expected {expected}")
-        for start, stop in self.chunks.missing(frame.index, frame.index + held, held):
+        # Chunks that are present are never written again: they may have been hashed.
+        for start, stop in self.chunks.missing(frame.index, frame.index + count, count):
             self._store(start, stop, frame.data[(start - frame.index) * size : (stop - frame.index) * size])
         if (self.chunks.present - self._saved) * size >= _SAVE_BYTES:
             self.save_notes()
-        return held
+        return count
 
     def _store(self, start: int, stop: int, data: bytes | memoryview) -> None:
-        """Chunks that are present are never written again: they may have been hashed."""
+        """Write the chunks ``start..stop``, none of which is present, to the file."""
         try:
             if os.pwrite(self._descriptor(), data, start * self.ref.chunk_bytes) != len(data):
                 raise OSError(errno.ENOSPC, "no space left for all of it")
         except OSError as error:
-            raise ChunkError(f"chunk {start} cannot be kept in {self.path.parent}: {cause(error)}") from error
+            raise ChunkError(f"chunk {start} cannot be stored in {self.path.parent}: {cause(error)}") from error
         self.chunks.add(start, stop)
         if start == self._hashed:  # in order: hash while the bytes are in the cache
             self._digest.update(data)
             self._hashed = stop
 
     def finish(self, path: Path, *, durable: bool) -> None:
-        """Check the whole blob and move it to ``path``; ``durable``: its content is on disk when this returns.
+        """Check the whole blob and move it to ``path``; with ``durable`` its content is synced to the disk first.
 
         Raises:
             ChunkError: The bytes do not match the digest; all of them are discarded, to be sent again.
@@ -253,7 +275,7 @@ class Incoming:
         if digest != self.ref.digest:
             self.discard()
             raise ChunkError(
-                f"blob {self.ref.digest[:16]}: SHA-256 begins {digest[:16]}; everything is asked for again"
+                f"blob {self.ref.digest[:16]}: its SHA-256 begins {digest[:16]}; all of it is requested again"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         if durable:
@@ -263,32 +285,32 @@ class Incoming:
         self._notes.unlink(missing_ok=True)
 
     def save_notes(self) -> None:
-        """Write which chunks are present, for a restart. Damage shows in the hash, so no sync is needed."""
+        """Write which chunks are present, for a restart; without a sync, because the hash shows damage."""
         self._saved = self.chunks.present
         notes = {"chunk_bytes": self.ref.chunk_bytes, "missing": self.chunks.missing(limit=self.chunks.count)}
         with contextlib.suppress(OSError):  # a full disk: the notes only save sending chunks again
             write_atomic(self._notes, json.dumps(notes).encode(), durable=False)
 
     def close(self) -> None:
-        """Stop for now; what has arrived stays on disk."""
+        """Stop assembling the blob for now; the chunks that have arrived stay on disk."""
         if self.is_open:
             self.save_notes()
             self._end()
 
     def discard(self) -> None:
-        """Remove everything that has arrived."""
+        """Stop assembling the blob, and remove everything that has arrived."""
         self._end()
         self.path.unlink(missing_ok=True)
         self._notes.unlink(missing_ok=True)
 
     def release_file(self) -> None:
-        """Close the file until the next chunk comes; nothing else changes."""
+        """Close the file until the next chunk arrives; nothing else changes."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def _descriptor(self) -> int:
-        """Return the descriptor of the file, which is opened where it is not open.
+        """Return the descriptor of the file, which is opened if it is not open.
 
         Raises:
             OSError: The partial file cannot be opened, or the blob is finished, closed or discarded.
@@ -305,30 +327,37 @@ class Incoming:
         self.is_open = False
 
     def _resume(self) -> None:
-        """Continue with what an earlier process left, where both of its files are intact."""
-        try:
-            notes = json.loads(read_regular(self._notes))
-            missing = flags_of(((a, b) for a, b in notes["missing"]), self.chunks.count)
-            usable = notes["chunk_bytes"] == self.ref.chunk_bytes and self.path.stat().st_size == self.ref.size_bytes
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, ChunkError):
-            usable = False
-        if not usable:
+        """Continue with the chunks that an earlier process has stored, if both of its files are intact."""
+        missing = self._noted_missing()
+        if missing is None:
             self.path.unlink(missing_ok=True)
             self._notes.unlink(missing_ok=True)
             return
-        start = 0
         count = self.chunks.count
-        while start >= 0 and (start := missing.find(0, start)) >= 0:
+        start = missing.find(0)
+        while start >= 0:
             stop = missing.find(1, start)
-            self.chunks.add(start, count if stop < 0 else stop)
-            start = stop
+            if stop < 0:
+                stop = count
+            self.chunks.add(start, stop)
+            start = missing.find(0, stop)
+
+    def _noted_missing(self) -> bytearray | None:
+        """Return the flags of the chunks that the notes of an earlier process call missing; None: not to be used."""
+        try:
+            notes = json.loads(read_regular(self._notes))
+            missing = flags_of(((start, stop) for start, stop in notes["missing"]), self.chunks.count)
+            is_usable = notes["chunk_bytes"] == self.ref.chunk_bytes and self.path.stat().st_size == self.ref.size_bytes
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, ChunkError):
+            return None
+        return missing if is_usable else None
 
 
 _NAME = re.compile(r"[0-9a-f]{64}")
-
+"""The pattern of the names of blobs in a cache."""
 
 MOST_BLOBS = 256
-"""Files in a cache: a run brings one for each round, and tiny models would fill a disk with entries before bytes."""
+"""The most blobs in a cache: a run brings one for each round, and tiny models would fill a disk with files."""
 
 
 class BlobCache:
@@ -341,7 +370,7 @@ class BlobCache:
         self._under_way: list[Incoming] = []
 
     def path(self, digest: str) -> Path:
-        """Where the blob is, or would be."""
+        """Return the path at which the blob is, or would be."""
         return self.folder / digest
 
     def has(self, digest: str) -> bool:
@@ -349,13 +378,13 @@ class BlobCache:
         return self.path(digest).is_file()
 
     def missing_bytes(self, ref: BlobRef) -> int:
-        """Bytes of the disk that the blob will take beyond what its partial file takes; 0 where it is present."""
+        """Return the bytes of the disk that the blob takes beyond those of its partial file; 0 if it is present."""
         if self.has(ref.digest):
             return 0
         return max(0, ref.size_bytes - size_of(self._partial / f"{ref.digest}.part"))
 
     def read(self, digest: str) -> memoryview:
-        """Return the blob's bytes, mapped; a damaged file is removed, so that it is fetched again.
+        """Return the blob's bytes as a memory map; a damaged file is removed, so that it is fetched again.
 
         Raises:
             StateError: The blob is missing, or was damaged.
@@ -372,14 +401,14 @@ class BlobCache:
         return data
 
     def receive(self, ref: BlobRef) -> Incoming:
-        """Begin, or continue, to assemble a blob."""
+        """Begin or continue to assemble a blob."""
         incoming = Incoming(ref, self._partial)
         self._under_way.append(incoming)
         self.make_room(0)  # it has its full length already
         return incoming
 
     def finish(self, incoming: Incoming) -> Path:
-        """Check a complete blob and add it; returns its path.
+        """Check a complete blob, add it to the cache, and return its path.
 
         Raises:
             ChunkError: The content does not match the digest; everything that had arrived is discarded.
@@ -389,22 +418,22 @@ class BlobCache:
         return path
 
     def make_room(self, size_bytes: int) -> None:
-        """Remove the least recently used blobs until ``size_bytes`` more fit; abandoned partial ones, too.
+        """Remove the least recently used blobs, and abandoned partial ones, until ``size_bytes`` more fit.
 
-        At most `MOST_BLOBS` are left, with those that are under way.
+        At most `MOST_BLOBS` stay, counting those that are being assembled.
         """
         idle = self._idle()
         surplus = max(0, len(idle) + len(self._under_way) - MOST_BLOBS)
         for path in idle[:surplus]:
             _remove_file(path)
         idle = idle[surplus:]
-        used = sum(map(_length, idle)) + sum(one.ref.size_bytes for one in self._under_way)
+        used = sum(map(_length, idle)) + sum(incoming.ref.size_bytes for incoming in self._under_way)
         _remove(idle, used + size_bytes - self.limit_bytes, _length)
 
     def free(self, size_bytes: int, wanted: Collection[str]) -> int:
-        """Remove as `make_room` does, but none in ``wanted``, until the disk has ``size_bytes`` more; returns how many.
+        """Remove the least recently used blobs until the disk has ``size_bytes`` more, and return the bytes removed.
 
-        ``wanted`` has digests.
+        Blobs whose digests are in ``wanted`` stay.
         """
         return _remove([path for path in self._idle() if path.stem not in wanted], size_bytes, size_of)
 
@@ -421,14 +450,14 @@ def _length(path: Path) -> int:
 
 
 def _remove(files: Iterable[Path], least_bytes: int, size: Callable[[Path], int]) -> int:
-    """Remove files one after another until ``least_bytes`` are gone, or all; returns how many bytes are."""
-    gone = 0
+    """Remove files one after another until ``least_bytes`` are removed, or all, and return the bytes removed."""
+    removed_bytes = 0
     for path in files:
-        if gone >= least_bytes:
+        if removed_bytes >= least_bytes:
             break
-        gone += size(path)
+        removed_bytes += size(path)
         _remove_file(path)
-    return gone
+    return removed_bytes
 
 
 def _remove_file(path: Path) -> None:

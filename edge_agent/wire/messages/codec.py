@@ -40,13 +40,13 @@ from ...core.errors import MessageError, ProtocolMismatch, cause
 from ...core.task import parse_json
 
 _SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}\Z')
-
+"""The checksum at the end of a message."""
 
 _PROOF = re.compile(rb',"(mac|sig)":"((?:[0-9a-f]{64}){1,2})"\}\Z')
-
+"""The MAC or signature at the end of a message of a coordinator, behind its checksum."""
 
 SPOKEN = f"speaks protocol {OLDEST_PROTOCOL}..{PROTOCOL}"
-"""The protocol versions of this side, for messages about another version."""
+"""The clause that names the protocol versions of this side, for messages about another version."""
 
 
 def sealed(payload: bytes) -> bytes:
@@ -55,9 +55,9 @@ def sealed(payload: bytes) -> bytes:
 
 
 def unsealed(payload: bytes) -> bytes:
-    """Return the message without its checksum, which must be right where there is one (a message may have none).
+    """Return a message without its checksum, which must be right if there is one.
 
-    TCP lets one broken segment in some 10^9 pass, and one flipped digit here changes a learning rate or a weight.
+    TCP lets one damaged segment in some 10^9 pass, and one flipped digit changes a learning rate or a weight.
 
     Raises:
         MessageError: The checksum is wrong.
@@ -68,12 +68,16 @@ def unsealed(payload: bytes) -> bytes:
         return payload
     body = payload[: seal.start()] + b"}"
     if zlib.crc32(body) != int(seal[1], 16):
-        raise MessageError("checksum is wrong, the message was changed on the way")
+        raise MessageError("the checksum is wrong, the message was changed on the way")
     return body
 
 
 def proof_of(payload: bytes) -> tuple[bytes, str, bytes]:
-    """A message without its MAC or signature, which of the two it had (``mac``, ``sig`` or empty), and its bytes."""
+    """Split a message into its content and its proof.
+
+    Returns:
+        The message without its MAC or signature; which of the two it had, ``mac``, ``sig`` or empty; and its bytes.
+    """
     proof = _PROOF.search(payload, max(0, len(payload) - 144))
     if proof is None:
         return payload, "", b""
@@ -89,7 +93,7 @@ def start_of(payload: bytes) -> str:
 
 
 def check_version(version: object) -> None:
-    """Return quietly for a protocol version that we understand.
+    """Require a protocol version that this side understands.
 
     Raises:
         ProtocolMismatch: The peer speaks another version; the message names both versions and the side to upgrade.
@@ -97,11 +101,11 @@ def check_version(version: object) -> None:
     """
     if type(version) is not int:
         raise MessageError(f"protocol version is {str(version)[:40]!r}, expected a number")
-    shown = str(version)[:40]
+    number = str(version)[:40]
     if version > PROTOCOL:
-        raise ProtocolMismatch(f"peer speaks protocol {shown}, this side up to {PROTOCOL}; upgrade this side")
+        raise ProtocolMismatch(f"peer speaks protocol {number}, this side up to {PROTOCOL}; upgrade this side")
     if version < OLDEST_PROTOCOL:
-        raise ProtocolMismatch(f"peer speaks protocol {shown}, this side from {OLDEST_PROTOCOL}; upgrade the peer")
+        raise ProtocolMismatch(f"peer speaks protocol {number}, this side from {OLDEST_PROTOCOL}; upgrade the peer")
 
 
 def json_object(payload: bytes) -> dict[str, Any]:
@@ -122,11 +126,10 @@ def json_object(payload: bytes) -> dict[str, Any]:
 
 
 def _parser(*kinds: type[Kind]) -> Callable[[bytes], Kind]:
-    """Return a function that parses these messages.
+    """Return a function that parses messages of these kinds.
 
-    Raises (the function):
-        MessageError: not one of the expected messages, or a field out of bounds.
-        ProtocolMismatch: it speaks another protocol version.
+    The function raises `MessageError` for other messages and for fields out of bounds, and `ProtocolMismatch` for
+    another protocol version.
     """
     by_type = {kind.model_fields["type"].default: kind for kind in kinds}
 
@@ -134,9 +137,10 @@ def _parser(*kinds: type[Kind]) -> Callable[[bytes], Kind]:
         payload = unsealed(payload)
         raw = json_object(payload)
         check_version(raw.get("v"))
-        kind = by_type.get(raw.get("type")) if isinstance(raw.get("type"), str) else None
-        if kind is None:
-            raise MessageError(f"type {str(raw.get('type'))[:40]!r} is not one of {', '.join(by_type)}")
+        name = raw.get("type")
+        if not isinstance(name, str) or name not in by_type:
+            raise MessageError(f"type {str(name)[:40]!r} is not one of {', '.join(by_type)}")
+        kind = by_type[name]
         try:
             return kind.model_validate_json(payload)
         except ValidationError as error:
@@ -147,17 +151,18 @@ def _parser(*kinds: type[Kind]) -> Callable[[bytes], Kind]:
 
 
 parse_from_agent: Callable[[bytes], Control] = _parser(*get_args(FromAgent))
-
+"""Parse a message of an agent."""
 
 parse_from_coordinator: Callable[[bytes], Command] = _parser(*get_args(FromCoordinator))
-
+"""Parse a message of a coordinator to its agents."""
 
 parse_between_coordinators = _parser(Present)
+"""Parse a message of a coordinator to another one."""
 
 
 @functools.cache
 def _later(kind: type[Control], protocol: int) -> frozenset[str]:
-    """Fields of a message that are not in this version of the protocol."""
+    """Return the fields of a message that this version of the protocol does not have."""
     later = set[str]()
     for name, field in kind.model_fields.items():
         since = field.json_schema_extra.get("since") if isinstance(field.json_schema_extra, dict) else None
@@ -167,15 +172,16 @@ def _later(kind: type[Control], protocol: int) -> frozenset[str]:
 
 
 def encode(message: Control, protocol: int = PROTOCOL) -> bytes:
-    """A message as UTF-8 JSON, its checksum last; fields at their default are left out, ``v`` and ``type`` never.
+    """Return a message as UTF-8 JSON with its checksum last, in the version ``protocol`` that the receiver speaks.
 
-    ``protocol``: the version that the receiver speaks.
+    Fields at their default are left out, but for ``v`` and ``type``.
 
     Raises:
         MessageError: The message is larger than the other side reads, or holds NaN or infinity.
     """
-    plain = {name for name, f in type(message).model_fields.items() if getattr(message, name) == f.default}
-    left_out = (plain | _later(type(message), protocol)) - {"v", "type"}
+    fields_of_kind = type(message).model_fields
+    at_default = {name for name, field in fields_of_kind.items() if getattr(message, name) == field.default}
+    left_out = (at_default | _later(type(message), protocol)) - {"v", "type"}
     fields = {**message.model_dump(mode="json", by_alias=True, exclude=left_out), "v": protocol}
     try:
         payload = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
@@ -189,7 +195,8 @@ def encode(message: Control, protocol: int = PROTOCOL) -> bytes:
 
 def named_job(payload: bytes) -> JobKey | None:
     """Return the key of an undamaged `Job` with fields that this side does not know; None for anything else."""
-    if not _SEAL.search(proof_of(payload)[0]):  # one flipped bit in the checksum leaves a message without any
+    # One flipped bit in the checksum leaves a message without any, so a missing one may be damage.
+    if not _SEAL.search(proof_of(payload)[0]):
         return None
     try:
         raw = json_object(unsealed(payload))
@@ -199,4 +206,6 @@ def named_job(payload: bytes) -> JobKey | None:
     number = raw.get("round")
     if raw.get("type") != "job" or not isinstance(run, str) or type(number) is not int:
         return None
-    return JobKey(run, number, None) if re.fullmatch(RUN_PATTERN, run) and 0 <= number <= MAX_ROUND else None
+    if not re.fullmatch(RUN_PATTERN, run) or not 0 <= number <= MAX_ROUND:
+        return None
+    return JobKey(run, number, None)

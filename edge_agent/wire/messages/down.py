@@ -82,7 +82,7 @@ class Refused(Command):
 
 
 LEAST_PART = LEAST_NOISE / 1000
-"""A device's part of the least noise, among a million devices."""
+"""The least noise multiplier of a single device: its part of `LEAST_NOISE` among a million devices."""
 
 
 class Noise(Frozen):
@@ -134,12 +134,12 @@ class Job(Command):
 
     @property
     def refs(self) -> tuple[BlobRef, ...]:
-        """Everything that the agent needs before it can begin."""
+        """The blobs that the agent needs before it can begin."""
         return tuple(ref for ref in (*self.blobs, self.bundle, self.given) if isinstance(ref, BlobRef))
 
     @property
     def task(self) -> Task:
-        """The task, once it is here: `with_task`.
+        """The learning task; for one that travels as a blob see `with_task`.
 
         Raises:
             MessageError: The task is in a blob that has yet to arrive.
@@ -149,7 +149,7 @@ class Job(Command):
         return self.given
 
     def with_task(self, raw: bytes) -> Job:
-        """This job with the task of a blob.
+        """Return this job with the task in the content of a blob.
 
         Raises:
             MessageError: The blob holds no valid task.
@@ -158,10 +158,11 @@ class Job(Command):
             return self.model_copy(update={"given": Task.model_validate(parse_json(raw))})
         except (ValueError, RecursionError) as error:
             why = mistakes_of(error, Task)[0] if isinstance(error, ValidationError) else cause(error)
-            raise MessageError(f"the blob of the task is no task: {why}", is_public=True) from error
+            raise MessageError(f"the blob of the task holds no valid task: {why}", is_public=True) from error
 
     @model_validator(mode="after")
     def _check_session(self) -> Job:
+        """Require a session of a secure sum for its exchanges, and allow one for ``train`` beside them."""
         if self.session and self.purpose not in {*EXCHANGES, "train"}:
             raise ValueError(f"a job '{self.purpose}' is part of no secure sum and names a session of one")
         if self.purpose in EXCHANGES and not self.session:
@@ -188,7 +189,7 @@ class Cancel(Command):
 
 
 def job_key(message: Job | Cancel | UpdateManifest) -> JobKey:
-    """Return the job that a message is about."""
+    """Return the key of the job to which a message belongs."""
     return JobKey(message.run, message.round, message.purpose, message.session)
 
 

@@ -1,4 +1,4 @@
-"""What the messages of both directions consist of: names, digests, bounds, and their base classes.
+"""The parts of messages in both directions: names, digests, bounds, and base classes.
 
 A federation id is random and made with the coordinator's state folder. A run id is the run's name there, for people,
 and a random part: ``run-0001-`` and 32 hexadecimal digits. So no two runs have the same id.
@@ -24,150 +24,136 @@ from ...core.task import Frozen
 
 
 def printable(text: str) -> str:
-    """``text`` with a space for each character that could steer a terminal or break a line of a log."""
+    """Return ``text`` with a space in place of each character that could control a terminal or break a log line."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
 Text = Annotated[str, AfterValidator(printable)]
-"""No control characters, no line breaks, nothing that changes the direction of writing."""
-
+"""Text without control characters, line breaks and changes of the direction of writing."""
 
 Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]{1,4000}={0,2}$")]
 
-
 Serial = Annotated[str, Field(pattern=r"^([0-9a-f]{1,40})?$")]
-"""Of a certificate, hexadecimal; empty: of none."""
-
+"""The serial number of a certificate in hexadecimal; empty where there is none."""
 
 Start = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{0,32}$")]
-"""Id of one start of a program, or of a question to it; logs, status and reports show it."""
-
+"""The id of one start of a program, or of a question to it; logs, status and reports show it."""
 
 START = TypeAdapter[str](Start)
 
-
 METRIC_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-
+"""The pattern of the names of metrics."""
 
 Metrics = Annotated[dict[Annotated[str, Field(pattern=METRIC_NAME)], float | None], Field(max_length=64)]
-
+"""Metrics by name; the value of a metric that is not finite is None."""
 
 Fact = Annotated[Text, Field(max_length=64)]
-
+"""The name of a fact about a device."""
 
 FactText = Annotated[Text, Field(max_length=256)]
-
+"""The value of a fact about a device."""
 
 DISK_ERROR = "DiskError"
 """The error of a `Fault` that says that an agent's disk cannot be written."""
 
-
 PRIVACY_REFUSED = PrivacyRefused.__name__
 """The error of a `Fault` that says that the device's own policy does not allow the job."""
 
-
 SHARES_WRONG = SharesWrong.__name__
-"""The error of a `Fault` whose message begins with the names of those whose shares do not open, and a colon."""
-
+"""The error of a `Fault` whose message begins with the names of the agents whose shares are wrong, and a colon."""
 
 REFUSALS = frozenset({PRIVACY_REFUSED, SumRefused.__name__, SHARES_WRONG})
-"""The errors of a `Fault` by which a device refuses a job, and is not at fault itself."""
-
+"""The errors of a `Fault` by which a device refuses a job without being at fault itself."""
 
 ConditionName = Literal["ok", "fault", "stalled"]
-"""State of an agent: able to work, failed at its last task, or unable to write to its disk."""
+"""The condition of an agent: able to work, failed at its last task, or unable to write to its disk."""
 
 
 def metrics_of(log: Mapping[str, float]) -> dict[str, float | None]:
-    """Metrics of a client as they are sent: None for what is not finite.
+    """Return the metrics of a client in the form of messages, with None for values that are not finite.
 
     Raises:
         UsageError: The name is one that no coordinator accepts.
     """
-    if wrong := [name for name in log if not re.fullmatch(METRIC_NAME, name)]:
-        raise UsageError(
-            f"metric {wrong[0][:80]!r} cannot be sent; its name must be 1 to 64 letters, digits, dots, underscores and "
-            "hyphens, the first a letter or digit: rename it in the method's client.log"
-        )
+    for name in log:
+        if not re.fullmatch(METRIC_NAME, name):
+            raise UsageError(
+                f"metric {name[:80]!r} cannot be sent; its name must be 1 to 64 letters, digits, dots, underscores and "
+                "hyphens, the first a letter or digit: rename it in the method's client.log"
+            )
     return {name: value if math.isfinite(value) else None for name, value in log.items()}
 
 
 PROTOCOL = 3
-
+"""The newest version of the protocol that this side speaks."""
 
 OLDEST_PROTOCOL = 3
-"""Versions from this one up to `PROTOCOL` are understood. Not 2: it refuses what a `Report` says of the local model.
+"""The oldest version of the protocol that is understood. Version 2 rejects the fields of a `Report` on the local model.
 
-A coordinator serves agents of the version before: what it sends to an agent is of the agent's version. A field that
-version 4 adds to a command has a default that means what version 3 did, and is marked
-``json_schema_extra={"since": 4}``, so that it is left out for an older agent. An agent speaks its own version alone, so
-coordinators are upgraded first.
+A coordinator serves agents of the version before: messages to an agent are of the agent's version. A field that version
+4 adds to a command has a default that means what version 3 did, and is marked ``json_schema_extra={"since": 4}``, so
+that it is left out for an older agent. An agent speaks its own version alone, so coordinators are upgraded first.
 """
 
-
 MAX_MESSAGE_BYTES = 48 * 1024
-
+"""The most bytes of a control message."""
 
 LARGE_TASK_BYTES = 16 * 1024
-"""A longer task travels as a blob, once for all rounds."""
-
+"""The bytes of a task beyond which it travels as a blob, once for all rounds."""
 
 MAX_TASK_BYTES = 8 << 20
-
+"""The most bytes of a task in a blob."""
 
 SHA256 = r"^[0-9a-f]{64}$"
-
+"""The pattern of a SHA-256 in hexadecimal."""
 
 MAX_RANGES = 64
-
+"""The most ranges of chunks in a message."""
 
 MISTAKE_CHARS = 180
-"""How much of one mistake is quoted: a key of the peer's may be in it."""
-
+"""The most characters of one mistake that are quoted: a key of the peer's may be in it."""
 
 MAX_CREDITS = 4096
-
+"""The most chunks of an update that may be unacknowledged."""
 
 MAX_EPOCH = 1 << 53
-
+"""The largest epoch: the largest integer that JSON readers keep exactly."""
 
 MAX_HEARTBEAT_S = 300.0
-
+"""The most seconds between heartbeats."""
 
 MAX_WAIT_S = 400 * 86_400.0
-
+"""The most seconds that an activation of a bundle may wait or last."""
 
 MAX_ROUND = 2_000_000
-
+"""The largest number of a round."""
 
 MAX_SAMPLES = 1_000_000_000
-
+"""The largest number of samples of a device."""
 
 Digest = Annotated[str, Field(pattern=SHA256)]
-
+"""The SHA-256 of a blob, in hexadecimal."""
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-
+"""A name of an agent, a federation, a method or a channel."""
 
 RUN_PATTERN = r"[a-z0-9][a-z0-9-]{0,63}"
-
+"""The pattern of a run id."""
 
 RunId = Annotated[str, Field(pattern=f"^{RUN_PATTERN}$")]
-
+"""The id of a run."""
 
 AnyRun = Annotated[str, Field(pattern=f"^({RUN_PATTERN})?$")]
-"""A run id, or empty: of no run."""
-
+"""The id of a run, or empty for no run."""
 
 FederationId = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
-"""Empty: of a sender that belongs to no federation yet."""
-
+"""The id of a federation; empty where the sender belongs to none yet."""
 
 Epoch = Annotated[int, Field(ge=0, le=MAX_EPOCH)]
-
+"""A number that counts the starts of a coordinator."""
 
 _RANDOM_PART = re.compile(r"-[0-9a-f]{32}\Z")
-
+"""The end of a run id that is not its name."""
 
 Purpose = Literal[
     "train",
@@ -179,31 +165,26 @@ Purpose = Literal[
     "secure_shares",
     "secure_unmask",
 ]
-"""What an agent is asked to do, see `Job`."""
-
+"""The purpose of a job, see `Job`."""
 
 OUTSIDE_ROUNDS: tuple[Purpose, ...] = ("batch_norm_stats", "activation_ranges")
-"""Purposes of updates that are collected once, beside those of a round."""
-
+"""The purposes of updates that are collected once, beside those of a round."""
 
 EXCHANGES: tuple[Purpose, ...] = ("secure_keys", "secure_shares", "secure_unmask")
-"""Purposes of what agents send so that a round's updates can be added up unseen:
-`edge_agent.privacy.secure_sum`."""
-
+"""The purposes of the exchanges of a secure sum, see `edge_agent.privacy.secure_sum`."""
 
 Session = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
-"""Of one attempt at a secure sum; empty: of none."""
-
+"""The id of one attempt at a secure sum; empty where there is none."""
 
 RoundNumber = Annotated[int, Field(ge=0, le=MAX_ROUND)]
-
+"""The number of a round."""
 
 Ranges = Annotated[tuple[tuple[int, int], ...], Field(max_length=MAX_RANGES)]
 """Half-open ranges of chunk numbers."""
 
 
 class Control(Frozen):
-    """What every control message carries."""
+    """Base of all control messages, with the fields that each of them has."""
 
     v: int = PROTOCOL
     boot: Start = Field("", description="the sender's start; a new one after each restart")
@@ -213,7 +194,7 @@ class Control(Frozen):
 
 
 class Command(Control):
-    """What messages of a coordinator carry as well; an agent obeys one federation and epoch."""
+    """Base of the messages of a coordinator; an agent obeys one federation and epoch."""
 
     epoch: Epoch = Field(0, description="counts the starts of this coordinator")
 
@@ -222,7 +203,7 @@ Kind = TypeVar("Kind", bound=Control)
 
 
 class BlobRef(Frozen):
-    """A blob, named by its content."""
+    """The reference to a blob, which is named by its content."""
 
     digest: Digest
     size_bytes: int = Field(ge=1, le=1 << 33)
@@ -230,7 +211,7 @@ class BlobRef(Frozen):
 
 
 class JobKey(NamedTuple):
-    """What identifies a job among those of one agent; without a purpose where that is unknown."""
+    """The key that identifies a job among those of one agent; its purpose is None where that is unknown."""
 
     run: str
     round: int = 0
@@ -239,7 +220,7 @@ class JobKey(NamedTuple):
 
 
 def new_id() -> str:
-    """Return a federation id, or the random part of a run id: 32 hexadecimal digits."""
+    """Return a new federation id, or a new random part of a run id: 32 hexadecimal digits."""
     return secrets.token_hex(16)
 
 

@@ -160,7 +160,7 @@ def test_queued_run_is_cancelled_with_a_session(site):
         ("promote", {"number": "x"}, "is no number"),
         ("rollback", {"number": 1}, "is the first of channel"),
         ("pin", {"agent": "<x>", "reason": "y"}, "&lt;x&gt;"),
-        ("pin", {"agent": "c", "reason": "y", "until": "soon"}, "no date or time"),
+        ("pin", {"agent": "c", "reason": "y", "until": "soon"}, "not a date or time"),
         ("unpin", {"agent": "c"}, "is not pinned"),
         ("cancel", {"run": "run-0001"}, "finished already"),
         ("cancel", {"run": "../x"}, "unknown run"),

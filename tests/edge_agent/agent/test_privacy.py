@@ -52,7 +52,7 @@ JOB = Job(run="run-1", round=1, rounds=2, seed=0, method="fedavg", blobs=(), dea
 @pytest.mark.parametrize("session", ["", "1" * 32])
 @pytest.mark.parametrize("purpose", ["contribute", "batch_norm_stats", "activation_ranges"])
 def test_device_that_insists_on_a_secure_sum_refuses_what_no_mask_is_put_on_whatever_session_it_names(purpose, session):
-    with pytest.raises(PrivacyRefused, match="'required', and the run would see the single update"):
+    with pytest.raises(PrivacyRefused, match="'required', and the coordinator would see the single update"):
         check_job(
             PrivacyConfig(secure_sum="required"), JOB.model_copy(update={"purpose": purpose, "session": session}), None
         )

@@ -122,8 +122,8 @@ def test_a_missing_partition_is_told_before_anything_begins(tmp_path, source):
 @pytest.mark.parametrize(
     "given, words",
     [
-        ({"partition": "p.json", "test_fraction": 0.5}, "test_fraction of a partition"),
-        ({"partition": "p.json", "seed": 1, "test_fraction": 0.5}, "seed and test_fraction of a partition"),
+        ({"partition": "p.json", "test_fraction": 0.5}, "test_fraction with a partition"),
+        ({"partition": "p.json", "seed": 1, "test_fraction": 0.5}, "seed and test_fraction with a partition"),
         ({"client": "c0"}, "client = 'c0' without partition"),
         ({"partition": "p.json", "test": "npz:y"}, "test = 'npz:y' with a partition"),
         ({"test_fraction": 0.5, "test": "npz:y"}, "test_fraction with test = 'npz:y'"),

@@ -122,7 +122,7 @@ def test_a_name_of_the_encoders_own_comes_before_one_with_a_prefix(model, tmp_pa
 def test_what_is_no_file_is_not_waited_for(model, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
-        with pytest.raises(WeightsError, match="is no file"):
+        with pytest.raises(WeightsError, match="is not a file"):
             load_weights(model, place)
 
 

@@ -101,7 +101,7 @@ def test_a_frame_cut_short_is_refused(cut):
 
 
 def test_a_frame_that_goes_on_is_refused():
-    with pytest.raises(ChunkError, match="promises 5 bytes and holds 6"):
+    with pytest.raises(ChunkError, match="states 5 bytes and holds 6"):
         decode_frame(Frame(7, 1, 3, 64, b"12345").encode() + b"6")
 
 

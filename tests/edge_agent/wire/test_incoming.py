@@ -265,7 +265,7 @@ def test_a_chunk_for_which_the_disk_has_no_room_can_be_sent_again(tmp_path, monk
 
     incoming.add(frames[0])
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(ChunkError, match="cannot be kept"):
+    with pytest.raises(ChunkError, match="cannot be stored"):
         incoming.add(frames[1])
     assert incoming.chunks.missing() == ((1, 2),)
     monkeypatch.setattr(os, "pwrite", real)
