@@ -40,7 +40,7 @@ from edge_agent.cli.doctor import look
 from edge_agent.core.config import AgentConfig, DataConfig
 from edge_agent.core.errors import BrokerAway, ConfigError, EnrolmentRefused, MessageError, StateError, UsageError
 from edge_agent.core.storage import write_private
-from edge_agent.identity.certificates import IdentityFolder, answered, enroll, shown
+from edge_agent.identity.certificates import IdentityFolder, answered, enroll, show_utc
 from edge_agent.identity.keys import fingerprint, new_secret, signing_request, token_key
 from edge_agent.identity.renewal import Renewal, renew_beside
 from edge_agent.identity.signed_request import MAX_LINE_BYTES, ask
@@ -754,7 +754,7 @@ def test_device_asks_whether_its_certificate_counts_and_is_told_what_a_renewal_w
     enroll(side.token("garden"), other)
     renewal = Renewal(folder.path.parent)
     records = side.enrolment.ledger.get("porch").certificates
-    assert renewal.standing() == shown(identity.not_after)
+    assert renewal.standing() == show_utc(identity.not_after)
     forged = {**other.question("home", "garden").model_dump(), "name": "porch", "serial": identity.serial}
     with pytest.raises(EnrolmentRefused, match=r"none of 'porch' is known here with the serial and the key"):
         ask(("localhost", side.config.enroll_port), folder.ca_der(), forged)
