@@ -168,7 +168,10 @@ POLICIES = {
     "fedavg": ({"clip": 1.0, "noise": 1.0, "min_class_count": 9, "samples": "rounded"}, ""),
     "repper": ({"batch_norm_stats": False}, r"carry 'encoder\..*running_mean', privacy\.batch_norm_stats is false"),
     "fedpac": ({"samples": "rounded"}, "carry statistics of classes, which tell their sample counts"),
-    "spherefed": ({"min_class_count": 3}, "min_class_count of the run is 2, privacy.min_class_count requires at least 3"),
+    "spherefed": (
+        {"min_class_count": 3},
+        "min_class_count of the run is 2, privacy.min_class_count requires at least 3",
+    ),
     "scaffold": ({"noise": 1.0}, "for which no noise is defined"),
     "fedproto": ({"clip": 1.0}, r"'prototypes\.counts' of method 'fedproto' is counted"),
     "fedper": ({"methods": ()}, "privacy.methods allows none"),
