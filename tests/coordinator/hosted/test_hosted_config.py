@@ -20,7 +20,7 @@ from edge_agent.core.config import load, parse
 from edge_agent.core.errors import ConfigError
 from edge_agent.data import partition
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 TASK = {"class_names": ["a", "b"], "encoder": "linear", "input": {"kind": "image", "channels": 1}}
 DIGITS = {"source": "digits:optdigits?n=20"}
 

@@ -124,7 +124,7 @@ class Compose:
 
 @pytest.fixture(scope="module")
 def root():
-    return Path(__file__).parents[2]
+    return Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 
 from coordinator.broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @contextlib.contextmanager

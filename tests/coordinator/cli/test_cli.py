@@ -22,7 +22,7 @@ from coordinator.views.runs import OpenRound, RunRecord
 from edge_agent import __version__, methods
 from edge_agent.privacy.disclosure import HEADINGS, section
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMMANDS = sorted(set(headwater.COMMANDS) - {"bench"})
 
 TASK = """

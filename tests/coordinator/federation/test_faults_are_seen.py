@@ -22,7 +22,7 @@ from coordinator.config import WebConfig
 from coordinator.web.server import Settings, WebProcess
 from edge_agent.cli import main as edge_agent
 
-HARNESS = Path(__file__).parents[1] / "harness"
+HARNESS = Path(__file__).parents[2] / "harness"
 WITHIN_S = 15.0
 
 COORDINATOR = """

@@ -37,7 +37,7 @@ from edge_agent.core.errors import ConfigError, StateError, UsageError
 from edge_agent.wire.seal import read_key
 
 PATIENCE_S = 20
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def has_account(name: str) -> bool:

@@ -22,7 +22,7 @@ from edge_agent.core.errors import RunFailed
 from edge_agent.core.locks import folder_lock
 from edge_agent.core.storage import write_json
 
-README = Path(__file__).parents[2] / "edge_agent/README.md"
+README = Path(__file__).parents[3] / "edge_agent/README.md"
 COORDINATOR = """
 state = "state"
 [broker]
