@@ -100,6 +100,7 @@ class MqttTransport:
         self._first_failure = ""
         self._rejection = ""
         self._remedy = ""
+        self._clocks_differ = False
         self._thread: threading.Thread | None = None
         self._connection = 0
 
@@ -237,6 +238,7 @@ class MqttTransport:
         self._connection += 1
         self._rejection = ""
         self._remedy = ""
+        self._clocks_differ = False
         self._pending_filters.clear()
         client = _client(self.config, self.client_id, session_of(self.client_id), paho.MQTTv311)
         client.max_inflight_messages_set(INFLIGHT)
