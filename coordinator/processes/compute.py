@@ -7,6 +7,7 @@ asked of it for a while.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
 import queue
@@ -232,9 +233,21 @@ def _described(error: Exception) -> dict[str, Any]:
 
 
 def _error_from(fields: Mapping[str, Any]) -> HeadwaterError | OSError:
-    """The error of the other process; of ours that take more than a message the nearest base that does not."""
+    """Return the error of the other process; for a class that needs more than a message, one of its nearest base."""
     if "errno" in fields:
         return OSError(fields["errno"], fields["message"], fields["filename"])
+    message = fields["message"]
     kind: type[HeadwaterError] = getattr(errors, fields["kind"] or "RunFailed", RunFailed)
-    plain = (one for one in kind.__mro__ if issubclass(one, HeadwaterError) and "__init__" not in vars(one))
-    return next(plain, RunFailed)(fields["message"])
+    for base in kind.__mro__:
+        if issubclass(base, HeadwaterError) and _takes_message_alone(base):
+            return base(message)
+    return RunFailed(message)
+
+
+def _takes_message_alone(kind: type[HeadwaterError]) -> bool:
+    """Return whether an error of this class can be made from its message."""
+    try:
+        inspect.signature(kind).bind("message")
+    except TypeError:
+        return False
+    return True

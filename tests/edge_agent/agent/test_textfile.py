@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_written_costs_one_line_and_no_work(tmp_path, ca
 
 
 def test_only_files_that_the_collector_reads_are_accepted():
-    with pytest.raises(ConfigError, match=r"end in \.prom"):
+    with pytest.raises(ConfigError, match=r"reads only \.prom files"):
         from edge_agent.core.config import parse
 
         parse(MetricsConfig, {"textfile": "metrics.txt"}, where="agent.toml")
