@@ -7,27 +7,21 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from edge_agent.config import parse
-from edge_agent.errors import HeadwaterError, MissingCapability, RunFailed, TrainingFailed, UsageError
-from edge_agent.registry import absolute
-from edge_agent.storage import (
-    FolderKind,
-    check_writable,
-    mark_folder,
-    remove_folder,
-    write_atomic,
-    write_json,
-)
+from edge_agent.core.config import parse
+from edge_agent.core.errors import HeadwaterError, MissingCapability, RunFailed, TrainingFailed, UsageError
+from edge_agent.core.own_folders import FolderKind, mark_folder, remove_folder
+from edge_agent.core.registry import absolute
+from edge_agent.core.storage import check_writable, write_atomic, write_json
 
 from .config import CoordinatorConfig, ExportConfig, HostedConfig
 from .runs.request import Request
 from .shadowed import check_export
 from .simulation.failures import add_note
 from .simulation.plan import Plan
-from .state.journal import RunRecord
 from .state.store import StateFolder
+from .views.runs import RunRecord, replay
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,10 +29,23 @@ if TYPE_CHECKING:
 
     from edge_agent.data import Samples
     from edge_agent.methods import Method
-    from edge_agent.wire.messages import Job
+    from edge_agent.wire.messages.down import Job
     from export import Report
 
     from .simulation.run import Simulation
+
+
+class _Member(Protocol):
+    """The coordinator or an agent of a federation in one process."""
+
+    def start(self) -> None:
+        """Connect and begin."""
+
+    def step(self, timeout: float) -> object:
+        """Handle what has arrived within ``timeout`` seconds; the result is true where there was something to do."""
+
+    def close(self) -> None:
+        """Stop and leave."""
 
 
 TEMPORARY_RUN = FolderKind("temporary simulation")
@@ -235,7 +242,8 @@ def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[
     """The plan's fields ``data`` and ``partition``; what the caller holds in memory is written into ``folder``."""
     from .simulation import own_data
 
-    rule, seed = fields.get("partition"), int(fields.get("seed", 0))
+    rule = fields.get("partition")
+    seed = int(fields.get("seed", 0))
     share = float(fields.get("test_fraction", Plan.model_fields["test_fraction"].default))
     if isinstance(data, Mapping):
         own_data.check_is_clients(data, has_rule="partition" in fields or "clients" in fields)
@@ -298,7 +306,8 @@ def finish(simulation: Simulation, folder: Path, watch: Callable[[Job], None]) -
     from .simulation.results import curves
 
     result = simulation.finish(watch)
-    picture, run = folder / "curves.svg", simulation.state.run(simulation.run)
+    picture = folder / "curves.svg"
+    run = simulation.state.run(simulation.run)
     write_atomic(picture, curves(result))
     result |= {"folder": str(folder), "report": str(run.report_path), "curves": str(picture)}
     write_json(folder / "result.json", result)
@@ -323,11 +332,10 @@ def federate(
         HeadwaterError: of any kind; the run failed where it is RunFailed.
     """
     from edge_agent import methods
-    from edge_agent.agent.event_loop import Agent, will_of
-    from edge_agent.agent.tasks import TaskRunner
-    from edge_agent.config import AgentConfig, DataConfig
-    from edge_agent.wire.transport import MemoryBroker
+    from edge_agent.core.config import AgentConfig, DataConfig
+    from edge_agent.wire.memory import MemoryBroker
 
+    from .hosted.in_memory import agent_in_memory
     from .service.coordinator import Coordinator
 
     if not agents:
@@ -336,13 +344,14 @@ def federate(
     quiet = config.export.model_copy(update={"after_run": False})
     config = config.model_copy(update={"cohort": cohort, "export": quiet})
     chosen = methods.create(method, params).params.model_dump(mode="json")
-    broker, members = MemoryBroker(), list[Coordinator | Agent]()
+    broker = MemoryBroker()
+    members = list[_Member]()
     with StateFolder(config.state).open("federate") as state:
-        run = state.journal.request_run(Request(method, chosen, rounds, seed, config.task).body())
+        run = state.journal.request_run(Request(method, chosen, rounds, seed, config.task).to_fact())
         members.append(Coordinator(config, state, broker.transport(), probe_s=0))
         for name, source in agents.items():
             own = AgentConfig(id=name, state=config.state.parent / name, data=DataConfig(source=source))
-            members.append(Agent(own, broker.transport(will_of(own, name)), TaskRunner(own, "train"), boot=name))
+            members.append(agent_in_memory(own, broker))
         for member in members:
             member.start()
         try:
@@ -353,9 +362,9 @@ def federate(
         finally:
             for member in members:
                 member.close()
-        record = state.journal.replay(run)
+        record = replay(state.journal, run)
         if record.status != "finished":
-            raise RunFailed(f"{run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
+            raise RunFailed(f"{run} {record.status}: {record.reason or 'no reason was noted'}")
         return state.run(run).summary() or {}
 
 
@@ -388,7 +397,8 @@ def export_run(
     from .simulation.setup import planned
 
     trained = TrainedModel.of(folder, run)
-    task, method = trained.request.task, trained.method
+    task = trained.request.task
+    method = trained.method
     domains: Mapping[str, Samples] = {}
     if settings.int8 and calibration:
         domains = domains_of(calibration, task)  # as typed; those of the configuration count from its folder
@@ -445,7 +455,7 @@ class TrainedModel:
         from .simulation.setup import planned
 
         with StateFolder(folder).look() as state:
-            closed = (state.journal.replay(name) for name in ([run] if run else reversed(state.journal.runs())))
+            closed = (replay(state.journal, name) for name in ([run] if run else reversed(state.journal.runs())))
             record = next((one for one in closed if one.round and one.checkpoint and (run or not one.is_pruned)), None)
             if record is None:
                 which = f"run '{run}' has" if run else "there are no runs with"
@@ -460,7 +470,7 @@ class TrainedModel:
             client_ranges = ranges_before(state, record.run, record.round)
         if (plan := planned(folder)) is not None:
             register(plan)
-        request = Request.from_body(record.request)
+        request = Request.from_fact(record.request)
         method = methods.create(request.method_reference, request.params)
         pooled = pooled or pooled_batch_norm(folder, record.run, record.round, method, request.task)
         model = model_from_state(method, request.task, {**weights, **pooled})

@@ -1,4 +1,4 @@
-"""The coordinator's configuration: one TOML file, read with `edge_agent.config.load`.
+"""The coordinator's configuration: one TOML file, read with `edge_agent.core.config.load`.
 
 Durations are seconds (``_s``). Relative paths count from the folder of the file.
 """
@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from edge_agent.config import (
+from edge_agent.core.config import (
     LEAST_CLIENTS,
     LEAST_NOISE,
     NAME_PATTERN,
@@ -30,7 +30,7 @@ from edge_agent.config import (
     load,
     zero_or_from,
 )
-from edge_agent.task import Frozen, Task
+from edge_agent.core.task import Frozen, Task
 
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
 PositiveCount = Annotated[int, Field(ge=1, le=1_000_000)]

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 
 _OURS = Path(__file__).resolve().parents[1] / "export"
 

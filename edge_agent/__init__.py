@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from . import heads, methods
     from .agent.event_loop import Agent
     from .data import load as load_data
-    from .personalizer import Personalizer, load_bundle
+    from .personal.personalizer import Personalizer, load_bundle
 
 __version__ = "0.1.0"
 
@@ -21,8 +21,8 @@ __all__ = ["Agent", "Personalizer", "__version__", "heads", "load_bundle", "load
 
 _HOMES = {
     "Agent": (".agent.event_loop", "Agent"),
-    "Personalizer": (".personalizer", "Personalizer"),
-    "load_bundle": (".personalizer", "load_bundle"),
+    "Personalizer": (".personal.personalizer", "Personalizer"),
+    "load_bundle": (".personal.personalizer", "load_bundle"),
     "load_data": (".data", "load"),
 }
 

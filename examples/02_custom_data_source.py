@@ -16,10 +16,10 @@ import numpy as np
 from pydantic import Field
 
 from edge_agent import data, heads
+from edge_agent.core.errors import HeadwaterError
+from edge_agent.core.task import WindowInput
 from edge_agent.data import Raw, Samples
-from edge_agent.errors import HeadwaterError
 from edge_agent.heads import FitData
-from edge_agent.task import WindowInput
 
 CLASSES = ("slow", "fast")
 INPUT = WindowInput(channels=1, length=32, stride=32)
@@ -29,7 +29,8 @@ def waves(n: str = "60", noise: str = "0.3") -> tuple[np.ndarray, np.ndarray, tu
     """Way 1: windows (n, 1, 32), labels (n,), and the names of the classes."""
     rng = np.random.default_rng(7)
     labels = rng.integers(0, 2, int(n))
-    time, begin = np.arange(32) / 32, rng.uniform(0, 1, (len(labels), 1))
+    time = np.arange(32) / 32
+    begin = rng.uniform(0, 1, (len(labels), 1))
     pure = np.sin(2 * np.pi * ((2 + 3 * labels)[:, None] * time + begin))
     return (pure + rng.normal(0, float(noise), pure.shape))[:, None].astype(np.float32), labels, CLASSES
 

@@ -42,8 +42,11 @@ class People:
 def made_up(path: Path, people: int = 7, each: int = 4) -> None:
     """Write recordings: ``each`` of every exercise by everybody, 6 s at 50 Hz, 6 channels."""
     rng = np.random.default_rng(3)
-    shifts, sizes = rng.uniform(0, 2 * np.pi, (3, 6)), rng.uniform(0.2, 1.5, (3, 6))
-    samples, labels, subjects = [], [], []
+    shifts = rng.uniform(0, 2 * np.pi, (3, 6))
+    sizes = rng.uniform(0.2, 1.5, (3, 6))
+    samples = []
+    labels = []
+    subjects = []
     for subject in range(people):
         turn, _ = np.linalg.qr(rng.normal(size=(6, 6)))
         mount = np.eye(6) + 0.6 * (turn - np.eye(6))
@@ -77,7 +80,8 @@ def new_clients(people: People, folder: Path, rounds: int = ROUNDS) -> dict[int,
 
     Windows are two seconds, half overlapping; mean and spread of each channel are those of the training people.
     """
-    trainers, new = people.subjects[:TRAINERS], people.subjects[TRAINERS:]
+    trainers = people.subjects[:TRAINERS]
+    new = people.subjects[TRAINERS:]
     result = simulate(
         "fedavg",
         data=[people.source(subject) for subject in trainers],
@@ -89,7 +93,8 @@ def new_clients(people: People, folder: Path, rounds: int = ROUNDS) -> dict[int,
         engine="serial",
     )
     bundle = load_bundle(result.export(folder / "watch.hwb"), folder)
-    task, found = bundle.manifest.task, {}
+    task = bundle.manifest.task
+    found = {}
     for subject in new:
         train, test = data.split(load_data(people.source(subject), task.input, task.class_names), 0.5, seed=0)
         found[subject] = Personalizer.open(folder / "watch.hwb", cache=folder).fit(train, head="lr").evaluate(test)

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from coordinator import simulate
+from edge_agent.core.task import State
 from edge_agent.methods import Update
 from edge_agent.methods.fedavg import FedAvg
-from edge_agent.task import State
 
 ROUNDS = 5
 CLIENTS = 5

@@ -12,9 +12,9 @@ import numpy as np
 from pydantic import Field
 
 from edge_agent import data, heads
+from edge_agent.core.task import ImageInput, Tensors
 from edge_agent.heads import FitData, Head, HeadParams
 from edge_agent.heads.base import softmax
-from edge_agent.task import ImageInput, Tensors
 
 
 class Cosine(Head):

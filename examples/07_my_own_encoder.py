@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from coordinator import simulate
-from edge_agent.task import Task
+from edge_agent.core.task import Task
 
 ROUNDS = 5
 

@@ -10,10 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from edge_agent import config, methods
-from edge_agent.errors import ConfigError, HeadwaterError
-from edge_agent.storage import read_regular_text, read_tensors
-from edge_agent.task import Task
+from edge_agent import methods
+from edge_agent.core import config
+from edge_agent.core.errors import ConfigError, HeadwaterError
+from edge_agent.core.storage import read_regular_text, read_tensors
+from edge_agent.core.task import Task
 
 from . import Report, bundle, domains_of, model_from_state, synthetic_inputs
 
@@ -24,14 +25,15 @@ _EXAMPLE = """example:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code of the command line ``arguments``."""
+    """Return the exit code of the command line ``arguments``."""
     options = _parser().parse_args(arguments)
     try:
         report = _export(options)
     except HeadwaterError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    manifest, size = report.manifest, report.path.stat().st_size
+    manifest = report.manifest
+    size = report.path.stat().st_size
     if options.json:
         content = {
             "path": str(report.path),

@@ -17,17 +17,20 @@ import numpy as np
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as Norm
 
-from edge_agent.bundle import FreeNorm, NormLayer
-from edge_agent.errors import ExportRejected
-from edge_agent.task import Task
+from edge_agent.bundle.manifest import FreeNorm, NormLayer
+from edge_agent.core.errors import ExportRejected
+from edge_agent.core.task import Task
 
 from .encoder import Exported, to_onnx
 
 PROBE_FILE = "norm_probe.onnx"
 PREFIX = "estimate/"
 _FLAT = f"{PREFIX}flat"
-_NAME_TAG, _DATA_TAG = b"\x42", b"\x4a"
-"""Fields ``name`` and ``raw_data`` of a tensor in an ONNX file; they follow each other."""
+_NAME_TAG = b"\x42"
+"""The byte before the name of a tensor in an ONNX file."""
+
+_DATA_TAG = b"\x4a"
+"""The byte before the raw data of a tensor in an ONNX file, which follow its name."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,11 @@ class Adaptable:
 
 
 def adaptable(encoder: nn.Module, task: Task) -> Adaptable | None:
-    """The encoder in eval mode with free batch norm; None where it has none. The given module is left as it is.
+    """Return the encoder in eval mode with free batch norm; None where it has none. The given module is left as it is.
 
     Raises:
-        ExportRejected: the exporter cannot translate this encoder, or one of its layers of batch norm is used twice.
-        MissingCapability: onnx is not installed.
+        ExportRejected: The exporter cannot translate this encoder, or one of its batch norm layers is used twice.
+        MissingCapability: The package onnx is not installed.
     """
     count = sum(isinstance(module, Norm) for module in encoder.modules())
     if not count:
@@ -106,16 +109,19 @@ def _own_constants(model: Any) -> list[int]:
 
 
 def _place(model: bytes, layer: int, what: str, channels: int) -> int:
-    """The byte of the serialised model at which a constant of `_own_constants` begins."""
-    name, left, length = _constant(layer, what).encode(), 4 * channels, b""
+    """Return the byte of the serialised model at which a constant of `_own_constants` begins."""
+    name = _constant(layer, what).encode()
+    left = 4 * channels
+    length = b""
     while left > 127:  # seven bits in each byte, the highest bit says that more follow
-        length, left = length + bytes([left % 128 + 128]), left // 128
+        length = length + bytes([left % 128 + 128])
+        left = left // 128
     before = _NAME_TAG + bytes([len(name)]) + name + _DATA_TAG + length + bytes([left])
     return model.index(before) + len(before)
 
 
 def _probe(model: Any, image: str) -> bytes:
-    """The appended graph: its inputs are the encoder's and ``own_share`` (scalar float32, 0..1).
+    """Return the appended graph: its inputs are the encoder's and ``own_share`` (scalar float32, 0..1).
 
     Outputs: ``statistics`` (s,), mean and variance of each batch norm in order; ``own_features`` (n, d), the features
     of the batch with these statistics.
@@ -143,12 +149,14 @@ def _probe(model: Any, image: str) -> bytes:
         if node.op_type != "BatchNormalization":
             twin = copy.deepcopy(node)
             twin.name = f"{PREFIX}{node.name}"
-            twin.input[:], twin.output[:] = map(own, node.input), map(own, node.output)
+            twin.input[:] = map(own, node.input)
+            twin.output[:] = map(own, node.output)
             graph.node.append(twin)
             continue
         rank = ranks[node.input[0]]
         inputs, weight, bias, *stored = map(own, node.input)
-        at, axes = f"norm.{layers}", [0, *range(2, rank)]
+        at = f"norm.{layers}"
+        axes = [0, *range(2, rank)]
         epsilon = next(attribute.f for attribute in node.attribute if attribute.name == "epsilon")
         to_rank = np.array([1, -1, *[1] * (rank - 2)], np.int64)
         graph.initializer.append(numpy_helper.from_array(to_rank, f"{PREFIX}{at}.shape"))

@@ -17,15 +17,16 @@ import torch
 from torch import nn
 
 import edge_agent
-from edge_agent import self_test
-from edge_agent.bundle import DomainAnswers, EncoderPrecision, HeadCard, Lineage, Manifest, Quantization, pack
+from edge_agent.bundle.archive import pack
+from edge_agent.bundle.manifest import DomainAnswers, EncoderPrecision, HeadCard, Lineage, Manifest, Quantization
+from edge_agent.core.errors import ExportRejected
+from edge_agent.core.task import State, Task, Tensors
 from edge_agent.data import Samples
-from edge_agent.encoder import Encoder
-from edge_agent.errors import ExportRejected
 from edge_agent.methods.base import Method
-from edge_agent.task import State, Task, Tensors
+from edge_agent.personal import self_test
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.variants import timed
 from edge_agent.training.parts import Parts, feature_dim, load_arrays
-from edge_agent.variants import timed
 from edge_agent.wire.tensors import encode
 
 from .batch_norm import PROBE_FILE, Adaptable, adaptable
@@ -37,12 +38,13 @@ from .quantize import LEAST_CLIENTS, MAX_WEIGHT, MIN_COSINE, Quantizer, common, 
 _log = logging.getLogger(__name__)
 
 _GRAPHS: dict[EncoderPrecision, str] = {"fp32": "encoder.onnx", "int8": "encoder.int8.onnx"}
-_GOLDEN, _HEAD = "golden.safetensors", "global_head.safetensors"
+_GOLDEN = "golden.safetensors"
+_HEAD = "global_head.safetensors"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What an export made: manifest, path, seconds of each step, all gates, and why int8 is missing where it is."""
+    """The result of an export: manifest, path, seconds of each step, all gates, and why int8 is missing, if it is."""
 
     manifest: Manifest
     path: Path
@@ -68,29 +70,48 @@ def bundle(
     client_ranges: Mapping[str, np.ndarray] | None = None,
     lineage: Lineage | None = None,
 ) -> Report:
-    """The bundle of ``model``'s encoder, written to ``out``.
+    """Export the encoder of a model, write its bundle to ``out``, and report what was made.
 
-    ``calibration``: labelled samples by domain, from which the int8 ranges are taken in equal parts, and on which heads
-    compare int8 with fp32, each domain by ranges of the others; or inputs (n, ...) float32, preprocessed, without
-    labels, and nothing is compared. An int8 variant whose features differ too much, or whose heads lose more than half
-    a point beyond noise, is left out; the report has the reason. The encoder runs in eval mode: its running statistics
-    are those that devices get. Where the method allows it and ``own_norm`` asks for it, the bundle has what a device
-    needs to estimate them on its own inputs: then batch norm is not folded and exporter ``auto`` is ``legacy``.
-    ``client_ranges``: client -> (steps, 2), what `training.ranges` gives for this encoder on samples that are not here:
-    they count as domains do, and more than inputs without labels; those of fewer than three clients are left out, and
-    ``quantization.ranges`` says so. ``created``: ISO 8601 UTC; default: now. ``lineage``: where the model comes from.
+    The encoder runs in eval mode: its running statistics are those that devices get. An int8 variant whose features
+    differ too much, or whose heads lose more than half a point beyond noise, is left out; the report has the reason.
+
+    Args:
+        model: The model.
+        method: The method that has trained it.
+        task: The learning task.
+        calibration: Labelled samples by domain, from which the int8 ranges are taken in equal parts, and on which heads
+            compare int8 with fp32, each domain by ranges of the others. Or preprocessed inputs (n, ...) float32 without
+            labels, by which nothing is compared.
+        out: The file to write.
+        name: The name of the bundle for people.
+        created: The time of the export as ISO 8601 UTC; default: now.
+        global_head: The shared linear classifier: ``weight`` (K, d) and ``bias`` (K,).
+        exporter: The exporter of torch.
+        int8: Whether to make an int8 variant.
+        norm_note: How batch norm was settled for one common encoder.
+        own_norm: Let devices estimate batch norm statistics on their own inputs, if the method allows it; then batch
+            norm is not folded and exporter ``auto`` is ``legacy``.
+        client_ranges: The (steps, 2) of `training.ranges` for this encoder by client, whose samples are not here. They
+            count as domains do, and more than inputs without labels; those of fewer than three clients are left out,
+            and ``quantization.ranges`` says so.
+        lineage: Where the model comes from.
 
     Raises:
-        ExportRejected: a gate failed; all of them are listed and a bundle already at ``out`` stays as it is.
-        MissingCapability: onnx or onnxruntime is not installed.
+        ExportRejected: A gate failed; all failures are listed and a bundle already at ``out`` stays as it is.
+        MissingCapability: The package onnx or onnxruntime is not installed.
     """
     domains = {} if isinstance(calibration, np.ndarray) else chosen(calibration)
     observed = {"": calibration} if isinstance(calibration, np.ndarray) else range_inputs(domains)
     inputs = _checked(observed, task)
-    encoder, seconds = model.part("encoder"), dict[str, float]()
+    encoder = model.part("encoder")
+    seconds = dict[str, float]()
+    # 1. The fp32 graph, with batch norm left free where devices may estimate it again.
     with _timed(seconds, "onnx"):
-        free = _free_norm(encoder, task) if own_norm and method.own_norm and exporter != "dynamo" else None
+        free = None
+        if own_norm and method.own_norm and exporter != "dynamo":
+            free = _free_norm(encoder, task)
         exported = to_onnx(encoder, task, exporter) if free is None else free.exported
+    # 2. Its gates.
     with _timed(seconds, "gates"):
         gates = [*_head_gates(global_head, task, feature_dim(encoder)), *graph_gates(exported.model, task)]
         _check_passed(gates, task)  # before ONNX Runtime opens the graph
@@ -98,8 +119,10 @@ def bundle(
         gates.append(gate)
         _check_passed(gates, task)
     graphs: dict[EncoderPrecision, bytes] = {"fp32": exported.model}
-    quantization, int8_note = None, "not asked for"
-    if int8:  # without this variant a device uses fp32
+    quantization = None
+    int8_note = "not asked for"
+    # 3. The int8 variant; without it a device uses fp32.
+    if int8:
         with _timed(seconds, "int8"):
             variant = _Int8.of(exported.model, encoder, task, inputs, observed, domains, client_ranges or {})
             gates += variant.gates
@@ -113,10 +136,12 @@ def bundle(
                 note=(int8_note or variant.not_measured)[:2000],
                 latency_ms=_latencies(graphs, inputs, feature_dim(encoder)),
             )
+    # 4. The bundle, with golden inputs and what these graphs compute from them, for the self-test of devices.
     with _timed(seconds, "pack"):
         files: dict[str, bytes | Path] = {_GRAPHS[precision]: graph for precision, graph in graphs.items()}
-        head = {key: global_head[key].astype(np.float32) for key in ("weight", "bias")} if global_head else None
-        if head is not None:
+        head: Tensors | None = None
+        if global_head:
+            head = {key: global_head[key].astype(np.float32) for key in ("weight", "bias")}
             files[_HEAD] = encode(head)
         if free is not None:
             files[PROBE_FILE] = free.probe
@@ -151,7 +176,7 @@ def bundle(
 
 
 def _free_norm(encoder: nn.Module, task: Task) -> Adaptable | None:
-    """The encoder with batch norm that devices may estimate again; None where it has none, or not of a plain kind."""
+    """Return the encoder with batch norm that devices may estimate again; None if it has none of the usual kind."""
     try:
         return adaptable(encoder, task)
     except ExportRejected as error:
@@ -160,12 +185,12 @@ def _free_norm(encoder: nn.Module, task: Task) -> Adaptable | None:
 
 
 def model_from_state(method: Method, task: Task, state: State) -> Parts:
-    """The method's model with the shared tensors of ``state``.
+    """Return the method's model with the shared tensors of ``state``.
 
     Raises:
-        ExportRejected: the method shares no encoder, or tensors of the encoder are not in the state (batch norm that
-            stays on devices); pooled ones must then be added first, see `methods.base.pooled_norm`.
-        TensorsError: the state is of another model.
+        ExportRejected: The method shares no encoder, or the state lacks tensors of the encoder, such as batch norm that
+            stays on devices. Pooled ones must then be added first; see `methods.base.pooled_norm`.
+        TensorsError: The state is that of another model.
     """
     if "encoder" not in method.shared:
         raise ExportRejected(f"method '{method.name}' shares no encoder; there is nothing to export")
@@ -184,7 +209,7 @@ def model_from_state(method: Method, task: Task, state: State) -> Parts:
 
 
 def synthetic_inputs(task: Task, count: int = 128, seed: int = 0) -> np.ndarray:
-    """Inputs (count, ...) float32 drawn from N(0, 1) in preprocessed space, for a coordinator that has no data."""
+    """Draw inputs (count, ...) float32 from N(0, 1) in preprocessed space, for a coordinator that has no data."""
     return np.random.default_rng(seed).standard_normal((count, *task.input_shape), dtype=np.float32)
 
 
@@ -204,10 +229,10 @@ def _check_passed(gates: Sequence[Gate], task: Task) -> None:
 
 
 def _checked(observed: Mapping[str, np.ndarray], task: Task) -> np.ndarray:
-    """The calibration inputs of all domains, in one array.
+    """Return the calibration inputs of all domains, in one array.
 
     Raises:
-        ExportRejected: they are not inputs of this task.
+        ExportRejected: The calibration inputs are not inputs of this task.
     """
     for name, array in observed.items():
         if array.shape[1:] != task.input_shape or not len(array) or not np.isfinite(array).all():
@@ -243,7 +268,7 @@ class _Int8:
         domains: Mapping[str, Samples],
         client_ranges: Mapping[str, np.ndarray],
     ) -> _Int8:
-        """That of the fp32 graph ``model``, by ranges of the ``observed`` inputs of each domain, and of clients."""
+        """Make the int8 variant of the fp32 graph ``model`` by ranges of each domain's inputs and of clients."""
         count = sum(map(len, observed.values()))
         origin = f"{count} inputs {'without labels' if '' in observed else f'of {len(observed)} domain(s)'}"
         try:
@@ -288,7 +313,7 @@ class _Int8:
 
 
 def _int8_gate(quantized: bytes, model: bytes, task: Task, inputs: np.ndarray) -> tuple[Gate, float]:
-    """Whether the int8 variant can be used in place of ``model``, and the mean cosine of their features."""
+    """Return whether the int8 variant can be used in place of ``model``, and the mean cosine of their features."""
     failed = [f"{gate.name}: {gate.detail}" for gate in graph_gates(quantized, task) if not gate.passed]
     if (largest := largest_weight(quantized)) > MAX_WEIGHT:
         failed.append(f"int8 weights up to {largest}, at most {MAX_WEIGHT} cannot saturate; shorten their range")
@@ -300,7 +325,7 @@ def _int8_gate(quantized: bytes, model: bytes, task: Task, inputs: np.ndarray) -
 def _latencies(
     graphs: Mapping[EncoderPrecision, bytes], inputs: np.ndarray, size: int
 ) -> dict[EncoderPrecision, float]:
-    """Milliseconds of one input in each precision, on one thread of this machine, in batches as on devices."""
+    """Return milliseconds of one input in each precision, on one thread of this machine, in batches as on devices."""
     encoders: dict[str, Encoder] = {}
     for precision, graph in graphs.items():
         opened = session(graph)
@@ -316,7 +341,8 @@ def _latencies(
         )
     if "int8" not in encoders:
         return {}
-    timing, batch = timed(encoders, time.thread_time), encoders["fp32"].batch_size
+    timing = timed(encoders, time.thread_time)
+    batch = encoders["fp32"].batch_size
     return {"fp32": round(timing.fp32_ms / batch, 4), "int8": round(timing.int8_ms / batch, 4)}
 
 

@@ -8,61 +8,79 @@ from pathlib import Path
 import numpy as np
 
 from edge_agent import data
-from edge_agent.bundle import DomainAnswers
+from edge_agent.bundle.manifest import DomainAnswers
+from edge_agent.core.task import Task
 from edge_agent.data import Samples
-from edge_agent.task import Task
-from edge_agent.variants import MOST_LOSS, refitted_answers
+from edge_agent.personal.variants import MOST_LOSS, refitted_answers
 
 from .parity import run
 from .quantize import Quantizer, Ranges, common
 
-RANGE_INPUTS, LEAST_RANGE_INPUTS = 128, 8
-"""Inputs from which ranges are taken, over all domains, and the least of one domain."""
+RANGE_INPUTS = 128
+"""The number of inputs of all domains together from which ranges are taken."""
 
-_DOMAINS, _TURNS, _ANSWERS = 64, 8, 1600
-"""Most domains; times that int8 is made without some of them; and most answers to compare, over all domains."""
+LEAST_RANGE_INPUTS = 8
+"""The least inputs of one domain from which ranges are taken."""
+
+_DOMAINS = 64
+"""The most domains that are used."""
+
+_TURNS = 8
+"""The most times that int8 is made without some of the domains."""
+
+_ANSWERS = 1600
+"""The most answers that are compared, over all domains."""
 
 _LEAST_SAMPLES = 20
-"""Samples of a domain below which a head fitted on them says nothing."""
+"""The least samples of a domain on which a fitted head tells anything."""
 
 
 def domains_of(sources: Sequence[str], task: Task, folder: Path | None = None) -> dict[str, Samples]:
-    """Samples of data sources by domain: a source of several domains or people gives one for each of them.
+    """Return samples of data sources by domain: a source of several domains or people gives one for each of them.
 
     A relative path counts from ``folder``. Names are those of domains, people or files, without the path to them.
 
     Raises:
-        HeadwaterError: as `edge_agent.data.load`.
+        HeadwaterError: See `edge_agent.data.load`.
     """
     parts: list[tuple[str, str]] = []
     for source in sources:
-        people = {str(number): one for number, one in data.subjects(source, folder=folder).items()}
-        inside = data.domains(source, folder=folder) or people
-        kind, where, _ = data.location(source, folder)
-        parts += inside.items() if inside else [(Path(where).name or kind, source)]
+        parts += _parts_of(source, folder)
+    # Names that occur twice, as of two folders, get a number.
     names = [name for name, _ in parts]
-    return {
-        (name if names.count(name) == 1 else f"{name} {number}")[:64]: data.load(
-            source, task.input, task.class_names, folder=folder
-        )
-        for number, (name, source) in enumerate(parts)
-    }
+    samples = {}
+    for number, (name, source) in enumerate(parts):
+        label = name if names.count(name) == 1 else f"{name} {number}"
+        samples[label[:64]] = data.load(source, task.input, task.class_names, folder=folder)
+    return samples
+
+
+def _parts_of(source: str, folder: Path | None) -> list[tuple[str, str]]:
+    """Return name and source of each domain in a source, or of each person; of the source itself if it has neither."""
+    domains = data.domains(source, folder=folder)
+    if domains:
+        return [*domains.items()]
+    people = data.subjects(source, folder=folder)
+    if people:
+        return [(str(number), of_person) for number, of_person in people.items()]
+    kind, where, _ = data.location(source, folder)
+    return [(Path(where).name or kind, source)]
 
 
 def chosen(domains: Mapping[str, Samples]) -> dict[str, Samples]:
-    """As many domains as are looked at, and of each as many samples, evenly spread: sources list class after class."""
+    """Return the domains that are used, with evenly spread samples of each: sources list class after class."""
     names = spread_over([*domains])
     most = max(_ANSWERS // max(len(names), 1), RANGE_INPUTS)
     return {name: domains[name].take(_spread(len(domains[name]), most)).ready() for name in names}
 
 
 def spread_over(names: Sequence[str]) -> list[str]:
-    """At most 64 of these domains, evenly spread."""
+    """Return at most 64 of these domains, evenly spread."""
     return [names[row] for row in _spread(len(names), _DOMAINS)]
 
 
 def range_inputs(domains: Mapping[str, Samples]) -> dict[str, np.ndarray]:
-    """The inputs (n, ...) float32 of each domain from which ranges are taken, equally many where there are enough."""
+    """Return the inputs (n, ...) float32 of each domain from which ranges are taken, equally many if possible."""
     most = max(LEAST_RANGE_INPUTS, -(-RANGE_INPUTS // max(len(domains), 1)))
     return {name: samples.inputs[_spread(len(samples), most)] for name, samples in domains.items()}
 
@@ -70,7 +88,7 @@ def range_inputs(domains: Mapping[str, Samples]) -> dict[str, np.ndarray]:
 def compared(
     quantizer: Quantizer, model: bytes, domains: Mapping[str, Samples], ranges: Mapping[str, Ranges]
 ) -> dict[str, DomainAnswers]:
-    """Answers of heads on ``domains``, each with an int8 variant whose ranges are those of the others.
+    """Compare the answers of heads on ``domains``, each with an int8 variant whose ranges are those of the others.
 
     ``ranges`` are those of domains and clients by name. Domains with fewer than 20 samples, or of one class, answer
     nothing; the result is empty where none is left to take ranges from.
@@ -95,7 +113,7 @@ def compared(
 
 
 def objection(answers: Mapping[str, DomainAnswers]) -> str:
-    """Why int8 is not worth it: it loses more than noise explains on one domain, or on all together; empty: it is."""
+    """Return why int8 is not used: it loses more than noise explains on one domain or on all; empty: it is used."""
     total = sum(answers.values(), DomainAnswers(support=0, fp32=0, int8=0, both=0))
     lost = [
         f"{name} {100 * one.loss:.1f} ± {100 * one.noise:.1f} points of {one.support} answers"
@@ -106,11 +124,11 @@ def objection(answers: Mapping[str, DomainAnswers]) -> str:
 
 
 def _turns(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The domains in at most eight parts, each of which is left out once."""
+    """Yield the domains in at most eight parts, each of which is left out once."""
     for part in range(min(len(names), _TURNS)):
         yield names[part::_TURNS]
 
 
 def _spread(count: int, most: int) -> np.ndarray:
-    """At most ``most`` of ``count`` rows, evenly spaced."""
+    """Return at most ``most`` of ``count`` rows, evenly spaced."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from edge_agent.errors import ExportRejected, MissingCapability
-from edge_agent.task import Task
+from edge_agent.core.errors import ExportRejected, MissingCapability
+from edge_agent.core.task import Task
 
 Exporter = Literal["dynamo", "legacy"]
 _OPSET: dict[Exporter, int] = {"dynamo": 18, "legacy": 17}
@@ -34,14 +34,14 @@ class Exported:
 def to_onnx(
     encoder: nn.Module, task: Task, exporter: Exporter | Literal["auto"] = "auto", *, keep_norm: bool = False
 ) -> Exported:
-    """The encoder in eval mode as ONNX; the given module is left as it is.
+    """Return the encoder in eval mode as ONNX; the given module is left as it is.
 
     ``auto`` takes torch's dynamo exporter where onnxscript is installed: it also folds batch norm after linear layers.
     With ``keep_norm`` the legacy one leaves batch norm as nodes of their own instead of folding it into convolutions.
 
     Raises:
-        MissingCapability: onnx is not installed, or onnxscript is not and ``dynamo`` was requested.
-        ExportRejected: the exporter cannot translate this encoder.
+        MissingCapability: The package onnx is not installed, or onnxscript is not and ``dynamo`` is requested.
+        ExportRejected: The exporter cannot translate this encoder.
     """
     for package in ("onnx", *(("onnxscript",) if exporter == "dynamo" else ())):
         if importlib.util.find_spec(package) is None:
@@ -71,7 +71,8 @@ def to_onnx(
                 )
                 raw = program.model_proto.SerializeToString()
             else:
-                buffer, axes = io.BytesIO(), {name: {0: "batch"} for name in (task.input.kind, "features")}
+                buffer = io.BytesIO()
+                axes = {name: {0: "batch"} for name in (task.input.kind, "features")}
                 if keep_norm:
                     settings["training"] = torch.onnx.TrainingMode.PRESERVE
                 # The annotation of the file knows paths only; both work.
@@ -84,7 +85,7 @@ def to_onnx(
 
 
 def strip_opsets(model: bytes) -> bytes:
-    """The same graph without imports of operator sets that none of its nodes uses; strict consumers refuse those."""
+    """Return the graph without imports of operator sets that no node uses, which strict consumers refuse."""
     import onnx
 
     graph = onnx.load_from_string(model)

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from edge_agent.bundle import Parity
-from edge_agent.encoder import batch_size, onnxruntime
-from edge_agent.errors import BundleDamaged
-from edge_agent.graph import MOST_BYTES, OPERATORS, check
-from edge_agent.task import Task
+from edge_agent.bundle.graph_check import MOST_BYTES, OPERATORS, check
+from edge_agent.bundle.manifest import Parity
+from edge_agent.core.errors import BundleDamaged
+from edge_agent.core.task import Task
+from edge_agent.personal.encoder import batch_size, onnxruntime
 from edge_agent.training.loops import evaluate
 
 
 def session(model: bytes) -> Any:
-    """ONNX Runtime's session of a graph on one thread."""
+    """Return a session of ONNX Runtime for a graph, on one thread."""
     module = onnxruntime()
     options = module.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
@@ -28,7 +28,7 @@ def session(model: bytes) -> Any:
 
 
 def run(model: bytes, inputs: np.ndarray, batch: int = 64) -> np.ndarray:
-    """Features (n, d) float32 that ONNX Runtime computes on one thread, ``batch`` inputs at a time."""
+    """Return features (n, d) float32 that ONNX Runtime computes on one thread, ``batch`` inputs at a time."""
     opened = session(model)
     name = opened.get_inputs()[0].name
     return np.concatenate([opened.run(None, {name: inputs[i : i + batch]})[0] for i in range(0, len(inputs), batch)])
@@ -36,7 +36,7 @@ def run(model: bytes, inputs: np.ndarray, batch: int = 64) -> np.ndarray:
 
 BATCHES = (1, 2, 7)
 TOLERANCE = 1e-4
-"""Largest difference to torch, relative to the largest feature (at least 1). Correct exports stay below 2e-5."""
+"""The largest difference to torch, over the largest feature (at least 1); correct exports stay below 2e-5."""
 
 MAX_IR_VERSION = 10
 """The newest version that ONNX Runtime 1.18 reads, the oldest that agents may have."""
@@ -52,7 +52,7 @@ class Gate:
 
 
 def graph_gates(model: bytes, task: Task) -> list[Gate]:
-    """Gates that need the graph alone: validity, interface, operators, nothing left that trains."""
+    """Check the gates that need the graph alone: validity, interface, operators, nothing left that trains."""
     import onnx
 
     try:
@@ -79,8 +79,9 @@ def graph_gates(model: bytes, task: Task) -> list[Gate]:
 
 
 def parity_gate(model: bytes, encoder: nn.Module, inputs: np.ndarray) -> tuple[Gate, Parity]:
-    """Largest difference between ONNX Runtime and torch over batches of 1, 2 and 7 of ``inputs`` (n, ...) float32."""
-    worst, scale = 0.0, 0.0
+    """Return the largest difference of ONNX Runtime from torch on batches of 1, 2 and 7 ``inputs`` (n, ...) float32."""
+    worst = 0.0
+    scale = 0.0
     for size in BATCHES:
         batch = np.resize(inputs, (size, *inputs.shape[1:])).astype(np.float32)
         ours = evaluate(encoder, encoder, torch.from_numpy(batch)).numpy()
@@ -96,7 +97,7 @@ def parity_gate(model: bytes, encoder: nn.Module, inputs: np.ndarray) -> tuple[G
 
 
 def mean_cosine(one: np.ndarray, other: np.ndarray) -> float:
-    """Mean over rows of the cosine between two sets of features (n, d); a zero row agrees only with a zero row."""
+    """Return the mean cosine of the rows of two sets of features (n, d); a zero row agrees only with a zero row."""
     lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
     both_zero = (np.linalg.norm(one, axis=1) == 0) & (np.linalg.norm(other, axis=1) == 0)
     products = np.einsum("nd,nd->n", one.astype(np.float64), other.astype(np.float64))
@@ -104,25 +105,39 @@ def mean_cosine(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _interface(graph: Any, task: Task) -> Iterator[str]:
+    """Yield mistakes in inputs and outputs: expected are one float32 each, (n, ...) of the task and features (n, d)."""
     constants = {tensor.name for tensor in graph.initializer}
     inputs = [value for value in graph.input if value.name not in constants]
     if len(inputs) != 1 or len(graph.output) != 1:
         yield f"{len(inputs)} inputs and {len(graph.output)} outputs, expected one each"
         return
-    for role, value, expected in (("input", inputs[0], task.input_shape), ("output", graph.output[0], None)):
-        form = value.type.tensor_type
-        sides = [side.dim_value if side.HasField("dim_value") else None for side in form.shape.dim]
-        if form.elem_type != 1:
-            yield f"{role} '{value.name}' has element type {form.elem_type}, expected 1 (float32)"
-        if not sides or sides[0] is not None:
-            yield f"{role} '{value.name}' is {sides}, expected any batch size"
-        if expected is not None and tuple(sides[1:]) != expected:
-            yield f"{role} '{value.name}' is {sides}, expected [None, {', '.join(map(str, expected))}]"
-        if expected is None and len(sides) != 2:
-            yield f"{role} '{value.name}' has {len(sides)} axes, expected 2: (n, d)"
+    yield from _form_of("input", inputs[0])
+    sides = _sides_of(inputs[0])
+    if tuple(sides[1:]) != task.input_shape:
+        yield f"input '{inputs[0].name}' is {sides}, expected [None, {', '.join(map(str, task.input_shape))}]"
+    yield from _form_of("output", graph.output[0])
+    sides = _sides_of(graph.output[0])
+    if len(sides) != 2:
+        yield f"output '{graph.output[0].name}' has {len(sides)} axes, expected 2: (n, d)"
+
+
+def _sides_of(value: Any) -> list[int | None]:
+    """Return the sides of an input or output; None for one that has a name instead of a number."""
+    return [side.dim_value if side.HasField("dim_value") else None for side in value.type.tensor_type.shape.dim]
+
+
+def _form_of(role: str, value: Any) -> Iterator[str]:
+    """Yield mistakes in the element type and the batch axis of an input or output."""
+    element_type = value.type.tensor_type.elem_type
+    if element_type != 1:
+        yield f"{role} '{value.name}' has element type {element_type}, expected 1 (float32)"
+    sides = _sides_of(value)
+    if not sides or sides[0] is not None:
+        yield f"{role} '{value.name}' is {sides}, expected any batch size"
 
 
 def _training_remains(graph: Any) -> Iterator[str]:
+    """Yield the nodes that would still behave as in training."""
     for node in graph.node:
         modes = [attribute.i for attribute in node.attribute if attribute.name == "training_mode"]
         if node.op_type == "BatchNormalization" and any(modes):
@@ -132,6 +147,7 @@ def _training_remains(graph: Any) -> Iterator[str]:
 
 
 def _beyond_budget(model: bytes, task: Task) -> Iterator[str]:
+    """Yield why a device would refuse the graph: forms that are not allowed, or too much memory or work."""
     try:
         check(model, [(batch_size(task.input_shape), *task.input_shape)], most_bytes=MOST_BYTES)
     except BundleDamaged as error:
@@ -139,6 +155,7 @@ def _beyond_budget(model: bytes, task: Task) -> Iterator[str]:
 
 
 def _outside_references(graph: Any) -> Iterator[str]:
+    """Yield what a device cannot read: newer versions of the format, weights in other files, local functions."""
     if graph.ir_version > MAX_IR_VERSION:
         yield f"IR version {graph.ir_version}, devices read up to {MAX_IR_VERSION}"
     for tensor in graph.graph.initializer:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from edge_agent.encoder import onnxruntime
+from edge_agent.personal.encoder import onnxruntime
 from edge_agent.training.ranges import steps
 
 from .encoder import quiet, strip_opsets
@@ -31,7 +31,7 @@ MIN_COSINE = 0.99
 """Lowest mean cosine between int8 and fp32 features; it finds a broken variant, accuracies find a poor one."""
 
 MAX_WEIGHT = 64
-"""Largest absolute int8 weight: two products with unsigned 8-bit activations fit into 16 bits."""
+"""The largest absolute int8 weight, so that two products with unsigned 8-bit activations fit into 16 bits."""
 
 Ranges: TypeAlias = Mapping[str, tuple[float, float]]
 """Smallest and largest value of each tensor between two operators, by its name in the graph."""
@@ -68,14 +68,14 @@ class Quantizer:
         self._names = [value.name for value in self._session.get_outputs()]
 
     def values(self, inputs: np.ndarray) -> dict[str, np.ndarray]:
-        """All float tensors of the graph, by name, for a batch of ``inputs`` (n, ...) float32, which is one of them."""
+        """Return all float tensors of the graph, inputs included, by name for a batch ``inputs`` (n, ...) float32."""
         return {
             self._input: inputs,
             **dict(zip(self._names, self._session.run(None, {self._input: inputs}), strict=True)),
         }
 
     def ranges(self, inputs: np.ndarray) -> Ranges:
-        """The ranges of the activations for ``inputs`` (n, ...) float32."""
+        """Return the ranges of the activations for ``inputs`` (n, ...) float32."""
         result: dict[str, tuple[float, float]] = {}
         step = max(1, _BATCH_VALUES // int(np.prod(inputs.shape[1:])))
         for begin in range(0, len(inputs), step):
@@ -85,7 +85,7 @@ class Quantizer:
         return result
 
     def int8(self, ranges: Ranges) -> bytes:
-        """The quantized graph, whose activations saturate outside ``ranges``.
+        """Return the quantized graph, whose activations saturate outside ``ranges``.
 
         Raises:
             RuntimeError, ValueError, TypeError, NotImplementedError, IndexError: ONNX Runtime's quantizer failed.
@@ -116,7 +116,7 @@ class Quantizer:
         return strip_opsets(quantizer.model.model.SerializeToString())
 
     def _float_tail(self) -> tuple[list[str], bool]:
-        """Nodes behind the last layer with weights that are computed in float, and whether that layer is linear.
+        """Return the nodes behind the last layer with weights, which are computed in float, and whether it is linear.
 
         An activation right behind a convolution is part of it and stays int8; pooling behind it averages in float.
         """
@@ -141,12 +141,13 @@ LEAST_CLIENTS = 3
 def ranges_of_clients(
     quantizer: Quantizer, encoder: nn.Module, inputs: np.ndarray, each: Mapping[str, np.ndarray]
 ) -> dict[str, Ranges]:
-    """The ranges of each client for the tensors of the graph, from those of the steps of the encoder in torch.
+    """Return the ranges of each client for the tensors of the graph, from those of the steps of the encoder in torch.
 
     ``each``: client -> (steps, 2), see `training.ranges`. Tensors and steps are brought together by what they are for a
     few of ``inputs`` (n, ...) float32. Empty where a tensor of the graph is none of the steps.
     """
-    few, seen = inputs[:4], list[np.ndarray]()
+    few = inputs[:4]
+    seen = list[np.ndarray]()
     steps(encoder, torch.from_numpy(few), lambda tensor: seen.append(tensor.detach().cpu().numpy().ravel().copy()))
     where: dict[str, int] = {}
     for name, array in quantizer.values(few).items():
@@ -168,13 +169,13 @@ def ranges_of_clients(
 
 
 def _is_equal(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two tensors are the same up to rounding."""
+    """Return whether two tensors are the same up to rounding."""
     scale = max(1.0, float(np.abs(one).max(initial=0)))
     return float(np.abs(one - other).max(initial=0)) <= TOLERANCE * scale
 
 
 def common(each: Sequence[Ranges]) -> Ranges:
-    """One range for each tensor from those of several clients or domains, of which a few may be wrong.
+    """Return one range for each tensor from those of several clients or domains, of which a few may be wrong.
 
     The widest quarter of them, of three or more at least one, is left out at either end: the largest of the others is
     the limit. So one client in four cannot widen a range, and what little lies outside of it saturates.
@@ -188,7 +189,7 @@ def common(each: Sequence[Ranges]) -> Ranges:
 
 
 def largest_weight(model: bytes) -> int:
-    """Largest absolute value among the int8 weights of a quantized graph; 0 where it has none."""
+    """Return the largest absolute value among the int8 weights of a quantized graph; 0 where it has none."""
     import onnx
 
     weights = [tensor for tensor in onnx.load_from_string(model).graph.initializer if tensor.data_type == 3]

@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _no_trials(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Encoders are not tried in a process of their own, which takes 0.5 s for each, but where a test asks for it."""
     if "trials" not in request.fixturenames:
-        monkeypatch.setattr("edge_agent.encoder.try_out", lambda *_: None)
+        monkeypatch.setattr("edge_agent.personal.encoder.try_out", lambda *_: None)
 
 
 @pytest.fixture

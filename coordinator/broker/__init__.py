@@ -24,10 +24,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from edge_agent.config import NAME_PATTERN, BrokerConfig, is_loopback
-from edge_agent.errors import BrokerAway, MissingCapability, UsageError
-from edge_agent.limits import OPEN_FILES, allow_open_files
-from edge_agent.storage import Access, read_regular_text, write_atomic
+from edge_agent.core.config import NAME_PATTERN, BrokerConfig, is_loopback
+from edge_agent.core.errors import BrokerAway, MissingCapability, UsageError
+from edge_agent.core.limits import OPEN_FILES, allow_open_files
+from edge_agent.core.storage import Access, read_regular_text, write_atomic
 
 from ..processes.supervisor import ChildProcess, Supervisor, worker_command
 from .access import COORDINATOR_USER, is_password, mosquitto_acl, read_passwords, set_password
@@ -64,8 +64,10 @@ class SupervisedBroker(ABC):
     def __init__(
         self, bind: str = "127.0.0.1", port: int = 0, *, federation: str = "home", password_file: Path | None = None
     ) -> None:
-        self.bind, self.port = bind, port
-        self.federation, self.password_file = federation, password_file
+        self.bind = bind
+        self.port = port
+        self.federation = federation
+        self.password_file = password_file
         self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)  # noqa: S104 - compared, not bound
         self.on_refused: OnRefused = _not_noted
         """Set it before `start`; it is called in a thread that reads the broker's output."""
@@ -138,7 +140,8 @@ class SupervisedBroker(ABC):
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _wait_until_ready(self) -> None:
-        where, deadline = f"the broker on {self.bind}:{self.port}", time.monotonic() + START_TIMEOUT_S
+        where = f"the broker on {self.bind}:{self.port}"
+        deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             if self.is_alive:
                 with contextlib.suppress(OSError):

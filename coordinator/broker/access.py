@@ -15,10 +15,11 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from edge_agent.config import NAME_PATTERN
-from edge_agent.errors import StateError, UsageError, cause
-from edge_agent.storage import Access, access_of, read_regular_text, waited_lock, write_atomic
-from edge_agent.wire.messages import Topics, matches
+from edge_agent.core.config import NAME_PATTERN
+from edge_agent.core.errors import StateError, UsageError, cause
+from edge_agent.core.locks import waited_lock
+from edge_agent.core.storage import Access, access_of, read_regular_text, write_atomic
+from edge_agent.wire.topics import Topics, matches
 
 COORDINATOR_USER = "coordinator"
 BROKER_ACCOUNT = "mosquitto"

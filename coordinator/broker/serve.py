@@ -60,19 +60,23 @@ class AccessPlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
         self._users, self._read_at = read_passwords(self._path), self._path.stat().st_mtime_ns
         # A password takes milliseconds to check, on purpose: in another thread it delays no message, and one that
         # was right is known again at once, so that agents come back while somebody tries passwords.
-        self._checking, self._pending = ThreadPoolExecutor(1, "passwords"), 0
+        self._checking = ThreadPoolExecutor(1, "passwords")
+        self._pending = 0
         self._reported = (0, 0)
         """The second, and how many refused logins it has had."""
 
-        self._secret, self._right = secrets.token_bytes(32), dict[str, tuple[str, bytes]]()
+        self._secret = secrets.token_bytes(32)
+        self._right = dict[str, tuple[str, bytes]]()
 
     async def authenticate(self, *, session: Any) -> bool:
         """Whether this CONNECT is granted; the broker itself checks the topics of publishes but not those of wills."""
         with contextlib.suppress(OSError):  # enrolling needs no restart
             changed = self._path.stat().st_mtime_ns
             if changed != self._read_at:
-                self._users, self._read_at = read_passwords(self._path), changed
-        user, will = session.username, session.will_topic
+                self._users = read_passwords(self._path)
+                self._read_at = changed
+        user = session.username
+        will = session.will_topic
         if not user:
             return self._refuse(session, "user")
         if user not in self._users:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from edge_agent import __version__
-from edge_agent.errors import HeadwaterError, MissingCapability, UsageError, cause, without_home
-from edge_agent.limits import limit_threads
+from edge_agent.core.errors import HeadwaterError, MissingCapability, UsageError, cause, without_home
+from edge_agent.core.limits import limit_threads
 
 from ..shadowed import check_export
 
@@ -73,7 +73,7 @@ COMMANDS: dict[str, str] = {name: summary for group in GROUPS.values() for name,
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command and exit with its code (see `edge_agent.errors`), 130 after Ctrl-C."""
+    """Run one command and exit with its code (see `edge_agent.core.errors`), 130 after Ctrl-C."""
     given = list(sys.argv[1:] if argv is None else argv)
     limit_threads(spare_torch=True)  # with one numpy thread, results equal those of worker processes bit for bit
     failure: HeadwaterError
@@ -168,7 +168,8 @@ class _UnlessDefault:
     """Leaves a parameter's default as it is; other values are for ``convert``, typer's own way."""
 
     def __init__(self, default: object, convert: Callable[[], Any]) -> None:
-        self._default, self._convert = default, convert
+        self._default = default
+        self._convert = convert
 
     def coerce(self, value: Any, **others: Any) -> Any:
         """The value for the command."""

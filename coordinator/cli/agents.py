@@ -12,16 +12,17 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from edge_agent.cli.output import pairs, value_text
-from edge_agent.errors import UsageError, nearest
-from edge_agent.identity import shown as shown_time
-from edge_agent.moments import shown as shown_moment
-from edge_agent.storage import IDENTITY
+from edge_agent.core.errors import UsageError, nearest
+from edge_agent.core.storage import IDENTITY
+from edge_agent.core.time_and_text import show_time
+from edge_agent.identity.certificates import show_utc
 
 from ..identity.ledger import AgentRecord, Ledger
+from ..journal.entries import DeviceRetired
 from ..state.history import SCOPES, history_of
-from ..state.releases import book_of
 from ..state.store import StateFolder
 from ..text import counted, listed
+from ..views.releases import book_of
 from .enroll import Expires, Name, duration, enrolment, print_token
 from .fleet import NO_AGENTS, Row, SortKey, ago, has_problem, notes_of, rows_of, sort_key, table_of
 from .options import Config, Json, State, state_path
@@ -120,7 +121,8 @@ def _all(result: dict[str, Any]) -> Iterator[Table | str]:
 
 
 def _one(agent: dict[str, Any]) -> Iterator[Table | str]:
-    seen, history = ago(agent["last_seen_s"]), agent["history"]
+    seen = ago(agent["last_seen_s"])
+    history = agent["history"]
     alone = {True: "yes: acc.local is above acc.personal by more than noise", False: "no"}
     known = any(value is not None for value in agent["acc"].values())
     facts = {
@@ -144,7 +146,7 @@ def _one(agent: dict[str, Any]) -> Iterator[Table | str]:
     yield from (f"note: {note}" for note in agent["notes"])
     if history["accuracy"]:
         rows = [
-            (shown_moment(one["at"]), one["run"], one["round"] or "end", *(one["acc"][scope] for scope in SCOPES))
+            (show_time(one["at"]), one["run"], one["round"] or "end", *(one["acc"][scope] for scope in SCOPES))
             for one in history["accuracy"]
         ]
         yield ""
@@ -152,7 +154,7 @@ def _one(agent: dict[str, Any]) -> Iterator[Table | str]:
     if history["bundles"]:
         rows = [
             (
-                shown_moment(one["at"]),
+                show_time(one["at"]),
                 (one["bundle_id"] or "")[:12],
                 one["release"],
                 one["outcome"],
@@ -164,13 +166,13 @@ def _one(agent: dict[str, Any]) -> Iterator[Table | str]:
         yield ""
         yield table("bundles", ("at", "bundle", "release", "outcome", "acc.personal", "reason"), rows, left=6)
     for one in history["pins"]:
-        until = f" until {shown_moment(one['until'])}" if one["until"] else ""
+        until = f" until {show_time(one['until'])}" if one["until"] else ""
         what = "unpinned" if one["release"] is None else f"pinned to release {one['release']}{until}: {one['reason']}"
-        yield f"{shown_moment(one['at'])} {what} ({one['by']})"
+        yield f"{show_time(one['at'])} {what} ({one['by']})"
     for fault in history["faults"]:
-        yield f"{shown_moment(fault['at'])} fault: {fault['error']}: {fault['message']}; {fault['remedy']}"
+        yield f"{show_time(fault['at'])} fault: {fault['error']}: {fault['message']}; {fault['remedy']}"
     for one in history["rejected"]:
-        yield f"{shown_moment(one['at'])} update of {one['run']}, round {one['round']}, rejected: {one['reason']}"
+        yield f"{show_time(one['at'])} update of {one['run']}, round {one['round']}, rejected: {one['reason']}"
 
 
 def _candidate_text(candidate: dict[str, Any]) -> str:
@@ -214,10 +216,11 @@ def revoke(name: Name, config: Config = None, state: State = None, as_json: Json
     Example: headwater agents revoke porch
     """
     issuer = enrolment(config, state)
-    before, record = issuer.ledger.get(name), issuer.revoke(name)
+    before = issuer.ledger.get(name)
+    record = issuer.revoke(name)
     with StateFolder(issuer.folder.parent).look(create=True) as folder:
         if name in book_of(folder.journal).devices:
-            folder.journal.append("device_retired", agent=name, body={"reason": "revoked"})
+            folder.journal.append(DeviceRetired(reason="revoked"), agent=name)
     if before is not None and before.current() is not None:
         line = f"{name} is revoked: a coordinator that serves ends its session within seconds"
     elif before is not None and before.token is not None and before.token.used_at is None:
@@ -243,7 +246,8 @@ def rename(
 
     Example: headwater agents rename porch garden
     """
-    issuer, life = enrolment(config, state), duration(expires)
+    issuer = enrolment(config, state)
+    life = duration(expires)
     if issuer.ledger.get(name) is None:
         raise UsageError(f"no agent '{name}' is enrolled; 'headwater agents certificates' shows all")
     if (taken := issuer.ledger.get(new)) is not None and taken.certificates:
@@ -252,7 +256,8 @@ def rename(
 
 
 def _described(record: AgentRecord, now: float) -> dict[str, Any]:
-    current, token = record.current(), record.token
+    current = record.current()
+    token = record.token
     is_open = token is not None and token.used_at is None
     if current is not None:
         state = "enrolled" if current.not_after >= now else "expired"
@@ -265,9 +270,9 @@ def _described(record: AgentRecord, now: float) -> dict[str, Any]:
     return {
         "name": record.name,
         "state": state,
-        "until": shown_time(current.not_after) if current is not None else None,
+        "until": show_utc(current.not_after) if current is not None else None,
         "key": current.key if current is not None else None,
-        "token": shown_time(token.expires) if token is not None and is_open else None,
+        "token": show_utc(token.expires) if token is not None and is_open else None,
         "renames": (token.replaces or None) if token is not None and is_open else None,
         "owner": record.owner or None,
         "max_samples": record.max_samples,

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from edge_agent.config import parse
-from edge_agent.errors import ConfigError, UsageError
-from edge_agent.storage import check_writable
+from edge_agent.core.config import parse
+from edge_agent.core.errors import ConfigError, UsageError
+from edge_agent.core.storage import check_writable
 
 from ..research import analyze as analysis
 from ..research.analyze import Settings
@@ -110,10 +110,13 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
     if result["communication"] is not None and result["communication"]["targets"]:
         rows = []
         for one in result["communication"]["targets"]:
-            sizes, done, acc = ["", "", ""], "not reached", one.get("best")
+            sizes = ["", "", ""]
+            done = "not reached"
+            acc = one.get("best")
             if one["reached"]:
                 sizes = [f"{one[name] / 1e6:.2f}" for name in ("bytes_up", "bytes_down", "bytes_per_agent")]
-                done, acc = one["rounds_done"], one["acc"]
+                done = one["rounds_done"]
+                acc = one["acc"]
             rows.append((f"acc.{one['scope']}", f"{one['target']:g}", done, acc, *sizes))
         columns = ("scope", "target", "rounds\ndone", "accuracy", "up\nMB", "down\nMB", "MB for\nan agent")
         yield table("rounds and bytes to an accuracy (mean over agents)", columns, rows)

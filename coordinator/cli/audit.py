@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 
 from ..text import counted
 from .options import Config, Json, State, state_path

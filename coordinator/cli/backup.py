@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from edge_agent.errors import StateError, cause
-from edge_agent.worker import stop_on_signals
+from edge_agent.core.children import stop_on_signals
+from edge_agent.core.errors import StateError, cause
 
 from ..identity.ledger import identity_folder
 from ..state.backup import back_up

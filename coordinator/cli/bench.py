@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from edge_agent.config import parse
+from edge_agent.core.config import parse
 
 from ..research.bench.measuring import FleetPlan, RoundPlan, Row, SimulationSize, caveat, machine, rounded, scratch
 from .options import Given, Json, from_model
@@ -32,7 +32,8 @@ def round_(given: Given, folder: Folder = None, as_json: Json = False) -> None:
     """
     from ..research.bench import rounds as bench
 
-    plan, here = parse(RoundPlan, given, where="the options"), machine()
+    plan = parse(RoundPlan, given, where="the options")
+    here = machine()
     payload_bytes = plan.payload_bytes
     with scratch(folder) as temporary:
         measured = [bench.measure(plan, name, temporary / name) for name in bench.brokers(plan.broker)]
@@ -59,7 +60,8 @@ def fleet(given: Given, folder: Folder = None, as_json: Json = False) -> None:
     """
     from ..research.bench import fleet as bench
 
-    plan, here = parse(FleetPlan, given, where="the options"), machine()
+    plan = parse(FleetPlan, given, where="the options")
+    here = machine()
     with scratch(folder) as temporary:
         figures = bench.measure(plan, temporary)
     note = caveat(here, "Agents train nothing. In memory, idle time is skipped and both sides share one process.")
@@ -93,7 +95,8 @@ def simulate(given: Given, folder: Folder = None, as_json: Json = False) -> None
     """
     from ..research.bench import simulate as bench
 
-    size, here = parse(SimulationSize, given, where="the options"), machine()
+    size = parse(SimulationSize, given, where="the options")
+    here = machine()
     with scratch(folder) as temporary:
         result = bench.report(size, temporary)
     rows = result.pop("rows")

@@ -27,11 +27,12 @@ def cancel(run: Run, config: Config = None, state: State = None, as_json: Json =
 
     Example: headwater cancel run-0003 --config coordinator.toml
     """
-    pause, by = threading.Event(), f"by {author()}, 'headwater cancel'"
+    pause = threading.Event()
+    by = f"by {author()}, 'headwater cancel'"
     with StateFolder(state_path(config, state)).look() as folder:
         record = cancel_run(folder, run, lambda: pause.wait(LOOK_EVERY_S), int(TIMEOUT_S / LOOK_EVERY_S), by)
     line = f"{run} will be cancelled as soon as the coordinator has done what it is at; see 'headwater status'"
     if record.is_over:
-        line = f"{run} is cancelled after round {record.round} of {record.request.get('rounds')}"
+        line = f"{run} is cancelled after round {record.round} of {record.request.rounds}"
     result = {"run_id": run, "status": record.status, "round": record.round, "cancelled": record.is_over}
     present(result, [line], as_json=as_json)

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_agent.config import parse
-from edge_agent.errors import HeadwaterError, UsageError
-from edge_agent.storage import MARK, FolderKind, holds_only, make_folder, remove_folder
-from edge_agent.task import ImageInput, Task
-from edge_agent.worker import stop_on_signals
+from edge_agent.core.children import stop_on_signals
+from edge_agent.core.config import parse
+from edge_agent.core.errors import HeadwaterError, UsageError
+from edge_agent.core.own_folders import MARK, FolderKind, holds_only, make_folder, remove_folder
+from edge_agent.core.task import ImageInput, Task
 
 from ..config import CoordinatorConfig, RunConfig, WebConfig
 from ..state.noise import Gain, classify_gain
@@ -138,7 +138,7 @@ def demo(
             stack.callback(view.stop)
             view.start()
         agents = stack.enter_context(_agents(folder, service.broker_url, options["seed"]))
-        run = service.state.journal.request_run(request.body())
+        run = service.state.journal.request_run(request.to_fact())
 
         def step() -> None:
             service.step(service.idle_s())
@@ -234,13 +234,14 @@ def _classify_gain(agent: Mapping[str, Any]) -> Gain:
 
 def _gain_points(agent: Mapping[str, Any]) -> float | None:
     """Return how many points ``acc.personal`` is above ``acc.local``; None where one of them is not known."""
-    personal, local = agent["acc"]["personal"], agent["acc"]["local"]
+    personal = agent["acc"]["personal"]
+    local = agent["acc"]["local"]
     return None if personal is None or local is None else 100 * (personal - local)
 
 
 def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
     """Yield what the table means, and what to try next."""
-    from edge_agent.installation import program_command
+    from edge_agent.core.installation import program_command
 
     from ..runs.result_notes import lines
 
@@ -266,7 +267,8 @@ def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
     if bundle := summary.get("bundle"):
         yield "Next, on this machine or any other, without torch and without a network:"
         source = f"digits:{HEAD_STYLES[0]}?client={len(TRAIN_STYLES)}&clients={len(STYLES)}"
-        program, path = program_command("edge-agent"), shlex.quote(str(bundle["path"]))
+        program = program_command("edge-agent")
+        path = shlex.quote(str(bundle["path"]))
         yield f"  {program} fit --bundle {path} --data '{source}' --out my-head"
         yield f"  {program} evaluate --bundle {path} --data '{source}' --head my-head"
 
@@ -326,7 +328,8 @@ def _agents(folder: Path, url: str, seed: int) -> Iterator[dict[str, ChildProces
     try:
         for number, style in enumerate(STYLES):
             tier = "train" if number < len(TRAIN_STYLES) else "head"
-            name, path = f"{tier}-{style}", folder / f"{tier}-{style}.toml"
+            name = f"{tier}-{style}"
+            path = folder / f"{tier}-{style}.toml"
             count = f"&n={SAMPLES_OF_RENDERED}" if style == "rendered" else ""
             source = f"digits:{style}?client={number}&clients={len(STYLES)}&seed={seed}{count}"
             path.write_text(

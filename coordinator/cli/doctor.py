@@ -11,16 +11,17 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from edge_agent import __version__, capabilities
+from edge_agent import __version__
 from edge_agent.cli.doctor import Step, attempted, walk
 from edge_agent.cli.output import other_version
-from edge_agent.config import BrokerConfig
-from edge_agent.errors import UsageError
-from edge_agent.storage import lock_holder
-from edge_agent.wire.messages import Topics
+from edge_agent.core import capabilities
+from edge_agent.core.children import in_child
+from edge_agent.core.config import BrokerConfig
+from edge_agent.core.errors import UsageError
+from edge_agent.core.locks import lock_holder
 from edge_agent.wire.mqtt import MqttTransport, user_of
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message, Subscribed
-from edge_agent.worker import in_child
 
 from ..broker import find_mosquitto
 from ..config import CoordinatorConfig, load_config
@@ -137,7 +138,8 @@ def _login(transport: MqttTransport, topics: Topics, broker: BrokerConfig | None
 
 def _receive_own_message(transport: MqttTransport, topics: Topics, federation: str) -> str:
     """Publish a message without effect on the presence topic of an agent that does not exist, and receive it."""
-    topic, until = topics.presence(f"doctor-{secrets.token_hex(8)}"), time.monotonic() + TIMEOUT_S
+    topic = topics.presence(f"doctor-{secrets.token_hex(8)}")
+    until = time.monotonic() + TIMEOUT_S
     while time.monotonic() < until:
         event = transport.receive(0.1)
         if isinstance(event, Subscribed):

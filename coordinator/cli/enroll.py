@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edge_agent.config import NAME_PATTERN
-from edge_agent.errors import UsageError
+from edge_agent.core.config import NAME_PATTERN
+from edge_agent.core.errors import UsageError
 
 from .options import Config, Json, State
 from .output import console, print_json
 
 if TYPE_CHECKING:
-    from edge_agent.identity import Token
+    from edge_agent.identity.tokens import Token
 
     from ..identity.enrolment import Enrolment
 
@@ -97,13 +97,13 @@ def print_token(token: Token, *, as_json: bool) -> None:
 
     The command reads the token from its input: on the command line everybody on the device could see it.
     """
-    from edge_agent.identity import shown
+    from edge_agent.identity.certificates import show_utc
 
     if as_json:
         content = {"name": token.name, "token": token.text(), "authority": token.authority, "expires": token.expires}
         print_json(content)
         return
-    console.print(f"on the device, once, until {shown(token.expires)}:", soft_wrap=True)
+    console.print(f"on the device, once, until {show_utc(token.expires)}:", soft_wrap=True)
     console.print("  edge-agent enroll - --data SOURCE", soft_wrap=True)
     console.print("it asks for the token, which is a secret: paste the line below", soft_wrap=True)
     console.print(f"authority {token.authority}", soft_wrap=True)

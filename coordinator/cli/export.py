@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edge_agent.cli import output
-from edge_agent.storage import write_tensors
+from edge_agent.core.storage import write_tensors
 
 from ..config import DEFAULT_CONFIG, ExportConfig, HostedConfig, load_config
-from ..state.journal import RunRecord
+from ..views.runs import RunRecord
 from .options import Config, Json, RunOption, State, one_of
 from .output import console, is_live, present, ready_for, set_up_logging, table, text
 
@@ -62,18 +62,24 @@ def export(
     set_up_logging(quiet=True)
     run = one_of(run, run_option, "RUN")
     if config is None and state is not None and not DEFAULT_CONFIG.exists():
-        folder, settings, hosted = state, ExportConfig(), tuple[HostedConfig, ...]()
+        folder = state
+        settings = ExportConfig()
+        hosted = tuple[HostedConfig, ...]()
     else:
         loaded = load_config(config, state)
-        folder, settings, hosted = loaded.state, loaded.export, loaded.hosted
+        folder = loaded.state
+        settings = loaded.export
+        hosted = loaded.hosted
     ready_for(out)
     if out.suffix == ".safetensors":
-        title, result = "weights", _write_weights(TrainedModel.of(folder, run), out)
+        title = "weights"
+        result = _write_weights(TrainedModel.of(folder, run), out)
     else:
         busy = console.status("exporting and checking") if is_live(console) else contextlib.nullcontext()
         with busy:
             made = export_run(folder, out, settings, run=run, calibration=calibration or (), hosted=hosted)
-            title, result = "exported", _exported(*made)
+            title = "exported"
+            result = _exported(*made)
     shown = {name: value for name, value in result.items() if name != "figures"}
     rows = [(name, near_one(value) if name == "int8_cosine" else _cell(value)) for name, value in shown.items()]
     tables = [table(title, ("what", "value"), rows, left=2)]
@@ -86,7 +92,8 @@ def _write_weights(trained: TrainedModel, out: Path) -> dict[str, Any]:
     """Write the encoder's tensors by its own names."""
     from edge_agent.training.parts import to_arrays
 
-    encoder, record = trained.model.encoder, trained.record
+    encoder = trained.model.encoder
+    record = trained.record
     weights = to_arrays(encoder, encoder.state_dict())
     digest = write_tensors(out, weights, {"run": record.run, "round": str(record.round)})
     return {
@@ -100,7 +107,7 @@ def _write_weights(trained: TrainedModel, out: Path) -> dict[str, Any]:
 
 
 def _exported(report: Report, record: RunRecord) -> dict[str, Any]:
-    from edge_agent.bundle import variant_figures
+    from edge_agent.bundle.manifest import variant_figures
 
     manifest = report.manifest
     return {

@@ -8,15 +8,15 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from edge_agent.moments import shown
+from edge_agent.core.time_and_text import show_time
 
 from ..identity.revoked import revoked_agents
+from ..journal.store import utc_now
 from ..state.fleet_rows import REPORTS, AgentRow, FleetFacts, reported_by
 from ..state.fleet_rows import rows_of as fleet_rows
 from ..state.history import SCOPES
-from ..state.journal import utc_now
-from ..state.releases import book_of
 from ..state.store import StateFolder, read_agents, read_status
+from ..views.releases import book_of
 from .follow import is_serving
 from .output import table
 
@@ -34,7 +34,8 @@ SortKey = Literal[
 
 def rows_of(folder: StateFolder) -> list[Row]:
     """All agents that are known, as JSON: heard since the coordinator's start, kept out lately, or with results."""
-    status, now = read_status(folder.path), utc_now()
+    status = read_status(folder.path)
+    now = utc_now()
     refused = [one for one in status.get("refused_agents", ()) if one["id"]]
     book = book_of(folder.journal)
     facts = FleetFacts(
@@ -139,5 +140,5 @@ def ago(seconds: float | None) -> str | None:
 def notes_of(agent: Row) -> Iterator[str]:
     """Why an agent failed and what to do about it, then its other notes."""
     if fault := agent.get("fault"):
-        yield f"{fault['error']}: {fault['message']}; {fault['remedy']} (at {shown(fault['at'])})"
+        yield f"{fault['error']}: {fault['message']}; {fault['remedy']} (at {show_time(fault['at'])})"
     yield from agent.get("notes", ())

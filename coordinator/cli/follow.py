@@ -14,15 +14,17 @@ from typing import Any
 
 from rich.table import Table
 
-from edge_agent.errors import RunFailed, StateError
-from edge_agent.moments import shown
-from edge_agent.storage import folder_lock
+from edge_agent.core.errors import RunFailed, StateError
+from edge_agent.core.locks import folder_lock
+from edge_agent.core.time_and_text import show_time
 
+from ..journal.sqlite import Journal
+from ..journal.store import utc_now
 from ..runs.result_notes import standing
 from ..state.history import SCOPES
-from ..state.journal import Journal, RunRecord, utc_now
 from ..state.store import StateFolder, read_status
 from ..text import SaidBefore, about_time, counted, listed
+from ..views.runs import RunRecord, replay
 from .output import console, fitted, is_live, table
 
 LOOK_EVERY_S = 0.2
@@ -43,7 +45,8 @@ def follow(
         StateError: its state folder was removed or replaced: what is there now says nothing of this run.
     """
     pause = threading.Event()
-    record, last_id = RunRecord(run, {}), -1
+    record = RunRecord(run)
+    last_id = -1
     with _progress(run) as show_progress:
         while not record.is_over:
             if step is not None:
@@ -53,15 +56,16 @@ def follow(
             if not state.journal.is_in_place:
                 raise lost(state, run)
             if stop is not None and stop.is_set():
-                return state.journal.replay(run)
+                return replay(state.journal, run)
             newest = state.journal.last_id()
             status = read_status(state.path)
             waiting = _waiting(status, run)
             if newest != last_id:
-                record, last_id = state.journal.replay(run), newest
+                record = replay(state.journal, run)
+                last_id = newest
             show_progress(record, waiting, status)
     if record.status != "finished":
-        raise RunFailed(f"{run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
+        raise RunFailed(f"{run} {record.status}: {record.reason or 'no reason was noted'}")
     return record
 
 
@@ -72,7 +76,7 @@ def result_of(state: StateFolder, record: RunRecord) -> dict[str, Any]:
         StateError: the result in the folder belongs to a run with another id.
     """
     summary = state.run(record.run).summary() or {}
-    run_id = record.request.get("id")
+    run_id = record.request.id
     if summary.get("id", run_id) != run_id:
         raise lost(state, record.run)
     return summary
@@ -112,24 +116,30 @@ class _Lines:
 
     def __init__(self, run: str) -> None:
         self._time_left = _TimeLeft()
-        self._run, self._closed, self._since, self._is_shown = run, -1, time.monotonic(), False
+        self._run = run
+        self._closed = -1
+        self._since = time.monotonic()
+        self._is_shown = False
         self._last: tuple[RunRecord | None, str] = None, ""
         self._without: dict[str, str] = {}
         self._said = SaidBefore()
 
     def __call__(self, record: RunRecord, waiting: str) -> None:
-        rounds = record.request.get("rounds")
+        rounds = record.request.rounds
         if record.round != self._closed:
             self._closed = record.round
-            self._show(self._closed_line(record.round, int(rounds or 0)))
+            self._show(self._closed_line(record.round, rounds))
         if record.open_round is not None:  # agents that are left out, unless they were in the previous round
-            before, self._without = self._without, dict(record.open_round.body.get("left_out", {}))
+            before = self._without
+            self._without = dict(record.open_round.fact.left_out)
             for agent, reason in self._without.items():
                 if agent not in before:
                     why = self._said.reason(agent, reason)
                     self._show(f"round {record.open_round.round} continues without {agent}: {why}")
         if record is not self._last[0] or waiting != self._last[1]:
-            self._last, self._since, self._is_shown = (record, waiting), time.monotonic(), False
+            self._last = (record, waiting)
+            self._since = time.monotonic()
+            self._is_shown = False
         elif waiting and not self._is_shown and time.monotonic() - self._since >= WAIT_IS_LONG_S:
             self._show(f"waits: {waiting}")
             self._is_shown = True
@@ -182,7 +192,7 @@ def _progress(run: str) -> Iterator[Callable[[RunRecord, str, dict[str, Any]], N
         def update(record: RunRecord, waiting: str, status: dict[str, Any]) -> None:
             nonlocal newest
             newest = waiting, status
-            progress.update(bar, total=int(record.request.get("rounds", 0)), completed=record.round)
+            progress.update(bar, total=record.request.rounds, completed=record.round)
 
         yield update
 
@@ -212,7 +222,8 @@ def _does(agent: dict[str, Any], run: dict[str, Any]) -> str:
 
 
 def _waiting(status: dict[str, Any], run: str) -> str:
-    now, waiting = status.get("run") or {}, status.get("waiting") or {}
+    now = status.get("run") or {}
+    waiting = status.get("waiting") or {}
     whom = listed(waiting.get("whom", ()), "")
     what = str(waiting.get("for", "")) + (f", not yet from {whom}" if whom else "")
     tries = f"; {advised}" if (advised := advice(status)) else ""
@@ -244,7 +255,7 @@ def _silent_since(status: dict[str, Any]) -> str | None:
         silent_s = (utc_now() - at).total_seconds()
     except (TypeError, ValueError):
         return None
-    return shown(at) if silent_s > SILENT_S else None
+    return show_time(at) if silent_s > SILENT_S else None
 
 
 def is_serving(state: Path) -> bool:
@@ -283,5 +294,5 @@ def behind(journal: Journal, run: str, invocation: Invocation) -> str:
         return ""
     first = ahead[0]
     others = f" and {listed(ahead[1:])}" if len(ahead) > 1 else ""
-    what = f"{first}, which {standing(journal.replay(first))}{others}"
+    what = f"{first}, which {standing(replay(journal, first))}{others}"
     return f"{run} is queued behind {what}; {invocation.command(f'cancel {first}')} takes it out of the queue"

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edge_agent.config import NAME_PATTERN, is_loopback, parse
-from edge_agent.errors import MissingCapability, UsageError
-from edge_agent.storage import read_regular, read_regular_text, read_toml, write_atomic
+from edge_agent.core.config import NAME_PATTERN, is_loopback, parse
+from edge_agent.core.errors import MissingCapability, UsageError
+from edge_agent.core.storage import read_regular, read_regular_text, read_toml, write_atomic
 
 from ..config import IdentityConfig, load_config
 from .options import Json
@@ -131,7 +131,8 @@ def init(
         text = NEW.format(federation=json.dumps(federation)) + section
     public = [read_public(file) for file in release_key or ()]
     role(public or [Public(bytes(32))], threshold)
-    before, made = read_regular(path) if path.exists() else None, not path.parent.exists()
+    before = read_regular(path) if path.exists() else None
+    made = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         write_atomic(path, text.encode())
@@ -185,11 +186,12 @@ def _make(
     from ..identity.enrolment import Enrolment
     from ..identity.ledger import identity_folder
     from ..identity.serving import BrokerFiles
+    from ..journal.store import utc_now
     from ..state.command_keys import CommandKeys
-    from ..state.journal import utc_now
     from ..state.release_keys import ReleaseKeys
 
-    folder, now = identity_folder(state), utc_now()
+    folder = identity_folder(state)
+    now = utc_now()
     keys = ReleaseKeys(state)
     if keys.exist and (other := keys.newest().federation) != federation:
         raise UsageError(

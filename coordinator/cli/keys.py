@@ -11,13 +11,24 @@ from typing import Annotated, Any
 import typer
 
 from edge_agent import __version__
-from edge_agent.errors import UsageError
-from edge_agent.storage import open_regular, write_atomic
-from edge_agent.trust import Envelope, Key, Role, RoleName, Roots, dump, needs_newer, public_bytes, read, roots_in
-from edge_agent.trust import Root as RootMetadata
+from edge_agent.bundle.trust import (
+    Envelope,
+    Key,
+    Role,
+    RoleName,
+    Roots,
+    dump,
+    needs_newer,
+    public_bytes,
+    read,
+    roots_in,
+)
+from edge_agent.bundle.trust import Root as RootMetadata
+from edge_agent.core.errors import UsageError
+from edge_agent.core.storage import open_regular, write_atomic
 
 from ..config import load_config
-from ..state.journal import utc_now
+from ..journal.store import utc_now
 from ..state.release_keys import (
     COORDINATOR,
     OLDEST_AGENT,
@@ -388,12 +399,11 @@ def _sign_change(path: Path, files: list[Path], as_json: bool) -> None:
 def _present_change(path: Path, changed: list[Envelope], as_json: bool) -> None:
     """What a change of keys changes, and what it lacks until it counts."""
     old, new = (read(RootMetadata, envelope, "root") for envelope in changed[-2:])
-    lines, lacks = (
-        [f"{path}: root {new.version} of federation '{new.federation}', after root {old.version}"],
-        missing(changed),
-    )
+    lines = [f"{path}: root {new.version} of federation '{new.federation}', after root {old.version}"]
+    lacks = missing(changed)
     for name, what in _ROLES.items():
-        before, after = old.roles[name], new.roles[name]
+        before = old.roles[name]
+        after = new.roles[name]
         if before == after:
             lines.append(f"{what}: as before")
             continue

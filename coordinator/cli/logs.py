@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from edge_agent.errors import UnknownName
-from edge_agent.worker import stop_on_signals
+from edge_agent.core.children import stop_on_signals
+from edge_agent.core.errors import UnknownName
 
 from ..runs.timeline import Event, Level, Timeline
 from ..state.store import StateFolder

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from edge_agent import methods as registry
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 
 from ..text import plain
 from .options import Json
@@ -34,7 +34,8 @@ def methods(name: Name = None, as_json: Json = False) -> None:
         present(one, _lines(one), as_json=as_json)
         return
     listed = {} if as_json else json.loads(files(__package__).joinpath(LISTED).read_bytes())
-    rows, broken = list[dict[str, Any]](), dict[str, str]()
+    rows = list[dict[str, Any]]()
+    broken = dict[str, str]()
     for known in registry.names():
         try:
             rows.append(listed.get(known) or describe(known))
@@ -59,7 +60,10 @@ def describe(name: str) -> dict[str, Any]:
     Raises:
         UnknownName: no such method.
     """
-    from edge_agent.disclosure import HEADINGS, section  # pydantic and all messages, which the list does without
+    from edge_agent.privacy.disclosure import (  # pydantic and all messages, which the list does without
+        HEADINGS,
+        section,
+    )
 
     method = registry.create(name)
     doc = sys.modules[type(method).__module__].__doc__ or ""
@@ -94,7 +98,7 @@ def marked_heads(one: Mapping[str, Any]) -> str:
 
 
 def _lines(one: dict[str, Any]) -> Iterator[Table | str]:
-    from edge_agent.disclosure import HEADINGS
+    from edge_agent.privacy.disclosure import HEADINGS
 
     yield f"{one['name']}: {one['summary']}"
     known = [key for key in HEADINGS if one[key]]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_a
 
 import typer
 
-from edge_agent.errors import UsageError
-from edge_agent.logs import LogFormat
-from edge_agent.storage import read_toml
+from edge_agent.core.errors import UsageError
+from edge_agent.core.logs import LogFormat
+from edge_agent.core.storage import read_toml
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -163,7 +163,8 @@ def _type_of(annotation: Any) -> Any:
 
 def _help(field: FieldInfo) -> str:
     """The field's description as a sentence, with its default where that is not said."""
-    kind, text = _type_of(field.annotation), field.description or ""
+    kind = _type_of(field.annotation)
+    text = field.description or ""
     if field.default is True:
         text = f"Do not {text}"
     if kind is dict:

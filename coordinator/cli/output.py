@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from edge_agent.cli.output import value_text
-from edge_agent.errors import UsageError
-from edge_agent.logs import TEXT, LogFormat, log_json
-from edge_agent.storage import check_writable
+from edge_agent.core.errors import UsageError
+from edge_agent.core.logs import TEXT, LogFormat, log_json
+from edge_agent.core.storage import check_writable
 
 console = Console(stderr=True, highlight=False, markup=False, emoji=False)
 """Progress and messages, on stderr. Results go to stdout by `show` or `print_json`."""
@@ -125,7 +125,9 @@ class _Cells(Table):
 
     def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, **options: Any) -> None:
         super().__init__(**options)
-        self.heads, self.cells, self.left = [" ".join(column.split()) for column in columns], rows, left
+        self.heads = [" ".join(column.split()) for column in columns]
+        self.cells = rows
+        self.left = left
         self.least_width = 0
         """In which no number is cut or wrapped, and no word of `WORD_CHARS`."""
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from edge_agent.config import parse
-from edge_agent.errors import UsageError
-from edge_agent.storage import write_atomic
+from edge_agent.core.config import parse
+from edge_agent.core.errors import UsageError
+from edge_agent.core.storage import write_atomic
 
 from ..simulation.plan import Plan
 from .options import Given, Json, Verbose, from_model
@@ -35,7 +35,8 @@ Out = Annotated[
 Plot = Annotated[Path | None, typer.Option("--plot", help="Plot of the classes of each client: .svg or .png.")]
 
 SPLIT = ("test_fraction", "validation", "seed")
-SHOWN_CLIENTS, SHOWN_CLASSES = 40, 12
+SHOWN_CLIENTS = 40
+SHOWN_CLASSES = 12
 
 
 @from_model(Plan, ("data", "clients", "alpha", "size", "test_size", "classes_each", "min_size", *SPLIT))
@@ -98,7 +99,8 @@ def _check_replaceable(path: Path, division: Division) -> None:
 
 
 def _parts(shown: dict[str, Any]) -> Iterator[Table | str]:
-    clients, samples = shown["clients"], shown["samples"]
+    clients = shown["clients"]
+    samples = shown["samples"]
     more = ["…"] if len(shown["classes"]) > SHOWN_CLASSES else []
     rows = []
     for one in clients[:SHOWN_CLIENTS]:

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from edge_agent.config import NAME_PATTERN
-from edge_agent.errors import UsageError
-from edge_agent.storage import Access, access_of, write_atomic
+from edge_agent.core.config import NAME_PATTERN
+from edge_agent.core.errors import UsageError
+from edge_agent.core.storage import Access, access_of, write_atomic
 
 from ..broker.access import BROKER_ACCOUNT, COORDINATOR_USER, access_for, add_rules, check_user, set_password
 from ..state.command_keys import MASTER, CommandKeys
@@ -87,7 +87,8 @@ def password(
     key_file = _write_key(path, agent, federation, state)
     has_changed = acl is not None and add_rules(acl, federation, account=account)
     status = users.stat()
-    owner, mode = str(status.st_uid), f"{stat.S_IMODE(status.st_mode):o}"
+    owner = str(status.st_uid)
+    mode = f"{stat.S_IMODE(status.st_mode):o}"
     with contextlib.suppress(KeyError):  # an account without a name, as in many containers
         owner = users.owner()
     result = {

@@ -9,13 +9,15 @@ from typing import Annotated
 
 import typer
 
-from edge_agent.errors import StateError
-from edge_agent.storage import folder_lock
+from edge_agent.core.errors import StateError
+from edge_agent.core.locks import folder_lock
 
 from ..config import DEFAULT_CONFIG, RetentionConfig, load_config
+from ..journal.entries import PruneRequested
 from ..state.retention import on_offer, prunable, prune_runs, runs_beyond, usage
 from ..state.store import StateFolder
 from ..text import counted
+from ..views.runs import replay
 from .options import Config, Json, State, state_path
 from .output import present, table
 
@@ -39,7 +41,8 @@ def prune(
 
     Example: headwater prune --config coordinator.toml --keep 3 --dry-run
     """
-    path, pause = state_path(config, state), threading.Event()
+    path = state_path(config, state)
+    pause = threading.Event()
     if keep is None:
         has_config = config is not None or DEFAULT_CONFIG.exists()
         keep = (load_config(config, state).retention if has_config else RetentionConfig()).runs
@@ -50,7 +53,8 @@ def prune(
             folder, runs, lambda: pause.wait(LOOK_EVERY_S), int(TIMEOUT_S / LOOK_EVERY_S)
         )
         size = sum(one.size_bytes for one in listed)
-        left, kept = usage(folder), on_offer(folder)
+        left = usage(folder)
+        kept = on_offer(folder)
     what = "removed" if removed else "would be removed" if dry_run else "will be removed by the coordinator soon"
     line = f"{size / 1e6:.1f} MB of {counted(len(runs), 'run')} {what}; {left['free_bytes'] / 1e6:.0f} MB are free"
     line += "".join(f"; {run} stays, because its release is in use" for run in kept)
@@ -74,9 +78,9 @@ def removed_by(folder: StateFolder, runs: list[str], wait: Callable[[], object],
     """
     if not runs or _removed_here(folder, runs):
         return True
-    folder.journal.append("prune_requested", body={"runs": runs})
+    folder.journal.append(PruneRequested(runs=tuple(runs)))
     for _ in range(looks):
-        if all(folder.journal.replay(run).is_pruned for run in runs) or _removed_here(folder, runs):
+        if all(replay(folder.journal, run).is_pruned for run in runs) or _removed_here(folder, runs):
             return True
         wait()
     return False

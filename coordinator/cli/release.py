@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 
 from ..fleet import release_commands as commands
 from ..fleet.release_commands import chosen, described, device_rows, tiers_without_releases
-from ..state.journal import utc_now
-from ..state.releases import Book, Plan, Release, book_of
+from ..journal.store import utc_now
 from ..state.store import StateFolder
 from ..text import listed
+from ..views.releases import Book, Plan, Release, book_of
 from .follow import is_serving
 from .options import Config, Json, State, one_of, state_path
 from .output import present
@@ -166,15 +166,15 @@ def pin(
     Example: headwater release pin porch 3 --reason "measurements for the paper" --until 2030-01-31
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        body, before = commands.pin(
+        pinned, before = commands.pin(
             folder, device, one_of(number, number_option, "RELEASE"), reason, until, commands.author()
         )
-    ends = f" until {body['until']}" if body["until"] else ""
-    lines = [f"{device} stays with release {body['release']}{ends}: {body['reason']}"]
+    ends = f" until {pinned.until}" if pinned.until else ""
+    lines = [f"{device} stays with release {pinned.release}{ends}: {pinned.reason}"]
     if before is not None:
         ended = f", until {before.until}" if before.until else ", without end"
         lines.append(f"the pin before is replaced: release {before.release}{ended}: {before.reason}")
-    present({"device": device, **body}, lines, as_json=as_json)
+    present({"device": device, **pinned.model_dump()}, lines, as_json=as_json)
 
 
 @app.command()
@@ -208,18 +208,22 @@ def status(
     """
     path = state_path(config, state)
     with StateFolder(path).look() as folder:
-        book, now = book_of(folder.journal), utc_now()
+        book = book_of(folder.journal)
+        now = utc_now()
     if number is not None:
         chosen(book, number)
-    releases, rows = [described(book, one, now) for one in book.releases], device_rows(book, now)
+    releases = [described(book, one, now) for one in book.releases]
+    rows = device_rows(book, now)
     result = {"releases": [one for one in releases if number in {None, one["release"]}], "devices": rows}
-    shown, others = rows[:devices] if devices else rows, tiers_without_releases(path)
+    shown = rows[:devices] if devices else rows
+    others = tiers_without_releases(path)
     lines = [*release_lines(releases, number), *(device_lines(shown, len(rows), others) if releases else ())]
     present(result, lines, as_json=as_json)
 
 
 def _show(folder: StateFolder, number: int, *, as_json: bool) -> None:
-    book, now = book_of(folder.journal), utc_now()
+    book = book_of(folder.journal)
+    now = utc_now()
     if (release := book.get(number)) is None:
         raise UsageError(f"release {number} was not made; 'headwater release status' shows all")
     result = described(book, release, now)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from edge_agent.moments import shown
+from edge_agent.core.time_and_text import show_time
 
 from ..fleet.release_commands import stage_text
 from ..text import counted, listed
@@ -79,16 +79,18 @@ def other_tiers(others: Mapping[str, int]) -> Iterator[str]:
 
 def _row(release: Shown) -> tuple[object, ...]:
     reports = ", ".join(f"{count} {outcome}" for outcome, count in release["outcomes"].items())
-    bundle, run = release["bundle_id"][:12], release["lineage"]["run"]
+    bundle = release["bundle_id"][:12]
+    run = release["lineage"]["run"]
     return (release["release"], release["plan"]["channel"], stage_text(release), bundle, run, reports)
 
 
 def _details(release: Shown) -> Iterator[str]:
     """When and by whom it was made, where it comes from, what it scored where, who failed it, what it waits for."""
-    plan, scored = release["plan"], release["scored"]
+    plan = release["plan"]
+    scored = release["scored"]
     by = f" by {release['by']}" if release["by"] else ""
     note = f": {release['note']}" if release["note"] else ""
-    made = f"made {shown(release['at'])}{by}"
+    made = f"made {show_time(release['at'])}{by}"
     yield f"release {release['release']} ({plan['channel']}, {stage_text(release)}), {made}{note}"
     if release["undone_because"]:
         undone = release["rolls_back"] or release["release"]
@@ -136,7 +138,7 @@ def _failures(release: Shown) -> Iterator[str]:
 
 def _note(device: Shown) -> str:
     if pin := device["pinned"]:
-        until = f" until {shown(pin['until'])}" if pin["until"] else ""
+        until = f" until {show_time(pin['until'])}" if pin["until"] else ""
         return f"pinned{until}: {pin['reason']}"
     is_there = device["runs"] is not None and device["runs"] == device["wanted"]
     return str(("" if is_there else device["kept"]) or device["reason"])

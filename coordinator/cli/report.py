@@ -7,15 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from edge_agent.errors import UsageError
-from edge_agent.storage import write_atomic
+from edge_agent.core.errors import UsageError
+from edge_agent.core.storage import write_atomic
 
 from ..fleet.release_commands import releases_of_run
 from ..report import write_report
 from ..report.page import accuracy_svg
 from ..runs.result_notes import standing
-from ..state.journal import RunRecord
 from ..state.store import StateFolder
+from ..views.runs import RunRecord, replay
 from .options import Config, Json, RunOption, State, one_of, state_path
 from .output import console, present, ready_for
 
@@ -43,10 +43,11 @@ def report(
     """
     run = one_of(run, run_option, "RUN")
     folder = StateFolder(state_path(config, state))
-    record, releases = None, list[dict[str, Any]]()
+    record = None
+    releases = list[dict[str, Any]]()
     if folder.journal.path.exists():
         with folder.look():
-            record = folder.journal.replay(run) if run else _latest(folder)
+            record = replay(folder.journal, run) if run else _latest(folder)
             releases = [] if record is None else releases_of_run(folder, record.run)
     if record is None:
         raise UsageError(f"no run in {folder.path} has figures yet; 'headwater run' starts one")
@@ -65,7 +66,7 @@ def report(
 def _latest(folder: StateFolder) -> RunRecord | None:
     """The latest run that has finished; where there is none, the latest with figures."""
     with_figures = {result.run for result in folder.runs()}
-    records = [folder.journal.replay(run) for run in folder.journal.runs() if run in with_figures]
+    records = [replay(folder.journal, run) for run in folder.journal.runs() if run in with_figures]
     return next(
         (record for record in reversed(records) if record.status == "finished"), records[-1] if records else None
     )

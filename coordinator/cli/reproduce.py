@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_agent.errors import RunFailed, StateError, TrainingFailed, UsageError
-from edge_agent.storage import check_writable
+from edge_agent.core.errors import RunFailed, StateError, TrainingFailed, UsageError
+from edge_agent.core.storage import check_writable
 
 from ..runs.request import Weights
 from ..simulation.plan import Plan
@@ -137,7 +137,8 @@ def _run_all(reproduction: Reproduction, cells: Sequence[Cell], *, again: bool) 
 def _shown(reproduction: Reproduction, results: Sequence[Outcome]) -> Iterator[Any]:
     from ..research.reproduce.outcome import CAVEAT, promises, sentence
 
-    claims, folder = promises(reproduction.table, results), reproduction.folder
+    claims = promises(reproduction.table, results)
+    folder = reproduction.folder
     headings = ("method", "verdict", "paper", "ours", "±", "diff.", "best", "after\ntraining", "rounds", "seeds")
     for column in {one.column.name: one.column for one in results}.values():
         rows = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,18 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from edge_agent.errors import StartStopped, UsageError
-from edge_agent.registry import PinnedFile, is_reference
-from edge_agent.worker import stop_on_signals
+from edge_agent.core.children import stop_on_signals
+from edge_agent.core.errors import StartStopped, UsageError
+from edge_agent.core.registry import PinnedFile, is_reference
 
 from ..config import CoordinatorConfig, RunConfig, load_config
 from ..text import counted, listed
+from ..views.runs import replay
 from .options import INTERRUPTED, Config, Given, Json, Logs, State, Verbose, flag, from_model
 from .output import console, present, set_up_logging, table
 
 if TYPE_CHECKING:
     from ..runs.request import Request
-    from ..state.journal import RunRecord
+    from ..service.coordinator import Coordinator
+    from ..views.runs import RunRecord
     from .follow import Invocation
 
 
@@ -101,7 +104,7 @@ def run(
             leave_out = ", ".join(map(flag, fields))
             raise UsageError(f"--resume {resume} keeps the settings of the run; leave out {leave_out}")
         with StateFolder(settings.state).look() as folder:
-            record = folder.journal.replay(resume)
+            record = replay(folder.journal, resume)
         if record.is_over:
             raise UsageError(f"{resume} is {record.status} already; ask for another run without --resume")
     record = _follow(settings, target, invocation)
@@ -122,7 +125,8 @@ def next_steps(state: Path, summary: dict[str, Any], invocation: Invocation) -> 
             return
     from ..state.release_keys import ReleaseKeys
 
-    create, keys = invocation.command(f"release create {summary['run_id']}"), ReleaseKeys(state)
+    create = invocation.command(f"release create {summary['run_id']}")
+    keys = ReleaseKeys(state)
     if keys.sign_alone:
         yield f"next: {create} releases it to devices"
         return
@@ -140,8 +144,9 @@ def _put_into_queue(settings: CoordinatorConfig, request: Request, invocation: I
     if serving:
         _note_other_settings(settings)
     with StateFolder(settings.state).look(create=True) as folder:
-        run = folder.journal.request_run(request.body())
-        ahead, first = ahead_of(folder.journal, run), behind(folder.journal, run, invocation)
+        run = folder.journal.request_run(request.to_fact())
+        ahead = ahead_of(folder.journal, run)
+        first = behind(folder.journal, run, invocation)
     takers = f"{invocation.command('serve')} or {invocation.command(f'run --resume {run}')}"
     taker = "the coordinator at work here does it" if serving else f"no coordinator is serving; {takers} does it"
     shown = [f"{run} is in the queue: {taker}", *([first] if first else [])]
@@ -152,7 +157,8 @@ def _note_other_settings(settings: CoordinatorConfig) -> None:
     """Say where this command's configuration is not the one that the coordinator at work has read at its start."""
     from ..state.store import read_status
 
-    known, own = read_status(settings.state).get("settings"), settings.digests()
+    known = read_status(settings.state).get("settings")
+    own = settings.digests()
     changed = [f"[{name}]" for name, digest in own.items() if isinstance(known, dict) and known.get(name) != digest]
     if changed:
         console.print(
@@ -160,6 +166,11 @@ def _note_other_settings(settings: CoordinatorConfig) -> None:
             "restart 'headwater serve' to change them",
             soft_wrap=True,
         )
+
+
+def _step(service: Coordinator) -> None:
+    """Let a coordinator in this process do what is due, and wait for what comes next."""
+    service.step(service.idle_s())
 
 
 def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocation) -> RunRecord:
@@ -185,10 +196,11 @@ def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocat
             except StartStopped:
                 console.print("stopped; nothing was started")
                 raise typer.Exit(INTERRUPTED) from None
-            folder, step = service.state, lambda: service.step(service.idle_s())
+            folder = service.state
+            step = functools.partial(_step, service)
         if stop.is_set():
             raise typer.Exit(INTERRUPTED)
-        run = folder.journal.request_run(run.body()) if isinstance(run, Request) else run
+        run = folder.journal.request_run(run.to_fact()) if isinstance(run, Request) else run
         if first := behind(folder.journal, run, invocation):
             console.print(first, soft_wrap=True)
         record = follow(folder, run, step, stop)

@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
-from edge_agent.errors import StartStopped, UsageError
-from edge_agent.worker import in_child, stop_on_signals
+from edge_agent.core.children import in_child, stop_on_signals
+from edge_agent.core.errors import StartStopped, UsageError
 
 from ..config import DEFAULT_CONFIG, load_config
 from ..service.standby import TAKEOVER_S
+from ..views.runs import replay
 from .options import INTERRUPTED, Config, Logs, State, Verbose
 from .output import console, set_up_logging
 from .web import announcement
@@ -128,7 +129,7 @@ def serve(
             view.start()
         for run in service.state.journal.unfinished():
             drops = Invocation(config, state).command(f"cancel {run}")
-            progress = standing(service.state.journal.replay(run))
+            progress = standing(replay(service.state.journal, run))
             console.print(f"{run} {progress} and is done first; {drops} drops it", soft_wrap=True)
         service.serve(stop)
     console.print("stopped; the next start resumes from here")

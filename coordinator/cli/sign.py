@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from edge_agent.errors import UsageError, cause
-from edge_agent.storage import Access, read_regular, write_atomic
+from edge_agent.core.errors import UsageError, cause
+from edge_agent.core.storage import Access, read_regular, write_atomic
 
 from .options import Config, Json, State
 from .output import present, ready_for
@@ -34,8 +34,9 @@ def sign(
 
     Example: headwater sign request.json --out answer.json
     """
-    from edge_agent.identity import MAX_LINE_BYTES, CertificateRequest, shown
-    from edge_agent.task import parse_json
+    from edge_agent.core.task import parse_json
+    from edge_agent.identity.certificates import show_utc
+    from edge_agent.identity.signed_request import MAX_LINE_BYTES, CertificateRequest
 
     from .enroll import enrolment
 
@@ -53,7 +54,7 @@ def sign(
     answer = issuer.answer(asked.name, made)
     write_atomic(out, json.dumps(answer).encode() + b"\n", access=Access.private())
     line = (
-        f"{asked.name}: certificate until {shown(made.not_after)} for the key {made.key}, in {out}; on the device: "
+        f"{asked.name}: certificate until {show_utc(made.not_after)} for the key {made.key}, in {out}; on the device: "
         f"edge-agent enroll - --answer {out.name}"
     )
     present({"name": asked.name, "key": made.key, "until": made.not_after, "answer": str(out)}, [line], as_json=as_json)

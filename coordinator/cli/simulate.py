@@ -11,22 +11,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_agent.config import parse
-from edge_agent.errors import UsageError
-from edge_agent.registry import absolute
-from edge_agent.storage import check_writable, read_toml
+from edge_agent.core.config import parse
+from edge_agent.core.errors import UsageError
+from edge_agent.core.registry import absolute
+from edge_agent.core.storage import check_writable, read_toml
 
 from ..api import finish
 from ..simulation.plan import HOW_NOT_WHAT, Plan
 from ..state.store import StateFolder
 from ..text import about_time, counted, encoder_named
+from ..views.runs import replay
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
 from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c, table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from edge_agent.wire.messages import Job
+    from edge_agent.wire.messages.down import Job
 
     from ..simulation.run import Simulation
 
@@ -193,7 +194,7 @@ def _how_to_resume(folder: Path) -> str:
         return "stopped before the run began; the same command begins it"
     with StateFolder(folder).look(create=True) as state:
         runs = state.journal.runs()
-        closed = state.journal.replay(runs[0]).round if runs else 0
+        closed = replay(state.journal, runs[0]).round if runs else 0
     where = f"stopped with {closed} of {counted(plan.rounds, 'round')} closed"
     return f"{where}, nothing is lost; resume with: headwater simulate --resume --out {shlex.quote(str(folder))}"
 
@@ -206,13 +207,15 @@ class _RunProgress:
     """Progress of a run, in trainings of a client; the final evaluation of a client counts `AT_THE_END`."""
 
     def __init__(self, simulation: Simulation, later_rounds: int = 0) -> None:
-        self._simulation, plan = simulation, simulation.prepared.plan
+        self._simulation = simulation
+        plan = simulation.prepared.plan
         clients = len(simulation.prepared.division.clients)
         share = (plan.fraction + (plan.fraction_max or plan.fraction)) / 2
         cohort = max(1, round(share * (clients - plan.new_clients)))
-        self.rounds, self.total = plan.rounds, plan.rounds * cohort + AT_THE_END * clients
+        self.rounds = plan.rounds
+        self.total = plan.rounds * cohort + AT_THE_END * clients
         self._later = self.total * later_rounds / plan.rounds
-        record = simulation.state.journal.replay(simulation.run)
+        record = replay(simulation.state.journal, simulation.run)
         self._closed = record.round
         updates = len(record.open_round.updates) if record.open_round is not None else 0
         self._begun = self.done = float(record.round * cohort + updates)
@@ -271,7 +274,8 @@ def shown(simulation: Simulation, later_rounds: int = 0) -> Iterator[Callable[[J
         return
     from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-    text, scores = "{task.description}", "{task.fields[scores]}"
+    text = "{task.description}"
+    scores = "{task.fields[scores]}"
     columns = (text, BarColumn(), scores, TimeElapsedColumn(), "left", TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=run_progress.total, completed=int(run_progress.done), scores="")
@@ -351,7 +355,8 @@ _NAMES = {
 
 def _row(name: object, one: dict[str, Any]) -> tuple[object, ...]:
     scores = {scope: acc["clients_mean"] for scope, acc in one["acc"].items()}
-    personal, seconds = one["acc"].get("personal", {}), one.get("seconds")
+    personal = one["acc"].get("personal", {})
+    seconds = one.get("seconds")
     sizes = (None if (size := one.get(key)) is None else f"{size / 1e6:.1f}" for key in ("bytes_up", "bytes_down"))
     return (
         name,

@@ -12,16 +12,17 @@ from rich.text import Text
 
 from edge_agent import __version__
 from edge_agent.cli.output import other_version, value_text
-from edge_agent.errors import StateError
-from edge_agent.moments import shown
+from edge_agent.core.errors import StateError
+from edge_agent.core.time_and_text import show_time
 
 from ..fleet.release_commands import open_releases, standing_of
 from ..identity.revoked import revoked_agents
+from ..journal.store import utc_now
 from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, metric_lines, spent
-from ..state.journal import utc_now
 from ..state.retention import usage
 from ..state.store import RunFolder, StateFolder, read_agents, read_status
 from ..text import counted, listed
+from ..views.runs import replay
 from .fleet import NO_AGENTS, notes_of, status_age_s
 from .follow import advice, is_serving
 from .options import Config, Json, State, state_path
@@ -64,7 +65,7 @@ def status(
             result = _gathered(folder, agents=agents, page=page, only=only, find=find)
             present(result, _lines(result), as_json=as_json)
             return
-        from edge_agent.worker import stop_on_signals
+        from edge_agent.core.children import stop_on_signals
 
         with stop_on_signals() as stop, _shown_again(as_json=as_json) as show_again:
             while True:
@@ -81,15 +82,15 @@ def _gathered(
     ahead: str | None = None
     runs = list[dict[str, Any]]()
     for run in folder.journal.runs():
-        record = folder.journal.replay(run)
+        record = replay(folder.journal, run)
         runs.append(
             {
                 "id": record.run,
-                "method": record.request.get("method"),
+                "method": record.request.method,
                 "status": record.status,
                 "round": record.round,
-                "rounds": record.request.get("rounds"),
-                "reason": record.outcome.get("reason"),
+                "rounds": record.request.rounds,
+                "reason": record.reason,
                 "queued_behind": None if record.is_over else ahead,
                 **coordinator_metrics(folder.journal, run),
             }
@@ -206,7 +207,9 @@ def _pages(count: int, size: int) -> int:
 
 
 def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
-    serving, runs, agents = result["serving"], result["runs"], result.get("agents", [])
+    serving = result["serving"]
+    runs = result["runs"]
+    agents = result.get("agents", [])
     age = ""
     if "at" in result:
         seconds = status_age_s(result, utc_now())
@@ -309,5 +312,5 @@ def refusal_line(refused: dict[str, Any]) -> str:
     """A device that is kept out, why, and what to do."""
     who = f"agent '{refused['id']}'" if refused["id"] else "a device"
     by = {"broker": "the broker", "enrolment": "the enrolment port", "coordinator": "the coordinator"}[refused["by"]]
-    seen = f"{refused['times']} ×, last at {shown(refused['at'])}"
+    seen = f"{refused['times']} ×, last at {show_time(refused['at'])}"
     return f"refused: {who} by {by} ({seen}): {refused['message']}; {refused['remedy']}"

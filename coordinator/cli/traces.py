@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_agent.errors import MissingCapability
-from edge_agent.worker import stop_on_signals
+from edge_agent.core.children import stop_on_signals
+from edge_agent.core.errors import MissingCapability
 
-from ..state.journal import Journal
-from ..state.spans import Span, spans_of
+from ..journal.sqlite import Journal
 from ..state.store import StateFolder
 from ..text import counted
+from ..views.runs import replay
+from ..views.spans import Span, spans_of
 from .options import INTERRUPTED, Config, Json, State, state_path
 from .output import present
 
@@ -48,7 +49,8 @@ def traces(
                 send(new[begin : begin + SENT_AT_ONCE])
             if not follow or stop.wait(LOOK_EVERY_S):
                 break
-        spans, runs = len(ended.known), len({of for of, _ in ended.known})
+        spans = len(ended.known)
+        runs = len({of for of, _ in ended.known})
         result = {"spans": spans, "runs": runs}
         present(result, [f"{counted(spans, 'span')} of {counted(runs, 'run')} sent"], as_json=as_json)
         if stop.signal == signal.SIGINT:
@@ -59,7 +61,8 @@ class Ended:
     """The spans that have ended in a journal, each once."""
 
     def __init__(self, journal: Journal, run: str | None = None) -> None:
-        self._journal, self._run = journal, run
+        self._journal = journal
+        self._run = run
         self._version: tuple[int, int] | None = None
         self._over = set[str]()
         self.known = set[tuple[str, str]]()
@@ -71,12 +74,13 @@ class Ended:
         Raises:
             UnknownName: no such run.
         """
-        version, new = self._journal.version(), list[Span]()
+        version = self._journal.version()
+        new = list[Span]()
         if version == self._version:
             return new
         self._version = version
         if self._run is not None:
-            self._journal.replay(self._run)  # an unknown one is named, with the nearest
+            replay(self._journal, self._run)  # an unknown one is named, with the nearest
         for run in [self._run] if self._run is not None else self._journal.runs():
             if run not in self._over:
                 spans = list(spans_of(self._journal.entries(run)))
@@ -114,7 +118,7 @@ def sender(to: SpanExporter) -> Callable[[Iterable[Span]], None]:
     from opentelemetry.trace.status import Status, StatusCode
 
     from edge_agent import __version__
-    from edge_agent.errors import HeadwaterError
+    from edge_agent.core.errors import HeadwaterError
 
     resource = Resource.create({"service.name": "headwater", "service.version": __version__})
 

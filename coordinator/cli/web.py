@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edge_agent.config import parse
-from edge_agent.errors import UsageError
-from edge_agent.worker import stop_on_signals
+from edge_agent.core.children import stop_on_signals
+from edge_agent.core.config import parse
+from edge_agent.core.errors import UsageError
 
 from ..config import CoordinatorConfig, WebConfig, load_config
 from .options import INTERRUPTED, Config, State, Verbose, state_path

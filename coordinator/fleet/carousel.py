@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.flow import STALL_S, Sending
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.blobs.flow import STALL_S, Sending
 
 
 class Carousel:
@@ -31,7 +31,8 @@ class Carousel:
     def wanted(self) -> int:
         """A bit for each chunk that any listener needs."""
         if not self._is_current:
-            self._wanted, self._is_current = 0, True
+            self._wanted = 0
+            self._is_current = True
             for sending in self.listeners.values():
                 self._wanted |= bits_of(sending.need)
         return self._wanted
@@ -60,7 +61,8 @@ class Carousel:
 
     def due(self, now: float) -> Iterator[bytes]:
         """Frames that may be published now; reports are asked for after each half of a window."""
-        size, everyone = self.blob.ref.chunk_bytes, list(self.listeners.values())
+        size = self.blob.ref.chunk_bytes
+        everyone = list(self.listeners.values())
         moving = [sending for sending in everyone if sending.is_moving(now)] or everyone
         if not moving or not all(sending.pace.is_ready(size) for sending in moving):
             return

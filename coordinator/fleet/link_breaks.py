@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from edge_agent.moments import shown
+from edge_agent.core.time_and_text import show_time
 
 MOST_BREAKS = 5
 """The number of breaks within `RECENT_S` that make a flapping link; a device that moves has fewer."""
@@ -41,7 +41,8 @@ class LinkBreaks:
         is_flapping = len(self.recent) == MOST_BREAKS and now - self.recent[0] <= RECENT_S
         if not is_flapping or self.since is None:
             return ""
+        since = show_time(self.since.isoformat())
         return (
-            f"its connection to the broker has broken {self.times} times since {shown(self.since.isoformat())}, last "
+            f"its connection to the broker has broken {self.times} times since {since}, last "
             f"{now - self.recent[-1]:.0f} s ago; transfers resume after each break, slowly; check its network"
         )

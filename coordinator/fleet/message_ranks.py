@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 
-from edge_agent.errors import MessageError
+from edge_agent.core.errors import MessageError
 from edge_agent.wire.inbox import ORDINARY, Rank, RankOf
-from edge_agent.wire.messages import Topics
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message
 
 from .rate_limits import type_of

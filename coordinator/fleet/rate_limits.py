@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from edge_agent.errors import MessageError
-from edge_agent.wire.messages import Topics
+from edge_agent.core.errors import MessageError
+from edge_agent.wire.topics import Topics
 
 
 class Rate(NamedTuple):
@@ -62,7 +62,8 @@ class RateLimits:
     """Token buckets by agent and kind. `admits` may be called in another thread than the rest."""
 
     def __init__(self, topics: Topics, clock: Callable[[], float] = time.monotonic) -> None:
-        self._topics, self._clock = topics, clock
+        self._topics = topics
+        self._clock = clock
         self._buckets: dict[tuple[str, str], tuple[float, float]] = {}
         """(Agent, kind) -> tokens at a time."""
 
@@ -99,11 +100,14 @@ class RateLimits:
         if not self._dropped:
             return Counter()
         with self._lock:
-            dropped, self._dropped = self._dropped, Counter()
+            dropped = self._dropped
+            self._dropped = Counter()
         return dropped
 
     def _spend(self, agent: str, kind: str, cost: float) -> bool:
-        rate, now, key = RATES.get(kind, OTHER), self._clock(), (agent, kind)
+        rate = RATES.get(kind, OTHER)
+        now = self._clock()
+        key = (agent, kind)
         tokens, at = self._buckets.get(key, (rate.at_once, now))
         tokens = min(rate.at_once, tokens + (now - at) * rate.per_s)
         is_admitted = tokens >= 1.0

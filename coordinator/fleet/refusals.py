@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from edge_agent.wire.messages import printable
+from edge_agent.wire.messages.fields import printable
 
-from ..state.journal import utc_now
+from ..journal.store import utc_now
 from .registry import Rejections
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,8 @@ MOST_LISTED = 50
 FORGOTTEN_S = 300.0
 """An agent that is refused tries again after at most 60 s; one that is not heard for so long has given up."""
 
-NAME_CHARS, REASON_CHARS = 80, 500
+NAME_CHARS = 80
+REASON_CHARS = 500
 
 By = Literal["broker", "enrolment", "coordinator"]
 """Who refuses."""
@@ -45,7 +46,9 @@ class Refusals:
 
     def __init__(self, clock: Callable[[], float], now: Callable[[], datetime] = utc_now) -> None:
         """``now``: the wall clock."""
-        self._clock, self._now, self._lock = clock, now, threading.Lock()
+        self._clock = clock
+        self._now = now
+        self._lock = threading.Lock()
         self._known: dict[tuple[str, str, str], tuple[Refused, int, float, str]] = {}
         """(agent, by, error) -> the newest, how often, when by the clock, and when for people."""
 

@@ -17,14 +17,17 @@ from statistics import fmean
 from typing import Any
 
 from edge_agent import __version__
-from edge_agent.errors import DuplicateId, MessageError, RunFailed
-from edge_agent.moments import shown
-from edge_agent.wire import messages as wire
-from edge_agent.wire.messages import Topics, run_name
+from edge_agent.core.errors import DuplicateId, MessageError, RunFailed
+from edge_agent.core.time_and_text import show_time
+from edge_agent.wire.messages import codec, down, fields, up
+from edge_agent.wire.messages.fields import run_name
+from edge_agent.wire.topics import Topics
 
+from ..journal.entries import RunHeard, RunningFigures, RunRequested
+from ..journal.sqlite import Journal
+from ..journal.store import run_number, utc_now
 from ..state.candidate import Candidate
 from ..state.command_keys import CommandKeys
-from ..state.journal import Journal, run_number, utc_now
 from ..text import worst_tenth
 from .link_breaks import LinkBreaks
 
@@ -71,7 +74,7 @@ class Figures:
         acc = {scope: value for scope, value in named.items() if value is not None and 0 <= value <= 1}
         return replace(self, acc={**self.acc, **acc}) if acc else self
 
-    def of_report(self, message: wire.Report) -> Figures:
+    def of_report(self, message: up.Report) -> Figures:
         """With what a report says of the bundle that the agent runs; accuracies on no samples are none."""
         rss_mb = message.rss_mb or self.rss_mb
         if Candidate.from_report(message) is not None:
@@ -86,15 +89,15 @@ class Figures:
         support = message.support or self.support
         return Figures({**self.acc, **known}, head, message.better_alone, rss_mb, support)
 
-    def body(self) -> dict[str, Any]:
-        """As JSON, for the journal; `of_record` reads it."""
-        return {
-            "acc": dict(self.acc),
-            "head": self.head,
-            "better_alone": self.better_alone,
-            "rss_mb": self.rss_mb,
-            "support": self.support,
-        }
+    def to_fact(self) -> RunningFigures:
+        """Return the figures for an entry of the journal."""
+        return RunningFigures(
+            acc=dict(self.acc),
+            head=self.head,
+            better_alone=self.better_alone,
+            rss_mb=self.rss_mb,
+            support=self.support,
+        )
 
     def of_facts(self, facts: Mapping[str, object]) -> Figures:
         """With the memory that a hello says."""
@@ -125,7 +128,7 @@ class Member:
     candidate: Candidate | None = None
     """A bundle that it has tried last and does not run."""
 
-    condition: wire.ConditionName = "ok"
+    condition: fields.ConditionName = "ok"
     stalled_at: float = 0.0
 
     heartbeat_s: float = 0.0
@@ -168,7 +171,8 @@ class Roster:
         """The entry of each agent that counts; others are of earlier leases."""
 
         self._connected_at: float | None = clock()
-        self._deaf_since, self._deaf_s = 0.0, 0.0
+        self._deaf_since = 0.0
+        self._deaf_s = 0.0
         self._faults = Rejections(clock)
         self._before = dict[str, Figures]()
         self._candidates = dict[str, Candidate]()
@@ -181,7 +185,7 @@ class Roster:
         self._before = dict(figures)
         self._candidates = dict(candidates)
 
-    def hello(self, agent: str, message: wire.Hello) -> Member:
+    def hello(self, agent: str, message: up.Hello) -> Member:
         """An agent introduces itself (again)."""
         member = Member(agent, message.tier, message.boot, message.software, message.samples, message.bundle_id)
         member.connection = message.connection
@@ -198,8 +202,11 @@ class Roster:
             if self._has_lost_connection(before, member):
                 member.breaks.add(self._clock(), utc_now())
             if before.boot == member.boot:
-                member.notes, member.fault, member.condition = before.notes, before.fault, before.condition
-                member.stalled_at, member.asked_at = before.stalled_at, before.asked_at
+                member.notes = before.notes
+                member.fault = before.fault
+                member.condition = before.condition
+                member.stalled_at = before.stalled_at
+                member.asked_at = before.asked_at
         member.heard_at = self._clock()
         self._members[agent] = member
         self._sorted.clear()
@@ -229,7 +236,7 @@ class Roster:
                     }
         return self._accuracies
 
-    def reported(self, agent: str, message: wire.Report) -> bool:
+    def reported(self, agent: str, message: up.Report) -> bool:
         """Note samples and encoder of an agent, and why if it is not the new one; False for an agent not listed."""
         member = self._members.get(agent)
         if member is None:
@@ -246,7 +253,7 @@ class Roster:
             log.warning("rolled_back agent=%s run=%s why=%s", agent, message.run, message.rolled_back)
         return True
 
-    def failed(self, agent: str, message: wire.Fault) -> dict[str, str] | None:
+    def failed(self, agent: str, message: up.Fault) -> dict[str, str] | None:
         """Note an agent's fault; it stands until the agent reports the condition "ok".
 
         Returns it where it is worth a line in the log, and not one of many of the same.
@@ -263,11 +270,11 @@ class Roster:
         log.log(level, form, agent, times or 0, *fault.values())
         member = self._members.get(agent)
         if member is not None:
-            self.is_as(agent, "stalled" if message.error == wire.DISK_ERROR else "fault")
+            self.is_as(agent, "stalled" if message.error == fields.DISK_ERROR else "fault")
             member.fault = {**fault, "at": utc_now().isoformat(timespec="seconds")}
         return None if times is None else fault
 
-    def is_as(self, agent: str, condition: wire.ConditionName) -> bool:
+    def is_as(self, agent: str, condition: fields.ConditionName) -> bool:
         """Note the condition of an agent; False where it has a fault that has not been received here."""
         member = self._members.get(agent)
         if member is None:
@@ -340,7 +347,8 @@ class Roster:
 
     def new_heartbeat_s(self, agent: str) -> float | None:
         """The `heartbeat_s` to send to an agent now; None where the one that it has is about right."""
-        member, now_s = self._members[agent], self.heartbeat_s()
+        member = self._members[agent]
+        now_s = self.heartbeat_s()
         if 2 / 3 * member.heartbeat_s <= now_s <= 3 / 2 * member.heartbeat_s:
             return None
         self.note_heartbeat_s(agent, now_s)
@@ -404,10 +412,12 @@ class Roster:
         """Seconds that an offline or stalled agent is still waited for (0 or less: no more), else None."""
         member = self._members.get(agent)
         if member is None:
-            offline_at, patience_s = self._connected_at, RETURN_S
+            offline_at = self._connected_at
+            patience_s = RETURN_S
         else:
             is_stalled = member.is_present and member.condition == "stalled"
-            offline_at, patience_s = member.stalled_at if is_stalled else member.offline_at, PATIENCE_S
+            offline_at = member.stalled_at if is_stalled else member.offline_at
+            patience_s = PATIENCE_S
             if offline_at is None:
                 return None
         if offline_at is None or self._connected_at is None:
@@ -466,8 +476,10 @@ class _Claim:
 class DuplicateIds:
     """Who may have an id. Call `accept` for every hello."""
 
-    def __init__(self, roster: Roster, send: Callable[[str, wire.Command], None], clock: Callable[[], float]) -> None:
-        self._roster, self._send, self._clock = roster, send, clock
+    def __init__(self, roster: Roster, send: Callable[[str, fields.Command], None], clock: Callable[[], float]) -> None:
+        self._roster = roster
+        self._send = send
+        self._clock = clock
         self._claims: dict[str, _Claim] = {}
         self._rejected: dict[str, str] = {}
         self._starts: dict[str, dict[str, int]] = {}
@@ -475,7 +487,7 @@ class DuplicateIds:
 
         self._returns: dict[str, int] = {}
 
-    def accept(self, agent: str, message: wire.Hello) -> bool:
+    def accept(self, agent: str, message: up.Hello) -> bool:
         """Whether this start has the id now; if not, an answer of the start that has it is pending."""
         member = self._roster.get(agent)
         if member is None or member.boot == message.boot:
@@ -491,7 +503,7 @@ class DuplicateIds:
                 del starts[next(iter(starts))]
         return accepted
 
-    def _is_clone(self, agent: str, member: Member, message: wire.Hello) -> bool:
+    def _is_clone(self, agent: str, member: Member, message: up.Hello) -> bool:
         """Whether two starts take the id from each other; the one that had it first keeps it.
 
         A broker that takes an agent's id from its certificate ends the session of the other one at each connect, so
@@ -509,7 +521,7 @@ class DuplicateIds:
 
     def _reject(self, agent: str, member: Member, boot: str, why: str) -> None:
         log.warning("duplicate_id agent=%s has=%s rejected=%s: both %s", agent, member.boot, boot, why)
-        at = shown(utc_now())
+        at = show_time(utc_now())
         member.notes["duplicate"] = (
             f"another agent with the id '{agent}' (start {boot}) was rejected at {at}: both were alive; "
             "give one of them another id"
@@ -517,7 +529,7 @@ class DuplicateIds:
         self._rejected[agent] = boot
         self._send(agent, _rejection(member, boot, why))
 
-    def _accept(self, agent: str, member: Member | None, message: wire.Hello) -> bool:
+    def _accept(self, agent: str, member: Member | None, message: up.Hello) -> bool:
         if member is None or not member.is_present:
             self._claims.pop(agent, None)
             self._rejected.pop(agent, None)
@@ -552,16 +564,16 @@ class DuplicateIds:
             self._rejected.clear()
         question = secrets.token_hex(8)
         self._claims[agent] = _Claim(boot, question, self._clock())
-        self._send(agent, wire.Who(question=question))
+        self._send(agent, down.Who(question=question))
 
 
-def _rejection(member: Member, boot: str, why: str = "answered the same question") -> wire.Refused:
+def _rejection(member: Member, boot: str, why: str = "answered the same question") -> down.Refused:
     why = (
         f"the id '{member.id}' is in use: this agent (start {boot}) and one that was here before (start {member.boot}, "
         f"tier {member.tier}) both {why}, so both are alive; give one of them another id in its "
         "configuration, or stop it"
     )
-    return wire.Refused(error=DuplicateId.__name__, message=why, whom=boot)
+    return down.Refused(error=DuplicateId.__name__, message=why, whom=boot)
 
 
 AGAIN_S = 60.0
@@ -582,7 +594,8 @@ class Rejections:
         self.total = 0
         self.counts: dict[str, int] = {}
         self._logged_at: dict[str, float] = {}
-        self._window, self._lines = float("-inf"), 0
+        self._window = float("-inf")
+        self._lines = 0
 
     def note(self, what: str, times: int = 1) -> int | None:
         """Count so many; how often it has happened if that is worth a line in the log now, else None."""
@@ -593,7 +606,8 @@ class Rejections:
         self.counts[what] = self.counts.get(what, 0) + times
         now = self._clock()
         if now - self._window >= AGAIN_S:
-            self._window, self._lines = now, 0
+            self._window = now
+            self._lines = 0
         if self._lines >= LINES_AT_ONCE or now - self._logged_at.get(what, float("-inf")) < AGAIN_S:
             return None
         self._lines += 1
@@ -634,7 +648,7 @@ class RunIds:
         newest = self._journal.newest_run()
         if newest < number <= newest + MOST_SKIPPED_NAMES:
             self._believed.add(agent)
-            self._journal.append("run_heard", agent=agent, body={"newest_run": number})
+            self._journal.append(RunHeard(newest_run=number), agent=agent)
             log.info("run_names_skipped until=%s: agent %s has worked for it", run_name(run_id), agent)
 
     def check(self, name: str) -> None:
@@ -661,7 +675,9 @@ class RunIds:
     def _id(self, name: str) -> str:
         if name not in self._known:
             for entry in self._journal.entries(name, kinds=("run_requested",)):
-                self._known[name] = str(entry.body.get("id", ""))
+                requested = entry.fact
+                id_ = requested.id if isinstance(requested, RunRequested) else None
+                self._known[name] = id_ or ""
         return self._known.get(name, "")
 
 
@@ -686,35 +702,41 @@ class CommandSender:
         boot: str,
         keys: CommandKeys | None = None,
     ) -> None:
-        self._topics, self._publish, self._run_ids, self._boot, self._keys = topics, publish, run_ids, boot, keys
-        self.federation, self.epoch = "", 0
+        self._topics = topics
+        self._publish = publish
+        self._run_ids = run_ids
+        self._boot = boot
+        self._keys = keys
+        self.federation = ""
+        self.epoch = 0
         self._seq = 0
         self._epochs: dict[str, int] = {}
         self._protocols: dict[str, int] = {}
 
     def serve_as(self, federation: str, epoch: int) -> None:
         """Messages are of this federation and this start of its coordinator from now on."""
-        self.federation, self.epoch = federation, epoch
+        self.federation = federation
+        self.epoch = epoch
 
     def speaks(self, agent: str, protocol: int) -> None:
         """Messages to this agent are of that version of the protocol from now on; to others, of the oldest."""
         self._protocols[agent] = protocol
 
-    def send(self, agent: str, message: wire.Command) -> None:
+    def send(self, agent: str, message: fields.Command) -> None:
         """One control message to one agent; a run in it is named as the journal names it."""
         run = getattr(message, "run", "")
         self._send(agent, message, **({"run": self._run_ids.of(run)} if run else {}))
 
     def announce(self) -> None:
         """Announce this coordinator to all agents."""
-        payload = self._stamped(wire.Announce(software=__version__), self.epoch)
+        payload = self._stamped(down.Announce(software=__version__), self.epoch)
         self._publish(self._topics.announce, payload if self._keys is None else self._keys.signed(payload))
 
     def announce_to(self, agent: str) -> None:
         """Announce it to one agent that follows another federation, which may find its own coordinator offline."""
-        self._send(agent, wire.Announce(software=__version__))
+        self._send(agent, down.Announce(software=__version__))
 
-    def to_coordinators(self, message: wire.Present) -> None:
+    def to_coordinators(self, message: down.Present) -> None:
         """Send to other coordinators of this federation."""
         self._publish(self._topics.coordinators, self._stamped(message, self.epoch))
 
@@ -734,7 +756,7 @@ class CommandSender:
         self._epochs[agent] = epoch
         return True
 
-    def with_run_name(self, agent: str, message: wire.Control) -> wire.Control:
+    def with_run_name(self, agent: str, message: fields.Control) -> fields.Control:
         """An agent's message with its run as the journal names it; an update of an unknown run gets its receipt.
 
         Raises:
@@ -747,24 +769,24 @@ class CommandSender:
         if name is not None:
             return message.model_copy(update={"run": name})
         self._run_ids.note_elsewhere(agent, run_id)
-        if isinstance(message, wire.Heartbeat | wire.Fault):  # its condition counts; the job is of another coordinator
+        if isinstance(message, up.Heartbeat | up.Fault):  # its condition counts; the job is of another coordinator
             return message.model_copy(update={"run": "", "round": 0})
-        if isinstance(message, wire.UpdateManifest):
-            reason = f"unknown run {wire.run_name(run_id)}: it is of another coordinator or state folder"
-            self._send(agent, wire.Receipt(run=run_id, digest=message.blob.digest, accepted=False, reason=reason))
+        if isinstance(message, up.UpdateManifest):
+            reason = f"unknown run {fields.run_name(run_id)}: it is of another coordinator or state folder"
+            self._send(agent, down.Receipt(run=run_id, digest=message.blob.digest, accepted=False, reason=reason))
         raise MessageError(f"{type(message).__name__} about a run that was never asked for here")
 
-    def _send(self, agent: str, message: wire.Command, **changes: str) -> None:
+    def _send(self, agent: str, message: fields.Command, **changes: str) -> None:
         epoch = max(self.epoch, self._epochs.get(agent, 0))
-        payload = self._stamped(message, epoch, self._protocols.get(agent, wire.OLDEST_PROTOCOL), **changes)
+        payload = self._stamped(message, epoch, self._protocols.get(agent, fields.OLDEST_PROTOCOL), **changes)
         self._publish(self._topics.down(agent), payload if self._keys is None else self._keys.proven(agent, payload))
 
     def _stamped(
-        self, message: wire.Command, epoch: int, protocol: int = wire.OLDEST_PROTOCOL, **changes: str
+        self, message: fields.Command, epoch: int, protocol: int = fields.OLDEST_PROTOCOL, **changes: str
     ) -> bytes:
         self._seq += 1
         stamp = {"boot": self._boot, "seq": self._seq, "federation": self.federation, "epoch": epoch}
-        return wire.encode(message.model_copy(update={**changes, **stamp}), protocol)
+        return codec.encode(message.model_copy(update={**changes, **stamp}), protocol)
 
 
 MOST_RECEIPTS = 4096
@@ -774,19 +796,17 @@ MOST_RECEIPTS = 4096
 class ReceiptMemory:
     """Answers a repeated manifest of an old round, which is in the journal and in no other memory."""
 
-    def __init__(self, send: Callable[[str, wire.Command], None]) -> None:
+    def __init__(self, send: Callable[[str, fields.Command], None]) -> None:
         self._send = send
-        self._given: OrderedDict[tuple[str, wire.JobKey, str], wire.Receipt] = OrderedDict()
-        self._about: tuple[str, wire.JobKey, str] | None = None
+        self._given: OrderedDict[tuple[str, fields.JobKey, str], down.Receipt] = OrderedDict()
+        self._about: tuple[str, fields.JobKey, str] | None = None
 
-    def answer(
-        self, agent: str, message: wire.UpdateManifest, look: Callable[[str, wire.UpdateManifest], None]
-    ) -> None:
+    def answer(self, agent: str, message: up.UpdateManifest, look: Callable[[str, up.UpdateManifest], None]) -> None:
         """Send the receipt that was given before, or let ``look`` find it, which sends it by `send`.
 
         Only for manifests that the open round does not take: their answer never changes.
         """
-        key = (agent, wire.job_key(message), message.blob.digest)
+        key = (agent, down.job_key(message), message.blob.digest)
         given = self._given.get(key)
         if given is not None:
             self._given.move_to_end(key)
@@ -798,9 +818,9 @@ class ReceiptMemory:
         finally:
             self._about = None
 
-    def send(self, agent: str, message: wire.Command) -> None:
+    def send(self, agent: str, message: fields.Command) -> None:
         """Send a message of the collector; a receipt that `answer` has asked for is remembered."""
-        if self._about is not None and isinstance(message, wire.Receipt):
+        if self._about is not None and isinstance(message, down.Receipt):
             self._given[self._about] = message
             if len(self._given) > MOST_RECEIPTS:
                 self._given.popitem(last=False)

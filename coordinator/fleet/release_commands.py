@@ -13,13 +13,23 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import UsageError
-from edge_agent.moments import moment_of, shown
+from edge_agent.core.errors import UsageError
+from edge_agent.core.time_and_text import moment_of, show_time
 
-from ..state.journal import Entry, Kind, utc_now
-from ..state.releases import Book, Device, Pin, Plan, Release, book_of, plan_body, rollback_of
+from ..journal.entries import (
+    DevicePinned,
+    DeviceUnpinned,
+    ReleaseHeld,
+    ReleaseMade,
+    ReleaseResumed,
+    ReleaseStage,
+)
+from ..journal.kinds import Kind
+from ..journal.store import Entry, utc_now
 from ..state.store import StateFolder, read_agents
 from ..text import counted, listed
+from ..views.releases import Book, Device, Pin, Plan, Release, book_of, release_of, rollback_of
+from ..views.runs import replay
 
 
 def create(folder: StateFolder, plan: Plan, run: str | None, by: str, *, new_channel: bool = False) -> int:
@@ -36,23 +46,28 @@ def create(folder: StateFolder, plan: Plan, run: str | None, by: str, *, new_cha
         raise UsageError(f"--activate-at {plan.activate_at} is over; leave it out, or give a time to come")
     at_hand = _bundles(folder, run, ("bundle_exported",))
     if not at_hand and run is not None:  # it did not end, or is of this release alone
-        at_hand = [one for one in _bundles(folder, run, ("release_made",)) if not one.body.get("rolls_back")]
+        at_hand = [
+            one
+            for one in _bundles(folder, run, ("release_made",))
+            if isinstance(one.fact, ReleaseMade) and not one.fact.rolls_back
+        ]
     if not at_hand:
         if run is not None:
-            folder.journal.replay(run)  # names the runs that there are
+            replay(folder.journal, run)  # names the runs that there are
         of = "no run" if run is None else run
         raise UsageError(
             f"{of} has a bundle that can be released; a run exports one at its end where export.after_run is true, "
             "'headwater report' says why it did not"
         )
-    chosen, book = at_hand[-1], book_of(folder.journal)
+    chosen = at_hand[-1]
+    book = book_of(folder.journal)
     if not new_channel:
         book.check_channel(plan.channel)
     book.check_fleet(plan)
     older = book.for_everybody(plan.channel)
-    body = {name: value for name, value in chosen.body.items() if name not in {"rolls_back", "plan"}}
-    body |= {"plan": plan_body(plan), "by": by, "parent": older.bundle_id if older is not None else None}
-    _release(folder, chosen.run, chosen.round, chosen.digest, body)
+    parent = None if older is None else older.bundle_id
+    made = release_of(chosen.fact, plan=plan.to_fact(), by=by, parent=parent)
+    _release(folder, chosen.run, chosen.round, chosen.digest, made)
     return len(book.releases) + 1
 
 
@@ -71,7 +86,7 @@ def promote(folder: StateFolder, number: int | None, by: str) -> int:
         )
     if release.stage not in {"canary", "paused"}:
         raise UsageError(_is_already(release, "only one at its canary can be promoted"))
-    _append(folder, "release_stage", release, by, stage="everybody")
+    _append(folder, release, ReleaseStage(release=release.number, by=by, stage="everybody"))
     return release.number
 
 
@@ -89,7 +104,7 @@ def hold(folder: StateFolder, number: int | None, reason: str, by: str) -> int:
             f"release {release.number} is a rollback, which cannot be held: devices would stay with what it undoes; "
             f"'headwater release rollback {release.number}' goes further back, a new release replaces it"
         )
-    _append(folder, "release_held", release, by, reason=reason or f"held by {by}")
+    _append(folder, release, ReleaseHeld(release=release.number, by=by, reason=reason or f"held by {by}"))
     return release.number
 
 
@@ -102,7 +117,7 @@ def resume(folder: StateFolder, number: int | None, by: str) -> int:
     release = chosen(book_of(folder.journal), number)
     if release.stage != "held":
         raise UsageError(_is_already(release, "only one that is held can be resumed"))
-    _append(folder, "release_resumed", release, by)
+    _append(folder, release, ReleaseResumed(release=release.number, by=by))
     return release.number
 
 
@@ -121,14 +136,14 @@ def rollback(folder: StateFolder, number: int | None, reason: str, by: str) -> i
     release = chosen(book, number)
     if release.rolled_back_by:
         raise UsageError(_is_already(release, f"by release {release.rolled_back_by}"))
-    older, body = rollback_of(book, release, reason or f"rolled back by {by}", by)
-    _release(folder, older.run, older.round, older.digest, body)
+    older, made = rollback_of(book, release, reason or f"rolled back by {by}", by)
+    _release(folder, older.run, older.round, older.digest, made)
     return len(book.releases) + 1
 
 
 def pin(
     folder: StateFolder, device: str, number: int | None, reason: str, until: str, by: str
-) -> tuple[dict[str, Any], Pin | None]:
+) -> tuple[DevicePinned, Pin | None]:
     """Keep one device on one release (None: the one that it runs); returns what was journaled, and the pin before.
 
     Raises:
@@ -154,9 +169,9 @@ def pin(
         if number is None:
             raise UsageError(f"{device} runs no release that is known here; name one")
     release = chosen(book, number)
-    body = {"release": release.number, "reason": reason, "until": until, "by": by}
-    folder.journal.append("device_pinned", agent=device, body=body)
-    return body, book.pin(device, utc_now())
+    fact = DevicePinned(release=release.number, reason=reason, until=until, by=by)
+    folder.journal.append(fact, agent=device)
+    return fact, book.pin(device, utc_now())
 
 
 def unpin(folder: StateFolder, device: str, by: str) -> None:
@@ -167,7 +182,7 @@ def unpin(folder: StateFolder, device: str, by: str) -> None:
     """
     if device not in (pins := book_of(folder.journal).pins):
         raise UsageError(f"'{device[:80]}' is not pinned; pinned: {listed(sorted(pins)) or 'none'}")
-    folder.journal.append("device_unpinned", agent=device, body={"by": by})
+    folder.journal.append(DeviceUnpinned(by=by), agent=device)
 
 
 def author() -> str:
@@ -183,14 +198,15 @@ def author() -> str:
 
 def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
     """A release as JSON: its plan, where it stands, where it comes from, and what it scored where."""
-    body, on_devices = release.body, book.scores(release.bundle_id)
-    lineage = {"run": release.run, "round": release.round, **body.get("lineage", {})}
+    made = release.made
+    on_devices = book.scores(release.bundle_id)
+    lineage = {"run": release.run, "round": release.round, **(made.lineage or {})}
     scored = {
         "run": lineage.pop("scores", None),
         "devices": None if on_devices is None else on_devices.model_dump(),
-        "held_out": body.get("held_out", {}),
-        "parity_max_abs": body.get("parity_max_abs"),
-        "int8_cosine": body.get("int8_cosine"),
+        "held_out": made.held_out,
+        "parity_max_abs": made.parity_max_abs,
+        "int8_cosine": made.int8_cosine,
     }
     steps = [*waits_for(book, release, now)]
     return {
@@ -202,12 +218,12 @@ def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
         "by": release.author or None,
         "note": release.note,
         "undone_because": book.undone_because(release),
-        "signed": body.get("signed"),
+        "signed": made.signed,
         "at": release.at,
         "plan": asdict(release.plan),
         "canary": list(release.canary),
         "outcomes": {name: count for name, count in sorted(release.count.items()) if count},
-        "lineage": {**lineage, "parent": body.get("parent")},
+        "lineage": {**lineage, "parent": made.parent},
         "scored": scored,
         "results": {agent: asdict(result) for agent, result in sorted(release.results.items())},
     }
@@ -231,7 +247,8 @@ def waits_for(book: Book, release: Release, now: datetime) -> Iterator[str]:
     """
     if release.rolled_back_by or book.replaced_by(release) is not None:
         return
-    number, answers = release.number, book.pending(release, now)
+    number = release.number
+    answers = book.pending(release, now)
     pending, unable = ([one for one in answers if (one in release.results) is has] for has in (False, True))
     if release.held:
         yield from release.held.splitlines()
@@ -240,7 +257,7 @@ def waits_for(book: Book, release: Release, now: datetime) -> Iterator[str]:
         return
     whom = f": {listed(pending)}" if pending else ""
     wait_s, _ = release.plan.activation(now)
-    until = f", which switch from {shown(now + timedelta(seconds=wait_s))} on"
+    until = f", which switch from {show_time(now + timedelta(seconds=wait_s))} on"
     when = until if wait_s else ""
     reports = f"waits for reports of {counted(len(pending), 'device')}"
     if release.promoted:
@@ -263,7 +280,8 @@ class Running:
     """By which number a device runs a release: several releases may be of one bundle."""
 
     def __init__(self, book: Book) -> None:
-        self._newest, self._in_channel = dict[str, int](), dict[tuple[str, str], int]()
+        self._newest = dict[str, int]()
+        self._in_channel = dict[tuple[str, str], int]()
         for release in book.releases:
             self._newest[release.bundle_id] = release.number
             self._in_channel[release.plan.channel, release.bundle_id] = release.number
@@ -282,9 +300,11 @@ def device_rows(book: Book, now: datetime) -> list[dict[str, Any]]:
 
     ``held``: it stays with what it runs, because that release is held.
     """
-    rows, running = list[dict[str, Any]](), Running(book)
+    rows = list[dict[str, Any]]()
+    running = Running(book)
     for agent, device in sorted(book.devices.items()):
-        wanted, pin = book.wanted(device, now), book.pin(agent, now)
+        wanted = book.wanted(device, now)
+        pin = book.pin(agent, now)
         runs = running.number(device, wanted)
         about = wanted if wanted is not None else book.get(runs or 0)
         result = about.results.get(agent) if about is not None else None
@@ -313,7 +333,8 @@ def tiers_without_releases(path: Path) -> Counter[str]:
 
 def open_releases(folder: StateFolder) -> list[dict[str, Any]]:
     """The releases that devices may get now, or that are held, in short: what each waits for."""
-    book, now = book_of(folder.journal), utc_now()
+    book = book_of(folder.journal)
+    now = utc_now()
     held = (one for one in book.releases if one.held and not one.rolled_back_by and book.replaced_by(one) is None)
     return [
         {
@@ -344,7 +365,8 @@ def stage_text(release: Mapping[str, Any]) -> str:
 
 def releases_of_run(folder: StateFolder, run: str) -> list[dict[str, Any]]:
     """The releases of a run as JSON, see `described`."""
-    book, now = book_of(folder.journal), utc_now()
+    book = book_of(folder.journal)
+    now = utc_now()
     return [described(book, one, now) for one in book.releases if one.run == run]
 
 
@@ -381,14 +403,12 @@ def _is_already(release: Release, why: str) -> str:
     return f"release {release.number} is at stage '{release.stage}'; {why}"
 
 
-def _release(
-    folder: StateFolder, run: str | None, number: int | None, digest: str | None, body: dict[str, Any]
-) -> None:
+def _release(folder: StateFolder, run: str | None, number: int | None, digest: str | None, made: ReleaseMade) -> None:
     from ..state.release_keys import file_to_release  # loads cryptography
 
-    content, signed = file_to_release(folder, run or "", body["bundle_id"], digest or "", utc_now())
+    content, signed = file_to_release(folder, run or "", made.bundle_id, digest or "", utc_now())
     blob = folder.blobs.put(content)
-    folder.journal.append("release_made", run=run, round=number, digest=blob, body={**body, "signed": signed})
+    folder.journal.append(made.changed(signed=signed), run=run, round=number, digest=blob)
     if blob not in folder.blobs:  # a coordinator at work removes what no entry names
         folder.blobs.put(content)
 
@@ -399,5 +419,5 @@ def _bundles(folder: StateFolder, run: str | None, kinds: tuple[Kind, ...]) -> l
     return [entry for entry in entries if entry.digest is not None and entry.digest in folder.blobs]
 
 
-def _append(folder: StateFolder, kind: Kind, release: Release, by: str, **body: Any) -> None:
-    folder.journal.append(kind, run=release.run or None, body={"release": release.number, "by": by, **body})
+def _append(folder: StateFolder, release: Release, fact: ReleaseStage | ReleaseHeld | ReleaseResumed) -> None:
+    folder.journal.append(fact, run=release.run or None)

@@ -1,6 +1,6 @@
 """Brings the bundles of releases to the devices: offers each device the release that it is to run, notes its answer.
 
-What a device is to run follows from the journal (`coordinator.state.releases`); this compares it with what the device
+What a device is to run follows from the journal (`coordinator.views.releases`); this compares it with what the device
 runs, draws canaries, and stops a release that fails. It keeps nothing that a restart could lose.
 """
 
@@ -8,34 +8,51 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
-from typing import Any
 
-from edge_agent.errors import BundleError, StateError, UsageError
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import MAX_WAIT_S, Cancel, Command, Fault, Hello, Install, Pinned, Report, Who
+from edge_agent.core.errors import BundleError, StateError, UsageError
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Cancel, Install, Pinned, Who
+from edge_agent.wire.messages.fields import MAX_WAIT_S, Command
+from edge_agent.wire.messages.up import Fault, Hello, Report
 
-from ..state.journal import utc_now
-from ..state.releases import (
+from ..journal.entries import (
+    BundleExported,
+    DevicePinned,
+    DeviceReported,
+    DeviceRetired,
+    DeviceUnpinned,
+    Outcome,
+    ReleaseCanary,
+    ReleaseHeld,
+    ReleaseMade,
+    ReleaseResumed,
+    ReleaseSigned,
+    ReleaseStage,
+)
+from ..journal.store import Entry, utc_now
+from ..state.store import StateFolder
+from ..views.releases import (
     AUTOMATIC,
     HEARD_AGAIN,
     Book,
     Device,
-    Outcome,
     Pin,
     Plan,
     Release,
     Result,
-    plan_body,
+    release_of,
     rollback_of,
 )
-from ..state.store import StateFolder
 from .registry import Roster
 from .transfers import Distributor
 
 log = logging.getLogger(__name__)
+
+_Command = ReleaseMade | ReleaseStage | ReleaseHeld | ReleaseResumed | DevicePinned | DeviceUnpinned
+"""What commands write into the journal, with their author."""
 
 COUNT_S = 3600.0
 """Pause between two looks at which devices are still heard."""
@@ -84,19 +101,27 @@ class Rollout:
         gone_after: timedelta = timedelta(days=90),
     ) -> None:
         """``now``: the wall clock, for ends of pins and maintenance windows; devices retire after ``gone_after``."""
-        self._state, self._roster, self._distributor, self._send = state, roster, distributor, send
-        self._clock, self._now, self._gone_after = clock, now, gone_after
-        self.book, self._has_read = Book(), False
+        self._state = state
+        self._roster = roster
+        self._distributor = distributor
+        self._send = send
+        self._clock = clock
+        self._now = now
+        self._gone_after = gone_after
+        self.book = Book()
+        self._has_read = False
         self._offers: dict[str, _Offer] = {}
         self._pinned: dict[str, Pin] = {}
         """The pins that devices know of since their last hello."""
 
-        self._changes, self._signatures = Counter[str](), Counter[str]()
+        self._changes = Counter[str]()
+        self._signatures = Counter[str]()
         self._late: dict[str, tuple[Device, Release | None, Result | None]] = {}
         """Changes of devices that have had many in this hour."""
 
         self._blobs: dict[str, Outgoing] = {}
-        self._looked_at, self._version = float("-inf"), (-1, -1)
+        self._looked_at = float("-inf")
+        self._version = (-1, -1)
         self._counted_at = clock()  # after a start, devices have time to come back
         self._change_at: datetime | None = None
         self._to_offer: dict[str, bool] = {}
@@ -124,7 +149,7 @@ class Rollout:
         self._offer_more()  # once it is read what an operator has asked for meanwhile
 
     def make(
-        self, run: str, number: int, digest: str, body: Mapping[str, Any], plan: Plan | None = None
+        self, run: str, number: int, digest: str, bundle: BundleExported, plan: Plan | None = None
     ) -> tuple[str, ...]:
         """Make a release, by default for everybody at once; returns the devices that are asked for a report of it.
 
@@ -132,8 +157,9 @@ class Rollout:
         """
         plan = plan or Plan()
         older = self.book.for_everybody(plan.channel)
-        content = {**body, "plan": plan_body(plan), "parent": None if older is None else older.bundle_id}
-        self._state.journal.append("release_made", run=run, round=number, digest=digest, body=content)
+        parent = None if older is None else older.bundle_id
+        fact = release_of(bundle, plan=plan.to_fact(), by=None, parent=parent)
+        self._state.journal.append(fact, run=run, round=number, digest=digest)
         self._follow()
         made = self.book.releases[-1]
         asked = tuple(agent for agent in self._roster.present("head") if self._wanted(agent) is made)
@@ -154,18 +180,22 @@ class Rollout:
         if device is None:  # it sends a hello first
             return
         runs = Device(agent, message.bundle_id or device.runs, device.channel, message.kept)
-        release, offer = self._release_of(agent, message), self._offers.get(agent)
+        release = self._release_of(agent, message)
+        offer = self._offers.get(agent)
         if offer is not None and offer.release == message.release:
             offer.again_at = None
         self._note(runs, release, None if release is None else _result_of(message, release.plan.min_gain))
-        wanted, offer = self._wanted(agent), self._offers.get(agent)
+        wanted = self._wanted(agent)
+        offer = self._offers.get(agent)
         is_other = release is not None and release is not wanted  # it was at work meanwhile
         if wanted is not None and (is_other or offer is None or offer.release != wanted.number):
             self.offer(agent)
 
     def fault(self, agent: str, message: Fault) -> None:
         """A device could not install the bundle that it was offered, by its fault or by that of the bundle."""
-        release, offer, device = self._release_of(agent, message), self._offers.get(agent), self.book.devices.get(agent)
+        release = self._release_of(agent, message)
+        offer = self._offers.get(agent)
+        device = self.book.devices.get(agent)
         if release is None or device is None or offer is None or offer.release != release.number:
             return
         why = f"{message.error}: {message.message}"
@@ -228,7 +258,8 @@ class Rollout:
 
     def _release_of(self, agent: str, message: Report | Fault) -> Release | None:
         """The release that a message is about; None for one that this device was not to get: it has no say in that."""
-        release, pin = self.book.get(message.release), self.book.pin(agent, self._now())
+        release = self.book.get(message.release)
+        pin = self.book.pin(agent, self._now())
         if release is None or (isinstance(message, Report) and message.about != release.bundle_id):
             return None
         is_pinned = pin is not None and pin.release == release.number
@@ -250,9 +281,9 @@ class Rollout:
             content, signed = file_to_release(self._state, release.run, release.bundle_id, release.digest, self._now())
         except (UsageError, BundleError) as error:  # people have to sign it
             return str(error)
-        body = {"release": release.number, "signed": signed}
         made = self._state.blobs.put(content)
-        self._state.journal.append("release_signed", run=release.run or None, digest=made, body=body)
+        fact = ReleaseSigned(release=release.number, signed=signed)
+        self._state.journal.append(fact, run=release.run or None, digest=made)
         self._blobs.pop(digest, None)
         log.info("release_signed release=%d for=%s: it has installed a newer version", release.number, agent)
         self._follow()
@@ -271,13 +302,14 @@ class Rollout:
             self._late[device.id] = (device, release, result)
             return
         self._changes[device.id] += 1
-        body: dict[str, Any] = {"runs": device.runs, "channel": device.channel, "kept": device.kept}
-        if (member := self._roster.get(device.id)) is not None:
-            body["running"] = member.figures.body()
-            body["candidate"] = None if member.candidate is None else member.candidate.body()
+        fact = DeviceReported(runs=device.runs, channel=device.channel, kept=device.kept)
+        member = self._roster.get(device.id)
+        if member is not None:
+            candidate = None if member.candidate is None else member.candidate.to_fact()
+            fact = fact.changed(running=member.figures.to_fact(), candidate=candidate)
         if release is not None and result is not None:
-            body |= {"release": release.number, "result": {k: v for k, v in asdict(result).items() if k != "at"}}
-        self._state.journal.append("device_reported", agent=device.id, body=body)
+            fact = fact.changed(release=release.number, result=result.to_fact())
+        self._state.journal.append(fact, agent=device.id)
         self._follow(draws=False)
 
     def _follow(self, *, is_due: bool = False, draws: bool = True) -> None:
@@ -301,11 +333,13 @@ class Rollout:
 
     def _offer_more(self) -> None:
         """Offer some more devices what they are to run: not all of a large fleet in one step."""
-        damaged, begin = dict[int, StateError](), self._clock()
+        damaged = dict[int, StateError]()
+        begin = self._clock()
         while self._to_offer and self._clock() - begin < OFFERS_S:
             agent = next(iter(self._to_offer))
             anyway = self._to_offer.pop(agent)
-            offer, release = self._offers.get(agent), self._wanted(agent)
+            offer = self._offers.get(agent)
+            release = self._wanted(agent)
             self._tell_pin(agent)
             if (
                 offer is not None
@@ -352,32 +386,34 @@ class Rollout:
 
     def _retire(self) -> None:
         """Journal which devices are there, seldom, and which were not heard for so long that they count no more."""
-        now, present = self._now(), set(self._roster.present("head"))
+        now = self._now()
+        present = set(self._roster.present("head"))
         for agent in self.book.gone(now - HEARD_AGAIN):
             if agent in present:
                 device = self.book.devices[agent]
-                body = {"runs": device.runs, "channel": device.channel, "kept": device.kept}
-                self._state.journal.append("device_reported", agent=agent, body=body)
+                fact = DeviceReported(runs=device.runs, channel=device.channel, kept=device.kept)
+                self._state.journal.append(fact, agent=agent)
         for agent in self.book.gone(now - self._gone_after):
             if agent not in present:
                 reason = f"not heard for {self._gone_after.days} days"
-                self._state.journal.append("device_retired", agent=agent, body={"reason": reason})
+                self._state.journal.append(DeviceRetired(reason=reason), agent=agent)
                 log.info("device_retired agent=%s reason=%s", agent, reason)
         self._follow()
 
     def _read(self) -> bool:
         """Count new entries; whether one of them may change what devices are to run."""
-        is_first, self._has_read = not self._has_read, True
+        is_first = not self._has_read
+        self._has_read = True
         entries = self.book.read(self._state.journal)
         for entry in () if is_first else entries:
-            if (by := entry.body.get("by")) not in {None, AUTOMATIC}:  # a command's, which others are to see as well
-                about = f"device={entry.agent}" if entry.agent else f"release={entry.body.get('release', 'new')}"
-                log.info("%s %s by=%s reason=%s", entry.kind, about, by, entry.body.get("reason", ""))
+            if isinstance(entry.fact, _Command) and entry.fact.by not in {None, AUTOMATIC}:
+                _log_command(entry, entry.fact)
         return any(entry.kind != "device_reported" for entry in entries)
 
     def _decide(self, *, draws: bool) -> bool:
         """Journal the next step of a release, if there is one."""
-        now, journal = self._now(), self._state.journal
+        now = self._now()
+        journal = self._state.journal
         for release in self.book.current():
             verdict, reason = self.book.verdict(release, now)
             if verdict == "stop":
@@ -385,12 +421,12 @@ class Rollout:
                 return True
             if verdict == "succeeded":
                 stage = "everybody" if release.plan.auto_promote else "paused"
-                journal.append("release_stage", body={"release": release.number, "stage": stage, "reason": reason})
+                journal.append(ReleaseStage(release=release.number, stage=stage, reason=reason))
                 log.info("release_%s release=%d reason=%s", stage, release.number, reason)
                 return True
             agents = self.book.canary(release, self._roster.present("head"), now) if draws else [*release.canary]
             if agents != [*release.canary]:
-                journal.append("release_canary", body={"release": release.number, "agents": agents})
+                journal.append(ReleaseCanary(release=release.number, agents=tuple(agents)))
                 log.info("release_canary release=%d agents=%s", release.number, ",".join(agents))
                 return True
         return False
@@ -401,17 +437,18 @@ class Rollout:
         from ..state.release_keys import file_to_release  # loads cryptography
 
         try:
-            older, body = rollback_of(self.book, release, reason, AUTOMATIC)
+            older, made = rollback_of(self.book, release, reason, AUTOMATIC)
             content, signed = file_to_release(self._state, older.run, older.bundle_id, older.digest, self._now())
-            body, digest = {**body, "signed": signed}, self._state.blobs.put(content)
+            made = made.changed(signed=signed)
+            digest = self._state.blobs.put(content)
         except (UsageError, BundleError, StateError, OSError) as error:  # no older one, unsigned, or its file is gone
             running = sum(device.runs == release.bundle_id for device in self.book.devices.values())
             on = f"{running} run it" if running else "no device runs it"
             lines = (reason, f"Not rolled back ({on}): {error}")
-            journal.append("release_held", body={"release": release.number, "reason": "\n".join(lines)})
+            journal.append(ReleaseHeld(release=release.number, reason="\n".join(lines)))
             log.error("release_held release=%d reason=%s", release.number, "; ".join(lines))
             return
-        journal.append("release_made", run=older.run, round=older.round, digest=digest, body=body)
+        journal.append(made, run=older.run, round=older.round, digest=digest)
         log.error("release_rolled_back release=%d to=%d reason=%s", release.number, older.number, reason)
 
     def _put_on_offer(self, digest: str, agent: str) -> Outgoing:
@@ -428,7 +465,8 @@ class Rollout:
 
 def _result_of(report: Report, min_gain: float | None) -> Result:
     """What a report means for the release that it is about."""
-    acc, before = report.acc_personal, report.metrics.get("acc.before")
+    acc = report.acc_personal
+    before = report.metrics.get("acc.before")
     outcome: Outcome = "ok"
     reason = report.kept or report.rolled_back
     if report.kept:
@@ -437,7 +475,23 @@ def _result_of(report: Report, min_gain: float | None) -> Result:
         outcome = "failed"
     elif min_gain is not None:
         if before is None or acc is None:
-            outcome, reason = "unable", "its gain is not known: it reports no acc.personal, or none of the pair before"
+            outcome = "unable"
+            reason = "its gain is not known: it reports no acc.personal, or none of the pair before"
         elif acc < before + min_gain:
-            outcome, reason = "failed", f"acc.personal is {acc:.3f}, {before:.3f} before; {min_gain:+g} is allowed"
+            outcome = "failed"
+            reason = f"acc.personal is {acc:.3f}, {before:.3f} before; {min_gain:+g} is allowed"
     return Result(outcome, reason[:500], acc, before, report.support)
+
+
+def _log_command(entry: Entry, fact: _Command) -> None:
+    """Log what a command has written into the journal, which others are to see as well."""
+    if entry.agent:
+        about = f"device={entry.agent}"
+    elif isinstance(fact, ReleaseMade | DeviceUnpinned):
+        about = "release=new"
+    else:
+        about = f"release={fact.release}"
+    reason = ""
+    if isinstance(fact, ReleaseStage | ReleaseHeld | DevicePinned):
+        reason = fact.reason
+    log.info("%s %s by=%s reason=%s", entry.kind, about, fact.by, reason)

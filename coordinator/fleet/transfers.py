@@ -16,37 +16,33 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_high, median_low
-from typing import Any
 
-from edge_agent.errors import ChunkError, TensorsError, UpdateRejected, cause
+from edge_agent.core.errors import ChunkError, TensorsError, UpdateRejected, cause
+from edge_agent.core.storage import mapped, sync_folder
+from edge_agent.core.task import Tensors
 from edge_agent.methods import Update
-from edge_agent.storage import mapped, sync_folder
-from edge_agent.task import Tensors
-from edge_agent.wire import chunks
-from edge_agent.wire.flow import AHEAD_BYTES, STALL_S, UPLOAD_REPORT_BYTES, WINDOW_BYTES, Pace, Receiving, Sending
-from edge_agent.wire.messages import (
+from edge_agent.wire.blobs import chunks
+from edge_agent.wire.blobs.flow import AHEAD_BYTES, STALL_S, UPLOAD_REPORT_BYTES, WINDOW_BYTES, Pace, Receiving, Sending
+from edge_agent.wire.messages.down import Ack, Grant, Listen, Queued, Receipt
+from edge_agent.wire.messages.fields import (
     EXCHANGES,
     MAX_CREDITS,
     OUTSIDE_ROUNDS,
     PRIVACY_REFUSED,
     SHARES_WRONG,
-    Ack,
     Command,
-    Grant,
-    Listen,
-    Progress,
     Purpose,
-    Queued,
     Ranges,
-    Receipt,
-    Topics,
-    UpdateManifest,
-    Want,
 )
+from edge_agent.wire.messages.up import Progress, UpdateManifest, Want
 from edge_agent.wire.tensors import MAX_HEADER_BYTES, Spec, check_specs, decode, first_non_finite, inspect
+from edge_agent.wire.topics import Topics
 
-from ..state.journal import Accepted, Journal
+from ..journal.entries import RoundClosed, RoundOpened, UpdateAccepted, UpdateRefused
+from ..journal.sqlite import Journal
+from ..journal.store import facts_of
 from ..state.store import BlobStore
+from ..views.runs import Accepted, replay
 from .carousel import Carousel, bits_of
 from .registry import Rejections
 
@@ -236,7 +232,10 @@ class Collector:
 
         ``unread_s``: how long the oldest message that has arrived has waited to be handled (`Transport.unread_s`).
         """
-        self._blobs, self._journal, self._send, self._clock = blobs, journal, send, clock
+        self._blobs = blobs
+        self._journal = journal
+        self._send = send
+        self._clock = clock
         self._is_stalled = is_stalled
         self._unread_s = unread_s
         self._uploads: dict[str, _Upload] = {}
@@ -377,11 +376,11 @@ class Collector:
         """Whether the round in which the run resumes takes the update."""
         if message.purpose not in {"train", "contribute"}:
             return False
-        record = self._journal.replay(message.run)
+        record = replay(self._journal, message.run)
         if record.open_round is not None:
             return record.open_round.asked_in(agent) == message.round
         closed = () if record.is_over else self._journal.entries(record.run, ("round_closed",), round=record.round)
-        return any(entry.body.get("busy", {}).get(agent) == message.round for entry in closed)
+        return any(fact.busy.get(agent) == message.round for fact in facts_of(closed, RoundClosed))
 
     def _already_accepted(self, agent: str, message: UpdateManifest) -> bool:
         collection = self.open_round
@@ -392,7 +391,8 @@ class Collector:
             return known is not None
         kinds = ("update_accepted",)
         entries = self._journal.entries(message.run, kinds, round=message.round, agent=agent)
-        return any((e.digest, e.body.get("purpose")) == (message.blob.digest, _noted(message)) for e in entries)
+        same = [entry for entry in entries if entry.digest == message.blob.digest]
+        return any(fact.purpose == _noted(message) for fact in facts_of(same, UpdateAccepted))
 
     def _check_manifest(self, agent: str, message: UpdateManifest) -> None:
         collection = self.open_round
@@ -454,7 +454,8 @@ class Collector:
 
     def under_way_bytes(self) -> int:
         """About how much of all updates may be under way."""
-        now, rates = self._clock(), self._rates
+        now = self._clock()
+        rates = self._rates
         return sum(upload.budget_bytes(now, rates.get(agent, 0.0)) for agent, upload in self._uploads.items())
 
     def _grant(self, agent: str, message: UpdateManifest) -> None:
@@ -490,11 +491,14 @@ class Collector:
             longest_idle.incoming.release_file()
 
     def _acknowledge(self, agent: str, upload: _Upload) -> None:
-        run, digest, receiving = upload.manifest.run, upload.manifest.blob.digest, upload.receiving
+        run = upload.manifest.run
+        digest = upload.manifest.blob.digest
+        receiving = upload.receiving
         self._send(agent, Ack(run=run, digest=digest, missing=receiving.missing))
 
     def _finish(self, agent: str, upload: _Upload) -> None:
-        message, collection = upload.manifest, self.open_round
+        message = upload.manifest
+        collection = self.open_round
         digest = message.blob.digest
         arrived = self._folder(agent) / f"{digest}.whole"
         try:
@@ -547,13 +551,11 @@ class Collector:
         arrived.replace(self._blobs.path(digest))  # only now is it a blob of the store
         sync_folder(self._blobs.folder)
         metrics = {name: value for name, value in message.metrics.items() if value is not None}
-        body: dict[str, Any] = {"samples": message.samples, "metrics": metrics}
+        fact = UpdateAccepted(samples=message.samples, metrics=metrics)
         if purpose := _noted(message):
-            body["purpose"] = purpose
+            fact = fact.changed(purpose=purpose)
         if message.purpose not in EXCHANGES:  # after a restart a secure sum begins again
-            self._journal.append(
-                "update_accepted", run=message.run, round=message.round, agent=agent, digest=digest, body=body
-            )
+            self._journal.append(fact, run=message.run, round=message.round, agent=agent, digest=digest)
         collection.accepted[agent] = Accepted(digest, float(message.samples), metrics)
         self._send(agent, Receipt(run=message.run, digest=digest, accepted=True))
 
@@ -574,11 +576,13 @@ class Collector:
 
     def _note_late(self, agent: str, message: UpdateManifest, reason: str) -> None:
         """Count an update of a round that is over: once, and only of those who were asked in it."""
-        journal, run, number = self._journal, message.run, message.round
+        journal = self._journal
+        run = message.run
+        number = message.round
         if message.session and self.open_round is not None and number == self.open_round.round:
             return  # of an earlier attempt at a secure sum: its agent takes part in this one
         opened = journal.entries(run, ("round_opened",), round=number)
-        was_asked = any(agent in entry.body["cohort"] for entry in opened)
+        was_asked = any(agent in fact.cohort for fact in facts_of(opened, RoundOpened))
         if (
             not was_asked
             or message.purpose in EXCHANGES
@@ -586,15 +590,16 @@ class Collector:
             or journal.entries(run, ("update_refused",), round=number, agent=agent)
         ):
             return
-        journal.append("update_refused", run=run, round=number, agent=agent, body={"reason": reason[:1000]})
+        journal.append(UpdateRefused(reason=reason[:1000]), run=run, round=number, agent=agent)
         if self.open_round is not None:
             self.open_round.late.append((agent, number))
 
     def _note_rejection(self, collection: Collection, agent: str, reason: str, boot: str) -> None:
         if collection.purpose not in EXCHANGES:
-            body = {"reason": reason[:1000], "boot": boot}
-            self._journal.append("update_refused", run=collection.run, round=collection.round, agent=agent, body=body)
-        collection.rejected[agent], collection.failed_boots[agent] = reason, boot
+            fact = UpdateRefused(reason=reason[:1000], boot=boot)
+            self._journal.append(fact, run=collection.run, round=collection.round, agent=agent)
+        collection.rejected[agent] = reason
+        collection.failed_boots[agent] = boot
 
 
 def _noted(message: UpdateManifest) -> str | None:
@@ -724,7 +729,10 @@ class Distributor:
         unread_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """``unread_s``: how long the oldest message that has arrived has waited to be handled."""
-        self._topics, self._publish, self._say, self._clock = topics, publish, send, clock
+        self._topics = topics
+        self._publish = publish
+        self._say = send
+        self._clock = clock
         self._unread_s = unread_s
         self._offers: dict[str, _Offer] = {}
         self._busy: dict[str, _Offer] = {}
@@ -847,7 +855,8 @@ class Distributor:
             self._touched.update(self._busy)
             for offer in self._busy.values():
                 self._measure(offer)
-        touched, self._touched = self._touched, {}
+        touched = self._touched
+        self._touched = {}
         for digest, offer in touched.items():
             if offer.waiting and (not offer.unanswered or now >= self._gathered_at(offer, now)):
                 self._start(offer)
@@ -917,7 +926,8 @@ class Distributor:
     def _start(self, offer: _Offer) -> None:
         """Send to all who wait: by broadcast to those who need the same."""
         self._measure(offer)
-        waiting, offer.waiting = offer.waiting, {}
+        waiting = offer.waiting
+        offer.waiting = {}
         others = len(waiting) + len(offer.carousel.listeners) + len(offer.unanswered) - 1
         needs = {agent: bits_of(chunks.flags_of(want.ranges, offer.blob.count)) for agent, want in waiting.items()}
         wanted = offer.carousel.wanted

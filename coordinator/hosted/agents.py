@@ -18,13 +18,18 @@ from typing import TYPE_CHECKING
 
 from edge_agent.agent.event_loop import Agent, will_of
 from edge_agent.agent.own_method import method_for
-from edge_agent.agent.tasks import Resources, TaskRunner
-from edge_agent.config import AgentConfig, TrainingConfig
-from edge_agent.storage import folder_lock, sweep
-from edge_agent.task import Task, Tensors
-from edge_agent.wire.messages import Job, Report, Topics, UpdateManifest
-from edge_agent.wire.transport import MemoryBroker, Message
-from edge_agent.worker import ThreadWorker, Worker
+from edge_agent.agent.tasks.resources import Resources
+from edge_agent.agent.tasks.runner import TaskRunner
+from edge_agent.core.children import ThreadWorker, Worker
+from edge_agent.core.config import AgentConfig, TrainingConfig
+from edge_agent.core.locks import folder_lock
+from edge_agent.core.storage import sweep
+from edge_agent.core.task import Task, Tensors
+from edge_agent.wire.memory import MemoryBroker
+from edge_agent.wire.messages.down import Job
+from edge_agent.wire.messages.up import Report, UpdateManifest
+from edge_agent.wire.topics import Topics
+from edge_agent.wire.transport import Message
 
 from ..processes.pipe import Frame, Pipe
 from ..processes.worker_main import listen
@@ -99,15 +104,15 @@ class HostedTaskRunner(TaskRunner):
         super().__init__(config, "train", resources=HostedResources(config, shared))
         self._note = note
 
-    def do(self, job: Job, received: Tensors) -> UpdateManifest | Report:
-        """As on a device.
+    def do(self, job: Job, received: Tensors, encoder: Path | None = None) -> UpdateManifest | Report:
+        """Do a job as on a device, and note its beginning and end.
 
         Raises:
             HeadwaterError: as on a device.
         """
         self._note(self.config.id, job)
         try:
-            return super().do(job, received)
+            return super().do(job, received, encoder)
         finally:
             self._note(self.config.id, None)
 
@@ -123,10 +128,12 @@ class HostedAgents:
         clock: Callable[[], float] = time.monotonic,
         note: Note = lambda *_: None,
     ) -> None:
-        self.broker, shared = MemoryBroker(), ProcessResources()
+        self.broker = MemoryBroker()
+        shared = ProcessResources()
         self.agents = []
         for config in configs:
-            boot, tasks = secrets.token_hex(8), HostedTaskRunner(config, shared, note)
+            boot = secrets.token_hex(8)
+            tasks = HostedTaskRunner(config, shared, note)
             transport = self.broker.transport(will_of(config, boot))
             self.agents.append(Agent(config, transport, tasks, clock=clock, worker=worker, boot=boot))
 

@@ -21,12 +21,12 @@ from torch import nn
 
 from edge_agent import data, heads, methods
 from edge_agent.client import choose_device
-from edge_agent.config import parse
-from edge_agent.errors import DataError
+from edge_agent.core.config import parse
+from edge_agent.core.errors import DataError
+from edge_agent.core.storage import read_tensors, write_tensors
+from edge_agent.core.task import Task
 from edge_agent.heads import FitData
 from edge_agent.methods.values import Client, MethodParams
-from edge_agent.storage import read_tensors, write_tensors
-from edge_agent.task import Task
 from edge_agent.training.loops import accuracy, cross_entropy, features_of, predict_probabilities
 from edge_agent.training.loops import train as train_model
 from edge_agent.training.parts import NORM_LAYERS, Parts, feature_dim, load_arrays, norm_names, to_arrays
@@ -47,7 +47,8 @@ def train_warm(request: dict[str, Any]) -> dict[str, Any]:
         HeadwaterError: the data do not fit the task, or training diverged.
     """
     settings = parse(WarmStartConfig, request["settings"], where="[warm_start]")
-    method, task = methods.create(request["method"], request["params"]), Task.model_validate(request["task"])
+    method = methods.create(request["method"], request["params"])
+    task = Task.model_validate(request["task"])
     if settings.threads:
         torch.set_num_threads(settings.threads)
     samples = data.load(settings.data, task.input, task.class_names, folder=settings.folder)
@@ -104,7 +105,8 @@ def evaluate_on_proxy(request: dict[str, Any]) -> dict[str, Any]:
     Raises:
         HeadwaterError: the data do not fit the task, or the state is damaged.
     """
-    method, task = methods.create(request["method"], request["params"]), Task.model_validate(request["task"])
+    method = methods.create(request["method"], request["params"])
+    task = Task.model_validate(request["task"])
     state = read_tensors(Path(request["state"]))
     samples = _samples(request["data"], request["folder"], task.model_dump_json())
     device = choose_device(request["device"])
@@ -129,7 +131,8 @@ def evaluate_on_proxy(request: dict[str, Any]) -> dict[str, Any]:
             raise DataError(f"{len(samples)} samples are too few for a probe; give two of a class or more")
         probe = heads.create(PROBE, {})
         probe.fit(FitData(train.inputs, train.labels, task.num_classes), np.random.default_rng(0))
-        predictions, labels = probe.predict_proba(test.inputs).argmax(axis=1), test.labels
+        predictions = probe.predict_proba(test.inputs).argmax(axis=1)
+        labels = test.labels
     return {
         "acc": round(float(np.mean(predictions == labels)), 6),
         "samples": len(labels),

@@ -16,13 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_agent.errors import HeadwaterError, RunFailed
-from edge_agent.storage import read_tensors
+from edge_agent.core.children import Worker
+from edge_agent.core.errors import HeadwaterError, RunFailed
+from edge_agent.core.storage import read_tensors
 from edge_agent.wire.tensors import pieces
-from edge_agent.worker import Worker
 
 from ..config import ProxyConfig, WarmStartConfig
 from ..fleet.transfers import reason_of
+from ..journal.entries import ProxyEvaluated, ProxyFailed, WarmStarted
+from ..journal.store import facts_of
 from ..processes.compute import Compute
 from ..runs.context import Run, RunHooks, Steps, Waiting, computed
 from ..runs.release import encoder_sha256
@@ -41,7 +43,8 @@ MOST_REASONS = 10
 """Different failures of the proxy that the journal records of one run; the log has all."""
 
 WHOM = ("the coordinator",)
-_PROXY, _WARM = "proxy-{}.safetensors", "warm.safetensors"
+_PROXY = "proxy-{}.safetensors"
+_WARM = "warm.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +66,9 @@ class OwnDataHooks(RunHooks):
 
     def __init__(self, proxy: ProxyConfig | None, process: Compute, worker: Worker) -> None:
         """``worker`` is not shared with others: its thread waits for results."""
-        self._proxy, self._process, self._worker = proxy, process, worker
+        self._proxy = proxy
+        self._process = process
+        self._worker = worker
         self._running: _Evaluation | None = None
         self._next: _Evaluation | None = None
 
@@ -158,7 +163,8 @@ class OwnDataHooks(RunHooks):
         }
         begin = run.context.stopwatch()
         what = f"a warm start on {settings.data}, {counted(settings.epochs, 'epoch')}, before the first round"
-        waiting, result = Waiting(what, WHOM, None, "warm start"), None
+        waiting = Waiting(what, WHOM, None, "warm start")
+        result = None
         try:
             result = yield from computed(self._worker, "warm start", lambda: self._process.submit(request), waiting)
         except Exception as error:
@@ -166,14 +172,15 @@ class OwnDataHooks(RunHooks):
         finally:
             if result is None:  # perhaps the run was cancelled
                 self._process.cancel(request)
-        journal, blobs = run.context.state.journal, run.context.state.blobs
+        journal = run.context.state.journal
+        blobs = run.context.state.blobs
         state = read_tensors(path)
         digest = blobs.put(*pieces(state))
         run = replace(run, state=state, checkpoint=digest)
         retain_checkpoint(journal, run.id, run.request.keep_every, 0, digest)
         seconds = round(run.context.stopwatch() - begin, 3)
-        body = {**result, "seconds": seconds, "encoder_sha256": encoder_sha256(run)}
-        journal.append("warm_started", run=run.id, digest=digest, body=body)  # before the state is used
+        fact = WarmStarted(**result, seconds=seconds, encoder_sha256=encoder_sha256(run))
+        journal.append(fact, run=run.id, digest=digest)  # before the state is used
         prune_blobs(run.context.state)
         path.unlink(missing_ok=True)
         known = "unknown" if result["accuracy"] is None else result["accuracy"]
@@ -199,7 +206,8 @@ class OwnDataHooks(RunHooks):
             self._start_next()
 
     def _start_next(self) -> None:
-        started, self._next = self._next, None
+        started = self._next
+        self._next = None
         self._running = started
         if started is not None:
             done = functools.partial(self._record, started)
@@ -209,13 +217,14 @@ class OwnDataHooks(RunHooks):
         """Record a result, unless its run has ended."""
         if evaluation is not self._running:
             return
-        run, number = evaluation.run, evaluation.number
+        run = evaluation.run
+        number = evaluation.number
         _remove(evaluation.path)
         if answer is None:
             _note_failure(run, number, reason_of(error) if error is not None else "no answer")
         else:
             with _only_logged(run.id, number):
-                run.context.state.journal.append("proxy_evaluated", run=run.id, round=number, body=answer)
+                run.context.state.journal.append(ProxyEvaluated(**answer), run=run.id, round=number)
                 run.context.state.run(run.id).append_metrics({"kind": "proxy", "round": number, **answer})
             log.info("proxy_evaluated run=%s round=%d acc=%s by=%s", run.id, number, answer["acc"], answer["by"])
         self._start_next()
@@ -238,10 +247,10 @@ def _note_failure(run: Run, number: int, why: str) -> None:
     with _only_logged(run.id, number):
         state = run.context.state
         recorded = state.journal.entries(run.id, ("proxy_failed",))
-        known = {_without_numbers(str(entry.body.get("reason"))) for entry in recorded}
+        known = {_without_numbers(str(fact.reason)) for fact in facts_of(recorded, ProxyFailed)}
         if _without_numbers(why) in known or len(known) >= MOST_REASONS:
             return
-        state.journal.append("proxy_failed", run=run.id, round=number, body={"reason": why})
+        state.journal.append(ProxyFailed(reason=why), run=run.id, round=number)
         state.run(run.id).append_metrics({"kind": "proxy_failed", "round": number, "reason": why})
 
 

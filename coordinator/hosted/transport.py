@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from edge_agent import capabilities
-from edge_agent.config import AgentConfig
-from edge_agent.errors import DuplicateId, HeadwaterError, MessageError
-from edge_agent.wire import messages as wire
+from edge_agent.core import capabilities
+from edge_agent.core.config import AgentConfig
+from edge_agent.core.errors import DuplicateId, HeadwaterError, MessageError
 from edge_agent.wire.inbox import Inbox
-from edge_agent.wire.messages import Topics
+from edge_agent.wire.messages import codec, down, up
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import DEFAULT_MAX_PAYLOAD_BYTES, Event, Message, Traffic, Transport
 
 from ..config import CoordinatorConfig
@@ -56,7 +56,10 @@ class CombinedTransport:
         away: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         """``side`` calls ``main.wake`` when it has a message. ``away``: hosted client -> why it is offline."""
-        self._main, self._side, self._topics, self._hosted = main, side, topics, frozenset(hosted)
+        self._main = main
+        self._side = side
+        self._topics = topics
+        self._hosted = frozenset(hosted)
         self.max_payload_bytes = min(main.max_payload_bytes, side.max_payload_bytes)
         self.traffic = main.traffic
         """That of the broker; messages of hosted clients do not use a network."""
@@ -66,7 +69,8 @@ class CombinedTransport:
         self._is_sides_turn = False
         self._away = away
         self._duplicates = dict[str, str]()
-        self._boot, self._seq = secrets.token_hex(8), 0
+        self._boot = secrets.token_hex(8)
+        self._seq = 0
 
     def start(self) -> None:
         """Start both.
@@ -154,17 +158,17 @@ class CombinedTransport:
         hello = None
         if kind == "up" and not message.retained:
             with contextlib.suppress(HeadwaterError):
-                hello = wire.parse_from_agent(message.payload)
-        if isinstance(hello, wire.Hello):  # other messages get no answer
+                hello = codec.parse_from_agent(message.payload)
+        if isinstance(hello, up.Hello):  # other messages get no answer
             self._seq += 1
             why = (
                 f"the id '{agent}' is in use: the coordinator itself hosts a client of that name, so this agent (start "
                 f"{hello.boot}) cannot use it; give one of them another id in its configuration"
             )
-            rejection = wire.Refused(
+            rejection = down.Refused(
                 boot=self._boot, seq=self._seq, error=DuplicateId.__name__, message=why, whom=hello.boot
             )
-            self._main.publish(self._topics.down(agent), wire.encode(rejection))
+            self._main.publish(self._topics.down(agent), codec.encode(rejection))
         return True
 
 
@@ -176,8 +180,10 @@ class HostedTransport:
 
     def __init__(self, configs: Sequence[AgentConfig], processes: int, folder: Path, wake: Callable[[], None]) -> None:
         """``folder``: for the logs of the processes, among which the clients are divided."""
-        self.max_payload_bytes, self.traffic = DEFAULT_MAX_PAYLOAD_BYTES, Traffic()
-        self._topics, self._wake = Topics(configs[0].federation), wake
+        self.max_payload_bytes = DEFAULT_MAX_PAYLOAD_BYTES
+        self.traffic = Traffic()
+        self._topics = Topics(configs[0].federation)
+        self._wake = wake
         self._inbox = Inbox()
         self._is_called = False
         self.processes = [
@@ -251,8 +257,10 @@ class HostedProcess:
     def __init__(
         self, number: int, configs: Sequence[AgentConfig], folder: Path, deliver: Callable[[Message], None]
     ) -> None:
-        self.number, self.configs = number, configs
-        self._deliver, self._topics = deliver, Topics(configs[0].federation)
+        self.number = number
+        self.configs = configs
+        self._deliver = deliver
+        self._topics = Topics(configs[0].federation)
         self._log = folder / f"process-{number}.log"
         self._presence = {self._topics.presence(config.id) for config in configs}
         self._boots: dict[str, str] = {}
@@ -327,7 +335,8 @@ class HostedProcess:
         for topic, boot in self._boots.items():
             self._deliver(Message(topic, f"offline {boot}".encode()))
         self._boots.clear()
-        task, self._running = self._running, None
+        task = self._running
+        self._running = None
         if task is None:
             return
         self._crashes[task] += 1
@@ -340,8 +349,8 @@ class HostedProcess:
             f"with {reason}"[:1800]
             + "; give it more memory, or a smaller batch_size"
         )
-        fault = wire.Fault(error="TrainingFailed", message=message, run=run, round=number)
-        self._deliver(Message(self._topics.up(client), wire.encode(fault)))
+        fault = up.Fault(error="TrainingFailed", message=message, run=run, round=number)
+        self._deliver(Message(self._topics.up(client), codec.encode(fault)))
 
 
 class _SendQueue:

@@ -22,10 +22,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from edge_agent.config import credential
-from edge_agent.errors import StateError, UsageError, cause
-from edge_agent.identity import fingerprint
-from edge_agent.storage import read_regular, write_private
+from edge_agent.core.config import credential
+from edge_agent.core.errors import StateError, UsageError, cause
+from edge_agent.core.storage import read_regular, write_private
+from edge_agent.identity.keys import fingerprint
 
 LONGEST_NAME = 64
 """Characters that X.509 allows; agents know an authority by its fingerprint, not by its name."""
@@ -39,7 +39,8 @@ class Authority:
     """The key and certificate of a federation's authority."""
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
-        self._key, self.certificate = key, certificate
+        self._key = key
+        self.certificate = certificate
 
     @classmethod
     def create(cls, folder: Path, federation: str, now: datetime) -> Authority:

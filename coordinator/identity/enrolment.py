@@ -19,23 +19,18 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import NameOID
 
-from edge_agent.errors import EnrolmentRefused, NotProven, StateError, UsageError
-from edge_agent.identity import (
-    CertificateRequest,
-    Token,
-    answer_bytes,
-    key_fingerprint,
-    new_secret,
-    shown,
-    token_key,
-)
-from edge_agent.storage import write_private
-from edge_agent.trust import dump
+from edge_agent.bundle.trust import dump
+from edge_agent.core.errors import EnrolmentRefused, NotProven, StateError, UsageError
+from edge_agent.core.storage import write_private
+from edge_agent.identity.certificates import show_utc
+from edge_agent.identity.keys import key_fingerprint, new_secret, token_key
+from edge_agent.identity.signed_request import CertificateRequest, answer_bytes
+from edge_agent.identity.tokens import Token
 
 from ..broker.access import COORDINATOR_USER
 from ..config import IdentityConfig
+from ..journal.store import utc_now
 from ..state.command_keys import CommandKeys
-from ..state.journal import utc_now
 from ..state.release_keys import ReleaseKeys
 from .authority import Authority
 from .ledger import (
@@ -78,9 +73,13 @@ class Enrolment:
         Raises:
             StateError: there is none.
         """
-        self.folder, self.federation, self.config, self.now = identity_folder(state), federation, config, now
+        self.folder = identity_folder(state)
+        self.federation = federation
+        self.config = config
+        self.now = now
         self.authority = Authority.open(self.folder)
-        self.ledger, self._taken = Ledger(self.folder / "agents"), taken
+        self.ledger = Ledger(self.folder / "agents")
+        self._taken = taken
         self.crl = self.folder / "crl.pem"
 
     @property
@@ -108,7 +107,8 @@ class Enrolment:
             raise UsageError(f"'{name}' is the name of a program of the federation; choose another for the device")
         if name in self._taken:
             raise UsageError(f"'{name}' is a client that this coordinator hosts ([[hosted]]); choose another name")
-        now, secret = self.now(), new_secret()
+        now = self.now()
+        secret = new_secret()
         public = token_key(secret).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
         expires = now + life
         made = TokenRecord(
@@ -202,7 +202,8 @@ class Enrolment:
 
     def write_crl(self) -> None:
         """Write the list of revoked certificates; inside `Ledger.changing`, or before anybody else is there."""
-        now, records = self.now(), self.ledger.records()
+        now = self.now()
+        records = self.ledger.records()
         try:
             before = self.revoked()
         except StateError as error:
@@ -250,7 +251,8 @@ class Enrolment:
         return 0 if record is None else record.generation
 
     def _check_quota(self, agent: AgentRecord, replaces: str) -> None:
-        most, now = self.config.agents_per_owner, self.now().timestamp()
+        most = self.config.agents_per_owner
+        now = self.now().timestamp()
         if most is None or not agent.owner:
             return
         others = [
@@ -275,7 +277,8 @@ class Enrolment:
         try:
             csr = x509.load_der_x509_csr(base64.b64decode(request.csr, validate=True))
             named = [str(one.value) for one in csr.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
-            key, is_signed = csr.public_key(), csr.is_signature_valid
+            key = csr.public_key()
+            is_signed = csr.is_signature_valid
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise NotProven(
                 f"request: it is no certificate signing request ({error}); run the command again"
@@ -299,12 +302,12 @@ class Enrolment:
             if repeated is not None:
                 return repeated  # the answer was lost
             raise EnrolmentRefused(
-                f"token: it was used at {shown(token.used_at)} by a device with the key {token.used_by}, and counts "
+                f"token: it was used at {show_utc(token.used_at)} by a device with the key {token.used_by}, and counts "
                 "once",
                 _again(name),
             )
         if token.expires < now:
-            raise EnrolmentRefused(f"token: it expired at {shown(token.expires)}", _again(name))
+            raise EnrolmentRefused(f"token: it expired at {show_utc(token.expires)}", _again(name))
         ended = record.revoked(now).model_copy(update={"token": token})
         revoked = [ended] if record.certificates else []
         if token.replaces and (other := self.ledger.get(token.replaces)) is not None:
@@ -319,15 +322,17 @@ class Enrolment:
 
     def _proven(self, record: AgentRecord | None, request: CertificateRequest) -> CertificateRecord:
         """The certificate whose key has signed the request, where it counts or may be renewed."""
-        name, now = request.name, self.now()
+        name = request.name
+        now = self.now()
         # Whoever cannot sign with the certificate's key gets one answer, whatever is known of that name.
         shown_one = _shown_certificate(record, request)
         if shown_one.revoked_at is not None:
-            raise EnrolmentRefused(f"certificate: it was revoked at {shown(shown_one.revoked_at)}", _again(name))
+            raise EnrolmentRefused(f"certificate: it was revoked at {show_utc(shown_one.revoked_at)}", _again(name))
         last = shown_one.not_after + self.config.grace_days * 86_400
         if now.timestamp() > last:
             raise EnrolmentRefused(
-                f"certificate: it expired at {shown(shown_one.not_after)}, and could be renewed until {shown(last)}",
+                f"certificate: it expired at {show_utc(shown_one.not_after)}, and could be renewed until "
+                f"{show_utc(last)}",
                 _again(name),
             )
         return shown_one
@@ -337,7 +342,8 @@ class Enrolment:
     ) -> CertificateRecord:
         shown_one = self._proven(known, request)
         record = known or AgentRecord(name=request.name)  # it is known: a certificate of it was shown
-        name, now = record.name, self.now()
+        name = record.name
+        now = self.now()
         valid = [one for one in record.certificates if one.revoked_at is None]
         for one in valid:
             if one.renews == request.serial and one.key == key_fingerprint(key):
@@ -345,8 +351,8 @@ class Enrolment:
         first = shown_one.not_before + (shown_one.not_after - shown_one.not_before) / 4
         if now.timestamp() < first:
             raise EnrolmentRefused(
-                f"certificate: it can be renewed from {shown(first)} on, and the coordinator's clock says "
-                f"{shown(now.timestamp())}",
+                f"certificate: it can be renewed from {show_utc(first)} on, and the coordinator's clock says "
+                f"{show_utc(now.timestamp())}",
                 "try again then",
             )
         holding = sum(one.not_after > now.timestamp() for one in valid)

@@ -14,10 +14,11 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from edge_agent.config import NAME_PATTERN
-from edge_agent.errors import HeadwaterError, StateError, UsageError
-from edge_agent.storage import IDENTITY, private_folder, read_regular, waited_lock, write_private
-from edge_agent.task import Frozen, parse_json
+from edge_agent.core.config import NAME_PATTERN
+from edge_agent.core.errors import HeadwaterError, StateError, UsageError
+from edge_agent.core.locks import waited_lock
+from edge_agent.core.storage import IDENTITY, private_folder, read_regular, write_private
+from edge_agent.core.task import Frozen, parse_json
 
 log = logging.getLogger(__name__)
 

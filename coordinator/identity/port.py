@@ -24,10 +24,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from edge_agent.errors import EnrolmentRefused, HeadwaterError, NotProven, UsageError, cause
-from edge_agent.identity import TIMEOUT_S, CertificateRequest, read_line, shown
-from edge_agent.task import parse_json
-from edge_agent.wire.messages import printable
+from edge_agent.core.errors import EnrolmentRefused, HeadwaterError, NotProven, UsageError, cause
+from edge_agent.core.task import parse_json
+from edge_agent.identity.certificates import show_utc
+from edge_agent.identity.signed_request import TIMEOUT_S, CertificateRequest, read_line
+from edge_agent.wire.messages.fields import printable
 
 from ..broker import OnRefused, held_port
 from .enrolment import Enrolment
@@ -55,9 +56,12 @@ class EnrolmentPort:
 
     def __init__(self, enrolment: Enrolment, certificate: Path) -> None:
         """``certificate``: file with the key and certificate that this side shows; read again for each connection."""
-        self.enrolment, self._certificate = enrolment, certificate
-        self._free, self._is_over = threading.Semaphore(AT_ONCE), threading.Event()
-        self._served, self._lock = Counter[str](), threading.Lock()
+        self.enrolment = enrolment
+        self._certificate = certificate
+        self._free = threading.Semaphore(AT_ONCE)
+        self._is_over = threading.Event()
+        self._served = Counter[str]()
+        self._lock = threading.Lock()
         self.on_refused: OnRefused = lambda *_: None
         """Called with agent, reason and remedy when a certificate does not count; in a thread of the connection.
 
@@ -81,7 +85,8 @@ class EnrolmentPort:
         Raises:
             UsageError: the port is taken.
         """
-        bind, port = self.enrolment.config.bind, self.enrolment.config.enroll_port
+        bind = self.enrolment.config.bind
+        port = self.enrolment.config.enroll_port
         with held_port(bind, port):
             pass
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
@@ -101,7 +106,8 @@ class EnrolmentPort:
             self._thread.join()
 
     def _run(self) -> None:
-        listener, is_failing = self._listener, False
+        listener = self._listener
+        is_failing = False
         while listener is not None:
             self._free.acquire()
             if self._is_over.is_set():
@@ -180,7 +186,7 @@ class EnrolmentPort:
         except (HeadwaterError, OSError) as error:
             log.error("enrolment_failed from=%s reason=%s", address, error)
             return {"refused": "coordinator: it cannot make certificates now; its log says why, try again later"}
-        log.info("certified agent=%s key=%s until=%s from=%s", asked.name, made.key, shown(made.not_after), address)
+        log.info("certified agent=%s key=%s until=%s from=%s", asked.name, made.key, show_utc(made.not_after), address)
         return dict(answer)
 
     def _note_refusal(self, name: str, error: UsageError, address: str) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from edge_agent.errors import StateError, UsageError, cause
-from edge_agent.storage import read_regular, write_private
+from edge_agent.core.errors import StateError, UsageError, cause
+from edge_agent.core.storage import read_regular, write_private
 
 from .authority import Authority
 from .enrolment import Enrolment

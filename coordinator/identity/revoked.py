@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from edge_agent.errors import StateError
-from edge_agent.storage import IDENTITY
+from edge_agent.core.errors import StateError
+from edge_agent.core.storage import IDENTITY
 
 
 def revoked_agents(state: Path) -> frozenset[str]:

@@ -18,17 +18,20 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from edge_agent.config import BrokerConfig, TlsConfig
-from edge_agent.errors import HeadwaterError, MissingCapability, StateError, UsageError
-from edge_agent.identity import CertificateRequest, shown
-from edge_agent.storage import lock_holder, read_regular, write_private
-from edge_agent.wire.messages import Renew, Renewed
+from edge_agent.core.config import BrokerConfig, TlsConfig
+from edge_agent.core.errors import HeadwaterError, MissingCapability, StateError, UsageError
+from edge_agent.core.locks import lock_holder
+from edge_agent.core.storage import read_regular, write_private
+from edge_agent.identity.certificates import show_utc
+from edge_agent.identity.signed_request import CertificateRequest
+from edge_agent.wire.messages.down import Renewed
+from edge_agent.wire.messages.up import Renew
 from edge_agent.wire.mqtt import MqttTransport
 
 from ..broker import ManagedMosquitto, find_mosquitto, held_port, limits_text
 from ..broker.access import COORDINATOR_USER, mosquitto_acl
 from ..config import IdentityConfig
-from ..state.journal import utc_now
+from ..journal.store import utc_now
 from .authority import Authority, pem_of
 from .enrolment import Enrolment
 from .ledger import Revoked, is_revoked
@@ -46,13 +49,16 @@ class BrokerFiles:
     """The files of a federation's Mosquitto, below the coordinator's state folder."""
 
     def __init__(self, enrolment: Enrolment) -> None:
-        self.enrolment, self.folder = enrolment, enrolment.folder
-        self.settings, self.broker = self.folder / "mosquitto.conf", self.folder / "broker.pem"
+        self.enrolment = enrolment
+        self.folder = enrolment.folder
+        self.settings = self.folder / "mosquitto.conf"
+        self.broker = self.folder / "broker.pem"
         self.coordinator = self.folder / "coordinator.pem"
 
     def write(self, now: datetime) -> None:
         """Write configuration, topic rules, list of revoked certificates, and those certificates that are due."""
-        config, folder = self.enrolment.config, self.folder.resolve()
+        config = self.enrolment.config
+        folder = self.folder.resolve()
         write_private(folder / "mosquitto.acl", mosquitto_acl(self.enrolment.federation).encode())
         write_private(self.settings, mosquitto_settings(config, folder).encode())
         with self.enrolment.ledger.changing():
@@ -61,7 +67,8 @@ class BrokerFiles:
 
     def renew(self, now: datetime) -> bool:
         """Make the certificates of broker and coordinator that are due; whether any was."""
-        authority, hosts = self.enrolment.authority, server_names(self.enrolment.config)
+        authority = self.enrolment.authority
+        hosts = server_names(self.enrolment.config)
         made = False
         for path, names in ((self.broker, hosts), (self.coordinator, None)):
             if is_due(path, authority, names, now):
@@ -144,7 +151,8 @@ def checks(
 
     def authority() -> str:
         certificate = Enrolment(state, federation, config).authority.certificate
-        begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        begin = certificate.not_valid_before_utc
+        end = certificate.not_valid_after_utc
         if not begin <= at <= end:
             raise StateError(
                 f"the authority's certificate holds from {begin:%Y-%m-%d} to {end:%Y-%m-%d}, and this machine's clock "
@@ -177,12 +185,14 @@ class IdentityService:
     """Broker, enrolment port and revocation of a serving coordinator. Start it, and call `tick` now and then."""
 
     def __init__(self, enrolment: Enrolment) -> None:
-        self.enrolment, self.files = enrolment, BrokerFiles(enrolment)
+        self.enrolment = enrolment
+        self.files = BrokerFiles(enrolment)
         config = enrolment.config
         self.broker = ManagedMosquitto(config.bind, config.port, self.files.settings)
         self.port = EnrolmentPort(enrolment, self.files.broker)
         self._crl = (0, 0)
-        self._listed, self._revoked = Revoked(), frozenset[str]()
+        self._listed = Revoked()
+        self._revoked = frozenset[str]()
         self._ending: list[threading.Thread] = []
         self._renew_at = self._warn_at = float("-inf")
 
@@ -242,7 +252,7 @@ class IdentityService:
         except UsageError as error:
             log.warning("renewal_refused agent=%s reason=%s", agent, error)
             return Renewed(refused=str(error)[:1000])
-        log.info("certificate_renewed agent=%s key=%s until=%s", agent, made.key, shown(made.not_after))
+        log.info("certificate_renewed agent=%s key=%s until=%s", agent, made.key, show_utc(made.not_after))
         return Renewed(certificate=made.der)
 
     def tick(self, clock_s: float, now: datetime) -> list[str]:
@@ -286,9 +296,12 @@ class IdentityService:
 
     def _look(self) -> list[str]:
         """Read who is revoked; the names of those with a certificate that was not revoked at the last look."""
-        stamp, listed = self._stamp(), self.enrolment.revoked()
+        stamp = self._stamp()
+        listed = self.enrolment.revoked()
         known = self._listed.certificates
-        self._listed, self._revoked, self._crl = listed, frozenset(listed.agents), stamp
+        self._listed = listed
+        self._revoked = frozenset(listed.agents)
+        self._crl = stamp
         return sorted({one.agent for serial, one in listed.certificates.items() if serial not in known})
 
     def _end_sessions(self, names: list[str], now: datetime) -> None:

@@ -7,6 +7,7 @@ asked of it for a while.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
 import queue
@@ -17,8 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from edge_agent import errors
-from edge_agent.errors import HeadwaterError, RunFailed, cause
+from edge_agent.core import errors
+from edge_agent.core.errors import HeadwaterError, RunFailed, cause
 
 from .pipe import Frame, Pipe
 from .supervisor import MAX_CRASHES, NO_LIMITS, ChildProcess, Limits, worker_command
@@ -93,10 +94,15 @@ class ComputeProcess:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``setup``: functions (``module:name``) that the child calls first. ``clock``: monotonic seconds."""
-        self._log_file, self._limits, self._setup = log_file, limits, setup
-        self._idle_s, self._clock, self._used_at = idle_s, clock, clock()
+        self._log_file = log_file
+        self._limits = limits
+        self._setup = setup
+        self._idle_s = idle_s
+        self._clock = clock
+        self._used_at = clock()
         self._child: ChildProcess | None = None
-        self._asking, self._starting = threading.Lock(), threading.Lock()
+        self._asking = threading.Lock()
+        self._starting = threading.Lock()
         self._is_closed = False
         self._running: Request | None = None
         self._cancelled = deque[Request](maxlen=16)
@@ -181,7 +187,8 @@ class ComputeProcess:
 
     def _drop(self) -> None:
         """Kill the process if it still runs, and release it."""
-        child, self._child = self._child, None
+        child = self._child
+        self._child = None
         if child is not None:
             child.close()
 
@@ -194,11 +201,13 @@ def serve(pipe: Pipe, *setup: str) -> None:
         _named(name)()
     while True:
         try:
-            topic, result = "result", _call(json.loads(frames.get().payload))
+            topic = "result"
+            result = _call(json.loads(frames.get().payload))
         except Exception as error:
             if not isinstance(error, HeadwaterError | OSError):
                 log.exception("compute_failed")
-            topic, result = "failed", _described(error)
+            topic = "failed"
+            result = _described(error)
         pipe.send(topic, json.dumps(result).encode())
 
 
@@ -224,9 +233,21 @@ def _described(error: Exception) -> dict[str, Any]:
 
 
 def _error_from(fields: Mapping[str, Any]) -> HeadwaterError | OSError:
-    """The error of the other process; of ours that take more than a message the nearest base that does not."""
+    """Return the error of the other process; for a class that needs more than a message, one of its nearest base."""
     if "errno" in fields:
         return OSError(fields["errno"], fields["message"], fields["filename"])
+    message = fields["message"]
     kind: type[HeadwaterError] = getattr(errors, fields["kind"] or "RunFailed", RunFailed)
-    plain = (one for one in kind.__mro__ if issubclass(one, HeadwaterError) and "__init__" not in vars(one))
-    return next(plain, RunFailed)(fields["message"])
+    for base in kind.__mro__:
+        if issubclass(base, HeadwaterError) and _takes_message_alone(base):
+            return base(message)
+    return RunFailed(message)
+
+
+def _takes_message_alone(kind: type[HeadwaterError]) -> bool:
+    """Return whether an error of this class can be made from its message."""
+    try:
+        inspect.signature(kind).bind("message")
+    except TypeError:
+        return False
+    return True

@@ -79,7 +79,8 @@ class Pipe:
     """One end of the pipe. `send` may be called from several threads, `receive` from one."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._end, self._sending = end, threading.Lock()
+        self._end = end
+        self._sending = threading.Lock()
 
     def fileno(self) -> int:
         """The descriptor to wait on."""
@@ -119,7 +120,8 @@ class Pipe:
         if hasattr(socket, "recv_fds"):
             first, descriptors, *_ = socket.recv_fds(self._end, _HEADER.size, MAX_BUFFERS)
         else:
-            first, descriptors = self._end.recv(_HEADER.size), []
+            first = self._end.recv(_HEADER.size)
+            descriptors = []
         buffers = tuple(SharedBuffer(descriptor) for descriptor in descriptors)
         if not first:
             raise EOFError("the other end of the pipe is closed")

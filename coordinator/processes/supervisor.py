@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_agent.errors import cause
-from edge_agent.storage import open_regular
+from edge_agent.core.errors import cause
+from edge_agent.core.storage import open_regular
 
 from .pipe import Pipe
 
@@ -38,7 +38,8 @@ STOP_SIGNALS = (-signal.SIGTERM, -signal.SIGINT)
 OWNER_STOP_S = 1.0
 """How long the owner of such a process waits before a restart: it may be about to receive the same signal."""
 
-TAIL_LINES, TAIL_BYTES = 5, 1 << 16
+TAIL_LINES = 5
+TAIL_BYTES = 1 << 16
 
 
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -106,7 +107,8 @@ class ChildProcess:
         Raises:
             OSError: it cannot be started.
         """
-        self._log, self._tail = log, deque[str](maxlen=TAIL_LINES)
+        self._log = log
+        self._tail = deque[str](maxlen=TAIL_LINES)
         ours, theirs = socket.socketpair()
         self.pipe = Pipe(ours)
         try:
@@ -214,8 +216,12 @@ class Supervisor:
     ) -> None:
         self.child: ChildProcess | None = None
         self.restarts = 0
-        self._spawn, self._serve, self._on_exit, self._longest_pause_s = spawn, serve, on_exit, longest_pause_s
-        self._stopping, self._starting = threading.Event(), threading.Lock()
+        self._spawn = spawn
+        self._serve = serve
+        self._on_exit = on_exit
+        self._longest_pause_s = longest_pause_s
+        self._stopping = threading.Event()
+        self._starting = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property

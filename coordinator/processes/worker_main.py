@@ -23,7 +23,8 @@ def main() -> None:
     """Serve until the owner closes the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    memory_mb, cpu_s = os.environ.get("HEADWATER_MEMORY_MB"), os.environ.get("HEADWATER_CPU_S")
+    memory_mb = os.environ.get("HEADWATER_MEMORY_MB")
+    cpu_s = os.environ.get("HEADWATER_CPU_S")
     if memory_mb or cpu_s:  # limits that a process can set for itself only, see `supervisor.Limits`
         import resource
 

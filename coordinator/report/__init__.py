@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import StateError
-from edge_agent.storage import write_atomic
+from edge_agent.core.errors import StateError
+from edge_agent.core.storage import write_atomic
 
-from ..state.journal import RunRecord
 from ..state.store import RunFolder
+from ..views.runs import RunRecord
 from .figures import read_run
 from .page import render
 
@@ -28,12 +28,13 @@ def write_report(
     Raises:
         StateError: there are no figures yet, or they are damaged.
     """
-    summary, metrics = folder.summary(), folder.metrics()
+    summary = folder.summary()
+    metrics = folder.metrics()
     if summary is None and not metrics:
         raise StateError(f"{folder.folder}: no figures yet; a report can be made after the first round")
     if not summary and record is not None:  # what is known of a run that has no summary yet
-        summary = {key: record.request.get(key) for key in ("method", "params", "rounds", "seed")}
-        summary |= {"status": record.status, "round": record.round, "reason": record.outcome.get("reason")}
+        summary = record.request.settings()
+        summary |= {"status": record.status, "round": record.round, "reason": record.reason}
         if record.status in {"requested", "running"}:
             summary["status"] = "unfinished"
     page = render(read_run(folder.run, summary or {}, metrics), releases)

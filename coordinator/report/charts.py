@@ -319,7 +319,8 @@ def figure_html(chart: Chart, figure_id: str, *, level: int = 2) -> str:
     """
     drawn = _drawn(chart)
     columns, rows = _table(chart)
-    title, data = escape(drawn["title"]), json.dumps(drawn, separators=(",", ":"), allow_nan=False)
+    title = escape(drawn["title"])
+    data = json.dumps(drawn, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":  # nothing in a value may end the script element, or begin another
         data = data.replace(character, f"\\u{ord(character):04x}")
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
@@ -392,7 +393,8 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
     kept = {0, count - 1}
     stretches = (most - 2) // 2
     for number in range(stretches):
-        begin, end = 1 + number * (count - 2) // stretches, 1 + (number + 1) * (count - 2) // stretches
+        begin = 1 + number * (count - 2) // stretches
+        end = 1 + (number + 1) * (count - 2) // stretches
         known = [index for index in range(begin, end) if series.points[index][1] is not None]
         if known:
             kept |= {pick(known, key=lambda index: series.points[index][1] or 0.0) for pick in (min, max)}
@@ -429,7 +431,8 @@ def ends(
     for one in series:
         known = [(x, y) for x, y in one.points if y is not None]
         if known:
-            (first, begin), (last, end) = known[0], known[-1]
+            (first, begin) = known[0]
+            (last, end) = known[-1]
             further = f", {shown(end)} {where} {shown_x(last)}" if last != first else ""
             parts.append(f"{one.name}: {shown(begin)} {where} {shown_x(first)}{further}")
     return "; ".join(parts) + "."
@@ -517,7 +520,8 @@ def _short(value: float | None) -> float | None:
 
 def _table(chart: Chart) -> Table:
     """The chart's numbers; of more than MOST_TABLE_ROWS rows, evenly spread ones."""
-    columns, rows = _names_of_columns(chart), list(_all_rows(chart))
+    columns = _names_of_columns(chart)
+    rows = list(_all_rows(chart))
     if len(rows) > MOST_TABLE_ROWS:
         last = MOST_TABLE_ROWS - 1
         rows = [rows[index * (len(rows) - 1) // last] for index in range(MOST_TABLE_ROWS)]

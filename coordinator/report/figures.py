@@ -173,7 +173,8 @@ def read_run(run: str, summary: Mapping[str, Any], metrics: Iterable[Mapping[str
     proxy: dict[int, ProxyFigures] = {}
     failed: dict[str, int] = {}
     for record in metrics:
-        kind, number = record.get("kind"), as_number(record.get("round"))
+        kind = record.get("kind")
+        number = as_number(record.get("round"))
         if kind == "agent" and isinstance(record.get("id"), str):
             agents[record["id"]] = AgentFigures.model_validate({**record, "notes": notes_of(record)})
         if number is None:

@@ -11,7 +11,7 @@ from importlib.resources import files
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from edge_agent.errors import StateError
+from edge_agent.core.errors import StateError
 
 from ..state.noise import Gain
 from ..state.store import RunFolder
@@ -53,7 +53,8 @@ _DETAILS = {
 def render(run: RunFigures, releases: Sequence[Mapping[str, Any]] = ()) -> str:
     """The whole page as HTML, with the ``releases`` of the run's bundle. It loads nothing and runs its own scripts."""
     summary = run.summary
-    rounds, closed = as_number(summary.get("rounds")), as_number(summary.get("round"))
+    rounds = as_number(summary.get("rounds"))
+    closed = as_number(summary.get("round"))
     warnings = summary.get("warnings")
     columns = ["agent", "tier", "samples", "acc.local", "alone", "acc.global", "acc.personal", "head", "memory"]
     columns += ["torch", "sent"]
@@ -98,7 +99,8 @@ def render(run: RunFigures, releases: Sequence[Mapping[str, Any]] = ()) -> str:
 
 def _title(run: RunFigures) -> str:
     """What was done, by which method on what: one run among many is recognised by it."""
-    method, simulation = _text(run.summary.get("method")), run.simulation
+    method = _text(run.summary.get("method"))
+    simulation = run.simulation
     if simulation:
         data = ", ".join(map(source_name, simulation.get("data", [])))
         rule = simulation.get("partition", {}).get("rule", "")
@@ -161,7 +163,8 @@ def _toml(plan: Mapping[str, Any]) -> str:
 
 
 def _release_row(release: Mapping[str, Any]) -> tuple[str, ...]:
-    outcomes, parent = release["outcomes"], release["lineage"]["parent"]
+    outcomes = release["outcomes"]
+    parent = release["lineage"]["parent"]
     cells = (
         release["release"],
         release["plan"]["channel"],

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 
 from .charts import THEMES, Bars, Chart, Curves, Matrix, Rows, Scatter, Series, Timeline, clean, number
 
@@ -21,7 +21,8 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 _COLOURS = THEMES["light"]
 _MARKERS = {"dot": "o", "square": "s", "diamond": "D"}
-_PANEL_WIDTH, _PANEL_HEIGHT = 7.2, 4.3
+_PANEL_WIDTH = 7.2
+_PANEL_HEIGHT = 4.3
 _MOST_NUMBERED, _MOST_NAMED = 14, 60
 """Columns of a matrix up to which cells have numbers, and names."""
 
@@ -155,7 +156,8 @@ def _curves(panel: Axes, chart: Curves) -> None:
     below: dict[float, float] = {}
     for index, one in enumerate(chart.series):
         known = [(x, y) for x, y in one.points if y is not None]
-        xs, ys = [x for x, _ in known], [y for _, y in known]
+        xs = [x for x, _ in known]
+        ys = [y for _, y in known]
         look: dict[str, Any] = {"color": _COLOURS[one.role], "label": clean(one.name)}
         if isinstance(chart, Scatter):
             panel.scatter(xs, ys, s=22, marker=list(_MARKERS.values())[index % 3], linewidths=0, **look)
@@ -198,7 +200,8 @@ def _mark_cut_bars(panel: Axes, chart: Bars) -> None:
 def _scale(panel: Axes, chart: Curves) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    x, y = chart.x, chart.y
+    x = chart.x
+    y = chart.y
     is_whole = all(float(point[0]).is_integer() for line in chart.series for point in line.points)
     if is_whole and not x.log:  # there is no round 1.2
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -225,7 +228,8 @@ def _rows(panel: Axes, chart: Rows) -> None:
             panel.plot([min(values), max(values)], [y, y], color=_COLOURS["rule"], linewidth=2, zorder=1)
     for order, key in enumerate(chart.keys):
         known = [(y, row.marks[key.name]) for y, row in zip(numbers, chart.rows, strict=True) if key.name in row.marks]
-        colour, label = _COLOURS[key.role], clean(key.name)
+        colour = _COLOURS[key.role]
+        label = clean(key.name)
         if chart.style == "bars":
             height = 0.7 / len(chart.keys)
             shift = (order - (len(chart.keys) - 1) / 2) * height
@@ -243,7 +247,8 @@ def _rows(panel: Axes, chart: Rows) -> None:
         look: dict[str, Any] = {"color": colour}
         if key.shape != "dot":  # marks at the same value stay visible: the dot lies within the others
             look = {"edgecolors": colour, "facecolors": "none", "linewidths": 1.8}
-        xs, ys = [mark.value for _, mark in known], [y for y, _ in known]
+        xs = [mark.value for _, mark in known]
+        ys = [y for y, _ in known]
         size = 26 if key.shape == "dot" else 70
         panel.scatter(xs, ys, s=size, marker=_MARKERS[key.shape], zorder=3 + order, label=label, **look)
     panel.set_yticks(list(numbers), [clean(row.name, 30) for row in chart.rows])

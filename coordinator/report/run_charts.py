@@ -122,7 +122,8 @@ def benefit(agents: Sequence[AgentFigures]) -> Rows | None:
     known += [one for one in agents if one.acc and one.id not in ranked]
     if not known:
         return None
-    shown, caption = known, ""
+    shown = known
+    caption = ""
     if len(known) > MOST_DEVICES:
         half = MOST_DEVICES // 2
         shown = [*known[:half], *known[-half:]]
@@ -178,7 +179,8 @@ def _listed_accuracies(agents: Sequence[AgentFigures]) -> str:
 
 def accuracy(run: RunFigures) -> Lines | None:
     """Accuracies by rounds done: means, the spread over agents, and the mean of the worst tenth."""
-    series, populations = [], set[int]()
+    series = []
+    populations = set[int]()
     for scope in CURVES:
         name, role = _NAMES[scope]
         models = run.curve(scope)
@@ -232,7 +234,8 @@ def loss(rounds: Sequence[RoundFigures]) -> Lines | None:
 
 def cost(rounds: Sequence[RoundFigures]) -> tuple[list[str], list[Bars]]:
     """Time and bytes of the rounds: sentences, and charts of what is not the same in each round."""
-    sentences, charts = list[str](), list[Bars]()
+    sentences = list[str]()
+    charts = list[Bars]()
     for text, chart in (*_seconds(rounds), *_traffic(rounds)):
         sentences.append(text)
         charts += [] if chart is None else [chart]
@@ -266,7 +269,8 @@ def _seconds(rounds: Sequence[RoundFigures]) -> Iterator[tuple[str, Bars | None]
 
 def slow_first(number: int, seconds: Sequence[float]) -> tuple[float | None, str]:
     """Where the axis of the times of rounds from ``number`` on ends (None: as the data need), and what is beyond it."""
-    first, others = seconds[0], seconds[1:]
+    first = seconds[0]
+    others = seconds[1:]
     if not others or max(others) <= 0 or first <= max(SLOW_FIRST * median(others), 1.1 * max(others)):
         return None, ""
     return 1.1 * max(others), f"Round {number} took {first:.1f} s; its bar is broken."
@@ -311,7 +315,8 @@ def partition(shown: Mapping[str, Any], most: int = MOST_CELLS) -> Matrix:
     ``shown``: ``rule``, ``classes`` (names), and ``clients`` with ``id`` and ``train`` (counts by class); where they
     are known also the ``settings`` of the rule, such as alpha and seed, and the name of the ``data``.
     """
-    clients, classes = shown["clients"], list(shown["classes"])
+    clients = shown["clients"]
+    classes = list(shown["classes"])
     sizes = [sum(one["train"]) for one in clients]
     held = [sum(map(bool, one["train"])) for one in clients]
     summary = (
@@ -365,7 +370,8 @@ def accuracy_floor(values: Iterable[float]) -> float:
 
 
 def _range(values: Sequence[float]) -> str:
-    low, high = min(values, default=0), max(values, default=0)
+    low = min(values, default=0)
+    high = max(values, default=0)
     return f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
 
 

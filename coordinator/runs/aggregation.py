@@ -21,15 +21,16 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from edge_agent.errors import TrainingFailed
-from edge_agent.limits import allow_open_files
+from edge_agent.core.errors import TrainingFailed
+from edge_agent.core.limits import allow_open_files
+from edge_agent.core.storage import mapped
+from edge_agent.core.task import State
 from edge_agent.methods import Method, Update
 from edge_agent.methods.base import require_arrays
-from edge_agent.storage import mapped
-from edge_agent.task import State
 from edge_agent.wire.tensors import decode
 
 from ..config import NO_BOUNDS, AggregationConfig, CoordinatorConfig
+from ..journal.entries import Aggregation
 from ..state.store import BlobStore
 from . import class_statistics
 from .bounds import find_bounds
@@ -102,23 +103,23 @@ def refusal(method: Method, config: CoordinatorConfig) -> str:
     )
 
 
-def notes(body: Mapping[str, Any]) -> dict[str, str]:
+def notes(decided: Aggregation) -> dict[str, str]:
     """Agent -> what was done to its update, from the ``aggregation`` of a closed round."""
     result: dict[str, list[str]] = {}
-    for agent, factor in body.get("clipped", {}).items():
+    for agent, factor in decided.clipped.items():
         result.setdefault(agent, []).append(f"clipped (x {factor:g})")
-    for agent, (declared, counted) in body.get("capped", {}).items():
+    for agent, (declared, counted) in decided.capped.items():
         result.setdefault(agent, []).append(f"capped ({declared:g} samples count as {counted:.4g})")
-    for agent in body.get("unused", ()):
-        rule = body.get("settings", {}).get("rule", "")
+    for agent in decided.unused:
+        rule = decided.settings.rule
         # By a mean all updates are used, but for those that point against the others.
         result.setdefault(agent, []).append("not used" if rule in _BOUNDED else f"not used by rule {rule}".rstrip())
-    for agent, correction in body.get("statistics", {}).items():
+    for agent, correction in decided.statistics.items():
         result.setdefault(agent, []).append(class_statistics.describe(correction))
-    for agent, count in body.get("repeats", {}).items():
+    for agent, count in decided.repeats.items():
         if is_repeater(count):
             result.setdefault(agent, []).append(f"near the bound in round after round ({count} more than below)")
-    for agent, why in body.get("suspects", {}).items():
+    for agent, why in decided.suspects.items():
         result.setdefault(agent, []).append(f"suspect: {why}")
     return {agent: ", ".join(texts) for agent, texts in sorted(result.items())}
 

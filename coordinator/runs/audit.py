@@ -1,7 +1,7 @@
 """Audit of a run: its journal, joined with the receipts that agents noted, figures, checkpoints and updates.
 
-It derives from single rows what `Journal.replay` and the round loop derive in their own way: every update is in exactly
-one aggregation, and the model of a round is the aggregation of its updates.
+It derives from single rows what `coordinator.views.runs` and the round loop derive in their own way: every update is in
+exactly one aggregation, and the model of a round is the aggregation of its updates.
 """
 
 from __future__ import annotations
@@ -13,26 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent import methods
-from edge_agent.agent.local_state import RECEIPTS
-from edge_agent.errors import HeadwaterError, StateError, cause
+from edge_agent.core.errors import HeadwaterError, StateError, cause
+from edge_agent.core.storage import read_regular, sha256_of
 from edge_agent.methods import Method
-from edge_agent.storage import read_regular, sha256_of
-from edge_agent.wire.messages import OUTSIDE_ROUNDS
+from edge_agent.run_folder.layout import RECEIPTS
+from edge_agent.wire.messages.fields import OUTSIDE_ROUNDS
 from edge_agent.wire.tensors import decode, pieces
 
 from ..config import NO_BOUNDS, AggregationConfig
-from ..state.journal import Entry
+from ..journal.entries import RoundClosed, RoundOpened, UpdateAccepted
+from ..journal.store import Entry
 from ..state.store import StateFolder, blobs_needed
+from ..views.runs import replay
 from .aggregation import StoredUpdates
 from .release import pooled_before, sha256_of_encoder
-from .repeats import repeats_of
 from .request import Request
 
 Break = Callable[[str], None]
 """Called with each row that breaks."""
-
-
-_OF_ROUNDS = ("round_opened", "round_closed")
 
 
 @dataclass
@@ -123,7 +121,7 @@ def audit(state: StateFolder, run: str, agent_states: Iterable[Path] = ()) -> Au
         UnknownName: no such run.
         StateError: an agent's file of receipts cannot be read.
     """
-    record = state.journal.replay(run)
+    record = replay(state.journal, run)
     result = Audit(run, record.status)
     try:
         state.journal.verify()
@@ -131,7 +129,8 @@ def audit(state: StateFolder, run: str, agent_states: Iterable[Path] = ()) -> Au
         result.breaks.append(str(error))
         return result
     hosted = (path for path in sorted((state.path / "hosted").glob("*")) if path.is_dir())
-    given, id_ = list(agent_states), str(record.request.get("id"))
+    given = list(agent_states)
+    id_ = str(record.request.id)
     folders = [folder / "runs" / id_ for folder in (*hosted, *given)]
     result.without_receipts = [str(one) for one in given if not (one / "runs" / id_ / RECEIPTS).is_file()]
     # Of a run at work: the journal has everything that receipts and figures tell of only if it is read after them.
@@ -145,7 +144,7 @@ def audit(state: StateFolder, run: str, agent_states: Iterable[Path] = ()) -> Au
     with_figures = record.round if record.is_over else record.round - 1  # the last ones are restored when it resumes
     _compare_figures(state.run(run).metrics_path, figures, closed, with_figures, result.breaks.append)
     sound = _compare_blobs(state, entries, result)
-    request = Request.from_body(record.request)
+    request = Request.from_fact(record.request)
     method = methods.create(request.method_reference, request.params)
     _compare_states(state, method, entries, closed, sound, result)
     if record.status == "finished" and record.checkpoint in sound:
@@ -156,11 +155,9 @@ def audit(state: StateFolder, run: str, agent_states: Iterable[Path] = ()) -> Au
                 raise
         else:
             sha = sha256_of_encoder({**state_after, **pooled_before(state, run, record.round)})
-            result.encoder = "equal" if sha == record.outcome.get("encoder_sha256") else "different"
+            result.encoder = "equal" if sha == record.encoder_sha256 else "different"
         if result.encoder == "different":
-            result.breaks.append(
-                f"entry {entries[-1].id}: encoder {record.outcome.get('encoder_sha256')}, the checkpoint has {sha}"
-            )
+            result.breaks.append(f"entry {entries[-1].id}: encoder {record.encoder_sha256}, the checkpoint has {sha}")
     _compare_receipts(entries, [one for receipts, _ in read for one in receipts], closed, result)
     return result
 
@@ -169,23 +166,29 @@ def _rounds(entries: Iterable[Entry], breaks: Break) -> Iterator[_Round]:
     """The rounds of a run, each update in the one that was open when it was accepted."""
     current = _Round(1)
     for entry in entries:
-        if entry.body.get("purpose") in OUTSIDE_ROUNDS or entry.kind not in {"update_accepted", *_OF_ROUNDS}:
+        fact = entry.fact
+        if not isinstance(fact, UpdateAccepted | RoundOpened | RoundClosed) or _is_outside_rounds(fact):
             continue
         if why := _contradiction(entry, current):
             breaks(f"{_row(entry)}: {why}")
-        elif entry.kind == "round_opened":
-            current.cohort |= set(entry.body.get("cohort", ()))
-            if "session" in entry.body:  # updates masked for each other: those of an earlier attempt do not count
+        elif isinstance(fact, RoundOpened):
+            current.cohort |= set(fact.cohort)
+            if fact.session is not None:  # updates masked for each other: those of an earlier attempt do not count
                 current.accepted.clear()
                 current.is_masked = True
-            current.asked = entry.body.get("asked", {})
-            current.bases = {int(number): digest for number, digest in entry.body.get("bases", {}).items()}
+            current.asked = dict(fact.asked)
+            current.bases = dict(fact.bases)
         elif entry.kind == "update_accepted":
             current.accepted[str(entry.agent)] = entry
         if entry.kind == "round_closed" and entry.round == current.number:
             current.closed = entry
             yield current
             current = _Round(current.number + 1)
+
+
+def _is_outside_rounds(fact: object) -> bool:
+    """Whether an entry says that an update came which is of no round."""
+    return isinstance(fact, UpdateAccepted) and fact.purpose in OUTSIDE_ROUNDS
 
 
 def _contradiction(entry: Entry, current: _Round) -> str:
@@ -197,8 +200,9 @@ def _contradiction(entry: Entry, current: _Round) -> str:
         return f"twice: entry {current.accepted[entry.agent].id} is of the same agent and round"
     if entry.kind == "update_accepted" and entry.agent not in current.cohort:
         return "the agent is not in the cohort of the round"
-    if entry.kind == "round_closed" and entry.body.get("clients") != len(current.accepted):
-        return f"{entry.body.get('clients')} updates were aggregated, {len(current.accepted)} accepted"
+    fact = entry.fact
+    if isinstance(fact, RoundClosed) and fact.clients != len(current.accepted):
+        return f"{fact.clients} updates were aggregated, {len(current.accepted)} accepted"
     return ""
 
 
@@ -212,7 +216,8 @@ def _compare_figures(
 ) -> None:
     """Each closed round has one line of figures, with the agents that were aggregated; after ``last`` it may lack."""
     lines = [line for line in figures if line.get("kind") == "round"]
-    numbers, rounds = [line.get("round") for line in lines], list(closed)
+    numbers = [line.get("round") for line in lines]
+    rounds = list(closed)
     for one in rounds:
         count = numbers.count(one.number)
         if count != 1 and (count or one.number <= last):
@@ -225,7 +230,9 @@ def _compare_figures(
 
 def _compare_blobs(state: StateFolder, entries: Iterable[Entry], result: Audit) -> set[str]:
     """Digests of the blobs on disk with the right hash; a wrong one breaks, and one that is needed and gone."""
-    needed, sound, wrong = blobs_needed(state), set[str](), list[tuple[Entry, StateError]]()
+    needed = blobs_needed(state)
+    sound = set[str]()
+    wrong = list[tuple[Entry, StateError]]()
     for entry in entries:
         if entry.digest is None or entry.digest in sound:
             continue
@@ -255,21 +262,22 @@ def _compare_states(
     states = {0: before}
     repeats: dict[str, int] = {}
     for one, audited in zip(closed, result.rounds, strict=True):
-        if one.closed is None:
+        fact = None if one.closed is None else one.closed.fact
+        if one.closed is None or not isinstance(fact, RoundClosed):
             continue
         if one.closed.digest in sound:
             audited.checkpoint = "ok"
         states[one.number] = one.closed.digest
         repeats_before = repeats
-        repeats = repeats_of(one.closed.body)
-        if restored := one.closed.body.get("restored"):
+        repeats = dict(fact.repeats)
+        if fact.restored is not None:
             before = one.closed.digest
-            audited.is_aggregation = before == states.get(restored["round"])
+            audited.is_aggregation = before == states.get(fact.restored.round)
             result.breaks += [] if audited.is_aggregation else [f"{_row(one.closed)}: no state of the run was restored"]
             continue
         updates = {agent: entry for agent, entry in one.accepted.items() if entry.digest in sound}
         bases = {one.bases[one.asked[agent]] for agent in updates if agent in one.asked}
-        settings = _settings(one.closed)
+        settings = _settings(fact)
         start = states[0] if settings.min_cosine is not None else None
         has_states = {before, *bases, *filter(None, (start,))} <= sound
         if not one.is_masked and has_states and len(updates) == len(one.accepted):
@@ -287,9 +295,9 @@ def _compare_states(
         before = one.closed.digest
 
 
-def _settings(closed: Entry) -> AggregationConfig:
+def _settings(closed: RoundClosed) -> AggregationConfig:
     """How the updates of a closed round were aggregated."""
-    journaled = closed.body.get("aggregation", {}).get("settings", {})
+    journaled = closed.aggregation.settings.to_body()
     # Bounds that an earlier version did not have are not in its journal: they were off.
     return AggregationConfig.model_validate({**NO_BOUNDS, **journaled})
 
@@ -316,7 +324,10 @@ def _aggregated(
         start: Digest of the state that the run began with.
         repeats: Agent -> its count of rounds at a bound of size before the round.
     """
-    accepted = {agent: (entry.digest or "", float(entry.body.get("samples", 0))) for agent, entry in updates.items()}
+    accepted: dict[str, tuple[str, float]] = {}
+    for agent, entry in updates.items():
+        samples = entry.fact.samples if isinstance(entry.fact, UpdateAccepted) else 0
+        accepted[agent] = (entry.digest or "", float(samples))
     stored = StoredUpdates(accepted, one.number, dict(one.asked), dict(one.bases), start, repeats)
     after, _ = stored.aggregate(state.blobs, method, decode(state.blobs.read(before)), settings)
     return sha256_of(*pieces(after))
@@ -338,9 +349,10 @@ def _compare_receipts(
             result.breaks.append(f"{row}: lost: the agent's receipt says accepted, and the journal has no such entry")
         elif not one.is_accepted and entry is not None:
             result.breaks.append(f"{row}: the agent's receipt says rejected, and entry {entry.id} has accepted it")
-        elif entry is not None and entry.body.get("purpose") not in OUTSIDE_ROUNDS:
+        elif entry is not None and not _is_outside_rounds(entry.fact):
             confirmed.add((one.agent, one.round))
-    result.receipts, result.agents = len(receipts), sorted({one.agent for one in receipts})
+    result.receipts = len(receipts)
+    result.agents = sorted({one.agent for one in receipts})
     for one_round, audited in zip(closed, result.rounds, strict=True):
         audited.confirmed = sum((agent, entry.round) in confirmed for agent, entry in one_round.accepted.items())
 
@@ -358,7 +370,8 @@ def _receipts(folder: Path) -> tuple[list[_Receipt], int]:
         return [], 0
     except OSError as error:
         raise StateError(f"{path}: cannot be read: {cause(error)}") from error
-    result, unreadable = [], 0
+    result = []
+    unreadable = 0
     for line in lines:
         try:
             raw = json.loads(line)

@@ -32,10 +32,10 @@ from types import MappingProxyType
 
 import numpy as np
 
+from edge_agent.core.task import State, Tensors
 from edge_agent.methods import Method, Update
 from edge_agent.methods.base import CLASS_MEANS, is_learned
 from edge_agent.methods.values import ClassStatistics
-from edge_agent.task import State, Tensors
 
 from ..config import AggregationConfig
 from .class_statistics import StatisticBounds, find_statistic_bounds
@@ -371,7 +371,8 @@ def _sizes(received: Tensors) -> dict[str, float]:
 
 def _square(array: np.ndarray, origin: np.ndarray | float, block: int = 1 << 16) -> float:
     """Sum of squares of array - origin, float64, in blocks that stay in cache."""
-    flat, total = array.reshape(-1), 0.0
+    flat = array.reshape(-1)
+    total = 0.0
     before = origin.reshape(-1) if isinstance(origin, np.ndarray) else None
     with np.errstate(over="ignore"):  # infinity is a norm, too
         for begin in range(0, flat.size, block):
@@ -393,7 +394,8 @@ def _clip(
     suspects: dict[str, str] = {}
     for group in sorted({group for one in measured for group in one.norms}, reverse=True):  # weights come first
         norms = {one.client: one.norms[group] for one in measured if group in one.norms}
-        size, looser = sizes.get(group, 0.0), STATISTICS_SPREAD if group == "statistics" else 1.0
+        size = sizes.get(group, 0.0)
+        looser = STATISTICS_SPREAD if group == "statistics" else 1.0
         if len(norms) < LEAST_UPDATES:
             if len(norms) > 1 and config.max_norm is not None:
                 least = min(norms.values())

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from edge_agent.core.task import State, Tensors
 from edge_agent.methods import Update
 from edge_agent.methods.base import is_learned
-from edge_agent.task import State, Tensors
-from edge_agent.wire.messages import UpdateManifest
+from edge_agent.wire.messages.up import UpdateManifest
 
 from ..fleet.transfers import Collection
 
@@ -62,7 +62,8 @@ def rebased(
         if asked == number:
             yield update
             continue
-        weight, before = staleness_weight(number - asked), base(asked)
+        weight = staleness_weight(number - asked)
+        before = base(asked)
         tensors = {name: _moved(name, array, state, before, weight) for name, array in update.tensors.items()}
         yield Update(update.client, update.weight, tensors)
 

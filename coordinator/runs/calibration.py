@@ -6,14 +6,14 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from edge_agent.core.errors import HeadwaterError
 from edge_agent.data.partition import own_samples
-from edge_agent.errors import HeadwaterError
 
 from ..config import ExportConfig, HostedConfig
 
 if TYPE_CHECKING:
+    from edge_agent.core.task import Task
     from edge_agent.data import Samples
-    from edge_agent.task import Task
 
 log = logging.getLogger(__name__)
 

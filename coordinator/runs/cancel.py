@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from edge_agent.errors import StateError, UsageError
-from edge_agent.storage import folder_lock
+from edge_agent.core.errors import StateError, UsageError
+from edge_agent.core.locks import folder_lock
 
-from ..state.journal import RunRecord
+from ..journal.entries import CancelRequested
 from ..state.store import StateFolder
+from ..views.runs import RunRecord, replay
 from .result_notes import standing
 from .results import end_run
 
@@ -21,18 +22,18 @@ def cancel_run(folder: StateFolder, run: str, wait: Callable[[], object], looks:
         UnknownName: no such run.
         UsageError: the run is over, or was over before the coordinator read the request.
     """
-    record = folder.journal.replay(run)
+    record = replay(folder.journal, run)
     if record.is_over:
         raise UsageError(f"{run} is {record.status} already; only a queued run or one under way can be cancelled")
     if _ended_here(folder, run, reason):
-        return folder.journal.replay(run)
-    folder.journal.append("cancel_requested", run=run, body={"reason": reason})
+        return replay(folder.journal, run)
+    folder.journal.append(CancelRequested(reason=reason), run=run)
     for _ in range(looks):
-        record = folder.journal.replay(run)
+        record = replay(folder.journal, run)
         if record.is_over or _ended_here(folder, run, reason):
             break
         wait()
-    record = folder.journal.replay(run)
+    record = replay(folder.journal, run)
     if record.is_over and record.status != "cancelled":
         raise UsageError(f"{run} is {record.status}: that came before it could be cancelled; it {standing(record)}")
     return record
@@ -45,6 +46,6 @@ def _ended_here(folder: StateFolder, run: str, reason: str) -> bool:
             stack.enter_context(folder_lock(folder.path, "headwater cancel"))
         except StateError:
             return False
-        if not folder.journal.replay(run).is_over:
+        if not replay(folder.journal, run).is_over:
             end_run(folder, run, "run_cancelled", reason)
     return True

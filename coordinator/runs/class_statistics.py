@@ -32,11 +32,12 @@ from typing import Any
 
 import numpy as np
 
+from edge_agent.core.task import Tensors
 from edge_agent.methods import Update
 from edge_agent.methods.values import ClassStatistics
-from edge_agent.task import Tensors
 
 from ..config import AggregationConfig
+from ..journal.entries import StatisticsCorrection
 from .shares import limit_to_sum
 
 EXCHANGED = -0.5
@@ -116,17 +117,17 @@ class Correction:
         return result
 
 
-def describe(body: Mapping[str, Any]) -> str:
-    """Say in words what was done to the class statistics of one agent, by `Correction.body`."""
-    if body.get("left_out") == "all":
+def describe(correction: StatisticsCorrection) -> str:
+    """Say in words what was done to the class statistics of one agent, as it is journaled."""
+    if correction.left_out == "all":
         return "class statistics not used"
     texts: list[str] = []
-    if "left_out" in body:
-        texts.append(f"without classes {', '.join(map(str, body['left_out']))}")
-    if "shortened" in body:
-        texts.append(f"means of classes {', '.join(body['shortened'])} shortened")
-    if "counted" in body:
-        texts.append(f"counted x {body['counted']:g}")
+    if correction.left_out:
+        texts.append(f"without classes {', '.join(map(str, correction.left_out))}")
+    if correction.shortened:
+        texts.append(f"means of classes {', '.join(correction.shortened)} shortened")
+    if correction.counted is not None:
+        texts.append(f"counted x {correction.counted:g}")
     return f"class statistics {', '.join(texts)}"
 
 
@@ -240,7 +241,8 @@ def _margins(declared: ClassStatistics, updates: Updates, without: frozenset[str
         by_array: _Margins = {}
         for name in names if sums else ():
             directions, has_class = _directions(_rows(update.tensors[name], declared))
-            others, others_holders = sums[name], holders[name]
+            others = sums[name]
+            others_holders = holders[name]
             if update.client not in without:
                 others = others - directions
                 others_holders = others_holders - has_class
@@ -266,7 +268,8 @@ def _margins_of(
         return {}
     centres = others / np.maximum(others_holders, 1)[:, None]
     if common.sum() > 1:
-        origin, own_origin = centres[common].mean(axis=0), directions[common].mean(axis=0)
+        origin = centres[common].mean(axis=0)
+        own_origin = directions[common].mean(axis=0)
     else:
         # Of a single class nobody knows how far the client's encoder has moved it: it is compared as it is.
         origin = centres[known].mean(axis=0)

@@ -14,10 +14,10 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from edge_agent import methods
-from edge_agent.bundle import Lineage, variant_figures
+from edge_agent.bundle.manifest import Lineage, variant_figures
+from edge_agent.core.storage import mapped, write_tensors
+from edge_agent.core.task import State, Task, Tensors
 from edge_agent.methods import Method
-from edge_agent.storage import mapped, write_tensors
-from edge_agent.task import State, Task, Tensors
 from edge_agent.wire.tensors import decode, pieces, specs_of
 
 from ..config import AggregationConfig, ExportConfig, HostedConfig
@@ -42,7 +42,8 @@ def begin(request: Request) -> dict[str, Any]:
 
     from edge_agent.training.parts import norm_names, to_arrays
 
-    method, task = _method(request), Task.model_validate(request["task"])
+    method = _method(request)
+    task = Task.model_validate(request["task"])
     torch.default_generator.manual_seed(request["seed"])
     model = method.build(task)
     if request["is_new"] and request["weights"] is not None:
@@ -74,7 +75,8 @@ def broadcast(request: Request) -> dict[str, Any]:
 
 def downlink(request: Request) -> dict[str, Any]:
     """What each client of ``into`` alone receives, in the file there."""
-    method, state = _method(request), _state(request)
+    method = _method(request)
+    state = _state(request)
     for client, path in request["into"].items():
         write_tensors(Path(path), method.downlink(state, client), durable=False)
     return {}
@@ -83,7 +85,8 @@ def downlink(request: Request) -> dict[str, Any]:
 def aggregate(request: Request) -> dict[str, Any]:
     """``digest`` of the next state, and the ``decisions`` about single updates."""
     updates = StoredUpdates.from_json(request["updates"])
-    settings, blobs = AggregationConfig.model_validate(request["settings"]), _blobs(request)
+    settings = AggregationConfig.model_validate(request["settings"])
+    blobs = _blobs(request)
     state, decisions = updates.aggregate(blobs, _method(request), _state(request), settings)
     return {"digest": blobs.put(*pieces(state)), "decisions": decisions.body()}
 
@@ -99,8 +102,11 @@ def export_bundle(request: Request) -> dict[str, Any]:
     """
     from export import bundle, synthetic_inputs
 
-    config, task = ExportConfig.model_validate(request["export"]), Task.model_validate(request["task"])
-    is_release, method, state = request["purpose"] == "release", _method(request), _state(request)
+    config = ExportConfig.model_validate(request["export"])
+    task = Task.model_validate(request["task"])
+    is_release = request["purpose"] == "release"
+    method = _method(request)
+    state = _state(request)
     hosted = _HOSTED.validate_python(request["hosted"])
     domains = own_domains(task, config, hosted) if config.int8 and is_release else {}
     quick = not is_release and config.exporter == "auto"
@@ -119,7 +125,8 @@ def export_bundle(request: Request) -> dict[str, Any]:
         client_ranges=_tensors(request, "client_ranges") if is_release else {},
         lineage=None if request["lineage"] is None else Lineage.model_validate(request["lineage"]),
     )
-    parity, variants = report.manifest.parity, variant_figures(report.manifest)["variants"]
+    parity = report.manifest.parity
+    variants = variant_figures(report.manifest)["variants"]
     return {
         "bundle_id": report.manifest.bundle_id,
         "parity_max_abs": float(parity.max_abs),

@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from edge_agent.core.children import Worker
+from edge_agent.core.task import State, Tensors
 from edge_agent.methods import Method
-from edge_agent.task import State, Tensors
-from edge_agent.wire.messages import Command, Report
+from edge_agent.wire.messages.fields import Command
+from edge_agent.wire.messages.up import Report
 from edge_agent.wire.tensors import pieces
-from edge_agent.worker import Worker
 
 from ..config import CoordinatorConfig
 from ..fleet.registry import Roster
@@ -98,7 +99,8 @@ class RunContext:
         Raises:
             HeadwaterError, OSError: as `Compute.submit`.
         """
-        asked, result = {**request, "do": f"coordinator.runs.computations:{function}"}, None
+        asked = {**request, "do": f"coordinator.runs.computations:{function}"}
+        result = None
         waiting = Waiting(what, (), self.clock() + limit_s)
         try:
             result = yield from computed(self.worker, function, lambda: self.compute.submit(asked, limit_s), waiting)
@@ -165,7 +167,8 @@ class Reports:
                 if not pending:
                     break
             yield Waiting("agents evaluate the final model", pending, until + roster.deaf_s, about="reports")
-        self._asked, self._ask = frozenset(), None
+        self._asked = frozenset()
+        self._ask = None
         self._unanswered.clear()
 
     def _expect_from(self, agents: Iterable[str], ask: Callable[[str], object]) -> None:

@@ -27,9 +27,9 @@ from statistics import median
 
 import numpy as np
 
+from edge_agent.core.task import State, Tensors
 from edge_agent.methods import Update
 from edge_agent.methods.base import CLASS_MEANS, CLASSIFIERS, is_learned
-from edge_agent.task import State, Tensors
 
 WEIGHTS = "weights"
 COMPARED = (WEIGHTS, CLASSIFIERS, CLASS_MEANS)
@@ -144,7 +144,8 @@ class Comparison:
 
     def _share(self, group: str, client: str) -> float:
         """The factor that shortens a client's change to the median length."""
-        norm, middle = self.norms[group][client], median(self.norms[group].values())
+        norm = self.norms[group][client]
+        middle = median(self.norms[group].values())
         return 1.0 if norm <= middle else middle / norm
 
     def _add(self, name: str, array: np.ndarray, share: float) -> None:
@@ -163,7 +164,8 @@ class Comparison:
         """Inner product of the change of a tensor with what the run has changed it by."""
         if self.start is None or name not in self.start:
             return 0.0
-        now, then = self.received[name].reshape(-1), self.start[name].reshape(-1)
+        now = self.received[name].reshape(-1)
+        then = self.start[name].reshape(-1)
         total = 0.0
         for begin, change in self._blocks(name, array):
             part = slice(begin, begin + BLOCK)

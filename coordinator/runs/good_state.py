@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import Any
 
+from ..journal import entries as facts
+from ..journal.entries import RoundClosed
+
 
 @dataclass(frozen=True)
 class GoodState:
@@ -22,10 +25,14 @@ class GoodState:
     loss: float
 
     @classmethod
-    def of(cls, body: Mapping[str, Any]) -> GoodState | None:
+    def from_fact(cls, closed: RoundClosed) -> GoodState | None:
         """What a closed round has journaled; None where it has nothing."""
-        good = body.get("good")
-        return cls(int(good["round"]), str(good["digest"]), float(good["loss"])) if good else None
+        good = closed.good
+        return None if good is None else cls(good.round, good.digest, float(good.loss))
+
+    def to_fact(self) -> facts.GoodState:
+        """Return the state for an entry of the journal."""
+        return facts.GoodState(round=self.round, digest=self.digest, loss=self.loss)
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,8 @@ def explosion(
     known = [-math.inf if loss is None else loss for loss in losses]
     if most is None or good is None or not known:
         return None
-    loss, bound = median_low(known), most * max(good.loss, math.log(max(2, num_classes)))
+    loss = median_low(known)
+    bound = most * max(good.loss, math.log(max(2, num_classes)))
     return Explosion(loss, bound) if loss > bound else None
 
 

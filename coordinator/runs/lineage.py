@@ -6,11 +6,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from edge_agent.bundle import Lineage
-from edge_agent.trust import Scores
+from edge_agent.bundle.manifest import Lineage
+from edge_agent.bundle.trust import Scores
 
-from ..state.releases import released_to_all
+from ..journal.entries import ReleaseReported, UpdateAccepted, WarmStarted
+from ..journal.store import facts_of
 from ..state.store import StateFolder
+from ..views.releases import released_to_all
+from ..views.runs import replay
 from .request import Request
 
 
@@ -19,7 +22,7 @@ def lineage_of(
     run: str,
     request: Request,
     encoder_sha256: str,
-    reports: Mapping[str, tuple[float, int]] | None = None,
+    reports: Mapping[str, tuple[float | None, int]] | None = None,
 ) -> Lineage:
     """The lineage of a run's encoder after its last closed round.
 
@@ -29,16 +32,23 @@ def lineage_of(
     """
     entries = state.journal.entries(run, ("update_accepted", "warm_started", "release_reported"))
     updates = [entry for entry in entries if entry.kind == "update_accepted" and entry.agent is not None]
-    samples = {entry.agent: entry.body.get("samples") for entry in updates}
-    number = state.journal.replay(run).round
-    warm = next((entry for entry in reversed(entries) if entry.kind == "warm_started"), None)
+    samples: dict[str | None, float | None] = {}
+    last: dict[str | None, float | None] = {}
+    number = replay(state.journal, run).round
+    for entry in updates:
+        if not isinstance(entry.fact, UpdateAccepted):
+            continue
+        samples[entry.agent] = entry.fact.samples
+        if entry.round == number:
+            last[entry.agent] = entry.fact.metrics.get("acc.personal")
+    warm = facts_of(entries, WarmStarted)
     if reports is None:
-        said = {entry.agent: entry.body for entry in entries if entry.kind == "release_reported" and entry.agent}
-        reports = {agent: (body["acc"]["personal"], body["support"]) for agent, body in said.items()}
-    at_end = [one for agent, one in reports.items() if agent in samples and one[0] is not None]
-    last = {
-        entry.agent: entry.body.get("metrics", {}).get("acc.personal") for entry in updates if entry.round == number
-    }
+        reports = {}
+        for entry in entries:
+            if isinstance(entry.fact, ReleaseReported) and entry.agent:
+                acc = entry.fact.acc or {}
+                reports[entry.agent] = acc.get("personal"), entry.fact.support or 0
+    at_end = [(acc, support) for agent, (acc, support) in reports.items() if agent in samples and acc is not None]
     in_round = [(share, 0) for share in last.values() if share is not None]
     older = released_to_all(state.journal, "stable")
     return Lineage(
@@ -49,7 +59,7 @@ def lineage_of(
         partition_sha256=hashlib.sha256(json.dumps(sorted(samples.items())).encode()).hexdigest(),
         encoder_sha256=encoder_sha256,
         weights_sha256=None if request.weights is None else request.weights.sha256,
-        warm_start_sha256=None if warm is None else warm.body["encoder_sha256"],
+        warm_start_sha256=warm[-1].encoder_sha256 if warm else None,
         parent=None if older is None else older.bundle_id,
         scores=Scores.of(at_end or in_round),
     )

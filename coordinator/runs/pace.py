@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from types import MappingProxyType
 
-from ..state.journal import Journal
+from ..journal.entries import RoundClosed
+from ..journal.sqlite import Journal
+from ..journal.store import facts_of
 
 HISTORY = 10
 """Rounds of an agent that its expected time is taken from."""
@@ -70,8 +72,8 @@ class Pace:
     def replay(cls, journal: Journal, run: str) -> Pace:
         """After the last closed round of ``run``."""
         result = cls()
-        for entry in journal.entries(run, ("round_closed",)):
-            result.closed(entry.body.get("times", {}), entry.body.get("boots", {}))
+        for fact in facts_of(journal.entries(run, ("round_closed",)), RoundClosed):
+            result.closed(fact.times, fact.boots)
         return result
 
     def closed(self, times: Times, boots: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -155,7 +157,8 @@ class Pace:
         result = -math.inf
         for agent, at in asked.items():
             share = work.get(agent, 1.0)
-            expected, wait_s = self.expected_s(agent, share), self.wait_s(agent, share)
+            expected = self.expected_s(agent, share)
+            wait_s = self.wait_s(agent, share)
             if expected is None or wait_s is None:
                 return until
             if at + stretch * expected <= until and not self._is_late_anyway(agent):

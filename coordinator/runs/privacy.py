@@ -8,16 +8,17 @@ Differs: sampling of cohorts does not count, since agents choose when they are o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from edge_agent.accountant import cost, epsilon_of
-from edge_agent.errors import RunFailed
-from edge_agent.wire.messages import Noise
+from edge_agent.core.errors import RunFailed
+from edge_agent.privacy.accountant import cost, epsilon_of
+from edge_agent.wire.messages.down import Noise
 
 from ..config import CoordinatorConfig
-from ..state.journal import Journal
+from ..journal.entries import PrivacyTerms, RoundClosed, RoundOpened
+from ..journal.sqlite import Journal
+from ..journal.store import facts_of
 
 
 @dataclass(frozen=True)
@@ -51,22 +52,28 @@ class PrivacyBudget:
         part = privacy.noise / math.sqrt(self.least)
         return Noise(clip=privacy.clip, clip_statistics=privacy.clip_statistics or privacy.clip, noise=part)
 
-    def terms(self) -> dict[str, Any]:
-        """For the journal, when a round is opened: what its updates are made under; empty without clipping."""
+    def terms(self) -> PrivacyTerms | None:
+        """For the journal, when a round is opened: what its updates are made under; None without clipping."""
         asked = self.asked()
-        return {} if asked is None else {"privacy": {**asked.model_dump(), "least": self.least}}
+        return None if asked is None else PrivacyTerms(**asked.model_dump(), least=self.least)
 
-    def check_terms(self, number: int, body: Mapping[str, Any]) -> None:
-        """Return quietly where the updates of the open round ``number``, journaled as ``body``, are made as now asked.
+    def opens(self, opened: RoundOpened) -> RoundOpened:
+        """Return what is journaled of a round that is opened, with `terms` where there are any."""
+        terms = self.terms()
+        return opened if terms is None else opened.changed(privacy=terms)
+
+    def check_terms(self, number: int, opened: RoundOpened) -> None:
+        """Return quietly where the updates of round ``number``, journaled as ``opened``, are made as now asked.
 
         Raises:
             RunFailed: they are not, so nobody can tell what the round would cost.
         """
-        then, now = body.get("privacy"), self.terms().get("privacy")
+        then = opened.privacy
+        now = self.terms()
         if then != now:
             raise RunFailed(
-                f"round {number} was opened under privacy terms {then or 'none'}, the configuration gives "
-                f"{now or 'none'}, and updates of both would mix; start the run again. Change clip and noise of "
+                f"round {number} was opened under privacy terms {_as_text(then)}, the configuration gives "
+                f"{_as_text(now)}, and updates of both would mix; start the run again. Change clip and noise of "
                 "[privacy], and cohort.min_agents, which the noise is divided by, while no run is under way"
             )
 
@@ -80,7 +87,8 @@ class PrivacyBudget:
     def spent(self) -> tuple[float, int]:
         """The cost of all closed rounds with noise, and the number of those without."""
         closed = self.journal.entries(kinds=("round_closed",))
-        costs = [cost(entry.body["noise_multiplier"]) for entry in closed if "noise_multiplier" in entry.body]
+        noised = [one.noise_multiplier for one in facts_of(closed, RoundClosed) if one.noise_multiplier is not None]
+        costs = [cost(multiplier) for multiplier in noised]
         return sum(costs), len(closed) - len(costs)
 
     def figures(self) -> dict[str, Any] | None:
@@ -90,7 +98,8 @@ class PrivacyBudget:
         """
         if not self.is_on:
             return None
-        privacy, (spent, uncovered) = self.config.privacy, self.spent()
+        privacy = self.config.privacy
+        (spent, uncovered) = self.spent()
         epsilon = epsilon_of(spent, privacy.delta)
         return {
             "epsilon": round(epsilon, 4) if math.isfinite(epsilon) else None,
@@ -115,3 +124,7 @@ class PrivacyBudget:
             f"the privacy budget is spent: epsilon is {epsilon_of(spent, privacy.delta):.3f} and may be {after:.3f} "
             f"after {more}, privacy.epsilon is {privacy.epsilon:g} (delta {privacy.delta:g})"
         )
+
+
+def _as_text(terms: PrivacyTerms | None) -> str:
+    return "none" if terms is None else str(terms.to_body())

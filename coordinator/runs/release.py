@@ -16,17 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent.errors import ExportRejected, HeadwaterError, RunFailed, UsageError
+from edge_agent.bundle.trust import Purpose
+from edge_agent.core.errors import ExportRejected, HeadwaterError, RunFailed, UsageError
+from edge_agent.core.storage import read_regular
+from edge_agent.core.task import Tensors
 from edge_agent.methods.base import pooled_norm
-from edge_agent.storage import read_regular
-from edge_agent.task import Tensors
-from edge_agent.trust import Purpose
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Report
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.up import Report
 from edge_agent.wire.tensors import Spec, decode, encode, pieces
 
 from ..fleet.transfers import Collection, reason_of, updates_of
-from ..state.journal import utc_now
+from ..journal.entries import BundleExported, NormPooled, RangesCollected
+from ..journal.store import utc_now
 from ..state.release_keys import ReleaseKeys, signature_of
 from ..state.store import StateFolder, prune_blobs
 from .context import Run, Steps, Waiting
@@ -48,14 +49,14 @@ NORM_NOTES = {
 
 @dataclass(frozen=True)
 class Released:
-    """A bundle that was exported for release; ``body`` describes it as JSON, for journal and summary."""
+    """A bundle that was exported for release; ``fact`` describes it, for journal and summary."""
 
     path: Path
     bundle_id: str
     digest: str
     """Of the file, which is also a blob."""
 
-    body: dict[str, Any]
+    fact: BundleExported
 
 
 def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generator[Waiting, None, Released]:
@@ -67,7 +68,8 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
     Raises:
         ExportRejected: a check failed, or the exporter did.
     """
-    folder, config = run.context.state.run(run.id).folder, run.context.config
+    folder = run.context.state.run(run.id).folder
+    config = run.context.config
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.hwb"
     lineage = _lineage(run) if purpose == "release" else None  # that of one round is removed after it
@@ -90,12 +92,13 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
         raise ExportRejected(f"export failed: {error!r}") from error
     is_signed = sign(path, run.context.state.path, purpose) is not None
     digest = run.context.state.blobs.put(read_regular(path))
-    body = {"path": str(path), "bytes": path.stat().st_size, **exported}
+    fact = BundleExported(path=str(path), bytes=path.stat().st_size, **exported)
     if is_signed:
-        body["signed"] = signature_of(path)
+        fact = fact.changed(signed=signature_of(path))
     if lineage is not None:
-        body["lineage"] = {"method": run.request.method, "params": run.method.all_params(), **lineage}
-    return Released(path, exported["bundle_id"], digest, body)
+        params = run.method.all_params()
+        fact = fact.changed(lineage={"method": run.request.method, "params": params, **lineage})
+    return Released(path, fact.bundle_id, digest, fact)
 
 
 def sign(path: Path, state: Path, purpose: Purpose = "release") -> int | None:
@@ -141,7 +144,7 @@ def release(run: Run, released: Released, number: int) -> Steps:
     context = run.context
     run.reports.pop(context.roster.present("head"))
     run.reports.expect(released.bundle_id)
-    asked = context.releases.make(run.id, number, released.digest, released.body)
+    asked = context.releases.make(run.id, number, released.digest, released.fact)
     ask = functools.partial(context.releases.offer, anyway=True)
     yield from run.reports.collect(asked, ask, RELEASE_DEADLINE_S)
 
@@ -176,7 +179,7 @@ def release_record(number: int, released: Released, reports: dict[str, Report]) 
         "kind": "release",
         "round": number,
         "bundle_id": released.bundle_id,
-        "bytes": released.body["bytes"],
+        "bytes": released.fact.bytes,
         "acc": {"personal": acc},
         "rolled_back": sorted(agent for agent, report in reports.items() if report.rolled_back),
         "mean": round(sum(known) / len(known), 6) if known else None,
@@ -240,8 +243,9 @@ def with_pooled_norm(
     if not collection.accepted:
         return replace(run, pooled={})
     pooled = pooled_norm((update.weight, update.tensors) for update in updates_of(state.blobs, collection))
-    digest, clients = state.blobs.put(*pieces(pooled)), sorted(collection.accepted)
-    state.journal.append("norm_pooled", run=run.id, round=number, digest=digest, body={"clients": clients})
+    digest = state.blobs.put(*pieces(pooled))
+    clients = tuple(sorted(collection.accepted))
+    state.journal.append(NormPooled(clients=clients), run=run.id, round=number, digest=digest)
     prune_blobs(state)
     return replace(run, pooled=pooled)
 
@@ -262,7 +266,8 @@ def with_client_ranges(
     They are those of the encoder that is exported, and empty where the configuration asks for none, there is no such
     encoder, or no agent sends any.
     """
-    state, export = run.context.state, run.context.config.export
+    state = run.context.state
+    export = run.context.config.export
     run = replace(run, client_ranges={})
     if not export.client_ranges or not export.int8 or "encoder" not in run.method.shared:
         return run
@@ -281,7 +286,8 @@ def with_client_ranges(
         return run
     ranges = {update.client: update.tensors["ranges"].copy() for update in updates_of(state.blobs, collection)}
     digest = state.blobs.put(*pieces(ranges))
-    state.journal.append("ranges_collected", run=run.id, round=number, digest=digest, body={"clients": sorted(ranges)})
+    fact = RangesCollected(clients=tuple(sorted(ranges)))
+    state.journal.append(fact, run=run.id, round=number, digest=digest)
     prune_blobs(state)
     return replace(run, client_ranges=ranges)
 

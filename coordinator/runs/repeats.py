@@ -9,7 +9,6 @@ journal, with each closed round, so a restart changes nothing and an audit aggre
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from typing import Any
 
 NEAR_BOUND = 0.9
 """An update is at a bound of size that comes so near to it: one that stays a little below is no other."""
@@ -44,12 +43,6 @@ def count_repeats(before: Mapping[str, int], members: Iterable[str], at_bound: C
         if after > 0:
             counts[agent] = after
     return counts
-
-
-def repeats_of(body: Mapping[str, Any]) -> dict[str, int]:
-    """Read the counts of all agents of a run from the body of its last closed round; earlier versions had none."""
-    counts: dict[str, int] = body.get("repeats", {})
-    return dict(counts)
 
 
 def after_round(before: Mapping[str, int], of_round: Mapping[str, int], members: Iterable[str]) -> dict[str, int]:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from edge_agent.errors import WeightsError, cause
-from edge_agent.registry import PinnedFile
-from edge_agent.storage import sha256_file
-from edge_agent.task import Frozen, Task
+from edge_agent.core.errors import WeightsError, cause
+from edge_agent.core.registry import PinnedFile
+from edge_agent.core.storage import sha256_file
+from edge_agent.core.task import Frozen, Task
 
 from ..config import WarmStartConfig
+from ..journal.entries import RunRequested
 from ..text import listed
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Weights(Frozen):
 
 @dataclass(frozen=True)
 class Request:
-    """What a run was requested with; the body of the journal's ``run_requested``."""
+    """What a run was requested with: what follows from a `coordinator.journal.entries.RunRequested`."""
 
     method: str
     params: dict[str, Any]
@@ -84,7 +85,7 @@ class Request:
     """Initial weights of the encoder, before a warm start; None: initialised from the seed."""
 
     method_file: str = ""
-    """`edge_agent.registry.PinnedFile` as text, of a method in a file of the operator's; empty: it is installed."""
+    """The method's own file as text (`edge_agent.core.registry.PinnedFile`); empty where the method is installed."""
 
     @property
     def method_reference(self) -> str:
@@ -102,14 +103,18 @@ class Request:
         body: dict[str, Any] = _REQUEST.dump_python(self, mode="json")
         return body
 
+    def to_fact(self) -> RunRequested:
+        """Return the request for an entry of the journal."""
+        return RunRequested(**self.body())
+
     @classmethod
-    def from_body(cls, body: dict[str, Any]) -> Request:
-        """From JSON; other keys are ignored.
+    def from_fact(cls, fact: RunRequested) -> Request:
+        """Return the request in an entry of the journal.
 
         Raises:
             ValueError: a field is missing or invalid.
         """
-        return _REQUEST.validate_python(body)
+        return _REQUEST.validate_python(fact.to_body())
 
 
 _REQUEST = TypeAdapter(Request)

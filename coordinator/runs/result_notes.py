@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from ..state.journal import Journal, RunRecord
+from ..journal.entries import ProxyEvaluated, ProxyFailed, RunRequested, WarmStarted
+from ..journal.sqlite import Journal
+from ..journal.store import facts_of
 from ..state.noise import STANDARD_ERRORS, adjusted, standard_error
 from ..text import counted, listed, worst_tenth
+from ..views.runs import RunRecord
 from .good_state import reason_of_restoration
 
 log = logging.getLogger(__name__)
@@ -63,7 +66,8 @@ def absent_of(
 
     ``records``: the figures of the closed rounds in order. ``failing``: agent -> why it delivers no more.
     """
-    heard, delivered = dict[str, int](), dict[str, int]()
+    heard = dict[str, int]()
+    delivered = dict[str, int]()
     for record in records:
         asked = (*record["agents"], *record["missing"], *(one["agent"] for one in record["rejected"]))
         heard.update(dict.fromkeys(asked, record["round"]))
@@ -242,7 +246,8 @@ def local_models(agents: Iterable[Mapping[str, Any]]) -> str:
 
 def _below_local(scored: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
     for one in scored:
-        personal, local = one["acc"]["personal"], one["acc"].get("local")
+        personal = one["acc"]["personal"]
+        local = one["acc"].get("local")
         if local is not None and one.get("better_alone"):
             message = (
                 f"client '{one['id']}' is better off alone: acc.local {local:.3f} ({one['local_model']}) is above "
@@ -258,7 +263,8 @@ def _collapsed(scored: Sequence[Mapping[str, Any]]) -> Iterator[Warned]:
     mean = fmean(one["acc"]["personal"] for one in scored)
     ranked = sorted(scored, key=lambda one: (one["acc"]["personal"], -one["support"], one["id"]))
     worst = ranked[: worst_tenth(len(ranked))]
-    theirs, support = fmean(one["acc"]["personal"] for one in worst), sum(one["support"] for one in worst)
+    theirs = fmean(one["acc"]["personal"] for one in worst)
+    support = sum(one["support"] for one in worst)
     if adjusted(theirs, support) + STANDARD_ERRORS * standard_error(theirs, support) < COLLAPSED * mean:
         clients = [one["id"] for one in worst]
         message = (
@@ -269,7 +275,8 @@ def _collapsed(scored: Sequence[Mapping[str, Any]]) -> Iterator[Warned]:
 
 
 def _exploded(losses: Sequence[Mapping[str, float]], num_classes: int) -> Iterator[Warned]:
-    first, last = dict[str, float](), dict[str, float]()
+    first = dict[str, float]()
+    last = dict[str, float]()
     for of_round in losses:
         for client, loss in of_round.items():
             first.setdefault(client, loss)
@@ -302,14 +309,21 @@ def coordinator_metrics(journal: Journal, run: str) -> dict[str, Any]:
     round when it was first met.
     """
     entries = journal.entries(run, ("run_requested", "warm_started", "proxy_evaluated", "proxy_failed"))
-    asked = next((entry.body for entry in entries if entry.kind == "run_requested"), {})
-    warm = [entry.body for entry in entries if entry.kind == "warm_started"]
-    proxy = {entry.round: {"round": entry.round, **entry.body} for entry in entries if entry.kind == "proxy_evaluated"}
+    asked = facts_of(entries, RunRequested)
+    weights = asked[0].weights if asked else None
+    warm = facts_of(entries, WarmStarted)
+    proxy = {}
+    failed = []
+    for entry in entries:
+        if isinstance(entry.fact, ProxyEvaluated):
+            proxy[entry.round] = {"round": entry.round, **entry.fact.to_body()}
+        elif isinstance(entry.fact, ProxyFailed):
+            failed.append({"round": entry.round, **entry.fact.to_body()})
     return {
-        "weights": asked.get("weights"),
-        "warm_start": warm[-1] if warm else None,
+        "weights": None if weights is None else weights.to_body(),
+        "warm_start": warm[-1].to_body() if warm else None,
         "proxy": [proxy[n] for n in sorted(proxy, key=lambda n: n or 0)],
-        "proxy_failed": [{"round": entry.round, **entry.body} for entry in entries if entry.kind == "proxy_failed"],
+        "proxy_failed": failed,
     }
 
 
@@ -332,7 +346,7 @@ def metric_lines(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 def standing(record: RunRecord) -> str:
     """How many rounds of a run are closed, as the rest of a sentence."""
-    rounds = int(record.request.get("rounds", 0))
+    rounds = record.request.rounds
     if record.status == "requested":
         return f"has not begun with its {counted(rounds, 'round')}"
     return f"stands at round {record.round} of {rounds}"

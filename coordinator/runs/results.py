@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from edge_agent.errors import ExportRejected, HeadwaterError, StateError
-from edge_agent.wire.messages import Report
+from edge_agent.core.errors import ExportRejected, HeadwaterError, StateError
+from edge_agent.wire.messages.up import Report
 
 from ..fleet.transfers import Collection, is_by_policy, reason_of
-from ..state.journal import FINAL, OpenRound, RunRecord, step, utc_now
+from ..journal import entries as facts
+from ..journal.entries import CancelRequested, ReleaseReported, RoundClosed, RunCancelled, RunFinished
+from ..journal.kinds import FINAL
+from ..journal.store import facts_of, utc_now
 from ..state.store import StateFolder
+from ..views.runs import OpenRound, RunRecord, replay, step
 from .aggregation import notes
 from .context import Run, RunContext, Steps, Waiting
 from .privacy import PrivacyBudget
@@ -32,9 +36,6 @@ from .selection import Exclusions
 
 log = logging.getLogger(__name__)
 
-FIGURES = ("seconds", "waiting_s", "bytes_up", "bytes_down", "late")
-"""What only the process that executed the round knows; it is journaled with the round's end."""
-
 
 @dataclass
 class Stats:
@@ -53,9 +54,9 @@ class Stats:
         """
         stats = cls(context.stopwatch(), dict(context.collector.bytes_from), dict(context.distributor.bytes_to))
         closed = [] if run is None else context.state.journal.entries(run, ("round_closed",))
-        for entry in closed:
-            stats.started_at -= entry.body.get("seconds", 0.0) + entry.body.get("waiting_s", 0.0)
-            for agent, (up, down) in entry.body.get("traffic", {}).items():
+        for fact in facts_of(closed, RoundClosed):
+            stats.started_at -= (fact.seconds or 0.0) + (fact.waiting_s or 0.0)
+            for agent, (up, down) in fact.traffic.items():
                 stats.bytes_up[agent] = stats.bytes_up.get(agent, 0) - up
                 stats.bytes_down[agent] = stats.bytes_down.get(agent, 0) - down
         return stats
@@ -70,9 +71,10 @@ class Stats:
         return up, context.distributor.bytes_to.get(agent, 0) - self.bytes_down.get(agent, 0)
 
     def figures(self, context: RunContext, collection: Collection) -> dict[str, Any]:
-        """The round's `FIGURES`: ``seconds`` from sending the tasks to the end, ``waiting_s`` before that.
+        """What only the process that executed the round knows: fields of `coordinator.journal.entries.RoundClosed`.
 
-        Beside them ``traffic``: the bytes of each agent.
+        ``seconds`` are from sending the tasks to the end, ``waiting_s`` before that; ``traffic`` are the bytes of each
+        agent.
         """
         agents = sorted({*context.collector.bytes_from, *context.distributor.bytes_to})
         moved = {agent: list(self.traffic(context, agent)) for agent in agents}
@@ -87,8 +89,8 @@ class Stats:
         }
 
 
-def round_record(closed: OpenRound, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """The line of a closed round in ``metrics.jsonl``."""
+def round_record(closed: OpenRound, fact: RoundClosed) -> dict[str, Any]:
+    """The line of a closed round in ``metrics.jsonl``; ``fact``: what is journaled of its end."""
 
     def metric(name: str) -> dict[str, float]:
         updates = sorted(closed.updates.items())
@@ -99,28 +101,34 @@ def round_record(closed: OpenRound, figures: Mapping[str, Any]) -> dict[str, Any
 
     refused = {agent: why for agent, why in closed.rejected.items() if is_by_policy(why)}
     rejected = {agent: why for agent, why in closed.rejected.items() if agent not in refused}
-    busy, stale = figures.get("busy", {}), sorted(closed.body.get("asked", {}).keys() & closed.updates.keys())
+    busy = fact.busy
+    stale = sorted(closed.fact.asked.keys() & closed.updates.keys())
+    late = None if fact.late is None else [update.model_dump() for update in fact.late]
     return {
         "kind": "round",
         "round": closed.round,
-        **{name: figures.get(name) for name in FIGURES},
+        "seconds": fact.seconds,
+        "waiting_s": fact.waiting_s,
+        "bytes_up": fact.bytes_up,
+        "bytes_down": fact.bytes_down,
+        "late": late,
         "agents": sorted(closed.updates),
         "missing": [a for a in closed.cohort if a not in closed.updates and a not in closed.rejected and a not in busy],
         "working": sorted(busy),
         "rejected": reasons(rejected),
-        "left_out": reasons({**closed.body.get("left_out", {}), **refused}),
+        "left_out": reasons({**closed.fact.left_out, **refused}),
         "work": metric("work"),
         "staleness": {agent: closed.round - closed.asked_in(agent) for agent in stale},
-        "added": sorted(closed.body.get("added", ())),
-        "bounded": notes(figures.get("aggregation", {})),
-        "restored": figures.get("restored"),
+        "added": sorted(closed.fact.added),
+        "bounded": notes(fact.aggregation),
+        "restored": None if fact.restored is None else fact.restored.model_dump(),
         "acc": {
             **{scope: metric(f"acc.{scope}") for scope in ("global", "personal")},
             **({"after": after} if (after := metric("acc.after.personal")) else {}),
         },
         "loss": metric("loss"),
         "epsilon": metric("epsilon"),
-        "noise_multiplier": figures.get("noise_multiplier"),
+        "noise_multiplier": fact.noise_multiplier,
     }
 
 
@@ -140,12 +148,14 @@ def restore(state: StateFolder, run: str) -> None:
             "newer journal back, or the whole state folder from a backup; to repeat those rounds, remove their lines"
         )
     for number in sorted(closed.keys() - recorded):
-        record, before = RunRecord(run, {}, round=number - 1), closed.get(number - 1)
+        record = RunRecord(run, round=number - 1)
+        before = closed.get(number - 1)
         for entry in state.journal.entries(run, after=before.id if before is not None else 0):
             if entry.id < closed[number].id:  # what comes after it was late
                 record = step(record, entry)
-        if record.open_round is not None:
-            folder.append_metrics(round_record(record.open_round, closed[number].body))
+        for fact in facts_of([closed[number]], RoundClosed):
+            if record.open_round is not None:
+                folder.append_metrics(round_record(record.open_round, fact))
 
 
 RECORDED_AT_ONCE = 500
@@ -159,7 +169,9 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     """
     from ..report import write_report
 
-    state, request, context = run.context.state, run.request, run.context
+    state = run.context.state
+    request = run.request
+    context = run.context
     released: Released | None = None
     why_not = "export.after_run is false"
     if context.config.export.after_run and run.has_encoder:
@@ -171,9 +183,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     elif context.config.export.after_run:
         why_not = f"method '{run.method.name}' shares no encoder"
     if released is not None:
-        state.journal.append(
-            "bundle_exported", run=run.id, round=run.request.rounds, digest=released.digest, body=released.body
-        )
+        state.journal.append(released.fact, run=run.id, round=run.request.rounds, digest=released.digest)
         if context.config.export.release == "each_run":
             yield from release(run, released, run.request.rounds)
     for member in context.roster.members():
@@ -196,7 +206,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     folder.write_summary(
         {
             "run_id": run.id,
-            "id": state.journal.replay(run.id).request.get("id"),
+            "id": replay(state.journal, run.id).request.id,
             "method": request.method,
             "params": run.method.all_params(),
             "rounds": request.rounds,
@@ -214,13 +224,13 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             "faults": dict(sorted(run.reports.faults.items())),
             "stopped": stopped or None,
             "privacy": PrivacyBudget(context.config, state.journal, run.method.server_step_is_mean()).figures(),
-            "bundle": released.body if released else None,
+            "bundle": released.fact.to_body() if released else None,
             "bundle_why_not": None if released else why_not,
             **coordinator_metrics(state.journal, run.id),
         },
     )
     write_report(folder)
-    state.journal.append("run_finished", run=run.id, body={"encoder_sha256": sha, **updates.reason()})
+    state.journal.append(RunFinished(encoder_sha256=sha, **updates.reason()), run=run.id)
     log.info("run_finished run=%s encoder_sha256=%s", run.id, sha[:12] or "none")
     updates.log(run.id)
 
@@ -236,7 +246,7 @@ def _record_agents(run: Run, agents: Sequence[dict[str, Any]]) -> Steps:
         some = agents[begin : begin + RECORDED_AT_ONCE]
         with state.journal.deferring():
             for record in some:
-                state.journal.append("release_reported", run=run.id, agent=record["id"], body=record)
+                state.journal.append(ReleaseReported(**record), run=run.id, agent=record["id"])
             state.run(run.id).append_metrics(*({"kind": "agent", **record} for record in some))
         state.journal.flush()
         yield Waiting(f"{run.id}: the results of its agents are written", about="results")
@@ -277,13 +287,14 @@ def end_run(state: StateFolder, run: str, kind: Literal["run_failed", "run_cance
     Raises:
         StateError: the journal cannot be written. (A summary that cannot be written is only logged.)
     """
-    state.journal.append(kind, run=run, body={"reason": reason})
+    fact = facts.RunFailed(reason=reason) if kind == "run_failed" else RunCancelled(reason=reason)
+    state.journal.append(fact, run=run)
     try:
         restore(state, run)
-        record = state.journal.replay(run)
+        record = replay(state.journal, run)
         summary: dict[str, Any] = {
             "run_id": run,
-            **{key: record.request.get(key) for key in ("method", "params", "rounds", "seed")},
+            **record.request.settings(),
             "status": FINAL[kind],
             "reason": reason,
             "round": record.round,
@@ -302,5 +313,8 @@ def requested_cancels(state: StateFolder, after: int) -> tuple[dict[str, str], i
     if not entries:
         return {}, after
     unfinished = set(state.journal.unfinished())
-    cancels = {e.run: str(e.body.get("reason", "")) for e in entries if e.run is not None and e.run in unfinished}
+    cancels: dict[str, str] = {}
+    for entry in entries:
+        if entry.run in unfinished and isinstance(entry.fact, CancelRequested):
+            cancels[entry.run] = entry.fact.reason
     return cancels, entries[-1].id

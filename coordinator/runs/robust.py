@@ -26,9 +26,9 @@ from typing import Protocol
 
 import numpy as np
 
+from edge_agent.core.task import State, Tensors
 from edge_agent.methods import Update
 from edge_agent.methods.base import SERVER_ONLY, is_learned, weighted_mean
-from edge_agent.task import State, Tensors
 
 from ..config import AggregationConfig
 

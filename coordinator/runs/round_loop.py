@@ -11,24 +11,37 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge_agent import heads
-from edge_agent.errors import CodecError, RunFailed, TrainingFailed
-from edge_agent.storage import sha256_of
-from edge_agent.task import State, Tensors
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import EXCHANGES, LARGE_TASK_BYTES, Cancel, Fault, Heartbeat, Job, Purpose, new_id
+from edge_agent.core.errors import CodecError, RunFailed, TrainingFailed
+from edge_agent.core.storage import sha256_of
+from edge_agent.core.task import State, Tensors
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Cancel, Job
+from edge_agent.wire.messages.fields import EXCHANGES, LARGE_TASK_BYTES, Purpose, new_id
+from edge_agent.wire.messages.up import Fault, Heartbeat
 from edge_agent.wire.tensors import Spec, decode, encode, pieces
 
 from ..config import AggregationConfig
 from ..fleet.transfers import Collection, updates_of
-from ..state.journal import Journal, OpenRound
+from ..journal.entries import (
+    Aggregation,
+    AggregationSettings,
+    Restored,
+    RoundClosed,
+    RoundOpened,
+    RunStarted,
+    SumRevealed,
+)
+from ..journal.sqlite import Journal
+from ..journal.store import facts_of
 from ..state.store import prune_blobs, retain_checkpoint
 from ..text import listed
+from ..views.runs import OpenRound, replay
 from . import aggregation
 from .aggregation import StoredUpdates
 from .buffered import BufferedCollection
@@ -37,7 +50,7 @@ from .good_state import GoodState, after, explosion, reason_of_restoration
 from .pace import Pace
 from .privacy import PrivacyBudget
 from .release import encoder_of, freeze, release_during_run, stop_reason, with_client_ranges, with_pooled_norm
-from .repeats import after_round, repeats_of
+from .repeats import after_round
 from .results import Stats, finish_run, restore, round_record
 from .selection import Exclusions, Selection, aim, without
 from .server_side import OwnFunctions, method_of, specs_from_json
@@ -147,7 +160,8 @@ class Assignment:
         if self.downlinks is None or not new:
             self._offer(new, {})
         else:
-            job, done = functools.partial(self.downlinks, new), functools.partial(self._on_computed, new)
+            job = functools.partial(self.downlinks, new)
+            done = functools.partial(self._on_computed, new)
             self.context.worker.submit("downlink", job, done)
 
     def _on_computed(
@@ -210,7 +224,7 @@ def _collected(opened: OpenRound, collection: Collection) -> OpenRound:
         updates=collection.accepted,
         rejected=collection.rejected,
         failed_boots=collection.failed_boots,
-        body={**opened.body, "left_out": collection.left_out},
+        fact=opened.fact.changed(left_out=collection.left_out),
     )
 
 
@@ -266,19 +280,21 @@ class RunLoop:
 
     def steps(self) -> Steps:
         """The whole run, from where the journal says it stands."""
-        record = self._journal.replay(self.run.id)
+        record = replay(self._journal, self.run.id)
         stats = Stats.begin(self.run.context, self.run.id)
         yield from self._begin(record.checkpoint)
         self.run = yield from self.hooks.before_run(self.run)
-        closed = self._journal.entries(self.run.id, ("round_closed",))
-        self._good = GoodState.of(closed[-1].body) if closed else None
-        self._repeats = repeats_of(closed[-1].body) if closed else {}
-        self._was_restored = any("restored" in entry.body for entry in closed)
-        if record.open_round is None:
-            for entry in closed[-1:]:
-                self._busy = entry.body.get("busy", {})
-                self._bases = {int(number): digest for number, digest in entry.body.get("bases", {}).items()}
-        last, stopped, export = record.round, "", self.run.context.config.export
+        closed = facts_of(self._journal.entries(self.run.id, ("round_closed",)), RoundClosed)
+        self._was_restored = any(fact.restored is not None for fact in closed)
+        for last_closed in closed[-1:]:
+            self._good = GoodState.from_fact(last_closed)
+            self._repeats = dict(last_closed.repeats)
+            if record.open_round is None:
+                self._busy = dict(last_closed.busy)
+                self._bases = dict(last_closed.bases)
+        last = record.round
+        stopped = ""
+        export = self.run.context.config.export
         patience = 0 if self.run.method.needs_last_round else export.patience
         self._check_budget(record.round, is_open=record.open_round is not None)
         for number in range(record.round + 1, self.run.request.rounds + 1):
@@ -311,7 +327,8 @@ class RunLoop:
 
     def on_fault(self, agent: str, message: Fault) -> None:
         """An agent failed at its task: its update is no longer expected. Faults of other tasks change nothing."""
-        reason, asked = f"{message.error}: {message.message}", self._asked_of(agent)
+        reason = f"{message.error}: {message.message}"
+        asked = self._asked_of(agent)
         if message.round != (asked.spec.round if asked is not None else 0):  # 0: the bundle that is being released
             return
         if asked is not None and message.purpose not in {None, asked.purpose_of(agent)}:
@@ -399,10 +416,14 @@ class RunLoop:
 
     def _begin(self, checkpoint: str | None) -> Generator[Waiting, None, None]:
         """Set the state to continue from: a checkpoint, or an initial model from the run's seed."""
-        run, journal, context, request = self.run, self._journal, self.run.context, self.run.request
+        run = self.run
+        journal = self._journal
+        context = self.run.context
+        request = self.run.request
         asked = {**run.for_compute(), "is_new": checkpoint is None}
         begun = yield from context.ask("begin", asked, "the model is being built", BEGIN_LIMIT_S)
-        blobs, config = context.state.blobs, context.config
+        blobs = context.state.blobs
+        config = context.config
         method, self._own = method_of(begun["method"], asked, context.compute, context.state.run(run.id).folder)
         if why := aggregation.refusal(method, config):
             raise RunFailed(why)
@@ -413,7 +434,7 @@ class RunLoop:
             checkpoint = str(begun["digest"])
             state = decode(blobs.read(checkpoint))
             retain_checkpoint(journal, run.id, request.keep_every, 0, checkpoint)
-            journal.append("run_started", run=run.id, digest=checkpoint)
+            journal.append(RunStarted(), run=run.id, digest=checkpoint)
             log.info("run_started run=%s method=%s rounds=%d", run.id, method.name, request.rounds)
         else:
             state = decode(blobs.read(checkpoint))
@@ -425,28 +446,33 @@ class RunLoop:
 
     def _secure_round(self, number: int, resumed: OpenRound | None) -> Steps:
         """A round of which the sum alone is seen. Where too few deliver, it begins again with fresh keys."""
-        from edge_agent.secure_tensors import MOST_CLIENTS
+        from edge_agent.privacy.secure_sum.tensors import MOST_CLIENTS
 
         from .secure_rounds import SecureRound, check_forms, disputed
 
         if why := check_forms(self._expected):
             raise RunFailed(f"{why}; set privacy.secure_sum = false, or choose another method")
-        run, config = self.run, self.run.context.config
-        stats, clock, most = Stats.begin(run.context), run.context.stopwatch, config.round.max_attempts
-        opened, absent, barred = resumed or OpenRound(number, 0, (), {}), _Absent(), set[str]()
+        run = self.run
+        config = self.run.context.config
+        stats = Stats.begin(run.context)
+        clock = run.context.stopwatch
+        most = config.round.max_attempts
+        opened = resumed or OpenRound(number, 0, (), RoundOpened())
+        absent = _Absent()
+        barred = set[str]()
         for attempt in range(1, most + 1):
             waits_since = clock()
-            before = [one.body for one in self._journal.entries(None, ("sum_revealed",))]
-            only = next((tuple(body["agents"]) for body in before if body.get("origin") == self._origin), ())
+            before = facts_of(self._journal.entries(None, ("sum_revealed",)), SumRevealed)
+            only = next((fact.agents for fact in before if fact.origin == self._origin), ())
             if only and resumed is not None:
-                self._budget.check_terms(number, resumed.body)
+                self._budget.check_terms(number, resumed.fact)
             planned = yield from self._same_again(number, only) if only else self._planned(number)
             stats.waiting_s += clock() - waits_since
             least = len(only) or config.cohort.min_agents
             sums = SecureRound(run.id, number, new_id(), self._expected, least)
             cohort = self.selection.draw(planned.cohort, MOST_CLIENTS, number)
-            body = {**planned.body, "session": sums.session, "again": list(cohort)}
-            opened, absent = opened.next_attempt(cohort, body), _Absent()
+            opened = opened.next_attempt(cohort, planned.fact.changed(session=sums.session, again=tuple(cohort)))
+            absent = _Absent()
             done = yield from self._secure_attempt(opened, sums, absent, () if only else barred)
             if isinstance(done, _Summed):
                 yield from self._close(done.closed, done.collection, stats, absent.unanswered, done.mean)
@@ -465,7 +491,8 @@ class RunLoop:
     def _origin(self) -> str:
         """Digest of what decides updates, save for what is random: `edge_agent.agent.secure.origin_of`."""
         run = self.run
-        task, params = run.request.task.model_dump(mode="json"), run.method.all_params()
+        task = run.request.task.model_dump(mode="json")
+        params = run.method.all_params()
         return sha256_of(json.dumps([task, run.method.name, params, run.checkpoint], sort_keys=True).encode())
 
     def _same_again(self, number: int, agents: tuple[str, ...]) -> Generator[Waiting, None, OpenRound]:
@@ -488,7 +515,7 @@ class RunLoop:
                 )
             what = f"round {number} begins again with the {len(agents)} agents whose sum has begun to be revealed"
             yield Waiting(what, missing, until + roster.deaf_s, f"round {number}")
-        return OpenRound(number, 1, agents, {"joining": [], "wanted": len(agents), "work": {}, **self._budget.terms()})
+        return OpenRound(number, 1, agents, self._budget.opens(RoundOpened(joining=(), wanted=len(agents), work={})))
 
     def _secure_attempt(
         self, opened: OpenRound, sums: SecureRound, absent: _Absent, barred: Container[str]
@@ -496,7 +523,9 @@ class RunLoop:
         """The sum of one attempt without those ``barred``, or why there is none."""
         from .secure_rounds import keys_objection, negative_variance
 
-        run, blobs, number = self.run, self.run.context.state.blobs, opened.round
+        run = self.run
+        blobs = self.run.context.state.blobs
+        number = opened.round
         asked = tuple(without(opened.cohort, barred))
         keyed = yield from self._exchange("secure_keys", opened, asked, sums, {}, absent, keys_objection)
         sums.take_keys(updates_of(blobs, keyed))
@@ -508,7 +537,7 @@ class RunLoop:
             return f"{len(sums.sealed)} of {len(sums.keys)} agents have sent shares, it takes {sums.needed}"
         collection = self._open(opened, is_new=True, sums=sums, absent=absent)
         self.selection.opened(collection)
-        work = opened.body.get("work", {})
+        work = opened.fact.work
         spec = JobSpec(number, work=work, session=sums.session, own=sums.for_training)
         until = yield from self._ask(collection.outstanding, spec)
         self.selection.asked(collection.outstanding)
@@ -519,8 +548,7 @@ class RunLoop:
         delivered = tuple(sorted(collection.accepted))
         if len(delivered) < sums.needed:
             return f"{len(delivered)} of {len(sums.keys)} agents have delivered, it takes {sums.needed}"
-        body = {"agents": delivered, "origin": self._origin}
-        self._journal.append("sum_revealed", run=run.id, round=number, body=body)
+        self._journal.append(SumRevealed(agents=delivered, origin=self._origin), run=run.id, round=number)
         given = sums.for_unmasking(delivered)
         revealed = yield from self._exchange("secure_unmask", opened, delivered, sums, given, _Absent())
         waiting = Waiting(f"round {number}: masks are taken off the sum of {len(delivered)} updates")
@@ -568,22 +596,25 @@ class RunLoop:
         return collection
 
     def _round(self, number: int, resumed: OpenRound | None) -> Steps:
-        stats, clock, roster = Stats.begin(self.run.context), self.run.context.stopwatch, self.run.context.roster
+        stats = Stats.begin(self.run.context)
+        clock = self.run.context.stopwatch
+        roster = self.run.context.roster
         waits_since = clock()
         if resumed is not None:
-            self._budget.check_terms(number, resumed.body)
+            self._budget.check_terms(number, resumed.fact)
         opened = resumed if resumed is not None else (yield from self._planned(number))
         if opened.joining:
             self._frozen = yield from freeze(self.run)
         stats.waiting_s += clock() - waits_since
         collection = self._open(opened, is_new=resumed is None)
-        until, heard_s = (yield from self._ask_members(opened, collection)), roster.heard_s
-        wanted = int(opened.body.get("wanted", 0))
+        until = yield from self._ask_members(opened, collection)
+        heard_s = roster.heard_s
+        wanted = opened.fact.wanted
         while True:
-            late_s = yield from self.selection.collect(collection, until, wanted, opened.body.get("work"))
+            late_s = yield from self.selection.collect(collection, until, wanted, opened.fact.work)
             opened = _collected(opened, collection)
             if new := self.selection.replacements(collection, wanted):
-                opened = self._enlarged(opened, new, {"again": []})
+                opened = self._enlarged(opened, new, again=())
                 log.info("members_replaced run=%s round=%d by=%s", self.run.id, number, listed(new))
                 collection = self._open(opened, is_new=True, late=collection.late)
                 until = yield from self._ask_members(opened, collection, new)
@@ -591,7 +622,7 @@ class RunLoop:
             unanswered = self.selection.unanswered(collection, late_s)
             if self.selection.has_quorum(collection):
                 break
-            overdue = int(opened.body.get("overdue", 0)) + bool(unanswered)
+            overdue = opened.fact.overdue + bool(unanswered)
             if self.selection.is_enough(collection, unanswered, overdue):
                 break
             log.warning("round_missed run=%s round=%d got=%d", self.run.id, number, collection.delivered)
@@ -599,7 +630,7 @@ class RunLoop:
             added = yield from self.selection.more(collection)
             stats.waiting_s += clock() - waits_since
             if added.new or added.again or unanswered or heard_s() >= until:  # also when it passed in that wait
-                opened = self._enlarged(opened, added.new, {"again": list(added.again), "overdue": overdue})
+                opened = self._enlarged(opened, added.new, again=tuple(added.again), overdue=overdue)
                 collection = self._open(opened, is_new=True, late=collection.late)
                 until = yield from self._ask_members(opened, collection)
         self._dismiss(opened, collection, unanswered)
@@ -617,29 +648,26 @@ class RunLoop:
         if config.cohort.tier == "any" and heads.contribution(self.run.method.name) is not None:
             joining = without(self.run.context.roster.present("head"), self.selection.left_out(number))
         wanted = aim(len(cohort), config.cohort.over_selection)
-        body = {"joining": joining, "wanted": wanted, "work": self._work(number, cohort), **self._budget.terms()}
-        return OpenRound(number, 1, (*cohort, *joining), body)
+        planned = RoundOpened(joining=tuple(joining), wanted=wanted, work=self._work(number, cohort))
+        return OpenRound(number, 1, (*cohort, *joining), self._budget.opens(planned))
 
     def _buffered(self, number: int, cohort: tuple[str, ...]) -> OpenRound:
         """A round of the agents that work on and of idle ones, or of ``cohort`` where it is the first."""
-        config, asked = self.run.context.config.round, dict(sorted(self._busy.items()))
+        config = self.run.context.config.round
+        asked = dict(sorted(self._busy.items()))
         self._bases = {version: self._bases[version] for version in set(asked.values())} | {number: self.run.checkpoint}
-        body = {
-            "joining": [],
-            "buffer": config.buffer,
-            "asked": asked,
-            "bases": {str(n): d for n, d in self._bases.items()},
-        }
+        planned = RoundOpened(joining=(), buffer=config.buffer, asked=asked, bases=self._bases)
         new = cohort or self.selection.with_idle(number, asked, len(asked))
-        return OpenRound(number, 1, tuple(sorted({*asked, *new})), body)
+        return OpenRound(number, 1, tuple(sorted({*asked, *new})), planned)
 
     def _dismiss(self, opened: OpenRound, collection: Collection, unanswered: Mapping[str, str]) -> None:
         """Call off the agents that have not delivered; in a buffered round those that failed, or are too late."""
         self._busy = {}
-        if not opened.body.get("buffer") or opened.round == self.run.request.rounds:
+        if not opened.fact.buffer or opened.round == self.run.request.rounds:
             self._call_off(collection)
             return
-        following, most = opened.round + 1, self.run.context.config.round.max_staleness
+        following = opened.round + 1
+        most = self.run.context.config.round.max_staleness
         for agent in collection.outstanding:
             asked = opened.asked_in(agent)
             if agent in collection.given_up or agent in unanswered or following - asked > most:
@@ -669,25 +697,38 @@ class RunLoop:
             log.info("less_work run=%s round=%d shares=%s: slow in earlier rounds", self.run.id, number, shares)
         return work
 
-    def _enlarged(self, opened: OpenRound, new: Sequence[str], body: dict[str, Any]) -> OpenRound:
-        """Another attempt at the round with ``new`` members, which its record names, too."""
-        cohort, added = (*opened.cohort, *new), sorted({*opened.body.get("added", ()), *new})
+    def _enlarged(
+        self, opened: OpenRound, new: Sequence[str], again: tuple[str, ...], overdue: int | None = None
+    ) -> OpenRound:
+        """Another attempt at the round with ``new`` members, which its record names, too.
+
+        Args:
+            opened: The round so far.
+            new: Agents that join it.
+            again: Members that are asked once more.
+            overdue: Attempts in which present agents did not answer in time; None: as before.
+        """
+        cohort = (*opened.cohort, *new)
+        added = tuple(sorted({*opened.fact.added, *new}))
         shares = {agent: share for agent, share in self._work(opened.round, cohort).items() if agent in new}
-        work = {**opened.body.get("work", {}), **shares}
-        return opened.next_attempt(cohort, {**opened.body, "added": added, "work": work, **body})
+        work = {**opened.fact.work, **shares}
+        enlarged = opened.fact.changed(added=added, work=work, again=again)
+        if overdue is not None:
+            enlarged = enlarged.changed(overdue=overdue)
+        return opened.next_attempt(cohort, enlarged)
 
     def _ask_members(
         self, opened: OpenRound, collection: Collection, new: tuple[str, ...] = ()
     ) -> Generator[Waiting, None, float]:
         """Ask the members that have not delivered, or ``new`` ones beside them; returns the deadline of all."""
-        work = opened.body.get("work", {})
+        work = opened.fact.work
         if self.asked is not None and new:
             until = self.run.context.roster.heard_s() + self.run.context.config.round.deadline_s
             yield from self.asked.extend(until, work, new)
         else:
             self.selection.opened(collection)
             yield from self._resume_earlier(opened)
-            agents = tuple(without(collection.outstanding, opened.body.get("asked", {})))
+            agents = tuple(without(collection.outstanding, opened.fact.asked))
             until = yield from self._ask(agents, JobSpec(opened.round, joining=opened.joining, work=work))
         self.selection.asked(new or collection.outstanding)
         return until
@@ -706,17 +747,19 @@ class RunLoop:
         ``late``: the late updates that came during the attempt before (`Collection.late`). ``sums``: the updates come
         masked, from those who have sent shares; those in ``absent`` have failed before.
         """
-        number, attempt, buffer = opened.round, opened.attempt, opened.body.get("buffer")
-        left_out = opened.body.get("left_out", {})
+        number = opened.round
+        attempt = opened.attempt
+        buffer = opened.fact.buffer
+        left_out = dict(opened.fact.left_out)
         if is_new:
             left_out = self.selection.spared(number, opened.cohort)
-            body = {**opened.body, "attempt": attempt, "cohort": list(opened.cohort), "left_out": left_out}
-            self._journal.append("round_opened", run=self.run.id, round=number, body=body)
+            fact = opened.fact.changed(attempt=attempt, cohort=opened.cohort, left_out=left_out)
+            self._journal.append(fact, run=self.run.id, round=number)
             self.selection.exclusions.opened(number, left_out)
         make: Callable[..., Collection] = Collection
         failed = absent.failed if absent is not None else {}
         if buffer:
-            make = functools.partial(BufferedCollection, buffer=buffer, asked_in=opened.body["asked"])
+            make = functools.partial(BufferedCollection, buffer=buffer, asked_in=opened.fact.asked)
         collection = make(
             self.run.id,
             number,
@@ -744,8 +787,8 @@ class RunLoop:
 
     def _resume_earlier(self, opened: OpenRound) -> Steps:
         """After a restart, be able to ask again those who work on a task of an earlier buffered round."""
-        self._bases = {int(number): digest for number, digest in opened.body.get("bases", {}).items()} or self._bases
-        for version in sorted({*opened.body.get("asked", {}).values()} - self._earlier.keys()):
+        self._bases = dict(opened.fact.bases) or self._bases
+        for version in sorted({*opened.fact.asked.values()} - self._earlier.keys()):
             then = replace(self.run, state=self._base(version), checkpoint=self._bases[version])
             self._earlier[version] = yield from self._assignment(then, JobSpec(version))
 
@@ -757,7 +800,10 @@ class RunLoop:
 
     def _assignment(self, run: Run, spec: JobSpec) -> Generator[Waiting, None, Assignment]:
         """The tasks of agents that start from the state of ``run``, or from what is given instead."""
-        method, config, number, purpose = run.method, run.context.config, spec.round, spec.purpose
+        method = run.method
+        config = run.context.config
+        number = spec.round
+        purpose = spec.purpose
         limit_s = config.round.deadline_s if purpose == "train" else REPORT_DEADLINE_S
         if purpose in EXCHANGES:
             limit_s = min(limit_s, config.round.deadline_s)
@@ -794,7 +840,8 @@ class RunLoop:
             stored = run.context.state.blobs.path(run.checkpoint)
             common = (Outgoing.open(stored, run.checkpoint) if in_store else Outgoing.of(encode(shared)),)
 
-        task, gets_state = () if large is None else (large,), bool(common) and spec.given is None
+        task = () if large is None else (large,)
+        gets_state = bool(common) and spec.given is None
         is_own = gets_state and "downlink" in self._own.names
 
         def make(agent: str, downlink: Tensors) -> tuple[Job, tuple[Outgoing, ...]]:
@@ -820,7 +867,8 @@ class RunLoop:
     def _call_off(self, collection: Collection) -> None:
         asked_in = collection.asked_in if isinstance(collection, BufferedCollection) else {}
         for agent in collection.outstanding:
-            number, purpose = asked_in.get(agent, collection.round), collection.purpose_of(agent)
+            number = asked_in.get(agent, collection.round)
+            purpose = collection.purpose_of(agent)
             self._cancel(agent, number, purpose, session=collection.session)
         self.run.context.collector.close()
         self.withdraw()
@@ -847,14 +895,18 @@ class RunLoop:
 
         ``mean``: digest of that of the updates, where nobody sees single ones.
         """
-        run, journal, blobs, number = self.run, self._journal, self.run.context.state.blobs, closed.round
+        run = self.run
+        journal = self._journal
+        blobs = self.run.context.state.blobs
+        number = closed.round
         rule = self._rule
         losses = [one.metrics.get("loss") for one in collection.accepted.values()]
         boots = {agent: self.selection.boot(agent) for agent in (*collection.outstanding, *unanswered)}
         watched = rule.max_loss is not None and not isinstance(collection, BufferedCollection)
         exploded = explosion(losses, self._good, run.request.task.num_classes, rule.max_loss) if watched else None
         if exploded is not None and self._good is not None:
-            state, decisions = decode(blobs.read(self._good.digest)), aggregation.Decisions().body()
+            state = decode(blobs.read(self._good.digest))
+            decisions = aggregation.Decisions().body()
             self._was_restored = True
         else:
             try:
@@ -867,38 +919,39 @@ class RunLoop:
         digest = blobs.put(*pieces(state))
         clients = len(collection.accepted)
         figures = stats.figures(run.context, collection)
-        times = self.selection.times(collection, closed.body.get("work", {}))
+        times = self.selection.times(collection, closed.fact.work)
         slow = self.selection.slowed(times, can_shorten=run.method.one_pass())
-        body = {
-            "clients": clients,
-            "unanswered": unanswered,
-            "boots": boots,
-            "times": times,
-            "excused": sorted({*slow, *self._busy}),
-            "busy": self._busy,
-            "bases": {str(version): self._bases[version] for version in {*self._busy.values()}},
-            "aggregation": {"settings": rule.model_dump(), **decisions},
+        fact = RoundClosed(
+            clients=clients,
+            unanswered=unanswered,
+            boots=boots,
+            times=times,
+            excused=tuple(sorted({*slow, *self._busy})),
+            busy=dict(self._busy),
+            bases={version: self._bases[version] for version in {*self._busy.values()}},
+            aggregation=Aggregation(settings=AggregationSettings(**rule.model_dump()), **decisions),
             **figures,
             **self._budget.of_round(clients),
-        }
+        )
         if self._repeats:
-            body["repeats"] = self._repeats
+            fact = fact.changed(repeats=self._repeats)
         if self._good is not None and number < run.request.rounds:  # no round follows that may restore it
-            body["good"] = asdict(self._good)
+            fact = fact.changed(good=self._good.to_fact())
         if exploded is not None and self._good is not None:
-            body["restored"] = {"round": self._good.round, **asdict(exploded)}
-            log.error("state_restored run=%s round=%d %s", run.id, number, reason_of_restoration(body["restored"]))
+            restored = Restored(round=self._good.round, loss=exploded.loss, bound=exploded.bound)
+            fact = fact.changed(restored=restored)
+            log.error("state_restored run=%s round=%d %s", run.id, number, reason_of_restoration(restored.model_dump()))
         retain_checkpoint(journal, run.id, run.request.keep_every, number, digest)
-        journal.append("round_closed", run=run.id, round=number, digest=digest, body=body)
+        journal.append(fact, run=run.id, round=number, digest=digest)
         self.run = replace(run, state=state, checkpoint=digest)
         self._spent = self._budget.figures()
         prune_blobs(run.context.state)
-        self.selection.closed(closed, body, run.id)
-        noted = dict(islice(aggregation.notes(body["aggregation"]).items(), MOST_LISTED))
+        self.selection.closed(closed, fact, run.id)
+        noted = dict(islice(aggregation.notes(fact.aggregation).items(), MOST_LISTED))
         self._bounded = {agent: f"round {number}: {note}" for agent, note in noted.items()}
         for agent, note in noted.items():
             log.warning("update_bounded run=%s round=%d agent=%s %s", run.id, number, agent, note)
-        run.context.state.run(run.id).append_metrics(round_record(closed, body))
+        run.context.state.run(run.id).append_metrics(round_record(closed, fact))
         took = (figures["seconds"], figures["waiting_s"])
         log.info("round_closed run=%s round=%d seconds=%.3f waiting_s=%.3f clients=%d", run.id, number, *took, clients)
 
@@ -922,7 +975,8 @@ class RunLoop:
         self, updates: StoredUpdates, rule: AggregationConfig
     ) -> Generator[Waiting, None, tuple[State, dict[str, Any]]]:
         """The next state, and the decisions about single updates as JSON."""
-        run, blobs = self.run, self.run.context.state.blobs
+        run = self.run
+        blobs = self.run.context.state.blobs
         if "aggregate" in self._own.names:
             run.context.collector.pause()  # in buffered rounds updates come meanwhile: they are offered again
             aggregate = functools.partial(self._own.aggregate, run.checkpoint, updates, rule)
@@ -933,7 +987,7 @@ class RunLoop:
 
     def _updates(self, collection: Collection) -> StoredUpdates:
         accepted = {agent: (one.digest, one.samples) for agent, one in collection.accepted.items()}
-        start = self._journal.replay(self.run.id).start
+        start = replay(self._journal, self.run.id).start
         if not isinstance(collection, BufferedCollection):
             return StoredUpdates(accepted, collection.round, start=start, repeats=self._repeats)
         return StoredUpdates(accepted, collection.round, dict(collection.asked_in), self._bases, start, self._repeats)
@@ -972,9 +1026,9 @@ class RunLoop:
 
     def _ask_for_reports(self) -> Steps:
         """Train agents personalize the final model and report their metrics."""
-        opened = self._journal.entries(self.run.id, kinds=("round_opened",))
+        opened = facts_of(self._journal.entries(self.run.id, kinds=("round_opened",)), RoundOpened)
         # Those of the last round, too: after a restart they may not have connected yet.
-        last = set(opened[-1].body["cohort"]) - set(opened[-1].body.get("joining", ())) if opened else set()
+        last = set(opened[-1].cohort) - set(opened[-1].joining) if opened else set()
         refusing = self.selection.exclusions.refusing(self.selection.boot)
         agents = tuple(without(sorted({*last, *self.run.context.roster.present("train")}), refusing))
         self.asked = yield from self._assignment(self.run, JobSpec(self.run.request.rounds, "personalize"))

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from edge_agent.errors import HeadwaterError, StateError
+from edge_agent.core.errors import HeadwaterError, StateError
 
 from ..fleet.registry import Rejections
 from ..fleet.transfers import reason_of
+from ..journal.entries import PruneRequested
+from ..journal.store import facts_of
 from ..state.retention import prune_runs, runs_beyond
 from ..state.store import StateFolder
+from ..views.runs import replay
 from .context import Steps, Waiting
 from .request import Request
 from .results import end_run, requested_cancels
@@ -42,13 +45,19 @@ class Runs:
         self.loop: RunLoop | None = None
         """The active run; while it is stalled, as it was before."""
 
-        self._state, self._storage, self._clock, self._make = state, storage, clock, make
+        self._state = state
+        self._storage = storage
+        self._clock = clock
+        self._make = make
         self._waiting = NO_RUN
         self._steps: Steps | None = None
-        self._read_at, self._cancels_seen = float("-inf"), 0
+        self._read_at = float("-inf")
+        self._cancels_seen = 0
         self._read: tuple[int, int] | None = None
         """`Journal.version` before it was read last: whatever is done about an entry appends another one."""
-        self._keep_runs, self._prunes_seen, self._is_pruned = keep_runs, 0, False
+        self._keep_runs = keep_runs
+        self._prunes_seen = 0
+        self._is_pruned = False
 
     @property
     def waiting(self) -> Waiting:
@@ -66,7 +75,8 @@ class Runs:
             if self.loop is not None:
                 self.loop.withdraw()
             self._begin(stall.run)
-        loop, steps = self.loop, self._steps
+        loop = self.loop
+        steps = self._steps
         if loop is None or steps is None:
             return
         try:
@@ -137,7 +147,7 @@ class Runs:
         requests = self._state.journal.entries(kinds=("prune_requested",), after=self._prunes_seen)
         if self._is_pruned and not requests:
             return
-        requested = {run for entry in requests for run in entry.body["runs"]}
+        requested = {run for fact in facts_of(requests, PruneRequested) for run in fact.runs}
         beyond = {*runs_beyond(self._state, self._keep_runs)}
         prune_runs(self._state, [run for run in runs_beyond(self._state, 0) if run in requested | beyond])
         self._is_pruned = True
@@ -145,10 +155,10 @@ class Runs:
 
     def _begin(self, run: str) -> None:
         try:
-            record = self._state.journal.replay(run)
+            record = replay(self._state.journal, run)
             for update in record.open_round.updates.values() if record.open_round is not None else ():
                 self._state.blobs.check(update.digest)  # its agent has the receipt, and has removed it
-            self.loop = self._make(run, Request.from_body(record.request))
+            self.loop = self._make(run, Request.from_fact(record.request))
         except (StateError, OSError) as error:
             self.stall(run, error)
         except (HeadwaterError, KeyError, ValueError) as error:
@@ -163,7 +173,8 @@ class Runs:
         self._waiting = NO_RUN
         self._storage.resume()
         self._storage.wrote()  # its end is in the journal
-        self._read_at, self._is_pruned = float("-inf"), False
+        self._read_at = float("-inf")
+        self._is_pruned = False
 
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
@@ -211,7 +222,8 @@ class Storage:
         self._is_full = False
         """Whether the last error was that there is no room on the disk."""
 
-        self._times, self._stalled_at = 0, float("-inf")
+        self._times = 0
+        self._stalled_at = float("-inf")
 
     def is_stalled(self) -> bool:
         """Whether the active run is stalled."""
@@ -227,7 +239,8 @@ class Storage:
 
     def stall_run(self, run: str, error: BaseException) -> None:
         """Retry ``run`` after a pause, which grows with each failed try."""
-        reason, now = self.note(error, run), self._clock()
+        reason = self.note(error, run)
+        now = self._clock()
         self._times = self._times if now - self._stalled_at < OVER_S else 0
         self._stalled_at = now
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self._times, 10))

@@ -1,10 +1,10 @@
 """What the coordinator knows of a secure sum: public keys, shares that it cannot read, and updates under masks.
 
-The protocol is `edge_agent.secure_sum`. An attempt at a round has its own session, and keys that serve no other: where
-too few agents deliver, or the coordinator was restarted, the round begins again with another session. So nobody's masks
-are ever taken off two different sums. As the updates are the same again, two sums over different agents would tell more
-than one: once shares are asked for, the journal has whose sum it is, and only these agents take part in the next try,
-also in another run that trains from the same model.
+The protocol is `edge_agent.privacy.secure_sum`. An attempt at a round has its own session, and keys that serve no
+other: where too few agents deliver, or the coordinator was restarted, the round begins again with another session. So
+nobody's masks are ever taken off two different sums. As the updates are the same again, two sums over different
+agents would tell more than one: once shares are asked for, the journal has whose sum it is, and only these agents take
+part in the next try, also in another run that trains from the same model.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edge_agent import secure_tensors as layout
-from edge_agent.errors import CodecError, TensorsError
+from edge_agent.core.errors import CodecError, TensorsError
+from edge_agent.core.task import Tensors
 from edge_agent.methods import Update
-from edge_agent.secure_sum import SECRET_BYTES, PublicKeys, agreed, private_key, threshold, unmasked
-from edge_agent.task import Tensors
-from edge_agent.wire.messages import MAX_SAMPLES, Purpose
+from edge_agent.privacy.secure_sum import tensors as layout
+from edge_agent.privacy.secure_sum.keys import SECRET_BYTES, PublicKeys, agreed, private_key, threshold
+from edge_agent.privacy.secure_sum.server import unmasked
+from edge_agent.wire.messages.fields import MAX_SAMPLES, Purpose
 from edge_agent.wire.tensors import Spec
 
 from ..fleet.transfers import accused
@@ -101,7 +102,8 @@ class SecureRound:
         vectors = {update.client: update.tensors[layout.MASKED].view(np.uint64) for update in masked}
         answers = {update.client: self._answer(update.tensors[layout.REVEALED]) for update in revealed}
         context = layout.context_of(self.run, self.round, self.session)
-        total, most = unmasked(vectors, self.keys, answers, context, self._blame), len(vectors) * MAX_SAMPLES
+        total = unmasked(vectors, self.keys, answers, context, self._blame)
+        most = len(vectors) * MAX_SAMPLES
         if not 0 < (weight := float(layout.FIXED_POINT.decode(total[-1:])[0])) <= most:
             raise CodecError(f"the weights add up to {weight:g}, expected 1 to {most:g}; an agent has sent no update")
         return layout.mean_of(total, self.forms)
@@ -127,7 +129,8 @@ def disputed(reasons: Mapping[str, str], members: Iterable[str]) -> set[str]:
 
 def keys_objection(tensors: Tensors) -> str:
     """Why public keys are none, so that all others would refuse them; empty when they are."""
-    both, trial = layout.keys_of(tensors[layout.KEYS]), private_key(bytes(SECRET_BYTES - 1) + b"\1")
+    both = layout.keys_of(tensors[layout.KEYS])
+    trial = private_key(bytes(SECRET_BYTES - 1) + b"\1")
     try:
         for public in (both.share, both.mask):
             agreed(trial, public, b"")

@@ -16,13 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent.errors import RunFailed
+from edge_agent.core.errors import RunFailed
 
 from ..config import CohortConfig, CoordinatorConfig
 from ..fleet.registry import RETURN_S
 from ..fleet.transfers import Collection, accused, is_by_policy
-from ..state.journal import Journal, OpenRound, RunRecord, step
+from ..journal.entries import RoundClosed, RoundOpened
+from ..journal.sqlite import Journal
+from ..journal.store import facts_of
 from ..text import counted, listed
+from ..views.runs import OpenRound, RunRecord, step
 from .buffered import BufferedCollection
 from .context import RunContext, Waiting
 from .pace import Pace, Times, slowed, times_of
@@ -93,15 +96,17 @@ class Exclusions:
     @classmethod
     def replay(cls, journal: Journal, run: str) -> Exclusions:
         """The exclusions after the last entry of ``run``."""
-        result, record = cls(), RunRecord(run, {})
+        result = cls()
+        record = RunRecord(run)
         for entry in journal.entries(run):
-            if entry.kind == "round_closed" and record.open_round is not None:
-                body, patient = entry.body, frozenset(entry.body.get("excused", ()))
-                suspects = body.get("aggregation", {}).get("suspects", {})
-                result.closed(record.open_round, body.get("unanswered", {}), body.get("boots", {}), patient, suspects)
+            for fact in facts_of([entry], RoundClosed):
+                if record.open_round is not None:
+                    suspects = fact.aggregation.suspects
+                    result.closed(record.open_round, fact.unanswered, fact.boots, frozenset(fact.excused), suspects)
             record = step(record, entry)
-            if entry.kind == "round_opened" and entry.round is not None:
-                result.opened(entry.round, entry.body.get("left_out", {}))
+            for opened in facts_of([entry], RoundOpened):
+                if entry.round is not None:
+                    result.opened(entry.round, opened.left_out)
         return result
 
     def opened(self, number: int, left_out: Mapping[str, str]) -> None:
@@ -141,7 +146,8 @@ class Exclusions:
                 if known.suspects <= SUSPECTS_TOLERATED:
                     continue
                 known.reason = f"suspect update {counted(known.suspects, 'time')} in a row: {suspects[agent]}"
-                known.boot, known.misses = "", 0
+                known.boot = ""
+                known.misses = 0
                 excluded[agent] = self._exclude(known, done.round)
                 continue
             if is_by_policy(reason := done.rejected.get(agent, "")):
@@ -156,9 +162,11 @@ class Exclusions:
             known = self._failures.setdefault(agent, _Failures())
             known.misses = 0 if agent in done.rejected else known.misses + 1
             if agent in done.rejected:
-                known.reason, known.boot = done.rejected[agent], done.failed_boots.get(agent, "")
+                known.reason = done.rejected[agent]
+                known.boot = done.failed_boots.get(agent, "")
             elif agent in unanswered:
-                known.reason, known.boot = unanswered[agent], boots.get(agent, "")
+                known.reason = unanswered[agent]
+                known.boot = boots.get(agent, "")
             elif known.failures or known.misses > MISSES_TOLERATED:
                 known.reason = f"no update in {counted(known.misses, 'round')} in a row"
                 known.boot = known.boot if known.boot == boots.get(agent) else ""
@@ -329,8 +337,11 @@ class Selection:
         Members that are present and do not start the task are given up only where the others are enough. One that lost
         its connection and is back counts again, because it has continued; one that was restarted starts again.
         """
-        roster, outstanding, given_up = self.context.roster, collection.outstanding, collection.given_up
-        ready, stuck = roster.ready, self._stuck
+        roster = self.context.roster
+        outstanding = collection.outstanding
+        given_up = collection.given_up
+        ready = roster.ready
+        stuck = self._stuck
         able = tuple(agent for agent in outstanding if agent in ready or (roster.patience(agent) or 0) > 0)
         working = tuple(agent for agent in able if agent not in stuck) if stuck else able
         awaited = working if collection.delivered + len(working) >= self.context.config.cohort.min_agents else able
@@ -383,14 +394,16 @@ class Selection:
 
     def asked(self, agents: Iterable[str]) -> None:
         """These members of the open round are asked now."""
-        now, deaf_s = self.context.roster.heard_s(), self.context.roster.deaf_s
+        now = self.context.roster.heard_s()
+        deaf_s = self.context.roster.deaf_s
         self._asked.update((agent, (now, self.boot(agent), deaf_s)) for agent in agents)
 
     def opened(self, collection: Collection) -> None:
         """A round is opened, or resumed: nobody has been asked yet."""
         self._asked.clear()
         self._took.clear()
-        self._stretched, self._limited = (None, 1.0), ((), 0.0)
+        self._stretched = (None, 1.0)
+        self._limited = ((), 0.0)
         self._seen = len(collection.accepted)
 
     def slowed(self, times: Times, *, can_shorten: bool) -> list[str]:
@@ -408,7 +421,8 @@ class Selection:
 
     def times(self, collection: Collection, work: Mapping[str, float]) -> dict[str, list[float]]:
         """How long the agents of a round took that closes now, for the journal (`pace.Times`)."""
-        now, ready = self.context.roster.heard_s(), self.context.roster.ready
+        now = self.context.roster.heard_s()
+        ready = self.context.roster.ready
         self._note_times(collection, now)
         absent = {*collection.given_up, *self._stuck, *self._stalled}
         working = [a for a in collection.outstanding if a in self._asked and a in ready and a not in absent]
@@ -427,7 +441,8 @@ class Selection:
         self._idle.clear()
         self._stuck.clear()
         self._unreplaced = None
-        opened_at, quorum_at = self.context.roster.heard_s(), None
+        opened_at = self.context.roster.heard_s()
+        quorum_at = None
         while awaited := self.awaited(collection):
             if self.replacements(collection, wanted):
                 return None
@@ -488,7 +503,8 @@ class Selection:
                 raise RunFailed(
                     f"round {collection.round}: every agent that was asked has failed: {failures(collection)}"
                 )
-            number, needed = collection.round, max(1, self.context.config.cohort.min_agents)
+            number = collection.round
+            needed = max(1, self.context.config.cohort.min_agents)
             got = f"round {number}: {collection.delivered} of the {counted(needed, 'update')} that it needs"
             failed = f"; failed: {failures(collection)}" if collection.rejected else ""
             missing = "a train agent has to come"
@@ -497,22 +513,22 @@ class Selection:
             what = f"{got} (cohort.min_agents) are here{failed}; {missing}"
             yield Waiting(what, collection.outstanding, None, f"round {number}")
 
-    def closed(self, done: OpenRound, ended: Mapping[str, Any], run: str) -> None:
+    def closed(self, done: OpenRound, fact: RoundClosed, run: str) -> None:
         """Record the failures and times of a round, and log which agents the next ones leave out.
 
-        ``ended``: as journaled, with ``unanswered``, ``excused``, ``times``, and ``boots``, the start of each agent
-        that has not delivered.
+        ``fact``: as journaled.
         """
-        self.pace.closed(ended["times"], ended["boots"])
+        self.pace.closed(fact.times, fact.boots)
         if self.context.excludes_failing:
-            suspects = ended.get("aggregation", {}).get("suspects", {})
-            left_out = self.exclusions.closed(done, ended["unanswered"], ended["boots"], ended["excused"], suspects)
+            suspects = fact.aggregation.suspects
+            left_out = self.exclusions.closed(done, fact.unanswered, fact.boots, fact.excused, suspects)
             for agent, why in left_out.items():
                 log.warning("left_out run=%s agent=%s %s", run, agent, why)
 
     def spared(self, number: int, cohort: Sequence[str]) -> dict[str, str]:
         """Agent -> reason, of those that are present and that round ``number`` leaves out."""
-        ready, members = self.context.roster.ready, set(cohort)
+        ready = self.context.roster.ready
+        members = set(cohort)
         return {a: why for a, why in self.left_out(number).items() if a in ready and a not in members}
 
     def status(self, number: int) -> dict[str, dict[str, object]]:
@@ -597,7 +613,8 @@ class Selection:
 
     def _addition(self, collection: Collection) -> Addition | None:
         """The agents to ask in addition, if any; None while the round would still have too few members."""
-        roster, again = self.context.roster, tuple[str, ...]()
+        roster = self.context.roster
+        again = tuple[str, ...]()
         if self.context.excludes_failing:  # members that were restarted after they failed: they may be repaired
             boots = collection.failed_boots
             again = tuple(a for a in collection.rejected if boots.get(a) and self.boot(a) not in {"", boots[a]})

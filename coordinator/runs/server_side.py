@@ -18,11 +18,12 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from edge_agent import methods
-from edge_agent.errors import RunFailed
+from edge_agent.core.errors import RunFailed
+from edge_agent.core.own_folders import FolderKind, holds_only, make_folder, remove_folder
+from edge_agent.core.storage import read_tensors
+from edge_agent.core.task import Tensors
 from edge_agent.methods import Method
 from edge_agent.methods.values import ClassStatistics
-from edge_agent.storage import FolderKind, holds_only, make_folder, read_tensors, remove_folder
-from edge_agent.task import Tensors
 from edge_agent.wire.tensors import Spec
 
 from ..config import AggregationConfig
@@ -49,7 +50,9 @@ class Described(Method):
     def __init__(self, values: Mapping[str, Any]) -> None:
         """``values``: those of `described`."""
         self._values = values
-        self.shared, self.norm, self.weighting = tuple(values["shared"]), values["norm"], values["weighting"]
+        self.shared = tuple(values["shared"])
+        self.norm = values["norm"]
+        self.weighting = values["weighting"]
         self.bounded_extras = dict(values["bounded_extras"])
         self.class_statistics = CLASS_STATISTICS.validate_python(values["class_statistics"])
 

@@ -11,9 +11,27 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any, Literal, get_args
 
-from edge_agent.wire.messages import printable, run_name
+from edge_agent.wire.messages.fields import printable, run_name
 
-from ..state.journal import CHECKPOINTS, FINAL, Entry
+from ..journal.entries import (
+    BundleExported,
+    CancelRequested,
+    NormPooled,
+    ProxyFailed,
+    RangesCollected,
+    ReleaseMade,
+    ReleaseReported,
+    RoundClosed,
+    RoundOpened,
+    RunCancelled,
+    RunFailed,
+    RunFinished,
+    RunRequested,
+    UpdateAccepted,
+    UpdateRefused,
+)
+from ..journal.kinds import CHECKPOINTS, FINAL
+from ..journal.store import Entry
 from ..state.log_file import LogReader
 from ..state.store import StateFolder
 from ..text import SaidBefore, counted, listed
@@ -49,8 +67,12 @@ class Timeline:
 
     def __init__(self, state: StateFolder, run: str, *, least: Level = "info", agent: str | None = None) -> None:
         """``least``: the least level; ``agent``: only what is about that one."""
-        self._state, self._run, self._least, self._agent = state, run, LEVELS.index(least), agent
-        self._log, self._after = LogReader(state.path), 0
+        self._state = state
+        self._run = run
+        self._least = LEVELS.index(least)
+        self._agent = agent
+        self._log = LogReader(state.path)
+        self._after = 0
         self._begun = self._ended = ""
         self._said = SaidBefore()
 
@@ -74,7 +96,8 @@ class Timeline:
 
     def _logged(self) -> Iterator[Event]:
         for line in self._log.new():
-            run, at = line.get("run"), _time(line["time"])
+            run = line.get("run")
+            at = _time(line["time"])
             named = run_name(run) if isinstance(run, str) else None
             is_during = bool(self._begun) and self._begun <= at and (not self._ended or at < self._ended)
             if (named == self._run or (named is None and is_during)) and line.get("event") not in _KINDS:
@@ -87,7 +110,8 @@ class Timeline:
 
 def with_durations(events: list[Event]) -> list[Event]:
     """The same events; waits say how long they took, where the next one is known."""
-    result, next_at = list[Event](), ""
+    result = list[Event]()
+    next_at = ""
     for event in reversed(events):
         is_wait = event.kind == "waiting"
         result.append(_lasting(event, next_at) if is_wait and next_at else event)
@@ -111,100 +135,108 @@ def _time(at: str) -> str:
 # --- the journal -----------------------------------------------------------------------------------------------------
 
 
-def _requested(body: Mapping[str, Any]) -> str:
-    rounds = counted(int(body.get("rounds") or 0), "round")
-    return f"requested: {body.get('method')}, {rounds}, seed {body.get('seed')}"
+def _say_requested(fact: RunRequested, _: Entry) -> str:
+    return f"requested: {fact.method}, {counted(fact.rounds, 'round')}, seed {fact.seed}"
 
 
-def _opened(entry: Entry, said: SaidBefore) -> str:
-    cohort, without = entry.body.get("cohort", ()), entry.body.get("left_out", {})
-    again = f", attempt {entry.body['attempt']}" if entry.body.get("attempt", 1) != 1 else ""
-    left = "".join(f"; without {agent}: {said.reason(f'opened {agent}', why)}" for agent, why in without.items())
-    return f"round {entry.round} begins{again} with {counted(len(cohort), 'agent')}: {listed(cohort)}{left}"
+def _say_opened(fact: RoundOpened, entry: Entry, said: SaidBefore) -> str:
+    again = f", attempt {fact.attempt}" if fact.attempt != 1 else ""
+    left = "".join(f"; without {agent}: {said.reason(f'opened {agent}', why)}" for agent, why in fact.left_out.items())
+    agents = counted(len(fact.cohort), "agent")
+    return f"round {entry.round} begins{again} with {agents}: {listed(fact.cohort)}{left}"
 
 
-def _closed(entry: Entry) -> str:
-    body = entry.body
+def _say_closed(fact: RoundClosed, entry: Entry) -> str:
     parts = [f"round {entry.round} is closed"]
-    if body.get("seconds") is not None:
-        parts.append(f"{body['seconds']:.1f} s, {body.get('waiting_s') or 0:.1f} s of waiting before it")
-    if body.get("bytes_up") is not None:
-        parts.append(f"{body['bytes_up'] / 1e6:.2f} MB up, {body.get('bytes_down', 0) / 1e6:.2f} MB down")
-    if late := body.get("late"):
-        parts.append(f"late: {listed([one['agent'] for one in late])}")
-    if busy := body.get("busy"):
-        parts.append(f"still at work: {listed(sorted(busy))}")
+    if fact.seconds is not None:
+        parts.append(f"{fact.seconds:.1f} s, {fact.waiting_s or 0:.1f} s of waiting before it")
+    if fact.bytes_up is not None:
+        parts.append(f"{fact.bytes_up / 1e6:.2f} MB up, {(fact.bytes_down or 0) / 1e6:.2f} MB down")
+    if fact.late:
+        parts.append(f"late: {listed([update.agent for update in fact.late])}")
+    if fact.busy:
+        parts.append(f"still at work: {listed(sorted(fact.busy))}")
     return "; ".join(parts)
 
 
-def _accepted(entry: Entry) -> str:
-    metrics = entry.body.get("metrics", {})
-    shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith(("acc.", "loss")))
-    return f"update of {entry.agent} for round {entry.round}{f': {shown}' if shown else ''}"
+def _say_accepted(fact: UpdateAccepted, entry: Entry) -> str:
+    figures = [f"{name} {value:.3f}" for name, value in fact.metrics.items() if name.startswith(("acc.", "loss"))]
+    shown = f": {', '.join(figures)}" if figures else ""
+    return f"update of {entry.agent} for round {entry.round}{shown}"
 
 
-def _reported(body: Mapping[str, Any]) -> str:
-    known = (f"acc.{scope} {value:.3f}" for scope, value in (body.get("acc") or {}).items() if value is not None)
-    alone = "; better off alone" if body.get("better_alone") else ""
-    back = f"; keeps another bundle: {body['rolled_back']}" if body.get("rolled_back") else ""
-    return f"{body.get('id')}: {', '.join(known) or 'no accuracy'}{alone}{back}"
+def _say_refused(fact: UpdateRefused, entry: Entry, said: SaidBefore) -> str:
+    why = said.reason(f"refused {entry.agent}", _reason(fact))
+    return f"update of {entry.agent} for round {entry.round} rejected: {why}"
 
 
-def _reason(entry: Entry) -> str:
-    return str(entry.body.get("reason", "")) or "no reason was given"
+def _say_reported(fact: ReleaseReported, _: Entry) -> str:
+    known = [f"acc.{scope} {value:.3f}" for scope, value in (fact.acc or {}).items() if value is not None]
+    alone = "; better off alone" if fact.better_alone else ""
+    back = f"; keeps another bundle: {fact.rolled_back}" if fact.rolled_back else ""
+    return f"{fact.id}: {', '.join(known) or 'no accuracy'}{alone}{back}"
 
 
-def _bundle(entry: Entry) -> str:
-    return f"bundle {str(entry.body.get('bundle_id', ''))[:12]}"
+_WithReason = CancelRequested | UpdateRefused | ProxyFailed | RunFailed | RunCancelled
 
 
-def _clients(entry: Entry) -> str:
-    return counted(len(entry.body.get("clients", ())), "client")
+def _reason(fact: _WithReason) -> str:
+    return fact.reason or "no reason was given"
 
 
-_KINDS: dict[str, tuple[Level, Callable[[Entry], str]]] = {
-    "run_requested": ("info", lambda one: _requested(one.body)),
-    "cancel_requested": ("info", lambda one: f"a cancel was requested: {_reason(one)}"),
-    "run_started": ("info", lambda _: "begins"),
-    "warm_started": ("info", lambda _: "begins with a model that was trained on the coordinator's own data"),
-    "round_opened": ("info", lambda one: _opened(one, SaidBefore())),
-    "update_accepted": ("debug", _accepted),
-    "update_refused": (
-        "warning",
-        lambda one: f"update of {one.agent} for round {one.round} rejected: {_reason(one)}",
-    ),
-    "round_closed": ("info", _closed),
-    "norm_pooled": ("info", lambda one: f"batch norm statistics of {_clients(one)}"),
-    "ranges_collected": ("info", lambda one: f"ranges of activations of {_clients(one)}"),
-    "proxy_evaluated": ("info", lambda one: f"acc.proxy after round {one.round}: {one.body.get('acc')}"),
-    "proxy_failed": ("warning", lambda one: f"acc.proxy after round {one.round} not computed: {_reason(one)}"),
-    "run_finished": ("info", lambda one: f"finished, encoder {str(one.body.get('encoder_sha256') or 'none')[:16]}"),
-    "run_failed": ("error", lambda one: f"failed: {_reason(one)}"),
-    "run_cancelled": ("warning", lambda one: f"cancelled: {_reason(one)}"),
-    "run_pruned": ("info", lambda _: "checkpoints and bundles were removed"),
-    "bundle_exported": ("info", lambda one: f"{_bundle(one)} exported"),
-    "release_made": ("info", lambda one: f"{_bundle(one)} released"),
-    "release_reported": ("info", lambda one: _reported(one.body)),
+def _bundle(fact: BundleExported | ReleaseMade) -> str:
+    return f"bundle {fact.bundle_id[:12]}"
+
+
+def _clients(fact: NormPooled | RangesCollected) -> str:
+    return counted(len(fact.clients), "client")
+
+
+def _say_finished(fact: RunFinished, _: Entry) -> str:
+    return f"finished, encoder {(fact.encoder_sha256 or 'none')[:16]}"
+
+
+_KINDS: dict[str, tuple[Level, Callable[[Any, Entry], str]]] = {
+    "run_requested": ("info", _say_requested),
+    "cancel_requested": ("info", lambda fact, _: f"a cancel was requested: {_reason(fact)}"),
+    "run_started": ("info", lambda *_: "begins"),
+    "warm_started": ("info", lambda *_: "begins with a model that was trained on the coordinator's own data"),
+    "round_opened": ("info", lambda fact, entry: _say_opened(fact, entry, SaidBefore())),
+    "update_accepted": ("debug", _say_accepted),
+    "update_refused": ("warning", lambda fact, entry: _say_refused(fact, entry, SaidBefore())),
+    "round_closed": ("info", _say_closed),
+    "norm_pooled": ("info", lambda fact, _: f"batch norm statistics of {_clients(fact)}"),
+    "ranges_collected": ("info", lambda fact, _: f"ranges of activations of {_clients(fact)}"),
+    "proxy_evaluated": ("info", lambda fact, entry: f"acc.proxy after round {entry.round}: {fact.acc}"),
+    "proxy_failed": ("warning", lambda fact, one: f"acc.proxy after round {one.round} not computed: {_reason(fact)}"),
+    "run_finished": ("info", _say_finished),
+    "run_failed": ("error", lambda fact, _: f"failed: {_reason(fact)}"),
+    "run_cancelled": ("warning", lambda fact, _: f"cancelled: {_reason(fact)}"),
+    "run_pruned": ("info", lambda *_: "checkpoints and bundles were removed"),
+    "bundle_exported": ("info", lambda fact, _: f"{_bundle(fact)} exported"),
+    "release_made": ("info", lambda fact, _: f"{_bundle(fact)} released"),
+    "release_reported": ("info", _say_reported),
 }
-"""Kinds of entries that are shown, with their levels and texts."""
+"""Kinds of entries that are shown, with their levels and texts; each text takes the fact of its kind."""
 
 
-_DATA = ("reason", "cohort", "left_out", "metrics", "acc")
+_DATA = {"reason", "cohort", "left_out", "metrics", "acc"}
+"""Fields of facts that an event has as data, where they were given."""
 
 
 def _of_entry(entry: Entry, said: SaidBefore) -> Event:
     """Return the event of an entry; a reason that was said before is not said in full again."""
     level, text_of = _KINDS[entry.kind]
-    body = entry.body
-    if entry.kind == "round_opened":
-        text = _opened(entry, said)
-    elif entry.kind == "update_refused":
-        why = said.reason(f"refused {entry.agent}", _reason(entry))
-        text = f"update of {entry.agent} for round {entry.round} rejected: {why}"
+    fact = entry.fact
+    about = set() if entry.agent is None else {entry.agent}
+    if isinstance(fact, RoundOpened):
+        text = _say_opened(fact, entry, said)
+        about |= {*fact.cohort, *fact.left_out}
+    elif isinstance(fact, UpdateRefused):
+        text = _say_refused(fact, entry, said)
     else:
-        text = text_of(entry)
-    about = {*body.get("cohort", ()), *body.get("left_out", {}), *([entry.agent] if entry.agent else ())}
-    data: dict[str, Any] = {name: body[name] for name in _DATA if name in body}
+        text = text_of(fact, entry)
+    data: dict[str, Any] = fact.model_dump(include=_DATA, exclude_unset=True)
     return Event(_time(entry.at), level, entry.kind, printable(text), entry.round, tuple(sorted(about)), data)
 
 

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from edge_agent.agent.health import LOGIN_REFUSED
-from edge_agent.errors import BrokerAway, DuplicateCoordinator, StateError, UsageError
-from edge_agent.limits import OPEN_FILES, allow_open_files
-from edge_agent.storage import lock_holder
-from edge_agent.wire.messages import Topics
+from edge_agent.core.children import ThreadWorker
+from edge_agent.core.errors import BrokerAway, DuplicateCoordinator, StateError, UsageError
+from edge_agent.core.limits import OPEN_FILES, allow_open_files
+from edge_agent.core.locks import lock_holder
+from edge_agent.wire.faults import LOGIN_REFUSED
 from edge_agent.wire.mqtt import MqttTransport
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Transport
-from edge_agent.worker import ThreadWorker
 
 from ..broker import EmbeddedBroker, OnRefused
 from ..config import CoordinatorConfig
@@ -30,10 +30,10 @@ from ..fleet.rate_limits import RateLimits
 from ..fleet.refusals import By, Refusals
 from ..hosted.run_hooks import OwnDataHooks
 from ..hosted.transport import CombinedTransport, HostedTransport
+from ..journal.store import utc_now
 from ..processes.compute import Compute, ComputeProcess
 from ..state.backup import MARKER
 from ..state.command_keys import CommandKeys
-from ..state.journal import utc_now
 from ..state.log_file import logging_to
 from ..state.starts import Takeover
 from ..state.store import StateFolder
@@ -125,8 +125,11 @@ def coordinator(
         stack.enter_context(logging_to(config.state))
         if takeover is None:
             takeover = prepare_start(config, state, decisions or Decisions(), stop)
-        broker, embedded, identity = config.broker, config.embedded, None
-        keys, refusals = CommandKeys.of(config.state, config.federation), Refusals(time.monotonic)
+        broker = config.broker
+        embedded = config.embedded
+        identity = None
+        keys = CommandKeys.of(config.state, config.federation)
+        refusals = Refusals(time.monotonic)
 
         def refused_by(by: By) -> OnRefused:
             return lambda agent, message, remedy: refusals.note(agent, by, LOGIN_REFUSED, message, remedy)
@@ -136,10 +139,12 @@ def coordinator(
             from ..identity.serving import IdentityService
 
             identity = IdentityService(Enrolment(config.state, config.federation, config.identity))
-            identity.broker.on_refused, identity.port.on_refused = refused_by("broker"), refused_by("enrolment")
+            identity.broker.on_refused = refused_by("broker")
+            identity.port.on_refused = refused_by("enrolment")
             stack.callback(identity.stop)
             identity.start(utc_now())
-            broker, keys = identity.client(), CommandKeys.of(config.state, config.federation, identity.generation)
+            broker = identity.client()
+            keys = CommandKeys.of(config.state, config.federation, identity.generation)
         elif broker is None:
             served = EmbeddedBroker(
                 embedded.bind, embedded.port, federation=config.federation, password_file=embedded.password_file
@@ -148,7 +153,8 @@ def coordinator(
             stack.enter_context(served)
             broker = served.config()
             log.info("broker_started url=%s", broker.url)
-        topics, boot = Topics(config.federation), secrets.token_hex(8)
+        topics = Topics(config.federation)
+        boot = secrets.token_hex(8)
         limits = RateLimits(topics)
         mqtt = MqttTransport(
             broker,
@@ -159,7 +165,8 @@ def coordinator(
         worker = ThreadWorker(mqtt.wake)
         transport: Transport = mqtt
         if config.hosted:
-            side, ids = HostedTransport.of(config, mqtt.wake), [client.id for client in config.hosted]
+            side = HostedTransport.of(config, mqtt.wake)
+            ids = [client.id for client in config.hosted]
             transport = CombinedTransport(mqtt, side, topics, ids, side.away)
         hooks = OwnDataHooks(
             config.proxy, ComputeProcess(state.path / "hosted" / "compute.log"), ThreadWorker(mqtt.wake)

@@ -18,7 +18,8 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from edge_agent import __version__
-from edge_agent.errors import (
+from edge_agent.core.children import InlineWorker, Worker
+from edge_agent.core.errors import (
     DuplicateCoordinator,
     EnrolmentRefused,
     HeadwaterError,
@@ -26,13 +27,13 @@ from edge_agent.errors import (
     ProtocolMismatch,
     StateError,
 )
-from edge_agent.limits import resident_bytes
-from edge_agent.task import Task
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import decode_frame
-from edge_agent.wire.messages import SPOKEN, Topics
+from edge_agent.core.limits import resident_bytes
+from edge_agent.core.task import Task
+from edge_agent.wire.blobs.chunks import decode_frame
+from edge_agent.wire.messages import codec, down, fields, up
+from edge_agent.wire.messages.codec import SPOKEN
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
-from edge_agent.worker import InlineWorker, Worker
 
 from ..config import CoordinatorConfig
 from ..fleet.rate_limits import RateLimits
@@ -50,6 +51,7 @@ from ..fleet.registry import (
 from ..fleet.rollout import Rollout
 from ..fleet.transfers import Collector, Distributor, reason_of
 from ..hosted.transport import CombinedTransport
+from ..journal.store import utc_now
 from ..processes.compute import Compute, InlineCompute
 from ..runs.context import Reports, Run, RunContext, RunHooks, Waiting
 from ..runs.request import Request
@@ -60,10 +62,9 @@ from ..state.candidate import accuracies_of
 from ..state.command_keys import CommandKeys
 from ..state.fault_log import FaultLog
 from ..state.fleet_rows import REPORTS, reported_by
-from ..state.journal import utc_now
-from ..state.releases import book_of
 from ..state.starts import EPOCHS_OF_A_COPY, Takeover, record_start
 from ..state.store import MOST_LISTED, StateFolder
+from ..views.releases import book_of
 from .peers import PROBE_S, Peers
 from .status import AgentStatus, StatusReport, StatusWriter
 
@@ -124,9 +125,13 @@ class Coordinator:
         ``refusals``: devices that broker or enrolment port do not let in. ``takeover``: the coordinator that this one
         was told to replace.
         """
-        self.config, self.state, self.transport, self.clock = config, state, transport, clock
+        self.config = config
+        self.state = state
+        self.transport = transport
+        self.clock = clock
         self.stopwatch = stopwatch or clock
-        self.worker, self.hooks = worker or InlineWorker(), hooks or RunHooks()
+        self.worker = worker or InlineWorker()
+        self.hooks = hooks or RunHooks()
         self.compute = compute or InlineCompute()
         self.broker_url = broker_url
         self.topics = Topics(config.federation)
@@ -141,7 +146,9 @@ class Coordinator:
             self.topics, self._publish, self.send, clock, unread_s=lambda: self.transport.unread_s
         )
         self.storage = Storage(clock)
-        self.limits, self.identity, self._settings = limits, identity, config.digests()
+        self.limits = limits
+        self.identity = identity
+        self._settings = config.digests()
         self.receipts = ReceiptMemory(self._send_durable)
         self.collector = Collector(
             state.blobs,
@@ -156,26 +163,28 @@ class Coordinator:
         self.refusals = refusals or Refusals(clock, now)
         gone_after = timedelta(days=config.retention.devices_days)
         self.releases = Rollout(state, self.roster, self.distributor, self.send, clock, now, gone_after)
-        self._handlers: dict[type[wire.Control], Callable[[str, Any], None]] = {
-            wire.UpdateManifest: self._on_manifest,
-            wire.Have: lambda agent, message: self.distributor.have(agent, message.digest),
-            wire.Want: self._on_want,
-            wire.Progress: self.distributor.progress,
-            wire.Fault: self._on_fault,
-            wire.Heartbeat: self._on_heartbeat,
-            wire.Report: self._on_report,
-            wire.Renew: self._on_renew,
+        self._handlers: dict[type[fields.Control], Callable[[str, Any], None]] = {
+            up.UpdateManifest: self._on_manifest,
+            up.Have: lambda agent, message: self.distributor.have(agent, message.digest),
+            up.Want: self._on_want,
+            up.Progress: self.distributor.progress,
+            up.Fault: self._on_fault,
+            up.Heartbeat: self._on_heartbeat,
+            up.Report: self._on_report,
+            up.Renew: self._on_renew,
         }
         self._marker = state.path / MARKER
         self._takeover = takeover
         self._status_writer = StatusWriter(state.path / "status.json", self.stopwatch)
         self._faults = FaultLog(state.path)
-        self._unsent: list[tuple[str, wire.Command]] = []
+        self._unsent: list[tuple[str, fields.Command]] = []
         """Receipts of updates that are not on disk yet, with their agents."""
 
         self._hosted = frozenset(client.id for client in config.hosted)
-        self._is_behind, self._due_at = False, float("-inf")
-        self._advance_at, self._advance_took_s = float("-inf"), 0.0
+        self._is_behind = False
+        self._due_at = float("-inf")
+        self._advance_at = float("-inf")
+        self._advance_took_s = 0.0
         self._broker_wait: Waiting | None = None
         """What the coordinator waits for while the broker is unreachable."""
 
@@ -338,7 +347,8 @@ class Coordinator:
 
     def _flush(self) -> None:
         """Bring the updates that have arrived to disk, all at once, and only then send their receipts."""
-        unsent, self._unsent = self._unsent, []
+        unsent = self._unsent
+        self._unsent = []
         has_updates = self.state.journal.has_deferred
         try:
             self.state.journal.flush()
@@ -354,22 +364,24 @@ class Coordinator:
         for agent, receipt in unsent:
             self.send(agent, receipt)
 
-    def _send_durable(self, agent: str, message: wire.Command) -> None:
-        if isinstance(message, wire.Receipt) and self.state.journal.has_deferred:
+    def _send_durable(self, agent: str, message: fields.Command) -> None:
+        if isinstance(message, down.Receipt) and self.state.journal.has_deferred:
             self._unsent.append((agent, message))
         else:
             self.send(agent, message)
 
     def _plan(self, begin: float, pump_s: float | None) -> None:
         """Set when the next look at timers and the run is due, with and without messages before it."""
-        now, due = self.clock(), [LOOK_FOR_REQUESTS_S if self.loop is None else TICK_S]
+        now = self.clock()
+        due = [LOOK_FOR_REQUESTS_S if self.loop is None else TICK_S]
         if not self.is_serving and (until := self.peers.waiting().until) is not None:
             due.append(until - now)
         if pump_s is not None:
             due.append(pump_s)
         if self.loop is not None and (until := self.runs.waiting.until) is not None:
             due.append(until - now)
-        self._due_at, self._is_behind = now + min(due), False
+        self._due_at = now + min(due)
+        self._is_behind = False
         # One long look, such as an aggregation, does not count in full, or the messages after it would wait for it.
         self._advance_took_s = min(now - begin, 2 * self._advance_took_s + 1e-5)
         self._advance_at = now + min(ADVANCE_S, self._advance_took_s / ADVANCE_SHARE)
@@ -424,8 +436,8 @@ class Coordinator:
             side = "the device" if str(error).endswith("upgrade the peer") else "this coordinator"
             self.refusals.note(agent, "coordinator", type(error).__name__, str(error), f"upgrade {side}")
             message = f"coordinator {__version__} {SPOKEN}: {error}"  # the agent shows what this side speaks
-            whom = wire.start_of(event.payload)  # an agent with a key asks for that before its first welcome
-            self.send(agent, wire.Refused(error=type(error).__name__, message=message, whom=whom))
+            whom = codec.start_of(event.payload)  # an agent with a key asks for that before its first welcome
+            self.send(agent, down.Refused(error=type(error).__name__, message=message, whom=whom))
         except Exception as error:  # a full disk, or a bug of this program: no single message may end the service
             if (trouble := of_storage(error)) is not None:
                 self.storage.note(trouble, f"a message of {agent}")
@@ -447,11 +459,11 @@ class Coordinator:
         elif kind == "s":
             self._on_presence(agent, payload)
         else:
-            self._on_control(agent, self._within_enrolment(agent, wire.parse_from_agent(payload)))
+            self._on_control(agent, self._within_enrolment(agent, codec.parse_from_agent(payload)))
 
-    def _within_enrolment(self, agent: str, message: wire.Control) -> wire.Control:
+    def _within_enrolment(self, agent: str, message: fields.Control) -> fields.Control:
         """The message with no more samples than the agent was enrolled with."""
-        if self.identity is None or not isinstance(message, wire.Hello | wire.UpdateManifest | wire.Report):
+        if self.identity is None or not isinstance(message, up.Hello | up.UpdateManifest | up.Report):
             return message
         most = self.identity.most_samples(agent)
         if most is None or message.samples <= most:
@@ -473,28 +485,28 @@ class Coordinator:
         log.info("agent_offline agent=%s", agent)
         self._lose(agent)
 
-    def _on_control(self, agent: str, message: wire.Control) -> None:
-        if isinstance(message, wire.Hello):
+    def _on_control(self, agent: str, message: fields.Control) -> None:
+        if isinstance(message, up.Hello):
             self._on_hello(agent, message)
             return
         if self.duplicate_ids.is_claiming(agent, message.boot):
             return
         is_known = self.roster.heard(agent, message.boot)
-        if isinstance(message, wire.Bye):
+        if isinstance(message, up.Bye):
             if is_known:  # otherwise it is of another start of that id
                 self._lose(agent)
             return
         if not is_known:
-            self.send(agent, wire.Who())
+            self.send(agent, down.Who())
             member = self.roster.get(agent)
             is_of_another_start = member is not None and member.boot != message.boot
             # 'edge-agent doctor' sends heartbeats under the id of an agent that works meanwhile. Other messages before
             # a hello count: an update is known by its content, and an agent whose lease ran out is still itself.
-            if isinstance(message, wire.Heartbeat) or (isinstance(message, wire.Fault) and is_of_another_start):
+            if isinstance(message, up.Heartbeat) or (isinstance(message, up.Fault) and is_of_another_start):
                 return
         self._handlers[type(message)](agent, self.commands.with_run_name(agent, message))
 
-    def _on_manifest(self, agent: str, message: wire.UpdateManifest) -> None:
+    def _on_manifest(self, agent: str, message: up.UpdateManifest) -> None:
         self.roster.trained(agent, message.metrics)
         collection = self.collector.open_round
         if collection is not None and collection.takes(agent, message):
@@ -502,12 +514,12 @@ class Coordinator:
         else:
             self.receipts.answer(agent, message, self.collector.manifest)
 
-    def _on_want(self, agent: str, message: wire.Want) -> None:
+    def _on_want(self, agent: str, message: up.Want) -> None:
         if not self.distributor.want(agent, message):
             self.releases.offer_again(agent, message.digest)
 
-    def _on_fault(self, agent: str, message: wire.Fault) -> None:
-        if message.error in wire.REFUSALS:
+    def _on_fault(self, agent: str, message: up.Fault) -> None:
+        if message.error in fields.REFUSALS:
             log.info("job_refused agent=%s reason=%s", agent, message.message)
         else:
             fault = self.roster.failed(agent, message)
@@ -517,9 +529,9 @@ class Coordinator:
             loop.on_fault(agent, message)
         self.releases.fault(agent, message)
 
-    def _on_heartbeat(self, agent: str, message: wire.Heartbeat) -> None:
+    def _on_heartbeat(self, agent: str, message: up.Heartbeat) -> None:
         if not self.roster.is_as(agent, message.condition):
-            self.send(agent, wire.Who())  # its fault was sent to an earlier start of this coordinator
+            self.send(agent, down.Who())  # its fault was sent to an earlier start of this coordinator
         if not message.run:
             self.roster.note_idle(agent)
             self.releases.heartbeat(agent)
@@ -528,7 +540,7 @@ class Coordinator:
         if (loop := self.loop) is not None:
             loop.on_heartbeat(agent, message)
 
-    def _on_report(self, agent: str, message: wire.Report) -> None:
+    def _on_report(self, agent: str, message: up.Report) -> None:
         """Add the report of an agent on the roster; another agent sends its report again after its hello."""
         loop = self.loop
         if not self.roster.reported(agent, message):
@@ -537,12 +549,12 @@ class Coordinator:
             loop.run.reports.add(agent, message)
         self.releases.reported(agent, message)
 
-    def _on_renew(self, agent: str, message: wire.Renew) -> None:
+    def _on_renew(self, agent: str, message: up.Renew) -> None:
         if self.identity is None:
             raise MessageError("a certificate is to be renewed, and this coordinator issues none; it lacks [identity]")
         self.send(agent, self.identity.renewed(agent, message))
 
-    def _on_hello(self, agent: str, message: wire.Hello) -> None:
+    def _on_hello(self, agent: str, message: up.Hello) -> None:
         if not self.duplicate_ids.accept(agent, message):
             return
         if message.federation not in {"", self.federation_id}:
@@ -572,10 +584,11 @@ class Coordinator:
             self.releases.hello(agent, message)
 
     def _welcome(self, agent: str, heartbeat_s: float) -> None:
-        now, lease_s = utc_now().isoformat(timespec="seconds"), self.roster.lease_s
+        now = utc_now().isoformat(timespec="seconds")
+        lease_s = self.roster.lease_s
         member = self.roster.get(agent)
         answers = "" if member is None else member.boot
-        welcome = wire.Welcome(
+        welcome = down.Welcome(
             software=__version__, lease_s=lease_s, heartbeat_s=heartbeat_s, time=now, answers=answers
         )
         self.send(agent, welcome)
@@ -583,7 +596,7 @@ class Coordinator:
     def _send_task(self, agent: str, task: Task) -> None:
         """Send the task to an agent that otherwise gets it with a bundle or a job, so that it checks its data now."""
         with contextlib.suppress(MessageError):  # too long for a message, with thousands of classes
-            self.send(agent, wire.TaskNotice(task=task))
+            self.send(agent, down.TaskNotice(task=task))
 
     def _lose(self, agent: str) -> None:
         self.roster.mark_offline(agent)
@@ -594,7 +607,7 @@ class Coordinator:
         try:
             if event.retained:
                 raise MessageError(f"retained message on {event.topic}; clear it at the broker")
-            self.peers.heard(wire.parse_between_coordinators(event.payload))
+            self.peers.heard(codec.parse_between_coordinators(event.payload))
         except DuplicateCoordinator:
             raise
         except HeadwaterError as error:
@@ -613,7 +626,9 @@ class Coordinator:
 
     def status(self) -> StatusReport:
         """The coordinator's state now."""
-        loop, waiting, stall = self.loop, self.waiting, self.storage.stall
+        loop = self.loop
+        waiting = self.waiting
+        stall = self.storage.stall
         run = None if loop is None else loop.status()
         if stall is not None:
             run = {**(run or {"id": stall.run, "left_out": {}}), "stalled": stall.body()}
@@ -660,7 +675,8 @@ class Coordinator:
         return [*self._described(self.roster.members(), run), *self._away()]
 
     def _counts(self) -> dict[str, int]:
-        members, ready = self.roster.members(), len(self.roster.ready)
+        members = self.roster.members()
+        ready = len(self.roster.ready)
         conditions = Counter(member.condition for member in members if member.is_present)
         return {
             "agents": len(members),
@@ -681,7 +697,8 @@ class Coordinator:
 
     def _described(self, members: Iterable[Member], run: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         """These agents, with notes on why one is left out of ``run``, and what was done to its last update."""
-        hosted_notes, left_out = self._hosted_notes(), {} if run is None else run["left_out"]
+        hosted_notes = self._hosted_notes()
+        left_out = {} if run is None else run["left_out"]
         bounded = {} if run is None else run.get("bounded", {})
         for member in members:
             candidate = member.candidate

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edge_agent.errors import DuplicateCoordinator, HeadwaterError, StartStopped, UsageError
-from edge_agent.moments import shown
-from edge_agent.wire.messages import Present
+from edge_agent.core.errors import DuplicateCoordinator, HeadwaterError, StartStopped, UsageError
+from edge_agent.core.time_and_text import show_time
+from edge_agent.wire.messages.down import Present
 from edge_agent.wire.mqtt import MqttTransport
 
 from ..config import CoordinatorConfig, IdentityConfig
+from ..journal.store import utc_now
 from ..state.backup import BackupFacts, backup_facts
-from ..state.journal import utc_now
 from ..state.starts import Takeover, federation_of
 from ..state.store import StateFolder
 from ..text import counted, listed
@@ -92,7 +92,7 @@ def prepare_start(
 
 
 def _described(backup: BackupFacts) -> str:
-    made = shown(backup.at) if backup.at else "an unknown time"
+    made = show_time(backup.at) if backup.at else "an unknown time"
     return f"made at {made}"
 
 
@@ -121,7 +121,7 @@ def _check_enrolment_port(identity: IdentityConfig, state: Path) -> None:
     Raises:
         DuplicateCoordinator: A coordinator of this federation's authority answers there.
     """
-    from edge_agent.identity import ask
+    from edge_agent.identity.signed_request import ask
 
     from ..identity.authority import Authority
     from ..identity.ledger import identity_folder

@@ -14,9 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from edge_agent.errors import HeadwaterError, UsageError
-from edge_agent.wire import messages as wire
-from edge_agent.wire.messages import Present, Topics
+from edge_agent.core.errors import HeadwaterError, UsageError
+from edge_agent.wire.messages import codec
+from edge_agent.wire.messages.down import Present
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
 
 log = logging.getLogger(__name__)
@@ -100,12 +101,12 @@ class Inquiry:
     def _query(self) -> None:
         self._seq += 1
         query = Present(boot=self._boot, seq=self._seq, host=socket.gethostname()[:255], process=os.getpid())
-        self._transport.publish(self._topics.coordinators, wire.encode(query))
+        self._transport.publish(self._topics.coordinators, codec.encode(query))
 
     def _take(self, payload: bytes) -> None:
         """Note an answer to this question; other messages prove nothing, as in `peers`."""
         try:
-            message = wire.parse_between_coordinators(payload)
+            message = codec.parse_between_coordinators(payload)
         except HeadwaterError as error:
             log.warning("message_refused from=coordinators reason=%s", error)
             return

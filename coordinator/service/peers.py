@@ -21,11 +21,11 @@ import os
 import socket
 from collections.abc import Callable
 
-from edge_agent.errors import DuplicateCoordinator
-from edge_agent.wire.messages import Present
+from edge_agent.core.errors import DuplicateCoordinator
+from edge_agent.wire.messages.down import Present
 
+from ..journal.store import Progress
 from ..runs.context import Waiting
-from ..state.journal import Progress
 from ..state.starts import Start
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ class Peers:
         self._answered: dict[str, float] = {}
         self._named: set[str] = set()
         self._standbys: dict[str, tuple[str, float]] = {}
-        self._note, self._noted_at = "", float("-inf")
+        self._note = ""
+        self._noted_at = float("-inf")
 
     @property
     def is_serving(self) -> bool:
@@ -163,7 +164,8 @@ class Peers:
         reason = self._yields_to(message, own_entries)
         if reason is not None:
             raise DuplicateCoordinator(f"{about}; {_advice(reason, is_same=self._is_same_federation(message))}")
-        self._note, self._noted_at = f"{about}; it has to stop; this one continues", now
+        self._note = f"{about}; it has to stop; this one continues"
+        self._noted_at = now
         if message.boot not in self._named and len(self._named) < MOST_ANSWERED:
             self._named.add(message.boot)
             log.warning("other_coordinator %s", self._note)

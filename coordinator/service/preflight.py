@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent import data, heads, methods, models
-from edge_agent.accountant import cost, epsilon_of
-from edge_agent.agent.noise import objection
-from edge_agent.config import DataConfig, check_tls
+from edge_agent.core.config import DataConfig, check_tls
+from edge_agent.core.errors import ConfigError, HeadwaterError, UsageError
+from edge_agent.core.task import Task
 from edge_agent.data.partition import check_own
-from edge_agent.errors import ConfigError, HeadwaterError, UsageError
 from edge_agent.methods import Method
-from edge_agent.task import Task
+from edge_agent.privacy.accountant import cost, epsilon_of
+from edge_agent.privacy.noise import objection
 
 from ..config import CoordinatorConfig, DifferentialPrivacyConfig, OwnDataConfig
 from ..runs import aggregation
@@ -52,7 +52,9 @@ def checked_method(
         check(functools.partial(data.check, source, config.export.folder))
     mistakes += _unusable_data(config)
     if created:
-        method, weights, patience = created[0], config.run.weights, config.export.patience
+        method = created[0]
+        weights = config.run.weights
+        patience = config.export.patience
         shares_encoder = "encoder" in method.shared
         check(lambda: _check_method(method, config))
         check(lambda: _check_signing(method, config))
@@ -110,7 +112,8 @@ def _check_method(method: Method, config: CoordinatorConfig) -> None:
 
 def _check_signing(method: Method, config: CoordinatorConfig) -> None:
     """Bundles that a run sends by itself wait for nobody, and devices that trust keys refuse unsigned ones."""
-    keys, export = ReleaseKeys(config.state), config.export
+    keys = ReleaseKeys(config.state)
+    export = config.export
     if keys.sign_alone:
         return
     signing = keys.newest().roles["targets"]
@@ -192,7 +195,8 @@ def overlaps(config: CoordinatorConfig) -> list[str]:
     """Warnings about samples that are used twice: here, and at a hosted client. Sources are compared, not samples."""
     warnings = []
     for client in config.hosted:
-        name, source = client.id, client.data.source
+        name = client.id
+        source = client.data.source
         if config.warm_start is not None and _may_overlap(client.data, config.warm_start):
             warnings.append(
                 f"[warm_start] learns from {config.warm_start.data}, and '{name}' holds back samples of {source} to "
@@ -208,7 +212,8 @@ def overlaps(config: CoordinatorConfig) -> list[str]:
 
 def _may_overlap(client: DataConfig, own: OwnDataConfig) -> bool:
     """Whether two sources may hold the same samples: same kind and location, and no option that separates them."""
-    locations, options = [], []
+    locations = []
+    options = []
     try:
         for source, folder in ((client.source, client.folder), (own.data, own.folder)):
             kind, location, given = data.location(source, folder)

@@ -5,7 +5,7 @@ a coordinator that is. Only answers to its own questions are signs of the other 
 
 Where both have one state folder, on one machine, a free lock is a second sign, and `QUIET_S` of silence are enough. A
 lock that a silent process still holds, because it was suspended, is removed: the journal takes no entry of that process
-any more (`coordinator.state.journal.Journal.serve_from`), so it can accept nothing, and ends when it is back. That
+any more (`coordinator.journal.sqlite.Journal.serve_from`), so it can accept nothing, and ends when it is back. That
 needs SQLite's shared memory, so a folder on a disk of two machines is refused; they use a copy.
 
 A coordinator that starts its own broker takes that along: its standby works on the same folder, and goes by the lock.
@@ -22,14 +22,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from edge_agent.errors import HeadwaterError, StateError, UsageError, cause
-from edge_agent.storage import LockHolder, lock_holder, remove_lock
-from edge_agent.wire import messages as wire
-from edge_agent.wire.messages import Present, Topics
+from edge_agent.core.errors import HeadwaterError, StateError, UsageError, cause
+from edge_agent.core.locks import LockHolder, lock_holder, remove_lock
+from edge_agent.wire.messages import codec
+from edge_agent.wire.messages.down import Present
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
 
+from ..journal.sqlite import can_write
 from ..state.backup import MARKER
-from ..state.journal import can_write
 from ..state.starts import Takeover, federation_of
 from ..state.store import StateFolder
 
@@ -64,9 +65,12 @@ def wait_for_folder(
     """
     with StateFolder(state).look():
         pass
-    free_since, said, wait = None, "", pause or stop.wait
+    free_since = None
+    said = ""
+    wait = pause or stop.wait
     while not stop.is_set():
-        holder, now = _lock_holder(state), clock()
+        holder = _lock_holder(state)
+        now = clock()
         if holder is not None:
             free_since = None
             if holder.name != said:
@@ -107,10 +111,16 @@ class Standby:
         clock: Callable[[], float] = time.monotonic,
         boot: str | None = None,
     ) -> None:
-        self._name, self._state, self._transport, self._clock = federation, state, transport, clock
-        self._takeover_s, self._boot = takeover_s, boot or secrets.token_hex(8)
+        self._name = federation
+        self._state = state
+        self._transport = transport
+        self._clock = clock
+        self._takeover_s = takeover_s
+        self._boot = boot or secrets.token_hex(8)
         self._topics = Topics(federation)
-        self._host, self._process, self._seq = socket.gethostname()[:255], os.getpid(), 0
+        self._host = socket.gethostname()[:255]
+        self._process = os.getpid()
+        self._seq = 0
         self._asked_at = float("-inf")
         self._returned_at: float | None = None
         """When the broker last returned a query of this process; None: it is not connected."""
@@ -163,7 +173,8 @@ class Standby:
                     f"the broker does not let this process subscribe to {self._topics.coordinators}, so it cannot hear "
                     "whether a coordinator serves; give it the rights of the coordinator ('headwater password --acl')"
                 )
-            self._returned_at, self._asked_at = None, float("-inf")
+            self._returned_at = None
+            self._asked_at = float("-inf")
         elif isinstance(event, Disconnected):
             log.warning("broker_away reason=%s: until it is back, nothing is taken over", event.reason)
             self._returned_at = None
@@ -177,11 +188,11 @@ class Standby:
     def _ask(self) -> None:
         self._seq += 1
         query = Present(boot=self._boot, seq=self._seq, host=self._host, process=self._process, standby=True)
-        self._transport.publish(self._topics.coordinators, wire.encode(query))
+        self._transport.publish(self._topics.coordinators, codec.encode(query))
 
     def _on_coordinator(self, payload: bytes) -> None:
         try:
-            message = wire.parse_between_coordinators(payload)
+            message = codec.parse_between_coordinators(payload)
         except HeadwaterError as error:
             log.warning("message_refused from=coordinators reason=%s", error)
             return
@@ -200,7 +211,9 @@ class Standby:
             if self._wrong_answers >= WRONG_ANSWERS:
                 raise UsageError(f"federation '{self._name}' is served by {about}, and {why}")
             return
-        self._heard_at, self._wrong_answers, self._said = now, 0, ""
+        self._heard_at = now
+        self._wrong_answers = 0
+        self._said = ""
         if about != self.serving:
             log.info("standing_by serving=%s takeover_s=%.0f", about, self._takeover_s)
         self.serving = about
@@ -230,7 +243,8 @@ class Standby:
             holder = _lock_holder(self._state)
             if holder != self._lock[0]:
                 self._lock = (holder, now)
-            silent_s, is_copy = now - self._heard_at, self._is_copy()
+            silent_s = now - self._heard_at
+            is_copy = self._is_copy()
             if silent_s < (QUIET_S if holder is None and not is_copy else self._takeover_s):
                 return False
             if holder is not None and (why := self._objection(holder, now, is_copy=is_copy)):

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import cause
-from edge_agent.storage import write_atomic
+from edge_agent.core.errors import cause
+from edge_agent.core.storage import write_atomic
 
 from ..fleet.registry import Rejections
 from ..runs.context import Waiting
@@ -67,10 +67,14 @@ class StatusWriter:
     """Logs each new wait at INFO, changes within it at DEBUG, and writes the status file."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        self._path, self._clock = path, clock
+        self._path = path
+        self._clock = clock
         self._logged: Waiting | None = None
-        self._has_news, self._written_at, self._caught_up_at = False, float("-inf"), float("-inf")
-        self._took_s, self._everyone_at = 0.0, float("-inf")
+        self._has_news = False
+        self._written_at = float("-inf")
+        self._caught_up_at = float("-inf")
+        self._took_s = 0.0
+        self._everyone_at = float("-inf")
         self._rejections = Rejections(clock)
 
     def update(
@@ -83,7 +87,8 @@ class StatusWriter:
 
         ``everyone``: all agents, where the status has only some of them; they are written less often.
         """
-        before, self._logged = self._logged, waiting
+        before = self._logged
+        self._logged = waiting
         changed = before is None or (waiting.what, waiting.whom) != (before.what, before.whom)
         if changed:
             same_wait = before is not None and waiting.about and waiting.about == before.about

@@ -17,12 +17,13 @@ from typing import Literal
 import numpy as np
 
 from edge_agent import __version__
-from edge_agent.errors import RunFailed, StateError, TrainingFailed
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.flow import Pace, Sending
-from edge_agent.wire.messages import Topics
-from edge_agent.wire.transport import MemoryBroker, Message
+from edge_agent.core.errors import RunFailed, StateError, TrainingFailed
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.blobs.flow import Pace, Sending
+from edge_agent.wire.memory import MemoryBroker
+from edge_agent.wire.messages import codec, down, fields, up
+from edge_agent.wire.topics import Topics
+from edge_agent.wire.transport import Message
 
 from ..fleet.registry import Roster
 from ..fleet.transfers import Distributor
@@ -52,19 +53,25 @@ class SimulatedClients:
         new_clients: Collection[str],
         dropouts: Dropouts | None,
         attempt: Callable[[int], int],
-        beside: Callable[[wire.Job], tuple[Outgoing, ...]],
+        beside: Callable[[down.Job], tuple[Outgoing, ...]],
     ) -> None:
         """``samples``: of each client. ``attempt`` says of a round how often it has been opened.
 
         ``beside``: what new_clients get beside the blobs of their job, as devices get it with a bundle.
         """
-        self._topics, self._distributor, self._roster, self._engine = topics, distributor, roster, engine
+        self._topics = topics
+        self._distributor = distributor
+        self._roster = roster
+        self._engine = engine
         self._transport = broker.transport()
-        self._samples, self._new_clients = samples, frozenset(new_clients)
+        self._samples = samples
+        self._new_clients = frozenset(new_clients)
         self._absent = tuple(self._new_clients)
-        self._dropouts, self._attempt, self._beside = dropouts, attempt, beside
-        self._jobs: list[tuple[float, int, str, wire.Job]] = []
-        self._vanished = deque[wire.Job]()
+        self._dropouts = dropouts
+        self._attempt = attempt
+        self._beside = beside
+        self._jobs: list[tuple[float, int, str, down.Job]] = []
+        self._vanished = deque[down.Job]()
         self._durations = Durations(samples)
         self._held: dict[str, Outgoing] = {}
         self._sendings: dict[str, Sending] = {}
@@ -85,10 +92,10 @@ class SimulatedClients:
         event = self._transport.receive(0)
         if isinstance(event, Message):
             client = event.topic.split("/")[-2]
-            self._on_control(client, wire.parse_from_coordinator(event.payload))
+            self._on_control(client, codec.parse_from_coordinator(event.payload))
         return event is not None
 
-    def work(self) -> wire.Job | None:
+    def work(self) -> down.Job | None:
         """Run jobs until one is done, send its reply, and return the job; None where there is no job.
 
         Raises:
@@ -103,7 +110,8 @@ class SimulatedClients:
             return None
         done = self._engine.take()
         _check(done)
-        client, job = done.work.client, done.work.job
+        client = done.work.client
+        job = done.work.job
         self._durations.note(client, job.purpose, done.seconds)
         self._hand_out()  # before the reply is sent: no worker is idle while the coordinator handles it
         if self._fate(client, job) != "trains_in_vain":
@@ -116,34 +124,34 @@ class SimulatedClients:
 
     def _register(self, clients: Iterable[str]) -> None:
         for client in clients:
-            hello = wire.Hello(boot=BOOT, software=__version__, tier="train", samples=self._samples[client])
+            hello = up.Hello(boot=BOOT, software=__version__, tier="train", samples=self._samples[client])
             self._roster.hello(client, hello)
 
-    def _on_control(self, client: str, message: wire.Control) -> None:
-        if isinstance(message, wire.Job):
+    def _on_control(self, client: str, message: fields.Control) -> None:
+        if isinstance(message, down.Job):
             self._on_job(client, message)
-        elif isinstance(message, wire.Grant):
+        elif isinstance(message, down.Grant):
             blob = self._held.get(client)
             if blob is not None and blob.ref.digest == message.digest:
                 pace = Pace(message.credits * blob.ref.chunk_bytes)
                 self._sendings[client] = Sending(blob, pace)
                 self._send_chunks(client, message.missing)
-        elif isinstance(message, wire.Ack):
+        elif isinstance(message, down.Ack):
             if client in self._sendings:
                 self._send_chunks(client, message.missing)
-        elif isinstance(message, wire.Receipt | wire.Cancel):
+        elif isinstance(message, down.Receipt | down.Cancel):
             self._sendings.pop(client, None)
             self._held.pop(client, None)
-            if isinstance(message, wire.Cancel):
+            if isinstance(message, down.Cancel):
                 over = (client, message.run, message.round, message.purpose)
                 self._jobs = [
                     item for item in self._jobs if (item[2], item[3].run, item[3].round, item[3].purpose) != over
                 ]
                 heapq.heapify(self._jobs)
-        elif not isinstance(message, wire.Welcome):
+        elif not isinstance(message, down.Welcome):
             log.warning("not_expected client=%s message=%s", client, message)
 
-    def _on_job(self, client: str, job: wire.Job) -> None:
+    def _on_job(self, client: str, job: down.Job) -> None:
         """Queue a job: the longest first, so that no worker runs it alone at the end."""
         if job.purpose == "train" and job.round == job.rounds and self._absent:
             self._register(self._absent)  # the last cohort has been selected, so they do not train
@@ -163,19 +171,19 @@ class SimulatedClients:
             if len(blobs) == len(taken):  # otherwise one of them is not on offer any more
                 self._engine.give(Work(client, job, blobs + (self._beside(job) if client in self._new_clients else ())))
 
-    def _fate(self, client: str, job: wire.Job) -> Fate:
+    def _fate(self, client: str, job: down.Job) -> Fate:
         if job.purpose == "train" and client in self._new_clients:  # a last round that all others dropped out of
             return "vanishes"
         if self._dropouts is None or job.purpose != "train":
             return "delivers"
         return self._dropouts.fate(client, job.round, self._attempt(job.round))
 
-    def _reply(self, client: str, message: wire.Control) -> None:
+    def _reply(self, client: str, message: fields.Control) -> None:
         self._seq += 1
         stamped = message.model_copy(update={"boot": BOOT, "seq": self._seq})
-        self._transport.publish(self._topics.up(client), wire.encode(stamped))
+        self._transport.publish(self._topics.up(client), codec.encode(stamped))
 
-    def _send_chunks(self, client: str, missing: wire.Ranges) -> None:
+    def _send_chunks(self, client: str, missing: fields.Ranges) -> None:
         self._sendings[client].lacks(missing, 0.0)
         for frame in self._sendings[client].due(0.0):
             self._transport.publish(self._topics.up_chunks(client), frame)
@@ -186,9 +194,11 @@ def _check(done: Done) -> None:
 
     After the last round the run ends without the reply of a client whose training failed, as with devices.
     """
-    client, job, reply = done.work.client, done.work.job, done.reply
-    is_training_failure = isinstance(reply, wire.Fault) and reply.error == TrainingFailed.__name__
-    if not isinstance(reply, wire.Fault) or (is_training_failure and job.purpose == "personalize"):
+    client = done.work.client
+    job = done.work.job
+    reply = done.reply
+    is_training_failure = isinstance(reply, up.Fault) and reply.error == TrainingFailed.__name__
+    if not isinstance(reply, up.Fault) or (is_training_failure and job.purpose == "personalize"):
         return
     where = f"round {job.round}" if job.purpose == "train" else "the end of the run"
     if reply.error == NOT_KEPT:

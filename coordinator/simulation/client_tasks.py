@@ -14,19 +14,23 @@ import numpy as np
 from pydantic import Field, TypeAdapter
 
 from edge_agent import heads
-from edge_agent.agent.local_state import ClientStateFiles
-from edge_agent.agent.tasks import Resources, TaskRunner, fault, kept_before
+from edge_agent.agent.tasks.resources import Resources
+from edge_agent.agent.tasks.runner import TaskRunner
+from edge_agent.agent.tasks.table import state_before
 from edge_agent.agent.transfers import Outbox, manifest_of
 from edge_agent.client import Built, ClientState, Session
-from edge_agent.config import AgentConfig, DataConfig, HeadConfig, Precision, PrivacyConfig, TrainingConfig
+from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig, Precision, PrivacyConfig, TrainingConfig
+from edge_agent.core.errors import HeadwaterError
+from edge_agent.core.task import Task, Tensors
 from edge_agent.data import Samples
 from edge_agent.data.partition import Division
-from edge_agent.errors import HeadwaterError
 from edge_agent.heads import FitData
 from edge_agent.methods import Client
-from edge_agent.task import Task, Tensors
+from edge_agent.run_folder.client_state import ClientStateFiles
 from edge_agent.training.loops import accuracy, features_of
-from edge_agent.wire import messages as wire
+from edge_agent.wire.faults import fault
+from edge_agent.wire.messages import down, up
+from edge_agent.wire.messages import fields as fields_module
 from edge_agent.wire.tensors import pieces
 
 from ..fleet.transfers import reason_of
@@ -45,7 +49,7 @@ NO_MEMORY = MemoryError.__name__
 WORKER_EXITED = "WorkerExited"
 """The `Fault` of a client whose workers ended again and again before it was done."""
 
-Reply: TypeAlias = Annotated[wire.UpdateManifest | wire.Report | wire.Fault, Field(discriminator="type")]
+Reply: TypeAlias = Annotated[up.UpdateManifest | up.Report | up.Fault, Field(discriminator="type")]
 """What a client replies to a job."""
 
 _REPLY: TypeAdapter[Reply] = TypeAdapter(Reply)
@@ -89,11 +93,11 @@ class MemoryOutbox(Outbox):
     def put(
         self,
         tensors: Tensors,
-        about: wire.JobKey,
+        about: fields_module.JobKey,
         samples: int,
         metrics: Mapping[str, float],
-        asked: wire.Noise | None = None,  # noqa: ARG002 - nothing waits here for another job
-    ) -> wire.UpdateManifest:
+        asked: down.Noise | None = None,  # noqa: ARG002 - nothing waits here for another job
+    ) -> up.UpdateManifest:
         """Hold an update, in pieces, until it is taken."""
         self.content = [*pieces(tensors)]
         return manifest_of(self.content, about, samples, metrics)
@@ -160,13 +164,15 @@ class SimulatedResources(Resources):
             privacy=PrivacyConfig(min_class_count=1, statistics=("*",)),  # whatever a paper asks for
         )
         super().__init__(config)
-        self._shared, self.outbox, self.evaluate_after = shared, MemoryOutbox(), plan.evaluate_after
+        self._shared = shared
+        self.outbox = MemoryOutbox()
+        self.evaluate_after = plan.evaluate_after
 
     def samples(self, task: Task) -> tuple[Samples, Samples]:  # noqa: ARG002 - the pools are of the run's task
         """The client's rows of the pools, copied."""
         return self._shared.pools.rows_of(self._shared.division.clients[self.config.id])
 
-    def model(self, job: wire.Job) -> Built:  # noqa: ARG002 - there is one run
+    def model(self, job: down.Job) -> Built:  # noqa: ARG002 - there is one run
         """The model of the process."""
         return self._shared.model
 
@@ -174,7 +180,7 @@ class SimulatedResources(Resources):
         """The client's state; of all rounds whose checkpoints the coordinator keeps."""
         return self._shared.carried or kept_in(self._shared.folder, self.config.id, run, self._shared.plan.keep_every)
 
-    def session(self, job: wire.Job, make: Callable[[], Session]) -> Session:  # noqa: ARG002 - there is one run
+    def session(self, job: down.Job, make: Callable[[], Session]) -> Session:  # noqa: ARG002 - there is one run
         """A new session, or one that stayed."""
         return self._shared.sessions.of(self.config.id, make)
 
@@ -193,13 +199,13 @@ class HalfRound:
 
     resources: SimulatedResources
     tasks: TaskRunner
-    job: wire.Job
+    job: down.Job
     session: Session
     client: Client
     metrics: dict[str, float]
 
     @classmethod
-    def begin(cls, shared: Shared, client: str, job: wire.Job, received: Tensors) -> HalfRound:
+    def begin(cls, shared: Shared, client: str, job: down.Job, received: Tensors) -> HalfRound:
         """A client that is ready to train, its state loaded into the model.
 
         Raises:
@@ -209,22 +215,24 @@ class HalfRound:
         resources = SimulatedResources(shared, client)
         tasks = resources.tasks()
         session = tasks.session(job)
-        state = ClientState(*resources.state_files(job.run).before(kept_before(job)))
+        state = ClientState(*resources.state_files(job.run).before(state_before(job)))
         ready = session.before_round(received, state, round_number=job.round, rounds=job.rounds)
         return cls(resources, tasks, job, session, ready, session.scores(ready) if job.evaluate else {})
 
-    def end(self) -> wire.UpdateManifest:
+    def end(self) -> up.UpdateManifest:
         """Save the client's state, and put what the model has learned into the outbox."""
-        job, session = self.job, self.session
+        job = self.job
+        session = self.session
         outcome = session.after_round(self.client, session.sent(), self.metrics, evaluate=job.evaluate)
         return self.tasks.deliver(job, outcome)
 
 
-def answer(shared: Shared, client: str, job: wire.Job, received: Tensors) -> Answer:
+def answer(shared: Shared, client: str, job: down.Job, received: Tensors) -> Answer:
     """Run a client's job; any error becomes its `Fault`, as on a device."""
-    begin, content = time.perf_counter(), list[bytes | memoryview]()
+    begin = time.perf_counter()
+    content = list[bytes | memoryview]()
 
-    def work() -> wire.UpdateManifest | wire.Report:
+    def work() -> up.UpdateManifest | up.Report:
         resources = SimulatedResources(shared, client)
         tasks = resources.tasks()
         if job.purpose == "personalize" and client in shared.new_clients:
@@ -237,7 +245,7 @@ def answer(shared: Shared, client: str, job: wire.Job, received: Tensors) -> Ans
     return Answer(reply, content, time.perf_counter() - begin, failure)
 
 
-def attempt(client: str, job: wire.Job, work: Callable[[], T]) -> tuple[T | wire.Fault, Failure]:
+def attempt(client: str, job: down.Job, work: Callable[[], T]) -> tuple[T | up.Fault, Failure]:
     """The result of a client's work, or its `Fault`; unexpected errors are logged, and where they came from is told."""
     try:
         return work(), NONE
@@ -246,10 +254,10 @@ def attempt(client: str, job: wire.Job, work: Callable[[], T]) -> tuple[T | wire
         return failed_reply(client, job, error)
 
 
-def failed_reply(client: str, job: wire.Job, error: Exception) -> tuple[wire.Fault, Failure]:
+def failed_reply(client: str, job: down.Job, error: Exception) -> tuple[up.Fault, Failure]:
     """The `Fault` of a client for an error that was caught, and where an unexpected one came from."""
     if isinstance(error, OSError):
-        return wire.Fault(error=NOT_KEPT, message=reason_of(error)[:2000], run=job.run, round=job.round), NONE
+        return up.Fault(error=NOT_KEPT, message=reason_of(error)[:2000], run=job.run, round=job.round), NONE
     if is_out_of_memory(error):
         return no_memory(client, job, str(error)), NONE
     failure = NONE
@@ -264,24 +272,24 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(text in str(error).lower() for text in _ALLOCATION_FAILED)
 
 
-def no_memory(client: str, job: wire.Job, reason: str) -> wire.Fault:
+def no_memory(client: str, job: down.Job, reason: str) -> up.Fault:
     """The `Fault` of a client for which memory ran out."""
     first = " ".join(reason.split())[:200] or "the system gave no reason"
     message = f"client '{client}' ran out of memory in round {job.round} ({first}); {_memory_advice(job)}"
-    return wire.Fault(error=NO_MEMORY, message=message, run=job.run, round=job.round)
+    return up.Fault(error=NO_MEMORY, message=message, run=job.run, round=job.round)
 
 
-def worker_exited(client: str, job: wire.Job, times: int, reason: str) -> wire.Fault:
+def worker_exited(client: str, job: down.Job, times: int, reason: str) -> up.Fault:
     """The `Fault` of a client at whose job so many workers ended, for example by ``sys.exit`` in a user's method."""
     last = " ".join(reason.split())[:500]
     message = (
         f"{times} workers ended while client '{client}' worked in round {job.round}, the last with {last}; where that "
         f"does not say why, memory ran out: {_memory_advice(job)}"
     )
-    return wire.Fault(error=WORKER_EXITED, message=message, run=job.run, round=job.round)
+    return up.Fault(error=WORKER_EXITED, message=message, run=job.run, round=job.round)
 
 
-def _memory_advice(job: wire.Job) -> str:
+def _memory_advice(job: down.Job) -> str:
     size = job.params.get("batch_size")
     batch = "a smaller batch_size" if size is None else f"a smaller batch_size than {size}"
     return f"try {batch}, fewer --workers, or a smaller encoder"

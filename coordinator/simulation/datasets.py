@@ -13,10 +13,10 @@ import numpy as np
 
 from edge_agent import data
 from edge_agent.client import Arrays
+from edge_agent.core.errors import DataError, UsageError
+from edge_agent.core.task import InputSpec, Task, Tensors
 from edge_agent.data import Samples, partition
 from edge_agent.data.partition import Division
-from edge_agent.errors import DataError, UsageError
-from edge_agent.task import InputSpec, Task, Tensors
 from edge_agent.wire.tensors import decode, pieces
 
 from .plan import CLIENTS, MIN_SIZE, SIZE, Plan
@@ -100,7 +100,8 @@ def prepare(plan: Plan, saved: Path | None = None) -> tuple[Pools, Division, Tas
         spec = data.standardised(pools.train.take(rows))
         pools = _load(plan, sources, spec)
     pools = pools.like(division)
-    names, encoder = pools.train.class_names, plan.encoder_for(spec, rule)
+    names = pools.train.class_names
+    encoder = plan.encoder_for(spec, rule)
     task = Task(input=spec, class_names=names, encoder=encoder, encoder_params=plan.encoder_params)
     return pools, division, task
 
@@ -149,8 +150,10 @@ def _train_rows(plan: Plan, pools: Pools, rng: np.random.Generator) -> dict[str,
             owners = f"the data hold {len(pools.owners)} of them ({', '.join(pools.owners)})"
             raise UsageError(f"--clients {plan.clients} with partition {plan.partition}: {owners}; leave --clients out")
         return dict(pools.owners)
-    labels, clients = pools.train.labels, plan.clients or CLIENTS
-    alpha, min_size = plan.alpha or 1.0, plan.min_size or MIN_SIZE
+    labels = pools.train.labels
+    clients = plan.clients or CLIENTS
+    alpha = plan.alpha or 1.0
+    min_size = plan.min_size or MIN_SIZE
     rules: dict[str, Callable[[], partition.Rows]] = {
         "fedpac": lambda: partition.fedpac(labels, clients, size=plan.size or SIZE, first=(plan.starts or (0, 0))[0]),
         "dirichlet": lambda: partition.dirichlet(labels, clients, alpha, rng, min_size=min_size),
@@ -243,7 +246,8 @@ def _load(plan: Plan, sources: Mapping[str, str], spec: InputSpec) -> Pools:
         parts = [partition.read_pools(source, spec, folder=plan.folder) for source in sources.values()]
         if list(sources) == [""]:
             return Pools(parts[0].train, parts[0].test)
-        train, test = [own.train for own in parts], [own.test for own in parts if own.test is not None]
+        train = [own.train for own in parts]
+        test = [own.test for own in parts if own.test is not None]
         return Pools(_joined(train), _joined(test), _rows_of(sources, train), _rows_of(sources, test))
     each = [data.load(source, spec, folder=plan.folder, compact=True) for source in sources.values()]
     return Pools(_joined(each), None, _rows_of(sources, each))
@@ -258,7 +262,9 @@ def _rows_of(owners: Iterable[str], each: Sequence[Samples]) -> dict[str, np.nda
 def _joined(parts: Sequence[Samples]) -> Samples:
     """One after another, labelled by the classes of all of them; groups of two sources stay distinct."""
     names = tuple(sorted({name for samples in parts for name in samples.class_names}, key=_natural_order))
-    labels, groups, last = [], [], 0
+    labels = []
+    groups = []
+    last = 0
     for samples in parts:
         table = np.array([names.index(name) for name in samples.class_names], np.int64)
         labels.append(table[samples.labels])

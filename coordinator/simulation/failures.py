@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import RemoteTraceback
+from edge_agent.core.errors import RemoteTraceback
 
 _OWN = tuple(str(Path(__file__).resolve().parents[2] / name) for name in ("coordinator", "edge_agent", "export"))
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})

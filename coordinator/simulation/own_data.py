@@ -19,17 +19,18 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from edge_agent import data
-from edge_agent.config import NAME_PATTERN
+from edge_agent.core.config import NAME_PATTERN
+from edge_agent.core.errors import DataError, UsageError
 from edge_agent.data import partition
 from edge_agent.data.preprocess import height_width_channels
-from edge_agent.errors import DataError, UsageError
 
 from .datasets import Pools, Shares, held_out
 from .failures import Failure
 
 log = logging.getLogger(__name__)
 
-_ARCHIVE, _PARTITION = "clients.npz", "clients.json"
+_ARCHIVE = "clients.npz"
+_PARTITION = "clients.json"
 
 IMAGE_KEYS = ("image", "img", "x", "input", "inputs")
 """Keys of a row's input; the first one that the row has counts."""
@@ -448,7 +449,8 @@ def _text_of_objects(labels: np.ndarray) -> np.ndarray:
 
 def _check_same_form(where: str, part: Labelled, whose: str, known: Labelled) -> None:
     """Require that samples have the same form as the first client's, so that all fit into one archive."""
-    own, expected = part.inputs, known.inputs
+    own = part.inputs
+    expected = known.inputs
     if own.shape[1:] != expected.shape[1:] or own.dtype.kind != expected.dtype.kind:
         raise DataError(
             f"{where}: {own.dtype} of shape {own.shape}; {whose} has {expected.dtype} of shape {expected.shape}, "

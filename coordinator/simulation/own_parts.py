@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent import methods, models
-from edge_agent.errors import MissingCapability, UsageError
-from edge_agent.registry import absolute, is_reference, load_reference, own_name
-from edge_agent.storage import read_regular
+from edge_agent.core.errors import MissingCapability, UsageError
+from edge_agent.core.registry import absolute, is_reference, load_reference, own_name
+from edge_agent.core.storage import read_regular
 
 from .plan import Plan
 
@@ -83,7 +83,8 @@ def reference(part: Any, add: Callable[[Any], str]) -> tuple[str, bool]:
     ``add``: `add_method` or `add_encoder`.
     """
     module = sys.modules.get(getattr(part, "__module__", ""))
-    file, name = getattr(module, "__file__", None), getattr(part, "__qualname__", "")
+    file = getattr(module, "__file__", None)
+    name = getattr(part, "__qualname__", "")
     is_loadable = module is not None and module.__name__ != "__main__" and getattr(module, name, None) is part
     known_as = add(part)
     if is_loadable and is_reference(f"{file}:{name}"):

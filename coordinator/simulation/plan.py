@@ -8,12 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from edge_agent.config import PRECISION, Precision, mistakes_of
-from edge_agent.errors import ConfigError
-from edge_agent.registry import is_reference, own_name
-from edge_agent.task import Frozen, ImageInput, InputSpec
+from edge_agent.core.config import PRECISION, Precision, mistakes_of
+from edge_agent.core.errors import ConfigError
+from edge_agent.core.registry import is_reference, own_name
+from edge_agent.core.task import Frozen, ImageInput, InputSpec
 
-CLIENTS, SIZE, MIN_SIZE = 20, 600, 10
+CLIENTS = 20
+SIZE = 600
+MIN_SIZE = 10
 FEDPAC_NORMALISATION = {"mean": (0.1307,), "std": (0.3081,)}
 """That of FedPAC's code for grey images."""
 

@@ -12,15 +12,17 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+from edge_agent.core.errors import HeadwaterError
+from edge_agent.core.task import Task, Tensors
 from edge_agent.data import Samples
 from edge_agent.data.partition import Division
-from edge_agent.errors import HeadwaterError
 from edge_agent.methods import Method
 from edge_agent.methods.base import pooled_norm
-from edge_agent.task import Task, Tensors
 from edge_agent.training.parts import norm_names
 from export.domains import spread_over
 
+from ..journal.entries import RoundClosed, UpdateAccepted
+from ..journal.store import facts_of
 from ..report import write_report
 from ..report.charts import Axis, Lines, Series, ends
 from ..report.pictures import Format, picture
@@ -28,6 +30,7 @@ from ..report.run_charts import accuracy_floor
 from ..runs.result_notes import local_models
 from ..state.store import StateFolder
 from ..text import worst_tenth
+from ..views.runs import replay
 from .client_tasks import kept_in
 from .datasets import class_counts, prepare
 from .plan import HOW_NOT_WHAT, Plan
@@ -58,9 +61,11 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
     ``failed``: clients that are missing there, and why.
     ``best`` is chosen on the same samples, which ``scored_on`` names: test, or validation.
     """
-    plan, division = prepared.plan, prepared.division
-    record, summary = state.journal.replay(run), state.run(run).summary() or {}
-    weights = record.request.get("weights")
+    plan = prepared.plan
+    division = prepared.division
+    record = replay(state.journal, run)
+    summary = state.run(run).summary() or {}
+    weights = record.request.weights
     rounds = [round_of(state, run, number, division) for number in range(1, record.round + 1)]
     agents: dict[str, list[Mapping[str, Any]]] = {"trained": [], "new": []}
     for agent in summary.get("agents", []):
@@ -75,8 +80,8 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "method": plan.method_name,
         "params": summary.get("params", {}),
         "data": list(plan.data),
-        "task": record.request.get("task", {}),
-        "weights": None if weights is None else {"path": str(plan.weights_path), "sha256": weights["sha256"]},
+        "task": record.request.task,
+        "weights": None if weights is None else {"path": str(plan.weights_path), "sha256": weights.sha256},
         "partition": division.rule,
         "partition_settings": division.settings,
         "partition_hash": division.sha256,
@@ -100,7 +105,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "failed": summary.get("faults", {}),
         "warnings": summary.get("warnings", []),
         "next_steps": summary.get("next_steps", []),
-        "encoder_sha256": record.outcome.get("encoder_sha256", ""),
+        "encoder_sha256": record.encoder_sha256 or "",
     }
     return {**result, "best": best_of(result)}
 
@@ -108,11 +113,13 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
 def round_of(state: StateFolder, run: str, number: int, division: Division) -> dict[str, Any]:
     """One closed round."""
     entries = state.journal.entries(run, ("round_closed", "update_accepted"), round=number)
-    figures = next((entry.body for entry in entries if entry.kind == "round_closed"), {})
+    closed = facts_of(entries, RoundClosed)
+    figures = closed[0] if closed else RoundClosed()
     metrics: dict[str, dict[str, float]] = {}
     for entry in entries:
-        if entry.kind == "update_accepted" and entry.agent is not None:  # the first update of a client counts
-            metrics.setdefault(entry.agent, dict(entry.body.get("metrics", {})))
+        fact = entry.fact
+        if isinstance(fact, UpdateAccepted) and entry.agent is not None:  # the first update of a client counts
+            metrics.setdefault(entry.agent, dict(fact.metrics))
     losses = [own["loss"] for own in metrics.values() if "loss" in own]
     accuracies = {}
     for scope, name in SCOPES.items():
@@ -120,12 +127,12 @@ def round_of(state: StateFolder, run: str, number: int, division: Division) -> d
             accuracies[scope] = spread(scores, division)
     return {
         "round": number,
-        "seconds": figures.get("seconds"),
+        "seconds": figures.seconds,
         "clients": len(metrics),
         "acc": accuracies,
         "loss": fmean(losses) if losses else None,
-        "bytes_up": figures.get("bytes_up"),
-        "bytes_down": figures.get("bytes_down"),
+        "bytes_up": figures.bytes_up,
+        "bytes_down": figures.bytes_down,
     }
 
 
@@ -150,7 +157,8 @@ def best_of(result: Mapping[str, Any], by: str = "clients_mean") -> dict[str, di
     Only means over all clients that train and have test samples count, of rounds as of the end: the mean of a few that
     were selected varies from round to round, and the highest of many such means says nothing.
     """
-    last, all_clients = result["last"], scored_clients(result)
+    last = result["last"]
+    all_clients = scored_clients(result)
     candidates = [
         (scope, rounds_done(scope, one["round"]), scores)
         for one in result["rounds"]
@@ -182,7 +190,9 @@ MOST_COUNTED = 1000
 
 def describe(state: StateFolder, run: str, prepared: Prepared) -> None:
     """Add what only a simulation knows to the summary of a finished run, and write its page with it."""
-    plan, division, folder = prepared.plan, prepared.division, state.run(run)
+    plan = prepared.plan
+    division = prepared.division
+    folder = state.run(run)
     shown = class_counts(division, prepared.pools, prepared.task.class_names)
     if len(shown["clients"]) > MOST_COUNTED:
         shown["clients"] = []

@@ -17,21 +17,25 @@ from typing import Any
 import torch
 
 from edge_agent.client import choose_device
-from edge_agent.errors import ChunkError, HeadwaterError, RunFailed, StateError
-from edge_agent.storage import sweep, without_syncs
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Job
+from edge_agent.core.errors import ChunkError, HeadwaterError, RunFailed, StateError
+from edge_agent.core.storage import sweep, without_syncs
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.memory import MemoryBroker
+from edge_agent.wire.messages.down import Job
 from edge_agent.wire.tensors import encode
-from edge_agent.wire.transport import MemoryBroker, Message
+from edge_agent.wire.transport import Message
 
 from ..fleet.registry import RunNames
 from ..fleet.transfers import reason_of
+from ..journal.entries import RoundOpened
+from ..journal.store import facts_of
 from ..runs.context import RunContext
 from ..runs.run_queue import Runs
 from ..service.coordinator import Coordinator
 from ..service.status import STATUS_EVERY_S
 from ..state.store import StateFolder
 from ..text import listed
+from ..views.runs import replay
 from .client_pool import RESUMABLE, Dropouts, SimulatedClients
 from .client_tasks import Sessions, Shared
 from .engines.base import Engine, Serial
@@ -51,8 +55,12 @@ class Simulation:
     """One run in one folder, which this process has locked. `step` until `is_over`."""
 
     def __init__(self, prepared: Prepared, state: StateFolder, run: str, engine: Engine) -> None:
-        self.prepared, self.state, self.run, self.engine = prepared, state, run, engine
-        self.clock_s, broker = 0.0, MemoryBroker()  # a clock that stands still until it is advanced
+        self.prepared = prepared
+        self.state = state
+        self.run = run
+        self.engine = engine
+        self.clock_s = 0.0
+        broker = MemoryBroker()  # a clock that stands still until it is advanced
         self.coordinator = StrictCoordinator(
             prepared.config(state.path),
             state,
@@ -85,7 +93,7 @@ class Simulation:
         self.engine.start()
         self.coordinator.start()
         self.engine.wait_until_ready()  # while the workers start, the coordinator reads its journal
-        record = self.state.journal.replay(self.run)
+        record = replay(self.state.journal, self.run)
         begun = record.round + (record.open_round is not None)
         self.clients.start(is_late=begun >= self.prepared.plan.rounds)
 
@@ -122,7 +130,7 @@ class Simulation:
             job = self.clients.work()
         if job is not None:
             return job
-        self.is_over = self.coordinator.loop is None and self.state.journal.replay(self.run).is_over
+        self.is_over = self.coordinator.loop is None and replay(self.state.journal, self.run).is_over
         seconds = max(SHORTEST_PAUSE_S, self.coordinator.idle_s())
         self.clock_s += seconds
         self._silent_s += seconds
@@ -153,9 +161,9 @@ class Simulation:
             job = self.step()
             if job is not None:
                 watch(job)
-        record = self.state.journal.replay(self.run)
+        record = replay(self.state.journal, self.run)
         if record.status != "finished":
-            raise RunFailed(f"{self.run} {record.status}: {record.outcome.get('reason', 'no reason was noted')}")
+            raise RunFailed(f"{self.run} {record.status}: {record.reason or 'no reason was noted'}")
         with files_kept(self.state.path):
             describe(self.state, self.run, self.prepared)
         result = result_of(self.state, self.run, self.prepared)
@@ -171,7 +179,8 @@ class Simulation:
     def _attempt(self, number: int) -> int:
         """Which attempt at a round runs."""
         opened = self.state.journal.entries(self.run, ("round_opened",), round=number)
-        return int(opened[-1].body["attempt"]) if opened else 1
+        facts = facts_of(opened, RoundOpened)
+        return facts[-1].attempt if facts else 1
 
 
 @contextlib.contextmanager
@@ -276,7 +285,9 @@ SPARE_BYTES = 1 << 30
 
 def create_engine(prepared: Prepared, folder: Path, setup: Sequence[str]) -> Engine:
     """The engine that was chosen, for the simulation in ``folder``; ``setup``: functions that workers call first."""
-    plan, choice, clients = prepared.plan, prepared.choice, folder / CLIENTS
+    plan = prepared.plan
+    choice = prepared.choice
+    clients = folder / CLIENTS
     if choice.engine == "ray":
         return WorkerPool("ray", RayWorkers(prepared, clients, setup), choice.workers)
     if choice.engine == "pool":
@@ -284,7 +295,8 @@ def create_engine(prepared: Prepared, folder: Path, setup: Sequence[str]) -> Eng
     shared = Shared(plan, prepared.pools, prepared.division, prepared.model, clients)
     if choice.engine == "serial":
         return Serial(shared)
-    device, spare_bytes = choose_device(plan.device), SPARE_BYTES
+    device = choose_device(plan.device)
+    spare_bytes = SPARE_BYTES
     if device.type == "cuda":  # a quarter of a GPU, where samples would otherwise be sent again in each round
         spare_bytes = int(torch.cuda.get_device_properties(device).total_memory) // 4
     return Stacked(replace(shared, sessions=Sessions(spare_bytes)), always=plan.stacked_always)

@@ -8,31 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent import methods, models
-from edge_agent.agent.tasks import LAST_ROUND
 from edge_agent.client import Built, supported
-from edge_agent.config import Precision, parse
+from edge_agent.core.config import Precision, parse
+from edge_agent.core.errors import StateError, UsageError
+from edge_agent.core.own_folders import MARK, FolderKind, holds_only, mark_folder
+from edge_agent.core.storage import read_json, read_regular, write_atomic, write_json
+from edge_agent.core.task import Task
 from edge_agent.data.partition import Division
-from edge_agent.errors import StateError, UsageError
 from edge_agent.methods import Method
-from edge_agent.storage import (
-    MARK,
-    FolderKind,
-    holds_only,
-    mark_folder,
-    read_json,
-    read_regular,
-    write_atomic,
-    write_json,
-)
-from edge_agent.task import Task
+from edge_agent.run_folder.client_state import LAST_ROUND
 from edge_agent.training.precision import time_steps
 from edge_agent.training.weights import read_weights
 
 from ..config import NO_BOUNDS, CoordinatorConfig
+from ..journal.entries import Simulated
 from ..processes.pipe import SharedBuffer
 from ..runs.request import Request, Weights
-from ..state.journal import RunRecord
 from ..state.store import StateFolder
+from ..views.runs import RunRecord, replay
 from .client_tasks import kept_in
 from .datasets import Pools, prepare
 from .engines.base import EngineChoice
@@ -100,7 +93,8 @@ class Prepared:
         Raises:
             ConfigError: unknown or impossible parameters, all of them listed.
         """
-        method, plan = methods.create(self.plan.method_name, params), self.plan
+        method = methods.create(self.plan.method_name, params)
+        plan = self.plan
         if method.params == self.method.params:
             return self
         model = Built.of(method, self.task, seed=plan.seed, device=plan.device, weights=self.pools.weights)
@@ -256,7 +250,7 @@ def run_in(state: StateFolder, prepared: Prepared) -> str:
         StateError: the journal was lost, or replaced by an older one.
     """
     if runs := state.journal.runs():
-        record = state.journal.replay(runs[0])
+        record = replay(state.journal, runs[0])
         _check_is_requested(state.path, record, prepared)
         _check_is_newest(state.path, record, prepared)
         return runs[0]
@@ -266,12 +260,13 @@ def run_in(state: StateFolder, prepared: Prepared) -> str:
             f"perhaps; remove {state.path} to start again, or choose another folder with --out"
         )
     weights = Weights.of(state.path / WEIGHTS) if prepared.plan.weights is not None else None
-    requested = {
-        "plan": _as_json(prepared.plan),
-        "partition_sha256": prepared.division.sha256,
-        "precision": prepared.settled_precision(),
-    }
-    return state.journal.request_run(replace(prepared.request(), weights=weights).body() | {"simulation": requested})
+    simulated = Simulated(
+        plan=_as_json(prepared.plan),
+        partition_sha256=prepared.division.sha256,
+        precision=prepared.settled_precision(),
+    )
+    request = replace(prepared.request(), weights=weights).to_fact()
+    return state.journal.request_run(request.changed(simulation=simulated))
 
 
 def computing_as_begun(state: StateFolder, run: str, prepared: Prepared) -> Prepared:
@@ -282,10 +277,10 @@ def computing_as_begun(state: StateFolder, run: str, prepared: Prepared) -> Prep
     Raises:
         ConfigError: the method has no such parameters any more.
     """
-    request = state.journal.replay(run).request
-    requested = request.get("simulation") or {}
-    plan = prepared.plan.model_copy(update={"precision": requested.get("precision", prepared.plan.precision)})
-    return replace(prepared, plan=plan).with_params(request["params"])
+    request = replay(state.journal, run).request
+    begun_with = None if request.simulation is None else request.simulation.precision
+    plan = prepared.plan.model_copy(update={"precision": begun_with or prepared.plan.precision})
+    return replace(prepared, plan=plan).with_params(request.params)
 
 
 def _as_json(plan: Plan) -> dict[str, Any]:
@@ -294,20 +289,20 @@ def _as_json(plan: Plan) -> dict[str, Any]:
 
 def _check_is_requested(folder: Path, record: RunRecord, prepared: Prepared) -> None:
     """Runs of earlier versions do not record their settings."""
-    requested = record.request.get("simulation")
+    requested = record.request.simulation
     if requested is None:
         return
-    begun = parse(Plan, requested["plan"], where=f"the plan in {folder}'s journal")
+    begun = parse(Plan, requested.plan, where=f"the plan in {folder}'s journal")
     # Data may be moved: the partition has their hash, and the request that of the weights.
     if other := begun.differences(prepared.plan, but=("data", "weights")):
         raise UsageError(
             f"{folder}: its settings differ from those in {PLAN} ({'; '.join(other[:5])}); "
             "restore it, or choose another folder with --out"
         )
-    if requested["partition_sha256"] != (now := prepared.division.sha256):
+    if requested.partition_sha256 != (now := prepared.division.sha256):
         raise UsageError(
             f"{folder}: {PARTITION} gives clients other samples (hash {now[:16]}) than the run began with "
-            f"({requested['partition_sha256'][:16]}); restore it, or choose another folder with --out"
+            f"({requested.partition_sha256[:16]}); restore it, or choose another folder with --out"
         )
 
 
@@ -315,7 +310,7 @@ def _check_is_newest(folder: Path, record: RunRecord, prepared: Prepared) -> Non
     """No client can have state of a round that has not been opened."""
     if record.is_over:
         return
-    newest = LAST_ROUND if record.round >= int(record.request["rounds"]) else record.round + 1
+    newest = LAST_ROUND if record.round >= record.request.rounds else record.round + 1
     for client in prepared.division.clients:
         rounds = kept_in(folder / CLIENTS, client, record.run).rounds()
         if rounds and rounds[-1] > newest:

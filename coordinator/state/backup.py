@@ -15,27 +15,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import StateError, UsageError
-from edge_agent.storage import (
+from edge_agent.core.errors import StateError, UsageError
+from edge_agent.core.locks import folder_lock
+from edge_agent.core.own_folders import MARK, FolderKind, holds_only, make_folder, remove_folder
+from edge_agent.core.storage import (
     IDENTITY,
-    MARK,
     Access,
-    FolderKind,
     access_of,
-    folder_lock,
-    holds_only,
-    make_folder,
     mapped,
     read_json,
     read_regular,
-    remove_folder,
     sha256_file,
     sha256_of,
     write_atomic,
     write_json,
 )
 
-from .journal import FINAL, Journal, utc_now
+from ..journal.kinds import FINAL
+from ..journal.sqlite import Journal
+from ..journal.store import utc_now
 from .store import TEMPORARY, StateFolder, blobs_needed
 
 TRIES = 8
@@ -134,7 +132,8 @@ def back_up(state: StateFolder, target: Path) -> Backup:
         try:
             _pin(state, pinned)
             with pinned.look():
-                entries, runs = pinned.journal.last_id(), len(pinned.journal.runs())
+                entries = pinned.journal.last_id()
+                runs = len(pinned.journal.runs())
                 first = pinned.journal.first_hash()
             with folder_lock(target, _OWNER):
                 _check_target(state, target)  # again: a standby may have taken it over meanwhile
@@ -145,7 +144,8 @@ def back_up(state: StateFolder, target: Path) -> Backup:
 
 def _check_target(state: StateFolder, target: Path) -> None:
     """Return quietly where a backup may be written over what is there."""
-    source, folder = state.path.resolve(), target.resolve()
+    source = state.path.resolve()
+    folder = target.resolve()
     if folder.is_relative_to(source) or source.is_relative_to(folder):
         where = "inside" if folder.is_relative_to(source) else "above"
         raise UsageError(

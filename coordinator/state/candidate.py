@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..journal.entries import TriedBundle
 from .values import as_number, as_text
 
 if TYPE_CHECKING:
-    from edge_agent.wire.messages import Report
+    from edge_agent.wire.messages.up import Report
 
 SCOPES = ("local", "global", "personal")
 
@@ -43,8 +44,22 @@ class Candidate:
         return cls(report.about, report.run, report.release, report.rolled_back[:500], acc)
 
     @classmethod
+    def from_fact(cls, fact: TriedBundle | None) -> Candidate | None:
+        """Return the candidate in an entry of the journal; None where there is none."""
+        if fact is None:
+            return None
+        acc = accuracies_of(fact.acc or {})
+        return cls(as_text(fact.bundle_id), as_text(fact.run), fact.release, as_text(fact.reason), acc)
+
+    def to_fact(self) -> TriedBundle:
+        """Return the candidate for an entry of the journal."""
+        return TriedBundle(
+            bundle_id=self.bundle_id, run=self.run, release=self.release, reason=self.reason, acc=dict(self.acc)
+        )
+
+    @classmethod
     def from_body(cls, body: object) -> Candidate | None:
-        """Return the candidate in an entry of the journal or in the status; None where there is none."""
+        """Return the candidate in the status; None where there is none."""
         if not isinstance(body, dict):
             return None
         acc = body.get("acc")
@@ -57,7 +72,7 @@ class Candidate:
         )
 
     def body(self) -> dict[str, Any]:
-        """Return the candidate as JSON, for the journal and the status."""
+        """Return the candidate as JSON, for the status."""
         return {
             "bundle_id": self.bundle_id,
             "run": self.run,

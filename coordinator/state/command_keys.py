@@ -1,4 +1,4 @@
-"""Keys by which agents know the commands of their coordinator, see `edge_agent.wire.authentic`.
+"""Keys by which agents know the commands of their coordinator, see `edge_agent.wire.seal`.
 
 One secret of 32 random bytes in the state folder is enough: each agent's key and the key that signs announcements are
 derived from it, so there is no list to keep, and a backup of the state folder holds all of them.
@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edge_agent.config import credential
-from edge_agent.errors import StateError, cause
-from edge_agent.storage import IDENTITY, private_folder, read_regular, waited_lock, write_private
-from edge_agent.wire.authentic import KEY_BYTES, AgentKey, derive, with_mac, with_signature
+from edge_agent.core.config import credential
+from edge_agent.core.errors import StateError, cause
+from edge_agent.core.locks import waited_lock
+from edge_agent.core.storage import IDENTITY, private_folder, read_regular, write_private
+from edge_agent.wire.seal import KEY_BYTES, AgentKey, derive, with_mac, with_signature
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -32,7 +33,9 @@ class CommandKeys:
 
     def __init__(self, master: bytes, federation: str, generation: Callable[[str], int] = lambda _: 0) -> None:
         """``generation`` of an agent's key: another one is another key, so that who had one has not the next."""
-        self._master, self._federation, self._generation = master, federation, generation
+        self._master = master
+        self._federation = federation
+        self._generation = generation
         self._derived = functools.lru_cache(MOST_AGENTS)(self._derive)
 
     @classmethod

@@ -13,11 +13,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from edge_agent.storage import read_regular
+from edge_agent.core.storage import read_regular
 
-from .journal import utc_now
+from ..journal.store import utc_now
 
-NEWER, OLDER = "faults.jsonl", "faults.older.jsonl"
+NEWER = "faults.jsonl"
+OLDER = "faults.older.jsonl"
 FILE_BYTES = 1 << 20
 """Of one file, some 3,000 faults; then it becomes the older one."""
 
@@ -26,7 +27,9 @@ class FaultLog:
     """Faults in a state folder, oldest first."""
 
     def __init__(self, state: Path, now: Callable[[], datetime] = utc_now) -> None:
-        self._newer, self._older, self._now = state / NEWER, state / OLDER, now
+        self._newer = state / NEWER
+        self._older = state / OLDER
+        self._now = now
 
     def note(self, agent: str, fault: Mapping[str, str]) -> None:
         """Add a fault. On a full disk it is lost; the status has it as long as it stands."""

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from ..journal.entries import DeviceReported, ReleaseReported, RunningFigures
+from ..journal.kinds import Kind
+from ..journal.store import Entry, utc_now
+from ..views.releases import Book
 from .candidate import Candidate, accuracies_of
 from .history import SCOPES
-from .journal import Entry, Kind, utc_now
 from .noise import Gain, classify_gain
-from .releases import Book
 from .values import as_number, as_text
 
 PRESENT = ("online", "fault", "stalled")
@@ -96,60 +98,56 @@ class Reported:
 
     def add(self, entry: Entry, book: Book) -> None:
         """Take what a newer entry of `REPORTS` says. ``book``: has the releases before the entry."""
-        body = entry.body
-        if entry.kind == "release_reported":
-            self._add_result_of_run(entry)
-        elif entry.kind == "device_reported":
+        fact = entry.fact
+        if isinstance(fact, ReleaseReported):
+            self._add_result_of_run(entry.run or "", fact)
+        elif isinstance(fact, DeviceReported):
             self.tier = "head"
-            if "running" in body:
-                self._take_figures(_mapping(body["running"]))
-                self.candidate = Candidate.from_body(body.get("candidate"))
+            if fact.running is not None:
+                self._take_figures(fact.running)
+                self.candidate = Candidate.from_fact(fact.candidate)
             else:
-                self._add_older_result(body, book)
+                self._add_older_result(fact, book)
 
-    def _add_result_of_run(self, entry: Entry) -> None:
+    def _add_result_of_run(self, run: str, fact: ReleaseReported) -> None:
         """Take the record of a device at the end of a run: its figures are of the encoder of that run."""
-        body = entry.body
-        self.run = entry.run or ""
-        self.tier = as_text(body.get("tier") or "")
-        self.bundle_id = as_text(body.get("runs") or "")
-        self.samples = _count(body.get("samples"))
-        reason = as_text(body.get("rolled_back") or "")
+        self.run = run
+        self.tier = as_text(fact.tier)
+        self.bundle_id = as_text(fact.runs)
+        self.samples = fact.samples
+        reason = as_text(fact.rolled_back or "")
         if not reason:
-            self._take_figures(body)
+            self._take_figures(fact)
             self.candidate = None
             return
-        self._note_own_pair(body.get("before"))
-        acc = accuracies_of(_mapping(body.get("acc")))
-        number = _count(body.get("release")) or 0
-        self.candidate = Candidate(as_text(body.get("about") or ""), self.run, number, reason, acc)
+        self._note_own_pair(fact.before)
+        acc = accuracies_of(fact.acc or {})
+        self.candidate = Candidate(as_text(fact.about or ""), self.run, fact.release, reason, acc)
 
-    def _take_figures(self, body: Mapping[str, Any]) -> None:
+    def _take_figures(self, figures: ReleaseReported | RunningFigures) -> None:
         """Take figures of the bundle that the device runs."""
-        acc = _mapping(body.get("acc"))
+        acc = figures.acc or {}
         self.acc = {scope: as_number(acc.get(scope)) for scope in SCOPES}
-        self.better_alone = body.get("better_alone") is True
-        self.rss_mb = as_number(body.get("rss_mb")) or None
-        self.head = as_text(body.get("head") or "")
-        self.support = _count(body.get("support"))
+        self.better_alone = figures.better_alone
+        self.rss_mb = as_number(figures.rss_mb) or None
+        self.head = as_text(figures.head)
+        self.support = figures.support
 
-    def _add_older_result(self, body: Mapping[str, Any], book: Book) -> None:
+    def _add_older_result(self, fact: DeviceReported, book: Book) -> None:
         """Take the result of a release as versions wrote it that did not say of which bundle it is."""
-        result = _mapping(body.get("result"))
-        personal = as_number(result.get("acc"))
-        number = _count(body.get("release")) or 0
-        release = book.get(number)
-        if not result or release is None or release.bundle_id == body.get("runs"):
+        result = fact.result
+        personal = None if result is None else as_number(result.acc)
+        release = book.get(fact.release)
+        if result is None or release is None or release.bundle_id == fact.runs:
             if personal is not None:
                 self.acc = {**self.acc, "personal": personal}
-                self.support = _count(result.get("support")) or self.support
-            if result:
+            if result is not None:
+                self.support = (result.support or self.support) if personal is not None else self.support
                 self.candidate = None
             return
-        self._note_own_pair(result.get("before"))
+        self._note_own_pair(result.before)
         acc = {} if personal is None else {"personal": personal}
-        reason = as_text(result.get("reason") or "")
-        self.candidate = Candidate(release.bundle_id, release.run, number, reason, acc)
+        self.candidate = Candidate(release.bundle_id, release.run, fact.release, as_text(result.reason), acc)
 
     def _note_own_pair(self, before: object) -> None:
         """Note acc.personal of the pair that the device kept, as measured beside the candidate."""
@@ -202,7 +200,9 @@ def reported_by(entries: Iterable[Entry], book: Book) -> dict[str, Reported]:
 
 
 def _row(agent: str, facts: FleetFacts) -> AgentRow:
-    row, status, reported = AgentRow(agent), facts.status.get(agent), facts.reported.get(agent)
+    row = AgentRow(agent)
+    status = facts.status.get(agent)
+    reported = facts.reported.get(agent)
     row.state = "not heard" if facts.is_serving else "unknown"
     if status is not None:
         _fill(row, status, facts)
@@ -223,7 +223,8 @@ def _row(agent: str, facts: FleetFacts) -> AgentRow:
     if (row.gain or 0.0) > 0:
         row.better_alone = False  # that was said of older figures
     if agent in facts.refused and row.state not in PRESENT:
-        row.state, row.fault = "refused", facts.refused[agent]
+        row.state = "refused"
+        row.fault = facts.refused[agent]
     if agent in facts.revoked:
         row.state = "revoked"
     return row
@@ -237,14 +238,17 @@ def _note_candidate(row: AgentRow) -> None:
 
 def _fill(row: AgentRow, status: Mapping[str, Any], facts: FleetFacts) -> None:
     """What the status says of an agent that was heard."""
-    condition, silent_s = as_text(status.get("condition") or "ok"), as_number(status.get("silent_s"))
+    condition = as_text(status.get("condition") or "ok")
+    silent_s = as_number(status.get("silent_s"))
     is_present = status.get("present") is True
     if facts.is_serving:
         row.state = "offline" if not is_present else condition if condition in {"fault", "stalled"} else "online"
-    row.tier, row.transport = as_text(status.get("tier") or ""), as_text(status.get("transport") or "")
+    row.tier = as_text(status.get("tier") or "")
+    row.transport = as_text(status.get("transport") or "")
     row.silent_s = silent_s
     row.seen_at = None if facts.status_at is None or silent_s is None else facts.status_at - silent_s
-    row.software, row.samples = as_text(status.get("software") or ""), _count(status.get("samples"))
+    row.software = as_text(status.get("software") or "")
+    row.samples = _count(status.get("samples"))
     row.bundle_id = as_text(status.get("bundle_id") or "")
     row.candidate = Candidate.from_body(status.get("candidate"))
     fault = status.get("fault")
@@ -257,7 +261,9 @@ def _fill(row: AgentRow, status: Mapping[str, Any], facts: FleetFacts) -> None:
 def _fill_reported(row: AgentRow, reported: Reported) -> None:
     row.tier = row.tier or reported.tier
     row.local, row.shared, row.personal = (reported.acc.get(scope) for scope in SCOPES)
-    row.better_alone, row.rss_mb, row.head = reported.better_alone, reported.rss_mb, reported.head
+    row.better_alone = reported.better_alone
+    row.rss_mb = reported.rss_mb
+    row.head = reported.head
     row.candidate = reported.candidate
     row.support = reported.support
     row.samples = row.samples if row.samples is not None else reported.samples

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from ..journal.entries import (
+    DevicePinned,
+    DeviceReported,
+    DeviceUnpinned,
+    ReleaseReported,
+    UpdateAccepted,
+    UpdateRefused,
+)
+from ..journal.store import Entry
+from ..views.releases import Book, book_of
 from .fault_log import FaultLog
-from .journal import Entry
-from .releases import Book, book_of
 from .store import StateFolder
 
 MOST_ENTRIES = 50
@@ -30,62 +37,79 @@ def describe_entry(entry: Entry, book: Book) -> tuple[str, dict[str, Any]] | Non
         The list of `LISTS` that the line belongs to, and its fields (`history_of`); None where the entry says nothing
         to people.
     """
-    body = entry.body
-    if entry.kind == "update_refused":
-        line = {"at": entry.at, "run": entry.run, "round": entry.round, "reason": body.get("reason")}
+    fact = entry.fact
+    if isinstance(fact, UpdateRefused):
+        line = {"at": entry.at, "run": entry.run, "round": entry.round, "reason": fact.reason}
         return "rejected", line
-    if entry.kind in {"device_pinned", "device_unpinned"}:
-        pin = {name: body.get(name) for name in ("release", "until", "reason", "by")}
-        return "pins", {"at": entry.at, **pin}
-    if entry.kind == "device_reported":
-        report = _describe_bundle(entry, book)
+    if isinstance(fact, DevicePinned | DeviceUnpinned):
+        return "pins", _describe_pin(entry, fact)
+    if isinstance(fact, DeviceReported):
+        report = _describe_bundle(entry, fact, book)
         return None if report is None else ("bundles", report)
-    accuracy = _describe_accuracy(entry)
-    return None if accuracy is None else ("accuracy", accuracy)
+    if isinstance(fact, UpdateAccepted):
+        accuracy = _describe_update(entry, fact)
+        return None if accuracy is None else ("accuracy", accuracy)
+    if isinstance(fact, ReleaseReported):
+        return "accuracy", _describe_end_of_run(entry, fact)
+    return None
 
 
-def _describe_bundle(entry: Entry, book: Book) -> dict[str, Any] | None:
+def _describe_pin(entry: Entry, fact: DevicePinned | DeviceUnpinned) -> dict[str, Any]:
+    """Return the pin of a device; one that was ended has no release."""
+    if isinstance(fact, DeviceUnpinned):
+        return {"at": entry.at, "release": None, "until": None, "reason": None, "by": fact.by}
+    return {"at": entry.at, "release": fact.release, "until": fact.until, "reason": fact.reason, "by": fact.by}
+
+
+def _describe_bundle(entry: Entry, fact: DeviceReported, book: Book) -> dict[str, Any] | None:
     """Return what a device reported of a release; None for a device that has no bundle yet."""
-    body = entry.body
-    runs = body.get("runs")
-    result = _mapping(body.get("result"))
-    if not runs and not result:
+    result = fact.result
+    if not fact.runs and result is None:
         return None
     # Outcome and accuracy are of the release's bundle, which the device may have gone back from.
-    number = body.get("release")
-    release = None
-    if result and isinstance(number, int):
-        release = book.get(number)
+    release = None if result is None else book.get(fact.release)
     return {
         "at": entry.at,
-        "bundle_id": runs if release is None else release.bundle_id,
-        "runs": runs,
-        "release": number,
-        "kept": body.get("kept") or None,
-        "outcome": result.get("outcome"),
-        "reason": result.get("reason"),
-        "acc": result.get("acc"),
-        "before": result.get("before"),
+        "bundle_id": fact.runs if release is None else release.bundle_id,
+        "runs": fact.runs,
+        "release": fact.release or None,
+        "kept": fact.kept or None,
+        "outcome": None if result is None else result.outcome,
+        "reason": None if result is None else result.reason,
+        "acc": None if result is None else result.acc,
+        "before": None if result is None else result.before,
     }
 
 
-def _describe_accuracy(entry: Entry) -> dict[str, Any] | None:
-    """Return the accuracies of an update or of the end of a run; None for an update without any."""
-    body = entry.body
-    metrics = _mapping(body.get("metrics"))
-    # The end of a run has accuracies by scope, an update has them among its metrics.
-    acc = _mapping(body.get("acc")) or {scope: metrics.get(f"acc.{scope}") for scope in SCOPES}
-    if entry.kind == "update_accepted" and all(value is None for value in acc.values()):
+def _describe_update(entry: Entry, fact: UpdateAccepted) -> dict[str, Any] | None:
+    """Return the accuracies that came with an update; None for one without any."""
+    acc = {scope: fact.metrics.get(f"acc.{scope}") for scope in SCOPES}
+    if all(value is None for value in acc.values()):
         return None
     return {
         "at": entry.at,
         "run": entry.run,
         "round": entry.round,
+        "acc": acc,
+        "better_alone": False,
+        "rolled_back": None,
+        "bundle_id": None,
+        "before": None,
+    }
+
+
+def _describe_end_of_run(entry: Entry, fact: ReleaseReported) -> dict[str, Any]:
+    """Return the accuracies that an agent reports at the end of a run."""
+    acc = fact.acc or {}
+    return {
+        "at": entry.at,
+        "run": entry.run,
+        "round": entry.round,
         "acc": {scope: acc.get(scope) for scope in SCOPES},
-        "better_alone": body.get("better_alone") is True,
-        "rolled_back": body.get("rolled_back") or None,
-        "bundle_id": body.get("about") or None,
-        "before": body.get("before"),
+        "better_alone": fact.better_alone,
+        "rolled_back": fact.rolled_back or None,
+        "bundle_id": fact.about or None,
+        "before": fact.before,
     }
 
 
@@ -116,7 +140,3 @@ def history_of(state: StateFolder, agent: str, most: int = MOST_ENTRIES) -> dict
         if fault["agent"] == agent
     ]
     return {name: entries[-most:] for name, entries in lists.items()}
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

@@ -16,8 +16,9 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from edge_agent.logs import JsonLines
-from edge_agent.storage import open_regular, private_files
+from edge_agent.core.locks import private_files
+from edge_agent.core.logs import JsonLines
+from edge_agent.core.storage import open_regular
 
 NAME = "log.jsonl"
 MOST_BYTES = 4 << 20
@@ -73,7 +74,8 @@ class LogReader:
     """Reads the lines of a state folder in order; `new` continues where it ended, also after one was renamed or cut."""
 
     def __init__(self, state: Path) -> None:
-        self._path, self._older_path = state / NAME, state / f"{NAME}.1"
+        self._path = state / NAME
+        self._older_path = state / f"{NAME}.1"
         self._position: _Position | None = None
         self._older: _Position | None = None
 

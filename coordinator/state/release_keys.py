@@ -20,21 +20,8 @@ from cryptography.hazmat.primitives.serialization import (
 from pydantic import TypeAdapter, ValidationError
 
 from edge_agent import __version__
-from edge_agent import bundle as bundles
-from edge_agent.config import credential
-from edge_agent.errors import BundleError, BundleUntrusted, StateError, UsageError, cause
-from edge_agent.storage import (
-    IDENTITY,
-    Access,
-    private_folder,
-    read_json,
-    read_regular,
-    sync_folder,
-    waited_lock,
-    write_atomic,
-    write_private,
-)
-from edge_agent.trust import (
+from edge_agent.bundle import archive, manifest
+from edge_agent.bundle.trust import (
     MAX_BYTES,
     MOST_ROOTS,
     ROLES,
@@ -60,8 +47,23 @@ from edge_agent.trust import (
     signed_by,
     unsigned,
 )
+from edge_agent.core.config import credential
+from edge_agent.core.errors import BundleError, BundleUntrusted, StateError, UsageError, cause
+from edge_agent.core.locks import waited_lock
+from edge_agent.core.storage import (
+    IDENTITY,
+    Access,
+    private_folder,
+    read_json,
+    read_regular,
+    sync_folder,
+    write_atomic,
+    write_private,
+)
 
-from .releases import book_of
+from ..journal.entries import ReleaseMade, ReleaseSigned
+from ..journal.store import Entry
+from ..views.releases import book_of
 from .store import StateFolder
 
 ROOT_LIFE = timedelta(days=3653)
@@ -230,8 +232,9 @@ def sign_bundle(
         BundleDamaged: there is no bundle.
         UsageError: a key is none of those that may sign releases.
     """
-    opened = bundles.open_bundle(path)
-    files, newest = bundles.files_of(opened.manifest), read(Root, roots[-1], "root")
+    opened = archive.open_bundle(path)
+    files = manifest.files_of(opened.manifest)
+    newest = read(Root, roots[-1], "root")
     allowed = newest.roles["targets"]
     if strange := [Key.of(public_bytes(key)).id for key in keys if Key.of(public_bytes(key)).id not in allowed.keyids]:
         raise UsageError(
@@ -261,7 +264,7 @@ def sign_bundle(
         )
     for key in keys:
         envelope = envelope.with_signature(key)
-    bundles.attach(path, _member(envelope, roots))
+    archive.attach(path, _member(envelope, roots))
     return read(Release, envelope, str(path)), len(envelope.signers(allowed, newest.keys)), allowed.threshold
 
 
@@ -280,8 +283,10 @@ def sign_change(roots: Sequence[Envelope], keys: Sequence[Ed25519PrivateKey]) ->
         UsageError: a key has no say in that change.
         BundleUntrusted: the roots before do not follow from each other.
     """
-    before, made = followed(roots[:1], roots[1:-1]), roots[-1]
-    old, new = read(Root, before[-1], "root"), read(Root, made, "root")
+    before = followed(roots[:1], roots[1:-1])
+    made = roots[-1]
+    old = read(Root, before[-1], "root")
+    new = read(Root, made, "root")
     for key in keys:
         keyid = Key.of(public_bytes(key)).id
         if keyid not in {*old.roles["root"].keyids, *new.roles["root"].keyids}:
@@ -320,8 +325,10 @@ class ReleaseKeys:
 
     def __init__(self, state: Path) -> None:
         self.folder = state / IDENTITY / "release"
-        self.root, self._roots = self.folder / "root.json", self.folder / "roots.json"
-        self.root_key, self.release_key = self.folder / "root.key", self.folder / "release.key"
+        self.root = self.folder / "root.json"
+        self._roots = self.folder / "roots.json"
+        self.root_key = self.folder / "root.key"
+        self.release_key = self.folder / "release.key"
         self._next_key = self.folder / "release.key.next"
 
     @property
@@ -399,7 +406,8 @@ class ReleaseKeys:
                 f"{self.release_key}: it is not here, so {path.name} is not signed; 'headwater keys sign {path} --key "
                 "FILE' signs it with the key of a person"
             )
-        keys, version = [read_key(self.online_key)], self.next_version(now)
+        keys = [read_key(self.online_key)]
+        version = self.next_version(now)
         return sign_bundle(
             path,
             self.roots(),
@@ -502,13 +510,13 @@ class ReleaseKeys:
 
 def signature_of(path: Path) -> dict[str, Any] | None:
     """Who has signed the bundle at ``path``, as `trust.signed_by`; None where nobody has."""
-    raw = bundles.open_bundle(path).release
+    raw = archive.open_bundle(path).release
     return None if raw is None else signed_by(parse(Member, raw, str(path)))
 
 
 def _version(path: Path) -> int | None:
     """The version of the release of the bundle at ``path``; None where nobody has signed one."""
-    raw = bundles.open_bundle(path).release
+    raw = archive.open_bundle(path).release
     return None if raw is None else read(Release, parse(Member, raw, str(path)).release, str(path)).version
 
 
@@ -537,23 +545,34 @@ def file_to_release(
     return _signed_by_people(state, keys, run, bundle_id, digest, now)
 
 
+def _signed_version(entry: Entry) -> int:
+    """Return the version that the release of an entry is signed with; 0: it is not signed."""
+    fact = entry.fact
+    if not isinstance(fact, ReleaseMade | ReleaseSigned) or fact.signed is None:
+        return 0
+    version = fact.signed.get("version")
+    return version if isinstance(version, int) else 0
+
+
 def _signed_by_people(
     state: StateFolder, keys: ReleaseKeys, run: str, bundle_id: str, digest: str, now: datetime
 ) -> tuple[bytes, dict[str, Any] | None]:
     """The file in the run's folder, which devices that have all releases so far install now; as `file_to_release`."""
-    path, again, why = state.run(run).folder / f"{run}.hwb", "", ""
+    path = state.run(run).folder / f"{run}.hwb"
+    again = ""
+    why = ""
     released = state.journal.entries(kinds=("release_made", "release_signed"))
-    versions = [(entry.body.get("signed") or {}).get("version") or 0 for entry in released]
+    versions = [_signed_version(entry) for entry in released]
     if digest in {entry.digest for entry in released}:
         versions.append(_version(state.blobs.path(digest)) or 0)
     newest = max(versions, default=0)
     try:
-        if bundles.open_bundle(path).manifest.bundle_id != bundle_id:
+        if archive.open_bundle(path).manifest.bundle_id != bundle_id:
             raise BundleUntrusted(f"{path} is another bundle than {bundle_id[:16]}")
         if (version := _version(path)) is None:
             raise BundleUntrusted(f"{path} is not signed, {keys.newest().roles['targets'].threshold} people have to")
         again = " --again" if version <= newest else ""
-        release, _ = bundles.verify(path, keys.roots()[-1])
+        release, _ = archive.verify(path, keys.roots()[-1])
         content = read_regular(path)
     except BundleError as error:
         raise UsageError(f"{error}; 'headwater keys sign {path} --key FILE{again}' signs it for a release") from error

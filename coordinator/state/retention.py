@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .journal import FINAL
-from .releases import releases_in_use
+from ..journal.entries import RunPruned
+from ..journal.kinds import FINAL
+from ..views.releases import releases_in_use
 from .store import StateFolder, blobs_needed
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ def on_offer(state: StateFolder) -> list[str]:
 
 def prunable(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:
     """What can be removed with these runs of `runs_beyond`; a file that several of them have counts for the first."""
-    needed, result = blobs_needed(state, runs), list[Prunable]()
+    needed = blobs_needed(state, runs)
+    result = list[Prunable]()
     for run in runs:
         entries = state.journal.entries(run)
         digests = {entry.digest for entry in entries if entry.digest is not None} - needed
@@ -87,7 +89,7 @@ def prune_runs(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:
         bundles = [path for path in one.files if path.suffix == ".hwb"]  # copies: all others are named by the journal
         for path in bundles:
             path.unlink(missing_ok=True)
-        state.journal.append("run_pruned", run=one.run, body={"files": len(one.files), "bytes": one.size_bytes})
+        state.journal.append(RunPruned(files=len(one.files), bytes=one.size_bytes), run=one.run)
         for path in one.files[len(bundles) :]:
             path.unlink(missing_ok=True)
         log.info("run_pruned run=%s files=%d bytes=%d", one.run, len(one.files), one.size_bytes)

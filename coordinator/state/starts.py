@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from edge_agent.wire.messages import new_id
+from edge_agent.wire.messages.fields import new_id
 
-from .journal import Entry, Journal
+from ..journal.entries import CoordinatorStarted
+from ..journal.sqlite import Journal
+from ..journal.store import Entry
 
 EPOCHS_OF_A_COPY = 1000
 """The epoch at which a copy begins is a multiple of this one: its original counts on by ones."""
@@ -75,45 +77,54 @@ def record_start(
     epoch += 1
     if is_copy:
         epoch += -epoch % EPOCHS_OF_A_COPY
-    body = {
-        "version": version,
-        "boot": boot,
-        "federation": federation_of(starts) or make_id(),
-        "epoch": epoch,
-        "is_copy": is_copy,
-        "take_over": takeover is not None,
-    }
+    fact = CoordinatorStarted(
+        version=version,
+        boot=boot,
+        federation=federation_of(starts) or make_id(),
+        epoch=epoch,
+        is_copy=is_copy,
+        take_over=takeover is not None,
+    )
     if takeover is not None and takeover.newest_run:
-        body["newest_run"] = takeover.newest_run
-    entry = journal.append("coordinator_started", body=body)
+        fact = fact.changed(newest_run=takeover.newest_run)
+    entry = journal.append(fact)
     journal.serve_from(entry.id, is_held)
     return newest_start([*starts, entry])
 
 
+def _facts(starts: Sequence[Entry]) -> list[CoordinatorStarted]:
+    return [entry.fact for entry in starts if isinstance(entry.fact, CoordinatorStarted)]
+
+
 def federation_of(starts: Sequence[Entry]) -> str:
     """Return the federation's id that these starts of one journal have; empty without any."""
-    for start in starts:
-        if "federation" in start.body:
-            return str(start.body["federation"])
+    for start in _facts(starts):
+        if start.federation is not None:
+            return start.federation
     return ""
 
 
 def epoch_of(starts: Sequence[Entry]) -> int:
     """Return the highest epoch of these starts, 0 without any; the first versions wrote none, and counted them."""
-    return max((int(start.body.get("epoch", number)) for number, start in enumerate(starts, 1)), default=0)
+    highest = 0
+    for number, start in enumerate(_facts(starts), 1):
+        epoch = number if start.epoch is None else start.epoch
+        highest = max(highest, epoch)
+    return highest
 
 
 def newest_start(starts: Sequence[Entry]) -> Start:
     """Return what follows from the starts in one journal, in order."""
     takeover = 0
     is_copy = False
-    for start in starts:
-        epoch = int(start.body.get("epoch", 0))
+    for start in _facts(starts):
+        epoch = start.epoch or 0
         # Versions that did not write what a start was: the epoch of each copy said that it replaces the original.
         was_of_a_copy = epoch > 0 and epoch % EPOCHS_OF_A_COPY == 0
-        if start.body.get("take_over", was_of_a_copy):
+        takes_over = was_of_a_copy if start.take_over is None else start.take_over
+        if takes_over:
             takeover = epoch
             is_copy = False
-        elif start.body.get("is_copy", False):
+        elif start.is_copy:
             is_copy = True
     return Start(federation_of(starts), epoch_of(starts), takeover, is_copy)

@@ -3,7 +3,7 @@
 Layout of a state folder::
 
     lock            held by the one coordinator that uses the folder
-    journal.db      see `coordinator.state.journal`; everything else can be checked against it
+    journal.db      see `coordinator.journal`; everything else can be checked against it
     blobs/<sha256>  checkpoints, downlinks, updates, bundles
     backup/         what 'headwater backup' holds while it copies
     compute.log     output of the process that builds models and exports
@@ -22,21 +22,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import StateError, UsageError, cause
-from edge_agent.storage import (
-    HeldLock,
-    folder_lock,
-    read_json,
-    read_regular,
-    sha256_file,
-    sha256_of,
-    sync,
-    write_atomic,
-    write_json,
-)
+from edge_agent.core.errors import StateError, UsageError, cause
+from edge_agent.core.locks import HeldLock, folder_lock
+from edge_agent.core.storage import read_json, read_regular, sha256_file, sha256_of, sync, write_atomic, write_json
 
-from .journal import CHECKPOINTS, Journal
-from .releases import release_blobs
+from ..journal.entries import RunRequested, StateKept
+from ..journal.kinds import CHECKPOINTS
+from ..journal.sqlite import Journal
+from ..views.releases import release_blobs
+from ..views.runs import replay
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +39,7 @@ _BEGAN_S = time.time()
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
-"""Names of temporary files of `edge_agent.storage.write_atomic`."""
+"""Names of temporary files of `edge_agent.core.storage.write_atomic`."""
 
 
 class BlobStore:
@@ -123,7 +117,8 @@ class RunFolder:
     """Results of one run, for reports: they are derived from the journal and may be written twice."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.run = folder, folder.name
+        self.folder = folder
+        self.run = folder.name
         self.metrics_path = folder / "metrics.jsonl"
         """One JSON object in each line."""
 
@@ -238,7 +233,8 @@ class StatusFiles:
     """What the coordinator of a state folder last wrote about its work."""
 
     def __init__(self, state: Path) -> None:
-        self._status, self._everyone = JsonFile(state / STATUS), JsonFile(state / EVERYONE)
+        self._status = JsonFile(state / STATUS)
+        self._everyone = JsonFile(state / EVERYONE)
 
     def status(self) -> dict[str, Any]:
         """Its status; empty where it has written nothing yet."""
@@ -315,7 +311,7 @@ class StateFolder:
         Raises:
             UsageError: ``run`` cannot be the name of a run.
         """
-        from edge_agent.config import NAME_PATTERN  # pydantic, which 'headwater status' does without
+        from edge_agent.core.config import NAME_PATTERN  # brings more than 'headwater status' needs
 
         if not re.fullmatch(NAME_PATTERN, run):
             raise UsageError(f"'{run[:80]}' cannot be a run; runs are named like 'run-0001', see 'headwater status'")
@@ -361,7 +357,7 @@ def retain_checkpoint(journal: Journal, run: str, keep_every: int, number: int, 
     Call it before the round's end is written, so that a kill between the two loses nothing.
     """
     if keep_every and number % keep_every == 0:
-        journal.append("state_kept", run=run, round=number, digest=digest)
+        journal.append(StateKept(), run=run, round=number, digest=digest)
 
 
 def prune_blobs(state: StateFolder) -> None:
@@ -393,11 +389,11 @@ def blobs_needed(state: StateFolder, pruned: Sequence[str] = (), blobs: BlobStor
     checkpoints = {run: digest for run, digest in journal.checkpoints().items() if run not in gone}
     kept = journal.digests(("bundle_exported", "norm_pooled", "ranges_collected", "state_kept"))
     for request in journal.entries(kinds=("run_requested",)):
-        if request.run in checkpoints and request.body.get("keep_updates"):
+        if request.run in checkpoints and isinstance(request.fact, RunRequested) and request.fact.keep_updates:
             kept |= journal.digests((*CHECKPOINTS, "update_accepted"), request.run)
     needed = {*checkpoints.values()} | release_blobs(journal, gone)
     needed |= {digest for run, digest in kept if run not in gone}
-    for record in map(journal.replay, journal.unfinished()):
+    for record in (replay(journal, run) for run in journal.unfinished()):
         needed |= {*record.bases, *filter(None, (record.good,))}
         if record.needed_start is not None and record.needed_start in present:
             needed.add(record.needed_start)
@@ -407,7 +403,7 @@ def blobs_needed(state: StateFolder, pruned: Sequence[str] = (), blobs: BlobStor
 
 def states_of(state: StateFolder, run: str) -> dict[int, str]:
     """Round -> digest of the state after it, for those still on disk, in order; 0 is the initial state."""
-    record = state.journal.replay(run)
+    record = replay(state.journal, run)
     known = {entry.round or 0: entry.digest for entry in state.journal.entries(run, ("state_kept",))}
     if record.checkpoint is not None:
         known[record.round] = record.checkpoint

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from edge_agent.config import is_loopback
-from edge_agent.errors import StateError, cause
-from edge_agent.storage import read_regular_text, write_private
+from edge_agent.core.config import is_loopback
+from edge_agent.core.errors import StateError, cause
+from edge_agent.core.storage import read_regular_text, write_private
 
 TOKEN_BYTES = 32
 SESSION_S = 12 * 3600.0
@@ -35,7 +35,9 @@ class Access:
 
     def __init__(self, token: str, now: Callable[[], float] = time.time, path: Path | None = None) -> None:
         """``path``: the token's file, which is read again when it has changed."""
-        self._token, self._now, self._path = token, now, path
+        self._token = token
+        self._now = now
+        self._path = path
         self._stamp = _stamp(path)
         self._ended = _read_ended(path)
 
@@ -67,7 +69,8 @@ class Access:
     def token(self) -> str:
         """The secret itself; empty while its file is gone or damaged, and then nobody can act."""
         if (stamp := _stamp(self._path)) != self._stamp:
-            self._stamp, self._token = stamp, ""
+            self._stamp = stamp
+            self._token = ""
             with contextlib.suppress(OSError, ValueError):
                 token = read_regular_text(self._path or Path(), encoding="ascii").strip()
                 self._token = token if len(token) >= TOKEN_BYTES else ""

@@ -18,8 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from edge_agent.errors import UsageError
-from edge_agent.identity import shown as shown_time
+from edge_agent.core.errors import UsageError
+from edge_agent.identity.certificates import show_utc
 
 from ..fleet import release_commands as commands
 from ..runs.cancel import cancel_run
@@ -145,7 +145,8 @@ async def login(request: Request) -> Response:
 async def logout(request: Request) -> Response:
     """End the session of this browser."""
     await _signed(request)
-    site, answer = site_of(request), RedirectResponse("/", 303)
+    site = site_of(request)
+    answer = RedirectResponse("/", 303)
     if site.access is not None:
         await run_in_threadpool(site.access.end, request.cookies.get(site.cookie, ""))
     answer.delete_cookie(site.cookie, path="/", secure=site.is_secure, httponly=True, samesite="strict")
@@ -155,7 +156,8 @@ async def logout(request: Request) -> Response:
 async def act(request: Request) -> Response:
     """What an action will do, and the action itself."""
     if request.method == "GET":
-        site, asked = site_of(request), {name: request.query_params.get(name, "")[:200] for name in IN_ADDRESS}
+        site = site_of(request)
+        asked = {name: request.query_params.get(name, "")[:200] for name in IN_ADDRESS}
         action = _action(asked)
         if site.access is None or not site.access.is_session(request.cookies.get(site.cookie, "")):
             return RedirectResponse(f"/login?{urlencode({'next': f'/act?{request.url.query}'})}", 303)
@@ -173,7 +175,7 @@ async def act(request: Request) -> Response:
             agent=name,
             token=token.text(),
             authority=token.authority,
-            expires=shown_time(token.expires),
+            expires=show_utc(token.expires),
         )
     site_of(request).watch.wake()
     await run_in_threadpool(site_of(request).view.refresh, wait=True)  # the page that follows shows what was done
@@ -208,8 +210,10 @@ class _Bounded(dict[str, str]):
 
 def _done(request: Request, form: Form) -> Any:
     """Do it; a token for a device where that was asked for."""
-    site, name = site_of(request), form["do"]
-    by, reason = f"{commands.author()}, web view", form.get("reason", "").strip()[:MOST_REASON]
+    site = site_of(request)
+    name = form["do"]
+    by = f"{commands.author()}, web view"
+    reason = form.get("reason", "").strip()[:MOST_REASON]
     if name in {"revoke", "enroll"}:
         if site.enrolment is None:
             raise UsageError(
@@ -265,7 +269,8 @@ async def _signed(request: Request) -> Form:
     Raises:
         HTTPException: it has not.
     """
-    site, cookie = site_of(request), request.cookies.get(site_of(request).cookie, "")
+    site = site_of(request)
+    cookie = request.cookies.get(site_of(request).cookie, "")
     form = await _form(request)
     access: Access | None = site.access
     if access is None or not access.is_session(cookie):

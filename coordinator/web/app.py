@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from edge_agent.errors import HeadwaterError
+from edge_agent.core.errors import HeadwaterError
 
 from . import actions, pages
 from .access import is_known_host
@@ -55,7 +55,8 @@ class Guard:
     """Refuses requests for other hosts and over-long ones, and adds headers to every answer."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
-        self._app, self._names = app, names
+        self._app = app
+        self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import urlencode
 
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 
 from ..state.fleet_rows import PRESENT, AgentRow
 from ..state.noise import Compared, classify_mean_gain
@@ -130,7 +130,8 @@ def page_of(agents: Iterable[AgentRow], query: Query, size: int = PAGE_ROWS) -> 
     Raises:
         UsageError: ``after`` is no key of a row.
     """
-    passes, find = SHOWN[query.only][1], query.find.casefold()
+    passes = SHOWN[query.only][1]
+    find = query.find.casefold()
     chosen = [
         row
         for row in agents
@@ -160,7 +161,8 @@ def totals(agents: Sequence[AgentRow]) -> dict[str, Any]:
     result: dict[str, Any] = {name: states.get(name, 0) for name in STATES}
     result["present"] = result["online"] + result["fault"] + result["stalled"]
     result["faulty"] = sum(SHOWN["fault"][1](row) for row in agents)
-    result["agents"], result["pinned"] = len(agents), sum(row.pinned is not None for row in agents)
+    result["agents"] = len(agents)
+    result["pinned"] = sum(row.pinned is not None for row in agents)
     result["better_alone"] = sum(row.better_alone for row in agents)
     for scope, name in (("local", "local"), ("global", "shared"), ("personal", "personal"), ("gain", "gain")):
         values = [value for row in agents if (value := getattr(row, name)) is not None]

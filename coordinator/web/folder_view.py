@@ -20,18 +20,21 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from edge_agent.errors import HeadwaterError
-from edge_agent.storage import IDENTITY, lock_holder
+from edge_agent.core.errors import HeadwaterError
+from edge_agent.core.locks import lock_holder
+from edge_agent.core.storage import IDENTITY
 
 from ..identity.revoked import revoked_agents
+from ..journal.entries import BundleExported, RunCancelled, RunFailed, RunFinished, RunRequested
+from ..journal.kinds import FINAL
+from ..journal.store import Entry, utc_now
 from ..runs.timeline import Event, Timeline
 from ..state import history
 from ..state.fault_log import FaultLog
 from ..state.fleet_rows import AgentRow, FleetFacts, Reported, rows_of
-from ..state.journal import FINAL, Entry, utc_now
-from ..state.releases import RELEASE_KINDS, Book
 from ..state.store import EVERYONE, STATUS, JsonFile, StateFolder
 from ..state.values import as_number, as_text
+from ..views.releases import RELEASE_KINDS, Book
 from .run_curves import RunCurves
 
 log = logging.getLogger(__name__)
@@ -79,19 +82,31 @@ class _Texts(dict[str, str]):
         return ""
 
 
+@dataclass(frozen=True)
+class RunBundle:
+    """The bundle that a run has exported last."""
+
+    fact: BundleExported
+    digest: str
+    """Of its file, which is a blob."""
+
+    at: str
+    """When it was exported (ISO 8601, UTC)."""
+
+
 @dataclass
 class RunInfo:
     """One run as its entries in the journal have it."""
 
     id: str
-    request: dict[str, Any]
+    request: RunRequested
     requested_at: str
     started_at: str = ""
     ended_at: str = ""
     status: str = "queued"
     reason: str = ""
     cancel_requested: bool = False
-    bundle: dict[str, Any] | None = None
+    bundle: RunBundle | None = None
 
     @property
     def is_over(self) -> bool:
@@ -101,7 +116,7 @@ class RunInfo:
     @property
     def rounds(self) -> int:
         """How many were requested."""
-        return int(as_number(self.request.get("rounds")) or 0)
+        return self.request.rounds
 
 
 class FolderView:
@@ -114,7 +129,9 @@ class FolderView:
         now: Callable[[], datetime] = utc_now,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.path, self.now, self._clock = path, now, clock
+        self.path = path
+        self.now = now
+        self._clock = clock
         self.lock = threading.RLock()
         self.faults = FaultLog(path)
         self.folder = StateFolder(path)
@@ -127,10 +144,13 @@ class FolderView:
         """Whether everything was read that was there at the first look."""
 
         self._reading = threading.Lock()
-        self._status_file, self._everyone_file = JsonFile(path / STATUS), JsonFile(path / EVERYONE)
+        self._status_file = JsonFile(path / STATUS)
+        self._everyone_file = JsonFile(path / EVERYONE)
         self._everyone: list[dict[str, Any]] = []
-        self._looked_at, self._is_held = float("-inf"), False
-        self._fleet_mark, self._run_mark = 0, 0
+        self._looked_at = float("-inf")
+        self._is_held = False
+        self._fleet_mark = 0
+        self._run_mark = 0
         self._rows: tuple[Any, list[AgentRow]] = None, []
         self._revoked: frozenset[str] = frozenset()
         self._revoked_stamp: tuple[int, int, int] | None = None
@@ -214,24 +234,29 @@ class FolderView:
             self._reported.setdefault(entry.agent, Reported()).add(entry, self.book)
 
     def _add_to_run(self, entry: Entry, name: str) -> None:
-        if entry.kind == "run_requested":
-            self.runs[name] = RunInfo(name, entry.body, entry.at)
+        fact = entry.fact
+        if isinstance(fact, RunRequested):
+            self.runs[name] = RunInfo(name, fact, entry.at)
             return
         if (run := self.runs.get(name)) is None:
             return
         if entry.kind == "run_started":
-            run.status, run.started_at = "running", run.started_at or entry.at
+            run.status = "running"
+            run.started_at = run.started_at or entry.at
         elif entry.kind == "cancel_requested":
             run.cancel_requested = True
-        elif entry.kind == "bundle_exported":
-            run.bundle = {**entry.body, "digest": entry.digest, "at": entry.at}
-        else:
-            run.status, run.ended_at = FINAL[entry.kind], entry.at
-            run.reason = as_text(entry.body.get("reason") or "")
+        elif isinstance(fact, BundleExported):
+            run.bundle = RunBundle(fact, entry.digest or "", entry.at)
+        elif isinstance(fact, RunFinished | RunFailed | RunCancelled):
+            run.status = FINAL[entry.kind]
+            run.ended_at = entry.at
+            run.reason = as_text(fact.reason or "")
 
     def _read_status(self) -> None:
-        is_new, everyone_is_new = self._status_file.look(), self._everyone_file.look()
-        status, everyone = self._status_file.content, self._everyone_file.content
+        is_new = self._status_file.look()
+        everyone_is_new = self._everyone_file.look()
+        status = self._status_file.content
+        everyone = self._everyone_file.content
         with self.lock:
             if is_new and isinstance(status, dict):
                 self.status = status
@@ -248,7 +273,8 @@ class FolderView:
             status = (self.path / IDENTITY / "revoked.json").stat()
             stamp = status.st_mtime_ns, status.st_size, status.st_ino
             if self._revoked_stamp != stamp:
-                self._revoked, self._revoked_stamp = revoked_agents(self.path), stamp
+                self._revoked = revoked_agents(self.path)
+                self._revoked_stamp = stamp
 
     def _read_faults(self) -> None:
         version = self.faults.version()
@@ -257,7 +283,8 @@ class FolderView:
             for fault in self.faults.read():
                 result.setdefault(as_text(fault["agent"]), []).append(fault)
             with self.lock:
-                self._faults_of, self._fault_version = result, version
+                self._faults_of = result
+                self._fault_version = version
 
     def _read_curves(self) -> bool:
         """Read on in the first run that is not read to its end: those that pages ask for, then from the newest on."""
@@ -351,7 +378,8 @@ class FolderView:
     def waiting(self) -> dict[str, Any]:
         """What the coordinator waits for, with ``until`` in seconds since 1970 where there is a limit."""
         waiting = dict(_mapping(self.status.get("waiting"))) if self.is_serving else {}
-        left, at = as_number(waiting.get("seconds_left")), self.status_at
+        left = as_number(waiting.get("seconds_left"))
+        at = self.status_at
         waiting["until"] = None if left is None or at is None else at + left
         return waiting
 

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..state.journal import utc_now
+from ..journal.store import utc_now
 from ..state.store import StatusFiles, read_status
 
 if TYPE_CHECKING:

@@ -20,15 +20,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_agent import __version__, errors
-from edge_agent.agent.health import CODES
-from edge_agent.errors import StateError
-from edge_agent.wire.messages import DISK_ERROR
+from edge_agent import __version__
+from edge_agent.core import errors
+from edge_agent.core.errors import StateError
+from edge_agent.wire.faults import CODES
+from edge_agent.wire.messages.fields import DISK_ERROR
 
-from ..state.journal import FINAL, Entry, Journal, Kind, utc_now
-from ..state.releases import RELEASE_KINDS, Book
+from ..journal.entries import RoundClosed, UpdateAccepted, UpdateRefused
+from ..journal.kinds import FINAL, Kind
+from ..journal.sqlite import Journal
+from ..journal.store import Entry, follow, utc_now
 from ..state.store import StateFolder, StatusFiles
 from ..text import worst_tenth
+from ..views.releases import RELEASE_KINDS, Book
 from .health import is_fresh, objection
 
 if TYPE_CHECKING:
@@ -81,7 +85,9 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Upper bound and observations up to it, as Prometheus has them."""
-        bounds, total, result = [*map(str, SECONDS), "+Inf"], 0, list[tuple[str, float]]()
+        bounds = [*map(str, SECONDS), "+Inf"]
+        total = 0
+        result = list[tuple[str, float]]()
         for bound, count in zip(bounds, self.counts, strict=True):
             total += count
             result.append((bound, total))
@@ -109,7 +115,8 @@ class Counts:
 
     def add(self, entry: Entry) -> None:
         """Count one more entry."""
-        run, body = entry.run or "", entry.body
+        run = entry.run or ""
+        fact = entry.fact
         if entry.kind == "coordinator_started":
             self.starts += 1
         elif entry.kind in {"run_requested", "run_started"}:
@@ -120,23 +127,24 @@ class Counts:
                 self.is_open = None
         elif entry.kind == "round_opened":
             if self.is_open != (entry.run, entry.round):  # another attempt at a round does not begin it again
-                self.is_open, self.opened_at = (entry.run, entry.round), entry.at
+                self.is_open = (entry.run, entry.round)
+                self.opened_at = entry.at
             self.runs[run] = "running"
-        elif entry.kind == "update_refused":
+        elif isinstance(fact, UpdateRefused):
             if self.is_open == (entry.run, entry.round):
-                self.rejected[reason_label(str(body.get("reason", "")))] += 1
-        elif entry.kind == "round_closed":
-            self._closed(entry)
+                self.rejected[reason_label(fact.reason)] += 1
+        elif isinstance(fact, RoundClosed):
+            self._closed(entry, fact)
 
-    def _closed(self, entry: Entry) -> None:
-        body, self.is_open = entry.body, None
+    def _closed(self, entry: Entry, fact: RoundClosed) -> None:
+        self.is_open = None
         self.closed = (entry.run or "", entry.round or 0)
-        self.rounds.observe(float(body.get("seconds") or 0.0))
-        self.waits.observe(float(body.get("waiting_s") or 0.0))
-        self.accepted += int(body.get("clients") or 0)
-        self.late += len(body.get("late") or ())
-        self.received_bytes += int(body.get("bytes_up") or 0)
-        self.sent_bytes += int(body.get("bytes_down") or 0)
+        self.rounds.observe(float(fact.seconds or 0.0))
+        self.waits.observe(float(fact.waiting_s or 0.0))
+        self.accepted += fact.clients or 0
+        self.late += len(fact.late or ())
+        self.received_bytes += fact.bytes_up or 0
+        self.sent_bytes += fact.bytes_down or 0
 
 
 def reason_label(reason: str) -> str:
@@ -179,13 +187,16 @@ class Reader:
     """Makes snapshots of a state folder; the journal is read on from where it was read before."""
 
     def __init__(self, state: Path, now: Callable[[], datetime] = utc_now) -> None:
-        self._state, self._now = StateFolder(state), now
+        self._state = StateFolder(state)
+        self._now = now
         self._files = StatusFiles(state)
         self._is_open = False
         self._begin()
 
     def _begin(self) -> None:
-        self._counts, self._book, self._seen = Counts(), Book(), 0
+        self._counts = Counts()
+        self._book = Book()
+        self._seen = 0
         self._accuracies: dict[str, list[float]] = {}
         self._accurate: tuple[str, int] | None = None
         """Run and round of these accuracies."""
@@ -198,8 +209,10 @@ class Reader:
 
     def snapshot(self) -> Snapshot:
         """The federation as its folder has it now; what cannot be read is left out."""
-        folder, now = self._state.path, self._now()
-        status, agents = self._files.status(), self._files.agents()
+        folder = self._state.path
+        now = self._now()
+        status = self._files.status()
+        agents = self._files.agents()
         disk = shutil.disk_usage(folder) if folder.is_dir() else None
         known: dict[str, Any] = {}
         try:
@@ -242,7 +255,7 @@ class Reader:
 
     def _read(self, journal: Journal) -> None:
         """Count what was written since; of a round that was closed since, the accuracies."""
-        for entry in _pages(journal, after=self._seen, kinds=KINDS):
+        for entry in follow(journal, after=self._seen, kinds=KINDS, page=ENTRIES_AT_ONCE):
             self._seen = entry.id
             if entry.kind in RELEASE_KINDS:
                 self._book.add(entry)
@@ -251,11 +264,13 @@ class Reader:
         if (closed := self._counts.closed) is None or closed == self._accurate:
             return
         known = dict[str, list[float]]()
-        for entry in _pages(journal, run=closed[0], round=closed[1], kinds=("update_accepted",)):
-            for name, value in entry.body.get("metrics", {}).items():
-                if name in ACCURACIES and isinstance(value, int | float):
+        for entry in follow(journal, closed[0], ("update_accepted",), round=closed[1], page=ENTRIES_AT_ONCE):
+            metrics = entry.fact.metrics if isinstance(entry.fact, UpdateAccepted) else {}
+            for name, value in metrics.items():
+                if name in ACCURACIES:
                     known.setdefault(name.removeprefix("acc."), []).append(float(value))
-        self._accuracies, self._accurate = known, closed
+        self._accuracies = known
+        self._accurate = closed
 
     def _sizes(self) -> dict[str, int]:
         sizes = {"blobs": 0, "journal": 0}
@@ -267,13 +282,6 @@ class Reader:
 
     def _journal_files(self) -> Iterable[Path]:
         return self._state.path.glob("journal.db*")
-
-
-def _pages(journal: Journal, after: int = 0, **wanted: Any) -> Iterator[Entry]:
-    """Entries after this one, so many in a transaction."""
-    while entries := journal.entries(after=after, limit=ENTRIES_AT_ONCE, **wanted):
-        yield from entries
-        after = entries[-1].id
 
 
 def families(snapshot: Snapshot) -> Iterator[Metric]:
@@ -325,7 +333,8 @@ def _counter(name: str, about: str, value: float) -> Metric:
 def _coordinator(snapshot: Snapshot) -> Iterator[Metric]:
     from prometheus_client.core import InfoMetricFamily
 
-    status, now = snapshot.status, snapshot.now
+    status = snapshot.status
+    now = snapshot.now
     known = {"version": __version__, "federation": str(status.get("federation", ""))}
     yield InfoMetricFamily("headwater", "Version of this program, and the name of the federation.", value=known)
     is_up = is_fresh(status, now)
@@ -355,7 +364,8 @@ def _coordinator(snapshot: Snapshot) -> Iterator[Metric]:
 
 def _fleet(snapshot: Snapshot) -> Iterator[Metric]:
     fresh = is_fresh(snapshot.status, snapshot.now)
-    standing, faults = Counter[tuple[str, str]](), Counter[str]()
+    standing = Counter[tuple[str, str]]()
+    faults = Counter[str]()
     for tier in ("train", "head"):
         standing.update(dict.fromkeys(((tier, state) for state in STATES), 0))
     for agent in snapshot.agents if fresh else ():
@@ -375,7 +385,8 @@ def _run(snapshot: Snapshot) -> Iterator[Metric]:
     status = snapshot.status
     if not is_fresh(status, snapshot.now):
         return
-    run, waiting = status.get("run") or {}, status.get("waiting") or {}
+    run = status.get("run") or {}
+    waiting = status.get("waiting") or {}
     yield _gauge("run_active", "1 while a run is under way.", bool(run))
     if "rounds" in run:
         yield _gauge("run_round", "The round that the run is in.", run.get("round") or 0)
@@ -455,15 +466,18 @@ def routes(state: Path, now: Callable[[], datetime] = utc_now) -> list[Route]:
     from starlette.responses import Response
     from starlette.routing import Route
 
-    reader, lock = Reader(state, now), threading.Lock()
-    made_at, text = float("-inf"), b""
+    reader = Reader(state, now)
+    lock = threading.Lock()
+    made_at = float("-inf")
+    text = b""
 
     def metrics(_: Request) -> Response:
         nonlocal made_at, text
         if lock.acquire(blocking=not text):  # while the folder is read, everybody else gets the figures before
             try:
                 if time.monotonic() - made_at >= LEAST_PAUSE_S:
-                    made_at, text = time.monotonic(), exposition(reader.snapshot())
+                    made_at = time.monotonic()
+                    text = exposition(reader.snapshot())
             finally:
                 lock.release()
         return Response(text, media_type=TEXT_FORMAT)

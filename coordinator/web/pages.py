@@ -18,19 +18,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from edge_agent.errors import HeadwaterError, StateError, UnknownName, UsageError
-from edge_agent.moments import shown as shown_time
-from edge_agent.storage import read_json, read_regular
+from edge_agent.core.errors import HeadwaterError, StateError, UnknownName, UsageError
+from edge_agent.core.storage import read_json, read_regular
+from edge_agent.core.time_and_text import show_time
 
 from ..fleet.release_commands import described, stage_text, standing, waits_for
+from ..journal.store import Entry
 from ..runs.result_notes import SHOWN_CLIENTS, spent
 from ..runs.timeline import Event
 from ..state.fleet_rows import AgentRow
 from ..state.history import SCOPES, describe_entry
-from ..state.journal import Entry
 from ..state.noise import Compared, classify_mean_gain
-from ..state.releases import Book, Release
 from ..state.values import as_number, as_text
+from ..views.releases import Book, Release
 from . import pictures
 from .fleet_table import PAGE_ROWS, SHOWN, SORTS, Query, page_of, totals
 from .folder_view import FolderView, RunInfo
@@ -73,7 +73,8 @@ def shown(make: Handler) -> Handler:
 @shown
 def fleet(request: Request) -> Response:
     """All agents: search, filter, sort and pages."""
-    view, query = site_of(request).view, Query.of(request.query_params)
+    view = site_of(request).view
+    query = Query.of(request.query_params)
     agents = view.agents()
     table = page_of(agents, query)
     return page(
@@ -96,7 +97,9 @@ def fleet(request: Request) -> Response:
 
 def agent(request: Request) -> Response:
     """One agent: state, fault with remedy, accuracies, history."""
-    view, name, before = site_of(request).view, request.query_params.get("id", ""), _whole(request, "before")
+    view = site_of(request).view
+    name = request.query_params.get("id", "")
+    before = _whole(request, "before")
     view.refresh()
     with view.lock:
         row = view.agent(name)
@@ -116,7 +119,8 @@ def _agent_page(
     lines = [line for line in (describe_entry(entry, view.book) for entry in entries) if line is not None]
     results = [(as_text(line["at"]), acc) for kind, line in lines if (acc := _running_acc_of(kind, line))]
     runs = [run for run in reversed(list(view.runs)[-20:]) if run in view.begun_runs()]
-    by_round, in_run = list[tuple[int, float | None, float | None]](), ""
+    by_round = list[tuple[int, float | None, float | None]]()
+    in_run = ""
     for run in runs:
         if by_round := list(view.curves(run).of_agent(name)):
             in_run = run
@@ -156,14 +160,16 @@ def runs(request: Request) -> Response:
 
 def run(request: Request) -> Response:
     """One run: what it waits for, its curves, what went wrong, and its log."""
-    view, name = site_of(request).view, request.query_params.get("id", "")
+    view = site_of(request).view
+    name = request.query_params.get("id", "")
     view.refresh()
     with view.lock:
         info = _run_named(view, name)
     events = list[Event]()  # these without the lock: a disk may be slow, and a summary has all agents
     with contextlib.suppress(HeadwaterError):  # the page says why the journal cannot be read
         events = view.log_of(name)
-    summary, known = _summary(view, info) if info.is_over else {}, _files(view, name)
+    summary = _summary(view, info) if info.is_over else {}
+    known = _files(view, name)
     with view.lock:
         return _run_page(request, view, info, events, summary, known)
 
@@ -181,7 +187,8 @@ def _run_page(
     now = view.run_now()
     live = now if now.get("id") == info.id else {}
     analysed = view.folder.run(info.id).folder / ANALYSIS
-    charts, before = pictures.of_run(points), _whole(request, "before")
+    charts = pictures.of_run(points)
+    before = _whole(request, "before")
     older = [one for one in points if before is None or one.round < before]
     return page(
         request,
@@ -206,7 +213,7 @@ def _run_page(
         events=events[-PAGE_ROWS:][::-1],
         incident_count=len(curves.incidents),
         damaged=curves.damaged,
-        settings=_settings(info.request),
+        settings=_settings(info.request.to_body()),
         files=known,
         has_report=any(one == REPORT for one, _ in known),
         has_analysis=(analysed / "index.html").is_file(),
@@ -219,7 +226,8 @@ def _run_page(
 
 def report(request: Request) -> Response:
     """The page of a run that stands alone, as it was written at its end; its scripts have no part in the session."""
-    view, name = site_of(request).view, request.query_params.get("id", "")
+    view = site_of(request).view
+    name = request.query_params.get("id", "")
     view.refresh()
     with view.lock:
         path = view.folder.run(_run_named(view, name).id).folder / REPORT
@@ -233,7 +241,9 @@ def report(request: Request) -> Response:
 
 def analysis(request: Request) -> Response:
     """A file of a run's analysis: its page, which stands alone, its pictures and its numbers."""
-    view, run, name = site_of(request).view, request.path_params["run"], request.path_params["name"]
+    view = site_of(request).view
+    run = request.path_params["run"]
+    name = request.path_params["name"]
     view.refresh()
     with view.lock:
         folder = view.folder.run(_run_named(view, run).id).folder / ANALYSIS
@@ -271,7 +281,7 @@ def _comparison(
     """Make the page that compares the chosen runs; ``ends``: run -> `_accuracies_at_end`."""
     names = dict.fromkeys(request.query_params.getlist("run"))
     curves = [(one.id, view.curves(one.id)) for one in chosen]
-    flat = [_settings(one.request) for one in chosen]
+    flat = [_settings(one.request.to_body()) for one in chosen]
     keys = sorted({key for one in flat for key in one})
     differing = [key for key in keys if len({str(one.get(key)) for one in flat}) > 1]
     wants_all = "all" in request.query_params
@@ -296,9 +306,11 @@ def _comparison(
 @shown
 def releases(request: Request) -> Response:
     """All releases, the newest first, and the devices of one of them."""
-    view, before = site_of(request).view, _whole(request, "before")
+    view = site_of(request).view
+    before = _whole(request, "before")
     number = _whole(request, "number")
-    book, now = view.book, view.now()
+    book = view.book
+    now = view.now()
     current = {one.number for one in book.current()} | {one.number for one in book.releases if one.held}
     running = Counter(device.runs for device in book.devices.values())
     older = [one for one in book.releases if before is None or one.number < before]
@@ -335,20 +347,23 @@ def releases(request: Request) -> Response:
 
 def bundles(request: Request) -> Response:
     """All exported bundles: how close they are to what was trained, and who signed them."""
-    view, before = site_of(request).view, _whole(request, "before")
+    view = site_of(request).view
+    before = _whole(request, "before")
     view.refresh()
     by_bundle = dict[str, list[tuple[int, str, str]]]()
     with view.lock:
         numbered = [(number, one) for number, one in enumerate(view.runs.values(), 1) if one.bundle]
         for one in view.book.releases:
-            stage, kind = _stage_text(view.book, one, view.now()), _stage_kind(view.book, one, view.now())
+            stage = _stage_text(view.book, one, view.now())
+            kind = _stage_kind(view.book, one, view.now())
             by_bundle.setdefault(one.bundle_id, []).append((one.number, stage, kind))
     older = [(number, one) for number, one in numbered if before is None or number < before]
     chosen = older[-BUNDLES_ON_PAGE:][::-1]
     rows = [  # without the lock: files of some megabytes are read and compared with their hashes, once
-        {"run": one, "bundle": one.bundle, "releases": by_bundle.get(str((one.bundle or {}).get("bundle_id")), [])}
-        | _manifest(view, as_text((one.bundle or {}).get("digest") or ""))
+        {"run": one, "bundle": one.bundle, "releases": by_bundle.get(one.bundle.fact.bundle_id, [])}
+        | _manifest(view, one.bundle.digest)
         for _, one in chosen
+        if one.bundle is not None
     ]
     more = chosen[-1][0] if len(older) > len(chosen) else None
     with view.lock:
@@ -371,8 +386,8 @@ def _stage_kind(book: Book, release: Release, now: datetime) -> str:
 def methods(request: Request) -> Response:
     """What leaves a device and what stays on it, for each method."""
     view = site_of(request).view
-    used = Counter(as_text(one.request.get("method") or "") for one in view.runs.values())
-    newest = next((as_text(one.request.get("method") or "") for one in reversed(list(view.runs.values()))), "")
+    used = Counter(as_text(one.request.method) for one in view.runs.values())
+    newest = next((as_text(one.request.method) for one in reversed(list(view.runs.values()))), "")
     wanted = request.query_params.get("name", newest)
     known = _methods()
     return page(
@@ -384,23 +399,28 @@ def methods(request: Request) -> Response:
         chosen=known.get(wanted),
         wanted=wanted,
         is_newest="name" not in request.query_params,
-        run=next((one for one in reversed(list(view.runs.values())) if one.request.get("method") == wanted), None),
+        run=next((one for one in reversed(list(view.runs.values())) if one.request.method == wanted), None),
     )
 
 
 def failed(request: Request, error: Exception) -> Response:
     """The page of an error: what was found and what to do, and nothing of the inside."""
     if isinstance(error, HTTPException):
-        status, message = error.status_code, str(error.detail)
+        status = error.status_code
+        message = str(error.detail)
         message = message if status != 404 or message != "Not Found" else "There is no such page."
     elif isinstance(error, UnknownName):
-        status, message = 404, str(error)
+        status = 404
+        message = str(error)
     elif isinstance(error, UsageError):
-        status, message = 400, str(error)
+        status = 400
+        message = str(error)
     elif isinstance(error, HeadwaterError):
-        status, message = 503, str(error)
+        status = 503
+        message = str(error)
     else:
-        status, message = 500, "This page could not be made; the log of the web view has the reason."
+        status = 500
+        message = "This page could not be made; the log of the web view has the reason."
     return page(request, "error.html", code=status, message=message)
 
 
@@ -474,7 +494,8 @@ def _accuracies_at_end(view: FolderView, runs: Iterable[RunInfo]) -> dict[str, M
 
 def _cohort(live: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Agent, state (done, rejected, working) and reason of each member of the open round, those missing first."""
-    accepted, rejected = set(map(as_text, live.get("accepted") or ())), live.get("rejected") or {}
+    accepted = set(map(as_text, live.get("accepted") or ()))
+    rejected = live.get("rejected") or {}
     members = [as_text(one) for one in live.get("cohort") or ()]
     for name in members:
         if name not in accepted and name not in rejected:
@@ -632,7 +653,7 @@ def _installed(line: Mapping[str, Any]) -> tuple[str, str]:
 def _pinned(line: Mapping[str, Any]) -> tuple[str, str]:
     if line["release"] is None:
         return "unpinned", ""
-    until = f" until {shown_time(line['until'])}" if line["until"] else ""
+    until = f" until {show_time(line['until'])}" if line["until"] else ""
     return f"pinned to release {as_text(line['release'])}{until}", as_text(line["reason"] or "")
 
 
@@ -684,11 +705,13 @@ def _manifest(view: FolderView, digest: str) -> dict[str, Any]:
 def _read_manifest(path: str, _stamp: int) -> dict[str, Any]:
     from pathlib import Path
 
-    from edge_agent.bundle import open_bundle, variant_figures
-    from edge_agent.trust import Member, Release, parse, read
+    from edge_agent.bundle.archive import open_bundle
+    from edge_agent.bundle.manifest import variant_figures
+    from edge_agent.bundle.trust import Member, Release, parse, read
 
     opened = open_bundle(Path(path))
-    signers, signed = list[str](), None
+    signers = list[str]()
+    signed = None
     if opened.release is not None:
         member = parse(Member, opened.release, path)
         signers = [one.keyid for one in member.release.signatures]

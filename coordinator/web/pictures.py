@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from edge_agent.moments import moment_of
+from edge_agent.core.time_and_text import moment_of
 
 from ..report.charts import Axis, Bars, Chart, Lines, Mark, Row, Rows, Series, ends, percent
 from ..report.run_charts import KEYS as SCOPE_KEYS
@@ -70,7 +70,8 @@ def _phases(points: Sequence[RoundPoint]) -> dict[str, Chart]:
     timed = [one for one in points if one.seconds is not None]
     if not timed:
         return {}
-    work, waits = sum(one.seconds or 0.0 for one in timed), sum(one.waiting_s or 0.0 for one in timed)
+    work = sum(one.seconds or 0.0 for one in timed)
+    waits = sum(one.waiting_s or 0.0 for one in timed)
     longest = max(timed, key=lambda one: one.seconds or 0.0)
     summary = (
         f"{work:.1f} s in rounds and {waits:.1f} s waiting for agents before them; the longest is round "
@@ -181,7 +182,8 @@ def of_compared(runs: Sequence[tuple[str, RunCurves]]) -> dict[str, Chart]:
     result: dict[str, Chart] = {}
     most = max(8, MOST_COMPARED_POINTS // max(1, len(runs)))
     for scope in ("personal", "global"):
-        lines, is_thinned = list[Series](), False
+        lines = list[Series]()
+        is_thinned = False
         for number, (name, curves) in enumerate(runs):
             known = [(float(one.round), one.acc[scope].mean) for one in curves.rounds() if scope in one.acc]
             step = -(-len(known) // most)

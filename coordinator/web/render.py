@@ -9,7 +9,7 @@ from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-from edge_agent.moments import shown
+from edge_agent.core.time_and_text import show_time
 
 from ..report.charts import Chart, clean, figure_html
 from ..report.page import templates_of
@@ -33,7 +33,8 @@ def site_of(request: Request) -> Site:
 def page(request: Request, template: str, *, topic: str = "", code: int = 200, **content: Any) -> HTMLResponse:
     """A page; ``topic``: what it has to be fetched again for, see `FolderView.version`. Hold the view's lock."""
     site = site_of(request)
-    view, cookie = site.view, request.cookies.get(site.cookie, "")
+    view = site.view
+    cookie = request.cookies.get(site.cookie, "")
     is_signed_in = site.access is not None and site.access.is_session(cookie)
     text = (
         _templates()
@@ -70,8 +71,8 @@ def _templates() -> jinja2.Environment:
     templates = templates_of(__package__, _shown)
     templates.filters.update(
         {
-            "moment": shown,
-            "clock": lambda at: shown(at).removesuffix(" UTC"),
+            "moment": show_time,
+            "clock": lambda at: show_time(at).removesuffix(" UTC"),
             "dash": lambda value: "–" if value in {None, ""} else value,
         }
     )

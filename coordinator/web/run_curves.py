@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edge_agent.storage import open_regular
+from edge_agent.core.storage import open_regular
 
 from ..state.values import as_number, as_text
 from ..text import worst_tenth
@@ -86,7 +86,9 @@ class RunCurves:
     """
 
     def __init__(self, path: Path, lock: threading.RLock | None = None) -> None:
-        self.path, self._lock, self._reading = path, lock or threading.RLock(), threading.Lock()
+        self.path = path
+        self._lock = lock or threading.RLock()
+        self._reading = threading.Lock()
         self.is_for_agents = True
         """Whether figures of single agents are held."""
 
@@ -102,7 +104,9 @@ class RunCurves:
         """Whether the file was read to its end; more may have been written since."""
 
         self._agents: dict[str, array[float]] = {}
-        self._points, self._offset, self._inode = 0, 0, 0
+        self._points = 0
+        self._offset = 0
+        self._inode = 0
 
     @property
     def version(self) -> int:
@@ -116,7 +120,8 @@ class RunCurves:
 
     def forget_agents(self) -> None:
         """Hold no figures of single agents any more; those over all agents stay."""
-        self.is_for_agents, self._points = False, 0
+        self.is_for_agents = False
+        self._points = 0
         self._agents.clear()
 
     def read(self, most: int = CHUNK_BYTES) -> bool:
@@ -139,7 +144,8 @@ class RunCurves:
         end = chunk.rfind(b"\n") + 1
         if not end and len(chunk) == most:  # a line longer than a chunk: the next call reads more
             return self._read(2 * most)
-        read, damaged = list[_Read](), 0
+        read = list[_Read]()
+        damaged = 0
         for line in chunk[:end].splitlines():
             record = _record(line)
             damaged += record is None
@@ -200,13 +206,15 @@ def _read_round(record: Mapping[str, Any]) -> _Read | None:
     value = as_number(record.get("round"))
     if record.get("kind") != "round" or value is None or not 0 <= value < 1 << 24:
         return None
-    number, acc = int(value), _mapping(record.get("acc"))
+    number = int(value)
+    acc = _mapping(record.get("acc"))
     by_scope = {scope: _numbers(acc.get(scope)) for scope in SCOPES}
     spreads = {
         scope: Spread.of(np.fromiter(values.values(), dtype=np.float64)) for scope, values in by_scope.items() if values
     }
     loss = _numbers(record.get("loss"))
-    rejected, missing = _reasons(record.get("rejected")), _texts(record.get("missing"))
+    rejected = _reasons(record.get("rejected"))
+    missing = _texts(record.get("missing"))
     point = RoundPoint(
         round=number,
         seconds=as_number(record.get("seconds")),

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from edge_agent.errors import UsageError, cause
-from edge_agent.storage import IDENTITY, read_regular_text
+from edge_agent.core.errors import UsageError, cause
+from edge_agent.core.storage import IDENTITY, read_regular_text
 
 from ..config import CoordinatorConfig, WebConfig
 from ..processes.pipe import Pipe
@@ -59,7 +59,8 @@ class Settings:
     @classmethod
     def of(cls, config: CoordinatorConfig, web: WebConfig, file: Path | None) -> Settings:
         """Those of a coordinator: on a network with its certificate, which 'headwater init' has made."""
-        cert, names = web.cert, [*web.hosts]
+        cert = web.cert
+        names = [*web.hosts]
         if config.identity is not None:
             names.append(config.identity.host)
             if cert is None and not web.is_local and not web.insecure:
@@ -213,7 +214,9 @@ class WebProcess:
     def __init__(self, settings: Settings, ready: Callable[[str], None]) -> None:
         """``ready`` gets the address when it serves, for the first time; in another thread."""
         self.url = ""
-        self._settings, self._ready, self._reason = settings, ready, ""
+        self._settings = settings
+        self._ready = ready
+        self._reason = ""
         self._supervisor = Supervisor("web", self._spawn, self._serve, self._on_exit)
 
     @property
@@ -239,7 +242,8 @@ class WebProcess:
             while True:
                 frame = child.pipe.receive()
                 if frame.topic == READY:
-                    is_first, self.url = not self.url, frame.payload.decode()
+                    is_first = not self.url
+                    self.url = frame.payload.decode()
                     if (port := urlsplit(self.url).port) is not None:  # one that was free stays, for open pages
                         host = self._settings.web.listen.rpartition(":")[0]
                         web = self._settings.web.model_copy(update={"listen": f"{host}:{port}"})

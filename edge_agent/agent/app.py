@@ -12,17 +12,20 @@ import socket
 import threading
 from typing import Any
 
-from .. import capabilities
-from ..config import AgentConfig
-from ..errors import BrokerAway, CodecError, HeadwaterError, MissingCapability, StateError
-from ..identity import Renewal, check_name, renew_beside
-from ..storage import check_own_folder, folder_lock, read_json, sweep, write_atomic
+from ..core import capabilities
+from ..core.children import ThreadWorker, in_child, is_stopped, stop_on_signals
+from ..core.config import AgentConfig
+from ..core.errors import BrokerAway, CodecError, HeadwaterError, MissingCapability, StateError
+from ..core.locks import folder_lock
+from ..core.own_folders import check_own_folder
+from ..core.storage import read_json, sweep, write_atomic
+from ..identity.certificates import check_name
+from ..identity.renewal import Renewal, renew_beside
 from ..wire.mqtt import MqttTransport, refused_topics
-from ..worker import ThreadWorker, in_child, is_stopped, stop_on_signals
 from .data_check import check
 from .event_loop import Agent, RefusedTopics, will_of
 from .health import problem_of
-from .tasks import TaskRunner
+from .tasks.runner import TaskRunner
 from .textfile import TextFile
 
 log = logging.getLogger(__name__)
@@ -31,7 +34,7 @@ STATUS_EVERY_S = 5.0
 
 
 def run(config: AgentConfig) -> None:
-    """Serve until stopped: returns after SIGTERM, raises KeyboardInterrupt after Ctrl-C.
+    """Run until stopped: returns after SIGTERM, raises KeyboardInterrupt after Ctrl-C.
 
     Raises:
         MissingCapability: the configured tier needs packages that are not installed.
@@ -58,6 +61,7 @@ def run(config: AgentConfig) -> None:
 
 
 def _run(config: AgentConfig, tier: str) -> None:
+    """Serve as `run`, once tier, certificate and local data are known to be right, while the state folder is held."""
     boot = secrets.token_hex(8)
     with folder_lock(config.state, f"edge-agent {config.id}"), stop_on_signals() as stop:
         check_own_folder(config.state / "bundles")
@@ -91,7 +95,7 @@ ASK_RULES_LIMIT_S = 4.0
 
 
 def refused_topics_of(config: AgentConfig) -> RefusedTopics | None:
-    """Asks the agent's broker what it refuses; None where it takes the id from the certificate.
+    """Return a function that asks the agent's broker what it refuses; None where it takes the id from the certificate.
 
     Such a broker would end the agent's own connection, and `check_name` has compared the ids.
     """
@@ -118,7 +122,7 @@ def _renew_expired(renewal: Renewal) -> None:
 
 
 def choose_tier(config: AgentConfig) -> str:
-    """The configured tier, or the highest that this device supports.
+    """Return the configured tier, or the highest that this device supports.
 
     Raises:
         MissingCapability: it needs packages that are not installed.
@@ -136,7 +140,8 @@ def choose_tier(config: AgentConfig) -> str:
 
 def _leave_status(config: AgentConfig, error: HeadwaterError) -> None:
     """Add why the agent ended to the status file, for 'edge-agent status'."""
-    problem, path = problem_of("start", error), config.state / "status.json"
+    problem = problem_of("start", error)
+    path = config.state / "status.json"
     status: dict[str, Any] = {}
     with contextlib.suppress(StateError):
         status = read_json(path) or {}
@@ -146,7 +151,7 @@ def _leave_status(config: AgentConfig, error: HeadwaterError) -> None:
 
 
 def _serve(agent: Agent, stop: threading.Event) -> None:
-    """The agent's loop; it also notifies the watchdog, so that a stuck loop is noticed."""
+    """Run the agent's loop and notify the watchdog, so that a stuck loop is noticed."""
     noted_at = float("-inf")
     noted: tuple[bool, str | None] = False, None
     textfile = TextFile(agent.config, agent.clock)
@@ -156,7 +161,8 @@ def _serve(agent: Agent, stop: threading.Event) -> None:
             agent.raise_if_rejected()
             now = (agent.welcomed, None if agent.problem is None else agent.problem.message)
             if agent.clock() - noted_at >= STATUS_EVERY_S or now != noted:
-                noted_at, noted = agent.clock(), now
+                noted_at = agent.clock()
+                noted = now
                 _notify("WATCHDOG=1")
                 try:
                     agent.write_status()

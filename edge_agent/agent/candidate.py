@@ -16,12 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import errors
-from ..config import AgentConfig
-from ..errors import BundleError, ChildFailed, HeadwaterError
-from ..limits import available_bytes, limit_resources, stand_back
-from ..wire.messages import Install, Report
-from ..worker import answer_of_watched
+from ..core import errors
+from ..core.children import answer_of_watched
+from ..core.config import AgentConfig
+from ..core.errors import BundleError, ChildFailed, HeadwaterError
+from ..core.limits import available_bytes, limit_resources, stand_back
+from ..wire.messages.down import Install
+from ..wire.messages.up import Report
 from .head_tier import Candidate, prepare_here, rejected
 
 log = logging.getLogger(__name__)
@@ -29,8 +30,11 @@ log = logging.getLogger(__name__)
 SILENT_S = 900.0
 """Without a word for so long a child hangs: the longest step on a slow device is the trial of an encoder, 300 s."""
 
-LIMIT_S, CPU_S = 6 * 3600.0, 4 * 3600
-"""A child may take so long, and so much time of a processor."""
+LIMIT_S = 6 * 3600.0
+"""How long a child may take, in seconds."""
+
+CPU_S = 4 * 3600
+"""How much time of a processor a child may take, in seconds."""
 
 RESERVE_BYTES = 32 << 20
 """Memory that a child leaves to the agent and to others, of what is available when it begins."""
@@ -46,7 +50,7 @@ _KINDS: dict[str, type[HeadwaterError]] = {
 def prepare_beside(
     config: AgentConfig, message: Install, path: Path, now: float, heard: Callable[[str], object] = lambda _step: None
 ) -> Candidate:
-    """As `head_tier.prepare_here`, in a child process. ``heard`` is called with each step that the child begins.
+    """Do as `head_tier.prepare_here` in a child process, and call ``heard`` with each step that the child begins.
 
     The report has the metric ``install.peak_mb``: memory of agent and child together, MB, at its peak.
 
@@ -66,17 +70,18 @@ def prepare_beside(
         "memory_bytes": memory,
         "cpu_s": CPU_S,
     }
-    step, peak_mb = "start", 0.0
+    step = "start"
+    peak_mb = 0.0
 
-    def on_line(said: dict[str, Any]) -> None:
+    def on_line(line: dict[str, Any]) -> None:
         nonlocal step
-        if "failed" in said:
-            raise ChildFailed(said["failed"])
-        if "step" in said:
-            step = said["step"]
+        if "failed" in line:
+            raise ChildFailed(line["failed"])
+        if "step" in line:
+            step = line["step"]
             heard(step)
         else:
-            logging.getLogger(said["logger"]).log(said["level"], "%s", said["text"])
+            logging.getLogger(line["logger"]).log(line["level"], "%s", line["text"])
 
     def look(process: int) -> None:
         nonlocal peak_mb
@@ -102,25 +107,26 @@ def prepare_beside(
 
 
 def _error_of(answer: dict[str, Any]) -> Exception:
-    """What went wrong in the child, as it would have been raised here."""
+    """Return what went wrong in the child, as it would have been raised here."""
     if (number := answer["errno"]) is not None:
         return OSError(number, os.strerror(number), answer["filename"] or None)
     kind = _KINDS.get(answer["error"], HeadwaterError)
-    made = kind.__new__(kind, answer["message"])  # some make their message from parts, which it is made of already
+    rebuilt = kind.__new__(kind, answer["message"])  # some make their message from parts, which it is made of already
     HeadwaterError.__init__(
-        made, answer["message"], is_public=answer["is_public"], public_message=answer["public_message"]
+        rebuilt, answer["message"], is_public=answer["is_public"], public_message=answer["public_message"]
     )
-    return made
+    return rebuilt
 
 
 def main() -> None:
-    """The child: its question comes as JSON on stdin; steps, lines of the log and the answer go to stdout."""
-    question, out = json.load(sys.stdin), sys.stdout
+    """Run as the child: its question comes as JSON on stdin; steps, lines of the log and the answer go to stdout."""
+    question = json.load(sys.stdin)
+    out = sys.stdout
     stand_back(question["parent"])
     sys.path[:] = question["path"]  # data may come from a function of the owner's
 
-    def say(**said: Any) -> None:
-        out.write(json.dumps(said) + "\n")
+    def say(**fields: Any) -> None:
+        out.write(json.dumps(fields) + "\n")
         out.flush()
 
     class Lines(logging.Handler):
@@ -128,7 +134,8 @@ def main() -> None:
             say(logger=record.name, level=record.levelno, text=record.getMessage()[:4000])
 
     logging.basicConfig(level=logging.INFO, handlers=[Lines()])
-    config, message = AgentConfig.model_validate(question["config"]), Install.model_validate(question["message"])
+    config = AgentConfig.model_validate(question["config"])
+    message = Install.model_validate(question["message"])
     limit_resources(question["memory_bytes"], question["cpu_s"])
     try:
         with contextlib.redirect_stdout(sys.stderr):  # of the owner's function
@@ -142,8 +149,9 @@ def main() -> None:
 def _answer(
     config: AgentConfig, message: Install, question: dict[str, Any], progress: Callable[[str], None]
 ) -> dict[str, Any]:
+    """Prepare the bundle and return the candidate, or the error of ours or of the system that ended it, as JSON."""
     try:
-        made = prepare_here(config, message, Path(question["bundle"]), question["now"], progress)
+        candidate = prepare_here(config, message, Path(question["bundle"]), question["now"], progress)
     except HeadwaterError as error:
         return {
             "error": type(error).__name__,
@@ -156,11 +164,12 @@ def _answer(
         if error.errno is None:
             raise
         return {"error": "OSError", "errno": error.errno, "filename": str(error.filename or "")}
-    return {"report": made.report.model_dump(mode="json"), "version": made.version, "rejection": made.rejection}
+    report = candidate.report.model_dump(mode="json")
+    return {"report": report, "version": candidate.version, "rejection": candidate.rejection}
 
 
 def children_of(process: int) -> list[int]:
-    """The processes that this one has started and that have not ended; none where the system does not say."""
+    """Return the processes that this one has started and that have not ended; none where the system does not say."""
     result: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         for path in Path(f"/proc/{process}/task").glob("*/children"):
@@ -169,7 +178,7 @@ def children_of(process: int) -> list[int]:
 
 
 def resident_mb_of(*processes: int) -> float:
-    """Memory of processes in RAM, MB; those that have ended have none."""
+    """Return the memory of processes in RAM, MB; those that have ended have none."""
     pages = 0
     for process in processes:
         with contextlib.suppress(OSError, ValueError, IndexError):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from .. import errors
-from ..config import AgentConfig, own_methods
-from ..errors import HeadwaterError, StateError, UsageError
-from ..storage import read_json, write_json
-from ..task import Task
-from ..worker import answer_of_child
-from .privacy import check_policy
+from ..core import errors
+from ..core.children import answer_of_child
+from ..core.config import AgentConfig, own_methods
+from ..core.errors import HeadwaterError, StateError, UsageError
+from ..core.storage import read_json, write_json
+from ..core.task import Task
+from ..privacy.policy import check_policy
 
 LIMIT_S = 600.0
 """The child may take so long."""
@@ -58,7 +58,7 @@ def last_task(state: Path) -> Task | None:
         StateError: the file cannot be read.
         BundleError: the manifest of the bundle in use cannot be read.
     """
-    from ..bundle import current_manifest
+    from ..bundle.installed import current_manifest
 
     if not state.is_dir():
         return None
@@ -75,7 +75,7 @@ def last_task(state: Path) -> Task | None:
 
 
 def check_beside(config: AgentConfig, task: Task) -> None:
-    """`check` in a child process.
+    """Run `check` in a child process.
 
     Raises:
         DataError: the data do not fit.
@@ -93,7 +93,7 @@ def check_beside(config: AgentConfig, task: Task) -> None:
 
 
 def main() -> None:
-    """The child: configuration and task come as JSON on stdin, what is wrong goes to stdout."""
+    """Run as the child: configuration and task come as JSON on stdin, what is wrong goes to stdout."""
     question = json.load(sys.stdin)
     try:
         check(AgentConfig.model_validate(question["config"]), Task.model_validate(question["task"]))

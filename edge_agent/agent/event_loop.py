@@ -19,8 +19,10 @@ from functools import partial
 from typing import Any
 
 from .. import __version__
-from ..config import AgentConfig
-from ..errors import (
+from ..core.children import InlineWorker, Worker, is_stopped
+from ..core.config import AgentConfig
+from ..core.disk import disk_error
+from ..core.errors import (
     ChunkError,
     DuplicateId,
     EnrolmentRefused,
@@ -29,23 +31,25 @@ from ..errors import (
     ProtocolMismatch,
     StateError,
 )
-from ..identity import Renewal, Step, renew_beside
-from ..limits import resident_bytes
-from ..storage import read_json, write_atomic
-from ..task import Task
-from ..wire import messages as wire
-from ..wire.authentic import Guard, read_key
-from ..wire.chunks import BlobCache, decode_frame
-from ..wire.messages import SPOKEN, Topics, run_name
+from ..core.limits import resident_bytes
+from ..core.storage import read_json, write_atomic
+from ..core.task import Task
+from ..identity.renewal import Renewal, Step, renew_beside
+from ..privacy.policy import sample_count, without_withheld
+from ..wire.blobs.chunks import BlobCache, decode_frame
+from ..wire.messages import codec, down, fields, up
+from ..wire.messages.codec import SPOKEN
+from ..wire.messages.fields import run_name
+from ..wire.seal import Guard, read_key
+from ..wire.topics import Topics
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
-from ..worker import InlineWorker, Worker, is_stopped
 from .data_check import note_task
-from .health import FINAL_S, HELLO_AGAIN_S, Disk, Mismatch, OtherClock, Problem, Silence, disk_error
+from .health import FINAL_S, HELLO_AGAIN_S, Disk, Mismatch, OtherClock, Problem, Silence
 from .local_state import Membership
 from .new_samples import NewSamples
-from .privacy import sample_count, without_withheld
 from .release_record import PROVEN_S, Trial
-from .tasks import TaskQueue, TaskRunner
+from .tasks.runner import TaskRunner
+from .tasks.task_queue import TaskQueue
 from .textfile import Figures
 from .transfers import Downloads, Link, Uploads
 
@@ -54,9 +58,11 @@ log = logging.getLogger(__name__)
 HELLO_APART_S = 0.5
 MAX_TICK_S = 0.5
 
-ASK_AFTER, ASK_AGAIN_S = 3, 300.0
-"""Failed connections in a row after which an enrolled agent asks whether its certificate counts; pause until it asks
-again."""
+ASK_AFTER = 3
+"""Failed connections in a row after which an enrolled agent asks whether its certificate counts."""
+
+ASK_AGAIN_S = 300.0
+"""Pause in seconds until it asks again."""
 
 
 RefusedTopics = Callable[[Mapping[str, bytes]], "dict[str, str] | None"]
@@ -64,7 +70,7 @@ RefusedTopics = Callable[[Mapping[str, bytes]], "dict[str, str] | None"]
 
 
 def will_of(config: AgentConfig, boot: str) -> WillOf:
-    """What the broker publishes when a connection of this agent breaks; it names the connection."""
+    """Return what the broker publishes when a connection of this agent breaks; it names the connection."""
     topic = Topics(config.federation).presence(config.id)
     return lambda connection: Will(topic, f"offline {boot} {connection}".encode())
 
@@ -95,7 +101,10 @@ class Agent:
         Raises:
             ConfigError: the file of the key of its commands cannot be used.
         """
-        self.config, self.transport, self.tasks, self.clock = config, transport, tasks, clock
+        self.config = config
+        self.transport = transport
+        self.tasks = tasks
+        self.clock = clock
         self.worker = worker or InlineWorker()
         self.boot = boot or secrets.token_hex(8)
         self.membership = Membership(config.state / "federation.json", clock)
@@ -116,9 +125,11 @@ class Agent:
             room_bytes=lambda: self.jobs.room_bytes,
             resume=self._hello,
         )
-        self.renewal, self._is_renewing = renewal, False
+        self.renewal = renewal
+        self._is_renewing = False
         self._refused_topics = refused_topics
-        self._failed_connects, self._ask_at = 0, float("-inf")
+        self._failed_connects = 0
+        self._ask_at = float("-inf")
         self.welcomed = False
         self.rejected: HeadwaterError | None = None
         self._mismatch = Mismatch(clock, rng or random.Random())  # noqa: S311 - spreads hellos, guards nothing
@@ -126,45 +137,46 @@ class Agent:
         self._trial: tuple[Trial, float] | None = None
         self._sent_kept = ""
         self._beat_at = self._hello_at = float("-inf")
-        self._idle_heartbeat_s, self._was_busy = 0.0, False
+        self._idle_heartbeat_s = 0.0
+        self._was_busy = False
         self._silence = Silence(self._mismatch, clock)
         self._other_clock = OtherClock(now, clock)
         self._new_samples = NewSamples(config, clock)
         self._sent_condition = self.condition.name
         self._checked: Task | None = None
-        self._operator_pin: wire.Pinned | None = None
-        self._introductions: dict[type[wire.Command], Callable[[Any], None]] = {
-            wire.Announce: self._on_announce,
-            wire.Welcome: self._on_welcome,
-            wire.Who: lambda message: self._hello(message.question),
+        self._operator_pin: down.Pinned | None = None
+        self._introductions: dict[type[fields.Command], Callable[[Any], None]] = {
+            down.Announce: self._on_announce,
+            down.Welcome: self._on_welcome,
+            down.Who: lambda message: self._hello(message.question),
         }
-        self._work: dict[type[wire.Command], Callable[[Any], None]] = {
-            wire.TaskNotice: self._on_task,
-            wire.Job: self.jobs.on_job,
-            wire.Install: self.jobs.on_install,
-            wire.Cancel: self.jobs.on_cancel,
-            wire.Listen: self.downloads.listen,
-            wire.Grant: self._on_grant,
-            wire.Queued: self.uploads.queued,
-            wire.Ack: self.uploads.ack,
-            wire.Receipt: self.jobs.on_receipt,
-            wire.Renewed: self._on_renewed,
-            wire.Pinned: self._on_pinned,
+        self._work: dict[type[fields.Command], Callable[[Any], None]] = {
+            down.TaskNotice: self._on_task,
+            down.Job: self.jobs.on_job,
+            down.Install: self.jobs.on_install,
+            down.Cancel: self.jobs.on_cancel,
+            down.Listen: self.downloads.listen,
+            down.Grant: self._on_grant,
+            down.Queued: self.uploads.queued,
+            down.Ack: self.uploads.ack,
+            down.Receipt: self.jobs.on_receipt,
+            down.Renewed: self._on_renewed,
+            down.Pinned: self._on_pinned,
         }
 
     # --- life ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Listen; hello follows once connected."""
+        """Start to listen; hello follows once connected."""
         self.config.state.mkdir(parents=True, exist_ok=True)
         self.transport.subscribe(*self.topics.for_agent(self.config.id))
         self.transport.start()
-        self.disk.safely(self.tasks.started)
+        self.disk.safely(self.tasks.bundles.started)
         self.disk.safely(self.jobs.restore)
         self.jobs.refit(self._hello, self._new_samples.tried)
 
     def serve(self, stop: threading.Event) -> None:
-        """`step` until ``stop`` is set.
+        """Call `step` until ``stop`` is set.
 
         Raises:
             ProtocolMismatch: the coordinator has spoken another protocol for minutes.
@@ -186,8 +198,8 @@ class Agent:
 
     def close(self) -> None:
         """Send goodbye and disconnect; downloads and the outbox stay on disk."""
-        self.disk.safely(self.tasks.stopped)
-        self.link.send(wire.Bye())
+        self.disk.safely(self.tasks.bundles.stopped)
+        self.link.send(up.Bye())
         self.downloads.pause()
         self.worker.close()
         self.transport.close()
@@ -212,19 +224,21 @@ class Agent:
         elif isinstance(event, Disconnected):
             self.welcomed = False
             self._failed_connects += 1
-            self._silence.broker_away(event.reason, event.remedy, self.config)
+            self._silence.broker_away(event, self.config)
             self.membership.answered()
         self.worker.collect()
         self._tick()
         return event is not None
 
     def idle_s(self) -> float:
-        """How long `step` may wait for an event before something else is due."""
+        """Return how long `step` may wait for an event before something else is due."""
         return max(0.0, min(MAX_TICK_S, self.downloads.due_in()))
 
     # --- timers ----------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
+        """Do what is due by time alone: transfers, new samples, and what the coordinator is to hear."""
+        # What needs the disk waits while that cannot be written.
         now = self.clock()
         self.disk.tick(now)
         self.disk.safely(self.downloads.tick)
@@ -233,15 +247,19 @@ class Agent:
         self.disk.safely(self.jobs.switch_when_due)
         self.disk.safely(partial(self._note_trial, now))
         self.disk.safely(self._renew)
+        # New samples are learned from while the worker has nothing else to do, and there is a bundle to fit a head for.
         is_ready = self.tasks.tier == "head" and not self.jobs.is_working
-        if is_ready and (self.tasks.bundle_id or self.tasks.lacks_head) and self._new_samples.is_due():
+        if is_ready and (self.tasks.bundles.bundle_id or self.tasks.bundles.lacks_head) and self._new_samples.is_due():
             self.jobs.collect(self._hello, self._new_samples.tried)
+        # A hello is repeated after one of another version, and where another federation is followed from now on.
         if self._mismatch.is_due():
             self._hello()
-        if (other := self.membership.to_follow()) is not None:
-            self._follow(*other)
+        federation_and_epoch = self.membership.to_follow()
+        if federation_and_epoch is not None:
+            self._follow(*federation_and_epoch)
             self._begin_alone()
             self._hello()
+        # Without a welcome the agent says hello again, says in its log what it waits for, and asks the broker once.
         if not self.welcomed:
             if not self._mismatch.reason and now - self._hello_at >= HELLO_AGAIN_S:
                 self._hello()
@@ -253,14 +271,14 @@ class Agent:
 
     def _note_trial(self, now: float) -> None:
         """Note when this agent has lived with a new bundle for long enough; the time of another one begins again."""
-        trial = self.tasks.on_trial
+        trial = self.tasks.bundles.on_trial
         if trial is None:
             self._trial = None
         elif self._trial is None or self._trial[0] != trial:
             self._trial = trial, now
         elif now - self._trial[1] >= PROVEN_S:
             self._trial = trial, now  # where this cannot be written, it is tried again later
-            self.tasks.proved(trial)
+            self.tasks.bundles.proved(trial)
 
     def _renew(self) -> None:
         """Ask for a new certificate, when half of the life of this one is over."""
@@ -281,27 +299,29 @@ class Agent:
         except HeadwaterError as error:
             self._not_renewed(str(error))
 
-    def _renew_beside(self, what: Step, certificate: str = "") -> None:
+    def _renew_beside(self, step: Step, certificate: str = "") -> None:
+        """Have the worker do one step of a renewal, and send, note or log what came of it."""
+
         def done(result: Any, error: BaseException | None) -> None:
             self._is_renewing = False
             if isinstance(error, EnrolmentRefused):  # by the coordinator itself: the broker will not let this agent in
                 self.condition.note("identity", error)
-            if what == "standing":
+            if step == "standing":
                 if isinstance(error, EnrolmentRefused):
                     log.error("certificate_refused agent=%s reason=%s", self.config.id, error)
             elif error is not None and is_stopped(error):  # as this agent is about to be
                 log.info("certificate_renewal_stopped agent=%s: the next start asks again", self.config.id)
             elif error is not None:
                 self._not_renewed(str(error))
-            elif what == "message":
-                self.link.send(wire.Renew(**result))
+            elif step == "message":
+                self.link.send(up.Renew(**result))
             else:
                 log.info("certificate_renewed agent=%s until=%s", self.config.id, result["until"])
 
         self._is_renewing = True
-        self.worker.submit("renew", lambda: renew_beside(self.config.state, what, certificate), done)
+        self.worker.submit("renew", lambda: renew_beside(self.config.state, step, certificate), done)
 
-    def _on_renewed(self, message: wire.Renewed) -> None:
+    def _on_renewed(self, message: down.Renewed) -> None:
         if message.refused:
             self._not_renewed(message.refused)
         elif self.renewal is not None and message.certificate:
@@ -312,7 +332,7 @@ class Agent:
 
     def _ask_rules(self, refused_topics: RefusedTopics) -> None:
         """Find out whether the broker lets this agent speak: what it refuses to MQTT 3.1.1 it drops without a word."""
-        beat = wire.encode(wire.Heartbeat(boot=secrets.token_hex(8)))  # of no start that said hello: it changes nothing
+        beat = codec.encode(up.Heartbeat(boot=secrets.token_hex(8)))  # of no start that said hello: it changes nothing
         spoken = {topic(self.config.id): beat for topic in (self.topics.up, self.topics.heartbeat)}
 
         def done(refused: dict[str, str] | None, error: BaseException | None) -> None:
@@ -324,8 +344,12 @@ class Agent:
         self.worker.submit("topics", lambda: refused_topics(spoken), done)
 
     def _beat_is_due(self, now: float) -> bool:
-        """Whether to send a heartbeat: without a job less often, where the coordinator of a large fleet asks for it."""
-        is_idle, is_stretched = self.jobs.job is None, self._idle_heartbeat_s > self.config.heartbeat_s
+        """Return whether to send a heartbeat.
+
+        It is sent less often without a job, where the coordinator of a large fleet asks for that.
+        """
+        is_idle = self.jobs.job is None
+        is_stretched = self._idle_heartbeat_s > self.config.heartbeat_s
         has_finished = is_idle and is_stretched and self._was_busy  # the coordinator expects the next one later
         self._was_busy = not is_idle
         pause_s = self._idle_heartbeat_s if is_idle and is_stretched else self.config.heartbeat_s
@@ -338,17 +362,18 @@ class Agent:
         self._silence.begin()
 
     def _hello(self, answers: str = "") -> None:
+        """Say who this agent is, what it runs and how it fares; ``answers``: the question that it answers, if any."""
         if self.rejected is not None:
             return
         self._hello_at = self.clock()
         presence = f"online {self.boot} {self._connection}".encode()
         self.transport.publish(self.topics.presence(self.config.id), presence)
-        self._sent_kept = self.tasks.kept()
-        hello = wire.Hello(
+        self._sent_kept = self.tasks.bundles.kept()
+        hello = up.Hello(
             software=__version__,
             tier=self.tasks.tier,
             samples=sample_count(self.config.privacy, self.tasks.samples),
-            bundle_id=self.tasks.bundle_id,
+            bundle_id=self.tasks.bundles.bundle_id,
             condition=self.condition.name,
             answers=answers,
             connection=self._connection,
@@ -363,18 +388,19 @@ class Agent:
         self._beat_at = self.clock()
         self._sent_condition = self.condition.name
         busy = self.jobs.job
-        beat = wire.Heartbeat(condition=self._sent_condition)
+        beat = up.Heartbeat(condition=self._sent_condition)
         if busy is not None:
             beat = beat.model_copy(update={"run": busy.run, "round": busy.round, "purpose": busy.purpose})
         self.link.beat(beat)
-        if self.tasks.tier == "head" and self.tasks.kept() != self._sent_kept:  # pinned or unpinned meanwhile
+        if self.tasks.tier == "head" and self.tasks.bundles.kept() != self._sent_kept:  # pinned or unpinned meanwhile
             self._hello()
 
     # --- what arrives ----------------------------------------------------------------------------------------------
 
     def _on_message(self, event: Message) -> None:
+        """Handle what has arrived on a topic; whatever is wrong with it costs that message alone."""
         if event.retained:  # a coordinator never asks a broker to retain a message, so another client did
-            log.warning("retained_refused topic=%s; clear it at the broker", wire.printable(event.topic))
+            log.warning("retained_refused topic=%s; clear it at the broker", fields.printable(event.topic))
             return
         try:
             if event.topic in {self.topics.down(self.config.id), self.topics.announce}:
@@ -385,17 +411,19 @@ class Agent:
         except ProtocolMismatch as error:
             self._on_mismatch(str(error))
         except HeadwaterError as error:
-            log.warning("message_refused topic=%s reason=%s", wire.printable(event.topic), wire.printable(str(error)))
+            log.warning(
+                "message_refused topic=%s reason=%s", fields.printable(event.topic), fields.printable(str(error))
+            )
         except OSError as error:
-            self.disk.failed(error, f"message_failed topic={wire.printable(event.topic)}")
+            self.disk.failed(error, f"message_failed topic={fields.printable(event.topic)}")
         except Exception:  # a bug: no single message may end the agent
-            log.exception("message_broke topic=%s", wire.printable(event.topic))
+            log.exception("message_broke topic=%s", fields.printable(event.topic))
 
     def _on_words(self, payload: bytes) -> None:
         try:
-            message = wire.parse_from_coordinator(payload)
+            message = codec.parse_from_coordinator(payload)
         except MessageError as error:
-            named = wire.named_job(payload)
+            named = codec.named_job(payload)
             if named is not None:  # of a newer coordinator, for example: it need not wait for this agent
                 self.link.send(self.condition.note("work", error).to_coordinator(named))
             raise
@@ -413,9 +441,14 @@ class Agent:
             if finished:
                 self.disk.safely(self.jobs.go_on)
 
-    def _on_control(self, message: wire.Command) -> None:
+    def _on_control(self, message: fields.Command) -> None:
+        """Obey a command of the coordinator that has welcomed this agent last; others may introduce themselves.
+
+        Raises:
+            MessageError: the command names no federation.
+        """
         kind = type(message)
-        if isinstance(message, wire.Refused):
+        if isinstance(message, down.Refused):
             self._on_refused(message)
         elif not message.federation:
             raise MessageError(f"{kind.__name__} names no federation; expected the id of one")
@@ -425,16 +458,16 @@ class Agent:
             self._introductions[kind](message)
         elif not self.membership.is_current(message):
             self._ask_who_is_online()
-        elif self.condition.is_stalled and isinstance(message, wire.Job | wire.Install):
+        elif self.condition.is_stalled and isinstance(message, down.Job | down.Install):
             log.debug("left type=%s run=%s: the disk cannot be written; it is asked again", message.type, message.run)
         else:
             self._work[kind](message)
 
-    def _on_grant(self, message: wire.Grant) -> None:
+    def _on_grant(self, message: down.Grant) -> None:
         self.uploads.grant(message)
         self.jobs.go_on()  # an update that was lost from the disk is computed again
 
-    def _on_task(self, message: wire.TaskNotice) -> None:
+    def _on_task(self, message: down.TaskNotice) -> None:
         """Check whether data and head of this device fit, unless that was checked."""
         task = message.task
         if task == self._checked and self.condition.name == "ok":
@@ -452,17 +485,19 @@ class Agent:
 
         self.worker.submit("check", lambda: self.tasks.check(task), done)
 
-    def _on_announce(self, message: wire.Announce) -> None:
+    def _on_announce(self, message: down.Announce) -> None:
         if message.epoch > self.membership.epoch > 0:  # what has just been sent was sent to its predecessor
             self._begin_alone()
             self._hello()
         elif not self.welcomed and self.clock() - self._hello_at >= HELLO_APART_S:  # else it has just been sent
             self._hello()
 
-    def _on_welcome(self, message: wire.Welcome) -> None:
+    def _on_welcome(self, message: down.Welcome) -> None:
+        """Obey the coordinator that welcomes this agent, and announce the update that waits where it is another one."""
         is_news = not self.welcomed or not self.membership.is_current(message)
         self._follow(message.federation, message.epoch)
-        self.welcomed, self._idle_heartbeat_s = True, message.heartbeat_s
+        self.welcomed = True
+        self._idle_heartbeat_s = message.heartbeat_s
         self._other_clock.heard(message.time)
         self._operator_pin = None  # where there is one, it follows
         self.membership.answered()
@@ -478,7 +513,7 @@ class Agent:
 
     # --- whose commands count --------------------------------------------------------------------------------------
 
-    def _not_obeyed(self, message: wire.Command) -> None:
+    def _not_obeyed(self, message: fields.Command) -> None:
         """Ignore a command; a hello informs its sender whom the agent follows, and shows who is online."""
         self.membership.ignored(message)
         self._ask_who_is_online()
@@ -491,16 +526,19 @@ class Agent:
 
     def _follow(self, federation: str, epoch: int) -> None:
         """Obey that federation and epoch from now on; what belongs to another federation is dropped."""
-        left = self.membership.federation
-        if federation != left:
+        previous = self.membership.federation
+        if federation != previous:
             dropped = self.jobs.forget_all()
-            if left or dropped:
-                what = (left[:12] or "unknown", federation[:12], dropped or "nothing")
-                log.warning("federation_left federation=%s follows=%s dropped: %s", *what)
+            if previous or dropped:
+                values = (previous[:12] or "unknown", federation[:12], dropped or "nothing")
+                log.warning("federation_left federation=%s follows=%s dropped: %s", *values)
         self.membership.accept(federation, epoch)
 
-    def _on_pinned(self, message: wire.Pinned) -> None:
-        """The operator's pin decides nothing here, where no other release arrives; it explains that to the owner."""
+    def _on_pinned(self, message: down.Pinned) -> None:
+        """Note the operator's pin: it decides nothing here, where no other release arrives.
+
+        It only explains that to the owner.
+        """
         self._operator_pin = message if message.release else None
         if message.release:
             until = message.until or "without end"
@@ -508,7 +546,8 @@ class Agent:
         else:
             log.info("unpinned_by_operator")
 
-    def _on_refused(self, message: wire.Refused) -> None:
+    def _on_refused(self, message: down.Refused) -> None:
+        """End the agent where another one has its id; another refusal is logged, or answered by another hello."""
         if message.federation and not self.membership.allows(message):
             self._not_obeyed(message)
             return
@@ -523,7 +562,7 @@ class Agent:
             self.rejected = DuplicateId(message.message)
 
     def _on_mismatch(self, reason: str) -> None:
-        """A message is of another protocol: ask again, and end only when nothing else arrives for minutes."""
+        """Note a message of another protocol: ask again, and end only when nothing else arrives for minutes."""
         spoken = f"agent {__version__} {SPOKEN}"
         if self._mismatch.note(reason):
             log.error(
@@ -542,8 +581,10 @@ class Agent:
 
     def write_status(self) -> None:
         """Write status.json for ``edge-agent status`` (a cache: not synced)."""
-        job, membership = self.jobs.job, self.membership
-        problem, pin = self.problem, self._operator_pin
+        job = self.jobs.job
+        membership = self.membership
+        problem = self.problem
+        pin = self._operator_pin
         status = {
             "id": self.config.id,
             "version": __version__,
@@ -560,10 +601,10 @@ class Agent:
             },
             "job": None if job is None else {"run": run_name(job.run), "round": job.round, "rounds": job.rounds},
             "working": self.jobs.is_working,
-            "bundle_id": self.tasks.bundle_id,
+            "bundle_id": self.tasks.bundles.bundle_id,
             "candidate": self.jobs.candidate(),
             "operator_pin": pin and pin.model_dump(include={"release", "until", "reason"}),
-            "rolled_back": self.tasks.rolled_back or None,
+            "rolled_back": self.tasks.bundles.rolled_back or None,
             "refit": self._new_samples.failure(),
             "condition": "fault" if problem is not None and not self.condition.is_stalled else self.condition.name,
             "fault": None if problem is None else problem.as_json(),
@@ -571,21 +612,24 @@ class Agent:
         write_atomic(self.config.state / "status.json", json.dumps(status).encode(), durable=False)
 
     def figures(self) -> Figures:
-        """What this agent says of itself to Prometheus; ``[privacy]`` withholds what it withholds from the coordinator.
+        """Return what this agent says of itself to Prometheus.
+
+        ``[privacy]`` withholds what it withholds from the coordinator.
 
         Before the first report since the start the accuracies are those that were saved with the head.
 
         Raises:
             OSError: the state folder is not there.
         """
-        report, saved = self.jobs.last_report, dict[str, Any]()
+        report = self.jobs.last_report
+        saved = dict[str, Any]()
         if report is None:
             with contextlib.suppress(StateError):  # a damaged head is reported elsewhere
                 saved = (read_json(self.config.state / "head" / "head.json") or {}).get("metrics") or {}
             saved = without_withheld(self.config.privacy, saved)
         return Figures(
             tier=self.tasks.tier,
-            bundle_id=self.tasks.bundle_id,
+            bundle_id=self.tasks.bundles.bundle_id,
             condition=self.condition.name,
             is_connected=self.welcomed,
             is_working=self.jobs.is_working,

@@ -17,16 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import bundle as bundles
 from .. import heads, methods
-from ..bundle import Bundle, BundleFile
-from ..config import AgentConfig
-from ..data import Samples, from_files
-from ..data.collected import Collection, labelled
-from ..data.images import visible
-from ..data.partition import is_collected, own_samples
-from ..encoder import Encoder, remove_features, trim_features
-from ..errors import (
+from ..bundle import archive
+from ..bundle import installed as installed_module
+from ..bundle.archive import BundleFile
+from ..bundle.trust import Envelope, Member, TrustStore, followed, parse, roots_in
+from ..bundle.unpacked import Bundle
+from ..core.config import AgentConfig
+from ..core.errors import (
     BundleDamaged,
     BundleError,
     BundleUntrusted,
@@ -37,10 +35,17 @@ from ..errors import (
     StateError,
     cause,
 )
+from ..core.own_folders import make_folder
+from ..core.task import Task, Tensors
+from ..data import Samples, from_files
+from ..data.collected import Collection, labelled
+from ..data.images import visible
+from ..data.partition import is_collected, own_samples
 from ..heads import FitData, saved
 from ..heads.base import softmax
 from ..heads.saved import SavedHead
-from ..personalize import (
+from ..personal.encoder import Encoder, remove_features, trim_features
+from ..personal.personalize import (
     FitOptions,
     Result,
     accuracy,
@@ -50,15 +55,13 @@ from ..personalize import (
     personalize,
     saved_features,
 )
-from ..precision import Refit, open_encoder
-from ..storage import make_folder
-from ..task import Task, Tensors
-from ..trust import Envelope, Member, TrustStore, followed, parse, roots_in
-from ..wire.messages import Install, Job, Report
-from .health import public_text
-from .local_state import RUN_FOLDER
+from ..personal.precision import Refit, open_encoder
+from ..privacy.policy import UpdateFacts, check_update, declared_least
+from ..run_folder.layout import RUN_FOLDER
+from ..wire.faults import public_text
+from ..wire.messages.down import Install, Job
+from ..wire.messages.up import Report
 from .new_samples import file_mark, is_settled, samples_folder
-from .privacy import UpdateFacts, check_update, declared_least
 from .release_record import CANDIDATE_FOLDER, candidate_folder, clean
 
 log = logging.getLogger(__name__)
@@ -113,25 +116,26 @@ def install_bundle(
         BundleError: damaged, or not the one announced; without an old pair also one that fails its trial.
         DataError: local data do not fit the task; the old pair stays.
     """
-    opened, root = bundles.open_bundle(path), config.state / "bundles"
+    opened = archive.open_bundle(path)
+    root = config.state / "bundles"
     if opened.manifest.bundle_id != message.bundle_id:
         raise BundleDamaged(
             f"bundle {opened.manifest.bundle_id[:16]}, announced was {message.bundle_id[:16]}; rejected", is_public=True
         )
     first = admit(config, opened)
-    member = bundles.admitted(opened, root, now(), first)
+    member = installed_module.admitted(opened, root, now(), first)
     clean(config)
     try:
         candidate = (prepare or prepare_here)(config, message, path, now())
         report = candidate.report
         if not candidate.rejection:
-            bundle = bundles.staged(opened, root)
-            with switching() as kept:
-                if kept:
-                    report = _not_taken(report, bundles.current_id(root), kept)
+            bundle = installed_module.staged(opened, root)
+            with switching() as why_kept:
+                if why_kept:
+                    report = _not_taken(report, installed_module.current_id(root), why_kept)
                 else:
                     saved.adopt(candidate_folder(config), config.state / "head", bundle.fingerprints)
-                    bundles.switch(bundle, root, member, first)
+                    installed_module.switch(bundle, root, member, first)
                     collection_of(config).fitted(candidate.version)
                     log.info("installed bundle=%s acc.personal=%s", bundle.id[:12], report.acc_personal)
     finally:
@@ -140,9 +144,9 @@ def install_bundle(
     return report
 
 
-def _not_taken(report: Report, runs: str, kept: str) -> Report:
-    log.info("not_installed bundle=%s why=%s", report.about[:12], kept)
-    why = kept[:1000]
+def _not_taken(report: Report, runs: str, why_kept: str) -> Report:
+    log.info("not_installed bundle=%s why=%s", report.about[:12], why_kept)
+    why = why_kept[:1000]
     metrics = {**report.metrics, "rolled_back": 1.0}
     return report.model_copy(update={"bundle_id": runs, "rolled_back": why, "kept": why, "metrics": metrics})
 
@@ -159,8 +163,8 @@ def prepare_here(
         DataError: local data do not fit the task.
     """
     progress("unpack")
-    opened = bundles.open_bundle(path)
-    bundle = bundles.staged(opened, config.state / "bundles")
+    opened = archive.open_bundle(path)
+    bundle = installed_module.staged(opened, config.state / "bundles")
     if config.head.precision != "int8":  # before the samples take memory beside that of the trial
         progress("trial")
         try:
@@ -168,20 +172,113 @@ def prepare_here(
         except BundleError as error:
             return rejected(config, message, error)
     progress("samples")
-    old, task, collection = _old_pair(config), bundle.manifest.task, collection_of(config)
+    old = _old_pair(config)
+    task = bundle.manifest.task
+    collection = collection_of(config)
     if config.data.watch is not None:  # of a device without any other samples these are its first
         _take_in(collection, config.data.watch, task, config.data.budget, lambda: now)
     version = collection.index().version
-    begin = time.perf_counter()
+    started_at = time.perf_counter()
     samples = _samples(config, task, progress)
-    read_s = time.perf_counter() - begin
-    result, before, rejection = None, None, ""
-    runs, why = bundle.id, ""
+    read_s = time.perf_counter() - started_at
+    trial = _try_head(config, message, bundle, old, samples, read_s, progress)
+    if trial.result is not None:
+        log_if_better_alone(trial.result.scores)
+        if not trial.rejection:
+            progress("save")
+            make_folder(candidate_folder(config), CANDIDATE_FOLDER)
+            trial.result.save(candidate_folder(config))
+    report = Report(
+        run=message.run,
+        about=bundle.id,
+        release=message.release,
+        bundle_id=trial.runs,
+        rolled_back=trial.why,
+        one_class=of_one_class(*samples),
+        metrics=trial.metrics(),
+        **trial.figures(samples),
+    )
+    return Candidate(report, version, trial.rejection)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What came of a head that was fitted on a new bundle's features, beside the pair in use."""
+
+    result: Result | None
+    """The new head; None where none could be fitted."""
+
+    before: float | None
+    """Accuracy (0..1) of the old pair on the same held-out samples; None where there is no old pair, or no figure."""
+
+    runs: str
+    """Id of the bundle that this device uses from now on."""
+
+    rejection: str = ""
+    """Why the old pair stays, for this device's log; empty where the new one takes its place."""
+
+    why: str = ""
+    """The same for the coordinator."""
+
+    def figures(self, samples: Split) -> dict[str, Any]:
+        """Return the fields of the report about the new head; ``samples``: what it was fitted and scored on."""
+        if self.result is None:
+            return {"samples": sum(map(len, samples))}
+        return {
+            "samples": self.result.n_train,
+            "support": self.result.n_test,
+            "head": self.result.title,
+            "precision": self.result.precision,
+            "fingerprint": self.result.fingerprint,
+            **self.result.scores.reported(),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of the report that have no field of their own."""
+        metrics = {"rolled_back": float(bool(self.why))}
+        if self.result is None:
+            return metrics
+        if self.before is not None:
+            metrics["acc.before"] = self.before
+        metrics["seconds"] = round(self.result.seconds, 3)
+        metrics["norm.own"] = 0.0 if self.result.norm is None else self.result.norm.share
+        if self.result.choice is not None:
+            metrics |= {name: value for name, value in self.result.choice.metrics().items() if isinstance(value, float)}
+        return metrics
+
+
+def _try_head(
+    config: AgentConfig,
+    message: Install,
+    bundle: Bundle,
+    old: Pair | None,
+    samples: Split,
+    read_s: float,
+    progress: Progress,
+) -> _Trial:
+    """Fit a head on the new bundle's features and compare it with the old pair, where the coordinator wants that.
+
+    Args:
+        config: The device's configuration.
+        message: The coordinator's order.
+        bundle: The new bundle.
+        old: The pair in use.
+        samples: The parts to fit and to score on.
+        read_s: How long reading them took, in seconds.
+        progress: Is told the step that begins.
+
+    Raises:
+        BundleError: the new head is worse or cannot be fitted, and there is no old pair of another bundle.
+    """
+    result = None
+    before = None
     try:
         result = _refit(config, bundle, samples, progress).with_reading(read_s)
         progress("compare")
-        before = None if old is None else _score(config, old, samples)
-        least, personal = config.head.min_gain, result.used_accuracy
+        if old is not None:
+            before = _score(config, old, samples)
+        least = config.head.min_gain
+        personal = result.used_accuracy
         if message.compare and before is not None and (personal or 0.0) < before + least:
             shown = "none" if personal is None else f"{personal:.3f}"
             raise BundleError(
@@ -191,43 +288,14 @@ def prepare_here(
     except BundleError as error:
         if old is None or old[0].id == bundle.id:
             raise
-        runs, rejection, why = old[0].id, str(error), keeps(old[0].id, error)
-        log.warning("rolled_back tried=%s keeps=%s reason=%s", bundle.id[:12], runs[:12], rejection)
-    figures: dict[str, Any] = {"samples": sum(map(len, samples))}
-    metrics = {"rolled_back": float(bool(why))}
-    if result is not None:
-        log_if_better_alone(result.scores)
-        figures = {
-            "samples": result.n_train,
-            "support": result.n_test,
-            "head": result.title,
-            "precision": result.precision,
-            "fingerprint": result.fingerprint,
-            **result.scores.reported(),
-        }
-        metrics |= {} if before is None else {"acc.before": before}
-        metrics |= {"seconds": round(result.seconds, 3), "norm.own": 0.0 if result.norm is None else result.norm.share}
-        if result.choice is not None:
-            metrics |= {name: v for name, v in result.choice.metrics().items() if isinstance(v, float)}
-        if not rejection:
-            progress("save")
-            make_folder(candidate_folder(config), CANDIDATE_FOLDER)
-            result.save(candidate_folder(config))
-    report = Report(
-        run=message.run,
-        about=bundle.id,
-        release=message.release,
-        bundle_id=runs,
-        rolled_back=why,
-        one_class=of_one_class(*samples),
-        metrics=metrics,
-        **figures,
-    )
-    return Candidate(report, version, rejection)
+        kept_id = old[0].id
+        log.warning("rolled_back tried=%s keeps=%s reason=%s", bundle.id[:12], kept_id[:12], error)
+        return _Trial(result, before, kept_id, str(error), keeps(kept_id, error))
+    return _Trial(result, before, bundle.id)
 
 
 def rejected(config: AgentConfig, message: Install, error: BundleError) -> Candidate:
-    """The answer about a bundle whose trial was not ended, with no figures of it: the old pair stays.
+    """Return the answer about a bundle whose trial was not ended, with no figures of it: the old pair stays.
 
     Raises:
         BundleError: ``error``, where there is no old pair.
@@ -236,7 +304,7 @@ def rejected(config: AgentConfig, message: Install, error: BundleError) -> Candi
     if old is None or old[0].id == message.bundle_id:
         raise error
     log.warning("rolled_back tried=%s keeps=%s reason=%s", message.bundle_id[:12], old[0].id[:12], error)
-    samples = 0 if (known := old[1].metrics.get("n_train")) is None else int(known)
+    samples = 0 if (n_train := old[1].metrics.get("n_train")) is None else int(n_train)
     report = Report(
         run=message.run,
         about=message.bundle_id,
@@ -250,12 +318,12 @@ def rejected(config: AgentConfig, message: Install, error: BundleError) -> Candi
 
 
 def keeps(bundle_id: str, error: BundleError) -> str:
-    """Why a device keeps the bundle with this id, for the coordinator."""
+    """Return why a device keeps the bundle with this id, for the coordinator."""
     return f"keeps bundle {bundle_id[:12]} because {public_text(error)}"[:1000]
 
 
 def trust_configured(config: AgentConfig) -> TrustStore:
-    """The device's trust, with the root that its configuration names.
+    """Return the device's trust, with the root that its configuration names.
 
     Raises:
         ConfigError: that is no root, or another one is trusted already.
@@ -263,8 +331,8 @@ def trust_configured(config: AgentConfig) -> TrustStore:
     store = TrustStore(config.state / "bundles")
     if (path := config.bundle.trust) is not None:
         try:
-            *others, root = roots_in(path)
-            store.anchor(root, others)
+            *older_roots, root = roots_in(path)
+            store.anchor(root, older_roots)
         except (OSError, BundleUntrusted, StateError) as error:
             raise ConfigError("bundle.trust", [f"{path}: {cause(error)}"]) from error
     return store
@@ -279,16 +347,17 @@ def admit(config: AgentConfig, opened: BundleFile) -> Envelope | None:
         ConfigError: as `trust_configured`.
         BundleUntrusted: it is unsigned, or signed by nobody who is trusted, and the configuration does not allow that.
     """
-    store, release = TrustStore(config.state / "bundles"), opened.release
+    store = TrustStore(config.state / "bundles")
+    release = opened.release
     if release is not None and store.known() is not None:
         with contextlib.suppress(BundleUntrusted):  # before the configured root, which may be some changes ahead
             store.follow(parse(Member, release, "release").roots)
     if trust_configured(config).known() is not None:
         return None
     if config.bundle.first_use and release is not None:
-        oldest, *others = parse(Member, release, "release").roots
-        newest = followed([oldest], others)[-1]
-        bundles.verify(opened.path, newest)
+        oldest, *newer_roots = parse(Member, release, "release").roots
+        newest = followed([oldest], newer_roots)[-1]
+        archive.verify(opened.path, newest)
         log.warning("trusts_first_use root=%s: once the bundle is installed", newest.signed["version"])
         return newest
     if not config.takes_unsigned:
@@ -338,7 +407,7 @@ def refit(config: AgentConfig, *, compare: bool = False) -> Refitted:
         DataError: local data do not fit the task.
         StateError: no bundle is in use.
     """
-    bundle = bundles.current(config.state / "bundles")
+    bundle = installed_module.current(config.state / "bundles")
     if bundle is None:
         raise StateError(f"{config.state / 'bundles'}: no bundle is in use; import one, or wait for a release")
     collection = collection_of(config)
@@ -364,18 +433,18 @@ def _beside(config: AgentConfig, refitted: Refitted, before: Pair, test: Samples
     now = load_head(config.state / "head", bundle)
     names = np.array(test.class_names)[test.labels]
     rows = np.flatnonzero(np.isin(names, old.class_names))
-    known = test.take(rows)
+    known_samples = test.take(rows)
     right = []
     for head in (old, now):
         encoder = Encoder.open(bundle, head.precision, config.training.threads, norm=head.norm)
-        features = saved_features(head, encoder, known, config.state / "features")
+        features = saved_features(head, encoder, known_samples, config.state / "features")
         answers = head.head.predict_proba(features).argmax(axis=1)
         right.append(np.array(head.class_names)[answers] == names[rows])
     return replace(refitted, before=old, right_before=right[0], right_now=right[1], classes=tuple(names[rows].tolist()))
 
 
 def collection_of(config: AgentConfig) -> Collection:
-    """The samples that were labelled on this device."""
+    """Return the samples that were labelled on this device."""
     return Collection(samples_folder(config))
 
 
@@ -390,7 +459,7 @@ def collect(
     Raises:
         HeadwaterError: as `refit_current`; the head in use stays.
     """
-    manifest = bundles.current_manifest(config.state / "bundles")
+    manifest = installed_module.current_manifest(config.state / "bundles")
     if manifest is None:
         return None
     collection = collection_of(config)
@@ -406,13 +475,17 @@ def _take_in(collection: Collection, folder: Path, task: Task, budget: int, now:
 
     Files that cannot be used stay, and are logged. Those that change now stay as well: they are not whole yet.
     """
-    for path in visible(folder) if folder.is_dir() else ():
+    folders = visible(folder) if folder.is_dir() else ()
+    for path in folders:
+        # 1. Files that have stopped changing; one that is copied here now is not whole yet.
         paths = [file for file in visible(path) if file.is_file()] if path.is_dir() else []
         marks = {str(file): mark for file in paths if (mark := file_mark(file)) is not None and is_settled(mark, now())}
+        # 2. Some at a time: a folder may hold more pictures than fit into memory.
         files = [*marks]
-        for begin in range(0, len(files), _AT_ONCE):
+        for start in range(0, len(files), _AT_ONCE):
             try:
-                samples = from_files(files[begin : begin + _AT_ONCE], task.input, strict=False, compact=True)
+                samples = from_files(files[start : start + _AT_ONCE], task.input, strict=False, compact=True)
+                # 3. A file that has changed while it was read waits for the next time.
                 unchanged = [file_mark(Path(name)) == marks[name] for name in samples.names]
                 samples = samples.take(np.flatnonzero(unchanged))
                 if not len(samples):
@@ -424,6 +497,7 @@ def _take_in(collection: Collection, folder: Path, task: Task, budget: int, now:
             log.info(
                 "taken_in class=%s added=%d known=%d dropped=%d", path.name, added.added, added.known, added.dropped
             )
+            # 4. What is in the collection is removed from the folder; the collection is on disk by now.
             for name in {*samples.names}:
                 try:
                     Path(name).unlink(missing_ok=True)
@@ -436,7 +510,7 @@ _SAMPLES_REPORT_S = 1.0
 
 
 def _samples(config: AgentConfig, task: Task, progress: Progress = lambda _step: None) -> Split:
-    """The device's samples: those of its source, and those that were labelled here one by one."""
+    """Return the device's samples: those of its source, and those that were labelled here one by one."""
     reported_at = time.monotonic()
 
     def report(done: int, total: int) -> None:
@@ -446,13 +520,16 @@ def _samples(config: AgentConfig, task: Task, progress: Progress = lambda _step:
             reported_at = time.monotonic()
             progress(f"samples {done}/{total}")
 
-    own, collection = None, collection_of(config)
+    source_parts = None
+    collection = collection_of(config)
     if not is_collected(config.data):
         names = config.head.own_classes
-        own = own_samples(config.data, config.id, task.input, task.class_names, own_classes=names, progress=report)
+        source_parts = own_samples(
+            config.data, config.id, task.input, task.class_names, own_classes=names, progress=report
+        )
         if not collection.index().version:
-            return own
-    return collection.combined(own, task.input, task.class_names, saved.class_names(config.state / "head"))
+            return source_parts
+    return collection.combined(source_parts, task.input, task.class_names, saved.class_names(config.state / "head"))
 
 
 def _refit(config: AgentConfig, bundle: Bundle, samples: Split, progress: Progress = lambda _step: None) -> Result:
@@ -463,7 +540,9 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split, progress: Progre
     Raises:
         BundleDamaged: this device computes something else than the exporter did, in fp32, too.
     """
-    wanted, threads, features = config.head.precision, config.training.threads, config.state / "features"
+    wanted_precision = config.head.precision
+    threads = config.training.threads
+    features = config.state / "features"
 
     def of_step(step: str) -> Callable[[int, int], None]:
         return lambda done, total: progress(f"{step} {done}/{total}")
@@ -472,14 +551,14 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split, progress: Progre
     try:
         encoder = open_encoder(
             bundle,
-            wanted,
+            wanted_precision,
             samples[0],
             threads,
             norm=config.head.norm,
             refit=Refit(config.data.seed, features, of_step("encoder")),
         )
     except BundleDamaged as error:
-        if wanted != "int8":
+        if wanted_precision != "int8":
             raise
         log.warning("int8_not_used bundle=%s reason=%s: fp32 is used instead", bundle.id[:12], error)
         encoder = Encoder.open(bundle, "fp32", threads)
@@ -506,7 +585,7 @@ def _remove_features(config: AgentConfig) -> None:
     Those of the head in use stay.
     """
     try:
-        installed = bundles.manifests(config.state / "bundles")
+        installed = installed_module.manifests(config.state / "bundles")
         fingerprint = saved.load(config.state / "head").fingerprint
     except HeadwaterError as error:  # a predecessor, or the head, is damaged: nothing is known of what is to stay
         log.warning("features_not_removed reason=%s", error)
@@ -519,9 +598,9 @@ def _remove_features(config: AgentConfig) -> None:
 
 
 def _old_pair(config: AgentConfig) -> Pair | None:
-    """The pair in use; None where there is none, or it is damaged (then anything is better)."""
+    """Return the pair in use; None where there is none, or it is damaged (then anything is better)."""
     try:
-        bundle = bundles.current(config.state / "bundles")
+        bundle = installed_module.current(config.state / "bundles")
         return None if bundle is None else (bundle, load_head(config.state / "head", bundle))
     except HeadwaterError as error:
         log.warning("old_pair_unusable reason=%s", error)
@@ -529,8 +608,9 @@ def _old_pair(config: AgentConfig) -> Pair | None:
 
 
 def _score(config: AgentConfig, old: Pair, samples: Split) -> float | None:
-    """acc.personal of the old pair on the held-out samples of the new one; None where it knows other classes."""
-    (bundle, head), (_, test) = old, samples
+    """Return acc.personal of the old pair on the held-out samples of the new one; None where it knows other classes."""
+    (bundle, head) = old
+    (_, test) = samples
     task = bundle.manifest.task
     if (head.class_names, task.input) != (test.class_names, test.input):
         return None
@@ -566,12 +646,12 @@ def contribute_round(
             "the coordinator's cohort.tier should be 'train'",
             is_public=True,
         )
-    first = admit(config, bundles.open_bundle(encoder))
+    first = admit(config, archive.open_bundle(encoder))
     run_folder = config.state / "runs" / job.run
     make_folder(run_folder, RUN_FOLDER)
     folder = run_folder / "encoders"
     trust = config.state / "bundles"
-    bundle = bundles.install(encoder, folder, keep=1, now=now, first=first, round_of=TrustStore(trust))
+    bundle = installed_module.install(encoder, folder, keep=1, now=now, first=first, round_of=TrustStore(trust))
     session = Encoder.open(bundle, "fp32", config.training.threads)
     train, test = samples
     result = FitData(
@@ -584,8 +664,12 @@ def contribute_round(
 
 
 def _update_facts(job: Job, data: FitData) -> UpdateFacts:
-    """What the arrays of an update of this device are judged by; of the model it knows the linear classifier alone."""
-    classes, features = data.num_classes, data.features.shape[1]
+    """Return what the arrays of an update of this device are judged by.
+
+    Such a device knows the linear classifier of the model alone.
+    """
+    classes = data.num_classes
+    features = data.features.shape[1]
     classifier = {"head.weight": (classes, features), "head.bias": (classes,)}
     return UpdateFacts(
         method=job.method,
@@ -599,13 +683,14 @@ def _update_facts(job: Job, data: FitData) -> UpdateFacts:
 
 
 def _scores(encoder: Encoder, test: Samples, received: Tensors, sent: Tensors) -> dict[str, float]:
-    """Accuracies of the linear classifier as it was received, and as it was trained here."""
+    """Return accuracies of the linear classifier as it was received, and as it was trained here."""
     if not len(test):
         return {}
     features = encoder.features(test.inputs).astype(np.float64)
     result: dict[str, float] = {}
     for name, arrays, prefix in (("acc.personal", received, "head"), ("acc.after.personal", sent, "extra.head")):
-        weight, bias = arrays.get(f"{prefix}.weight"), arrays.get(f"{prefix}.bias")
+        weight = arrays.get(f"{prefix}.weight")
+        bias = arrays.get(f"{prefix}.bias")
         if weight is not None and bias is not None:
             share = accuracy(lambda rows, w=weight, b=bias: softmax(rows @ w.T + b), features, test.labels)  # type: ignore[misc]
             result[name] = float(share or 0.0)

@@ -12,13 +12,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
-from .. import errors
-from ..config import AgentConfig
-from ..errors import SET_CLOCK, HeadwaterError, ProtocolMismatch, cause
-from ..storage import write_atomic
-from ..wire.messages import DISK_ERROR, ConditionName, Fault, JobKey, printable
+from ..core.config import AgentConfig
+from ..core.disk import PROBE_BYTES, disk_error, disk_failure
+from ..core.errors import SET_CLOCK, ProtocolMismatch
+from ..core.storage import write_atomic
+from ..wire.faults import (
+    DISK_CODE,
+    LOGIN_REFUSED,
+    SEE_STATUS,
+    TOPICS_REFUSED,
+    known_error,
+    nearest_class,
+    public_text,
+    whole_message,
+)
+from ..wire.messages.fields import DISK_ERROR, ConditionName, JobKey
+from ..wire.messages.up import Fault
+from ..wire.transport import Disconnected
 
 log = logging.getLogger(__name__)
 
@@ -26,142 +38,14 @@ Kind = Literal["disk", "data", "work", "bundle", "start", "identity", "connectio
 """What failed: writing to the disk, the check of local data, a job of a run, a bundle, the start of the agent, the
 certificate, which counts no more, or the way to the coordinator, which therefore cannot be informed."""
 
-LOGIN_REFUSED, TOPICS_REFUSED = "LoginRefused", "TopicsRefused"
-"""Errors of the broker's answers to this agent, in the device's own status."""
-
 WRONG_CLOCK = "WrongClock"
 """Error of a device, or of who it talks to, in the device's own status."""
 
 MOST_OFF_S = 3600.0
 """Clocks that differ by more make times of releases, windows and certificates wrong; a time zone is an hour."""
 
-DISK_ERRORS = frozenset({errno.ENOSPC, errno.EROFS, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)})
 LEAST_FREE_BYTES = 1 << 20
 """With less free space than this an agent cannot even save its own state."""
-
-_PROBE_BYTES = 64 * 1024
-_SEE = "see 'edge-agent status' on the device"
-
-
-class _Known(NamedTuple):
-    """What the coordinator gets of errors of a class: a code, and where the message stays here, a text for it."""
-
-    kind: type[BaseException]
-    code: str
-    text: str
-    remedy: str
-
-
-_OTHER = _Known(BaseException, "internal", "an unexpected error", f"{_SEE}, and its log")
-_KNOWN = (
-    _Known(
-        errors.DataError,
-        "data",
-        "local data do not fit what is asked of this device; its log and 'edge-agent status' there say which",
-        "correct the data, or [data] in the agent's configuration",
-    ),
-    _Known(
-        errors.ConfigError,
-        "config",
-        "a mistake in the agent's configuration",
-        "correct the agent's configuration and restart the agent",
-    ),
-    _Known(
-        errors.UnknownName,
-        "unknown-name",
-        "a name in the agent's configuration or task is not known there",
-        "correct the agent's configuration and restart the agent",
-    ),
-    _Known(
-        errors.DuplicateId, "duplicate-id", "another agent has the same id", "give one of the two agents another id"
-    ),
-    _Known(
-        errors.EnrolmentRefused,
-        "identity",
-        "its certificate does not count",
-        "stop the agent and enroll the device again: 'headwater enroll NAME', 'edge-agent enroll -'",
-    ),
-    _Known(errors.UsageError, "usage", "what is asked of this device cannot be done as written", _SEE),
-    _Known(
-        errors.MissingCapability,
-        "missing-capability",
-        "something that this needs is not on the device",
-        "install what is missing on the device, or give it another tier",
-    ),
-    _Known(
-        errors.FingerprintMismatch,
-        "head-mismatch",
-        "the head belongs to another encoder",
-        "export and release the encoder again",
-    ),
-    _Known(
-        errors.BundleDamaged,
-        "bundle-damaged",
-        "the bundle is damaged, or does not do here what it did where it was made",
-        "export and release the encoder again",
-    ),
-    _Known(
-        errors.BundleOlder,
-        "older",
-        "the bundle was signed before the one that was installed last",
-        "nothing where the coordinator signs: it does so again; otherwise 'headwater keys sign --again'",
-    ),
-    _Known(
-        errors.BundleUntrusted,
-        "untrusted",
-        "the device does not trust the bundle's signature",
-        f"{_SEE}; look at the device's clock and at whose keys it trusts",
-    ),
-    _Known(errors.BundleError, "bundle", "the bundle cannot be used here", "export and release the encoder again"),
-    _Known(
-        errors.TransferTooSlow,
-        "too-slow",
-        "the link is too slow for this round",
-        "give rounds more time, or the device a faster link",
-    ),
-    _Known(
-        errors.TrainingFailed, "training", "training stopped", "look at the data of this device and at the step size"
-    ),
-    _Known(errors.UpdateRejected, "round", "the round goes on without this device", "nothing: it is asked again later"),
-    _Known(
-        errors.StateError,
-        "state",
-        "files in the agent's state folder cannot be used",
-        "look into the agent's log; what is damaged in its state folder can be removed",
-    ),
-    _Known(
-        errors.ProtocolMismatch,
-        "protocol",
-        "the two sides speak different protocols",
-        "upgrade the side that speaks the older protocol",
-    ),
-    _Known(
-        errors.CodecError, "message", "something that was received cannot be read", f"upgrade the older side; {_SEE}"
-    ),
-    _Known(MemoryError, "memory", "not enough memory", "give the agent more memory, or another tier"),
-    _Known(OSError, "system", "the system refused something", f"{_SEE}, and its log"),
-)
-"""The first that fits counts."""
-
-CODES = frozenset({"disk", _OTHER.code, *(known.code for known in _KNOWN)})
-"""All codes that faults have."""
-
-_NAMED = tuple(vars(errors).values())
-
-
-def _name(error: BaseException) -> str:
-    """The nearest class of ours or of Python; classes of others may be called anything."""
-    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins" or kind in _NAMED)[:64]
-
-
-def public_text(error: BaseException) -> str:
-    """Return what the coordinator may know of an error, without a name of this device's own."""
-    public_message = getattr(error, "public_message", None)
-    if public_message is not None:
-        return printable(public_message)[:2000]
-    if getattr(error, "is_public", False):
-        return printable(str(error))[:2000]
-    return next((known.text for known in _KNOWN if isinstance(error, known.kind)), _OTHER.text)
 
 
 @dataclass(frozen=True)
@@ -177,14 +61,14 @@ class Problem:
     at: str
 
     def to_coordinator(self, about: JobKey | None = None, release: int = 0) -> Fault:
-        """The fault as it is sent to the coordinator, about that job or release, or neither."""
+        """Return the fault as it is sent to the coordinator, about that job or release, or neither."""
         job = about._asdict() if about is not None else {}
         return Fault(error=self.error, code=self.code, message=self.public, remedy=self.remedy, release=release, **job)
 
     def as_json(self) -> dict[str, str]:
-        """For the status of this device, which shows the whole message itself."""
+        """Return the fields for the status of this device, which shows the whole message itself."""
         fields = {name: value for name, value in asdict(self).items() if name != "public"}
-        return fields | {"remedy": self.remedy.replace(_SEE, "see the message")}
+        return fields | {"remedy": self.remedy.replace(SEE_STATUS, "see the message")}
 
 
 class Condition:
@@ -219,13 +103,16 @@ class Condition:
         return problem
 
     def clear(self, *kinds: Kind) -> None:
-        """These work again."""
+        """Note that what belongs to these kinds works again."""
         for kind in kinds:
             self._problems.pop(kind, None)
 
 
 def problem_of(kind: Kind, error: BaseException, at: datetime | None = None) -> Problem:
-    """An error, now by default, as a problem: class, code and remedy for the coordinator, all for this device."""
+    """Return an error as a problem of the moment ``at``, by default now.
+
+    Class, code and remedy are for the coordinator, all of it is for this device.
+    """
     whole = whole_message(error)
     moment = (at or datetime.now(timezone.utc)).isoformat(timespec="seconds")
     if (reason := disk_error(error)) is not None:
@@ -233,32 +120,14 @@ def problem_of(kind: Kind, error: BaseException, at: datetime | None = None) -> 
         return Problem(
             "disk",
             DISK_ERROR,
-            "disk",
+            DISK_CODE,
             whole,
             f"its disk cannot be written: {os.strerror(reason.errno or 0)}",
             remedy,
             moment,
         )
-    known = next((known for known in _KNOWN if isinstance(error, known.kind)), _OTHER)
-    return Problem(kind, _name(error), known.code, whole, public_text(error), known.remedy, moment)
-
-
-def whole_message(error: BaseException) -> str:
-    """The message of an error, at most 2,000 characters, with its file where the system names one."""
-    if isinstance(error, HeadwaterError):
-        return str(error)[:2000] or "no message"
-    named = getattr(error, "filename", None) if isinstance(error, OSError) else None
-    return (f"{named}: " if named is not None else "") + cause(error)[:1800]
-
-
-def disk_error(error: BaseException) -> OSError | None:
-    """The error of a full, read-only or broken disk that ``error`` is, or that it was raised from."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in DISK_ERRORS:
-            return seen
-        seen = seen.__cause__
-    return None
+    description = known_error(error)
+    return Problem(kind, nearest_class(error), description.code, whole, public_text(error), description.remedy, moment)
 
 
 def try_disk(folder: Path, needed_bytes: int = 0) -> None:
@@ -269,7 +138,7 @@ def try_disk(folder: Path, needed_bytes: int = 0) -> None:
     """
     probe = folder / "disk-probe"
     try:
-        write_atomic(probe, bytes(_PROBE_BYTES))
+        write_atomic(probe, bytes(PROBE_BYTES))
     finally:
         probe.unlink(missing_ok=True)
     needed = max(needed_bytes, LEAST_FREE_BYTES)
@@ -277,26 +146,17 @@ def try_disk(folder: Path, needed_bytes: int = 0) -> None:
         raise OSError(errno.ENOSPC, f"{free} bytes are free, {needed} are needed", str(folder))
 
 
-def look_at_disk(folder: Path) -> dict[str, Any] | None:
-    """The problem of the disk of ``folder``, for a status that the agent cannot write there; None: no problem."""
-    if not hasattr(os, "statvfs"):
-        return None
-    try:
-        disk = os.statvfs(folder)
-        if disk.f_flag & getattr(os, "ST_RDONLY", 0):
-            code = errno.EROFS
-        elif disk.f_bavail * disk.f_frsize < _PROBE_BYTES or (disk.f_files and not disk.f_favail):
-            code = errno.ENOSPC
-        else:
-            return None
-        error = OSError(code, os.strerror(code), str(folder))
-    except OSError as failure:
-        error = OSError(errno.EIO, cause(failure))
-    return problem_of("disk", error).as_json()
+def look_at_disk(folder: Path) -> dict[str, str] | None:
+    """Return the problem of the disk of ``folder``, for a status that the agent cannot write; None: no problem."""
+    failure = disk_failure(folder)
+    return None if failure is None else problem_of("disk", failure).as_json()
 
 
-AGAIN_S, SELDOM_S = 2.0, 60.0
-"""Pauses between tries: they double from the first to the longest."""
+AGAIN_S = 2.0
+"""Seconds until the disk is tried again for the first time; the pauses double from then on."""
+
+SELDOM_S = 60.0
+"""The longest pause between two tries, in seconds."""
 
 
 class Disk:
@@ -316,15 +176,19 @@ class Disk:
 
         ``resume`` is called when the disk can be written again: the coordinator asks for what is still to do.
         """
-        self._folder, self._condition, self._send = folder, condition, send
-        self._stall, self._room_bytes, self._resume = stall, room_bytes, resume
+        self._folder = folder
+        self._condition = condition
+        self._send = send
+        self._stall = stall
+        self._room_bytes = room_bytes
+        self._resume = resume
         self._again_at: float | None = None
         self._pause_s = AGAIN_S
 
-    def failed(self, error: OSError, what: str) -> None:
-        """Something could not be read or written; ``what`` begins the line in the log."""
+    def failed(self, error: OSError, event: str) -> None:
+        """Note that something could not be read or written; ``event`` begins the line in the log."""
         if disk_error(error) is None:
-            log.warning("%s reason=%s", what, whole_message(error))
+            log.warning("%s reason=%s", event, whole_message(error))
         else:
             self._condition.note("disk", error)
 
@@ -336,11 +200,12 @@ class Disk:
             self.failed(error, "transfer_failed")
 
     def tick(self, now: float) -> None:
-        """While the disk cannot be written: release what needs it, then try from time to time."""
+        """Release what needs the disk while it cannot be written, then try it from time to time."""
         if not self._condition.is_stalled:
             return
         if self._again_at is None:
-            self._pause_s, self._again_at = AGAIN_S, now + AGAIN_S
+            self._pause_s = AGAIN_S
+            self._again_at = now + AGAIN_S
             if (problem := self._condition.problem) is not None:
                 log.error("stalled reason=%s; %s", problem.message, problem.remedy)
                 self._send(problem.to_coordinator())
@@ -363,15 +228,19 @@ HELLO_AGAIN_S = 2.0
 ASK_RULES_S = 5.0
 """Time without an answer to hello after which the agent asks the broker whether it may speak on its topics."""
 
-ALONE_S, ALONE_AGAIN_S = 10.0, 60.0
-"""Time without an answer to hello after which the agent logs it, and after which it logs it again."""
+ALONE_S = 10.0
+"""Seconds without an answer to hello after which the agent logs it."""
+
+ALONE_AGAIN_S = 60.0
+"""Seconds after which it logs it again."""
 
 
 class Silence:
     """How long an agent has had no answer, from the moment that it could have had one, and why as far as is known."""
 
     def __init__(self, mismatch: Mismatch, clock: Callable[[], float]) -> None:
-        self._mismatch, self._clock = mismatch, clock
+        self._mismatch = mismatch
+        self._clock = clock
         self._since: float | None = None
         self._logged_at = 0.0
         self._away = ""
@@ -379,18 +248,21 @@ class Silence:
         self._has_asked = False
 
     def begin(self) -> None:
-        """From now on a coordinator could answer."""
+        """Note that from now on a coordinator could answer."""
         self._since = self._logged_at = self._clock()
-        self._problem, self._has_asked = None, False
+        self._problem = None
+        self._has_asked = False
 
-    def broker_away(self, reason: str, remedy: str, config: AgentConfig) -> None:
-        """No answer can arrive until the broker is online again; ``remedy``: it refuses the login."""
-        self._since, self._away = None, reason
+    def broker_away(self, event: Disconnected, config: AgentConfig) -> None:
+        """Note that no answer can arrive until the broker is online again, and whether somebody has to act for it."""
+        self._since = None
+        self._away = event.reason
+        remedy = event.remedy
         if not remedy:
             self._problem = None
             return
-        message = reason.removesuffix(f"; {remedy}")
-        if remedy == SET_CLOCK:
+        message = event.reason.removesuffix(f"; {remedy}")
+        if event.clocks_differ:
             message = f"{message}; this device's clock says {datetime.now(timezone.utc):%Y-%m-%d}"
             self._note(WRONG_CLOCK, message, f"{remedy}; where this one is right, the broker needs a new certificate")
             return
@@ -402,7 +274,7 @@ class Silence:
         self._note(LOGIN_REFUSED, message, remedy)
 
     def asks_rules(self) -> bool:
-        """Whether to ask now, once in a silence, whether the broker lets this agent speak."""
+        """Return whether to ask now, once in a silence, whether the broker lets this agent speak."""
         since = self._since
         if since is None or self._has_asked or self._mismatch.reason or self._clock() - since < ASK_RULES_S:
             return False
@@ -410,13 +282,13 @@ class Silence:
         return True
 
     def rules_refuse(self, topics: Mapping[str, str], config: AgentConfig) -> None:
-        """The broker refuses these topics to this agent, with what it says."""
+        """Note that the broker refuses these topics to this agent, with what it says."""
         if self._since is None or not topics:
             return
         user = config.broker.user
-        who = "this login" if user is None else f"its MQTT user '{user}'"
-        said = next(iter(topics.values()))
-        message = f"the broker does not let {who} speak for id '{config.id}' in '{config.federation}' ({said})"
+        speaker = "this login" if user is None else f"its MQTT user '{user}'"
+        answer = next(iter(topics.values()))
+        message = f"the broker does not let {speaker} speak for id '{config.id}' in '{config.federation}' ({answer})"
         remedy = (
             "give id and broker.user the same name, and see that the broker's rules are those of this federation: "
             f"'headwater password {config.id} --acl FILE' writes them"
@@ -425,7 +297,7 @@ class Silence:
         log.error("topics_refused agent=%s topics=%s reason=%s; %s", config.id, ",".join(topics), message, remedy)
 
     def problem(self) -> Problem | None:
-        """Why no coordinator answers, where that is known and somebody has to act."""
+        """Return why no coordinator answers, where that is known and somebody has to act."""
         if self._mismatch.reason and self._since is not None:
             problem = problem_of("connection", ProtocolMismatch(self._mismatch.reason))
             if self._problem is None or self._problem.message != problem.message:
@@ -433,21 +305,22 @@ class Silence:
         return self._problem
 
     def _note(self, error: str, message: str, remedy: str) -> None:
-        known = self._problem
-        if known is None or (known.error, known.message) != (error, message):
+        current = self._problem
+        if current is None or (current.error, current.message) != (error, message):
             at = datetime.now(timezone.utc).isoformat(timespec="seconds")
             self._problem = Problem("connection", error, "connection", message[:2000], "", remedy, at)
 
     def tell(self, config: AgentConfig) -> None:
         """Log that there is no answer: after a while, and then from time to time."""
-        now, since = self._clock(), self._since
+        now = self._clock()
+        since = self._since
         pause = ALONE_S if since == self._logged_at else ALONE_AGAIN_S
         if since is not None and now - self._logged_at >= pause:
             self._logged_at = now
             log.warning("unanswered seconds=%.0f %s", now - since, self.waits_for(config))
 
     def waits_for(self, config: AgentConfig) -> str:
-        """What the agent waits for, and until when."""
+        """Return what the agent waits for, and until when."""
         if self._since is None:
             why = f" ({self._away})" if self._away else ""
             return (
@@ -478,21 +351,23 @@ class OtherClock:
     """How far this device's clock is from the coordinator's, for the device's own status."""
 
     def __init__(self, now: Callable[[], float], clock: Callable[[], float]) -> None:
-        self._now, self._clock = now, clock
+        self._now = now
+        self._clock = clock
         self._off_s = self._read_at = self._read = 0.0
 
     def heard(self, at: str) -> None:
-        """The coordinator's clock says this (ISO 8601); what is no time says nothing."""
+        """Note what the coordinator's clock says (ISO 8601); what is no time says nothing."""
         try:
             theirs = datetime.fromisoformat(at)
         except (ValueError, OverflowError):
             return
         if theirs.tzinfo is not None:
-            self._read_at, self._read = self._clock(), self._now()
+            self._read_at = self._clock()
+            self._read = self._now()
             self._off_s = self._read - theirs.timestamp()
 
     def problem(self) -> Problem | None:
-        """Why one of the two clocks has to be set; None from the moment on when this one was set right."""
+        """Return why one of the two clocks has to be set; None from the moment on when this one was set right."""
         if abs(self._off_s) <= MOST_OFF_S:
             return None
         was_set = self._now() - self._read - (self._clock() - self._read_at)
@@ -504,7 +379,8 @@ class OtherClock:
         return Problem("connection", WRONG_CLOCK, "connection", message, "", SET_CLOCK, at)
 
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+FIRST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 60.0
 FINAL_S = 300.0
 LEAST_ANSWERS = 5
 FORGOTTEN_S = 2 * LONGEST_PAUSE_S
@@ -515,33 +391,42 @@ class Mismatch:
     """``reason`` is what the other side speaks; empty while there is no mismatch."""
 
     def __init__(self, clock: Callable[[], float], rng: random.Random) -> None:
-        self._clock, self._rng = clock, rng
+        self._clock = clock
+        self._rng = rng
         self.clear()
 
     def clear(self) -> None:
-        """A coordinator that is understood has answered."""
+        """Forget the mismatch: a coordinator that is understood has answered."""
         self.reason = ""
         self._since = self._heard_at = 0.0
-        self._ask_at, self._pause_s = float("inf"), FIRST_PAUSE_S
-        self._has_asked, self._answers = False, 0
+        self._ask_at = float("inf")
+        self._pause_s = FIRST_PAUSE_S
+        self._has_asked = False
+        self._answers = 0
 
     def note(self, reason: str) -> bool:
-        """Something of another version has come; True when this is the first of it."""
-        now, is_new = self._clock(), not self.reason
+        """Note that something of another version has come; True when this is the first of it."""
+        now = self._clock()
+        is_new = not self.reason
         if is_new:
             self._since = now
             self._plan(now)
         elif self._has_asked:
             self._answers += 1
-        self.reason, self._heard_at, self._has_asked = reason, now, False
+        self.reason = reason
+        self._heard_at = now
+        self._has_asked = False
         return is_new
 
     def is_final(self) -> bool:
-        """Whether it has been heard for so long, as the answer to so many hellos, that asking again is in vain."""
+        """Return whether asking again is in vain.
+
+        That is so when the mismatch was heard for minutes, and as the answer to some hellos.
+        """
         return self._answers >= LEAST_ANSWERS and self._heard_at - self._since >= FINAL_S
 
     def is_due(self) -> bool:
-        """Whether it is time for another hello, which then counts as said."""
+        """Return whether it is time for another hello, which then counts as said."""
         now = self._clock()
         if self.reason and now - self._heard_at >= FORGOTTEN_S:
             self.clear()
@@ -552,7 +437,7 @@ class Mismatch:
         return True
 
     def next_s(self) -> float:
-        """Seconds until the next hello."""
+        """Return seconds until the next hello."""
         return max(0.0, self._ask_at - self._clock())
 
     def _plan(self, now: float) -> None:

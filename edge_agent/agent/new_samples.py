@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ..config import AgentConfig
+from ..core.config import AgentConfig
 
 log = logging.getLogger(__name__)
 
@@ -19,21 +19,27 @@ COLLECT_EVERY_S = 5.0
 SETTLED_S = 5.0
 """For so long a file of the watch folder has to be unchanged: one that is being copied is not whole yet."""
 
-REFIT_AGAIN_S, REFIT_SELDOM_S = 60.0, 3600.0
-"""Pauses between tries of a fit that fails: they double from the first to the longest.
+REFIT_AGAIN_S = 60.0
+"""Seconds until a fit that failed is tried again for the first time; the pauses double from then on."""
 
-New samples end a pause, at most once in the shorter time: a camera that adds some all the time would leave no pause.
+REFIT_SELDOM_S = 3600.0
+"""The longest pause between two tries of a fit that fails, in seconds.
+
+New samples end a pause, at most once in `REFIT_AGAIN_S`: a camera that adds some all the time would leave no pause.
 """
 
 
 def samples_folder(config: AgentConfig) -> Path:
-    """Where samples are that were labelled on this device: the data source ``collected:DIR``, or beside another one."""
+    """Return where samples are that were labelled on this device.
+
+    That is the data source ``collected:DIR``, or a folder in the state folder beside another source.
+    """
     kind, _, path = config.data.source.partition(":")
     return config.data.folder / Path(path).expanduser() if kind == "collected" else config.state / "samples"
 
 
 def file_mark(path: Path) -> tuple[int, int] | None:
-    """Time of the last change, nanoseconds, and size of a file; None where it is gone."""
+    """Return the time of the last change, nanoseconds, and size of a file; None where it is gone."""
     try:
         status = path.stat()
     except OSError:
@@ -42,7 +48,10 @@ def file_mark(path: Path) -> tuple[int, int] | None:
 
 
 def is_settled(mark: tuple[int, int], now: float) -> bool:
-    """Whether a file did not change lately; ``now`` as `time.time`. A clock that was set leaves no file waiting."""
+    """Return whether a file did not change lately.
+
+    ``now`` is as `time.time`. A clock that was set leaves no file waiting.
+    """
     return abs(now - mark[0] / 1e9) >= SETTLED_S
 
 
@@ -53,18 +62,23 @@ class NewSamples:
     """
 
     def __init__(self, config: AgentConfig, clock: Callable[[], float], now: Callable[[], float] = time.time) -> None:
-        self._index, self._watch = samples_folder(config) / "index.json", config.data.watch
-        self._clock, self._now = clock, now
+        self._index = samples_folder(config) / "index.json"
+        self._watch = config.data.watch
+        self._clock = clock
+        self._now = now
         self._seen: tuple[tuple[str, tuple[int, int]], ...] = ()
         self._looked_at = float("-inf")
-        self._failures, self._reason, self._again_at = 0, "", float("inf")
+        self._failures = 0
+        self._reason = ""
+        self._again_at = float("inf")
         self._early_at = float("-inf")
 
     def is_due(self) -> bool:
-        """Whether something has changed since the last time that this was so, or a fit is to be tried again.
+        """Return whether something has changed since the last time that this was so, or a fit is to be tried again.
 
         At most every `COLLECT_EVERY_S`. Call `tried` with what came out.
         """
+        # The folder is looked at from time to time, but not again soon after new samples have ended a pause of tries.
         if self._clock() - self._looked_at < COLLECT_EVERY_S:
             return False
         now = self._looked_at = self._clock()
@@ -73,11 +87,13 @@ class NewSamples:
         with contextlib.suppress(OSError):  # a folder that goes while it is looked at: next time
             files = sorted(self._watch.glob("[!.]*/[!.]*")) if self._watch is not None else []
             marks = {path: mark for path in (self._index, *files) if (mark := file_mark(path)) is not None}
+            # The index of collected samples counts at once, files of the watch folder when they stop changing.
             present = tuple(
                 (str(path), mark)
                 for path, mark in marks.items()
                 if path == self._index or is_settled(mark, self._now())
             )
+            # New samples end a pause; an empty folder is no reason for a fit.
             if present != self._seen:
                 self._seen = present
                 if self._failures and present:
@@ -86,18 +102,21 @@ class NewSamples:
         return now >= self._again_at
 
     def tried(self, error: BaseException | None) -> None:
-        """A fit came to this end; None: it is done, or nothing was to be fitted."""
+        """Note to what end a fit came; None: it is done, or nothing was to be fitted."""
         if error is None:
-            self._failures, self._reason, self._again_at = 0, "", float("inf")
+            self._failures = 0
+            self._reason = ""
+            self._again_at = float("inf")
             return
         # From the sixth doubling on the pause is the longest; 2.0**1024 would raise after as many failures.
         pause = min(REFIT_AGAIN_S * 2.0 ** min(self._failures, 6), REFIT_SELDOM_S)
-        self._failures, self._reason = self._failures + 1, f"{type(error).__name__}: {error}"
+        self._failures = self._failures + 1
+        self._reason = f"{type(error).__name__}: {error}"
         self._again_at = self._clock() + pause
         log.warning("refit_failed tries=%d next_try_s=%.0f", self._failures, pause)
 
     def failure(self) -> dict[str, str | int] | None:
-        """Of a fit that failed, for the status: how often in a row, why, and when it is tried again (UTC, ISO 8601)."""
+        """Return how often fits failed in a row, why, and when the next try is (UTC, ISO 8601), for the status."""
         if not self._failures:
             return None
         moment = datetime.fromtimestamp(self._now() + max(0.0, self._again_at - self._clock()), timezone.utc)

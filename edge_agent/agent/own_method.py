@@ -11,17 +11,17 @@ import importlib.util
 from pathlib import Path
 
 from .. import methods
-from ..config import TrainingConfig
-from ..errors import MissingCapability
-from ..registry import PinnedFile, own_name
-from ..wire.messages import Job
+from ..core.config import TrainingConfig
+from ..core.errors import MissingCapability
+from ..core.registry import PinnedFile, own_name
+from ..wire.messages.down import Job
 
 _SHOWN = 16
 """Digits of a hash that tell two files apart in a message."""
 
 
 def method_for(training: TrainingConfig, job: Job) -> str:
-    """What `edge_agent.methods.create` takes for the method of a job.
+    """Return what `edge_agent.methods.create` takes for the method of a job.
 
     Raises:
         MissingCapability: this device has no copy of the method's file, or another one; it says what to do.
@@ -40,26 +40,29 @@ def method_for(training: TrainingConfig, job: Job) -> str:
     installed = _hash_of_installed(job.method)
     if installed == job.method_sha256:
         return job.method
-    wanted = job.method_sha256[:_SHOWN]
+    wanted_hash = job.method_sha256[:_SHOWN]
     if installed:
         other_hashes.append(installed)
     if other_hashes:
         present = other_hashes[0][:_SHOWN]
         raise MissingCapability(
             f"method '{job.method}' of this device has another file than the run: its SHA-256 is {present}, the run's "
-            f"{wanted}; copy the operator's file to this device, or request the run with this one",
+            f"{wanted_hash}; copy the operator's file to this device, or request the run with this one",
             is_public=True,
         )
     raise MissingCapability(
-        f"the run uses method '{job.method}' from a file (SHA-256 {wanted}), which this device does not have: copy "
-        'that file to this device and name it in the agent\'s file, [training] methods = ["FILE.py:CLASS"], or install '
-        "a package with it as an entry point; no code is sent",
+        f"the run uses method '{job.method}' from a file (SHA-256 {wanted_hash}), which this device does not have: "
+        'copy that file to this device and name it in the agent\'s file, [training] methods = ["FILE.py:CLASS"], or '
+        "install a package with it as an entry point; no code is sent",
         is_public=True,
     )
 
 
 def _hash_of_installed(name: str) -> str:
-    """Hash of the module of an entry point, without running it; empty where no package offers this method."""
+    """Return the hash of the module of an entry point, without running it.
+
+    It is empty where no package offers this method.
+    """
     module = methods.registry.plugged_in(name)
     if not module:
         return ""

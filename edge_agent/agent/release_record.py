@@ -13,12 +13,15 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from ..config import AgentConfig
-from ..errors import HeadwaterError, StateError, UsageError, cause
-from ..moments import moment_of
-from ..storage import FolderKind, holds_only, read_json, remove_folder, waited_lock, write_json
-from ..task import Frozen
-from ..wire.messages import FederationId, Install
+from ..core.config import AgentConfig
+from ..core.errors import HeadwaterError, StateError, UsageError, cause
+from ..core.locks import waited_lock
+from ..core.own_folders import FolderKind, holds_only, remove_folder
+from ..core.storage import read_json, write_json
+from ..core.task import Frozen
+from ..core.time_and_text import moment_of
+from ..wire.messages.down import Install
+from ..wire.messages.fields import FederationId
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ MOST_REFUSED = 8
 
 
 def machine_start() -> str:
-    """What the kernel calls this start of the machine: another text after each; empty where it does not say."""
+    """Return what the kernel calls this start of the machine: another text after each; empty where it does not say."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()[:64]
     except (OSError, ValueError):
@@ -65,10 +68,10 @@ class RolledBack(Frozen):
 
     def __str__(self) -> str:
         source = self.source
-        of = f" (release {source.release})" if source.release else ""
+        by_release = f" (release {source.release})" if source.release else ""
         return (
             f"keeps bundle {self.runs[:12]}: this device was rolled back by hand from bundle "
-            f"{source.bundle_id[:12]}{of}; it takes a newer release"
+            f"{source.bundle_id[:12]}{by_release}; it takes a newer release"
         )
 
 
@@ -91,7 +94,7 @@ class Trial(_Released):
     """Start of the machine, see `machine_start`, in which the last of them was; empty: unknown."""
 
     def started(self, machine: str) -> Trial:
-        """With one more start, in this start of the machine.
+        """Return the trial with one more start, in this start of the machine.
 
         The start before does not count where the machine has started since: power was cut, or somebody restarted it,
         which says nothing against the bundle. Where this is unknown, it counts.
@@ -101,7 +104,7 @@ class Trial(_Released):
         return self.model_copy(update={"starts": starts, "machine": machine})
 
     def stopped(self) -> Trial:
-        """Without the last start, which was ended on purpose."""
+        """Return the trial without the last start, which was ended on purpose."""
         return self.model_copy(update={"starts": max(0, self.starts - 1)})
 
 
@@ -113,7 +116,7 @@ class Pin(Frozen):
     until: str = ""
 
     def holds(self, now: float) -> bool:
-        """Whether it counts at that time (as `time.time`)."""
+        """Return whether it counts at that time (as `time.time`)."""
         return not self.until or now < moment_of(self.until).timestamp()
 
     def __str__(self) -> str:
@@ -141,19 +144,22 @@ class ReleaseRecord:
     """
 
     def __init__(self, state: Path) -> None:
-        self._path, self._pin_path, self._bundles = state / "releases.json", state / "pin.json", state / "bundles"
+        self._path = state / "releases.json"
+        self._pin_path = state / "pin.json"
+        self._bundles = state / "bundles"
         self._lock = threading.RLock()
         self.on_trial: Trial | None = None
         """The bundle in use, where this agent has started it or started with it, and has yet to show that it lives with
         it: call `proved` then."""
 
     def prepares(self, message: Install, machine: str = "") -> int:
-        """The preparation of a bundle begins, in this start of the ``machine``; returns its number.
+        """Note that the preparation of a bundle begins, in this start of the ``machine``, and return its number.
 
         That is 1, and one more for each preparation of it in a row that the agent did not survive, see `Trial.started`.
         """
         with self._lock:
-            before, about = self._read(), _about(message)
+            before = self._read()
+            about = _about(message)
             last = before.prepared
             if last is None or last.model_dump(include={*about}) != about:
                 last = Trial(**about)
@@ -162,21 +168,21 @@ class ReleaseRecord:
             return trial.starts
 
     def ended(self) -> None:
-        """The preparation has ended without saying anything of the bundle."""
+        """Note that the preparation has ended without saying anything of the bundle."""
         with self._lock:
             self._write(self._read().model_copy(update={"prepared": None, "is_preparing": False}))
 
     def took(self, message: Install, machine: str = "") -> None:
-        """The bundle of this release is in use now, on trial, since this start of the ``machine``."""
+        """Note that the bundle of this release is in use now, on trial, since this start of the ``machine``."""
         about = _about(message)
         with self._lock:
-            refused = tuple(one for one in self._read().refused if one.bundle_id != message.bundle_id)
+            refused = tuple(bundle for bundle in self._read().refused if bundle.bundle_id != message.bundle_id)
             trial = Trial(**about, machine=machine)
             self._write(_Record(taken=_Taken(**about), refused=refused, on_trial=trial))
             self.on_trial = trial
 
     def refuse(self, message: Install, reason: str, at: float, *, crashed: bool = False) -> None:
-        """The bundle of this release was tried, and is not used."""
+        """Note that the bundle of this release was tried, and is not used."""
         with self._lock:
             self._write(_refused(self._read(), _about(message), reason, at, crashed=crashed))
 
@@ -196,7 +202,7 @@ class ReleaseRecord:
             return trial
 
     def stopped(self) -> None:
-        """The agent was stopped on purpose: neither this start counts nor the preparation that it ends."""
+        """Note that the agent was stopped on purpose: neither this start counts nor the preparation that it ends."""
         with self._lock:
             before = self._read()
             changes: dict[str, Any] = {}
@@ -208,14 +214,14 @@ class ReleaseRecord:
                 self._write(before.model_copy(update=changes))
 
     def proved(self, trial: Trial) -> None:
-        """The agent lives with this bundle; without effect where another one is on trial meanwhile."""
+        """Note that the agent lives with this bundle; without effect where another one is on trial meanwhile."""
         with self._lock:
             if self.on_trial == trial:
                 self._write(self._read().model_copy(update={"on_trial": None}))
                 self.on_trial = None
 
     def fell_back(self, trial: Trial, runs: str, at: float) -> None:
-        """The agent did not live with a bundle, and uses the one before again."""
+        """Note that the agent did not live with a bundle, and uses the one before again."""
         reason = (
             f"keeps bundle {runs[:12]} because the agent ended {trial.starts - 1} times within {PROVEN_S:.0f} s of its "
             f"start with bundle {trial.bundle_id[:12]}"
@@ -226,7 +232,7 @@ class ReleaseRecord:
             self.on_trial = None
 
     def refused(self) -> tuple[Refused, ...]:
-        """Bundles that were tried and are not used, the latest last."""
+        """Return bundles that were tried and are not used, the latest last."""
         return self._read().refused
 
     def pin(self, pin: Pin | None) -> None:
@@ -238,7 +244,7 @@ class ReleaseRecord:
         if pin is None:
             self._pin_path.unlink(missing_ok=True)
             return
-        from ..bundle import current_id
+        from ..bundle.installed import current_id
 
         with waited_lock(self._bundles):
             if (runs := current_id(self._bundles)) != pin.bundle_id:
@@ -250,12 +256,12 @@ class ReleaseRecord:
 
     @contextlib.contextmanager
     def switching(self, message: Install, now: float) -> Iterator[str]:
-        """Inside, no command pins the bundle in use; gives `why_declined`. For the moment of the switch alone."""
+        """Keep commands from pinning the bundle in use for the moment of the switch; gives `why_declined`."""
         with waited_lock(self._bundles):
             yield self.why_declined(message, now)
 
     def pinned(self) -> Pin | None:
-        """The pin, also one that is over; None where there is none.
+        """Return the pin, also one that is over; None where there is none.
 
         Raises:
             StateError: its file is damaged.
@@ -270,9 +276,12 @@ class ReleaseRecord:
         return pin
 
     def release_of(self, bundle_id: str) -> int | None:
-        """Number of the release by which a bundle came; None: it came by hand, or is none that was taken last."""
-        taken = self._read().taken
-        return taken.release or None if taken.bundle_id == bundle_id else None
+        """Return the number of the release by which a bundle came.
+
+        It is None where the bundle came by hand, or is not the one that was taken last.
+        """
+        newest = self._read().taken
+        return newest.release or None if newest.bundle_id == bundle_id else None
 
     def check(self) -> None:
         """Return quietly where the record can be read, or there is none yet.
@@ -283,7 +292,7 @@ class ReleaseRecord:
         self._read()
 
     def put_by_hand(self, bundle_id: str, instead_of: str) -> RolledBack | None:
-        """A bundle was installed by hand, ``instead_of`` another (empty: of none); returns the rollback that now holds.
+        """Note a bundle that came by hand, ``instead_of`` another (empty: of none); return the rollback that now holds.
 
         Installing again the bundle that was rolled back ends the rollback.
         """
@@ -304,14 +313,18 @@ class ReleaseRecord:
         return now
 
     def why_declined(self, message: Install, now: float) -> str:
-        """Why this device does not even try a release; empty where it does. ``now``: as `time.time`."""
-        record, pin = self._read(), self.pinned()
+        """Return why this device does not even try a release; empty where it does. ``now``: as `time.time`."""
+        # Its owner's pin counts before anything else.
+        record = self._read()
+        pin = self.pinned()
         if pin is not None and pin.holds(now):
             return "" if message.bundle_id == pin.bundle_id else str(pin)
-        for one in record.refused:
-            is_known = one.crashed and one.bundle_id == message.bundle_id
-            if is_known and one.federation == message.federation and message.release <= one.release:
-                return one.reason
+        # A bundle with which the agent has ended is not tried again, unless a newer release has it.
+        for refused in record.refused:
+            is_known = refused.crashed and refused.bundle_id == message.bundle_id
+            if is_known and refused.federation == message.federation and message.release <= refused.release:
+                return refused.reason
+        # After a rollback by hand a newer release of another bundle is taken.
         if record.rolled_back is None:
             return ""
         source = record.rolled_back.source
@@ -320,12 +333,12 @@ class ReleaseRecord:
         return "" if is_newer else str(record.rolled_back)
 
     def kept(self, now: float) -> str:
-        """Why this device keeps its bundle by its owner's choice; empty where it does not."""
+        """Return why this device keeps its bundle by its owner's choice; empty where it does not."""
         pin = self.pinned()
         return str(pin) if pin is not None and pin.holds(now) else self.rolled_back()
 
     def rolled_back(self) -> str:
-        """That another bundle was installed by hand in place of a release, and which; else empty."""
+        """Return that another bundle was installed by hand in place of a release, and which; else empty."""
         return str(self._read().rolled_back or "")
 
     def _read(self) -> _Record:
@@ -346,12 +359,12 @@ def _about(message: Install | Trial) -> dict[str, Any]:
 
 
 def _refused(before: _Record, about: dict[str, Any], reason: str, at: float, *, crashed: bool) -> _Record:
-    """The record with one refused bundle more, and nothing that is prepared."""
+    """Return the record with one refused bundle more, and nothing that is prepared."""
     moment = datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="seconds")
     new = Refused(**about, reason=reason[:1000], at=moment, crashed=crashed)
-    others = [one for one in before.refused if one.bundle_id != new.bundle_id]
+    earlier = [bundle for bundle in before.refused if bundle.bundle_id != new.bundle_id]
     return before.model_copy(
-        update={"refused": (*others, new)[-MOST_REFUSED:], "prepared": None, "is_preparing": False}
+        update={"refused": (*earlier, new)[-MOST_REFUSED:], "prepared": None, "is_preparing": False}
     )
 
 
@@ -363,7 +376,7 @@ CLOCK_OFF_S = 30 * 86_400.0
 
 
 def utc_text(at: float) -> str:
-    """A time (as `time.time`) in ISO 8601, UTC."""
+    """Return a time (as `time.time`) in ISO 8601, UTC."""
     return datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="seconds")
 
 
@@ -379,16 +392,20 @@ class Waiting(Frozen):
 
     @classmethod
     def of(cls, install: Install, now: float) -> Waiting:
-        """What an offer that has just come means."""
-        opens, within_s = now + install.activate_in_s, install.activate_within_s
+        """Return what an offer that has just come means."""
+        opens = now + install.activate_in_s
+        within_s = install.activate_within_s
         return cls(install=install, at=now, opens=opens, closes=None if within_s is None else opens + within_s)
 
     def is_open(self, now: float) -> bool:
-        """Whether the device may switch at that time by its clock."""
+        """Return whether the device may switch at that time by its clock."""
         return self.opens <= now <= (self.opens + CLOCK_OFF_S if self.closes is None else self.closes)
 
     def why_not(self, now: float) -> str:
-        """Why the device cannot know by its clock when to switch, and waits for its coordinator; empty: it can."""
+        """Return why the device cannot know by its clock when to switch, and waits for its coordinator.
+
+        It is empty where it can.
+        """
         clock = f"its clock says {utc_text(now)}" if abs(now) < 1e11 else "its clock is out of range"
         about = f"bundle {self.install.bundle_id[:12]} waits for the coordinator: {clock}"
         if now < self.at:
@@ -412,7 +429,7 @@ class WaitFile:
             log.warning("wait_not_written path=%s reason=%s", self._path, cause(error))
 
     def read(self) -> Waiting | None:
-        """What was saved; None where nothing was, or it is damaged."""
+        """Return what was saved; None where nothing was, or it is damaged."""
         try:
             raw = read_json(self._path)
             return None if raw is None else Waiting.model_validate(raw)
@@ -421,7 +438,7 @@ class WaitFile:
             return None
 
     def remove(self) -> None:
-        """The device waits for nothing."""
+        """Note that the device waits for nothing."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
@@ -437,21 +454,21 @@ CANDIDATE_FOLDER = FolderKind("candidate head", _is_earlier_candidate)
 
 
 def candidate_folder(config: AgentConfig) -> Path:
-    """Where the head of a bundle that is not in use yet is put."""
+    """Return where the head of a bundle that is not in use yet is put."""
     return config.state / "candidate"
 
 
 def clean(config: AgentConfig) -> None:
     """Remove what is left of a bundle that did not come into use, and take its head back: a kill may have left it."""
-    from .. import bundle as bundles
+    from ..bundle import installed
     from ..heads import saved
 
     root = config.state / "bundles"
     remove_folder(candidate_folder(config), CANDIDATE_FOLDER)
     try:
-        if (manifest := bundles.current_manifest(root)) is not None:
+        if (manifest := installed.current_manifest(root)) is not None:
             fingerprints = {name: variant.fingerprint for name, variant in manifest.variants.items()}
             saved.settle(config.state / "head", fingerprints)
-        bundles.remove_unused(root)
+        installed.remove_unused(root)
     except (HeadwaterError, OSError) as error:  # a damaged pair: nothing is known of what is to stay; or a full disk
         log.warning("not_cleaned reason=%s", error)

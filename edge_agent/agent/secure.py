@@ -11,12 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import secure_tensors as layout
-from ..errors import SumRefused, UpdateRejected
-from ..secure_sum import SHARE_BYTES, Entropy, Participant
-from ..storage import read_json, sha256_of, write_json
-from ..task import Tensors
-from ..wire.messages import Job, run_name
+from ..core.errors import SumRefused, UpdateRejected
+from ..core.storage import read_json, sha256_of, write_json
+from ..core.task import Tensors
+from ..privacy.secure_sum import tensors as layout
+from ..privacy.secure_sum.device import Participant
+from ..privacy.secure_sum.keys import SHARE_BYTES, Entropy
+from ..wire.messages.down import Job
+from ..wire.messages.fields import run_name
 from ..wire.tensors import pieces, specs_of
 
 SUMS_FILE = "sums.json"
@@ -31,33 +33,37 @@ class SecureSums:
 
     def __init__(self, agent: str, folder: Path, entropy: Entropy = secrets.token_bytes) -> None:
         """``folder``: the state folder, which has the sums of all runs."""
-        self._agent, self._path, self._entropy = agent, folder / SUMS_FILE, entropy
+        self._agent = agent
+        self._path = folder / SUMS_FILE
+        self._entropy = entropy
         self._attempt: tuple[bytes, Participant] | None = None
         self._origin = ""
         """Digest of what the masked update was trained from; empty: none was masked in this attempt."""
 
     def begin(self, job: Job) -> Tensors:
-        """The public keys for the attempt of ``job``."""
+        """Return the public keys for the attempt of ``job``."""
         context = _context(job)
         if self._attempt is None or self._attempt[0] != context:
-            self._attempt, self._origin = (context, Participant(self._agent, context, self._entropy)), ""
+            self._attempt = (context, Participant(self._agent, context, self._entropy))
+            self._origin = ""
         return {layout.KEYS: layout.keys_as_bytes(self._attempt[1].keys())}
 
     def shares(self, job: Job, received: Tensors) -> Tensors:
-        """Shares of its secrets, encrypted for each client whose keys were received.
+        """Return shares of its secrets, encrypted for each client whose keys were received.
 
         Raises:
             UpdateRejected: the agent was restarted since it sent its keys.
             SumRefused: as `Participant.shares`.
             CodecError: what was received is not of that form.
         """
-        one, members = self.of(job), layout.members_of(received)
+        participant = self.of(job)
+        members = layout.members_of(received)
         rows = layout.taken(received, layout.KEYS, np.uint8, (len(members), layout.KEY_BYTES))
-        sealed = one.shares({member: layout.keys_of(row) for member, row in zip(members, rows, strict=True)})
+        sealed = participant.shares({member: layout.keys_of(row) for member, row in zip(members, rows, strict=True)})
         return {layout.SHARES: layout.table(sealed, members, layout.SEALED_BYTES)}
 
     def masked(self, job: Job, received: Tensors, update: Tensors, weight: float, origin: str) -> Tensors:
-        """The update under masks; only those can be removed whose clients' shares were received.
+        """Return the update under masks; only those can be removed whose clients' shares were received.
 
         ``origin``: digest of what the update was trained from, see `origin_of`.
 
@@ -67,19 +73,22 @@ class SecureSums:
             SumRefused: as `Participant.receive` and `Participant.masked`; SharesWrong where others' shares do not open.
             CodecError: what was received is not of that form.
         """
-        one = self.of(job)
-        count = len(one.clients)
+        participant = self.of(job)
+        count = len(participant.clients)
         sharers = layout.taken(received, layout.SHARERS, np.bool_, (count,))
         rows = layout.taken(received, layout.SHARES, np.uint8, (count, layout.SEALED_BYTES))
-        of_members = zip(one.clients, sharers, rows, strict=True)
-        one.receive({who: row.tobytes() for who, has, row in of_members if has and who != self._agent})
+        of_others = {}
+        for member, has_shared, row in zip(participant.clients, sharers, rows, strict=True):
+            if has_shared and member != self._agent:
+                of_others[member] = row.tobytes()
+        participant.receive(of_others)
         integers = layout.as_integers(update, specs_of(update), weight, count)
-        masked = one.masked(integers).view(np.int64)
+        masked = participant.masked(integers).view(np.int64)
         self._origin = origin
         return {layout.MASKED: masked}
 
     def unmask(self, job: Job, received: Tensors) -> Tensors:
-        """For each client a share of its own mask where its update was delivered, else of its key.
+        """Return for each client a share of its own mask where its update was delivered, else of its key.
 
         Training that begins again, in this run or another, has the same updates: of two sums over different clients
         the difference would be single updates. So whose sum it is, is noted on disk before anything is revealed.
@@ -91,17 +100,17 @@ class SecureSums:
             StateError: the note is damaged.
             CodecError: what was received is not of that form.
         """
-        one = self.of(job)
-        delivered = layout.taken(received, layout.DELIVERED, np.bool_, (len(one.clients),))
-        terms = [who for who, has in zip(one.clients, delivered, strict=True) if has]
+        participant = self.of(job)
+        delivered = layout.taken(received, layout.DELIVERED, np.bool_, (len(participant.clients),))
+        terms = [member for member, has_delivered in zip(participant.clients, delivered, strict=True) if has_delivered]
         if not self._origin:
             raise SumRefused("no update was masked here, so nobody knows of what the sum is", is_public=True)
-        answer = one.unmask(terms)
+        answer = participant.unmask(terms)
         _note_sum(self._path, self._origin, terms)
-        return {layout.REVEALED: layout.table(answer, one.clients, SHARE_BYTES)}
+        return {layout.REVEALED: layout.table(answer, participant.clients, SHARE_BYTES)}
 
     def of(self, job: Job) -> Participant:
-        """This device's secrets for the attempt of ``job``.
+        """Return this device's secrets for the attempt of ``job``.
 
         Raises:
             UpdateRejected: the agent was restarted since it sent its keys.
@@ -115,7 +124,7 @@ class SecureSums:
 
 
 def origin_of(job: Job, received: Tensors) -> str:
-    """Digest of what decides an update, save for what is random: model, task, method and its parameters.
+    """Return the digest of what decides an update, save for what is random: model, task, method and its parameters.
 
     Run, round and seed are no part of it: where all samples are one batch, they change nothing but the last bits.
     """
@@ -130,18 +139,19 @@ def _note_sum(path: Path, origin: str, terms: list[str]) -> None:
         SumRefused: it was of others before.
         StateError: the file is damaged.
     """
-    known, digest = dict(read_json(path) or {}), sha256_of("\n".join(terms).encode())
-    if known.get(origin, digest) != digest:
+    sums = dict(read_json(path) or {})
+    digest = sha256_of("\n".join(terms).encode())
+    if sums.get(origin, digest) != digest:
         raise SumRefused(
             "the masks of this training were taken off a sum of other devices before, in this run or another; the "
             "difference of two sums would bare single updates; start a run with another seed",
             is_public=True,
         )
-    if origin not in known:
+    if origin not in sums:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, dict([*known.items(), (origin, digest)][-MOST_SUMS:]))
+        write_json(path, dict([*sums.items(), (origin, digest)][-MOST_SUMS:]))
 
 
 def _context(job: Job) -> bytes:
-    """What the secrets are for, and nothing else."""
+    """Return what the secrets are for, and nothing else."""
     return layout.context_of(run_name(job.run), job.round, job.session)

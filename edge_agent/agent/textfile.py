@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from .. import __version__
-from ..config import AgentConfig
-from ..errors import cause
-from ..storage import Access, write_atomic
-from .health import CODES
+from ..core.config import AgentConfig
+from ..core.errors import cause
+from ..core.storage import Access, write_atomic
+from ..wire.faults import CODES
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +49,10 @@ class Figures:
 
 
 def text(figures: Figures) -> str:
-    """The figures in Prometheus' text format."""
-    known = {"version": __version__, "tier": figures.tier, "bundle": figures.bundle_id[:12]}
+    """Return the figures in Prometheus' text format."""
+    identity = {"version": __version__, "tier": figures.tier, "bundle": figures.bundle_id[:12]}
     lines = [
-        *_family("info", "gauge", "Version, tier and bundle of this agent.", [(known, 1)]),
+        *_family("info", "gauge", "Version, tier and bundle of this agent.", [(identity, 1)]),
         *_one(
             "written_timestamp_seconds",
             "When the agent wrote these figures; node_exporter serves the file of an agent that is gone, too.",
@@ -106,8 +106,12 @@ class TextFile:
     """The file that ``[metrics] textfile`` names, as often as heartbeats are sent; a failure costs a line of log."""
 
     def __init__(self, config: AgentConfig, clock: Callable[[], float], now: Callable[[], float] = time.time) -> None:
-        self._path, self._every_s, self._clock, self._now = config.metrics.textfile, config.heartbeat_s, clock, now
-        self._due_at, self._failure = float("-inf"), ""
+        self._path = config.metrics.textfile
+        self._every_s = config.heartbeat_s
+        self._clock = clock
+        self._now = now
+        self._due_at = float("-inf")
+        self._failure = ""
 
     def tick(self, figures: Callable[[], Figures]) -> None:
         """Write the file when it is due."""
@@ -139,15 +143,15 @@ def _one(name: str, about: str, value: float | None) -> list[str]:
 def _family(
     name: str, kind: Literal["gauge", "counter"], about: str, samples: Iterable[tuple[Mapping[str, str], float | None]]
 ) -> list[str]:
-    """Help, type and samples; nothing where no value is known."""
-    known = [(labels, float(value)) for labels, value in samples if value is not None and math.isfinite(value)]
-    if not known:
+    """Return help, type and samples; nothing where no value is known."""
+    finite_samples = [(labels, float(value)) for labels, value in samples if value is not None and math.isfinite(value)]
+    if not finite_samples:
         return []
     full = f"headwater_agent_{name}"
     return [
         f"# HELP {full} {about}",
         f"# TYPE {full} {kind}",
-        *(f"{full}{_labels(one)} {value!r}" for one, value in known),
+        *(f"{full}{_labels(sample_labels)} {value!r}" for sample_labels, value in finite_samples),
     ]
 
 

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import AgentConfig, PrivacyConfig
-from ..errors import ChunkError, HeadwaterError, StateError
-from ..storage import read_json, sha256_file, sha256_of, write_atomic, write_json
-from ..task import Tensors
-from ..wire import chunks, flow
-from ..wire import messages as wire
-from ..wire.messages import JobKey, Topics, job_key
+from ..core.config import AgentConfig, PrivacyConfig
+from ..core.errors import ChunkError, HeadwaterError, StateError
+from ..core.storage import read_json, sha256_file, sha256_of, write_atomic, write_json
+from ..core.task import Tensors
+from ..wire.blobs import chunks, flow
+from ..wire.messages import codec, down, fields, up
+from ..wire.messages.down import job_key
+from ..wire.messages.fields import JobKey
+from ..wire.topics import Topics
 from ..wire.transport import Transport
 from .local_state import Membership
 
@@ -31,15 +33,18 @@ class Link:
     """What an agent sends: messages stamped with its start and federation, and chunks; and what it listens to."""
 
     def __init__(self, config: AgentConfig, transport: Transport, membership: Membership, boot: str) -> None:
-        self.topics, self.boot = Topics(config.federation), boot
-        self._agent, self._transport, self._membership = config.id, transport, membership
+        self.topics = Topics(config.federation)
+        self.boot = boot
+        self._agent = config.id
+        self._transport = transport
+        self._membership = membership
         self._seq = 0
 
-    def send(self, message: wire.Control) -> None:
+    def send(self, message: fields.Control) -> None:
         """Publish a control message."""
         self._publish(self.topics.up(self._agent), message)
 
-    def beat(self, message: wire.Heartbeat) -> None:
+    def beat(self, message: up.Heartbeat) -> None:
         """Publish a heartbeat; it may be lost."""
         self._publish(self.topics.heartbeat(self._agent), message, qos=0)
 
@@ -55,19 +60,19 @@ class Link:
         """Receive it no longer."""
         self._transport.unsubscribe(self.topics.broadcast(digest))
 
-    def _publish(self, topic: str, message: wire.Control, qos: int = 1) -> None:
+    def _publish(self, topic: str, message: fields.Control, qos: int = 1) -> None:
         self._seq += 1
         stamp = {"boot": self.boot, "seq": self._seq, "federation": self._membership.federation}
-        self._transport.publish(topic, wire.encode(message.model_copy(update=stamp)), qos=qos)
+        self._transport.publish(topic, codec.encode(message.model_copy(update=stamp)), qos=qos)
 
 
 def manifest_of(
     data: Sequence[bytes | memoryview], about: JobKey, samples: int, metrics: Mapping[str, float]
-) -> wire.UpdateManifest:
-    """The message that announces an update, whose tensors are ``data``."""
+) -> up.UpdateManifest:
+    """Return the message that announces an update, whose tensors are ``data``."""
     size = sum(memoryview(piece).nbytes for piece in data)
-    blob = wire.BlobRef(digest=sha256_of(*data), size_bytes=size, chunk_bytes=chunks.CHUNK_BYTES)
-    return wire.UpdateManifest(**about._asdict(), blob=blob, samples=samples, metrics=wire.metrics_of(metrics))
+    blob = fields.BlobRef(digest=sha256_of(*data), size_bytes=size, chunk_bytes=chunks.CHUNK_BYTES)
+    return up.UpdateManifest(**about._asdict(), blob=blob, samples=samples, metrics=fields.metrics_of(metrics))
 
 
 _UPDATE_FILE = re.compile(r"update(-[0-9a-f]{64})?\.safetensors")
@@ -82,12 +87,13 @@ class Outbox:
     """
 
     def __init__(self, folder: Path, policy: PrivacyConfig) -> None:
-        self.folder, self.note = folder, folder / "update.json"
+        self.folder = folder
+        self.note = folder / "update.json"
         self._policy = policy.model_dump(mode="json")
         self._lock = threading.Lock()
 
     def path_of(self, digest: str) -> Path:
-        """The file of the tensors of the update with that hash."""
+        """Return the file of the tensors of the update with that hash."""
         return self.folder / f"update-{digest}.safetensors"
 
     def put(
@@ -96,8 +102,8 @@ class Outbox:
         about: JobKey,
         samples: int,
         metrics: Mapping[str, float],
-        asked: wire.Noise | None = None,
-    ) -> wire.UpdateManifest:
+        asked: down.Noise | None = None,
+    ) -> up.UpdateManifest:
         """Keep an update in place of any other; on disk, and safe from a power cut, when this returns.
 
         Tensors and note are synced once each, the note last: it never names tensors that a power cut took. ``asked``:
@@ -115,8 +121,11 @@ class Outbox:
             self._remove_all_but(path)
         return manifest
 
-    def get(self) -> wire.UpdateManifest | None:
-        """The update that waits. One that is damaged, or was made under another policy, is dropped, and made again."""
+    def get(self) -> up.UpdateManifest | None:
+        """Return the update that waits.
+
+        One that is damaged, or was made under another policy, is dropped, and made again.
+        """
         with self._lock:
             try:
                 note = read_json(self.note)
@@ -132,8 +141,8 @@ class Outbox:
                 return None
             return manifest
 
-    def is_as_asked(self, asked: wire.Noise | None) -> bool:
-        """Whether the job of the update that waits asked for this differential privacy."""
+    def is_as_asked(self, asked: down.Noise | None) -> bool:
+        """Return whether the job of the update that waits asked for this differential privacy."""
         with self._lock, contextlib.suppress(HeadwaterError, ValueError):
             note = read_json(self.note)
             return note is not None and note.get("asked") == _as_json(asked)
@@ -149,16 +158,16 @@ class Outbox:
             self.path_of(digest).unlink(missing_ok=True)
 
     @staticmethod
-    def _manifest(note: Mapping[str, Any] | None) -> wire.UpdateManifest | None:
-        return None if note is None else wire.UpdateManifest.model_validate(note.get("manifest"))
+    def _manifest(note: Mapping[str, Any] | None) -> up.UpdateManifest | None:
+        return None if note is None else up.UpdateManifest.model_validate(note.get("manifest"))
 
-    def _remove_all_but(self, kept: Path | None) -> None:
+    def _remove_all_but(self, kept_path: Path | None) -> None:
         for path in self.folder.glob("update*.safetensors"):
-            if path != kept and _UPDATE_FILE.fullmatch(path.name):
+            if path != kept_path and _UPDATE_FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)
 
 
-def _as_json(asked: wire.Noise | None) -> dict[str, float] | None:
+def _as_json(asked: down.Noise | None) -> dict[str, float] | None:
     return None if asked is None else asked.model_dump(mode="json")
 
 
@@ -180,25 +189,30 @@ class Budget:
     """
 
     def __init__(self) -> None:
-        self._rate, self._noted_at = 0.0, float("-inf")
-
-    def note(self, rate: float, now: float) -> None:
-        """A transfer was measured, in bytes per second; 0: it was too short."""
-        if rate:
-            self._rate, self._noted_at = rate, now
-
-    def forget(self) -> None:
-        """The link is a new one."""
+        self._rate = 0.0
         self._noted_at = float("-inf")
 
-    def objection(self, what: str, size_bytes: int, left_s: float, now: float) -> str:
-        """Why ``size_bytes`` cannot pass within ``left_s`` seconds; empty where they can, or the rate is unknown."""
+    def note(self, rate: float, now: float) -> None:
+        """Note the rate of a transfer, in bytes per second; 0: it was too short."""
+        if rate:
+            self._rate = rate
+            self._noted_at = now
+
+    def forget(self) -> None:
+        """Forget the rate: the link is a new one."""
+        self._noted_at = float("-inf")
+
+    def objection(self, problem: str, size_bytes: int, left_s: float, now: float) -> str:
+        """Return why ``size_bytes`` cannot pass within ``left_s`` seconds.
+
+        It is empty where they can, or the rate is unknown.
+        """
         is_known = self._rate > 0 and now - self._noted_at <= RATE_VALID_S
         if not is_known or left_s <= 0 or size_bytes <= ACCURACY * self._rate * left_s:
             return ""
         return (
-            f"{what}: {size_bytes / 1e6:.3g} MB are still to come, which take {size_bytes / self._rate:.0f} s at the "
-            f"measured {self._rate / 1e3:.3g} kB/s, and the round closes in {left_s:.0f} s; use a faster link "
+            f"{problem}: {size_bytes / 1e6:.3g} MB are still to come, which take {size_bytes / self._rate:.0f} s at "
+            f"the measured {self._rate / 1e3:.3g} kB/s, and the round closes in {left_s:.0f} s; use a faster link "
             "or a smaller model, or raise round.deadline_s"
         )
 
@@ -207,19 +221,22 @@ class Uploads:
     """The update in the outbox, if any, and how far it has come."""
 
     def __init__(self, outbox: Outbox, link: Link, clock: Callable[[], float]) -> None:
-        self._outbox, self._link, self._clock = outbox, link, clock
+        self._outbox = outbox
+        self._link = link
+        self._clock = clock
         self._manifest = outbox.get()
         self._sending: flow.Sending | None = None
-        self._pace, self._budget = flow.Pace(flow.WINDOW_BYTES), Budget()
+        self._pace = flow.Pace(flow.WINDOW_BYTES)
+        self._budget = Budget()
         self._again_at = clock() + OFFER_AGAIN_S
         self.waits_for = ""
         """What the update waits for; empty where it is under way, or there is none."""
 
     def holds(self, job: JobKey) -> bool:
-        """Whether the update of that job waits here."""
+        """Return whether the update of that job waits here."""
         return self._manifest is not None and job_key(self._manifest) == job
 
-    def offer(self, manifest: wire.UpdateManifest) -> None:
+    def offer(self, manifest: up.UpdateManifest) -> None:
         """Announce a new update, which is in the outbox."""
         self._stop_sending()
         self._manifest = manifest
@@ -232,21 +249,21 @@ class Uploads:
             self._link.send(self._manifest)
 
     def cut(self) -> None:
-        """A new connection: what was under way is lost, and the link may be another one."""
+        """Begin with a new connection: what was under way is lost, and the link may be another one."""
         if self._sending is not None:
             self._sending.cut()
         self._pace.restart()
         self._budget.forget()
 
-    def queued(self, message: wire.Queued) -> None:
-        """The coordinator receives other updates first."""
+    def queued(self, message: down.Queued) -> None:
+        """Wait, because the coordinator receives other updates first."""
         if self._is_ours(message):
             self._wait(
                 message.again_s, f"the turn of its update: the coordinator receives {message.before} others first"
             )
-            log.info("update_queued before=%d run=%s", message.before, wire.run_name(message.run))
+            log.info("update_queued before=%d run=%s", message.before, fields.run_name(message.run))
 
-    def grant(self, message: wire.Grant) -> None:
+    def grant(self, message: down.Grant) -> None:
         """Send the chunks that the coordinator requests, except those that are under way.
 
         Raises:
@@ -256,7 +273,8 @@ class Uploads:
             return
         if self._sending is None:
             try:
-                path, size = self._outbox.path_of(message.digest), self._chunk_bytes
+                path = self._outbox.path_of(message.digest)
+                size = self._chunk_bytes
                 self._sending = flow.Sending(chunks.Outgoing.open(path, message.digest, size), self._pace)
             except StateError as error:
                 log.warning("outbox_damaged reason=%s", error)
@@ -265,8 +283,8 @@ class Uploads:
         self._pace.limit_bytes = min(flow.WINDOW_BYTES, message.credits * self._sending.blob.ref.chunk_bytes)
         self._continue(self._sending, message.missing)
 
-    def ack(self, message: wire.Ack) -> None:
-        """The coordinator has received chunks, and some are missing.
+    def ack(self, message: down.Ack) -> None:
+        """Send chunks that are missing; the coordinator has received the others.
 
         Raises:
             ChunkError: ranges outside the blob.
@@ -274,33 +292,40 @@ class Uploads:
         if self._sending is not None and self._is_ours(message):
             self._continue(self._sending, message.missing)
 
-    def receipt(self, message: wire.Receipt, note: Callable[[wire.UpdateManifest], None]) -> wire.UpdateManifest | None:
-        """The coordinator has the update, or has rejected it: ``note`` it, then remove it. Returns what was removed."""
-        done = self._manifest
-        if done is None or not self._is_ours(message):
+    def receipt(self, message: down.Receipt, note: Callable[[up.UpdateManifest], None]) -> up.UpdateManifest | None:
+        """Note with ``note`` that the coordinator has the update, or has rejected it, and remove it.
+
+        Return what was removed.
+        """
+        delivered = self._manifest
+        if delivered is None or not self._is_ours(message):
             return None
         if self._sending is not None:
             self._sending.arrived(self._clock())
-        note(done)
+        note(delivered)
         self._forget()
-        return done
+        return delivered
 
     def drop(self, job: JobKey) -> None:
-        """The round is over: the update would come too late."""
+        """Drop the update of a job whose round is over: it would come too late."""
         if self.holds(job):
             self._forget()
 
-    def drop_all(self) -> wire.UpdateManifest | None:
+    def drop_all(self) -> up.UpdateManifest | None:
         """Remove the update that waits, whatever it is for; returns it."""
         dropped = self._manifest
         self._forget()
         return dropped
 
     def objection(self, left_s: float) -> str:
-        """Why what waits cannot be at the coordinator within ``left_s`` seconds; empty where it can, or none does."""
+        """Return why what waits cannot be at the coordinator within ``left_s`` seconds.
+
+        It is empty where it can, or none does.
+        """
         if self._manifest is None:
             return ""
-        size, now = self._manifest.blob.size_bytes, self._clock()
+        size = self._manifest.blob.size_bytes
+        now = self._clock()
         if self._sending is not None:
             size = self._sending.remaining_bytes
             self._budget.note(self._sending.meter.rate, now)
@@ -315,19 +340,21 @@ class Uploads:
     def _chunk_bytes(self) -> int:
         return chunks.CHUNK_BYTES if self._manifest is None else self._manifest.blob.chunk_bytes
 
-    def _is_ours(self, message: wire.Grant | wire.Queued | wire.Ack | wire.Receipt) -> bool:
-        """Whether it is about the update that waits: two runs may have made the same tensors."""
+    def _is_ours(self, message: down.Grant | down.Queued | down.Ack | down.Receipt) -> bool:
+        """Return whether it is about the update that waits: two runs may have made the same tensors."""
         waits = self._manifest
         return waits is not None and (waits.run, waits.blob.digest) == (message.run, message.digest)
 
-    def _wait(self, seconds: float, what: str) -> None:
-        self._again_at, self.waits_for = self._clock() + seconds, what
+    def _wait(self, seconds: float, waits_for: str) -> None:
+        self._again_at = self._clock() + seconds
+        self.waits_for = waits_for
 
     def _forget(self) -> None:
         if self._manifest is not None:
             self._outbox.forget(self._manifest.blob.digest)
         self._stop_sending()
-        self._manifest, self.waits_for = None, ""
+        self._manifest = None
+        self.waits_for = ""
 
     def _stop_sending(self) -> None:
         if self._sending is not None:
@@ -335,7 +362,7 @@ class Uploads:
             self._sending.cut()
         self._sending = None
 
-    def _continue(self, sending: flow.Sending, missing: wire.Ranges) -> None:
+    def _continue(self, sending: flow.Sending, missing: fields.Ranges) -> None:
         now = self._clock()
         self._wait(OFFER_AGAIN_S, "")
         sending.lacks(missing, now)
@@ -345,7 +372,7 @@ class Uploads:
 
 @dataclass
 class _Download:
-    ref: wire.BlobRef
+    ref: fields.BlobRef
     receiving: flow.Receiving
     is_direct: bool
     """Whether the chunks are requested for this agent alone."""
@@ -364,7 +391,9 @@ class Downloads:
     """
 
     def __init__(self, cache: chunks.BlobCache, link: Link, clock: Callable[[], float]) -> None:
-        self.cache, self._link, self.clock = cache, link, clock
+        self.cache = cache
+        self._link = link
+        self.clock = clock
         self._listens = False
         self._budget = Budget()
         self._answer_s = 0.0
@@ -372,51 +401,57 @@ class Downloads:
 
         self._under_way: dict[int, _Download] = {}
 
-    def fetch(self, refs: Iterable[wire.BlobRef]) -> None:
+    def fetch(self, refs: Iterable[fields.BlobRef]) -> None:
         """Get these blobs. For those under way nothing changes: `tick` requests them again when they are late."""
         for ref in refs:
             if self.cache.has(ref.digest):
-                self._link.send(wire.Have(digest=ref.digest))
+                self._link.send(up.Have(digest=ref.digest))
             elif chunks.transfer_id(ref.digest) not in self._under_way:
                 self._request(self._begin(ref, is_direct=not self._listens))
 
-    def keep_only(self, refs: Iterable[wire.BlobRef]) -> None:
+    def keep_only(self, refs: Iterable[fields.BlobRef]) -> None:
         """Request no other blobs than these any more; what has arrived of the others stays on disk."""
-        wanted = {chunks.transfer_id(ref.digest) for ref in refs}
-        for number in [number for number in self._under_way if number not in wanted]:
+        kept_ids = {chunks.transfer_id(ref.digest) for ref in refs}
+        for number in [number for number in self._under_way if number not in kept_ids]:
             download = self._under_way.pop(number)
             download.receiving.incoming.close()
             self._leave(download)
 
-    def has_all(self, refs: Sequence[wire.BlobRef]) -> bool:
-        """Whether all of them are in the cache."""
+    def has_all(self, refs: Sequence[fields.BlobRef]) -> bool:
+        """Return whether all of them are in the cache."""
         return all(self.cache.has(ref.digest) for ref in refs)
 
     def cut(self) -> None:
-        """A new connection: the link may be another one, so nothing is requested by broadcast until it is known."""
+        """Begin with a new connection.
+
+        The link may be another, so nothing is requested by broadcast until it is known.
+        """
         self._listens = False
         self._answer_s = 0.0
         self._budget.forget()
         for download in self._under_way.values():
             self._leave(download)
-            download.is_direct, download.receiving.meter = True, flow.Meter()
+            download.is_direct = True
+            download.receiving.meter = flow.Meter()
 
     def listening(self, filters: Iterable[str]) -> None:
-        """The broker has confirmed these filters: request what comes on their topics."""
+        """Request what comes on the topics of these filters, which the broker has confirmed."""
         ends = {f.rsplit("/", 1)[-1] for f in filters}
         for download in list(self._under_way.values()):
             if ("db" if download.is_direct else download.ref.digest[:16]) in ends:
-                download.is_listening, download.listening_at = not download.is_direct, self.clock()
+                download.is_listening = not download.is_direct
+                download.listening_at = self.clock()
                 self._ask(download)
 
-    def listen(self, message: wire.Listen) -> None:
-        """The coordinator asks this agent to listen to broadcasts, or not to."""
+    def listen(self, message: down.Listen) -> None:
+        """Listen to broadcasts, or stop that, because the coordinator asks for it."""
         self._listens = message.broadcast
         download = self._under_way.get(chunks.transfer_id(message.digest))
         if download is None or download.ref.digest != message.digest:
             return
         if download.is_direct and message.broadcast:
-            download.is_direct, download.receiving.meter = False, flow.Meter()
+            download.is_direct = False
+            download.receiving.meter = flow.Meter()
             self._link.listen(message.digest)
         elif not message.broadcast:
             self._separate(download)
@@ -437,17 +472,21 @@ class Downloads:
             self._report(download)
         return False
 
-    def objection(self, refs: Sequence[wire.BlobRef], left_s: float) -> str:
-        """Why these blobs cannot all be here within ``left_s`` seconds; empty where they can, or that is unknown.
+    def objection(self, refs: Sequence[fields.BlobRef], left_s: float) -> str:
+        """Return why these blobs cannot all be here within ``left_s`` seconds.
+
+        It is empty where they can, or that is unknown.
 
         The rate of a broadcast is that of its slowest listener: where it is too low, the blob is requested for this
         agent alone, which shows the rate of its own link.
         """
-        size, now = 0, self.clock()
+        size = 0
+        now = self.clock()
         for download in self._under_way.values():
             if download.ref not in refs:
                 continue
-            rate, missing = download.receiving.meter.rate, download.receiving.missing_bytes
+            rate = download.receiving.meter.rate
+            missing = download.receiving.missing_bytes
             if download.is_direct:
                 size += missing
                 self._budget.note(rate, now)
@@ -465,17 +504,17 @@ class Downloads:
                 self._report(download)
 
     def due_in(self) -> float:
-        """Seconds until `tick` may have something to do."""
+        """Return seconds until `tick` may have something to do."""
         now = self.clock()
         return min((d.receiving.due_in(now) for d in self._under_way.values()), default=flow.IDLE_S)
 
     def pause(self) -> None:
-        """The agent stops: what has arrived stays on disk."""
+        """Close all downloads, because the agent stops: what has arrived stays on disk."""
         for download in self._under_way.values():
             download.receiving.incoming.close()
         self._under_way.clear()
 
-    def _begin(self, ref: wire.BlobRef, *, is_direct: bool) -> _Download:
+    def _begin(self, ref: fields.BlobRef, *, is_direct: bool) -> _Download:
         receiving = flow.Receiving(self.cache.receive(ref), self.clock(), flow.DOWNLOAD_REPORT_BYTES, self._answer_s)
         download = self._under_way[chunks.transfer_id(ref.digest)] = _Download(ref, receiving, is_direct)
         return download
@@ -489,7 +528,8 @@ class Downloads:
     def _separate(self, download: _Download) -> None:
         """Request a blob for this agent alone."""
         self._leave(download)
-        download.is_direct, download.receiving.meter = True, flow.Meter()
+        download.is_direct = True
+        download.receiving.meter = flow.Meter()
         self._ask(download)
 
     def _leave(self, download: _Download) -> None:
@@ -498,8 +538,9 @@ class Downloads:
             download.is_listening = False
 
     def _report(self, download: _Download) -> None:
-        digest, receiving = download.ref.digest, download.receiving
-        self._link.send(wire.Progress(digest=digest, missing=receiving.missing))
+        digest = download.ref.digest
+        receiving = download.receiving
+        self._link.send(up.Progress(digest=digest, missing=receiving.missing))
 
     def _ask(self, download: _Download) -> None:
         if download.receiving.incoming.chunks.complete:  # everything was on disk from before a restart
@@ -509,21 +550,27 @@ class Downloads:
                 log.warning("chunk_refused reason=%s", error)
             return
         download.receiving.restart(self.clock())
-        digest, missing = download.ref.digest, download.receiving.missing
-        self._link.send(wire.Want(digest=digest, ranges=missing, direct=download.is_direct))
+        digest = download.ref.digest
+        missing = download.receiving.missing
+        self._link.send(up.Want(digest=digest, ranges=missing, direct=download.is_direct))
 
     def _finish(self, download: _Download) -> None:
+        """Put a blob that is complete into the cache and tell the coordinator.
+
+        Raises:
+            ChunkError: the blob has the wrong hash; it is requested again.
+        """
         ref = download.ref
         del self._under_way[chunks.transfer_id(ref.digest)]
         try:
             self.cache.finish(download.receiving.incoming)
         except ChunkError:
-            again = self._begin(ref, is_direct=download.is_direct)
-            again.is_listening = download.is_listening
-            self._ask(again)
+            restarted = self._begin(ref, is_direct=download.is_direct)
+            restarted.is_listening = download.is_listening
+            self._ask(restarted)
             raise
         if download.is_direct:
             self._budget.note(download.receiving.meter.rate, self.clock())
         self._answer_s = download.receiving.answer_s
         self._leave(download)
-        self._link.send(wire.Have(digest=ref.digest))
+        self._link.send(up.Have(digest=ref.digest))

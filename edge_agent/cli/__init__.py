@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
-from ..errors import HeadwaterError, UsageError, cause, nearest, remedy, without_home
-from ..limits import limit_threads
-from ..logs import TEXT
+from ..core.errors import HeadwaterError, UsageError, cause, nearest, remedy, without_home
+from ..core.limits import limit_threads
+from ..core.logs import TEXT
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("agent", "run", "run the agent: join a federation until stopped"),
@@ -43,7 +43,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of one command: 0 done, else that of the error (see `edge_agent.errors`), 130 after Ctrl-C."""
+    """Exit code of one command: 0 done, else that of the error (see `edge_agent.core.errors`), 130 after Ctrl-C."""
     given = list(sys.argv[1:] if argv is None else argv)
     arguments = _parse(given)
     logging.basicConfig(
@@ -124,7 +124,8 @@ def _parser(given: Sequence[str]) -> _Parser:
             module = importlib.import_module(f"{__name__}.{module_name}")
             run = getattr(module, function)
             about, _, example = inspect.cleandoc(run.__doc__ or "").partition("\nExample:\n")
-            command.description, command.epilog = about.strip(), f"example:\n{example}"
+            command.description = about.strip()
+            command.epilog = f"example:\n{example}"
             getattr(module, f"add_{name}_arguments")(command)
             command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
             command.add_argument("-v", "--verbose", action="store_true", help="verbose logging on stderr")

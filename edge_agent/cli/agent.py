@@ -12,14 +12,15 @@ from typing import Any, get_args
 
 from .. import __version__
 from ..agent.health import look_at_disk, problem_of
-from ..config import AgentConfig, check_tls, load, read_file
-from ..errors import BrokerAway, ConfigError, HeadwaterError, StateError
-from ..limits import limit_threads
-from ..logs import LogFormat, log_json
-from ..moments import shown
-from ..storage import folder_lock, read_json
-from ..trust import TrustStore
-from ..wire.authentic import key_file
+from ..bundle.trust import TrustStore
+from ..core.config import AgentConfig, check_tls, load, read_file
+from ..core.errors import BrokerAway, ConfigError, HeadwaterError, StateError
+from ..core.limits import limit_threads
+from ..core.locks import folder_lock
+from ..core.logs import LogFormat, log_json
+from ..core.storage import read_json
+from ..core.time_and_text import show_time
+from ..wire.seal import key_file
 from . import output
 from .where import add_agent, check_exists, config_of_folder
 
@@ -168,7 +169,7 @@ def status(arguments: argparse.Namespace) -> int:
         result.update(condition="fault", fault=problem_of("data", error).as_json())
     if config.state.is_dir():
         from ..agent.local_state import disk_usage
-        from ..agent.privacy import spent
+        from ..privacy.policy import spent
 
         result["disk"] = disk_usage(config) if arguments.state is None else None
         result["privacy"] = spent(config)
@@ -206,7 +207,8 @@ def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[
     if not (state / "bundles").is_dir():
         return {"head": head.get("head"), "metrics": head.get("metrics")}
     from ..agent.release_record import ReleaseRecord
-    from ..bundle import current_manifest, current_origin, variant_figures
+    from ..bundle.installed import current_manifest, current_origin
+    from ..bundle.manifest import variant_figures
 
     record = ReleaseRecord(state)
     pin = record.pinned()
@@ -216,11 +218,13 @@ def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[
     }
     manifest = current_manifest(state / "bundles")
     if manifest is not None:
-        result["bundle_id"], result["release"] = manifest.bundle_id, record.release_of(manifest.bundle_id)
+        result["bundle_id"] = manifest.bundle_id
+        result["release"] = record.release_of(manifest.bundle_id)
         if (reported.get("candidate") or {}).get("bundle_id") == manifest.bundle_id:
             result["candidate"] = None  # the agent uses it by now, and has yet to say so
         result["encoder"] = {"name": manifest.task.encoder, "features": manifest.feature_dim, "method": manifest.method}
-        result["figures"], result["lineage"] = variant_figures(manifest), current_origin(state / "bundles")
+        result["figures"] = variant_figures(manifest)
+        result["lineage"] = current_origin(state / "bundles")
         fingerprints = {variant.fingerprint for variant in manifest.variants.values()}
         if (head.get("variant") or head.get("fingerprint")) not in fingerprints:  # it was fitted for another bundle
             head = {}
@@ -273,7 +277,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     ),
     "candidate": lambda it: f"bundle {it['bundle_id'][:12]} (release {it['release']}) {it['state']}",
     "pinned": lambda it: (
-        f"bundle {it['bundle_id'][:12]}, {'until ' + shown(it['until']) if it['until'] else 'without end'}"
+        f"bundle {it['bundle_id'][:12]}, {'until ' + show_time(it['until']) if it['until'] else 'without end'}"
         f"{'' if it['holds'] else ', which is over'}: {it['reason']}"
     ),
     "operator_pin": lambda it: (
@@ -328,10 +332,11 @@ def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
     for name, value in known.items():
         if name == "fault" and isinstance(value, dict):
             yield name, f"{value.get('error')}: {value.get('message')}"
-            yield "remedy", f"{value.get('remedy')} (fault of {shown(value.get('at'))})"
+            yield "remedy", f"{value.get('remedy')} (fault of {show_time(value.get('at'))})"
         elif name == "refused":
             yield from (
-                ("refused", f"bundle {one['bundle_id'][:12]} at {shown(one['at'])}: {one['reason']}") for one in value
+                ("refused", f"bundle {one['bundle_id'][:12]} at {show_time(one['at'])}: {one['reason']}")
+                for one in value
             )
         elif name in _TEXTS:
             yield name, _TEXTS[name](value)

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
+from ..core.errors import UsageError
 from . import output
 from .where import check_exists
 
 if TYPE_CHECKING:
-    from ..bundle import Bundle
-    from ..config import DataConfig
+    from ..bundle.unpacked import Bundle
+    from ..core.config import DataConfig
     from ..data import Samples
-    from ..encoder import Encoder
     from ..heads.saved import SavedHead, SavedNumeric
-    from ..personalize import FitOptions
+    from ..personal.encoder import Encoder
+    from ..personal.personalize import FitOptions
 
 _SOURCES = """data sources (kind:where?option=value&option=value):
   images:DIR                     one sub-folder of image files for each class; without any for 'predict'
@@ -104,7 +104,7 @@ def add_no_local(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
 
 def cache_of(arguments: argparse.Namespace) -> Path:
     """The folder of unpacked bundles and of features."""
-    from ..personalizer import default_cache
+    from ..personal.personalizer import default_cache
 
     return default_cache() if arguments.cache is None else Path(arguments.cache)
 
@@ -116,7 +116,7 @@ def bundle_of(arguments: argparse.Namespace) -> Bundle:
         BundleDamaged: what is at that path cannot be used.
         UsageError: nothing is at that path, or impossible numbers among the arguments; all of them are listed.
     """
-    from ..personalizer import load_bundle
+    from ..personal.personalizer import load_bundle
 
     rules: list[tuple[str, Callable[[float], bool], str]] = [
         ("threads", lambda value: 0 <= value <= 1024, "0..1024"),
@@ -166,7 +166,7 @@ def samples_of(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, 
 
 def data_config(arguments: argparse.Namespace) -> DataConfig:
     """The arguments of `add_data` as ``[data]`` of an agent's configuration."""
-    from ..personalizer import local_data
+    from ..personal.personalizer import local_data
 
     names = ("test", "test_fraction", "partition", "client", "strict")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
@@ -188,8 +188,8 @@ def encoder_of(
 
     Where these are ``auto``, the samples ``train`` decide; without samples it is fp32 with the bundle's batch norm.
     """
-    from ..encoder import Encoder
-    from ..precision import Refit, open_encoder
+    from ..personal.encoder import Encoder
+    from ..personal.precision import Refit, open_encoder
 
     threads = 1 if arguments.threads is None else arguments.threads
     if head is not None:
@@ -206,9 +206,10 @@ def encoder_of(
 
 def fit_options(arguments: argparse.Namespace, **more: Any) -> FitOptions:
     """Seed, cache and progress of a fit by these arguments; ``more`` are fields of `FitOptions`."""
-    from ..personalize import FitOptions
+    from ..personal.personalize import FitOptions
 
-    cache, allow_local = cache_of(arguments) / "features", getattr(arguments, "allow_local", False)
+    cache = cache_of(arguments) / "features"
+    allow_local = getattr(arguments, "allow_local", False)
     return FitOptions(
         seed=arguments.seed,
         cache=cache,

@@ -7,15 +7,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BundleDamaged, BundleUntrusted, UsageError, cause
-from ..storage import check_own_folder, check_writable, folder_lock
+from ..core.errors import BundleDamaged, BundleUntrusted, UsageError, cause
+from ..core.locks import folder_lock
+from ..core.own_folders import check_own_folder
+from ..core.storage import check_writable
 from . import output
 from .where import add_agent, check_exists, state_of
 
 if TYPE_CHECKING:
     from ..agent.release_record import ReleaseRecord, RolledBack
-    from ..bundle import Bundle
-    from ..trust import Envelope
+    from ..bundle.trust import Envelope
+    from ..bundle.unpacked import Bundle
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,8 +47,10 @@ def import_bundle(arguments: argparse.Namespace) -> int:
       edge-agent import b.hwb --state /var/lib/headwater
     """
     from ..agent.release_record import ReleaseRecord
-    from ..bundle import current_id, install, open_bundle, variant_figures
-    from ..trust import Member, TrustStore, parse
+    from ..bundle.archive import open_bundle
+    from ..bundle.installed import current_id, install
+    from ..bundle.manifest import variant_figures
+    from ..bundle.trust import Member, TrustStore, parse
 
     check_exists(arguments.bundle, "a bundle file (*.hwb)")
     state = state_of(arguments)
@@ -55,12 +59,15 @@ def import_bundle(arguments: argparse.Namespace) -> int:
     with folder_lock(state, "edge-agent import"):
         notes: dict[str, str] = {}
         check = None if arguments.no_self_test else lambda unpacked: notes.update(_self_test(unpacked))
-        record, root = ReleaseRecord(state), state / "bundles"
+        record = ReleaseRecord(state)
+        root = state / "bundles"
         record.check()
         _check_unpinned(record)
-        before, trust = current_id(root), TrustStore(root)
+        before = current_id(root)
+        trust = TrustStore(root)
         if arguments.root is not None:
-            (*others, newest), raw = _roots(arguments.root), open_bundle(arguments.bundle).release
+            (*others, newest) = _roots(arguments.root)
+            raw = open_bundle(arguments.bundle).release
             carried = () if raw is None else parse(Member, raw, str(arguments.bundle)).roots
             trust.anchor(newest, (*carried, *others))
         try:
@@ -88,7 +95,7 @@ def import_bundle(arguments: argparse.Namespace) -> int:
 
 
 def _roots(path: Path) -> tuple[Envelope, ...]:
-    from ..trust import roots_in
+    from ..bundle.trust import roots_in
 
     try:
         return roots_in(path)
@@ -113,9 +120,10 @@ def verify(arguments: argparse.Namespace) -> int:
     Example:
       edge-agent verify b.hwb --root root.json
     """
-    from ..bundle import open_bundle, origin
-    from ..bundle import verify as verified
-    from ..trust import Member, parse, seconds
+    from ..bundle.archive import open_bundle
+    from ..bundle.archive import verify as verified
+    from ..bundle.manifest import origin
+    from ..bundle.trust import Member, parse, seconds
 
     check_exists(arguments.bundle, "a bundle file (*.hwb)")
     release, root = verified(arguments.bundle, _roots(arguments.root)[-1])
@@ -157,19 +165,20 @@ def rollback(arguments: argparse.Namespace) -> int:
     Example:
       edge-agent rollback --state /var/lib/headwater-agent
     """
-    from .. import bundle as bundles
     from ..agent.release_record import ReleaseRecord
+    from ..bundle import installed
 
     state = state_of(arguments)
     check_exists(state, "an agent's state folder")
     if arguments.head:
         return _restore_head(arguments, state)
     with folder_lock(state, "edge-agent rollback"):
-        record, root = ReleaseRecord(state), state / "bundles"
+        record = ReleaseRecord(state)
+        root = state / "bundles"
         record.check()
         _check_unpinned(record)
-        before = bundles.current(root)
-        bundle = bundles.rollback(root, _self_test)
+        before = installed.current(root)
+        bundle = installed.rollback(root, _self_test)
         declined = record.put_by_hand(bundle.id, "" if before is None else before.id)
     content = {
         "name": bundle.manifest.name,
@@ -197,11 +206,11 @@ def _check_unpinned(record: ReleaseRecord) -> None:
 
 
 def _restore_head(arguments: argparse.Namespace, state: Path) -> int:
-    from .. import bundle as bundles
+    from ..bundle import installed
     from ..heads import saved
 
     with folder_lock(state, "edge-agent rollback"):
-        bundle = bundles.current(state / "bundles")
+        bundle = installed.current(state / "bundles")
         if bundle is None:
             raise UsageError(f"{state}: no bundle is in use, so there is no head; expected an agent's folder")
         head = saved.restore(state / "head", bundle.fingerprints)
@@ -217,7 +226,7 @@ def _self_test(bundle: Bundle) -> dict[str, str]:
         BundleDamaged: fp32 computes something else than the exporter did.
         MissingCapability: onnxruntime is not installed.
     """
-    from ..encoder import Encoder
+    from ..personal.encoder import Encoder
 
     Encoder.open(bundle, "fp32")
     if "int8" in bundle.manifest.variants:

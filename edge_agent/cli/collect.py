@@ -10,15 +10,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import AgentConfig, load
-from ..errors import HeadwaterError, StateError, UsageError
-from ..storage import check_writable, folder_lock, read_json
+from ..core.config import AgentConfig, load
+from ..core.errors import HeadwaterError, StateError, UsageError
+from ..core.locks import folder_lock
+from ..core.storage import check_writable, read_json
 from . import output
 from .where import config_of_folder, named
 
 if TYPE_CHECKING:
     from ..agent.head_tier import Refitted
-    from ..bundle import Manifest
+    from ..bundle.manifest import Manifest
     from ..data.collected import Collection
 
 
@@ -65,7 +66,8 @@ def add(arguments: argparse.Namespace) -> int:
     if arguments.data is None:
         samples = from_files(arguments.files, task.input, strict=arguments.strict, compact=True)
     else:
-        own, names = arguments.label is None, task.class_names
+        own = arguments.label is None
+        names = task.class_names
         samples = load_data(
             arguments.data, task.input, names, strict=arguments.strict, compact=True, labelled=own, own_classes=own
         )
@@ -107,7 +109,8 @@ def classes(arguments: argparse.Namespace) -> int:
     from ..data.partition import is_collected
     from ..heads.saved import class_names
 
-    names, action = arguments.names, arguments.action
+    names = arguments.names
+    action = arguments.action
     if not {"list": len(names) == 0, "rename": len(names) == 2, "merge": len(names) > 2, "remove": len(names) > 0}[
         action
     ]:
@@ -125,10 +128,12 @@ def classes(arguments: argparse.Namespace) -> int:
     content: dict[str, Any]
     if action == "rename":
         collection.rename(names[0], names[1], known)
-        content, rows = {"renamed": names}, [("renamed", f"{names[0]} → {names[1]}")]
+        content = {"renamed": names}
+        rows = [("renamed", f"{names[0]} → {names[1]}")]
     elif action == "merge":
         collection.merge(names[:-1], names[-1], known)
-        content, rows = {"merged": names}, [("merged", f"{', '.join(names[:-1])} → {names[-1]}")]
+        content = {"merged": names}
+        rows = [("merged", f"{', '.join(names[:-1])} → {names[-1]}")]
     else:
         held = {entry.label for entry in collection.index().samples}
         if is_collected(config.data) and held and held <= {*names}:
@@ -137,7 +142,8 @@ def classes(arguments: argparse.Namespace) -> int:
                 "samples of another class first"
             )
         gone = collection.remove(names, known)
-        content, rows = {"removed": names, "samples_removed": gone}, [("removed", ", ".join(names))]
+        content = {"removed": names, "samples_removed": gone}
+        rows = [("removed", ", ".join(names))]
         hint = "'edge-agent rollback --head' brings back the head alone"
         rows += [("samples", f"{gone} removed for good; {hint}")] if gone else []
     return _refitted(arguments, config, content, rows)
@@ -160,7 +166,7 @@ def _opened(arguments: argparse.Namespace) -> tuple[AgentConfig, Manifest, Colle
         StateError: no bundle is in use.
     """
     from ..agent.head_tier import collection_of
-    from ..bundle import current_manifest
+    from ..bundle.installed import current_manifest
 
     if arguments.state is None and not arguments.config.exists():
         raise UsageError(
@@ -180,7 +186,7 @@ def _refitted(
 ) -> int:
     """Fit the head again where no agent does, and print what was done."""
     from ..agent.head_tier import refit
-    from ..local.validation import interval
+    from ..personal.local.validation import interval
 
     before = _metrics_of(config)
     why = _why_not_here(arguments, config)
@@ -190,7 +196,7 @@ def _refitted(
             with folder_lock(config.state, "edge-agent add"):
                 refitted = refit(config, compare=True)
         except StateError as error:
-            if "is in use by" not in str(error):
+            if not error.holder:
                 raise
             why = "the agent of this device is running and fits it"
             why += "; the head before answers until then" if before else ""
@@ -199,7 +205,8 @@ def _refitted(
     content["acc.personal_before"] = before.get("acc.personal")
     if why:
         return output.result(arguments, content, lambda: output.pairs([*rows, ("head", f"not fitted here: {why}")]))
-    count, share = int(metrics.get("n_test") or 0), metrics.get("acc.personal")
+    count = int(metrics.get("n_test") or 0)
+    share = metrics.get("acc.personal")
     text = output.percent(share)
     if share is not None:
         low, high = interval(round(share * count), count)
@@ -262,7 +269,7 @@ def warnings_about(refitted: Refitted, agent: str) -> Iterator[str]:
         refitted: The head, and the one before.
         agent: The option by which the next command names the same device, such as " --state dev"; empty: none.
     """
-    from ..local.validation import is_better
+    from ..personal.local.validation import is_better
 
     before = int(refitted.right_before.sum())
     now = int(refitted.right_now.sum())
@@ -312,7 +319,9 @@ def _states(config: AgentConfig, collection: Collection, manifest: Manifest) -> 
     """The classes with their numbers of added samples and their states, in the order of the head."""
     from ..heads import saved
 
-    index, trained, names = collection.index(), set[str](), list[str]()
+    index = collection.index()
+    trained = set[str]()
+    names = list[str]()
     try:
         head = saved.load(config.state / "head", {k: v.fingerprint for k, v in manifest.variants.items()})
         names = list(head.class_names)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import BrokerAway, HeadwaterError, MissingCapability, UsageError, cause
+from ..core.errors import BrokerAway, HeadwaterError, MissingCapability, UsageError, cause
 from . import output
 
 if TYPE_CHECKING:
-    from ..capabilities import Capabilities
-    from ..config import AgentConfig, BrokerConfig
+    from ..core.capabilities import Capabilities
+    from ..core.config import AgentConfig, BrokerConfig
     from ..wire.mqtt import MqttTransport
 
 
@@ -59,10 +59,12 @@ def doctor(arguments: argparse.Namespace) -> int:
     Example:
       edge-agent doctor --config agent.toml
     """
-    from ..capabilities import find
-    from ..config import AgentConfig, BrokerConfig, load, parse
+    from ..core.capabilities import find
+    from ..core.config import AgentConfig, BrokerConfig, load, parse
 
-    device, config, ca = find(), None, arguments.ca
+    device = find()
+    config = None
+    ca = arguments.ca
     steps: list[Step] = []
     if arguments.config is not None:
         config = load(AgentConfig, arguments.config)
@@ -93,8 +95,9 @@ def _way(config: AgentConfig, ca: Path | None, timeout_s: float) -> Iterator[Ste
     A broker that takes the client's id from its certificate would end the session of an agent that runs. Then what that
     agent reports is shown instead.
     """
-    from ..identity import IdentityFolder
-    from ..storage import lock_holder, read_json
+    from ..core.locks import lock_holder
+    from ..core.storage import read_json
+    from ..identity.certificates import IdentityFolder
 
     holder = lock_holder(config.state) if IdentityFolder(config.state).file.exists() else None
     yield from walk(config.broker, ca, timeout_s, None if holder is not None else config)
@@ -114,11 +117,11 @@ def look(config: AgentConfig) -> Iterator[Step]:
     """What an agent with this configuration finds on its own device: tier, state, data, key of commands, head."""
     from .. import heads
     from ..agent.app import choose_tier
-    from ..agent.privacy import check_policy
-    from ..capabilities import find
-    from ..config import check_tls, is_loopback, own_methods
-    from ..identity import IdentityFolder, check_identity
-    from ..storage import check_writable
+    from ..core.capabilities import find
+    from ..core.config import check_tls, is_loopback, own_methods
+    from ..core.storage import check_writable
+    from ..identity.certificates import IdentityFolder, check_identity
+    from ..privacy.policy import check_policy
 
     head = config.head
     yield attempted("tier", lambda: _check_tier(find(), choose_tier(config)))
@@ -163,8 +166,10 @@ def _look_at_running_agent(config: AgentConfig) -> Iterator[Step]:
 
     Its status file is renewed every few seconds, so what it says of a running agent is true now.
     """
-    from .. import __version__, errors
-    from ..storage import lock_holder, read_json
+    from .. import __version__
+    from ..core import errors
+    from ..core.locks import lock_holder
+    from ..core.storage import read_json
 
     try:
         holder = lock_holder(config.state)
@@ -190,7 +195,7 @@ def _look_at_running_agent(config: AgentConfig) -> Iterator[Step]:
 
 
 def _ask_standing(config: AgentConfig) -> str:
-    from ..identity import Renewal
+    from ..identity.renewal import Renewal
 
     try:
         return f"the coordinator says that the certificate counts until {Renewal(config.state).standing()}"
@@ -199,7 +204,8 @@ def _ask_standing(config: AgentConfig) -> str:
 
 
 def _compare_clocks(config: AgentConfig) -> str:
-    from ..identity import IdentityFolder, ask, check_clock
+    from ..identity.certificates import IdentityFolder, check_clock
+    from ..identity.signed_request import ask
 
     folder = IdentityFolder(config.state)
     identity = folder.read()
@@ -213,7 +219,7 @@ def _compare_clocks(config: AgentConfig) -> str:
 
 
 def _check_key(config: AgentConfig) -> str:
-    from ..wire.authentic import read_key
+    from ..wire.seal import read_key
 
     if read_key(config) is None:
         return "not authenticated: anyone who may publish on its topics commands it; set broker.command_key_file"
@@ -241,7 +247,7 @@ def walk(broker: BrokerConfig, ca: Path | None, timeout_s: float, config: AgentC
     def tls() -> str:
         import ssl
 
-        from ..config import credential
+        from ..core.config import credential
 
         context = ssl.create_default_context(cafile=str(ca) if ca is not None else None)
         if broker.tls is not None and broker.tls.cert is not None:  # else the broker reports a refused device
@@ -286,10 +292,11 @@ class _Visit:
     """A short connection with an agent's user and password, beside that of the agent."""
 
     def __init__(self, config: AgentConfig, timeout_s: float) -> None:
-        from ..wire.messages import Topics
         from ..wire.mqtt import user_of
+        from ..wire.topics import Topics
 
-        self._config, self._timeout_s = config, timeout_s
+        self._config = config
+        self._timeout_s = timeout_s
         self._user = user_of(config.broker, config.id)
         self._topics = Topics(config.federation)
         self._broker = config.broker.model_copy(update={"user": self._user, "wait": False})
@@ -323,7 +330,7 @@ class _Visit:
         Raises:
             UsageError: the broker's rules do not let this user.
         """
-        from ..wire import messages as wire
+        from ..wire.messages import codec, up
         from ..wire.mqtt import refused_topics
         from ..wire.transport import Subscribed
 
@@ -337,7 +344,7 @@ class _Visit:
         if wanted:
             raise self._forbidden(f"listen on {', '.join(sorted(wanted))}")
         self.leave()  # with a certificate all connections have one id, and the second one ends the first
-        beat = wire.encode(wire.Heartbeat(boot=self._boot))  # of a start that has said no hello: it changes nothing
+        beat = codec.encode(up.Heartbeat(boot=self._boot))  # of a start that has said no hello: it changes nothing
         spoken = {topic(agent): beat for topic in (self._topics.up, self._topics.heartbeat)}
         rejected = refused_topics(self._broker, agent, spoken, self._timeout_s)
         if rejected:
@@ -353,11 +360,12 @@ class _Visit:
         Raises:
             BrokerAway: none does.
         """
-        from ..wire import messages as wire
+        from ..wire.messages import codec, up
         from ..wire.transport import Message
 
         until = time.monotonic() + self._timeout_s
-        beat, beat_at = wire.encode(wire.Heartbeat(boot=self._boot)), float("-inf")
+        beat = codec.encode(up.Heartbeat(boot=self._boot))
+        beat_at = float("-inf")
         while time.monotonic() < until:
             if time.monotonic() - beat_at >= 0.5:  # a connection that has just begun does not hear the first answers
                 beat_at = time.monotonic()
@@ -377,7 +385,8 @@ class _Visit:
         self._transport = None
 
     def _forbidden(self, what: str) -> UsageError:
-        agent, federation = self._config.id, self._config.federation
+        agent = self._config.id
+        federation = self._config.federation
         if self._user not in {None, agent}:
             remedy = f"an agent logs in with its id, and this one's is '{agent}': change id or broker.user"
         else:

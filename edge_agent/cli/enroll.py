@@ -12,18 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..config import AgentConfig, DataConfig, load
-from ..errors import BrokerAway, StateError, UsageError
-from ..identity import Identity, IdentityFolder, Token, answered, requested, shown
-from ..identity import enroll as ask_for_certificate
-from ..storage import lock_holder, read_json, read_regular_text, read_toml, write_atomic
+from ..core.config import AgentConfig, DataConfig, load
+from ..core.errors import BrokerAway, StateError, UsageError
+from ..core.locks import lock_holder
+from ..core.storage import read_json, read_regular_text, read_toml, write_atomic
+from ..identity.certificates import Identity, IdentityFolder, answered, requested, show_utc
+from ..identity.certificates import enroll as ask_for_certificate
+from ..identity.tokens import Token
 from . import output
 
 NO_SOURCE = '# source = "images:/srv/photos"'
 """In a configuration that was written without data."""
 
-START_S, AGAIN_S = 20.0, 2.0
-"""How long a coordinator may take to start, and the pause between two tries."""
+START_S = 20.0
+"""How many seconds a coordinator may take to start."""
+
+AGAIN_S = 2.0
+"""The pause between two tries, in seconds."""
 
 
 def add_enroll_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +71,7 @@ def enroll(arguments: argparse.Namespace) -> int:
     token = Token.parse(_token_text(arguments))
     state = _state(arguments, token)
     if (holder := lock_holder(state)) is not None:
-        raise StateError(f"state: {state} is in use by {holder}; stop that agent, then enroll")
+        raise StateError(f"state: {state} is in use by {holder}; stop that agent, then enroll", holder=str(holder))
     folder = IdentityFolder(state)
     before = folder.read()
     if before is not None and before.name not in {token.name, token.replaces} and not arguments.rename:
@@ -98,7 +103,7 @@ def enroll(arguments: argparse.Namespace) -> int:
         "federation": identity.federation,
         "authority": identity.authority,
         "key": folder.key_fingerprint(),
-        "until": shown(identity.not_after),
+        "until": show_utc(identity.not_after),
         "state": str(state),
         "config": str(arguments.config),
     }
@@ -129,7 +134,8 @@ def _patiently(ask: Callable[[], Identity], pause: Callable[[float], None] = tim
     Raises:
         BrokerAway: none has answered.
     """
-    until, said = time.monotonic() + START_S, ""
+    until = time.monotonic() + START_S
+    said = ""
     while True:
         try:
             return ask()

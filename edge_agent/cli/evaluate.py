@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DataError
+from ..core.errors import DataError
 from . import output
 from .arguments import (
     add_bundle,
@@ -35,12 +35,15 @@ from .scores import (
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..bundle import Bundle
+    from ..bundle.unpacked import Bundle
     from ..data import Samples
-    from ..personalize import Result
+    from ..personal.personalize import Result
 
-_CURVE_FITS, _CURVE_BUDGET_S = 8, 20
-"""Fits of all samples that a learning curve costs, and the seconds that it may take."""
+_CURVE_FITS = 8
+"""How many fits of all samples a learning curve costs."""
+
+_CURVE_BUDGET_S = 20
+"""How many seconds a learning curve may take."""
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,9 +81,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
     from ..data.base import same_sitting
-    from ..local.confidence import LEAST_FOR_CALIBRATION, calibration_error
-    from ..local.details import not_held_out
-    from ..personalize import load_head, of_one_class, score_saved, why_no_global
+    from ..personal.confidence import LEAST_FOR_CALIBRATION, calibration_error
+    from ..personal.local.details import not_held_out
+    from ..personal.personalize import load_head, of_one_class, score_saved, why_no_global
 
     saved = load_head(arguments.head, bundle, arguments.precision)
     fitted_on, test, known = _to_score(arguments, bundle, saved.learned, saved.class_names)
@@ -96,7 +99,9 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
         bundle, saved, encoder_of(arguments, bundle, saved), test, fit_options(arguments), train
     )
     parts = (test if train is None else train, test)
-    count, one_class, no_global = len(test), of_one_class(*parts), why_no_global(bundle, saved.class_names)
+    count = len(test)
+    one_class = of_one_class(*parts)
+    no_global = why_no_global(bundle, saved.class_names)
     content: dict[str, Any] = {
         **scores.metrics(),
         "head": saved.title,
@@ -122,12 +127,15 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
             "--data, and those to score as --test"
         )
     notes += [f"note: no acc.global: {no_global}"] if no_global else []
-    error, alarms, drift = None, None, None
+    error = None
+    alarms = None
+    drift = None
     if count >= LEAST_FOR_CALIBRATION:
         error = calibration_error(saved.predict_proba(features), test.labels)
     if (rule := saved.confidence.unknown) is not None and count:
         unknown = int(rule.is_unknown(features).sum())
-        alarms, drift = unknown / count, rule.has_drifted(unknown, count)
+        alarms = unknown / count
+        drift = rule.has_drifted(unknown, count)
         notes += [output.drift(unknown, count, rule.rate)] if drift else []
     content |= {"ece": error, "false_alarms": alarms, "drift": drift}
     of = f"{saved.precision} features" if saved.local is None else "without the encoder"
@@ -145,9 +153,9 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
 def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
     from .. import heads
     from ..data.base import same_sitting
-    from ..local.choice import FOLDS
-    from ..local.details import not_held_out
-    from ..personalize import curve, evaluate_heads, extract, with_doubtful_labels
+    from ..personal.choice import FOLDS
+    from ..personal.local.details import not_held_out
+    from ..personal.personalize import curve, evaluate_heads, extract, with_doubtful_labels
 
     names = arguments.heads.split(",") if arguments.heads is not None else None
     for name in names or ():
@@ -189,15 +197,16 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
 
 
 def _evaluate_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:
-    from ..encoder import features_of
-    from ..numeric import score_numeric
-    from ..personalize import load_numeric_head
+    from ..personal.encoder import features_of
+    from ..personal.numeric import score_numeric
+    from ..personal.personalize import load_numeric_head
 
     saved = load_numeric_head(arguments.head, bundle, arguments.precision)
     labelled = False if saved.head.predicts_targets else None
     fitted_on, test, known = _to_score(arguments, bundle, saved.learned, None, labelled)
     train = fitted_on if _all_here(fitted_on, saved.learned) else None
-    encoder, options = encoder_of(arguments, bundle, saved), fit_options(arguments)
+    encoder = encoder_of(arguments, bundle, saved)
+    options = fit_options(arguments)
     features = features_of(test, encoder, options.cache, options.progress("features"))
     scores = score_numeric(saved.head, test, features, train)
     about = {"head": saved.head.name, "n_test": len(test), "n_fitted_on": known, "threshold": saved.head.threshold}
@@ -221,9 +230,11 @@ def _to_score(
 
     from ..data import load
     from ..data.partition import own_samples
-    from ..local.validation import new_rows
+    from ..personal.local.validation import new_rows
 
-    config, spec, own = data_config(arguments), bundle.manifest.task.input, class_names is not None
+    config = data_config(arguments)
+    spec = bundle.manifest.task.input
+    own = class_names is not None
     options: dict[str, Any] = {"own_classes": own, "labelled": labelled, "progress": output.progress("samples")}
     if config.partition is None and config.test is None:
         train = load(config.source, spec, class_names, folder=config.folder, strict=config.strict, **options)
@@ -263,7 +274,8 @@ def _of_known_classes(samples: Samples, class_names: tuple[str, ...], where: str
             f"{where}: has only classes {', '.join(samples.class_names[:10])}, the head knows "
             f"{', '.join(class_names[:10])}; give data of its classes, or fit another head"
         )
-    rows, names = np.flatnonzero(samples.labels < count), samples.class_names
+    rows = np.flatnonzero(samples.labels < count)
+    names = samples.class_names
     others = [names[label] for label in np.unique(samples.labels) if label >= count]
     return replace(samples.take(rows), class_names=class_names), others
 

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UnknownName, UsageError
-from ..storage import check_writable
+from ..core.errors import UnknownName, UsageError
+from ..core.storage import check_writable
 from . import output
 from .arguments import (
     add_bundle,
@@ -35,11 +35,11 @@ from .scores import (
 )
 
 if TYPE_CHECKING:
-    from ..bundle import Bundle
+    from ..bundle.unpacked import Bundle
     from ..data import Samples
     from ..heads.numeric import NumericHead
-    from ..local.choice import HeadChoice
-    from ..local.confidence import Confidence
+    from ..personal.choice import HeadChoice
+    from ..personal.confidence import Confidence
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,10 +85,10 @@ def fit(arguments: argparse.Namespace) -> int:
       edge-agent fit --bundle b.hwb --data images:photos --head svm --param c=0.5 --out head
     """
     from .. import heads
-    from ..bundle import variant_figures
+    from ..bundle.manifest import variant_figures
     from ..heads import numeric
-    from ..local.details import not_held_out
-    from ..personalize import personalize
+    from ..personal.local.details import not_held_out
+    from ..personal.personalize import personalize
 
     params = _parameters(arguments.param)
     if arguments.head in numeric.names():
@@ -111,7 +111,8 @@ def fit(arguments: argparse.Namespace) -> int:
         fit_options(arguments, head=arguments.head, params=params, unknown=arguments.unknown, doubtful_labels=True),
     ).with_reading(read_s)
     result.save(arguments.out)
-    skipped, figures = skipped_of(parts), variant_figures(bundle.manifest)
+    skipped = skipped_of(parts)
+    figures = variant_figures(bundle.manifest)
     made = {"fingerprint": result.fingerprint, "out": str(arguments.out), "skipped": len(skipped), "figures": figures}
     intervals = intervals_of(result.scores, result.n_test)
     content: dict[str, Any] = {**result.metrics(), **made, "intervals": intervals, **result.details()}
@@ -174,14 +175,16 @@ def _confidence_rows(
     confidence: Confidence, rate: float, samples: int, false_alarms: float | None
 ) -> list[tuple[str, str]]:
     """What is known of a head's reliability, or why it is not, for a table."""
-    from ..local.confidence import LEAST_FOR_CALIBRATION, least_for
+    from ..personal.confidence import LEAST_FOR_CALIBRATION, least_for
 
-    known, rule = confidence.calibration, confidence.unknown
+    known = confidence.calibration
+    rule = confidence.unknown
     calibration = f"not calibrated: {samples} samples, {LEAST_FOR_CALIBRATION} are needed"
     if samples >= LEAST_FOR_CALIBRATION:
         calibration = "not calibrated: no temperature lowers the error in cross-validation"
     if known is not None:
-        before, after = output.percent(known.error_before), output.percent(known.error_after)
+        before = output.percent(known.error_before)
+        after = output.percent(known.error_after)
         calibration = f"temperature {known.temperature:.2f}, expected calibration error {before} before, {after} after"
     unknown = "not asked for"
     if rule is not None:
@@ -209,10 +212,10 @@ def _parameters(given: list[str]) -> dict[str, Any]:
 
 def _fit_numeric(arguments: argparse.Namespace, params: dict[str, Any]) -> int:
     """``fit`` of a head that answers with numbers."""
-    from ..encoder import features_of
     from ..heads import numeric
     from ..heads.saved import SavedNumeric, save_numeric
-    from ..numeric import fit_numeric, is_normal, score_numeric
+    from ..personal.encoder import features_of
+    from ..personal.numeric import fit_numeric, is_normal, score_numeric
 
     begin = time.perf_counter()
     head = numeric.create(arguments.head, params)
@@ -220,7 +223,8 @@ def _fit_numeric(arguments: argparse.Namespace, params: dict[str, Any]) -> int:
     check_writable(cache_of(arguments))
     bundle = bundle_of(arguments)
     parts = _numeric_parts(arguments, bundle, head)
-    encoder, options = encoder_of(arguments, bundle), fit_options(arguments)
+    encoder = encoder_of(arguments, bundle)
+    options = fit_options(arguments)
     features, held_out = (features_of(part, encoder, options.cache, options.progress("features")) for part in parts)
     head = fit_numeric(arguments.head, params, parts[0], features, arguments.seed)
     scores = score_numeric(head, parts[1], held_out, parts[0])
@@ -238,7 +242,8 @@ def _fit_numeric(arguments: argparse.Namespace, params: dict[str, Any]) -> int:
     save_numeric(arguments.out, result)
     content = {"fingerprint": result.fingerprint, "out": str(arguments.out)}
     rows = [("time", f"{seconds:.2f} s"), ("saved in", str(arguments.out))]
-    samples, skipped = f"{learned} to fit, {len(parts[1])} held out", skipped_of(parts)
+    samples = f"{learned} to fit, {len(parts[1])} held out"
+    skipped = skipped_of(parts)
     return numeric_result(arguments, result, samples, skipped, scores, {**result.metrics, **content}, rows)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import time
 
-from ..errors import UsageError
-from ..moments import moment_of
-from ..wire.messages import printable
+from ..core.errors import UsageError
+from ..core.time_and_text import moment_of
+from ..wire.messages.fields import printable
 from . import output
 from .where import add_agent, named, state_of
 
@@ -31,9 +31,10 @@ def pin(arguments: argparse.Namespace) -> int:
       edge-agent pin --state /var/lib/headwater-agent --reason "exhibition" --until 2030-01-31
     """
     from ..agent.release_record import Pin, ReleaseRecord
-    from ..bundle import current_id
+    from ..bundle.installed import current_id
 
-    state, until = state_of(arguments), ""
+    state = state_of(arguments)
+    until = ""
     reason = "pinned on the device"
     if arguments.reason is not None:
         reason = printable(arguments.reason).strip()[:500]
@@ -46,7 +47,8 @@ def pin(arguments: argparse.Namespace) -> int:
     if not (running := current_id(state / "bundles")):
         raise UsageError(f"{state}: no bundle is in use; import one, or wait for a release")
     record = ReleaseRecord(state)
-    before, made = record.pinned(), Pin(bundle_id=running, reason=reason, until=until)
+    before = record.pinned()
+    made = Pin(bundle_id=running, reason=reason, until=until)
     record.pin(made)
     replaced = before if before is not None and before.holds(time.time()) else None
     content = {**made.model_dump(mode="json"), "replaces": None if replaced is None else replaced.model_dump()}

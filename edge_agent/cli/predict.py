@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
+from ..core.errors import UsageError
 from . import output
 from .arguments import add_bundle, add_strict, bundle_of, encoder_of, head_folder, own_head
 
 if TYPE_CHECKING:
-    from ..bundle import Bundle
+    from ..bundle.unpacked import Bundle
     from ..data import Samples
 
 
@@ -43,7 +43,7 @@ def predict(arguments: argparse.Namespace) -> int:
       edge-agent predict --bundle b.hwb --head head cat.png dog.png
     """
     from ..heads.saved import is_numeric
-    from ..personalize import load_head, probabilities, saved_features
+    from ..personal.personalize import load_head, probabilities, saved_features
 
     _check_inputs(arguments)
     arguments.head = head_folder(arguments.head) or own_head(arguments.bundle)
@@ -56,7 +56,8 @@ def predict(arguments: argparse.Namespace) -> int:
     samples, names = _inputs(arguments, bundle)
     encoder = encoder_of(arguments, bundle, head)
     features = saved_features(head, encoder, samples, progress=output.progress("features"))
-    shares, rule = probabilities(bundle, head, features), None if head is None else head.confidence.unknown
+    shares = probabilities(bundle, head, features)
+    rule = None if head is None else head.confidence.unknown
     strange = [None] * len(names) if rule is None else rule.is_unknown(features).tolist()
     rows = [
         {"input": name, "class": class_names[row.argmax()], "probability": round(float(row.max()), 6), "unknown": known}
@@ -88,13 +89,14 @@ def predict(arguments: argparse.Namespace) -> int:
 
 
 def _predict_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:
-    from ..personalize import load_numeric_head
+    from ..personal.personalize import load_numeric_head
 
     saved = load_numeric_head(arguments.head, bundle, arguments.precision)
     samples, names = _inputs(arguments, bundle)
     encoder = encoder_of(arguments, bundle, saved)
     answers = saved.head.predict(encoder.features(samples.inputs, output.progress("features"))).tolist()
-    threshold, key = saved.head.threshold, "value" if saved.head.predicts_targets else "score"
+    threshold = saved.head.threshold
+    key = "value" if saved.head.predicts_targets else "score"
     rows: list[dict[str, Any]] = [{"input": name, key: answer} for name, answer in zip(names, answers, strict=True)]
     if not saved.head.predicts_targets:
         for row in rows:
@@ -131,7 +133,8 @@ def _inputs(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, tup
     """What is to be predicted, without labels, and a name for each input."""
     from ..data import from_files, load
 
-    spec, files = bundle.manifest.task.input, _files(arguments)
+    spec = bundle.manifest.task.input
+    files = _files(arguments)
     if arguments.data is not None:
         progress = output.progress("samples")
         samples = load(arguments.data, spec, strict=arguments.strict, labelled=False, progress=progress)

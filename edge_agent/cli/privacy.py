@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import methods
-from ..agent.privacy import UpdateFacts, allows_metric, check_policy, check_update, objections, spent
-from ..config import AgentConfig, load, own_methods
-from ..disclosure import BESIDE, SECURE_SUM, Item, example, messages, tensors, travels
-from ..errors import PrivacyRefused, UnknownName
-from ..registry import PinnedFile, own_name
-from ..wire.messages import OUTSIDE_ROUNDS
+from ..core.config import AgentConfig, load, own_methods
+from ..core.errors import PrivacyRefused, UnknownName
+from ..core.registry import PinnedFile, own_name
+from ..privacy.disclosure import BESIDE, SECURE_SUM, Item, example, messages, tensors, travels
+from ..privacy.policy import UpdateFacts, allows_metric, check_policy, check_update, objections, spent
+from ..wire.messages.fields import OUTSIDE_ROUNDS
 from . import output
 
 if TYPE_CHECKING:
+    from ..core.task import Tensors
     from ..methods.base import Method
-    from ..task import Tensors
 
 
 def add_privacy_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +83,8 @@ def of_method(config: AgentConfig, name: str) -> dict[str, Any]:
         refused = refusal(config, method)
         listed = [{**asdict(item), "state": state(config, item)} for item in tensors(method)]
     except ModuleNotFoundError:
-        refused, listed = "; ".join(objections(config.privacy, name, None)), None
+        refused = "; ".join(objections(config.privacy, name, None))
+        listed = None
     content = {"name": name, "allowed": not refused, "refused": refused or None}
     return {**content, "travels": travels(name), "tensors": listed}
 
@@ -101,7 +102,7 @@ def refusal(config: AgentConfig, method: Method) -> str:
 
     A run may ask for more noise, and for clipping, which does not depend on its size.
     """
-    from ..agent.noise import objection
+    from ..privacy.noise import objection
 
     policy = config.privacy
     reasons = objections(policy, method.name, method.least_class_count)

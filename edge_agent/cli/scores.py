@@ -11,7 +11,7 @@ from . import output
 if TYPE_CHECKING:
     from ..data import Samples
     from ..heads.saved import SavedNumeric
-    from ..personalize import Result, Scores
+    from ..personal.personalize import Result, Scores
 
 _KINDS = {True: "the head", False: "cross-validation"}
 """What has answered a sample without having learned it, by whether the sample is held out."""
@@ -22,7 +22,7 @@ _MOST_CLASSES = 20
 
 def intervals_of(scores: Scores, count: int) -> dict[str, tuple[float, float] | None]:
     """95 % interval (Wilson) of each accuracy on ``count`` held-out samples."""
-    from ..local.validation import interval
+    from ..personal.local.validation import interval
 
     shares = scores.accuracies().items()
     return {name: None if share is None else interval(round(share * count), count) for name, share in shares}
@@ -63,8 +63,8 @@ def detail_tables(result: Result) -> list[str]:
 
 def notes_on(scores: Scores, parts: tuple[Samples, Samples]) -> list[str]:
     """What has to be known about the accuracies."""
-    from ..local.details import not_held_out
-    from ..personalize import of_one_class
+    from ..personal.local.details import not_held_out
+    from ..personal.personalize import of_one_class
 
     notes = [output.ONE_CLASS] * of_one_class(*parts) + [output.BETTER_ALONE] * scores.better_alone
     if not scores.better_alone and (scores.local or 0.0) > (scores.personal or 0.0):
@@ -113,7 +113,7 @@ def numeric_result(
     more: list[tuple[str, str]],
 ) -> int:
     """Print the scores of a numeric head, and what has to be known about them."""
-    from ..local.confidence import least_for
+    from ..personal.confidence import least_for
 
     head = saved.head
     rows = [("head", f"{head.name}, {saved.precision} features"), ("samples", samples)]
@@ -122,7 +122,8 @@ def numeric_result(
         (name, output.percent(score) if name in shares else output.number(score)) for name, score in scores.items()
     ]
     notes = output.skipped(skipped)
-    personal, mean = scores.get("rmse.personal"), scores.get("rmse.mean")
+    personal = scores.get("rmse.personal")
+    mean = scores.get("rmse.mean")
     if personal is not None and mean is not None and personal >= mean:
         notes.append("note: no better than always answering the mean of the training targets")
     if not head.predicts_targets and head.threshold is None:

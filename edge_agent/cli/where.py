@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError
-from ..storage import read_toml
+from ..core.errors import UsageError
+from ..core.storage import read_toml
 
 if TYPE_CHECKING:
-    from ..config import AgentConfig
+    from ..core.config import AgentConfig
 
 
 def add_agent(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def state_of(arguments: argparse.Namespace) -> Path:
         raise UsageError(
             f"{path}: it is not there; name the agent's file (--config FILE) or its state folder (--state DIR)"
         )
-    from ..config import AgentConfig, load  # brings pydantic, which '--help' does without
+    from ..core.config import AgentConfig, load  # brings pydantic, which '--help' does without
 
     data = read_toml(path).get("data", {})
     lacks_data = isinstance(data, dict) and "source" not in data  # as 'edge-agent enroll' leaves it without --data
@@ -49,7 +49,7 @@ def config_of_folder(state: Path) -> AgentConfig:
 
     Everything that only a configuration file says has its default there.
     """
-    from ..config import AgentConfig, DataConfig, HeadConfig
+    from ..core.config import AgentConfig, DataConfig, HeadConfig
 
     folder = (state / "samples").absolute()
     return AgentConfig(

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from ..config import Precision
-from ..errors import DataError
+from ..core.config import Precision
+from ..core.errors import DataError
+from ..core.storage import sha256_of
+from ..core.task import RUNNING_STATISTICS, Task, Tensors
 from ..methods.base import Method, require_arrays
 from ..methods.values import Client, TrainingControl
-from ..storage import sha256_of
-from ..task import RUNNING_STATISTICS, Task, Tensors
 from ..training.loops import accuracy
 from ..training.parts import (
     Parts,
@@ -42,13 +42,13 @@ class Arrays:
 
 @dataclass(frozen=True)
 class ClientState:
-    """What a client keeps after a round: its personal tensors and its named memory."""
+    """The state that a client keeps after a round: its personal tensors and its named memory."""
 
     personal: Tensors = field(default_factory=dict)
     memory: Tensors = field(default_factory=dict)
 
     def digest(self) -> str:
-        """SHA-256 (hex) of names and contents."""
+        """Return the SHA-256 (hex) of names and contents."""
         return sha256_of(*pieces(self.personal), *pieces(self.memory))
 
 
@@ -77,12 +77,12 @@ class Built:
     def of(
         cls, method: Method, task: Task, *, seed: int, device: str = "auto", weights: Tensors | None = None
     ) -> Built:
-        """The model that every client of a run with this seed starts from; ``weights``: what its encoder has.
+        """Return the model that every client of a run with this seed starts from; ``weights``: what its encoder has.
 
         Raises:
-            UnknownName: no such encoder.
-            ConfigError: the encoder does not fit the task.
-            DataError: no such device.
+            UnknownName: No encoder has this name.
+            ConfigError: The encoder does not fit the task.
+            DataError: The device does not exist.
         """
         torch.default_generator.manual_seed(seed)  # it is built on the CPU; `torch.manual_seed` takes 2 ms
         model = method.build(task)
@@ -116,15 +116,21 @@ class Session:
     ) -> None:
         if not len(train.labels):
             raise DataError(f"client '{client}' has no training samples; expected at least 1; check its data source")
-        self.method, self.task, self.client, self.seed = method, task, client, seed
-        self.device, self._evaluates_after = choose_device(device), evaluate_after or method.evaluate_after
+        self.method = method
+        self.task = task
+        self.client = client
+        self.seed = seed
+        self.device = choose_device(device)
+        self._evaluates_after = evaluate_after or method.evaluate_after
         self.precision = supported(precision, self.device)
         built = model or Built.of(method, task, seed=seed, device=device)
-        self._model, self._fresh = built.model, built.fresh
+        self._model = built.model
+        self._fresh = built.fresh
         self._shared = method.shared_names(self._model)
         self._personal = personal_names(self._model, self._shared)
         self._norms = own_layers(self._model, self._personal) if method.params.refresh_stats else []
-        self._train, self._test = self._on_device(train), self._on_device(test)
+        self._train = self._on_device(train)
+        self._test = self._on_device(test)
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -141,14 +147,14 @@ class Session:
         evaluate: bool,
         control: TrainingControl | None = None,
     ) -> Outcome:
-        """One round: evaluate what was received (where asked to), train, and say what travels and what stays.
+        """Run one round: evaluate the received model if requested, train, and return what travels and what stays.
 
         Methods that do not train in `one_pass` are not shortened; those whose passes are not `resumable` only stop.
 
         Raises:
-            TensorsError: what was received does not fit the model.
-            TrainingFailed: training stopped.
-            TrainingCancelled: ``control`` has stopped it.
+            TensorsError: The received tensors do not fit the model.
+            TrainingFailed: Local training failed.
+            TrainingCancelled: ``control`` has stopped the training.
         """
         client = self.before_round(received, kept, round_number=round_number, rounds=rounds)
         metrics = self.scores(client) if evaluate else {}
@@ -161,7 +167,7 @@ class Session:
         return self.after_round(client, update, metrics, evaluate=evaluate)
 
     def _within(self, control: TrainingControl) -> TrainingControl:
-        """What of it the method allows."""
+        """Return what of it the method allows."""
         if self.method.one_pass():
             return control
         if control.checkpoint is None or not self.method.resumable:
@@ -171,7 +177,7 @@ class Session:
         return TrainingControl(1.0, control.is_cancelled, Passes(control.checkpoint))
 
     def finish(self, received: Tensors, kept: ClientState, *, rounds: int) -> Outcome:
-        """After the last round: personalize to what was received, and evaluate; nothing travels."""
+        """Personalize to the received model after the last round, and evaluate; nothing travels."""
         client = self.before_round(received, kept, round_number=rounds, rounds=rounds, salt=1)
         take_statistics(self._norms, lambda rows: self.method.views(client, rows), client.train_inputs)
         self.method.personalize(client, received)
@@ -179,16 +185,16 @@ class Session:
         return replace(self._outcome(client, {}, scores), right=right)
 
     def norm_tensors(self, kept: ClientState) -> Tensors:
-        """The encoder's batch norm tensors that stay here, as they were kept: an export for others pools them."""
+        """Return the encoder's kept batch norm tensors, which otherwise stay here: an export for others pools them."""
         return {name: kept.personal.get(name, self._fresh[name]) for name in norm_names(self._model, self._shared)}
 
     def activation_ranges(self, received: Tensors) -> Tensors:
-        """``ranges`` (steps, 2) float32: those of the received encoder's activations on the training samples."""
+        """Return ``ranges`` (steps, 2) float32: those of the received encoder's activations on the training samples."""
         load_arrays(self._model, {**self._fresh, **received})
         return {"ranges": activation_ranges(self._model.part("encoder"), self._train[0])}
 
     def step_times(self) -> StepTimes:
-        """Seconds of a training step in each precision, on this client's model and a batch of its samples."""
+        """Return seconds of a training step in each precision, on this client's model and a batch of its samples."""
         return time_steps(self._model, self._train[0][: self.method.params.batch_size])
 
     @functools.cached_property
@@ -215,7 +221,7 @@ class Session:
         return frozenset(name for name in self._shared if name not in trained and not name.endswith(RUNNING_STATISTICS))
 
     def announced_extras(self) -> Tensors:
-        """What an update carries beside the shared tensors, as zeros of the very shapes and dtypes."""
+        """Return what an update carries beside the shared tensors, as zeros of the very shapes and dtypes."""
         return self.method.sends(self._model, self.task)
 
     @property
@@ -229,7 +235,7 @@ class Session:
         return self._test
 
     def after_round(self, client: Client, update: Tensors, metrics: dict[str, float], *, evaluate: bool) -> Outcome:
-        """What came out of a round whose client has trained; its ``metrics`` are those from before."""
+        """Return what came out of a round whose client has trained; its ``metrics`` are those from before."""
         if evaluate and self._evaluates_after:
             metrics = metrics | {
                 name.replace("acc.", "acc.after."): score for name, score in self.scores(client).items()
@@ -237,13 +243,13 @@ class Session:
         return self._outcome(client, update, metrics)
 
     def sent(self) -> Tensors:
-        """The shared tensors as they are in the model now: the update of a method with the standard local update."""
+        """Return the model's shared tensors as they are now: the update of a method with the standard local update."""
         return to_arrays(self._model, self._shared)
 
     def before_round(
         self, received: Tensors, kept: ClientState, *, round_number: int, rounds: int, salt: int = 0
     ) -> Client:
-        """The client as it begins a round: its model holds what was received and what was kept.
+        """Return the client as it begins a round: its model holds what was received and what was kept.
 
         ``salt`` tells tasks of one round apart for everything random.
         """
@@ -273,7 +279,7 @@ class Session:
         )
 
     def scores(self, client: Client) -> dict[str, float]:
-        """Accuracies on the held-out samples, by the name of the metric; none where there are no such samples."""
+        """Return the accuracies on the held-out samples by name of the metric; empty without such samples."""
         return self._scored(client)[0]
 
     def _scored(self, client: Client) -> tuple[dict[str, float], np.ndarray | None]:
@@ -301,10 +307,10 @@ class Session:
 
 
 def supported(precision: Precision, device: torch.device) -> Precision:
-    """The same, where the device has it at all; whether it is faster there is found by `time_steps`.
+    """Return the same, where the device has it at all; whether it is faster there is found by `time_steps`.
 
     Raises:
-        DataError: this GPU has no bfloat16.
+        DataError: This GPU has no bfloat16.
     """
     if precision == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise DataError(
@@ -314,10 +320,10 @@ def supported(precision: Precision, device: torch.device) -> Precision:
 
 
 def choose_device(requested: str) -> torch.device:
-    """The device to compute on; ``auto`` takes CUDA, then Apple's GPU, then the CPU.
+    """Return the device to compute on; ``auto`` takes CUDA, then Apple's GPU, then the CPU.
 
     Raises:
-        DataError: a device was named that is not there.
+        DataError: The named device does not exist.
     """
     if requested != "auto":
         try:

@@ -25,22 +25,22 @@ from ..training.loops import batches, local_optimizer, training_mode
 from ..training.parts import NORM_LAYERS, Parts
 
 Convolutions = Literal["grouped", "unfolded"]
-"""How convolutions of many clients are computed: as one of many groups, or as products of matrices."""
+"""The way in which convolutions of many clients are computed: as one of many groups, or as products of matrices."""
 
 Schedule = list[np.ndarray]
-"""Rows of each batch, (b,) int64."""
+"""The rows (b,) int64 of each batch."""
 
 Tensor = torch.Tensor
 
 
 def schedule(client: Client, params: MethodParams) -> Schedule:
-    """All batches of a round, drawn as local training draws them."""
+    """Return all batches of a round, drawn as local training draws them."""
     epochs = (batches(client.samples, params.batch_size, client.rng) for _ in range(params.local_epochs))
     return [rows for epoch in epochs for rows in epoch]
 
 
 def obstacle(model: Parts) -> str:
-    """Why clients of such a model cannot be trained at once; empty where they can."""
+    """Return why clients of such a model cannot be trained at once; empty where they can."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:  # noqa: SLF001 - the base of them all
             return f"'{name}' draws random numbers ({type(module).__name__})"
@@ -50,7 +50,7 @@ def obstacle(model: Parts) -> str:
 
 
 def has_norm(model: nn.Module) -> bool:
-    """Whether there is batch norm, which cannot learn from one sample."""
+    """Return whether there is batch norm, which cannot learn from one sample."""
     return any(isinstance(module, NORM_LAYERS) for module in model.modules())
 
 
@@ -89,7 +89,7 @@ class Stack:
         Returns the loss of each step, (steps, clients), NaN where a client had no such step.
 
         Raises:
-            ValueError: the clients are in another order.
+            ValueError: The clients are in another order.
         """
         steps = [len(batches_of_one) for batches_of_one in schedules]
         if steps != sorted(steps, reverse=True):
@@ -109,7 +109,7 @@ class _Batches:
         self._labels = torch.cat([client.train_labels for client in clients])
         firsts = np.cumsum([0, *(client.samples for client in clients)])[:-1]
         self.lengths = np.zeros((len(schedules[0]), len(clients)), np.int64)
-        """Samples in each batch, (steps, clients)."""
+        """The number of samples in each batch, (steps, clients)."""
 
         for position, batches_of_one in enumerate(schedules):
             self.lengths[: len(batches_of_one), position] = [len(rows) for rows in batches_of_one]
@@ -121,11 +121,15 @@ class _Batches:
         self._on_device = torch.from_numpy(self.lengths).to(self._inputs.device)
 
     def at(self, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Inputs (k, b, ...) and labels (k, b) of the first k clients, and which rows count (k, b); None: all do."""
+        """Return inputs (k, b, ...), labels (k, b) and the mask of rows that count (k, b) of the first k clients.
+
+        None: all.
+        """
         k = int(np.count_nonzero(self.lengths[step]))
         lengths = self.lengths[step, :k]
         longest = int(lengths.max())
-        rows, counts = self._index[step, :k, :longest], None
+        rows = self._index[step, :k, :longest]
+        counts = None
         if not (lengths == longest).all():
             columns = torch.arange(longest, device=rows.device)
             counts = (columns < self._on_device[step, :k, None]).to(self._inputs.dtype)
@@ -136,15 +140,18 @@ class _Training:
     """One round of all clients whose tensors are given."""
 
     def __init__(self, model: Parts, tensors: dict[str, Tensor], layers: _NormLayers, params: MethodParams) -> None:
-        self._model, self._layers, self._params = model, layers, params
+        self._model = model
+        self._layers = layers
+        self._params = params
         learning = [name for name, weight in model.named_parameters() if weight.requires_grad]
         self._live = {name: tensors[name].detach().requires_grad_() for name in learning}
         self._rest = {name: tensor for name, tensor in tensors.items() if name not in self._live}
         self._optimizer = local_optimizer(self._live.values(), params)
 
     def run(self, batches: _Batches) -> np.ndarray:
-        """All steps; the loss of each, (steps, clients)."""
-        count, device = batches.lengths.shape[1], next(iter(self._live.values())).device
+        """Return all steps; the loss of each, (steps, clients)."""
+        count = batches.lengths.shape[1]
+        device = next(iter(self._live.values())).device
         losses = torch.full(batches.lengths.shape, math.nan, device=device)
         for step in range(len(batches.lengths)):
             inputs, labels, counts = batches.at(step)
@@ -176,8 +183,9 @@ class _Training:
         labels: Tensor,
         counts: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of one client: cross entropy (), and the running statistics as they are after this batch."""
-        self._layers.counts, self._layers.statistics = counts, {}
+        """Return the cross entropy () of one client, and its running statistics after this batch."""
+        self._layers.counts = counts
+        self._layers.statistics = {}
         logits = functional_call(self._model, {**live, **rest}, (inputs,))
         if counts is None:
             return F.cross_entropy(logits, labels), self._layers.statistics
@@ -185,36 +193,38 @@ class _Training:
         return (each * counts).sum() / counts.sum(), self._layers.statistics
 
     def _continue_with(self, k: int) -> None:
-        """Only the first k clients: the others have done all their steps."""
+        """Continue with the first k clients only, because the others have done all their steps."""
         states = [self._optimizer.state[weight] for weight in self._live.values()]
         self._live = {name: weight.detach()[:k].requires_grad_() for name, weight in self._live.items()}
         self._rest = {name: tensor[:k] for name, tensor in self._rest.items()}
         self._optimizer = local_optimizer(self._live.values(), self._params)
         for weight, state in zip(self._live.values(), states, strict=True):
-            self._optimizer.state[weight] = {
-                name: value[:k] if isinstance(value, Tensor) and value.ndim == weight.ndim else value
-                for name, value in state.items()
-            }
+            continued = {}
+            for name, value in state.items():
+                # Moments have the shape of the weight, one for each client; counters of steps do not.
+                is_stacked = isinstance(value, Tensor) and value.ndim == weight.ndim
+                continued[name] = value[:k] if is_stacked else value
+            self._optimizer.state[weight] = continued
 
 
 # --- layers that do otherwise in a stack -----------------------------------------------------------------------------
 
 
 class _NormLayers:
-    """What batch norm layers need to know of a batch, and the statistics that they report."""
+    """The facts about a batch that batch norm layers need, and the statistics that they report."""
 
     def __init__(self) -> None:
         self.counters: list[str] = []
         """Names of the counters of batches."""
 
         self.counts: Tensor | None = None
-        """Which rows of the batch count, (b,); None: all do."""
+        """The mask (b,) of the rows of the batch that count; None: all do."""
 
         self.statistics: dict[str, Tensor] = {}
         """Running statistics after the batch."""
 
     def norm(self, name: str, layer: nn.modules.batchnorm._BatchNorm, inputs: Tensor) -> Tensor:
-        """Batch norm of (b, C, ...) by the statistics of the rows that count."""
+        """Apply batch norm to (b, C, ...) by the statistics of the rows that count."""
         across = [axis for axis in range(inputs.ndim) if axis != 1]
         shape = [1, -1] + [1] * (inputs.ndim - 2)
         mean, size = self._mean(inputs, across)
@@ -224,14 +234,15 @@ class _NormLayers:
         if layer.running_mean is not None and layer.running_var is not None and done is not None:
             share = 1.0 / done if layer.momentum is None else layer.momentum
             unbiased = (variance * size / (size - 1)).detach()
-            old_mean, old_variance = layer.running_mean, layer.running_var
+            old_mean = layer.running_mean
+            old_variance = layer.running_var
             self.statistics[f"{name}.running_mean"] = old_mean + share * (mean.detach() - old_mean)
             self.statistics[f"{name}.running_var"] = old_variance + share * (unbiased - old_variance)
         result = centred * torch.rsqrt(variance + layer.eps).view(shape)
         return result if not layer.affine else result * layer.weight.view(shape) + layer.bias.view(shape)
 
     def _mean(self, values: Tensor, across: list[int]) -> tuple[Tensor, Tensor | int]:
-        """Means (C,) over the rows that count, and of how many numbers each."""
+        """Return the means (C,) over the rows that count, and the count of numbers in each."""
         if self.counts is None:
             return values.mean(across), values.numel() // values.shape[1]
         weights = self.counts.view([-1] + [1] * (values.ndim - 1))
@@ -242,7 +253,8 @@ class _NormLayers:
 @contextlib.contextmanager
 def _stackable(model: Parts, convolutions: Convolutions) -> Iterator[_NormLayers]:
     """Inside, batch norm in train mode reports its statistics and leaves them, and convolutions are as requested."""
-    layers, changed = _NormLayers(), list[nn.Module]()
+    layers = _NormLayers()
+    changed = list[nn.Module]()
     for name, module in model.named_modules():
         forward: Callable[[Tensor], Tensor] | None = None
         if isinstance(module, NORM_LAYERS) and module.training:
@@ -262,7 +274,7 @@ def _stackable(model: Parts, convolutions: Convolutions) -> Iterator[_NormLayers
 
 
 def has_unfolding(model: nn.Module) -> bool:
-    """Whether there are convolutions that can be computed in more than one way."""
+    """Return whether there are convolutions that can be computed in more than one way."""
     return any(_unfolds(module) for module in model.modules())
 
 
@@ -273,7 +285,7 @@ def _unfolds(layer: nn.Module) -> bool:
 
 
 def _unfolded(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
-    """A convolution as the product of its kernels with all patches of the inputs."""
+    """Return a convolution as the product of its kernels with all patches of the inputs."""
     patches = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
     result = layer.weight.flatten(1) @ patches
     if layer.bias is not None:

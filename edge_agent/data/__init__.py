@@ -19,10 +19,10 @@ from urllib.parse import parse_qsl, urlencode
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..config import parse
-from ..errors import ConfigError, DataError, UnknownName, UsageError
-from ..registry import Registry, absolute, is_reference
-from ..task import ImageInput, InputSpec, WindowInput
+from ..core.config import parse
+from ..core.errors import ConfigError, DataError, UnknownName, UsageError
+from ..core.registry import Registry, absolute, is_reference
+from ..core.task import ImageInput, InputSpec, WindowInput
 from . import preprocess
 from ._in_memory import files_in, items_in
 from ._sound_files import SUFFIXES as SOUND_SUFFIXES
@@ -69,7 +69,7 @@ _log = logging.getLogger(__name__)
 _SHOWN = 20
 
 Progress = Callable[[int, int], None]
-"""Called with the number of images or recordings that were read, and of all."""
+"""A function that is called with the number of images or recordings that were read, and of all."""
 
 registry = Registry(
     "data source",
@@ -93,7 +93,9 @@ def load(
     own_classes: bool = False,
     progress: Progress | None = None,
 ) -> Samples:
-    """Samples of ``source``, preprocessed by ``input`` and labelled by ``class_names``; None = what the data suggest.
+    """Return the samples of ``source``, preprocessed by ``input`` and labelled by ``class_names``.
+
+    None: as data suggest.
 
     Classes are matched by name, so that a device may hold some of the task's classes, in any order. With
     ``own_classes`` it may hold others, too: they follow, or take the place of ``class_names`` where the data have none
@@ -105,10 +107,10 @@ def load(
     with the number of images or recordings that were read, and of all.
 
     Raises:
-        UnknownName: no such kind of source.
-        ConfigError: unknown or impossible options; all of them are listed.
-        DataError: data are missing, empty, unreadable or of another form; everything found wrong is listed.
-        MissingCapability: a package that this kind needs is not installed.
+        UnknownName: No kind of source has this name.
+        ConfigError: Options are unknown or out of range; all of them are listed.
+        DataError: The data are missing, empty, unreadable or of another form; every mistake is listed.
+        MissingCapability: A package that this kind needs is not installed.
     """
     raw = _resolve(source, folder).read()
     spec = input if input is not None else _natural(raw)
@@ -127,20 +129,20 @@ def from_arrays(
     *,
     own_classes: bool = False,
 ) -> Samples:
-    """Samples of arrays in memory, preprocessed by ``spec``.
+    """Return samples of arrays in memory, preprocessed by ``spec``.
 
     ``inputs``: images (n, h, w), (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1, or windows
     (n, channels, length). ``labels`` (n,): names of classes, as text or as integers, else positions in ``class_names``;
     None: not known. ``own_classes``: they are names, also of other classes; see `load`.
 
     Raises:
-        DataError: arrays of different lengths or of another form, or unknown classes.
+        DataError: The arrays differ in length or have another form, or a label is not a known class.
     """
     return _from_memory(inputs, labels, spec, class_names, own_classes=own_classes)
 
 
 def is_file(source: str) -> bool:
-    """Whether this text is the path of a single file, and not the name of a source."""
+    """Return whether this text is the path of a single file, and not the name of a source."""
     return files_in(source, registry.names()) is not None
 
 
@@ -153,12 +155,12 @@ def from_python(
     own_classes: bool = False,
     strict: bool | None = None,
 ) -> Samples:
-    """Samples of what a Python program has: arrays as of `from_arrays`, one file or a list of them, Pillow images.
+    """Return samples of a Python program's data: arrays as of `from_arrays`, one file, a list of files, Pillow images.
 
     One file and one Pillow image are a batch of one. ``strict``: as in `load`, for files and images.
 
     Raises:
-        DataError: as `from_arrays`; files that cannot be read; an array that looks like one image.
+        DataError: See `from_arrays`; or a file cannot be read, or the array looks like a single image.
     """
     paths = files_in(inputs, registry.names())
     if paths is None:
@@ -185,7 +187,7 @@ def _from_memory(
     strict: bool | None = None,
     names: tuple[str, ...] = (),
 ) -> Samples:
-    """Samples of an array, or of images one by one, which have ``names`` where they are files."""
+    """Return samples of an array, or of images one by one, which have ``names`` where they are files."""
     values = np.full(len(items), -1)
     own_names: tuple[str, ...] = ()
     if labels is not None:
@@ -203,7 +205,7 @@ def _from_memory(
 
 
 def label_array(labels: ArrayLike) -> np.ndarray:
-    """Labels as an array of text or of integers where they are such, also those of an array of Python objects.
+    """Return labels as an array of text or of integers where they are such, also those of an array of Python objects.
 
     Raises:
         DataError: Python objects of another type among them, None for example.
@@ -256,10 +258,10 @@ def _unlabelled(
 
 
 def natural_input(source: str, *, folder: Path | None = None) -> InputSpec:
-    """The input spec that the data at ``source`` suggest, which `load` uses where the task brings none.
+    """Return the input spec that the data at ``source`` suggest, which `load` uses where the task brings none.
 
     Raises:
-        HeadwaterError: as `load`.
+        HeadwaterError: See `load`.
     """
     return _natural(_resolve(source, folder).read())
 
@@ -276,13 +278,14 @@ def check(
     fit.
 
     Raises:
-        UnknownName: no such kind of source.
-        ConfigError: unknown or impossible options.
-        DataError: nothing at that location, or nothing that this kind could read.
-        MissingCapability: a package that this kind needs is not installed.
+        UnknownName: No kind of source has this name.
+        ConfigError: Options are unknown or out of range.
+        DataError: There is nothing at that location, or nothing that this kind can read.
+        MissingCapability: A package that this kind needs is not installed.
     """
     resolved = _resolve(source, folder)
-    kind, options = resolved.kind, resolved.options
+    kind = resolved.kind
+    options = resolved.options
     if kind.needs_path and not Path(resolved.location).exists():
         raise DataError(f"{source}: there is no {Path(resolved.location).absolute()}; check the path")
     if kind.inspect is not None:
@@ -297,15 +300,15 @@ def check(
 
 
 PROBED = 20
-"""Samples of which one at least has to be usable."""
+"""The number of samples of which at least one has to be usable."""
 
 
 def probe(source: str, folder: Path | None = None) -> None:
     """Read samples of a source that is a file or folder, spread over it, until one can be used.
 
     Raises:
-        DataError: none of `PROBED` can.
-        HeadwaterError: as `check`.
+        DataError: None of `PROBED` samples spread over the source can be used.
+        HeadwaterError: See `check`.
     """
     resolved = _resolve(source, folder)
     if not resolved.kind.needs_path:  # a camera, or a function of the user's
@@ -335,17 +338,18 @@ def _check_kind(raw: Raw, spec: InputSpec, source: str) -> None:
 def from_files(
     paths: Sequence[str], spec: InputSpec, *, strict: bool = True, compact: bool = False, positions: bool = False
 ) -> Samples:
-    """Inputs without labels from single files: images, or recordings for a task of windows.
+    """Return inputs without labels from single files: images, or recordings for a task of windows.
 
     A recording is an array (time, channels) in a ``.npy`` file, or a table of numbers in a ``.csv`` file. Not
     ``strict``: files that cannot be used are left out and named in ``skipped``. ``compact``: as in `load`. The name of
     an input is its path, with ``positions`` also where in a recording the window begins.
 
     Raises:
-        DataError: files that cannot be read; all of them are listed.
+        DataError: Files cannot be read; all of them are listed.
         MissingCapability: Pillow is not installed.
     """
-    files, unknown = [Path(path) for path in paths], np.full(len(paths), -1)
+    files = [Path(path) for path in paths]
+    unknown = np.full(len(paths), -1)
     if isinstance(spec, ImageInput):
         from .images import ImageFiles
 
@@ -357,7 +361,7 @@ def from_files(
 
 
 def _recording(path: Path) -> np.ndarray:
-    """The recording (time, channels) in a file."""
+    """Return the recording (time, channels) in a file."""
     if path.suffix.lower() == ".npy":
         return load_array(path)
     if path.name.lower().endswith((".csv", ".csv.gz")):
@@ -372,10 +376,10 @@ def _recording(path: Path) -> np.ndarray:
 
 
 def parse_source(source: str) -> tuple[str, str, dict[str, str]]:
-    """Kind, location and options of a source string.
+    """Return the kind, location and options of a source string.
 
     Raises:
-        ConfigError: not of the form kind:where?option=value.
+        ConfigError: ``source`` does not have the form kind:where?option=value.
     """
     file, _, query = source.partition("?")
     if is_reference(file) and not file.startswith("python:"):
@@ -394,16 +398,16 @@ def parse_source(source: str) -> tuple[str, str, dict[str, str]]:
 
 
 def with_options(kind: str, where: str, options: Mapping[str, Any]) -> str:
-    """A source string, the inverse of `parse_source`."""
+    """Return a source string, the inverse of `parse_source`."""
     return f"{kind}:{where}" + (f"?{urlencode(options)}" if options else "")
 
 
 def source_kind(name: str) -> DataSource:
-    """The definition of a kind of source.
+    """Return the definition of a kind of source.
 
     Raises:
-        UnknownName: no such kind; the nearest name is suggested.
-        UsageError: what was added under that name is no `DataSource` and has none.
+        UnknownName: No kind of source has this name; the message suggests the nearest name.
+        UsageError: The object registered under that name is not a `DataSource` and holds none.
     """
     member = registry.load(name)
     result = member if isinstance(member, DataSource) else getattr(member, "SOURCE", None)
@@ -413,23 +417,23 @@ def source_kind(name: str) -> DataSource:
 
 
 def location(source: str, folder: Path | None = None) -> tuple[str, str, dict[str, str]]:
-    """Kind, location and options of a source; a location that is a path is absolute.
+    """Return the kind, location and options of a source; a location that is a path is absolute.
 
     Raises:
-        UnknownName: no such kind of source.
-        ConfigError: not of the form kind:where?option=value.
+        UnknownName: No kind of source has this name.
+        ConfigError: ``source`` does not have the form kind:where?option=value.
     """
     kind, where, given = parse_source(source)
     return kind, str(_path(where, folder).resolve()) if source_kind(kind).needs_path else absolute(where, folder), given
 
 
 def domains(source: str, *, seed: int = 0, folder: Path | None = None) -> dict[str, str]:
-    """Domain -> source of it alone, for a set of several domains; empty where ``source`` is not one.
+    """Return the source of each domain alone, for a set of several domains; empty where ``source`` is not one.
 
     ``seed`` is for kinds that have such an option and sources that do not give it.
 
     Raises:
-        HeadwaterError: as `check`.
+        HeadwaterError: See `check`.
     """
     resolved = _resolve(source, folder)
     kind = resolved.kind
@@ -442,13 +446,14 @@ def domains(source: str, *, seed: int = 0, folder: Path | None = None) -> dict[s
 
 
 def subjects(source: str, *, folder: Path | None = None) -> dict[int, str]:
-    """Number of each person -> source of that person alone; empty where ``source`` does not tell people apart.
+    """Return the source of each person's samples alone, by the person's number; empty if ``source`` has no persons.
 
     Raises:
-        HeadwaterError: as `check`.
+        HeadwaterError: See `check`.
     """
     resolved = _resolve(source, folder)
-    kind, given = resolved.kind, resolved.given
+    kind = resolved.kind
+    given = resolved.given
     if kind.subjects is None or "subject" in given:
         return {}
     given = {**({"split": "all"} if "split" in kind.options.model_fields else {}), **given}
@@ -479,7 +484,7 @@ class _Resolved:
 
 
 def _resolve(source: str, folder: Path | None) -> _Resolved:
-    """The source with its kind; an error names the likely kind where a path was given without one."""
+    """Return the source with its kind; an error names the likely kind where a path was given without one."""
     name, where, given = parse_source(source)
     try:
         kind = source_kind(name)
@@ -496,7 +501,7 @@ def _resolve(source: str, folder: Path | None) -> _Resolved:
 
 
 def _likely_kind(path: Path) -> str:
-    """The kind of source that a path suggests."""
+    """Return the kind of source that a path suggests."""
     if path.is_dir():
         return "idx" if any("-ubyte" in entry.name for entry in path.iterdir()) else "images"
     kinds = {".npz": "npz", ".csv": "csv", ".gz": "csv", **dict.fromkeys(SOUND_SUFFIXES, "wav")}
@@ -539,12 +544,13 @@ class _Executed:
     starts: np.ndarray | None = None
 
     def samples(self, raw: Raw, labels: np.ndarray, class_names: tuple[str, ...], spec: InputSpec) -> Samples:
-        """The inputs with their labels and what else is known of their items."""
+        """Return the inputs with their labels and what else is known of their items."""
         if raw.name_at is not None and self.starts is not None:
             names = tuple(map(raw.name_at, self.rows.tolist(), self.starts.tolist()))
         else:
             names = tuple(raw.names[row] for row in self.rows) if raw.names else ()
-        whole, targets = raw.are_whole, self.targets
+        whole = raw.are_whole
+        targets = self.targets
         return Samples(self.inputs, labels, class_names, spec, self.groups, names, self.skipped, whole, targets)
 
 
@@ -621,14 +627,18 @@ def _for_all(
     strict: bool | None,
     progress: Progress | None,
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Call ``fill`` for each row; returns the rows for which it worked, and why others and what is beside did not.
+    """Call ``fill`` for each row.
+
+    Returns:
+        The rows (n,) for which it worked; and a line for each item or other file that cannot be used, with its reason.
 
     Raises:
-        DataError: it failed for some, where ``strict`` (as of `load`) does not allow that, or for all; or files are
-            beside them where that is not allowed. All are reported at once.
+        DataError: Reading failed for all items, or for some where ``strict`` (see `load`) does not allow that; or other
+            files lie beside them where that is not allowed. All are reported at once.
     """
     rows: list[int] = []
-    failed, by_reason = [], dict[str, list[str]]()
+    failed = []
+    by_reason = dict[str, list[str]]()
     for row in range(len(raw.items)):
         try:
             fill(row)
@@ -639,26 +649,32 @@ def _for_all(
             by_reason.setdefault(str(error), []).append(name)
         if progress is not None:
             progress(row + 1, len(raw.items))
-    total, left = len(raw.items) + len(raw.skipped), (*raw.skipped, *failed)
-    if not rows or (strict is not False and failed) or (strict and left):
+    total = len(raw.items) + len(raw.skipped)
+    unusable = (*raw.skipped, *failed)
+    is_refused = bool(failed)
+    if strict is not None:
+        is_refused = strict and bool(unusable)
+    if not rows or is_refused:
         beside = raw.skipped if strict or not rows else ()
         lines = [*beside, *(f"{_listed(names)}: {reason}" for reason, names in by_reason.items())]
-        more = f"\n  … and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-        shown = "\n".join(f"  - {line}" for line in lines[:_SHOWN])
-        advice = "\nWithout --strict (strict = false, strict=False in Python) these are left out." if rows else ""
-        raise DataError(
-            f"{source}: {len(beside) + len(failed)} of {total} {what} cannot be used\n{shown}{more}{advice}"
-        )
-    if left:
-        _log.warning("skipped source=%s count=%d of=%d first=%s", source, len(left), total, left[0])
-    return np.array(rows, np.int64), left
+        message = f"{source}: {len(beside) + len(failed)} of {total} {what} cannot be used"
+        for line in lines[:_SHOWN]:
+            message += f"\n  - {line}"
+        if len(lines) > _SHOWN:
+            message += f"\n  … and {len(lines) - _SHOWN} more"
+        if rows:
+            message += "\nWithout --strict (strict = false, strict=False in Python) these are left out."
+        raise DataError(message)
+    if unusable:
+        _log.warning("skipped source=%s count=%d of=%d first=%s", source, len(unusable), total, unusable[0])
+    return np.array(rows, np.int64), unusable
 
 
 def _check_labelled(raw: Raw) -> None:
     """Check that the data have labels.
 
     Raises:
-        DataError: they have none; says what would be one.
+        DataError: The data have no labels; the message says how to give them.
     """
     if raw.unlabelled:
         raise DataError(f"{raw.unlabelled}; without labels only 'edge-agent predict' and numeric heads use them")
@@ -667,7 +683,7 @@ def _check_labelled(raw: Raw) -> None:
 def _match_names(
     raw: Raw, class_names: Sequence[str] | None, source: str, *, own_classes: bool = False
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Labels (n,) of raw samples as positions in the classes, and these; ``own_classes``: as of `load`."""
+    """Return labels (n,) of raw samples as positions in the classes, and these; ``own_classes``: as of `load`."""
     _check_labelled(raw)
     if class_names is None:
         return raw.labels.astype(np.int64), raw.class_names

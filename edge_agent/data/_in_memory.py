@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
-from ..registry import is_reference
-from ..task import ImageInput, InputSpec
+from ..core.errors import DataError
+from ..core.registry import is_reference
+from ..core.task import ImageInput, InputSpec
 from .images import SUFFIXES
 
 _RECORDINGS = frozenset({".npy", ".csv"})
@@ -62,7 +62,7 @@ def items_in(inputs: Any, spec: InputSpec, labels: int | None) -> np.ndarray | l
     ``labels``: how many labels came with them; None: none did.
 
     Raises:
-        DataError: they are no array of one shape, or they look like one image instead of a batch.
+        DataError: The inputs do not have one common shape, or look like one image instead of a batch.
     """
     if _is_pillow(inputs):
         return [inputs]
@@ -111,5 +111,5 @@ def _check_is_batch(shape: tuple[int, ...], spec: ImageInput) -> None:
 
 
 def _is_pillow(value: Any) -> bool:
-    """Whether this is an image of Pillow, which is not imported to find out."""
+    """Return whether this is an image of Pillow, which is not imported to find out."""
     return any(kind.__module__.partition(".")[0] == "PIL" for kind in type(value).__mro__)

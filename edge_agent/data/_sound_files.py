@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..errors import DataError, MissingCapability, cause
-from ..storage import open_regular
+from ..core.errors import DataError, MissingCapability, cause
+from ..core.storage import open_regular
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 SUFFIXES = (".flac", ".ogg", ".wav")
 
 MOST_FRAMES = 1 << 26
-"""Samples of each channel in a file: 70 minutes at 16 kHz, 25 at 44.1 kHz; one channel of them is 256 MiB."""
+"""The most samples of each channel in a file: 70 minutes at 16 kHz, 25 at 44.1 kHz; a channel then has 256 MiB."""
 
 _MOST_VALUES = 1 << 28
-"""Samples of all channels together, which is the work of decoding a file: four channels of `MOST_FRAMES`."""
+"""The most samples of all channels of a file, which take the time of decoding: four channels of `MOST_FRAMES`."""
 
 _MOST_CHANNELS = 64
 _BLOCK_FRAMES = 1 << 15
-"""Samples of each channel that are decoded at once: 8 MiB of 64 channels."""
+"""The number of samples of each channel that are decoded at once: 8 MiB with 64 channels."""
 
 _WAV_HEADER_BYTES = 44
 """The shortest header of a WAV file."""
@@ -44,7 +44,7 @@ _PCM = 1
 """The code of integers in the header of a WAV file."""
 
 _UNKNOWN_FRAMES = (1 << 63) - 1
-"""What libsndfile gives for a FLAC file whose header states no length (SF_COUNT_MAX)."""
+"""The length (SF_COUNT_MAX) that libsndfile returns for a FLAC file whose header states none."""
 
 _CONTAINERS = {b"RIFF": "WAV", b"RF64": "RF64", b"fLaC": "FLAC", b"OggS": "Ogg"}
 """First four bytes of a file -> its container. libsndfile knows thirty more, which nobody here has tested."""
@@ -52,7 +52,7 @@ _CONTAINERS = {b"RIFF": "WAV", b"RF64": "RF64", b"fLaC": "FLAC", b"OggS": "Ogg"}
 
 @dataclass(frozen=True)
 class SoundHeader:
-    """What the header of a sound file states.
+    """The properties that the header of a sound file states.
 
     Attributes:
         rate: Samples of each channel in a second.

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, overload
 import numpy as np
 from pydantic import BeforeValidator, Field
 
-from ..errors import DataError, nearest
-from ..task import Frozen, ImageInput, InputSpec, WindowInput
+from ..core.errors import DataError, nearest
+from ..core.task import Frozen, ImageInput, InputSpec, WindowInput
 from .preprocess import normalise_images, windows_apart
 
 
@@ -69,10 +69,11 @@ class Raw:
 
 
 class FileItems(Sequence[Any]):
-    """What ``read`` makes of each path (and part), on access, so that a folder of photos need not fit into memory."""
+    """A sequence that reads each path (and part) on access, so that a folder of photos need not fit into memory."""
 
     def __init__(self, paths: Sequence[Any], read: Callable[[Any], Any]) -> None:
-        self.paths, self.read = paths, read
+        self.paths = paths
+        self.read = read
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -82,7 +83,7 @@ class FileItems(Sequence[Any]):
     @overload
     def __getitem__(self, index: slice) -> FileItems: ...
     def __getitem__(self, index: int | slice) -> Any:
-        """The item at ``index``; DataError where its file cannot be read."""
+        """Return the item at ``index``; DataError where its file cannot be read."""
         if isinstance(index, slice):
             return FileItems(self.paths[index], self.read)
         return self.read(self.paths[index])
@@ -142,34 +143,35 @@ class Samples:
         return digest.hexdigest()
 
     def row_digests(self) -> np.ndarray:
-        """A number (n,) int64 for each input, by which a head knows again what it was fitted on."""
+        """Return a number (n,) int64 for each input, by which a head knows again what it was fitted on."""
         rows = np.ascontiguousarray(self.ready().inputs)
         digests = b"".join(hashlib.blake2b(row.data, digest_size=8).digest() for row in rows)
         return np.frombuffer(digests, "<i8").astype(np.int64)
 
     def ready(self) -> Samples:
-        """The samples with their inputs normalised, float32: the same ones where they are already."""
+        """Return the samples with their inputs normalised, float32: the same ones where they are already."""
         if self.inputs.dtype != np.uint8 or not isinstance(self.input, ImageInput):
             return self
         return replace(self, inputs=normalise_images(self.inputs.astype(np.float32), self.input))
 
     def take(self, rows: np.ndarray) -> Samples:
-        """The samples at ``rows`` (m,), in that order."""
+        """Return the samples at ``rows`` (m,), in that order."""
         groups = None if self.groups is None else self.groups[rows]
         names = tuple(self.names[row] for row in rows) if self.names else ()
         targets = None if self.targets is None else self.targets[rows]
-        inputs, labels = self.inputs[rows], self.labels[rows]
+        inputs = self.inputs[rows]
+        labels = self.labels[rows]
         return replace(self, inputs=inputs, labels=labels, groups=groups, names=names, targets=targets)
 
 
 def near(name: str, known: Sequence[str]) -> str:
-    """`` (did you mean 'x'?)`` where one of the known names looks like it, else nothing."""
+    """Return `` (did you mean 'x'?)`` where one of the known names looks like it, else nothing."""
     result = nearest(name, known)
     return "" if result is None else f" (did you mean '{result}'?)"
 
 
 def with_own_classes(known: Sequence[str], held: Sequence[str]) -> tuple[str, ...]:
-    """Classes of a device whose data hold the classes ``held``: the ``known`` ones, then the others in their order.
+    """Return the classes of a device whose data hold ``held``: the ``known`` ones, then the others in their order.
 
     Where the data hold none of the known classes these are left out.
     """
@@ -178,32 +180,40 @@ def with_own_classes(known: Sequence[str], held: Sequence[str]) -> tuple[str, ..
 
 
 def labels_by_name(values: np.ndarray, class_names: Sequence[str], where: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Labels (n,) int64 and class names for integer or text ``values``; no names given: sorted values name themselves.
+    """Return labels (n,) int64 and class names for integer or text ``values``; without ``names`` these are the values.
 
     Raises:
-        DataError: labels are neither integers nor text, or lie outside the names given.
+        DataError: Labels are neither integers nor text, or are not among the class names.
     """
     if values.ndim != 1 or values.dtype.kind not in "iuU":
         raise DataError(f"{where}: labels are {values.dtype}{list(values.shape)}, expected one row of integers or text")
     if not class_names:
-        result, labels = np.unique(values, return_inverse=True)
-        return labels.astype(np.int64), tuple(str(name) for name in result)
+        names, labels = np.unique(values, return_inverse=True)
+        return labels.astype(np.int64), tuple(str(name) for name in names)
     if values.dtype.kind == "U":
-        result, inverse = np.unique(values, return_inverse=True)
-        positions = {name: position for position, name in enumerate(class_names)}
-        if missing := [str(name) for name in result if str(name) not in positions]:
-            raise DataError(
-                f"{where}: labels {', '.join(missing)} are not among the class names {', '.join(class_names)}"
-            )
-        return np.array([positions[str(name)] for name in result], np.int64)[inverse], tuple(class_names)
+        return _positions_of(values, class_names, where), tuple(class_names)
     if len(values) and not (values.min() >= 0 and values.max() < len(class_names)):
         raise DataError(f"{where}: labels {values.min()}..{values.max()}, expected 0..{len(class_names) - 1}")
     return values.astype(np.int64), tuple(class_names)
 
 
+def _positions_of(values: np.ndarray, class_names: Sequence[str], where: str) -> np.ndarray:
+    """Return the positions (n,) int64 of labels that are text among the class names.
+
+    Raises:
+        DataError: A label is not among the class names.
+    """
+    names, inverse = np.unique(values, return_inverse=True)
+    positions = {name: position for position, name in enumerate(class_names)}
+    missing = [str(name) for name in names if str(name) not in positions]
+    if missing:
+        raise DataError(f"{where}: labels {', '.join(missing)} are not among the class names {', '.join(class_names)}")
+    return np.array([positions[str(name)] for name in names], np.int64)[inverse]
+
+
 _log = logging.getLogger(__name__)
 _IMAGES = 128
-"""Images that are counted at once: numpy makes eight bytes of each pixel for that."""
+"""The number of images whose moments are computed at once: numpy takes eight bytes for each pixel."""
 
 
 _LEAST_RECORDINGS = 4
@@ -211,7 +221,7 @@ _LEAST_RECORDINGS = 4
 
 
 def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, Samples]:
-    """Training and test samples, rows in their original order.
+    """Return training and test samples, rows in their original order.
 
     Without groups: that share of each class, at least one sample of a class on either side where it has two. With
     groups (recordings): that share of the recordings of each class, at least one, and one is kept to train. Recordings
@@ -221,20 +231,23 @@ def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, S
     nothing held out then, the end of its part of one recording is, where that leaves some to train.
     """
     if samples.groups is None:
-        rng, is_test = np.random.default_rng(seed), np.zeros(len(samples), bool)
+        rng = np.random.default_rng(seed)
+        is_test = np.zeros(len(samples), bool)
         for label in np.unique(samples.labels):
             rows = rng.permutation(np.flatnonzero(samples.labels == label))
             is_test[rows[: _test_count(len(rows), test_fraction)]] = True
         return samples.take(np.flatnonzero(~is_test)), samples.take(np.flatnonzero(is_test))
     is_test = np.isin(samples.groups, sorted(_test_groups(samples, test_fraction, seed)))
-    is_train, tested = ~is_test, np.unique(samples.labels[is_test])
+    is_train = ~is_test
+    tested = np.unique(samples.labels[is_test])
     gap = windows_apart(samples.input) if isinstance(samples.input, WindowInput) else 0
     recordings = [np.flatnonzero(samples.groups == group) for group in np.unique(samples.groups)]
     for rows in () if samples.are_whole else recordings:
         if not is_test[rows[0]] and len(rows) >= gap + 2 and not np.isin(samples.labels[rows], tested).any():
             begin = max(min(len(rows) - _test_count(len(rows), test_fraction), len(rows) - 1), gap + 1)
             if np.isin(samples.labels[rows], samples.labels[rows[: begin - gap]]).all():
-                is_train[rows[begin - gap :]], is_test[rows[begin:]] = False, True
+                is_train[rows[begin - gap :]] = False
+                is_test[rows[begin:]] = True
     missing = np.setdiff1d(samples.labels, samples.labels[is_test]).tolist()
     for label in sorted(missing, key=samples.labels.tolist().count):  # the rarest first
         _hold_out_end(samples.labels, label, recordings, is_train, is_test, gap, test_fraction)
@@ -245,14 +258,17 @@ def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, S
 
 
 def numbered_apart(train: Samples, test: Samples) -> Samples:
-    """``test`` with numbers of recordings that ``train`` does not have, because all of them are other ones."""
+    """Return ``test`` with numbers of recordings that ``train`` does not have, because all of them are other ones."""
     if train.groups is None or test.groups is None:
         return test
     return replace(test, groups=test.groups - test.groups.min(initial=0) + train.groups.max(initial=-1) + 1)
 
 
 def same_sitting(train: Samples, test: Samples) -> float | None:
-    """Share, 0..1, of the tested samples whose recording is learned from, too; None without recordings, or samples."""
+    """Return the share (0..1) of test samples whose recording is trained on, too.
+
+    None without recordings or samples.
+    """
     if train.groups is None or test.groups is None or not len(test):
         return None
     return float(np.isin(test.groups, train.groups).mean())
@@ -273,23 +289,26 @@ def _hold_out_end(
     """
     own = [rows[is_train[rows] & (labels[rows] == label)] for rows in recordings]
     most = int(np.argmax([len(rows) for rows in own]))
-    rows, count = recordings[most], len(own[most])
+    rows = recordings[most]
+    count = len(own[most])
     positions = np.flatnonzero(is_train[rows] & (labels[rows] == label))
     wanted = _test_count(count, fraction)
     while wanted:
         for end in (count, count - gap):  # behind the end the only windows of another class may begin
-            held, trains = positions[max(0, end - wanted) : max(0, end)], is_train.copy()
+            held = positions[max(0, end - wanted) : max(0, end)]
+            trains = is_train.copy()
             for position in held:
                 trains[rows[max(0, position - gap) : position + gap + 1]] = False
             keeps = rows[trains[rows]]
             if len(held) and (labels[keeps] == label).any() and np.isin(labels[is_train], labels[trains]).all():
-                is_train[:], is_test[rows[held]] = trains, True
+                is_train[:] = trains
+                is_test[rows[held]] = True
                 return
         wanted //= 2
 
 
 def _test_groups(samples: Samples, test_fraction: float, seed: int) -> set[int]:
-    """Groups to hold out, so many of each class that has several; the rarest class chooses first."""
+    """Return groups to hold out, so many of each class that has several; the rarest class chooses first."""
     rng = np.random.default_rng(seed)
     held = [np.unique(np.asarray(samples.groups)[samples.labels == label]) for label in np.unique(samples.labels)]
     result: set[int] = set()
@@ -307,7 +326,7 @@ def _test_groups(samples: Samples, test_fraction: float, seed: int) -> set[int]:
 
 
 def standardised(samples: Samples) -> InputSpec:
-    """The samples' spec with mean and std replaced by those of these samples, channel by channel.
+    """Return the samples' spec with mean and std replaced by those of these samples, channel by channel.
 
     Estimate them on training data of one place and fix them in the task: they are part of the encoder's fingerprint.
     """
@@ -319,7 +338,7 @@ def standardised(samples: Samples) -> InputSpec:
 
 
 def _moments(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation (channels,) of the inputs; of images of 8 bits without making floats of them."""
+    """Return mean and standard deviation (channels,) of the inputs; 8-bit images are not converted to floats for it."""
     inputs = samples.inputs
     if inputs.dtype != np.uint8:
         axes = (0, *range(2, inputs.ndim))
@@ -336,7 +355,7 @@ def _moments(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rounded(values: np.ndarray) -> tuple[float, ...]:
-    """Six significant digits: enough, and the same on every machine that sums in another order."""
+    """Return six significant digits: enough, and the same on every machine that sums in another order."""
     return tuple(float(f"{value:.6g}") for value in values)
 
 

@@ -13,13 +13,13 @@ import time
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError
+from ..core.errors import DataError
 from .base import DataSource, Options, Raw
 from .video import opencv, opened, pixels
 
 
 class CameraOptions(Options):
-    """How many pictures to take, and of what."""
+    """The options of a camera: how many pictures to take, and of what."""
 
     n: int = Field(1, ge=1, le=1000, description="pictures")
     every_s: float = Field(0.5, ge=0, le=3600, description="seconds between two pictures")
@@ -28,10 +28,10 @@ class CameraOptions(Options):
 
 
 def read(where: str, options: CameraOptions) -> Raw:
-    """Pictures taken now.
+    """Return pictures that the camera takes now.
 
     Raises:
-        DataError: no such camera, or it stopped.
+        DataError: The camera does not exist, or has stopped.
         MissingCapability: OpenCV is not installed.
     """
     shown = re.sub(r"//[^/@\s]*@", "//…@", where)  # no password into a log

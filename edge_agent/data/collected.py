@@ -19,16 +19,17 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ..config import mistakes_of
-from ..errors import DataError, StateError, UsageError
-from ..storage import read_json, read_tensors, waited_lock, write_json, write_tensors
-from ..task import Frozen, ImageInput, InputSpec, Label, WindowInput
+from ..core.config import mistakes_of
+from ..core.errors import DataError, StateError, UsageError
+from ..core.locks import waited_lock
+from ..core.storage import read_json, read_tensors, write_json, write_tensors
+from ..core.task import Frozen, ImageInput, InputSpec, Label, WindowInput
 from .base import DataSource, Options, Raw, Samples, near, split
 from .preprocess import normalise_images, normalise_windows
 
 INDEX = "index.json"
 BUDGET = 2000
-"""Samples that are kept where nothing else is said."""
+"""The number of samples that are kept by default."""
 
 _EVERY = 4
 """One of so many samples of a class is held out."""
@@ -48,7 +49,7 @@ class Entry(Frozen):
 
 
 class Index(Frozen):
-    """What ``index.json`` holds. ``version`` counts changes; ``fitted`` is the version that the head was fitted on."""
+    """The content of ``index.json``. ``version`` counts changes; ``fitted`` is the version of the head's samples."""
 
     schema_version: Literal[1] = 1
     version: int = Field(0, ge=0)
@@ -58,13 +59,13 @@ class Index(Frozen):
     samples: tuple[Entry, ...] = Field((), description="oldest first")
 
     def name_of(self, label: str) -> str | None:
-        """What a class is called now; None: it was removed."""
+        """Return what a class is called now; None: it was removed."""
         return self.renamed.get(label, label)
 
 
 @dataclass(frozen=True)
 class Added:
-    """What became of samples that were added: new ones, known ones, dropped ones.
+    """The result of adding samples: how many were new, known already, or dropped.
 
     ``moved``: known ones that were of another class till now. ``renamed``: classes that they were added as -> what they
     are called now.
@@ -84,10 +85,10 @@ class Collection:
         self.folder = folder
 
     def index(self) -> Index:
-        """The index; an empty one where there is none.
+        """Return the index; an empty one where there is none.
 
         Raises:
-            StateError: it is damaged.
+            StateError: The index is damaged.
         """
         raw = read_json(self.folder / INDEX)
         try:
@@ -103,14 +104,16 @@ class Collection:
         that was removed is there again.
 
         Raises:
-            StateError: the collection is damaged.
-            OSError: the disk is full; the collection is as it was.
+            StateError: The collection is damaged.
+            OSError: The disk is full; the collection is unchanged.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with waited_lock(self.folder):
             index = self.index()
             entries = {entry.id: entry for entry in index.samples}
-            before, new, moved = len(entries), self._entries(samples, index), 0
+            before = len(entries)
+            new = self._entries(samples, index)
+            moved = 0
             for row, entry in new:
                 if entry.id not in entries:
                     write_tensors(self.folder / _file(entry), {"input": _raw(samples.inputs[row], samples.input)})
@@ -138,7 +141,7 @@ class Collection:
         """Call class ``old`` ``new`` from now on. ``known``: classes beside those of the collection.
 
         Raises:
-            UsageError: no such class, or one that is called ``new`` already.
+            UsageError: The class does not exist, or another one is called ``new`` already.
             DataError: ``new`` is not a name for a class.
         """
         names = self._names(known)
@@ -152,7 +155,7 @@ class Collection:
         """Make several classes one, which is called ``into``: one of them, or a new name.
 
         Raises:
-            UsageError: no such class.
+            UsageError: The collection has no such class.
             DataError: ``into`` is not a name for a class.
         """
         class_name(into)
@@ -162,7 +165,7 @@ class Collection:
         """Remove classes and their samples, all of them or none; returns how many samples went.
 
         Raises:
-            UsageError: no such class.
+            UsageError: The collection has no such class.
         """
         before = len(self.index().samples)
         self._relabel(dict.fromkeys(labels), known)
@@ -179,34 +182,38 @@ class Collection:
     def combined(
         self, own: tuple[Samples, Samples] | None, spec: InputSpec, bundle: Sequence[str], before: Sequence[str] = ()
     ) -> tuple[Samples, Samples]:
-        """Training and held-out samples: ``own``, those of the device's other source, and those of the collection.
+        """Return training and held-out samples: those of the device's other source (``own``) and of the collection.
 
         The order of the classes: those of the head ``before`` that the bundle, ``own`` or the collection still know,
         then those of ``own``, then new ones. Where there is neither, those of the ``bundle``, if the collection holds
         any of them. Exactly the bundle's classes have its order, so that its shared classifier is of use.
 
         Raises:
-            StateError: the collection holds inputs of another form than ``spec``, or is damaged.
-            DataError: there are no samples.
+            StateError: The collection holds inputs of another form than ``spec``, or is damaged.
+            DataError: There are no samples.
         """
+        # 1. The collection's samples, divided as each was when it was added.
         index = self.index()
-        mine = self._samples(index, spec)
-        if own is not None and (own[0].groups is not None or mine.groups is not None):
-            own, mine = _numbered(own, mine)
-        held = np.array([entry.held_out for entry in index.samples], bool)
-        parts = [mine.take(np.flatnonzero(~held)), mine.take(np.flatnonzero(held))]
-        known = list(own[0].class_names) if own is not None else []
-        if own is None and {*index.classes} & {*bundle}:
-            known = list(bundle)
-        still = {index.name_of(label) for label in [*bundle, *known, *index.classes]}
-        names = (index.name_of(label) for label in [*before, *known, *index.classes])
-        order = tuple(dict.fromkeys(name for name in names if name is not None and name in still))
-        if {*order} == {*bundle}:
-            order = tuple(bundle)
-        joined = [_joined(index, order, *pair) for pair in zip(own or (None, None), parts, strict=True)]
-        if not len(joined[0]):
+        collected = self._samples(index, spec)
+        if own is not None and (own[0].groups is not None or collected.groups is not None):
+            own, collected = _numbered(own, collected)
+        is_held_out = np.array([entry.held_out for entry in index.samples], bool)
+        collected_train = collected.take(np.flatnonzero(~is_held_out))
+        collected_test = collected.take(np.flatnonzero(is_held_out))
+        # 2. The classes, by their present names.
+        source_classes: Sequence[str] = ()
+        if own is not None:
+            source_classes = own[0].class_names
+        elif {*index.classes} & {*bundle}:
+            source_classes = bundle
+        order = _order_of_classes(index, source_classes, bundle, before)
+        # 3. Both together.
+        own_train, own_test = own if own is not None else (None, None)
+        train = _joined(index, order, own_train, collected_train)
+        test = _joined(index, order, own_test, collected_test)
+        if not len(train):
             raise DataError(f"{self.folder}: no samples to learn from; add some with 'edge-agent add'")
-        return joined[0], joined[1]
+        return train, test
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -216,28 +223,36 @@ class Collection:
         return list(dict.fromkeys(name for name in names if name is not None))
 
     def _relabel(self, changes: dict[str, str | None], known: Sequence[str]) -> None:
+        """Give classes new names, or remove them with their samples where the new name is None.
+
+        Raises:
+            UsageError: A class does not exist, or a new name is that of a class which was renamed.
+        """
         names = self._names(known)
-        if missing := [label for label in changes if label not in names]:
-            shown = ", ".join(f"'{label}'{near(label, names)}" for label in missing)
-            raise UsageError(f"no class {shown}; there are {', '.join(names) or 'none'}")
+        missing = [f"'{label}'{near(label, names)}" for label in changes if label not in names]
+        if missing:
+            raise UsageError(f"no class {', '.join(missing)}; there are {', '.join(names) or 'none'}")
         self.folder.mkdir(parents=True, exist_ok=True)
         with waited_lock(self.folder):
             index = self.index()
-            renamed = {
-                old: changes.get(name, name) if name is not None else None for old, name in index.renamed.items()
-            }
-            labels = [changes.get(entry.label, entry.label) for entry in index.samples]
-            classes = dict.fromkeys([*(changes.get(label, label) for label in index.classes), *changes.values()])
+            # Names that were changed earlier lead to the newest ones; a removed class (None) stays removed.
+            renamed: dict[str, str | None] = {}
+            for old, name in index.renamed.items():
+                renamed[old] = None if name is None else changes.get(name, name)
             targets = {label for label in changes.values() if label is not None}
-            if taken := [label for label in targets if renamed.get(label, label) not in {label, None}]:
-                raise UsageError(f"'{taken[0]}' is called '{renamed[taken[0]]}' now; choose another name")
+            for label in targets:
+                present = renamed.get(label, label)
+                if present not in {label, None}:
+                    raise UsageError(f"'{label}' is called '{present}' now; choose another name")
+            samples = []
+            for entry in index.samples:
+                new_label = changes.get(entry.label, entry.label)
+                if new_label is not None:
+                    samples.append(entry.model_copy(update={"label": new_label}))
+            classes = dict.fromkeys([*(changes.get(label, label) for label in index.classes), *changes.values()])
             change = {
                 "renamed": {old: new for old, new in {**renamed, **changes}.items() if old not in targets},
-                "samples": tuple(
-                    entry.model_copy(update={"label": label})
-                    for entry, label in zip(index.samples, labels, strict=True)
-                    if label is not None
-                ),
+                "samples": tuple(samples),
                 "classes": tuple(label for label in classes if label is not None),
             }
             self._write(index, change)
@@ -255,8 +270,9 @@ class Collection:
                 path.unlink(missing_ok=True)
 
     def _entries(self, samples: Samples, index: Index) -> list[tuple[int, Entry]]:
-        """Row and entry of each sample that is to be kept: of overlapping windows at the division none."""
-        rows, held = range(len(samples)), dict.fromkeys(range(len(samples)), False)
+        """Return the row and entry of each sample that is to be kept: of overlapping windows at the division none."""
+        rows = range(len(samples))
+        held = dict.fromkeys(range(len(samples)), False)
         recordings = [""] * len(samples)
         if samples.groups is not None:
             numbered = replace(samples, inputs=np.arange(len(samples))[:, None], names=())
@@ -302,19 +318,19 @@ class Collection:
 
 
 def labelled(samples: Samples, label: str) -> Samples:
-    """Samples without labels, all of class ``label``.
+    """Return samples without labels, all of class ``label``.
 
     Raises:
-        DataError: not a name for a class.
+        DataError: ``label`` is not a name for a class.
     """
     return replace(samples, labels=np.zeros(len(samples), np.int64), class_names=(class_name(label),))
 
 
 def class_name(label: str) -> str:
-    """The name of a class.
+    """Return the name of a class.
 
     Raises:
-        DataError: it is none: empty, too long, or with characters that would steer a terminal.
+        DataError: The name is empty or too long, or holds control characters.
     """
     if not label.strip():
         raise DataError(f"label {label!r}: expected the name of a class")
@@ -331,29 +347,48 @@ def _groups(index: Index) -> np.ndarray | None:
     return np.unique(names, return_inverse=True)[1].astype(np.int64)
 
 
+def _order_of_classes(
+    index: Index, source_classes: Sequence[str], bundle: Sequence[str], before: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the present names of the classes: those of the head ``before`` first, then the source's, then new ones.
+
+    Classes of ``before`` that neither the bundle, the source nor the collection has any more are left out.
+    """
+    present = {index.name_of(label) for label in [*bundle, *source_classes, *index.classes]}
+    names = [index.name_of(label) for label in [*before, *source_classes, *index.classes]]
+    order = tuple(dict.fromkeys(name for name in names if name is not None and name in present))
+    # Exactly the bundle's classes have its order, so that its shared classifier fits.
+    return tuple(bundle) if {*order} == {*bundle} else order
+
+
 def _joined(index: Index, order: tuple[str, ...], own: Samples | None, collected: Samples) -> Samples:
-    """Samples of the device's other source and collected ones, labelled by what their classes are called now."""
-    position = {name: number for number, name in enumerate(order)}
-    parts = []
-    for part in (part for part in (own, collected) if part is not None):
-        names = [index.name_of(label) for label in part.class_names]
-        table = np.array([-1 if name is None else position[name] for name in names], np.int64)
-        labels = table[part.labels] if len(part) else part.labels
-        here = np.flatnonzero(labels >= 0)
-        parts.append(replace(part.take(here), labels=labels[here], class_names=order, names=()))
-    if len(parts) == 1:
-        return parts[0]
-    first, second = parts
-    inputs, labels = (np.concatenate([getattr(part, name) for part in parts]) for name in ("inputs", "labels"))
+    """Return samples of the device's other source and collected ones, labelled by the present names of classes."""
+    second = _relabelled(index, order, collected)
+    if own is None:
+        return second
+    first = _relabelled(index, order, own)
     groups = None
     if first.groups is not None and second.groups is not None:
         groups = np.concatenate([first.groups, second.groups])
+    inputs = np.concatenate([first.inputs, second.inputs])
+    labels = np.concatenate([first.labels, second.labels])
     return replace(first, inputs=inputs, labels=labels, groups=groups)
 
 
+def _relabelled(index: Index, order: tuple[str, ...], samples: Samples) -> Samples:
+    """Return samples with the classes ``order`` as labels, without those whose class was removed."""
+    position = {name: number for number, name in enumerate(order)}
+    names = [index.name_of(label) for label in samples.class_names]
+    table = np.array([-1 if name is None else position[name] for name in names], np.int64)
+    labels = table[samples.labels] if len(samples) else samples.labels
+    kept = np.flatnonzero(labels >= 0)
+    return replace(samples.take(kept), labels=labels[kept], class_names=order, names=())
+
+
 def _numbered(own: tuple[Samples, Samples], mine: Samples) -> tuple[tuple[Samples, Samples], Samples]:
-    """Both with numbers of their recordings that differ; a sample that is of none has its own."""
-    train, test = own[0].groups, own[1].groups
+    """Return both parts with different numbers of their recordings; a sample of no recording gets its own number."""
+    train = own[0].groups
+    test = own[1].groups
     if train is None or test is None:
         train, test = np.split(np.arange(len(own[0]) + len(own[1])), [len(own[0])])
     begin = 1 + max(train.max(initial=-1), test.max(initial=-1))
@@ -362,7 +397,7 @@ def _numbered(own: tuple[Samples, Samples], mine: Samples) -> tuple[tuple[Sample
 
 
 def _raw(inputs: np.ndarray, spec: InputSpec) -> np.ndarray:
-    """One input as it was before it was normalised: pixels 0..255, or values in sensor units."""
+    """Return one input as it was before it was normalised: pixels 0..255, or values in sensor units."""
     if inputs.dtype == np.uint8:
         return inputs
     axes = (-1, *[1] * (inputs.ndim - 1))
@@ -379,14 +414,15 @@ def _file(entry: Entry) -> str:
 
 
 def _dealt(entry: Entry, others: Iterable[Entry]) -> Entry:
-    """The entry, held out where it is the third of four of its class."""
+    """Return the entry, held out where it is the third of four of its class."""
     number = sum(other.label == entry.label for other in others)
     return entry.model_copy(update={"held_out": number % _EVERY == _EVERY - 2})
 
 
 def _surplus(entries: list[Entry], budget: int) -> list[Entry]:
-    """The samples to drop: again and again the oldest one of the class that has most."""
-    counts, dropped = Counter(entry.label for entry in entries), []
+    """Return the samples to drop: again and again the oldest one of the class that has most."""
+    counts = Counter(entry.label for entry in entries)
+    dropped = []
     for _ in range(len(entries) - budget):
         label = counts.most_common(1)[0][0]
         oldest = next(entry for entry in entries if entry.label == label)
@@ -396,20 +432,26 @@ def _surplus(entries: list[Entry], budget: int) -> list[Entry]:
     return dropped
 
 
+def _channels_last(pixels: np.ndarray) -> np.ndarray:
+    """Return an image as (height, width, channels), uint8 or 0..1: no side of a small image is taken for channels."""
+    pixels = pixels.transpose(1, 2, 0)
+    return pixels if pixels.dtype == np.uint8 else pixels / np.float32(255)
+
+
 class CollectedOptions(Options):
-    """A collection has no options."""
+    """The options of a collection: none."""
 
 
 def read(where: str, options: CollectedOptions) -> Raw:  # noqa: ARG001 - none
-    """All collected samples, held-out ones included."""
+    """Return all collected samples, held-out ones included."""
     collection = Collection(Path(where).expanduser())
     index = collection.index()
-    inputs = [collection._input(entry) for entry in index.samples]  # noqa: SLF001 - the same file
-    kind: Literal["image", "window"] = "window" if inputs and inputs[0].ndim == 2 else "image"
-    items = inputs
-    if kind == "image":  # height, width, channels, which no side of a small image is taken for
-        pixels = (array.transpose(1, 2, 0) for array in inputs)
-        items = [array if array.dtype == np.uint8 else array / np.float32(255) for array in pixels]
+    items = [collection._input(entry) for entry in index.samples]  # noqa: SLF001 - the same file
+    kind: Literal["image", "window"] = "image"
+    if items and items[0].ndim == 2:
+        kind = "window"
+    else:
+        items = [_channels_last(pixels) for pixels in items]
     position = {label: number for number, label in enumerate(index.classes)}
     labels = np.array([position[entry.label] for entry in index.samples], np.int64)
     return Raw(kind, items, labels, index.classes, _groups(index))

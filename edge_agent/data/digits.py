@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from pydantic import Field, model_validator
 
-from ..errors import DataError, MissingCapability, UnknownName, cause
-from ..task import ImageInput
+from ..core.errors import DataError, MissingCapability, UnknownName, cause
+from ..core.task import ImageInput
 from .base import DataSource, Integers, Options, Raw
 from .preprocess import has_pillow, resize
 
@@ -29,11 +29,11 @@ SIDE = 32
 
 @functools.lru_cache(maxsize=1)
 def load() -> tuple[np.ndarray, np.ndarray]:
-    """All digits (1797, 8, 8) uint8 0..255, light on dark, and their labels (1797,) int64.
+    """Return all digits (1797, 8, 8) uint8 0..255, light on dark, and their labels (1797,) int64.
 
     Raises:
-        MissingCapability: scikit-learn is not installed.
-        DataError: its file is not where it has been in all releases so far.
+        MissingCapability: The package scikit-learn is not installed.
+        DataError: The file is not at its usual place in the installed scikit-learn.
     """
     try:
         with gzip.open(_folder() / "data" / "digits.csv.gz", "rt", encoding="ascii") as file:
@@ -46,14 +46,15 @@ def load() -> tuple[np.ndarray, np.ndarray]:
 
 
 def plain(digit: np.ndarray, seed: int, number: int) -> np.ndarray:  # noqa: ARG001 - one form for all domains
-    """The digit as it is, (8, 8)."""
+    """Return the digit as it is, (8, 8)."""
     return digit
 
 
 def inverted(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
-    """The digit in a dark colour on a light one, (32, 32, 3)."""
+    """Return the digit in a dark colour on a light one, (32, 32, 3)."""
     rng = np.random.default_rng([seed, number, 1])
-    ink, paper = rng.uniform(0, 90, 3), rng.uniform(165, 255, 3)
+    ink = rng.uniform(0, 90, 3)
+    paper = rng.uniform(165, 255, 3)
     share = _large(digit)[:, :, None] / 255.0
     return np.asarray(np.round(share * ink + (1 - share) * paper), np.uint8)
 
@@ -68,9 +69,11 @@ def on_photo(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
 
 
 def slanted(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
-    """The digit leaning by up to 45 degrees in a bright colour on a dark one, (32, 32, 3): another person's hand."""
+    """Return the digit (32, 32, 3) leaning by up to 45 degrees, in a bright colour on a dark one."""
     rng = np.random.default_rng([seed, number, 3])
-    lean, ink, paper = rng.uniform(0.4, 1.0), rng.uniform(150, 255, 3), rng.uniform(0, 70, 3)
+    lean = rng.uniform(0.4, 1.0)
+    ink = rng.uniform(150, 255, 3)
+    paper = rng.uniform(0, 70, 3)
     large = _large(digit).astype(np.float64)
     shifts = np.round((np.arange(SIDE) - SIDE / 2) * -lean / 1.6).astype(int)
     rows = [np.roll(row, shift) for row, shift in zip(large, shifts, strict=True)]
@@ -79,9 +82,11 @@ def slanted(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
 
 
 def striped(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
-    """The digit on coloured stripes with noise, sometimes darker and sometimes lighter than they are, (32, 32, 3)."""
+    """Return the digit (32, 32, 3) on coloured stripes with noise, darker or lighter than these."""
     rng = np.random.default_rng([seed, number, 4])
-    ink, one, other = rng.uniform(0, 255, 3), rng.uniform(60, 200, 3), rng.uniform(60, 200, 3)
+    ink = rng.uniform(0, 255, 3)
+    one = rng.uniform(60, 200, 3)
+    other = rng.uniform(60, 200, 3)
     ink = np.where(np.abs(ink - (one + other) / 2) < 60, 255 - ink, ink)
     rows, columns = np.mgrid[:SIDE, :SIDE]
     wave = 0.5 + 0.5 * np.sin((rows * rng.uniform(-1, 1) + columns * rng.uniform(-1, 1)) * 1.2 + rng.uniform(0, 6))
@@ -122,7 +127,7 @@ _CANVAS = 64
 
 
 def draw(seed: int, number: int, classes: tuple[int, ...]) -> tuple[np.ndarray, int]:
-    """One digit (32, 32, 3) uint8 and its label, out of ``classes``.
+    """Return one digit (32, 32, 3) uint8 and its label, out of ``classes``.
 
     Raises:
         MissingCapability: Pillow is not installed, or was built without scalable fonts.
@@ -136,9 +141,11 @@ def draw(seed: int, number: int, classes: tuple[int, ...]) -> tuple[np.ndarray, 
     paper, ink = rng.integers(0, 256, (2, 3))
     while abs(float(paper.mean() - ink.mean())) < 80:  # grey levels on average
         paper, ink = rng.integers(0, 256, (2, 3))
-    paper, ink = tuple(paper.tolist()), tuple(ink.tolist())
+    paper = tuple(paper.tolist())
+    ink = tuple(ink.tolist())
     image = Image.new("RGB", (_CANVAS, _CANVAS), paper)
-    pen, font = ImageDraw.Draw(image), _font(int(rng.integers(22, 30)))
+    pen = ImageDraw.Draw(image)
+    font = _font(int(rng.integers(22, 30)))
     middle = _CANVAS / 2 + rng.uniform(-2.5, 2.5, 2)
     for side in (-1, 1):  # neighbours reach into the picture, as on house numbers
         if rng.random() < 0.5:
@@ -179,7 +186,7 @@ DOMAINS = (*_HANDWRITTEN, "rendered")
 
 
 class DigitsOptions(Options):
-    """Which digits, and how many."""
+    """The options of the digits: which styles and classes, and how many."""
 
     n: int | None = Field(
         None, ge=1, le=100_000, description=f"samples; default: all there are, rendered {_RENDERED_DEFAULT}"
@@ -199,28 +206,30 @@ class DigitsOptions(Options):
 
 
 def read(where: str, options: DigitsOptions) -> Raw:
-    """The digits of one domain, optdigits where none is named."""
+    """Return the digits of one domain, optdigits where none is named."""
     domain = where or "optdigits"
     if domain not in DOMAINS:
         raise UnknownName("digits domain", domain, DOMAINS)
     if domain == "rendered":
         numbers = options.client + options.clients * np.arange(options.n or _RENDERED_DEFAULT)
         drawn = [draw(options.seed, int(number), options.classes) for number in numbers]
-        images, labels = [image for image, _ in drawn], np.array([label for _, label in drawn], np.int64)
+        images = [image for image, _ in drawn]
+        labels = np.array([label for _, label in drawn], np.int64)
     else:
         digits, all_labels = load()
         pool = np.random.default_rng(options.seed).permutation(len(all_labels))
         mine = pool[np.isin(all_labels[pool], options.classes)][options.client :: options.clients]
         if options.n is not None and options.n > len(mine):
             raise DataError(f"digits: n={options.n}, this part holds {len(mine)}; choose fewer, or fewer clients")
-        mine, decorate = mine[: options.n], _HANDWRITTEN[domain]
+        mine = mine[: options.n]
+        decorate = _HANDWRITTEN[domain]
         images = [decorate(digits[row], options.seed, int(row)) for row in mine]
         labels = all_labels[mine].astype(np.int64)
     return Raw("image", images, labels, tuple("0123456789"), natural=ImageInput(channels=3, height=32, width=32))
 
 
 def domains(where: str, options: DigitsOptions) -> dict[str, tuple[str, dict[str, Any]]]:
-    """For each style its name and the options that give it its own digits; nothing where one style was named."""
+    """Yield the name of each style and the options that give it its own digits; nothing where one style was named."""
     if where:
         return {}
     own = not options.model_fields_set & {"client", "clients"}

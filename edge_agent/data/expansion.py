@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from ..errors import DataError
-from ..limits import available_bytes, limit_bytes
+from ..core.errors import DataError
+from ..core.limits import available_bytes, limit_bytes
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -18,7 +18,7 @@ SMALL_BYTES = 32 << 20
 """The size in bytes up to which every file may expand, however small it is."""
 
 MOST_EXPANSION = 30
-"""Beyond `SMALL_BYTES`, how many times its size a file may expand to; recordings and photos expand 2 to 10 times."""
+"""The most times its size to which a file may expand beyond `SMALL_BYTES`; recordings and photos take 2 to 10."""
 
 _BLOCK_BYTES = 1 << 20
 
@@ -44,7 +44,7 @@ def check_expansion(path: Path, compressed_bytes: int, content_bytes: int, advic
     """Return quietly where a compressed file may hold so many bytes.
 
     Raises:
-        DataError: it expands too far, or takes more memory than there is; ``advice`` says what to do if it is meant so.
+        DataError: The content expands too far, or takes more memory than is available; ``advice`` ends the message.
     """
     most = most_content_bytes(compressed_bytes)
     if content_bytes > most:
@@ -64,8 +64,8 @@ def count_content(unpacked: BinaryIO, file: BinaryIO, path: Path, advice: str) -
         advice: What to do if it is meant so.
 
     Raises:
-        DataError: it expands too far.
-        OSError: it cannot be read, or is damaged; EOFError where it is cut.
+        DataError: The file expands beyond its limit.
+        OSError: The file cannot be read or is damaged; EOFError if it is truncated.
     """
     most_bytes = most_content_bytes(os.fstat(file.fileno()).st_size)
     content_bytes = 0
@@ -86,7 +86,10 @@ class BoundedReader(io.RawIOBase):
     """The content of a compressed file while it is unpacked, which ends with an error where it is too long."""
 
     def __init__(self, unpacked: BinaryIO, file: BinaryIO, path: Path, advice: str) -> None:
-        """``unpacked`` reads the compressed ``file`` at ``path``; ``advice``: what to do if it is meant so."""
+        """Wrap ``unpacked``, which reads the compressed ``file`` at ``path``.
+
+        ``advice`` ends messages about its size.
+        """
         self._unpacked = unpacked
         self._file = file
         self._path = path
@@ -95,14 +98,14 @@ class BoundedReader(io.RawIOBase):
         self._read_bytes = 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True: the file can be read."""
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         """Unpack the next bytes.
 
         Raises:
-            DataError: there are more than the file may have.
+            DataError: The content is larger than the limit of this file.
         """
         view = memoryview(buffer).cast("B")
         part = self._unpacked.read(len(view))

@@ -15,8 +15,8 @@ from typing import BinaryIO, Literal, cast
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError, cause
-from ..storage import open_regular
+from ..core.errors import DataError, cause
+from ..core.storage import open_regular
 from .base import DataSource, PartOptions, Raw, Strings, labels_by_name
 
 MAX_BYTES = 1 << 30
@@ -31,13 +31,14 @@ class IdxOptions(PartOptions):
 
 
 def read(where: str, options: IdxOptions) -> Raw:
-    """The images and labels of one split."""
+    """Return the images and labels of one split."""
     folder = Path(where).expanduser()
     parts = []
     for stem in _STEMS[options.split]:
         paths = _find(folder, f"{stem}-images", 3), _find(folder, f"{stem}-labels", 1)
         if paths[0] is not None and paths[1] is not None:
-            pixels, digits = read_idx(paths[0], 3), read_idx(paths[1], 1)
+            pixels = read_idx(paths[0], 3)
+            digits = read_idx(paths[1], 1)
             if len(pixels) != len(digits):
                 counts = f"{len(pixels)} images in '{paths[0].name}', {len(digits)} labels in '{paths[1].name}'"
                 raise DataError(f"idx: {counts}")
@@ -50,16 +51,17 @@ def read(where: str, options: IdxOptions) -> Raw:
     images, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     if options.n is not None and options.n < len(values):
         rows = np.random.default_rng(options.seed).permutation(len(values))[: options.n]
-        images, values = images[rows], values[rows]
+        images = images[rows]
+        values = values[rows]
     labels, names = labels_by_name(values, options.class_names, f"idx: {where}")
     return Raw("image", images, labels, names)  # type: ignore[arg-type]
 
 
 def read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """The uint8 array of one idx file; never more memory than its header declares and `MAX_BYTES` allows.
+    """Return the uint8 array of one idx file; never more memory than its header declares and `MAX_BYTES` allows.
 
     Raises:
-        DataError: not an idx file of bytes with that many dimensions, cut short, or too large.
+        DataError: The file is not an idx file of bytes with that many dimensions, is truncated, or is too large.
     """
     try:
         with open_regular(path) as file:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError, MissingCapability, cause
-from ..storage import open_regular
+from ..core.errors import DataError, MissingCapability, cause
+from ..core.storage import open_regular
 from ._sound_files import SUFFIXES as SOUND_SUFFIXES
 from .base import DataSource, FileItems, Options, Raw
 from .preprocess import has_pillow
@@ -51,10 +51,10 @@ class ImageFiles(FileItems):
 
 
 def decoded(path: Path) -> Any:
-    """The image in a file.
+    """Return the image in a file.
 
     Raises:
-        DataError: it cannot be read as an image, or its header declares more pixels than Pillow takes from strangers.
+        DataError: The file cannot be read as an image, or its header declares more pixels than Pillow accepts.
     """
     import warnings
 
@@ -78,10 +78,11 @@ def decoded(path: Path) -> Any:
 
 
 def read(where: str, options: ImagesOptions) -> Raw:
-    """The images of all class folders in ``where``, or those in it, without labels, where there are no folders."""
+    """Return the images of all class folders in ``where``; without such folders those in it, without labels."""
     files = files_by_class(Path(where).expanduser(), "images", tuple(sorted(SUFFIXES)), options.limit)
     items = ImageFiles(files.paths)
-    labels, reason = files.labels, files.unlabelled
+    labels = files.labels
+    reason = files.unlabelled
     return Raw("image", items, labels, files.class_names, names=files.names, unlabelled=reason, skipped=files.skipped)
 
 
@@ -101,32 +102,48 @@ class ClassFiles:
 
 
 def files_by_class(root: Path, kind: str, suffixes: tuple[str, ...], limit: int | None = None) -> ClassFiles:
-    """Files ending in ``suffixes`` in the sub-folders of ``root``, or in itself, without labels, where those have none.
+    """Return the files ending in ``suffixes`` in the sub-folders of ``root``; without any, those in it, without labels.
 
     Raises:
-        DataError: no such folder, or no such files in it.
+        DataError: The folder does not exist, or holds no such files.
     """
     if not root.is_dir():
         raise DataError(f"{kind}: no folder '{root}'; expected a folder with one sub-folder of files for each class")
 
     here = _Folder.of(root, kind, suffixes)
     folders = {name: _Folder.of(root / name, kind, suffixes) for name in here.folders}
-    held = {name: folder.files[:limit] for name, folder in folders.items() if folder.files}
-    if empty := [name for name in folders if name not in held and held]:
-        _log.warning("class_without_samples source=%s:%s classes=%s: no files in them", kind, root, ", ".join(empty))
-    skipped = tuple(f"{Path(*parts)}: {why}" for parts, why in sorted(_unread(root, here, folders, kind, suffixes)))
-    if held:
-        names = tuple(f"{folder}{os.sep}{name}" for folder, group in held.items() for name in group)
-        labels = np.repeat(np.arange(len(held)), [len(group) for group in held.values()])
-        return ClassFiles([root / name for name in names], labels, tuple(held), names, skipped=skipped)
+    unread = sorted(_unread(root, here, folders, kind, suffixes))
+    skipped = tuple(f"{Path(*parts)}: {reason}" for parts, reason in unread)
+    files_of = {name: folder.files[:limit] for name, folder in folders.items() if folder.files}
+    if files_of:
+        _warn_of_empty(root, kind, [name for name in folders if name not in files_of])
+        return _labelled_files(root, files_of, skipped)
+    # Without folders of classes, the files themselves count, and have no labels.
     reason = (
         f"{kind}: no {'images' if kind == 'images' else 'files'} in the sub-folders of '{root}'; expected one "
         f"sub-folder for each class, with files ending in {', '.join(suffixes)}"
     )
-    if not (flat := tuple(here.files[:limit])):
-        others = f"; found {len(skipped)} other files, first {skipped[0]}" if skipped else ""
-        raise DataError(f"{reason}{others}")
-    return ClassFiles([root / name for name in flat], np.full(len(flat), -1), (), flat, reason, skipped)
+    flat = tuple(here.files[:limit])
+    if flat:
+        return ClassFiles([root / name for name in flat], np.full(len(flat), -1), (), flat, reason, skipped)
+    if skipped:
+        raise DataError(f"{reason}; found {len(skipped)} other files, first {skipped[0]}")
+    raise DataError(reason)
+
+
+def _warn_of_empty(root: Path, kind: str, classes: Sequence[str]) -> None:
+    """Log the classes whose folders hold no files."""
+    if classes:
+        _log.warning("class_without_samples source=%s:%s classes=%s: no files in them", kind, root, ", ".join(classes))
+
+
+def _labelled_files(root: Path, files_of: Mapping[str, list[str]], skipped: tuple[str, ...]) -> ClassFiles:
+    """Return the files of class folders, in the order of the folders, with the number of its folder as each label."""
+    names: list[str] = []
+    for folder, files in files_of.items():
+        names += [f"{folder}{os.sep}{name}" for name in files]
+    labels = np.repeat(np.arange(len(files_of)), [len(files) for files in files_of.values()])
+    return ClassFiles([root / name for name in names], labels, tuple(files_of), tuple(names), skipped=skipped)
 
 
 @dataclass(frozen=True)
@@ -139,29 +156,30 @@ class _Folder:
 
     @classmethod
     def of(cls, folder: Path, kind: str, suffixes: tuple[str, ...]) -> _Folder:
-        """The names in ``folder``; most files are not looked at one by one, as their folder tells what they are."""
-        files, folders = list[str](), list[str]()
+        """Return the names in ``folder``; most files are not looked at one by one, as their folder tells their kind."""
+        files = list[str]()
+        folders = list[str]()
         with os.scandir(folder) as entries:
             for entry in entries:
-                known = (
-                    Path(entry.path) if entry.is_symlink() else entry
-                )  # a path forgives links that lead to themselves
                 if entry.name.startswith("."):
                     continue
-                if known.is_file():
+                # Of a link that leads to itself, an entry raises an error, and a path says that it is neither.
+                target = Path(entry.path) if entry.is_symlink() else entry
+                if target.is_file():
                     files.append(entry.name)
-                elif known.is_dir():
+                elif target.is_dir():
                     folders.append(entry.name)
         files.sort()
-        others = tuple(_FOREIGN.get(kind, ("", ""))[1].split())
-        own = [name for name in files if name.lower().endswith(suffixes)]
-        return cls(own, [name for name in files if name.lower().endswith(others)], sorted(folders))
+        foreign_suffixes = tuple(_FOREIGN.get(kind, ("", ""))[1].split())
+        wanted = [name for name in files if name.lower().endswith(suffixes)]
+        foreign = [name for name in files if name.lower().endswith(foreign_suffixes)]
+        return cls(wanted, foreign, sorted(folders))
 
 
 def _unread(
     root: Path, here: _Folder, folders: Mapping[str, _Folder], kind: str, suffixes: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Path and reason of files, down to two levels below ``root``, that look like data of the kind and are not read."""
+    """Yield path and reason of files up to two levels below ``root`` that look like data and are not read."""
     form = f"is of a form that is not read; {_FOREIGN.get(kind, ('', ''))[0]}"
     if any(folder.files for folder in folders.values()):
         beside = "is beside the folders of classes, so it has none; move it into one"
@@ -178,10 +196,10 @@ def _unread(
 
 
 def domains(where: str, options: ImagesOptions) -> dict[str, tuple[str, dict[str, Any]]]:  # noqa: ARG001 - each folder's own
-    """For a folder that holds one of class folders for each domain: domain -> place and options.
+    """Return place and options of each domain, for a folder that holds a folder of class folders for each.
 
     Raises:
-        DataError: no folders there.
+        DataError: The folder has no sub-folders.
     """
     root = Path(where).expanduser()
     folders = [path for path in visible(root) if path.is_dir()] if root.is_dir() else []
@@ -191,12 +209,12 @@ def domains(where: str, options: ImagesOptions) -> dict[str, tuple[str, dict[str
 
 
 def visible(folder: Path) -> Iterable[Path]:
-    """Entries of a folder, sorted by name, without hidden ones."""
+    """Return entries of a folder, sorted by name, without hidden ones."""
     return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
 def images_in(folder: Path) -> list[Path]:
-    """Image files that lie in a folder itself, by name."""
+    """Return image files that lie in a folder itself, by name."""
     return [path for path in visible(folder) if path.suffix.lower() in SUFFIXES and path.is_file()]
 
 

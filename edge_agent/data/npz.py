@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import zipfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, BinaryIO, Literal
@@ -18,8 +19,8 @@ from typing import IO, BinaryIO, Literal
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError, cause
-from ..storage import open_regular
+from ..core.errors import DataError, cause
+from ..core.storage import open_regular
 from .base import DataSource, Options, Raw, labels_by_name
 from .expansion import check_expansion
 
@@ -38,36 +39,54 @@ class NpzOptions(Options):
 
 
 def read(where: str, options: NpzOptions) -> Raw:
-    """The arrays of one archive."""
+    """Return the arrays of one archive."""
     arrays = load_arrays(Path(where).expanduser())
-    wanted = [options.inputs, options.labels, *filter(None, [options.groups, options.class_names])]
-    missing = [name for name in wanted if name not in arrays]
-    reason = f"npz: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}" if missing else ""
-    if reason and (missing != [options.labels] or "labels" in options.model_fields_set):
-        given = "&".join(f"{name}=ARRAY" for name in ("inputs", "labels") if getattr(options, name) in missing)
-        raise DataError(f"{reason}; name those to take{f' ({given})' if given else ''}")
-    inputs, groups = arrays[options.inputs], arrays[options.groups] if options.groups else None
+    reason = _missing_labels(arrays, options, where)
+    inputs = arrays[options.inputs]
+    groups = arrays[options.groups] if options.groups else None
     class_names: tuple[str, ...] = ()
     labels = np.full(inputs.shape[:1], -1)
     targets = None
-    if not missing and arrays[options.labels].dtype.kind == "f":
-        reason = f"npz: '{where}' has numbers for labels ({arrays[options.labels].dtype}), expected integers or text"
-        if arrays[options.labels].shape != labels.shape:
-            shape = list(arrays[options.labels].shape)
-            raise DataError(f"npz: '{where}': targets of shape {shape} for {len(labels)} inputs; expected one for each")
-        targets = [*arrays[options.labels]]
-    elif not missing:
+    values = arrays.get(options.labels)
+    # Labels are classes, or numbers to predict; without any, the samples still serve for what needs none.
+    if values is not None and values.dtype.kind == "f":
+        reason = f"npz: '{where}' has numbers for labels ({values.dtype}), expected integers or text"
+        if values.shape != labels.shape:
+            raise DataError(
+                f"npz: '{where}': targets of shape {list(values.shape)} for {len(labels)} inputs; expected one for each"
+            )
+        targets = [*values]
+    elif values is not None:
         names = [str(name) for name in arrays.get(options.class_names or "class_names", ())]
-        labels, class_names = labels_by_name(arrays[options.labels], names, f"npz: {where}")
+        labels, class_names = labels_by_name(values, names, f"npz: {where}")
     raw = from_arrays(inputs, labels, class_names=class_names, groups=groups, kind=options.kind, where=f"npz: {where}")
     return replace(raw, unlabelled=reason, targets=targets)
 
 
-def load_arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of an archive.
+def _missing_labels(arrays: Mapping[str, np.ndarray], options: NpzOptions, where: str) -> str:
+    """Return why there are no labels, where an archive lacks the default array of these; empty where it has them.
 
     Raises:
-        DataError: no such file, not an archive, one with pickled objects, or one that would take too much memory.
+        DataError: The archive lacks an array that was named, or that of the inputs.
+    """
+    wanted = [options.inputs, options.labels, *filter(None, [options.groups, options.class_names])]
+    missing = [name for name in wanted if name not in arrays]
+    if not missing:
+        return ""
+    reason = f"npz: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}"
+    if missing == [options.labels] and "labels" not in options.model_fields_set:
+        return reason
+    settings = "&".join(f"{name}=ARRAY" for name in ("inputs", "labels") if getattr(options, name) in missing)
+    if settings:
+        raise DataError(f"{reason}; name those to take ({settings})")
+    raise DataError(f"{reason}; name those to take")
+
+
+def load_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return all arrays of an archive.
+
+    Raises:
+        DataError: The file does not exist, is not an archive, holds pickled objects, or would take too much memory.
     """
     try:
         with open_regular(path) as file:
@@ -90,7 +109,7 @@ def _check_sizes(file: BinaryIO, path: Path) -> None:
     """Look at the sizes of all arrays before one of them is read: NumPy takes memory for what a header promises.
 
     Raises:
-        DataError: together they would take too much memory, or a header promises more than is there.
+        DataError: The arrays would take too much memory, or a header declares more than the file holds.
     """
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
@@ -123,10 +142,10 @@ def _promised_bytes(file: IO[bytes]) -> int:
 
 
 def load_array(path: Path) -> np.ndarray:
-    """The array in a ``.npy`` file.
+    """Return the array in a ``.npy`` file.
 
     Raises:
-        DataError: no such file, another one, or one with pickled objects.
+        DataError: The file does not exist, is not a ``.npy`` file, or holds pickled objects.
     """
     try:
         with open_regular(path) as file:
@@ -147,10 +166,10 @@ def from_arrays(
     kind: Literal["image", "window"] | None,
     where: str,
 ) -> Raw:
-    """Raw samples from whole arrays: images (n, h, w) or (n, h, w, c), windows (n, channels, length), labels (n,).
+    """Return raw samples from arrays: images (n, h, w) or (n, h, w, c), windows (n, channels, length), labels (n,).
 
     Raises:
-        DataError: arrays of different lengths, or inputs that are neither images nor windows.
+        DataError: The arrays differ in length, or the inputs are neither images nor windows.
     """
     if inputs.ndim not in {3, 4} or inputs.dtype.kind not in "iufb":
         raise DataError(

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import Field, ValidationError
 
-from ..config import NAME_PATTERN, DataConfig, mistakes_of
-from ..errors import ConfigError, DataError, StateError, UnknownName, nearest
-from ..storage import read_json, write_atomic
-from ..task import Frozen, InputSpec, Task
+from ..core.config import NAME_PATTERN, DataConfig, mistakes_of
+from ..core.errors import ConfigError, DataError, StateError, UnknownName, nearest
+from ..core.storage import read_json, write_atomic
+from ..core.task import Frozen, InputSpec, Task
 from . import Progress, Samples, load, location, parse_source, source_kind, split, with_options
 from . import check as check_source
 from .base import numbered_apart
@@ -44,7 +44,7 @@ class Share(Frozen):
 
 
 class Pool(Frozen):
-    """By what a pool is recognised: how many samples, and their labels."""
+    """The mark by which a pool is recognised: the number of its samples, and a hash of their labels."""
 
     train_samples: int = Field(ge=0)
     test_samples: int | None = Field(None, ge=0, description="None: clients hold back a part of what they get")
@@ -52,7 +52,7 @@ class Pool(Frozen):
 
     @classmethod
     def of(cls, train_labels: np.ndarray, test_labels: np.ndarray | None) -> Pool:
-        """The mark of a pool with these labels."""
+        """Return the mark of a pool with these labels."""
         digest = hashlib.sha256()
         for labels in (train_labels, *(() if test_labels is None else (test_labels,))):
             digest.update(len(labels).to_bytes(8, "little"))
@@ -84,10 +84,10 @@ class Division(Frozen):
 
     @classmethod
     def read(cls, path: Path) -> Division:
-        """The division in a file.
+        """Return the division in a file.
 
         Raises:
-            DataError: no such file, a damaged one, or not what `write` wrote.
+            DataError: The file does not exist, is damaged, or was not written by `write`.
         """
         try:
             content = read_json(path)
@@ -110,10 +110,10 @@ class Division(Frozen):
         return read
 
     def share(self, client: str, where: str) -> Share:
-        """The rows of one client.
+        """Return the rows of one client.
 
         Raises:
-            DataError: no such client; the nearest name is suggested.
+            DataError: The partition has no such client; the message suggests the nearest name.
         """
         result = self.clients.get(client)
         if result is None:
@@ -129,7 +129,8 @@ class Division(Frozen):
         """Check that all rows lie in their pools and that no client has one of them twice.
 
         Raises:
-            DataError: names the first client for which that is not so.
+            DataError: A client has a row twice, or one that the pool does not have; the message names the first such
+                client.
         """
         tested = self.pool.test_samples
         for name, share in self.clients.items():
@@ -144,7 +145,7 @@ class Division(Frozen):
         """Check that this is the pool that the rows belong to.
 
         Raises:
-            DataError: it is another one.
+            DataError: The pool is not the one for which the partition was made.
         """
         if pool != self.pool:
             raise DataError(
@@ -156,7 +157,7 @@ class Division(Frozen):
 def divided(
     rule: str, settings: Mapping[str, Any], pool: Pool, shares: Mapping[str, tuple[np.ndarray, np.ndarray]]
 ) -> Division:
-    """A division of rows given as arrays (train, test) for each client."""
+    """Return a division of rows given as arrays (train, test) for each client."""
     clients = {
         name: Share.model_construct(train=tuple(train.tolist()), test=tuple(test.tolist()))
         for name, (train, test) in shares.items()
@@ -189,15 +190,15 @@ class Pools:
 
     @property
     def mark(self) -> Pool:
-        """By what the pools are recognised."""
+        """The mark by which the pools are recognised."""
         return Pool.of(self.train.labels, None if self.test is None else self.test.labels)
 
     def like(self, division: Division) -> Self:
-        """These pools; without the test samples where no client in ``division`` has any."""
+        """Return these pools, without the test samples if no client in ``division`` has any."""
         return self if division.pool.test_samples is not None else replace(self, test=None)
 
     def rows_of(self, share: Share) -> tuple[Samples, Samples]:
-        """One client's training and test samples, copied out of the pools."""
+        """Return copies of one client's training and test samples."""
         tested = self.train if self.test is None else self.test
         train, test = (np.asarray(rows, np.int64) for rows in (share.train, share.test))
         result = self.train.take(train).ready(), tested.take(test).ready()
@@ -205,11 +206,11 @@ class Pools:
 
 
 def parts_of(source: str) -> tuple[str, str] | None:
-    """The sources of its training and test part, where this kind keeps them apart and ``source`` names neither.
+    """Return the sources of its training and test part, where this kind keeps them apart and ``source`` names neither.
 
     Raises:
-        UnknownName: no such kind of source.
-        ConfigError: not of the form kind:where?option=value.
+        UnknownName: No kind of source has this name.
+        ConfigError: ``source`` does not have the form kind:where?option=value.
     """
     kind, where, options = parse_source(source)
     if "split" not in source_kind(kind).options.model_fields or "split" in options:
@@ -227,13 +228,13 @@ def read_pools(
     strict: bool = False,
     progress: Progress | None = None,
 ) -> Pools:
-    """The pools of one source, compact, preprocessed and labelled as `edge_agent.data.load` does.
+    """Return the pools of one source, compact, preprocessed and labelled as `edge_agent.data.load` does.
 
     Its rows are counted, so that none is left out; ``strict``: files beside them that are not read are an error, too.
     ``progress``: as of `edge_agent.data.load`, for each of the pools.
 
     Raises:
-        HeadwaterError: as `edge_agent.data.load`.
+        HeadwaterError: See `edge_agent.data.load`.
     """
     read = functools.partial(load, folder=folder, compact=True, strict=strict or None, progress=progress)
     parts = parts_of(source)
@@ -245,7 +246,7 @@ def read_pools(
 
 @dataclass(frozen=True)
 class Own:
-    """What a client has of a partition that it shares with others."""
+    """The rows of one client in a partition that it shares with others."""
 
     division: Division
     share: Share
@@ -253,12 +254,12 @@ class Own:
 
     @classmethod
     def of(cls, path: Path, client: str) -> Own:
-        """A client's rows from the file at ``path``.
+        """Return a client's rows from the file at ``path``.
 
         Raises:
-            DataError: no such file, no such client, or a rule whose clients are their own sources.
-            ConfigError: not a partition.
-            StateError: the file is damaged.
+            DataError: The file or the client does not exist, or the clients of the rule are sources of their own.
+            ConfigError: The file is not a partition.
+            StateError: The file is damaged.
         """
         division = Division.read(path)
         if division.rule in RULES_OF_SEVERAL:
@@ -269,10 +270,10 @@ class Own:
         return cls(division, division.share(client, str(path)), str(path))
 
     def taken_from(self, pools: Pools) -> tuple[Samples, Samples]:
-        """The client's training and test samples.
+        """Return the client's training and test samples.
 
         Raises:
-            DataError: the pools are not those that the partition was made for.
+            DataError: The pools are not those for which the partition was made.
         """
         pools = pools.like(self.division)
         self.division.check_pool(pools.mark, self.where)
@@ -289,7 +290,7 @@ def own_samples(
     labelled: bool | None = True,
     progress: Progress | None = None,
 ) -> tuple[Samples, Samples]:
-    """Training and test samples of a device: its rows of a shared partition; or its source, split, or with a test set.
+    """Return training and test samples of a device: its rows of a partition, or its source, split or with a test set.
 
     A partition counts rows, so none of its source is left out, whether ``config.strict`` or not.
 
@@ -297,8 +298,8 @@ def own_samples(
     `edge_agent.data.load`.
 
     Raises:
-        HeadwaterError: as `edge_agent.data.load`; or the partition does not fit the data, or does not know the client;
-            or samples of the test set are of the same images or recordings as some for training.
+        HeadwaterError: See `edge_agent.data.load`; or the partition does not fit the data, or does not know the client;
+            or test samples are cut from the same images or recordings as training samples.
     """
     if config.partition is not None:
         own = Own.of(config.partition, config.client or client)
@@ -336,7 +337,7 @@ def _check_apart(config: DataConfig, train: Samples, test: Samples) -> None:
 
 
 def is_collected(config: DataConfig) -> bool:
-    """Whether a device has no other samples than those that were labelled on it (`edge_agent.data.collected`)."""
+    """Return whether a device has only samples that were labelled on it (`edge_agent.data.collected`)."""
     return config.source.startswith("collected:")
 
 
@@ -346,15 +347,19 @@ def check_own(config: DataConfig, client: str, task: Task | None = None, *, own_
     With a task the kind of its inputs has to be that of the data, and so have its classes, but with ``own_classes``.
 
     Raises:
-        HeadwaterError: as `edge_agent.data.check`, or as `Own.of`.
+        HeadwaterError: See `edge_agent.data.check` and `Own.of`.
     """
+    # A partition may divide a source whose training and test part are sources of their own.
     parts = None if config.partition is None else parts_of(config.source)
-    for source in (*(parts or (config.source,)), *filter(None, [config.test])):
+    sources = [*parts] if parts else [config.source]
+    if config.test:
+        sources.append(config.test)
+    for source in sources:
         if task is None:
             check_source(source, config.folder)
-        else:
-            names = None if own_classes or is_collected(config) else task.class_names
-            check_source(source, config.folder, task.input, names)
+            continue
+        has_other_classes = own_classes or is_collected(config)
+        check_source(source, config.folder, task.input, None if has_other_classes else task.class_names)
     if config.partition is not None:
         Own.of(config.partition, config.client or client)
 
@@ -378,20 +383,20 @@ def check_rule(name: str) -> None:
     """Check the name of a rule.
 
     Raises:
-        UnknownName: no such rule; the nearest name is suggested.
+        UnknownName: No rule has this name; the message suggests the nearest name.
     """
     if name not in RULES:
         raise UnknownName("partition", name, RULES)
 
 
 def fedpac(labels: np.ndarray, clients: int, *, size: int = 600, first: int = 0) -> Rows:
-    """FedPAC's split (Xu, Tong, Huang, ICLR 2023, official code): 20 % even over ten classes, 80 % of three of them.
+    """Divide as FedPAC's official code (Xu, Tong, Huang, ICLR 2023): 20 % even over ten classes, 80 % of three of them.
 
     Nothing is random. A pointer for each class moves through its samples (in the order of the pool, from ``first`` on)
     as clients take from it, and returns to 0 when a request would overrun: then clients share samples.
 
     Raises:
-        DataError: not ten classes, or a class with fewer samples than one client takes of it.
+        DataError: There are not ten classes, or a class has fewer samples than a client takes of it.
     """
     by_class = [np.flatnonzero(labels == label) for label in range(10)]
     if (len(labels) and int(labels.max()) > 9) or not all(map(len, by_class)):
@@ -430,23 +435,24 @@ def fedpac(labels: np.ndarray, clients: int, *, size: int = 600, first: int = 0)
 
 
 def _spread(classes: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """(class, count) in the order in which a client takes them; the last class takes the remainder."""
+    """Return (class, count) in the order in which a client takes them; the last class takes the remainder."""
     each = count // len(classes)
     last = count - each * (len(classes) - 1)
     return [*((label, each) for label in classes[:-1]), (classes[-1], last)]
 
 
 def dirichlet(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, *, min_size: int = 10) -> Rows:
-    """Each class is spread over the clients by Dirichlet(alpha), as in FedML (He et al., 2020).
+    """Spread each class over the clients by Dirichlet(alpha), as in FedML (He et al., 2020).
 
     Clients with N / clients samples get nothing more; the draw is repeated until all clients have ``min_size``.
 
     Raises:
-        DataError: fewer samples than that takes, or no draw gave all clients enough.
+        DataError: There are too few samples, or no draw gave every client ``min_size`` samples.
     """
     _check_pool(len(labels), clients, min_size, "dirichlet")
     counts = np.bincount(labels)
-    smallest, poorest = -1, 0
+    smallest = -1
+    poorest = 0
     for _ in range(MAX_DRAWS):
         cuts = _draw_cuts(counts, clients, alpha, rng)
         if cuts is None:
@@ -454,7 +460,8 @@ def dirichlet(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Gen
         sizes = np.diff(np.stack(cuts), axis=1).sum(axis=0)
         least = int(sizes.min())
         if least > smallest:
-            smallest, poorest = least, int(sizes.argmin())
+            smallest = least
+            poorest = int(sizes.argmin())
         if least >= min_size:
             dealt: list[Rows] = [[] for _ in range(clients)]
             for label, cut in enumerate(cuts):
@@ -470,8 +477,10 @@ def dirichlet(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Gen
 
 
 def _draw_cuts(counts: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> list[np.ndarray] | None:
-    """For each class the places (clients + 1,) at which its samples are cut; None where a class found no taker."""
-    held, fair, cuts = np.zeros(clients, np.int64), counts.sum() / clients, []
+    """Draw the places (clients + 1,) at which the samples of each class are cut; None where a class found no taker."""
+    held = np.zeros(clients, np.int64)
+    fair = counts.sum() / clients
+    cuts = []
     for count in counts:
         shares = rng.dirichlet(np.full(clients, alpha)) * (held < fair)
         total = shares.sum()
@@ -486,29 +495,32 @@ def _draw_cuts(counts: np.ndarray, clients: int, alpha: float, rng: np.random.Ge
 def pathological(
     labels: np.ndarray, clients: int, rng: np.random.Generator, *, classes_each: int = 2, min_size: int = 10
 ) -> Rows:
-    """A few classes for each client, as in the code of FedRIR and PFLlib: class 0 goes to the first clients, and so on.
+    """Give each client a few classes, as in the code of FedRIR and PFLlib: class 0 goes to the first clients.
 
     A class goes to the first ceil(clients / classes * classes_each) clients that still need one; all but the last of
     them take a random number between a tenth and the whole of an equal share, the last one takes the rest.
 
     Raises:
-        DataError: some client would get no class, or fewer than ``min_size`` samples; or more classes than there are.
+        DataError: A client would get no class or fewer than ``min_size`` samples, or ``classes`` exceeds their number.
     """
     counts = np.bincount(labels)
     if classes_each > len(counts):
         raise DataError(f"partition pathological: {classes_each} classes for each client, the data have {len(counts)}")
     takers = int(np.ceil(clients / len(counts) * classes_each))
-    needs, dealt = np.full(clients, classes_each), [[np.empty(0, np.int64)] for _ in range(clients)]
+    needs = np.full(clients, classes_each)
+    dealt = [[np.empty(0, np.int64)] for _ in range(clients)]
     for label, count in enumerate(counts):
         chosen = np.flatnonzero(needs)[:takers]
         if not len(chosen):
             break
-        rows, each = np.flatnonzero(labels == label), count / len(chosen)
+        rows = np.flatnonzero(labels == label)
+        each = count / len(chosen)
         sizes = rng.integers(int(each / 10), max(int(each), int(each / 10) + 1), len(chosen) - 1)
         for client, piece in zip(chosen, np.split(rows, np.cumsum(sizes)), strict=True):
             dealt[client].append(piece)
         needs[chosen] -= 1
-    result, least = [np.concatenate(pieces) for pieces in dealt], max(1, min_size)
+    result = [np.concatenate(pieces) for pieces in dealt]
+    least = max(1, min_size)
     if short := [client for client, rows in enumerate(result) if len(rows) < least]:
         raise DataError(
             f"partition pathological: client {short[0]} gets {len(result[short[0]])} samples, expected at least "
@@ -519,10 +531,10 @@ def pathological(
 
 
 def iid(labels: np.ndarray, clients: int, rng: np.random.Generator, *, size: int | None = None) -> Rows:
-    """Random parts without overlap, of ``size`` samples each or as equal as can be.
+    """Return random parts without overlap, of ``size`` samples each or as equal as can be.
 
     Raises:
-        DataError: fewer samples than that takes.
+        DataError: There are too few samples.
     """
     _check_pool(len(labels), clients, size or 1, "iid")
     rows = rng.permutation(len(labels))
@@ -538,7 +550,8 @@ def alike(train: Rows, train_labels: np.ndarray, test_labels: np.ndarray, rng: n
     held = np.stack([np.bincount(train_labels[rows], minlength=classes) for rows in train]).astype(np.float64)
     dealt: list[Rows] = [[] for _ in train]
     for label in range(classes):
-        rows, total = rng.permutation(np.flatnonzero(test_labels == label)), held[:, label].sum()
+        rows = rng.permutation(np.flatnonzero(test_labels == label))
+        total = held[:, label].sum()
         cuts = np.floor(np.cumsum(held[:, label]) / (total or 1.0) * len(rows) + 1e-9).astype(np.int64)
         for client, piece in enumerate(np.split(rows, cuts)[: len(train)]):
             dealt[client].append(piece)
@@ -554,13 +567,13 @@ def _check_pool(samples: int, clients: int, each: int, rule: str) -> None:
 
 
 def quantity(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, *, min_size: int = 10) -> Rows:
-    """Sizes by Dirichlet(alpha) over the clients, as in "Federated Learning on Non-IID Data Silos" (Li et al., 2022).
+    """Draw sizes by Dirichlet(alpha) over clients, as in "Federated Learning on Non-IID Data Silos" (Li et al., 2022).
 
     Every sample goes to one client, drawn from all classes alike. Sizes are drawn again until all clients have
     ``min_size``; a small ``alpha`` gives a few clients nearly everything.
 
     Raises:
-        DataError: fewer samples than that takes, or no draw gave all clients enough.
+        DataError: There are too few samples, or no draw gave every client ``min_size`` samples.
     """
     _check_pool(len(labels), clients, min_size, "quantity")
     smallest = 0

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
-from ..task import ImageInput, WindowInput
+from ..core.errors import DataError
+from ..core.task import ImageInput, WindowInput
 
 _ROWS = 256
 """Image rows that are resized at once without Pillow: bounds the memory for large photos."""
@@ -24,10 +24,10 @@ _PILLOW_UNIT = 2.0**22
 
 
 def image_pixels(item: Any, spec: ImageInput) -> np.ndarray:
-    """Pixels (channels, height, width) of one image, uint8, or float32 0..255 where the image held floats 0..1.
+    """Return pixels (channels, height, width) of one image, uint8, or float32 0..255 where the image held floats 0..1.
 
     Raises:
-        DataError: a form or a number of channels that no image has.
+        DataError: The array has a shape or a number of channels that no image has.
     """
     pixels = height_width_channels(item)[:, :, :3]
     if pixels.shape[2] != spec.channels and spec.channels == 3:
@@ -39,7 +39,7 @@ def image_pixels(item: Any, spec: ImageInput) -> np.ndarray:
 
 
 def normalise_images(pixels: np.ndarray, spec: ImageInput) -> np.ndarray:
-    """(pixels / 255 - mean) / std in place, for float32 ``pixels`` (n, channels, height, width) of 0..255."""
+    """Normalise ``pixels`` (n, channels, height, width) float32 0..255 in place: (pixels / 255 - mean) / std."""
     mean, std = (_for_channels(values, spec.channels, (1, -1, 1, 1)) for values in (spec.mean, spec.std))
     pixels *= 1.0 / (255.0 * std)
     pixels -= mean / std
@@ -49,12 +49,12 @@ def normalise_images(pixels: np.ndarray, spec: ImageInput) -> np.ndarray:
 def cut(
     recording: np.ndarray, spec: WindowInput, short_advice: Callable[[int], str] = lambda _length: "record longer"
 ) -> np.ndarray:
-    """Windows (m, channels, length) float32, not yet normalised, of a recording (time, channels), in time order.
+    """Return windows (m, channels, length) float32, not yet normalised, of a recording (time, channels), in time order.
 
     ``short_advice``: samples that a window needs -> what to do about a recording that has fewer.
 
     Raises:
-        DataError: another number of channels, NaN or infinity, or shorter than one window.
+        DataError: The recording has another number of channels, holds NaN or infinity, or is shorter than one window.
     """
     if recording.ndim != 2 or recording.shape[1] != spec.channels:
         raise DataError(
@@ -71,7 +71,7 @@ def cut(
 
 
 def normalise_windows(windows: np.ndarray, spec: WindowInput) -> np.ndarray:
-    """(windows - mean) / std in place, for float32 ``windows`` (n, channels, length)."""
+    """Normalise ``windows`` (n, channels, length) float32 in place: (windows - mean) / std."""
     mean, std = (_for_channels(values, spec.channels, (1, -1, 1)) for values in (spec.mean, spec.std))
     windows -= mean
     windows /= std
@@ -79,7 +79,7 @@ def normalise_windows(windows: np.ndarray, spec: WindowInput) -> np.ndarray:
 
 
 def resize(pixels: np.ndarray, height: int, width: int, *, antialias: bool) -> np.ndarray:
-    """Bilinear resize of ``pixels`` (h, w, c) to (height, width, c); uint8 stays uint8, floats stay float32."""
+    """Resize ``pixels`` (h, w, c) bilinearly to (height, width, c); uint8 stays uint8, floats stay float32."""
     if pixels.shape[:2] == (height, width):
         return pixels
     if antialias and pixels.dtype == np.uint8 and has_pillow():
@@ -93,7 +93,7 @@ def resize(pixels: np.ndarray, height: int, width: int, *, antialias: bool) -> n
 
 
 def resize_numpy(pixels: np.ndarray, height: int, width: int, *, antialias: bool) -> np.ndarray:
-    """As `resize`, without Pillow: horizontal pass first, and 8 bits between the passes where the image has 8 bits.
+    """Resize as `resize` does, without Pillow: horizontal pass first; between the passes, 8-bit images have 8 bits.
 
     Antialiased 8-bit images get Pillow's bits: its weights have 22 bits, and their sums are exact in float64.
     """
@@ -103,7 +103,8 @@ def resize_numpy(pixels: np.ndarray, height: int, width: int, *, antialias: bool
     if rounded and antialias:
         kind = np.float64
         across, down = (np.floor(weights * _PILLOW_UNIT + 0.5) / _PILLOW_UNIT for weights in (across, down))
-    across, down = across.astype(kind), down.astype(kind)
+    across = across.astype(kind)
+    down = down.astype(kind)
     blocks = [
         _round(np.einsum("ow,hwc->hoc", across, pixels[begin : begin + _ROWS].astype(kind), optimize=True), rounded)
         for begin in range(0, len(pixels), _ROWS)
@@ -114,13 +115,13 @@ def resize_numpy(pixels: np.ndarray, height: int, width: int, *, antialias: bool
 
 @functools.cache
 def has_pillow() -> bool:
-    """Whether Pillow is installed; nothing is imported."""
+    """Return whether Pillow is installed; nothing is imported."""
     return importlib.util.find_spec("PIL") is not None
 
 
 @functools.lru_cache(maxsize=16)
 def _weights(size: int, target: int, antialias: bool) -> np.ndarray:
-    """Rows (target, size) float64: how much each old pixel counts in a new one. A triangle, widened when shrinking."""
+    """Return the weights (target, size) float64 of old pixels in new ones: a triangle, widened when shrinking."""
     scale = size / target
     reach = max(scale, 1.0) if antialias else 1.0
     centers = (np.arange(target)[:, None] + 0.5) * scale
@@ -134,10 +135,10 @@ def _round(values: np.ndarray, to_bytes: bool) -> np.ndarray:
 
 
 def height_width_channels(item: Any) -> np.ndarray:
-    """Pixels (height, width, 1, 3 or 4) of a Pillow image or an array: uint8, or float32 0..255 from floats 0..1.
+    """Return pixels (height, width, 1, 3 or 4) of a Pillow image or array: uint8, or float32 0..255 from floats 0..1.
 
     Raises:
-        DataError: a form or values that no image has.
+        DataError: The array has a shape or values that no image has.
     """
     array = item if isinstance(item, np.ndarray) else _from_pillow(item)
     if array.ndim == 2:
@@ -158,7 +159,9 @@ def _as_bytes_or_floats(array: np.ndarray) -> np.ndarray:
         raise DataError(
             f"image of {array.dtype} with NaN, infinity or no numbers at all; expected 0..255, or floats 0..1"
         )
-    low, high, top = float(array.min()), float(array.max()), 1 if array.dtype.kind == "f" else 255
+    low = float(array.min())
+    high = float(array.max())
+    top = 1 if array.dtype.kind == "f" else 255
     if low < 0 or high > top:
         raise DataError(
             f"image of {array.dtype} with values {low:g}..{high:g}, expected integers 0..255 or floats 0..1"
@@ -167,7 +170,7 @@ def _as_bytes_or_floats(array: np.ndarray) -> np.ndarray:
 
 
 def _from_pillow(image: Any) -> np.ndarray:
-    """Pixels of a Pillow image, upright as the camera meant it; transparency is dropped."""
+    """Return pixels of a Pillow image, upright as the camera meant it; transparency is dropped."""
     from PIL import ImageOps
 
     image = ImageOps.exif_transpose(image)
@@ -186,5 +189,5 @@ def _for_channels(values: tuple[float, ...], channels: int, shape: tuple[int, ..
 
 
 def windows_apart(spec: WindowInput) -> int:
-    """Number of windows to leave out between two that must not overlap."""
+    """Return the number of windows to leave out between two that must not overlap."""
     return math.ceil(spec.length / spec.stride) - 1

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ConfigDict
 
-from ..errors import DataError, UsageError, cause
-from ..registry import is_reference, load_reference
+from ..core.errors import DataError, UsageError, cause
+from ..core.registry import is_reference, load_reference
 from .base import DataSource, Options, Raw, labels_by_name
 from .npz import from_arrays
 
@@ -30,7 +30,7 @@ class PythonOptions(Options):
 
 
 def read(where: str, options: PythonOptions) -> Raw:
-    """Raw samples from what the function returned."""
+    """Return raw samples from what the function returned."""
     function = _find(where)
     try:
         result = function(**(options.model_extra or {}))
@@ -69,7 +69,8 @@ def _find(where: str) -> Callable[..., Any]:
 
 
 def _raw(where: str, inputs: Any, labels: Any, class_names: Sequence[str] | None = None, groups: Any = None) -> Raw:
-    reason, values = "", np.full(len(inputs), -1)
+    reason = ""
+    values = np.full(len(inputs), -1)
     names: tuple[str, ...] = ()
     if labels is None:
         reason = f"{where} returned no labels; expected (inputs, labels[, class_names[, groups]])"

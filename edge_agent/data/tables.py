@@ -33,12 +33,12 @@ from typing import BinaryIO, Literal, TextIO, cast
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError, cause
-from ..storage import open_regular
-from ..task import WindowInput
+from ..core.errors import DataError, cause
+from ..core.storage import open_regular
+from ..core.task import WindowInput
 from .base import DataSource, Integers, Options, Raw, Strings, near
 from .expansion import BoundedReader, count_content
-from .images import files_by_class
+from .images import ClassFiles, files_by_class
 
 SUFFIXES = (".csv", ".csv.gz")
 _MAX_ROWS = 1 << 24
@@ -58,7 +58,7 @@ _LONGEST_STEP = 3.0
 
 
 class CsvOptions(Options):
-    """Which columns mean what."""
+    """The options of a table: the meaning of its columns."""
 
     label: str | None = Field(None, description="column of class names")
     target: str | None = Field(None, description="column of numbers to predict, instead of labels")
@@ -73,7 +73,7 @@ class CsvOptions(Options):
 
 @dataclass(frozen=True)
 class _Segment:
-    """Rows without a break in between: values (time, channels), and numbers to predict and lines (time,) of a file."""
+    """A stretch of rows without a break: values (time, channels), numbers to predict (time,), and lines (time,)."""
 
     values: np.ndarray
     targets: np.ndarray | None
@@ -87,47 +87,24 @@ class _Segment:
 
 
 def read(where: str, options: CsvOptions) -> Raw:
-    """The rows of all files, as recordings or as inputs.
+    """Return the rows of all files, as recordings or as inputs.
 
     Raises:
-        DataError: columns that are not there, cells that hold something else; everything wrong in a file is listed.
+        DataError: A column does not exist, or a cell holds something else; every mistake of a file is listed.
     """
     if options.label and options.target:
         raise DataError(f"csv: '{where}': label={options.label} and target={options.target}; expected one of them")
+    # A folder has a file of recordings, or several, for each class; in a single file a column may tell the classes.
     root = Path(where).expanduser()
-    paths, classes = [root], [""]
-    names: tuple[str, ...] = (root.name,)
-    skipped: tuple[str, ...] = ()
-    reason = f"csv: '{where}': no column of labels is named (label=COLUMN)"
     if root.is_dir():
         files = files_by_class(root, "csv", SUFFIXES)
-        paths, names, reason, skipped = files.paths, files.names, files.unlabelled, files.skipped
-        classes = [files.class_names[label] for label in files.labels] if files.class_names else [""] * len(paths)
-    segments: list[_Segment] = []
-    columns: tuple[str, ...] = ()
-    total = 0
-    for path, name, label in zip(paths, names, classes, strict=True):
-        table = _table(path, options)
-        total += len(table.lines)
-        columns = columns or table.columns
-        if {*table.columns} != {*columns}:
-            raise DataError(
-                f"csv: '{path}' has the columns of values {', '.join(table.columns)}, '{paths[0]}' has "
-                f"{', '.join(columns)}; name those to use (columns=…)"
-            )
-        table.columns = columns  # in one order in all files
-        those = _segments(path, name, table)
-        segments += those if options.label else [replace(segment, label=label) for segment in those]
-    if not segments:
-        left = (
-            f": gaps=cut leaves out all {total}, as values are missing in each; choose columns=NAME,NAME"
-            if total
-            else ""
-        )
-        raise DataError(f"csv: '{where}' has no rows of data{left}")
+    else:
+        reason = f"csv: '{where}': no column of labels is named (label=COLUMN)"
+        files = ClassFiles([root], np.full(1, -1), (), (root.name,), reason)
+    segments = _segments_of_files(files, options, where)
     is_labelled = options.target is None and bool(segments[0].label)
     class_names, labels = np.unique([segment.label for segment in segments], return_inverse=True)
-    are_apart = len(paths) > 1 or options.recording is not None
+    are_apart = len(files.paths) > 1 or options.recording is not None
     groups = np.unique([segment.recording for segment in segments], return_inverse=True)[1]
     raw = Raw(
         "recording",
@@ -136,47 +113,98 @@ def read(where: str, options: CsvOptions) -> Raw:
         tuple(map(str, class_names)) if is_labelled else (),
         groups if are_apart else np.arange(len(segments)),
         names=tuple(segment.name_at(0) for segment in segments),
-        unlabelled="" if is_labelled else reason,
+        unlabelled="" if is_labelled else files.unlabelled,
         are_whole=are_apart,
         targets=[np.asarray(segment.targets) for segment in segments] if options.target else None,
         name_at=lambda number, row: segments[number].name_at(row),
-        skipped=skipped,
+        skipped=files.skipped,
     )
     return raw if options.row == "sample" else _rows_as_inputs(raw, segments, options, where)
 
 
+def _segments_of_files(files: ClassFiles, options: CsvOptions, where: str) -> list[_Segment]:
+    """Return the stretches of rows of all files, with the columns of values in one order.
+
+    Raises:
+        DataError: The files have different columns of values, or no usable rows.
+    """
+    segments: list[_Segment] = []
+    columns: tuple[str, ...] = ()
+    total = 0
+    for path, name, label in zip(files.paths, files.names, files.labels, strict=True):
+        table = _table(path, options)
+        total += len(table.lines)
+        columns = columns or table.columns
+        if {*table.columns} != {*columns}:
+            raise DataError(
+                f"csv: '{path}' has the columns of values {', '.join(table.columns)}, '{files.paths[0]}' has "
+                f"{', '.join(columns)}; name those to use (columns=…)"
+            )
+        table.columns = columns
+        of_file = _segments(path, name, table)
+        if not options.label:
+            class_name = files.class_names[label] if files.class_names else ""
+            of_file = [replace(segment, label=class_name) for segment in of_file]
+        segments += of_file
+    if segments:
+        return segments
+    if total:
+        raise DataError(
+            f"csv: '{where}' has no rows of data: gaps=cut leaves out all {total}, as values are missing in each; "
+            "choose columns=NAME,NAME"
+        )
+    raise DataError(f"csv: '{where}' has no rows of data")
+
+
 def _rows_as_inputs(raw: Raw, segments: Sequence[_Segment], options: CsvOptions, where: str) -> Raw:
-    """The same data where each row is an input."""
+    """Return the same data where each row is an input."""
     values = np.concatenate(raw.items)
-    shape, wide = options.shape, values.shape[1]
-    if not shape:
-        shape = (1, wide) if options.row == "window" else (math.isqrt(wide), math.isqrt(wide))
-    if math.prod(shape) != wide or len(shape) not in ({2} if options.row == "window" else {2, 3}):
-        form = "channels,length" if options.row == "window" else "height,width or shape=height,width,channels"
-        given = ",".join(map(str, shape))
-        raise DataError(f"csv: '{where}': {wide} columns of values are not of shape {given}; give shape={form}")
+    is_window = options.row == "window"
+    shape = _shape_of_rows(values.shape[1], options, where)
     items = values.reshape(len(values), *shape)
+    # Whole numbers 0..255 are pixels of 8 bits.
     if options.row == "image" and items.max() > 1 and np.array_equal(items, items.astype(np.uint8)):
         items = items.astype(np.uint8)
     counts = [len(rows) for rows in raw.items]
-    natural = WindowInput(channels=shape[0], length=shape[1], stride=shape[1]) if options.row == "window" else None
+    names: list[str] = []
+    for segment in segments:
+        names += [segment.name_at(row) for row in range(len(segment.lines))]
     return replace(
         raw,
-        kind="window" if options.row == "window" else "image",
+        kind="window" if is_window else "image",
         items=[*items],
         labels=np.repeat(raw.labels, counts),
         groups=np.repeat(np.asarray(raw.groups), counts) if raw.are_whole else None,
-        natural=natural,
-        names=tuple(segment.name_at(row) for segment in segments for row in range(len(segment.lines))),
+        natural=WindowInput(channels=shape[0], length=shape[1], stride=shape[1]) if is_window else None,
+        names=tuple(names),
         targets=None if raw.targets is None else [*np.concatenate(raw.targets)],
     )
 
 
-def read_recording(path: Path) -> np.ndarray:
-    """The recording (time, channels) in a file whose columns are all values.
+def _shape_of_rows(columns: int, options: CsvOptions, where: str) -> tuple[int, ...]:
+    """Return the shape of a row as an input: that of the options, else one channel, or a square image.
 
     Raises:
-        DataError: no such file, or other cells than numbers.
+        DataError: The columns are not as many as the shape has values.
+    """
+    is_window = options.row == "window"
+    shape = options.shape
+    if not shape:
+        side = math.isqrt(columns)
+        shape = (1, columns) if is_window else (side, side)
+    ranks = {2} if is_window else {2, 3}
+    if math.prod(shape) != columns or len(shape) not in ranks:
+        form = "channels,length" if is_window else "height,width or shape=height,width,channels"
+        listed = ",".join(map(str, shape))
+        raise DataError(f"csv: '{where}': {columns} columns of values are not of shape {listed}; give shape={form}")
+    return shape
+
+
+def read_recording(path: Path) -> np.ndarray:
+    """Return the recording (time, channels) in a file whose columns are all values.
+
+    Raises:
+        DataError: The file does not exist, or a cell is not a number.
     """
     try:
         segments = _segments(path, path.name, _table(path, CsvOptions()))
@@ -188,10 +216,10 @@ def read_recording(path: Path) -> np.ndarray:
 
 
 def _table(path: Path, options: CsvOptions) -> _Table:
-    """The columns of a file.
+    """Return the columns of a file.
 
     Raises:
-        DataError: it cannot be read; everything that is wrong with it is listed.
+        DataError: The file cannot be read; every mistake is listed.
     """
     try:
         with _opened(path) as file:
@@ -203,8 +231,9 @@ def _table(path: Path, options: CsvOptions) -> _Table:
 
 
 def _segments(path: Path, name: str, table: _Table) -> list[_Segment]:
-    """The rows of a file, sorted, and cut wherever a window must not reach over."""
-    options, count = table.options, len(table.lines)
+    """Return the rows of a file, sorted, and cut wherever a window must not reach over."""
+    options = table.options
+    count = len(table.lines)
     labels, recordings = (
         np.array(table.texts[column], np.str_) if column else np.full(count, "")
         for column in (options.label, options.recording)
@@ -212,7 +241,9 @@ def _segments(path: Path, name: str, table: _Table) -> list[_Segment]:
     times = np.array(table.numbers[options.time]) if options.time else np.arange(count, dtype=np.float64)
     order = np.lexsort((times, recordings))
     is_usable = table.is_usable()[order]
-    labels, recordings, times = labels[order], recordings[order], times[order]
+    labels = labels[order]
+    recordings = recordings[order]
+    times = times[order]
     same = recordings[1:] == recordings[:-1]
     breaks = ~same | (labels[1:] != labels[:-1]) | (is_usable[1:] != is_usable[:-1])
     if options.time and same.any():
@@ -251,20 +282,13 @@ class _Table:
         header = [cell.strip() for cell in next(reader([first], delimiter=delimiter), [])]
         column_count = len(header)
         header = header[:_MOST_COLUMNS]
-        self.options, self.header = options, header
+        self.options = options
+        self.header = header
         texts = [name for name in (options.label, options.recording) if name]
         singles = [name for name in (options.time, options.target) if name]
         self.columns = options.columns or tuple(name for name in header if name and name not in {*texts, *singles})
         named = [*dict.fromkeys((*self.columns, *singles, *texts))]
-        counts = Counter(header)
-        self.mistakes = [f"no column '{name}'{near(name, header)}" for name in named if name not in counts]
-        self.mistakes += [f"{counts[name]} columns are named '{name}'" for name in named if counts[name] > 1]
-        if column_count > _MOST_COLUMNS:
-            self.mistakes = [f"{column_count} columns, expected at most {_MOST_COLUMNS}; exchange rows and columns"]
-        elif header and all(map(_is_number, header)):
-            self.mistakes = [f"its first line has numbers ({', '.join(header[:4])}), expected names of columns"]
-        elif not self.columns:
-            self.mistakes.append("no column of values is left")
+        self.mistakes = self._mistakes_in_header(named, column_count)
         self.numbers = {name: array("d") for name in named if name not in texts}
         self.texts: dict[str, list[str]] = {name: [] for name in texts}
         self.lines = array("q")
@@ -272,7 +296,21 @@ class _Table:
         if not self.mistakes:
             self._read(lines, delimiter)
 
+    def _mistakes_in_header(self, named: Sequence[str], column_count: int) -> list[str]:
+        """Return what is wrong with the first line: ``named`` are the columns to read, of ``column_count`` in all."""
+        if column_count > _MOST_COLUMNS:
+            return [f"{column_count} columns, expected at most {_MOST_COLUMNS}; exchange rows and columns"]
+        if self.header and all(map(_is_number, self.header)):
+            return [f"its first line has numbers ({', '.join(self.header[:4])}), expected names of columns"]
+        counts = Counter(self.header)
+        mistakes = [f"no column '{name}'{near(name, self.header)}" for name in named if name not in counts]
+        mistakes += [f"{counts[name]} columns are named '{name}'" for name in named if counts[name] > 1]
+        if not self.columns:
+            mistakes.append("no column of values is left")
+        return mistakes
+
     def _read(self, lines: Iterator[str], delimiter: str) -> None:
+        """Read the rows, and note every cell that is not what its column should hold."""
         rows = reader(lines, delimiter=delimiter)
         positions = {name: position for position, name in enumerate(self.header)}  # those that are read occur once
         numbers = [(name, positions[name], values.append) for name, values in self.numbers.items()]
@@ -301,11 +339,14 @@ class _Table:
                 append(value if abs(value) <= _LARGEST and "_" not in cell else self._unusual(name, cell.strip(), line))
 
     def _unusual(self, name: str, cell: str, line: int) -> float:
-        """The value of a cell that is no plain number: a date of the column of times, a missing value, or a mistake."""
+        """Return the value of a cell that is not a plain number: a date of the column of times, or a missing value."""
         if _is_number(cell):
-            if math.isfinite(float(cell)):  # Python reads 1_000, which no other program writes
-                what = "no number (it has an underscore)" if "_" in cell else "beyond ±3.4e38, the range of 32 bits"
-                self._note(name, what, line, cell)
+            if not math.isfinite(float(cell)):
+                return math.nan
+            if "_" in cell:  # Python reads 1_000, which no other program writes
+                self._note(name, "no number (it has an underscore)", line, cell)
+            else:
+                self._note(name, "beyond ±3.4e38, the range of 32 bits", line, cell)
             return math.nan
         if name == self.options.time and cell:
             try:
@@ -319,11 +360,12 @@ class _Table:
         return math.nan
 
     def _note(self, name: str, what: str, line: int, cell: str) -> None:
-        count, first, shown = self._wrong.get((name, what), (0, line, cell))
-        self._wrong[name, what] = count + 1, first, shown
+        """Count a mistake of a kind in a column, of which the first one is kept with its line and cell."""
+        count, first_line, first_cell = self._wrong.get((name, what), (0, line, cell))
+        self._wrong[name, what] = count + 1, first_line, first_cell
 
     def is_usable(self) -> np.ndarray:
-        """Whether a row (n,) has all its values."""
+        """Return whether a row (n,) has all its values."""
         result = np.ones(len(self.lines), bool)
         for values in self.numbers.values():
             result &= np.isfinite(np.array(values))
@@ -335,15 +377,15 @@ class _Table:
         """Check that nothing is wrong with the table.
 
         Raises:
-            DataError: lists everything that is.
+            DataError: The table has mistakes; every one is listed.
         """
         mistakes = list(self.mistakes)
         for (name, what), (count, line, cell) in itertools.islice(self._wrong.items(), _MOST_MISTAKES):
-            decimal = "; write decimals with a point" if _is_number(cell.replace(",", ".", 1)) and "," in cell else ""
-            text = "; if it has the classes: label=" + name if self._is_text(name, count) else ""
-            other = f"column '{name}': {count} cells are {what}, first '{cell[:40]}' in line {line}{decimal}{text}"
-            rows = f"{count} rows have" if count > 1 else "1 row has"
-            mistakes.append(other if name else f"{rows} {cell} {what}, first line {line}; correct or remove such lines")
+            if name:
+                mistakes.append(self._describe_cells(name, what, count, line, cell))
+            else:
+                rows = f"{count} rows have" if count > 1 else "1 row has"
+                mistakes.append(f"{rows} {cell} {what}, first line {line}; correct or remove such lines")
         if self.options.gaps == "refuse" and not mistakes:
             mistakes += self._missing(self.numbers)
         elif self.options.time:
@@ -352,8 +394,17 @@ class _Table:
             has = "" if len(self.header) > 50 else f"; it has {', '.join(self.header) or 'no columns'}"
             raise DataError(f"csv: '{path}': {'; '.join(mistakes[:_MOST_MISTAKES])}{has}")
 
+    def _describe_cells(self, name: str, what: str, count: int, line: int, cell: str) -> str:
+        """Return a mistake of ``count`` cells of a column, of which ``cell`` in ``line`` is the first, with a hint."""
+        hint = ""
+        if "," in cell and _is_number(cell.replace(",", ".", 1)):
+            hint += "; write decimals with a point"
+        if self._is_text(name, count):
+            hint += f"; if it has the classes: label={name}"
+        return f"column '{name}': {count} cells are {what}, first '{cell[:40]}' in line {line}{hint}"
+
     def _is_text(self, name: str, count: int) -> bool:
-        """Whether a column whose name says nothing about it has no numbers at all: ``count`` cells are none."""
+        """Return whether a column whose name says nothing about it has no numbers at all: ``count`` cells are none."""
         named = {*self.options.columns, self.options.time, self.options.target}
         return not self.options.label and name not in named and count == len(self.lines)
 
@@ -364,9 +415,10 @@ class _Table:
                 line = self.lines[int(gaps[0])]
                 advice = "; correct them" if name == self.options.time else "; gaps=cut leaves these rows out"
                 yield f"column '{name}': {len(gaps)} values are missing or not finite, first in line {line}{advice}"
-        if self.options.label and (
-            empty := [row for row, text in enumerate(self.texts[self.options.label]) if not text]
-        ):
+        if not self.options.label:
+            return
+        empty = [row for row, text in enumerate(self.texts[self.options.label]) if not text]
+        if empty:
             where = f"first in line {self.lines[empty[0]]}; gaps=cut leaves these rows out"
             yield f"column '{self.options.label}': {len(empty)} labels are missing, {where}"
 
@@ -375,8 +427,8 @@ def _opened(path: Path) -> TextIO:
     """Open a table, unpacked where it is compressed.
 
     Raises:
-        DataError: it expands too far.
-        OSError: it cannot be read.
+        DataError: The file expands beyond its limit.
+        OSError: The file cannot be read.
     """
     file = open_regular(path)
     try:
@@ -397,7 +449,7 @@ def _unpacked(file: BinaryIO, path: Path) -> BinaryIO:
 
 
 def _lines(file: TextIO) -> Iterator[str]:
-    """The lines of a file; one that never ends is cut."""
+    """Yield the lines of a file; one that never ends is cut."""
     return iter(lambda: file.readline(_MAX_LINE), "")
 
 

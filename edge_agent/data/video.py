@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError, MissingCapability
+from ..core.errors import DataError, MissingCapability
 from .base import DataSource, FileItems, Options, Raw
 from .images import ClassFiles, files_by_class
 
@@ -25,7 +25,7 @@ _MOST_FRAMES = 100_000
 
 
 class VideoOptions(Options):
-    """Which frames to take."""
+    """The options of a video: which frames to take."""
 
     every_s: float = Field(1.0, gt=0, le=86_400, description="seconds between two frames")
     limit: int | None = Field(None, ge=1, description="at most that many files of each class, first by name")
@@ -35,11 +35,13 @@ class Frames:
     """The chosen frames of a file, read one after another; an earlier one than the last makes it start again.
 
     Raises:
-        DataError: no video that OpenCV can read.
+        DataError: OpenCV cannot read the file as a video.
     """
 
     def __init__(self, path: Path, every_s: float) -> None:
-        self.path, self.every_s, self._next = path, every_s, 0
+        self.path = path
+        self.every_s = every_s
+        self._next = 0
         self._capture = opened(str(path))
         if not self._capture.isOpened():
             raise DataError("cannot be read as a video")
@@ -47,7 +49,7 @@ class Frames:
         self._step = max(round((rate if math.isfinite(rate) and 0 < rate <= 1000 else _USUAL_RATE) * every_s), 1)
 
     def count(self) -> int:
-        """How many frames are chosen; the whole file is gone through, because headers are often wrong."""
+        """Return how many frames are chosen; the whole file is gone through, because headers are often wrong."""
         total = 0
         while total < _MOST_FRAMES * self._step and self._capture.grab():
             total += 1
@@ -55,10 +57,11 @@ class Frames:
         return math.ceil(total / self._step)
 
     def read(self, number: int) -> np.ndarray:
-        """Pixels (height, width, 3) uint8 of a chosen frame."""
+        """Return pixels (height, width, 3) uint8 of a chosen frame."""
         wanted = number * self._step
         if wanted < self._next:
-            self._capture, self._next = opened(str(self.path)), 0
+            self._capture = opened(str(self.path))
+            self._next = 0
         while self._next <= wanted:
             if not self._capture.grab():
                 raise DataError(f"ends before frame {wanted}")
@@ -67,10 +70,10 @@ class Frames:
 
 
 def opencv() -> Any:
-    """OpenCV's module.
+    """Import OpenCV and return its module.
 
     Raises:
-        MissingCapability: it is not installed.
+        MissingCapability: OpenCV is not installed.
     """
     try:
         import cv2
@@ -80,17 +83,17 @@ def opencv() -> Any:
 
 
 def opened(where: str | int) -> Any:
-    """A capture of a file, an address or the number of a camera; whether it works is not checked yet."""
+    """Return a capture of a file, an address or the number of a camera; whether it works is not checked yet."""
     cv2 = opencv()
     cv2.setNumThreads(1)
     return cv2.VideoCapture(where)
 
 
 def pixels(answer: tuple[bool, Any], what: str) -> np.ndarray:
-    """RGB (height, width, 3) uint8 from what OpenCV returned.
+    """Return RGB pixels (height, width, 3) uint8 of a picture that OpenCV has returned.
 
     Raises:
-        DataError: no picture came.
+        DataError: OpenCV returned no picture.
     """
     is_there, picture = answer
     if not is_there or picture is None:
@@ -102,7 +105,7 @@ def pixels(answer: tuple[bool, Any], what: str) -> np.ndarray:
 
 
 def read(where: str, options: VideoOptions) -> Raw:
-    """The chosen frames of all files; one that cannot be read counts as one frame, which fails when it is read."""
+    """Return the chosen frames of all files; a file that cannot be read counts as one frame, which fails later."""
     opencv()
     root = Path(where).expanduser()
     files = ClassFiles([root], np.full(1, -1), (), (root.name,), f"video: '{where}' is one file, which has no label")
@@ -128,7 +131,9 @@ def read(where: str, options: VideoOptions) -> Raw:
     names = tuple(
         f"{files.names[row]} {number * options.every_s:g} s" for row, number in zip(rows, numbers, strict=True)
     )
-    labels, reason, left = files.labels[rows], files.unlabelled, files.skipped
+    labels = files.labels[rows]
+    reason = files.unlabelled
+    left = files.skipped
     items = FileItems(keys, frame)
     return Raw(
         "image", items, labels, files.class_names, rows, names=names, unlabelled=reason, are_whole=True, skipped=left

@@ -23,8 +23,8 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError
-from ..task import ImageInput, WindowInput
+from ..core.errors import DataError
+from ..core.task import ImageInput, WindowInput
 from ._sound_files import SUFFIXES, read_header, read_signal
 from .base import DataSource, FileItems, Options, Raw
 from .images import ClassFiles, files_by_class
@@ -38,7 +38,7 @@ _BLOCK = 2048
 
 
 class WavOptions(Options):
-    """How sound becomes log-mel energies."""
+    """The options of sound files: how they become log-mel energies."""
 
     rate: int = Field(16000, ge=1000, le=192_000, description="samples per second")
     mels: int = Field(40, ge=1, le=1024, description="bands")
@@ -53,18 +53,20 @@ class WavOptions(Options):
 
 
 def mel_bands(options: WavOptions) -> np.ndarray:
-    """Weights (mels, frequencies) of the bands: triangles between neighbours' centers, 1 at their own.
+    """Return weights (mels, frequencies) of the bands: triangles between neighbours' centers, 1 at their own.
 
     Raises:
-        DataError: bands beyond half of the rate, or without a frequency in them.
+        DataError: A band lies above half of the sampling rate, or contains no frequency.
     """
-    high, size = options.high_hz or options.rate / 2, _frame_length(options)
+    high = options.high_hz or options.rate / 2
+    size = _frame_length(options)
     ends = 2595 * np.log10(1 + np.array([options.low_hz, high]) / 700)
     edges = 700 * (10 ** (np.linspace(ends[0], ends[1], options.mels + 2) / 2595) - 1)
     below, center, above = (edges[start : start + options.mels, None] for start in range(3))
     frequencies = np.arange(size // 2 + 1) * options.rate / size
     with np.errstate(divide="ignore", invalid="ignore"):
-        rising, falling = (frequencies - below) / (center - below), (above - frequencies) / (above - center)
+        rising = (frequencies - below) / (center - below)
+        falling = (above - frequencies) / (above - center)
     bands = np.maximum(np.minimum(rising, falling), 0)
     if high > options.rate / 2 or options.low_hz >= high:
         raise DataError(f"wav: bands from {options.low_hz:g} to {high:g} Hz, expected within 0..{options.rate / 2:g}")
@@ -108,7 +110,8 @@ def log_mel(signal: np.ndarray, options: WavOptions, bands: np.ndarray) -> np.nd
 
 def _read_energies(path: Path, options: WavOptions, bands: np.ndarray) -> np.ndarray:
     """Return the log energies (frames, mels) float32 of a file, and of the silence that is to follow its sound."""
-    least_frames, silent_frames = _least_frames(options), _silent_frames(options)
+    least_frames = _least_frames(options)
+    silent_frames = _silent_frames(options)
     signal = read_signal(path, options.rate, least_frames=least_frames, silent_frames=silent_frames)
     return log_mel(signal, options, bands)
 
@@ -144,12 +147,13 @@ def _least_s_advice(steps: int, options: WavOptions) -> str:
 
 
 def read(where: str, options: WavOptions) -> Raw:
-    """One recording for each file, or the images that each gives.
+    """Return one recording for each file, or the images that each gives.
 
     Raises:
-        DataError: no such files, or impossible bands.
+        DataError: The files do not exist, or the bands are impossible.
     """
-    bands, root = mel_bands(options), Path(where).expanduser()
+    bands = mel_bands(options)
+    root = Path(where).expanduser()
     files = ClassFiles([root], np.full(1, -1), (), (root.name,), f"wav: '{where}' is one file, which has no label")
     if not root.is_file():
         files = files_by_class(root, "wav", SUFFIXES, options.limit)
@@ -161,10 +165,13 @@ def read(where: str, options: WavOptions) -> Raw:
 
     if options.form == "recording":
         natural = WindowInput(channels=options.mels, length=steps, stride=max(steps // 2, 1))
-        items, rows = FileItems(files.paths, energies), np.arange(len(files.paths))
-        names, reason = files.names, files.unlabelled
+        items = FileItems(files.paths, energies)
+        rows = np.arange(len(files.paths))
+        names = files.names
+        reason = files.unlabelled
         step_s = options.step_ms / 1000
-        labels, classes = files.labels, files.class_names
+        labels = files.labels
+        classes = files.class_names
         return Raw(
             "recording", items, labels, classes, rows, natural, names, reason, are_whole=True,
             name_at=lambda row, frame: f"{names[row]} {frame * step_s:g} s", skipped=files.skipped,
@@ -187,7 +194,7 @@ def read(where: str, options: WavOptions) -> Raw:
 
 
 def _pieces(path: Path, options: WavOptions, steps: int) -> int:
-    """How many images a file gives; one that cannot be read counts as one, which fails when it is read."""
+    """Return how many images a file gives; one that cannot be read counts as one, which fails when it is read."""
     try:
         header = read_header(path)
     except DataError:
@@ -197,7 +204,7 @@ def _pieces(path: Path, options: WavOptions, steps: int) -> int:
 
 
 def _picture(energies: np.ndarray, steps: int, options: WavOptions) -> np.ndarray:
-    """An image (mels, steps) float32 0..1 of log energies (frames, mels)."""
+    """Return an image (mels, steps) float32 0..1 of log energies (frames, mels)."""
     if len(energies) < steps:
         length = len(energies) * options.step_ms / 1000
         raise DataError(

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from ..errors import DataError
-from ..task import WindowInput
+from ..core.errors import DataError
+from ..core.task import WindowInput
 from .base import DataSource, Integers, Options, Raw, labels_by_name
 from .npz import load_arrays
 
 
 class WindowsOptions(Options):
-    """Which recordings to take."""
+    """The options of windows in an archive: which recordings to take."""
 
     subject: Integers = Field((), description="only these people")
     exclude_subject: Integers = Field((), description="all but these people")
@@ -29,9 +29,10 @@ class WindowsOptions(Options):
 
 
 def read(where: str, options: WindowsOptions) -> Raw:
-    """The recordings that the options choose."""
+    """Return the recordings that the options choose."""
     arrays = _arrays(where)
-    reason, labels = "", np.full(arrays["lengths"].shape, -1)
+    reason = ""
+    labels = np.full(arrays["lengths"].shape, -1)
     class_names: tuple[str, ...] = ()
     if "label" in arrays:
         names = [str(name) for name in arrays.get("label_names", np.array([], "U1"))]
@@ -69,10 +70,10 @@ def read(where: str, options: WindowsOptions) -> Raw:
 
 
 def subjects(where: str, options: WindowsOptions) -> tuple[int, ...]:
-    """Numbers of the people in a file, sorted, without those that the options exclude.
+    """Return numbers of the people in a file, sorted, without those that the options exclude.
 
     Raises:
-        DataError: the file cannot be read, or has no array of subjects.
+        DataError: The file cannot be read, or has no array of subjects.
     """
     arrays = _arrays(where)
     if "subject" not in arrays:
@@ -84,7 +85,8 @@ def _arrays(where: str) -> dict[str, np.ndarray]:
     arrays = load_arrays(Path(where).expanduser())
     if missing := [name for name in ("samples", "lengths") if name not in arrays]:
         raise DataError(f"windows: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}")
-    samples, lengths = arrays["samples"], arrays["lengths"]
+    samples = arrays["samples"]
+    lengths = arrays["lengths"]
     mistakes = []
     if samples.ndim != 2 or samples.dtype.kind != "f":
         mistakes.append(f"samples are {samples.dtype}{list(samples.shape)}, expected floats (time, channels)")

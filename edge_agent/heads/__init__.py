@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import parse
-from ..errors import UsageError
-from ..registry import Registry
+from ..core.config import parse
+from ..core.errors import UsageError
+from ..core.registry import Registry
 from .base import Contribute, FitData, Head, HeadParams
 
 __all__ = [
@@ -29,22 +29,23 @@ __all__ = [
 ]
 
 AUTO = "auto"
-"""In the place of a head's name: the best one on the device's samples; see `edge_agent.local.choice`."""
+"""The name that stands for the best head on the device's samples; see `edge_agent.personal.choice`."""
 
 registry = Registry("head", __name__, entry_points="headwater.heads", besides=("numeric", "saved"))
 
 
 def names() -> tuple[str, ...]:
-    """Names of all heads found; nothing is imported."""
+    """Return names of all heads found; nothing is imported."""
     return registry.names()
 
 
 def get(name: str) -> type[Head]:
-    """The head's class.
+    """Return the head's class.
 
     Raises:
-        UnknownName: no such head; the nearest name is suggested.
-        UsageError: what another package offers under this name is no whole head, or it is a numeric one.
+        UnknownName: No head has this name; the message suggests the nearest name.
+        UsageError: The object that another package offers under this name is not a complete head, or the head is
+            numeric.
     """
     from . import numeric
 
@@ -57,12 +58,12 @@ def get(name: str) -> type[Head]:
 
 
 def create(name: str, params: Mapping[str, Any] | None = None) -> Head:
-    """An unfitted head with checked parameters.
+    """Return an unfitted head with checked parameters.
 
     Raises:
-        UnknownName: no such head.
-        ConfigError: unknown or impossible parameters, all of them listed.
-        UsageError: as `get`.
+        UnknownName: No head has this name.
+        ConfigError: Parameters are unknown or out of range; all of them are listed.
+        UsageError: See `get`.
     """
     kind = get(name)
     return kind(parse(kind.Params, params or {}, where=f"parameters of head '{name}'"))
@@ -72,9 +73,9 @@ def check(name: str, params: Mapping[str, Any]) -> None:
     """Find mistakes in a head's name, or `AUTO`, and its parameters before anything is computed.
 
     Raises:
-        UnknownName: no such head.
-        ConfigError: impossible parameters of that head.
-        UsageError: parameters for auto, which could be those of any head; else as `get`.
+        UnknownName: No head has this name.
+        ConfigError: Parameters of the head are unknown or out of range.
+        UsageError: Parameters are given for ``auto``, which could be those of any head; otherwise see `get`.
     """
     if name != AUTO:
         create(name, params)
@@ -83,5 +84,5 @@ def check(name: str, params: Mapping[str, Any]) -> None:
 
 
 def contribution(method: str) -> Contribute | None:
-    """How a device without torch takes part in rounds of a method: by the head of the same name; None: it cannot."""
+    """Return how a device without torch takes part in rounds of a method, by the head of its name; None: it cannot."""
     return get(method).contribute if method in names() else None

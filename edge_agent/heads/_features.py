@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from ..task import Tensors
+from ..core.task import Tensors
 from .base import FitData, Head, HeadParams, softmax
 
 FeatureNorm = Literal["none", "l2", "standard"]
@@ -24,7 +24,7 @@ class NormedParams(HeadParams):
 
 
 def fit_norm(features: np.ndarray, kind: FeatureNorm) -> Tensors:
-    """Arrays that `normalise` needs: ``feature_mean`` and ``feature_scale`` (d,) float64, or none at all."""
+    """Return arrays that `normalise` needs: ``feature_mean`` and ``feature_scale`` (d,) float64, or none at all."""
     if kind != "standard":
         return {}
     spread = features.std(axis=0, dtype=np.float64)
@@ -34,7 +34,7 @@ def fit_norm(features: np.ndarray, kind: FeatureNorm) -> Tensors:
 
 
 def normalise(features: np.ndarray, kind: FeatureNorm, arrays: Tensors) -> np.ndarray:
-    """Features (n, d) as float64, normalised."""
+    """Return features (n, d) as float64, normalised."""
     wide = features.astype(np.float64)
     if kind == "standard":
         return np.asarray((wide - arrays["feature_mean"]) / arrays["feature_scale"])
@@ -59,10 +59,10 @@ class NormedHead(Head):
 
     @abstractmethod
     def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
-        """Arrays of a fitted head, from normalised ``inputs`` (n, d) float64 and ``labels`` (n,) below ``classes``."""
+        """Fit on normalised ``inputs`` (n, d) float64 and ``labels`` (n,) below ``classes``; return arrays."""
 
     def _logits(self, inputs: np.ndarray) -> np.ndarray:
-        """Logits (n, k) of normalised ``inputs``."""
+        """Return logits (n, k) of normalised ``inputs``."""
         return np.asarray(inputs @ self.arrays["weight"].T + self.arrays["bias"])
 
 
@@ -70,13 +70,14 @@ _USUAL = (0.02, 0.98)
 
 
 def fisher_score(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """How well each feature separates classes, (d,) float64, larger is better, for ``features`` (n, d).
+    """Return how well each feature separates classes, (d,) float64, larger is better, for ``features`` (n, d).
 
     FedPick Eqs. 5-7: sum_k n_k (mean_k - mean)^2 / sum_k n_k var_k. A feature that never varies scores 0, one that
     varies between classes only scores infinity.
     """
     wide = features.astype(np.float64)
-    between, within = np.zeros(wide.shape[1]), np.zeros(wide.shape[1])
+    between = np.zeros(wide.shape[1])
+    within = np.zeros(wide.shape[1])
     mean = wide.mean(axis=0)
     for label in np.unique(labels):
         rows = wide[labels == label]
@@ -89,7 +90,7 @@ def fisher_score(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def keep_top(scores: np.ndarray, ratio: float) -> np.ndarray:
-    """Which ``ratio`` (0..1, at least one) of the features score highest, (d,) bool; equal scores: the first ones.
+    """Return the mask (d,) bool of the ``ratio`` (0..1, at least one) of features that score highest.
 
     Where no score is above 0 (one class only, say), nothing is known about any feature and all are kept.
     """
@@ -101,7 +102,7 @@ def keep_top(scores: np.ndarray, ratio: float) -> np.ndarray:
 
 
 def mistake_of_share(share: float) -> str:
-    """What is wrong with picking this share (0..1) of the features; empty where nothing is."""
+    """Return what is wrong with picking this share (0..1) of the features; empty where nothing is."""
     if share < _USUAL[0]:
         return "almost no feature is picked, so the local classifier sees zeros; lower threshold or lr"
     if share > _USUAL[1]:
@@ -110,7 +111,7 @@ def mistake_of_share(share: float) -> str:
 
 
 def shared_rows(data: FitData, classes: np.ndarray) -> Tensors:
-    """``shared.weight`` (k, d) and ``shared.bias`` (k,) float32: the shared classifier for the classes that occur.
+    """Return the shared classifier of the classes that occur: ``shared.weight`` (k, d), ``shared.bias`` (k,).
 
     Empty where the bundle has none.
     """
@@ -120,14 +121,14 @@ def shared_rows(data: FitData, classes: np.ndarray) -> Tensors:
 
 
 def shared_logits(arrays: Mapping[str, np.ndarray], features: np.ndarray) -> np.ndarray | None:
-    """Logits (n, k) of the shared classifier, or None where there is none."""
+    """Return logits (n, k) of the shared classifier, or None where there is none."""
     if "shared.weight" not in arrays:
         return None
     return np.asarray(features @ arrays["shared.weight"].T + arrays["shared.bias"])
 
 
 def ensemble(personal: np.ndarray, shared: np.ndarray | None, kind: str) -> np.ndarray:
-    """Probabilities (n, k) float64 of both classifiers' logits.
+    """Return probabilities (n, k) float64 of both classifiers' logits.
 
     ``kind``: "probs", the mean of both softmaxes; "logits", the softmax of the sum; "none", the shared one alone. Where
     there is no shared classifier the personal one answers.

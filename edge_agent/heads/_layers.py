@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import TrainingFailed
-from ..task import Tensors
+from ..core.errors import TrainingFailed
+from ..core.task import Tensors
 from ._time import check_time
 
 EPSILON = 1e-5
 MOMENTUM = 0.1
-"""Of batch norm, as torch's defaults."""
+"""The momentum of batch norm, torch's default."""
 
 Pairs = list[tuple[np.ndarray, np.ndarray]]
 """Weights, each with the array that holds its gradient."""
@@ -29,27 +29,28 @@ class Linear:
     """``inputs @ weight.T + bias`` with ``weight`` (outputs, inputs); works on the very arrays that it is given."""
 
     def __init__(self, weight: np.ndarray, bias: np.ndarray, rows: int) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
         self._gradients = np.empty_like(weight), np.empty_like(bias)
         self._out = np.empty((rows, weight.shape[0]), weight.dtype)
         self._back = np.empty((rows, weight.shape[1]), weight.dtype)
         self._inputs = self._back[:0]
 
     def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:
-        """Outputs (n, outputs)."""
+        """Return the outputs (n, outputs)."""
         self._inputs = inputs
         out = np.matmul(inputs, self.weight.T, out=self._out[: len(inputs)])
         out += self.bias
         return out
 
     def backward(self, error: np.ndarray, *, to_inputs: bool = True) -> np.ndarray:
-        """The error of the inputs (n, inputs); not worked out, and empty, without ``to_inputs``."""
+        """Return the error of the inputs (n, inputs); not worked out, and empty, without ``to_inputs``."""
         np.matmul(error.T, self._inputs, out=self._gradients[0])
         np.sum(error, axis=0, out=self._gradients[1])
         return np.matmul(error, self.weight, out=self._back[: len(error)]) if to_inputs else self._back[:0]
 
     def pairs(self) -> Pairs:
-        """Weights and their gradients."""
+        """Return weights and their gradients."""
         return [(self.weight, self._gradients[0]), (self.bias, self._gradients[1])]
 
 
@@ -60,17 +61,17 @@ class Rectify:
         self._out = np.empty((0, 0), np.float32)  # until the first batch
 
     def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:
-        """The same array, without its negative values."""
+        """Return the same array, without its negative values."""
         self._out = np.maximum(inputs, 0, out=inputs)
         return self._out
 
     def backward(self, error: np.ndarray, *, to_inputs: bool = True) -> np.ndarray:
-        """The same array, 0 where the output was."""
+        """Return the same array, 0 where the output was."""
         error *= self._out > 0
         return error
 
     def pairs(self) -> Pairs:
-        """Nothing to train."""
+        """Return no weights, because there are none to train."""
         return []
 
 
@@ -78,15 +79,19 @@ class BatchNorm:
     """Batch norm: in training biased variances of the batch normalise and unbiased ones enter the running variance."""
 
     def __init__(self, weight: np.ndarray, bias: np.ndarray, mean: np.ndarray, variance: np.ndarray, rows: int) -> None:
-        self.weight, self.bias, self.mean, self.variance = weight, bias, mean, variance
+        self.weight = weight
+        self.bias = bias
+        self.mean = mean
+        self.variance = variance
         self._gradients = np.empty_like(weight), np.empty_like(bias)
         self._normal, self._out = np.empty((2, rows, len(weight)), weight.dtype)
         self._scale = np.ones_like(weight)
 
     def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:
-        """Normalised inputs (n, size), n >= 2 in training."""
+        """Return the normalised inputs (n, size); n >= 2 in training."""
         n = len(inputs)
-        normal, out = self._normal[:n], self._out[:n]
+        normal = self._normal[:n]
+        out = self._out[:n]
         mean = inputs.mean(axis=0) if train else self.mean
         np.subtract(inputs, mean, out=normal)
         if train:
@@ -102,7 +107,7 @@ class BatchNorm:
         return np.asarray(out)
 
     def backward(self, error: np.ndarray, *, to_inputs: bool = True) -> np.ndarray:
-        """The error of the inputs of the last batch, in the place of ``error``."""
+        """Return the error of the inputs of the last batch, in the place of ``error``."""
         normal = self._normal[: len(error)]
         slopes, sums = self._gradients
         np.einsum("ij,ij->j", error, normal, out=slopes)
@@ -115,7 +120,7 @@ class BatchNorm:
         return error
 
     def pairs(self) -> Pairs:
-        """Gamma and beta and their gradients."""
+        """Return gamma and beta with their gradients."""
         return [(self.weight, self._gradients[0]), (self.bias, self._gradients[1])]
 
     @staticmethod
@@ -134,24 +139,24 @@ class Chain:
         self.layers = tuple(layers)
 
     def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:
-        """Outputs of the last layer."""
+        """Return the outputs of the last layer."""
         for layer in self.layers:
             inputs = layer.forward(inputs, train=train)
         return inputs
 
     def backward(self, error: np.ndarray, *, to_inputs: bool = False) -> np.ndarray:
-        """The error of the chain's inputs, where asked for; all gradients are there afterwards."""
+        """Return the error of the chain's inputs, where asked for; all gradients are there afterwards."""
         for index in reversed(range(len(self.layers))):
             error = self.layers[index].backward(error, to_inputs=to_inputs or index > 0)
         return error
 
     def pairs(self) -> Pairs:
-        """All weights and their gradients."""
+        """Return all weights and their gradients."""
         return [pair for layer in self.layers for pair in layer.pairs()]
 
 
 def chain_of(tensors: Mapping[str, np.ndarray], part: str, rows: int) -> Chain:
-    """The layers whose arrays are called as torch calls them in an ``nn.Sequential``: ``<part>.0.weight`` and so on.
+    """Return the layers of arrays with torch's names in an ``nn.Sequential``: ``<part>.0.weight`` and so on.
 
     A two-dimensional weight is a linear layer's, a one-dimensional one batch norm's; a number left out is a rectified
     layer. The chain works on these very arrays.
@@ -161,7 +166,8 @@ def chain_of(tensors: Mapping[str, np.ndarray], part: str, rows: int) -> Chain:
     for index in sorted({int(name.split(".")[1]) for name in tensors if name.startswith(f"{part}.")}):
         if index - before > 1:
             layers.append(Rectify())
-        weight, bias = tensors[f"{part}.{index}.weight"], tensors[f"{part}.{index}.bias"]
+        weight = tensors[f"{part}.{index}.weight"]
+        bias = tensors[f"{part}.{index}.bias"]
         if weight.ndim == 2:
             layers.append(Linear(weight, bias, rows))
         else:
@@ -172,19 +178,19 @@ def chain_of(tensors: Mapping[str, np.ndarray], part: str, rows: int) -> Chain:
 
 
 def fresh_linear(name: str, inputs: int, outputs: int, rng: np.random.Generator) -> Tensors:
-    """Arrays of a linear layer called ``name``, uniform in +-1/sqrt(inputs), as torch starts them."""
+    """Return arrays of a linear layer called ``name``, uniform in +-1/sqrt(inputs), as torch starts them."""
     weight, bias = uniform(inputs, outputs, rng)
     return {f"{name}.weight": weight.astype(np.float32), f"{name}.bias": bias.astype(np.float32)}
 
 
 def uniform(inputs: int, outputs: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Weights (outputs, inputs) and biases (outputs,) float64 of a linear layer as torch starts them."""
+    """Return weights (outputs, inputs) and biases (outputs,) float64 of a linear layer as torch starts them."""
     bound = 1.0 / np.sqrt(inputs)
     return rng.uniform(-bound, bound, (outputs, inputs)), rng.uniform(-bound, bound, outputs)
 
 
 def fresh_norm(name: str, size: int) -> Tensors:
-    """Arrays of a batch norm layer called ``name``."""
+    """Return arrays of a batch norm layer called ``name``."""
     starts = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}
     return {f"{name}.{key}": np.full(size, start, np.float32) for key, start in starts.items()}
 
@@ -197,10 +203,12 @@ class Sgd:
 
     def __init__(self, pairs: Pairs, params: Any) -> None:
         self._pairs = [(weight, gradient, np.zeros_like(weight)) for weight, gradient in pairs]
-        self._lr, self._momentum, self._decay = params.lr, params.momentum, params.weight_decay
+        self._lr = params.lr
+        self._momentum = params.momentum
+        self._decay = params.weight_decay
 
     def step(self) -> None:
-        """One step along the present gradients."""
+        """Take one step along the present gradients."""
         for weight, gradient, speed in self._pairs:
             if self._decay:
                 np.add(gradient, self._decay * weight, out=gradient)
@@ -210,7 +218,7 @@ class Sgd:
 
 
 def batches(samples: int, batch_size: int, rng: np.random.Generator, smallest: int = 2) -> Iterator[np.ndarray]:
-    """Rows of one epoch's batches in random order; a last batch of fewer than ``smallest`` joins the one before it."""
+    """Yield the rows of one epoch's batches in random order; a last one below ``smallest`` joins the one before it."""
     order = rng.permutation(samples)
     cuts = list(range(batch_size, samples, batch_size))
     if cuts and samples - cuts[-1] < min(smallest, batch_size):
@@ -235,7 +243,7 @@ def train(
     with their values, where training diverges.
 
     Raises:
-        TrainingFailed: loss or weights are not finite, or there is no time left.
+        TrainingFailed: The loss or a weight is not finite, or the time limit is reached.
     """
     with np.errstate(all="ignore"):  # numbers that are not finite show in the sum
         for epoch in range(1, params.epochs + 1):
@@ -253,15 +261,16 @@ def train(
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Row-wise logarithm of softmax, in the dtype of ``logits`` (n, k)."""
+    """Return the row-wise logarithm of softmax, in the dtype of ``logits`` (n, k)."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     return np.asarray(shifted)
 
 
 def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> tuple[float, np.ndarray]:
-    """Mean softmax cross entropy, and its gradient (n, k) by ``logits``."""
-    log_q, rows = log_softmax(logits), np.arange(len(labels))
+    """Return the mean softmax cross entropy, and its gradient (n, k) by ``logits``."""
+    log_q = log_softmax(logits)
+    rows = np.arange(len(labels))
     loss = -float(log_q[rows, labels].mean())
     error = np.exp(log_q)
     error[rows, labels] -= 1
@@ -270,20 +279,20 @@ def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> tuple[float, np.nda
 
 
 def squares(arrays: Iterable[np.ndarray]) -> float:
-    """Sum of squares; infinite or NaN where training has diverged, even if each number is still finite by itself."""
+    """Return the sum of squares, which is not finite where training has diverged, even if each number is."""
     return sum(float(np.vdot(array, array)) for array in arrays)
 
 
 Objective = Callable[[np.ndarray], "tuple[float, np.ndarray]"]
 
 _ROUNDING = 4 * float(np.finfo(np.float64).eps)
-"""Share of an objective's value, 9e-16, below which a difference says how a CPU rounds, not which point is better."""
+"""The share of an objective's value below which a difference is rounding: 9e-16."""
 
 
 def minimise(
     objective: Objective, start: np.ndarray, *, max_iterations: int, tolerance: float, memory: int = 10
 ) -> np.ndarray:
-    """Point (p,) float64 where no entry of the gradient exceeds ``tolerance``, or the best one found.
+    """Return the point (p,) float64 where no entry of the gradient exceeds ``tolerance``, or the best reached.
 
     ``objective`` gives value and gradient (p,). Stops early when a step lowers neither the value, beyond rounding, nor
     the largest entry of the gradient.
@@ -304,15 +313,17 @@ def minimise(
         curvature = float(change @ step)
         if curvature > 1e-12 * float(change @ change):
             pairs.append((step, change, 1.0 / curvature))
-        point, gradient = point + step, new_gradient
+        point = point + step
+        gradient = new_gradient
     return point
 
 
 def _direction(gradient: np.ndarray, pairs: deque[tuple[np.ndarray, np.ndarray, float]]) -> np.ndarray:
-    """The two-loop recursion (Nocedal and Wright, Algorithm 7.4)."""
+    """Return the direction of the two-loop recursion (Nocedal and Wright, Algorithm 7.4)."""
     if not pairs:
         return np.asarray(-gradient / max(1.0, float(np.linalg.norm(gradient))))
-    rest, weights = gradient.copy(), []
+    rest = gradient.copy()
+    weights = []
     for step, change, inverse in reversed(pairs):
         weights.append(inverse * float(step @ rest))
         rest -= weights[-1] * change

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from ..errors import TrainingFailed
+from ..core.errors import TrainingFailed
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class _Limit:
 
 
 _limit: ContextVar[_Limit | None] = ContextVar("_limit", default=None)
-"""That of the fit under way; None: it has none. Heads of others need not know of it."""
+"""The time limit of the fit under way; None where it has none. Heads of other packages need not know of it."""
 
 
 @contextmanager
 def time_limit(seconds: float, clock: Callable[[], float]) -> Iterator[None]:
-    """Fits inside end with `TrainingFailed` after this many ``seconds`` of ``clock``, with the step under way."""
+    """End fits inside the block with `TrainingFailed` after ``seconds`` of ``clock``, behind the step under way."""
     token = _limit.set(_Limit(seconds, clock(), clock))
     try:
         yield
@@ -38,7 +38,7 @@ def check_time() -> None:
     """Call it in each step of a fit.
 
     Raises:
-        TrainingFailed: the limit is reached.
+        TrainingFailed: The time limit is reached.
     """
     limit = _limit.get()
     if limit is not None and limit.remaining_s() <= 0:
@@ -48,6 +48,6 @@ def check_time() -> None:
 
 
 def at_most(seconds: float) -> float:
-    """``seconds``, or those until the limit where these are fewer; for what cannot look at the time itself."""
+    """Return ``seconds``, or those until the limit where these are fewer; for what cannot look at the time itself."""
     limit = _limit.get()
     return seconds if limit is None else max(0.0, min(seconds, limit.remaining_s()))

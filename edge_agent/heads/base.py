@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..errors import DataError, StateError
-from ..task import Frozen, Tensors
+from ..core.errors import DataError, StateError
+from ..core.task import Frozen, Tensors
 
 
 class HeadParams(Frozen):
@@ -19,7 +19,7 @@ class HeadParams(Frozen):
 
 @dataclass(frozen=True)
 class FitData:
-    """What a head may learn from: cached features and what came with the bundle.
+    """The data from which a head may learn: cached features, and what came with the bundle.
 
     ``features`` (n, d) float32 with n >= 1, ``labels`` (n,) int64 in 0..num_classes-1. ``global_head`` holds the shared
     linear classifier (``weight`` (K, d), ``bias`` (K,)) where the bundle has one.
@@ -63,7 +63,7 @@ class Head(ABC):
     uses_shared: ClassVar[bool] = False
     """Whether the bundle's shared classifier takes part in its answers, where there is one."""
     contribute: ClassVar[Contribute | None] = None
-    """How a device without torch takes part in rounds of the method of the same name, where it can."""
+    """The function by which a device without torch takes part in rounds of the method of the same name, or None."""
 
     def __init__(self, params: HeadParams | None = None) -> None:
         self.params: Any = params if params is not None else self.Params()
@@ -80,9 +80,10 @@ class Head(ABC):
         """Learn from ``data``; the same data and generator state give the same head.
 
         Raises:
-            MissingCapability: a package that this head needs for fitting is not installed.
+            MissingCapability: A package that this head needs for fitting is not installed.
         """
-        self.num_classes, self.feature_dim = data.num_classes, data.features.shape[1]
+        self.num_classes = data.num_classes
+        self.feature_dim = data.features.shape[1]
         classes = data.classes
         if len(classes) == 1:
             self.arrays = {"only_class": classes}
@@ -90,10 +91,10 @@ class Head(ABC):
             self.arrays = {"classes": classes, **self._fit(data, classes, rng)}
 
     def predict_proba(self, features: np.ndarray) -> np.ndarray:
-        """Class probabilities (n, num_classes) float64, rows sum to 1, for ``features`` (n, d) float32.
+        """Return class probabilities (n, num_classes) float64, rows sum to 1, for ``features`` (n, d) float32.
 
         Raises:
-            StateError: the head has not been fitted, or was fitted on another feature size.
+            StateError: The head has not been fitted, or was fitted on another feature size.
         """
         if not self.arrays:
             raise StateError(f"head '{self.name}' has not been fitted")
@@ -111,19 +112,21 @@ class Head(ABC):
 
     def load(self, arrays: Tensors, num_classes: int, feature_dim: int = 0) -> None:
         """Take over the arrays of a saved head of the same name and parameters; ``feature_dim`` 0 = not known."""
-        self.arrays, self.num_classes, self.feature_dim = dict(arrays), num_classes, feature_dim
+        self.arrays = dict(arrays)
+        self.num_classes = num_classes
+        self.feature_dim = feature_dim
 
     @abstractmethod
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
-        """Arrays of a fitted head; at least two ``classes`` occur. Rows and columns follow ``classes``."""
+        """Return arrays of a fitted head; at least two ``classes`` occur. Rows and columns follow ``classes``."""
 
     @abstractmethod
     def _predict(self, features: np.ndarray) -> np.ndarray:
-        """Probabilities (n, len(classes)) from ``self.arrays``."""
+        """Return probabilities (n, len(classes)) from ``self.arrays``."""
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Row-wise softmax (n, k) float64, safe for large logits."""
+    """Return the row-wise softmax (n, k) float64, safe for large logits."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     exponents = np.exp(shifted)
     return np.asarray(exponents / exponents.sum(axis=1, keepdims=True))

@@ -14,18 +14,18 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from ..task import Tensors
+from ..core.task import Tensors
 from . import _layers as layers
 from ._features import ensemble, shared_logits
 from .base import FitData, Head, HeadParams
 from .tuned import SHARED_C, shared_rows_tuned
 
 _ROWS = 512
-"""Rows that are predicted at once."""
+"""The most rows that are predicted at once."""
 
 
 class DualFedCommonParams(HeadParams):
-    """What the method and its device head have in common."""
+    """The parameters that the method and its device head have in common."""
 
     smallest_batch: int = Field(
         8,
@@ -48,7 +48,7 @@ class DualFedCommonParams(HeadParams):
 
 
 class DualFedHeadParams(DualFedCommonParams):
-    """As the method's; ``epochs`` is ours."""
+    """The parameters of the head: the method's, and ``epochs``, which the paper does not have."""
 
     epochs: int = Field(50, ge=1, le=10_000, description="passes over the local features")
     lr: float = Field(0.01, gt=0, description="step size of SGD")
@@ -66,8 +66,10 @@ class DualFedHead(Head):
     uses_shared = True
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
-        params, tensors = self.params, start(data.features.shape[1], len(classes), self.params, rng)
-        inputs, labels = np.ascontiguousarray(data.features, np.float32), np.searchsorted(classes, data.labels)
+        params = self.params
+        tensors = start(data.features.shape[1], len(classes), self.params, rng)
+        inputs = np.ascontiguousarray(data.features, np.float32)
+        labels = np.searchsorted(classes, data.labels)
         trainer = Trainer(tensors, params, min(len(inputs), params.batch_size + params.smallest_batch - 1))
         layers.train(
             "dualfed",
@@ -82,9 +84,11 @@ class DualFedHead(Head):
         return {**tensors, **shared_rows_tuned(data, classes, params.shared_c)}
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
-        rows, arrays = np.ascontiguousarray(features, np.float32), self.arrays
+        rows = np.ascontiguousarray(features, np.float32)
+        arrays = self.arrays
         projector = layers.chain_of(arrays, "projector", min(len(rows), _ROWS))
-        weight, bias = arrays["personal_head.weight"], arrays["personal_head.bias"]
+        weight = arrays["personal_head.weight"]
+        bias = arrays["personal_head.bias"]
         pieces = [rows[begin : begin + _ROWS] for begin in range(0, len(rows), _ROWS)]
         logits = np.concatenate([projector.forward(piece, train=False) @ weight.T + bias for piece in pieces])
         return ensemble(logits, shared_logits(arrays, rows), self.params.ensemble)
@@ -100,7 +104,7 @@ class Trainer:
         self._sgd = layers.Sgd([*self._projector.pairs(), *self._head.pairs()], params)
 
     def step(self, inputs: np.ndarray, labels: np.ndarray) -> float:
-        """One step on a batch of inputs (n, d) float32 and labels (n,) below k; returns the loss before it."""
+        """Take one step on inputs (n, d) float32 and labels (n,) below k, and return the loss before it."""
         projected = self._projector.forward(inputs)
         loss, error = layers.cross_entropy(self._head.forward(projected), labels)
         back = self._head.backward(error)
@@ -115,7 +119,7 @@ class Trainer:
 
 
 def start(size: int, classes: int, params: DualFedHeadParams, rng: np.random.Generator) -> Tensors:
-    """Fresh arrays of the projector (``size`` in and out) and the personal classifier, with the method's names."""
+    """Return fresh arrays of the projector (``size`` in and out) and the personal classifier, by the method's names."""
     sizes = [size, *[params.projector_width] * (params.projector_depth - 1), size]
     tensors: Tensors = {}
     for number, (before, outputs) in enumerate(pairwise(sizes)):
@@ -128,7 +132,7 @@ def start(size: int, classes: int, params: DualFedHeadParams, rng: np.random.Gen
 
 
 def contrastive(features: np.ndarray, labels: np.ndarray, temperature: float) -> tuple[float, np.ndarray]:
-    """Mean supervised contrastive loss, logarithm inside the mean over positives, and its gradient by ``features``.
+    """Return the mean supervised contrastive loss (logarithm inside the mean over positives) and its gradient.
 
     ``features`` (n, d), not of length 1 yet, ``labels`` (n,); the gradient has the shape of ``features``.
     For unit vectors z and S = z z' / temperature: logsumexp over all others of S, minus the mean of S over the others

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from ..task import Tensors
+from ..core.task import Tensors
 from . import _layers as layers
 from .base import FitData, Head, HeadParams, softmax
 from .tuned import tuned
@@ -31,7 +31,7 @@ SETTINGS = {
 
 
 class FedPACHeadParams(HeadParams):
-    """Those of the paper's code for the classifier's own epoch; ``c`` is ours."""
+    """The parameters of the head: those of the paper's code for the classifier's epoch, and ``c``, which is ours."""
 
     c: float | None = Field(
         0.3,
@@ -71,14 +71,14 @@ class FedPACHead(Head):
     def contribute(  # type: ignore[override]  # a function, not bound to a head
         data: FitData, received: Tensors, rng: np.random.Generator
     ) -> Tensors:
-        """The ``extra.`` arrays of an update of FedPAC, from features (n, d) of the encoder that was received.
+        """Return the ``extra.`` arrays of an update of FedPAC, from features (n, d) of the encoder that was received.
 
         ``data.method_params`` holds the method's parameters. The classifier starts from ``head.weight`` and
         ``head.bias`` in ``received``, else from ``data.global_head``, else from zeros. The encoder stays as it is, so
         class means are those of ``data.features``.
 
         Raises:
-            TrainingFailed: the classifier diverged.
+            TrainingFailed: The classifier diverged.
         """
         params = data.method_params
         head = train(_start(data, received), data.features, data.labels, settings(params), rng)
@@ -87,19 +87,20 @@ class FedPACHead(Head):
 
 
 def settings(method_params: Mapping[str, Any]) -> FedPACHeadParams:
-    """This head's parameters out of the method's."""
+    """Return the head's parameters, taken from the method's."""
     return FedPACHeadParams.model_validate({SETTINGS[name]: v for name, v in method_params.items() if name in SETTINGS})
 
 
 def extras(
     head: Tensors, before: np.ndarray, after: np.ndarray, labels: np.ndarray, method_params: Mapping[str, Any]
 ) -> Tensors:
-    """The arrays that an update carries beside the encoder.
+    """Return the arrays that an update carries beside the encoder.
 
     ``head`` holds ``head.weight`` (K, d) and ``head.bias`` (K,); ``before`` and ``after`` are the features (n, d) as
     they are before and after local training. Classes of fewer than ``min_class_count`` samples have count 0.
     """
-    num_classes, least = len(head["head.bias"]), int(method_params.get("min_class_count", 2))
+    num_classes = len(head["head.bias"])
+    least = int(method_params.get("min_class_count", 2))
     means, counts = class_means(after, labels, num_classes, least)
     arrays = {"centroids": means.astype(np.float32), "counts": counts, **head}
     if method_params.get("weights", "qp") == "qp":
@@ -109,7 +110,7 @@ def extras(
 
 
 def statistics(features: np.ndarray, labels: np.ndarray, num_classes: int, least: int = 1) -> tuple[float, np.ndarray]:
-    """V_i and h_i (K, d) float64 of ``features`` (n, d) and ``labels`` (n,), n >= 1.
+    """Return V_i and h_i (K, d) float64 of ``features`` (n, d) and ``labels`` (n,), n >= 1.
 
     With the class shares p_k = n_k / n and class means mu_k: h[k] = p_k mu_k, and V = (1 / n) sum_k (p_k mean_k |z|^2 -
     p_k^2 |mu_k|^2) >= 0. n V is the trace of the covariance of onehot(y) (x) z, of which h is the mean. Classes of
@@ -126,7 +127,7 @@ def statistics(features: np.ndarray, labels: np.ndarray, num_classes: int, least
 def class_means(
     features: np.ndarray, labels: np.ndarray, num_classes: int, least: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Means (K, d) float64 of each class and its sample count (K,) int64; 0 for classes of fewer than ``least``."""
+    """Return the mean of each class (K, d) float64 and its count (K,) int64; 0 for classes below ``least`` samples."""
     counts = np.bincount(labels, minlength=num_classes).astype(np.int64)
     counts[counts < least] = 0
     means = np.zeros((num_classes, features.shape[1]))
@@ -138,10 +139,10 @@ def class_means(
 def train(
     head: Tensors, features: np.ndarray, labels: np.ndarray, params: FedPACHeadParams, rng: np.random.Generator
 ) -> Tensors:
-    """``weight`` (K, d) and ``bias`` (K,) float32 after SGD on the cross entropy; the arrays given stay as they are.
+    """Train copies of ``weight`` (K, d) and ``bias`` (K,) by SGD on the cross entropy, and return them as float32.
 
     Raises:
-        TrainingFailed: the weights are not finite any more.
+        TrainingFailed: A weight is no longer finite.
     """
     weight, bias = (np.array(head[name], np.float32) for name in ("weight", "bias"))
     inputs = np.ascontiguousarray(features, np.float32)

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from ..task import Tensors
+from ..core.task import Tensors
 from . import _layers as layers
 from ._features import (
     ensemble,
@@ -33,11 +33,11 @@ from .tuned import SHARED_C, shared_rows_tuned
 
 _log = logging.getLogger(__name__)
 _ROWS = 512
-"""Rows that are predicted at once."""
+"""The most rows that are predicted at once."""
 
 
 class FedPickCommonParams(HeadParams):
-    """What the method and its device head have in common."""
+    """The parameters that the method and its device head have in common."""
 
     mask: Literal["hard", "soft"] = Field("hard", description="zeros and ones (Eq. 10), or weights 0..1 (Eq. 21)")
     selector: Literal["learned", "fisher"] = Field(
@@ -60,7 +60,7 @@ class FedPickCommonParams(HeadParams):
 
 
 class FedPickHeadParams(FedPickCommonParams):
-    """As the method's; ``epochs`` and ``c`` are ours."""
+    """The parameters of the head: the method's, and ``epochs`` and ``c``, which the paper does not have."""
 
     epochs: int = Field(50, ge=1, le=10_000, description="passes over the local features; selector learned")
     lr: float = Field(0.01, gt=0, description="step size of SGD")
@@ -87,8 +87,10 @@ class FedPickHead(Head):
         shared = shared_rows_tuned(data, classes, self.params.shared_c)
         if self.params.selector == "fisher":
             return {**self._fit_fisher(data, classes), **shared}
-        params, tensors = self.params, start(data.features.shape[1], len(classes), self.params, rng)
-        inputs, labels = np.ascontiguousarray(data.features, np.float32), np.searchsorted(classes, data.labels)
+        params = self.params
+        tensors = start(data.features.shape[1], len(classes), self.params, rng)
+        inputs = np.ascontiguousarray(data.features, np.float32)
+        labels = np.searchsorted(classes, data.labels)
         logits = shared_logits(shared, inputs)
         known = None if logits is None else layers.log_softmax(logits)
         trainer = Trainer(tensors, params, min(len(inputs), params.batch_size + 1))
@@ -105,7 +107,7 @@ class FedPickHead(Head):
         return {**tensors, **shared}
 
     def _fit_fisher(self, data: FitData, classes: np.ndarray) -> Tensors:
-        """A mask of the features of highest Fisher score, and a logistic regression on them."""
+        """Return a mask of the features of highest Fisher score, and a logistic regression on them."""
         kept = keep_top(fisher_score(data.features, data.labels), self.params.keep_ratio)
         chosen = data.features[:, kept]
         norm = fit_norm(chosen, "standard")
@@ -126,8 +128,9 @@ class FedPickHead(Head):
 
 
 def answers(arrays: Tensors, rows: np.ndarray, params: FedPickHeadParams) -> tuple[np.ndarray, float]:
-    """Logits (n, k) of the relevant classifier for ``rows`` (n, d) float32, and the mean of the mask (0..1)."""
-    logits, share = [], 0.0
+    """Return logits (n, k) of the relevant classifier for ``rows`` (n, d) float32, and the mean of the mask (0..1)."""
+    logits = []
+    share = 0.0
     for begin in range(0, len(rows), _ROWS):
         piece = rows[begin : begin + _ROWS]
         mask = picked(arrays, piece, params)
@@ -137,7 +140,7 @@ def answers(arrays: Tensors, rows: np.ndarray, params: FedPickHeadParams) -> tup
 
 
 def picked(arrays: Tensors, features: np.ndarray, params: FedPickHeadParams) -> np.ndarray:
-    """The mask without noise, like ``features`` (n, d) float32: zeros and ones, or weights 0..1 where it is soft."""
+    """Return the mask without noise, shaped like ``features`` (n, d) float32: 0 or 1, or weights 0..1 if it is soft."""
     if "mask.kept" in arrays:
         return np.broadcast_to(arrays["mask.kept"], features.shape)
     scores = layers.chain_of(arrays, "mask", len(features)).forward(features, train=False)
@@ -161,13 +164,16 @@ class Trainer:
         self._sgd = layers.Sgd([*self._mask.pairs(), *self._relevant.pairs(), *self._irrelevant.pairs()], params)
 
     def step(self, inputs: np.ndarray, labels: np.ndarray, known: np.ndarray | None, noise: np.ndarray) -> float:
-        """One step on a batch of inputs (n, d) float32 with mask noise of the same shape; returns the loss before it.
+        """Take a step on inputs (n, d) float32 with mask noise of the same shape, and return the loss before it.
 
         ``known`` (n, k): the global classifier's log-softmax. The part of the loss that only that classifier, which is
         frozen, sees is left out.
         """
-        params, n = self._params, len(labels)
-        soft, relevant, rest = self._soft[:n], self._picked[:n], self._rest[:n]
+        params = self._params
+        n = len(labels)
+        soft = self._soft[:n]
+        relevant = self._picked[:n]
+        rest = self._rest[:n]
         noisy = np.add(self._mask.forward(inputs), noise, out=soft)
         if params.mask == "hard":
             np.multiply(inputs, noisy > params.cut, out=relevant)
@@ -198,7 +204,7 @@ class Trainer:
 
 
 def start(size: int, classes: int, params: FedPickHeadParams, rng: np.random.Generator) -> Tensors:
-    """Fresh arrays of mask network and local classifiers, with the method's names."""
+    """Return fresh arrays of mask network and local classifiers, with the method's names."""
     width = params.mask_width or max(16, size // 2)
     return {
         **layers.fresh_linear("mask.0", size, width, rng),
@@ -219,7 +225,7 @@ def logistic_noise(out: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def negative_entropy(logits: np.ndarray) -> tuple[float, np.ndarray]:
-    """Batch mean of sum_c q_c log q_c for q = softmax(logits), and its gradient (n, k) by ``logits``."""
+    """Return the batch mean of sum_c q_c log q_c for q = softmax(logits), and its gradient (n, k) by ``logits``."""
     log_q = layers.log_softmax(logits)
     q = np.exp(log_q)
     values = (q * log_q).sum(axis=1, keepdims=True)
@@ -227,13 +233,14 @@ def negative_entropy(logits: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def divergence(logits: np.ndarray, known: np.ndarray, *, both: bool) -> tuple[float, np.ndarray]:
-    """Batch mean of KL(p || q) + KL(q || p) for q = softmax(logits), p = exp(known), and its gradient by ``logits``.
+    """Return the batch mean of KL(p || q) + KL(q || p), q = softmax(logits), p = exp(known), and its gradient.
 
     ``logits`` and ``known``, log probabilities, are (n, d), and so is the gradient.
     Without ``both`` the second term counts in the value and has no gradient.
     """
     log_q = layers.log_softmax(logits)
-    q, p = np.exp(log_q), np.exp(known)
+    q = np.exp(log_q)
+    p = np.exp(known)
     ratio = log_q - known
     backward = (q * ratio).sum(axis=1, keepdims=True)
     value = float((backward[:, 0] - (p * ratio).sum(axis=1)).mean())
@@ -245,7 +252,7 @@ def divergence(logits: np.ndarray, known: np.ndarray, *, both: bool) -> tuple[fl
 
 
 def _sigmoid(logits: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """1 / (1 + exp(-logits)) by way of tanh, which cannot overflow."""
+    """Return 1 / (1 + exp(-logits)) by way of tanh, which cannot overflow."""
     half = np.tanh(logits * 0.5, out=out)
     half += 1
     half *= 0.5

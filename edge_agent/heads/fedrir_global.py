@@ -11,13 +11,19 @@ import itertools
 import numpy as np
 from pydantic import Field
 
-from ..task import Tensors
+from ..core.task import Tensors
 from . import _layers as layers
 from ._features import FeatureNorm, NormedHead, NormedParams
 from .base import softmax
 
-_DECAY1, _DECAY2, _EPSILON = 0.9, 0.999, 1e-8
-"""Adam's constants, as everywhere."""
+_DECAY1 = 0.9
+"""Adam's decay of the mean gradient, the usual one."""
+
+_DECAY2 = 0.999
+"""Adam's decay of the mean squared gradient, the usual one."""
+
+_EPSILON = 1e-8
+"""Adam's addition to the root of the mean squared gradient, the usual one."""
 
 
 class FedRIRGlobalParams(NormedParams):
@@ -44,10 +50,10 @@ class FedRIRGlobalHead(NormedHead):
 def train(
     layer: Tensors, inputs: np.ndarray, targets: np.ndarray, params: FedRIRGlobalParams, rng: np.random.Generator
 ) -> None:
-    """Adam on ``weight`` (k, d) and ``bias`` (k,) in place; ``targets`` (n, k) are one-hot.
+    """Train ``weight`` (k, d) and ``bias`` (k,) in place by Adam; ``targets`` (n, k) are one-hot.
 
     Raises:
-        TrainingFailed: the weights are not finite any more.
+        TrainingFailed: A weight is no longer finite.
     """
     moments = {name: (np.zeros_like(array), np.zeros_like(array)) for name, array in layer.items()}
     numbers = itertools.count(1)

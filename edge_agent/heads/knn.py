@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from ..task import Tensors
+from ..core.task import Tensors
 from ._features import FeatureNorm, NormedParams, fit_norm, normalise, shared_logits, shared_rows
 from .base import FitData, Head, softmax
 
@@ -55,7 +55,7 @@ class KNNHead(Head):
         return near if shared is None else share * near + (1 - share) * shared
 
     def _mix(self, arrays: Tensors, features: np.ndarray, count: int, rng: np.random.Generator) -> float:
-        """Lambda: the one given, else the one of most correct answers on a part that the neighbours do not hold.
+        """Return lambda: the configured one, else that of most correct answers on samples that are no neighbours.
 
         Of equally good ones that with the smallest mean log loss; 0.5 where there is nothing to hold back.
         """
@@ -64,7 +64,8 @@ class KNNHead(Head):
         if self.params.mix is not None:
             return float(self.params.mix)
         total = len(features)
-        order, held = rng.permutation(total), round(self.params.held_back * total)
+        order = rng.permutation(total)
+        held = round(self.params.held_back * total)
         if not 0 < held < total:
             return 0.5
         rest = {**arrays, **{name: arrays[name][order[held:]] for name in ("stored", "members")}}
@@ -72,7 +73,7 @@ class KNNHead(Head):
         return best_mix(near, near if shared is None else shared, arrays["members"][order[:held]])
 
     def _both(self, arrays: Tensors, features: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Probabilities (n, count) of the neighbours and of the shared classifier."""
+        """Return probabilities (n, count) of the neighbours and of the shared classifier."""
         queries = normalise(features, self.params.feature_norm, arrays)
         near = votes(queries, arrays["stored"], arrays["members"], count, self.params.neighbours, self.params.scale)
         logits = shared_logits(arrays, features.astype(np.float64))
@@ -80,7 +81,7 @@ class KNNHead(Head):
 
 
 def best_mix(near: np.ndarray, shared: np.ndarray, labels: np.ndarray) -> float:
-    """The lambda of 0, 0.1 ... 1 with most correct answers, then with the smallest mean log loss, then the smallest.
+    """Return the lambda of 0, 0.1 ... 1 with most correct answers; of equals that of least log loss, then the smallest.
 
     ``near`` and ``shared``: probabilities (n, K) of neighbours and of the shared classifier; ``labels`` (n,).
     """
@@ -88,7 +89,7 @@ def best_mix(near: np.ndarray, shared: np.ndarray, labels: np.ndarray) -> float:
 
 
 def quality(near: np.ndarray, shared: np.ndarray, labels: np.ndarray, share: float) -> tuple[int, float]:
-    """How well a mixture of probabilities (n, K) answers: correct answers, and minus the mean log loss; more is better.
+    """Return the number of correct answers of probabilities (n, K), and minus their mean log loss; more is better.
 
     ``share``: lambda, that of ``near``.
     """
@@ -101,7 +102,7 @@ def quality(near: np.ndarray, shared: np.ndarray, labels: np.ndarray, share: flo
 def votes(
     queries: np.ndarray, stored: np.ndarray, members: np.ndarray, count: int, neighbours: int, scale: float
 ) -> np.ndarray:
-    """Weighted shares of the classes (n, count) float64 among the nearest stored rows, a block of queries at a time.
+    """Return the weighted shares of the classes (n, count) float64 among the nearest stored rows, block by block.
 
     ``queries`` (n, d) float64, ``stored`` (s, d) float32 with s >= 1, ``members`` (s,) class positions.
     """
@@ -117,7 +118,7 @@ def votes(
 
 
 def _nearest(queries: np.ndarray, stored: np.ndarray, neighbours: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices (n, k) of the nearest stored rows, and their squared distances (n, k)."""
+    """Return indices (n, k) of the nearest stored rows, and their squared distances (n, k)."""
     squares = np.empty((len(queries), len(stored)))
     step = max(1, _CELLS // stored.shape[1])
     for begin in range(0, len(stored), step):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from ..task import Tensors
+from ..core.task import Tensors
 from ._features import NormedHead, NormedParams
 from ._layers import minimise
 
@@ -38,19 +38,21 @@ class LogisticRegressionHead(NormedHead):
 def fit_logistic(
     inputs: np.ndarray, targets: np.ndarray, params: LogisticRegressionParams, towards: Tensors | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weights (k, d) and biases (k,) float64 for ``inputs`` (n, d) float64 and one-hot ``targets`` (n, k).
+    """Return weights (k, d) and biases (k,) float64 for ``inputs`` (n, d) float64 and one-hot ``targets`` (n, k).
 
     With ``towards``, a ``weight`` (k, d) and ``bias`` (k,), the penalty is |W - weight|^2 / (2 C), and the solver
     starts there.
     """
-    (count, size), classes = inputs.shape, targets.shape[1]
+    (count, size) = inputs.shape
+    classes = targets.shape[1]
     # Softmax over two opposite vectors w/2 and -w/2 is the sigmoid of w, but has half of its squared length.
     strength = (2.0 if classes == 2 and towards is None else 1.0) / (params.c * count)
     center = np.zeros((classes, size)) if towards is None else towards["weight"].astype(np.float64)
     bias_start = np.zeros(classes) if towards is None else towards["bias"].astype(np.float64)
 
     def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        weight, bias = flat[: classes * size].reshape(classes, size), flat[classes * size :]
+        weight = flat[: classes * size].reshape(classes, size)
+        bias = flat[classes * size :]
         logits = inputs @ weight.T
         logits += bias
         logits -= logits.max(axis=1, keepdims=True)

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from pydantic import Field
 
-from ..task import Tensors
+from ..core.task import Tensors
 from . import _layers as layers
 from ._features import NormedHead, NormedParams
 from .base import softmax
@@ -34,7 +34,8 @@ class PerceptronHead(NormedHead):
     source = "RepPer (PCL stage): MLP head, one linear layer, 10 local epochs of SGD"
 
     def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
-        params, arrays = self.params, dict[str, np.ndarray]()
+        params = self.params
+        arrays = dict[str, np.ndarray]()
         for number, (size, outputs) in enumerate(pairwise([inputs.shape[1], *filter(None, [params.hidden]), classes])):
             arrays[f"weight{number}"], arrays[f"bias{number}"] = layers.uniform(size, outputs, rng)
         chain = perceptron(arrays, min(len(inputs), params.batch_size))
@@ -52,7 +53,7 @@ class PerceptronHead(NormedHead):
 
 
 def perceptron(arrays: Tensors, rows: int) -> layers.Chain:
-    """The layers ``weight0``, ``bias0`` and, where it has a hidden layer, ``weight1``, ``bias1``."""
+    """Return the layers ``weight0``, ``bias0`` and, where it has a hidden layer, ``weight1``, ``bias1``."""
     first = layers.Linear(arrays["weight0"], arrays["bias0"], rows)
     if "weight1" not in arrays:
         return layers.Chain([first])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from ..task import Tensors
+from ..core.task import Tensors
 from ._features import FeatureNorm, NormedHead, NormedParams
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..task import Tensors
+from ..core.task import Tensors
 from ._features import NormedHead, NormedParams
 from .base import softmax
 
@@ -38,23 +38,27 @@ class RidgeHead(NormedHead):
 
 
 def fit_ridge(inputs: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Weights (k, d), biases (k,) and leave-one-out predictions (n, k), float64, for the best of `PENALTIES`.
+    """Return weights (k, d), biases (k,) and leave-one-out predictions (n, k), float64, for the best of `PENALTIES`.
 
     ``inputs`` (n, d) and ``targets`` (n, k) float64, n >= 2. The intercept is not penalised. The best penalty is that
     with the least mean square of leave-one-out errors, over all targets.
     """
-    center, middle = inputs.mean(axis=0), targets.mean(axis=0)
-    rows, wanted = inputs - center, targets - middle
+    center = inputs.mean(axis=0)
+    middle = targets.mean(axis=0)
+    rows = inputs - center
+    wanted = targets - middle
     if len(rows) <= rows.shape[1]:
         values, left = np.linalg.eigh(rows @ rows.T)
         known = values > max(float(values[-1]), 1e-30) * 1e-12
-        values, left = values[known], left[:, known]
+        values = values[known]
+        left = left[:, known]
     else:
         values, right = np.linalg.eigh(rows.T @ rows)
         known = values > max(float(values[-1]), 1e-30) * 1e-12
         values = values[known]
         left = rows @ right[:, known] / np.sqrt(values)
-    projected, squares = left.T @ wanted, left**2
+    projected = left.T @ wanted
+    squares = left**2
     tried: list[tuple[float, float, np.ndarray]] = []
     for penalty in PENALTIES:
         kept = values / (values + penalty)

@@ -18,14 +18,14 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from ..bundle import EncoderPrecision
-from ..config import mistakes_of
-from ..errors import FingerprintMismatch, HeadwaterError, StateError, cause, remedy
-from ..local.confidence import Confidence
-from ..local.models import MAJORITY, LocalModel, candidates
-from ..own_norm import OwnNorm
-from ..storage import read_regular, write_atomic
-from ..task import Frozen, InputSpec, Tensors
+from ..bundle.manifest import EncoderPrecision
+from ..core.config import mistakes_of
+from ..core.errors import FingerprintMismatch, HeadwaterError, StateError, cause, remedy
+from ..core.storage import read_regular, write_atomic
+from ..core.task import Frozen, InputSpec, Tensors
+from ..personal.batch_norm import OwnNorm
+from ..personal.confidence import Confidence
+from ..personal.local.models import MAJORITY, LocalModel, candidates
 from ..wire.tensors import decode, encode, first_non_finite
 from . import create, numeric
 from .base import Head
@@ -37,7 +37,9 @@ BEFORE = "before.json"
 """The head that was replaced by the last one, for `restore`; its arrays stay beside it."""
 MAX_CARD_BYTES = 1 << 20
 MAX_ARRAYS_BYTES = 1 << 28
-_CONFIDENCE, _LOCAL, _LEARNED = "confidence.", "local.", "learned"
+_CONFIDENCE = "confidence."
+_LOCAL = "local."
+_LEARNED = "learned"
 _SHA256 = r"^[0-9a-f]{64}$"
 _ARRAYS_FILE = re.compile(r"arrays-[0-9a-f]{16}\.safetensors")
 """Names of the arrays of heads: no other file in the folder is ours to remove."""
@@ -51,7 +53,7 @@ class LocalCard(Frozen):
 
 
 class SavedCard(Frozen):
-    """What ``head.json`` holds."""
+    """The content of ``head.json``."""
 
     schema_version: Literal[1] = SCHEMA
     head: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$", description="a file name in edge_agent/heads")
@@ -90,14 +92,14 @@ class SavedHead:
 
     @property
     def title(self) -> str:
-        """What answers, for people: the head's name, or that of the model that works without the encoder."""
+        """The name for people: the head's, or that of the model that works without the encoder."""
         return self.head.name if self.local is None else self.local.name
 
     def predict_proba(self, features: np.ndarray) -> np.ndarray:
-        """Class probabilities (n, K) float64 for ``features`` (n, d), calibrated where the head is.
+        """Return class probabilities (n, K) float64 for ``features`` (n, d), calibrated where the head is.
 
         Raises:
-            StateError: features of another size than those that the head was fitted on.
+            StateError: The features have another size than those on which the head was fitted.
         """
         return self.confidence(self.head.predict_proba(features))
 
@@ -118,7 +120,7 @@ def save(folder: Path, saved: SavedHead) -> Path:
     """Write a fitted head into ``folder``; the one there stays for `restore`. Returns the path of its JSON file.
 
     Raises:
-        StateError: the head has not been fitted, or its arrays hold NaN or infinity.
+        StateError: The head has not been fitted, or its arrays hold NaN or infinity.
     """
     confidence = {f"{_CONFIDENCE}{name}": array for name, array in saved.confidence.arrays().items()}
     learned = {} if saved.local is None else {f"{_LOCAL}{name}": arr for name, arr in saved.local.learned.items()}
@@ -127,7 +129,7 @@ def save(folder: Path, saved: SavedHead) -> Path:
 
 
 def save_numeric(folder: Path, saved: SavedNumeric) -> Path:
-    """As `save`, of a numeric head."""
+    """Save a numeric head; see `save`."""
     return _store(folder, saved, saved.head.arrays, (), "numbers")
 
 
@@ -191,7 +193,7 @@ def adopt(source: Path, folder: Path, fingerprints: Mapping[EncoderPrecision, st
     The one in use stays there for `restore`, and for `load` until its successor's bundle is in use.
 
     Raises:
-        HeadwaterError: as `load`, of the head in ``source``; the one in use stays.
+        HeadwaterError: See `load`, for the head in ``source``; the head in use stays.
     """
     load(source, fingerprints)
     raw = _read(source / CARD, MAX_CARD_BYTES)
@@ -216,8 +218,8 @@ def restore(folder: Path, fingerprints: Mapping[EncoderPrecision, str]) -> Saved
     The head that was in use takes its place, so that doing it twice changes nothing.
 
     Raises:
-        StateError: there is no earlier head, or it is damaged.
-        FingerprintMismatch: it was fitted on another encoder.
+        StateError: There is no earlier head, or its files are damaged.
+        FingerprintMismatch: The earlier head was fitted on another encoder.
     """
     if not (folder / BEFORE).is_file():
         raise StateError(f"{folder}: no earlier head to return to")
@@ -227,17 +229,17 @@ def restore(folder: Path, fingerprints: Mapping[EncoderPrecision, str]) -> Saved
 
 
 def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = None, name: str = CARD) -> SavedHead:
-    """The head in ``folder``; with ``fingerprints``, only if it was fitted on one of these variants of an encoder.
+    """Return the head in ``folder``; with ``fingerprints``, only if it was fitted on one of these encoder variants.
 
     Where it was not, and the head before the last one was, it is that one: a device that was killed after it had saved
     the head for a new bundle, and before that bundle was in use, answers with the old pair.
 
     Raises:
-        StateError: no head there, or its files are damaged.
-        TensorsError: the arrays are not a tensor container.
-        FingerprintMismatch: it was fitted on the features of another encoder or another variant of it.
-        UnknownName: this installation has no head of that name.
-        ConfigError: its parameters are not ones of that head.
+        StateError: The folder holds no head, or its files are damaged.
+        TensorsError: The file of arrays is not a tensor container.
+        FingerprintMismatch: The head was fitted on the features of another encoder or another variant of it.
+        UnknownName: This installation has no head of that name.
+        ConfigError: The saved parameters are not parameters of that head.
     """
     try:
         card, arrays, norm, seen = _open(folder, fingerprints, "classes", name)
@@ -259,7 +261,7 @@ def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = Non
 
 
 def load_numeric(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = None) -> SavedNumeric:
-    """The numeric head in ``folder``; otherwise as `load`."""
+    """Return the numeric head in ``folder``; otherwise as `load`."""
     card, arrays, norm, seen = _open(folder, fingerprints, "numbers")
     head = numeric.create(card.head, card.params)
     head.load(arrays, card.feature_dim)
@@ -268,16 +270,16 @@ def load_numeric(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | No
 
 
 def is_numeric(folder: Path) -> bool:
-    """Whether the head in ``folder`` answers with numbers.
+    """Return whether the head in ``folder`` answers with numbers.
 
     Raises:
-        StateError: no head there, or its card is damaged.
+        StateError: The folder holds no head, or its card is damaged.
     """
     return _read_card(folder / CARD).answers == "numbers"
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
-    """Classes of the head in ``folder``, in its order; none where there is no head, or a damaged one."""
+    """Return classes of the head in ``folder``, in its order; none where there is no head, or a damaged one."""
     try:
         return _read_card(folder / CARD).class_names
     except HeadwaterError:
@@ -319,7 +321,7 @@ def _open(
 
 
 def _taken(arrays: Tensors, prefix: str) -> Tensors:
-    """The arrays whose names begin so, taken out of ``arrays``, by the rest of their names."""
+    """Return the arrays whose names begin so, taken out of ``arrays``, by the rest of their names."""
     return {name.removeprefix(prefix): arrays.pop(name) for name in list(arrays) if name.startswith(prefix)}
 
 

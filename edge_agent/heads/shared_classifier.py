@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import UsageError
-from ..task import Tensors
+from ..core.errors import UsageError
+from ..core.task import Tensors
 from ._features import shared_logits, shared_rows
 from .base import FitData, Head, softmax
 

@@ -20,15 +20,15 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from ..errors import MissingCapability, TrainingFailed
-from ..storage import read_tensors, write_tensors
-from ..task import Tensors
+from ..core.errors import MissingCapability, TrainingFailed
+from ..core.storage import read_tensors, write_tensors
+from ..core.task import Tensors
 from ._features import FeatureNorm, NormedHead, NormedParams
 from ._layers import minimise
 from ._time import at_most
 
 _ROWS = 1024
-"""Rows for which the kernel is held at once: 1024 x 2000 support vectors are 16 MB."""
+"""The most rows whose kernel is in memory at once: for 1024 rows and 2000 support vectors it takes 16 MB."""
 
 
 class SVMParams(NormedParams):
@@ -65,7 +65,8 @@ class SVMHead(NormedHead):
     def _logits(self, inputs: np.ndarray) -> np.ndarray:
         if self.params.kernel == "linear":
             return super()._logits(inputs)
-        support, kernels = self.arrays["support"], []
+        support = self.arrays["support"]
+        kernels = []
         for begin in range(0, len(inputs), _ROWS):
             block = inputs[begin : begin + _ROWS]
             squares = np.sum(block**2, axis=1)[:, None] - 2 * block @ support.T + np.sum(support**2, axis=1)
@@ -74,18 +75,20 @@ class SVMHead(NormedHead):
 
 
 def fit_linear(inputs: np.ndarray, signs: np.ndarray, params: SVMParams) -> tuple[np.ndarray, np.ndarray]:
-    """Weights (k, d) and biases (k,) float64 for ``inputs`` (n, d) float64 and ``signs`` (n, k), 1 or -1.
+    """Return weights (k, d) and biases (k,) float64 for ``inputs`` (n, d) float64 and ``signs`` (n, k), 1 or -1.
 
     Each class minimises ``|w|^2 / 2 + C sum max(0, 1 - y (w x + b))^2``, the bias free. The ``x`` are the inputs over
     their root mean square length, so that C means the same whatever the unit of the features.
     """
-    (count, size), classes = inputs.shape, signs.shape[1]
+    (count, size) = inputs.shape
+    classes = signs.shape[1]
     length = float(np.sqrt(np.mean(np.sum(inputs**2, axis=1)))) or 1.0
     inputs = inputs / length
     strength = 1.0 / (params.c * count)
 
     def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        weight, bias = flat[: classes * size].reshape(classes, size), flat[classes * size :]
+        weight = flat[: classes * size].reshape(classes, size)
+        bias = flat[classes * size :]
         short = inputs @ weight.T
         short += bias
         short *= signs
@@ -102,7 +105,7 @@ def fit_linear(inputs: np.ndarray, signs: np.ndarray, params: SVMParams) -> tupl
 
 
 def _fit_in_child(arrays: Tensors, options: dict[str, float], timeout_s: float) -> Tensors:
-    """Arrays of the fitted machine; the child sees nothing but its own folder."""
+    """Return arrays of the fitted machine; the child sees nothing but its own folder."""
     with tempfile.TemporaryDirectory(prefix="headwater-svm-") as name:
         folder = Path(name)
         write_tensors(folder / "in.safetensors", arrays)
@@ -128,13 +131,16 @@ def _fit_in_child(arrays: Tensors, options: dict[str, float], timeout_s: float) 
 
 
 def _main(options: str) -> None:
-    """What the child does: reads ``in.safetensors`` and ``options`` (JSON), writes ``out.safetensors``."""
+    """Fit in the child process: read ``in.safetensors`` and ``options`` (JSON), and write ``out.safetensors``."""
     from sklearn.svm import SVC
 
-    data, wanted = read_tensors(Path("in.safetensors")), json.loads(options)
-    inputs, labels = data["inputs"], data["labels"]
+    data = read_tensors(Path("in.safetensors"))
+    wanted = json.loads(options)
+    inputs = data["inputs"]
+    labels = data["labels"]
     classes = int(labels.max()) + 1
-    dual, bias = np.zeros((classes, len(inputs))), np.zeros(classes)
+    dual = np.zeros((classes, len(inputs)))
+    bias = np.zeros(classes)
     for label in range(classes):
         machine = SVC(C=wanted["c"], kernel="rbf", gamma=wanted["gamma"]).fit(inputs, labels == label)
         dual[label, machine.support_] = machine.dual_coef_[0]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from ..errors import UsageError
-from ..task import Tensors
+from ..core.errors import UsageError
+from ..core.task import Tensors
 from ._features import shared_rows
 from .base import FitData, Head, HeadParams, softmax
 from .lr import LogisticRegressionParams, fit_logistic
@@ -58,7 +58,7 @@ def shared_rows_tuned(data: FitData, classes: np.ndarray, c: float | None) -> Te
 
 
 def tuned(data: FitData, towards: Tensors, c: float) -> Tensors:
-    """``weight`` (k, d) and ``bias`` (k,) float32 of the classes that occur, pulled to ``towards``, of the same shapes.
+    """Return ``weight`` (k, d) and ``bias`` (k,) float32 of the classes that occur, pulled to those of ``towards``.
 
     Features are divided by their root mean square, over all of them, so that ``c`` means the same for every encoder.
     """

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
-from ..registry import PinnedFile, Registry, own_name
+from ..core.errors import UsageError
+from ..core.registry import PinnedFile, Registry, own_name
 
 if TYPE_CHECKING:
     from .base import Method, weighted_mean
@@ -41,19 +41,20 @@ registry = Registry("method", __name__, entry_points="headwater.methods", beside
 
 
 def names() -> tuple[str, ...]:
-    """Names of all methods found; nothing is imported."""
+    """Return names of all methods found; nothing is imported."""
     return registry.names()
 
 
 def get(name: str) -> type[Method]:
-    """The method's class; imports that one file (which may import torch).
+    """Return the method's class; imports that one file (which may import torch).
 
     ``name`` may also be a `PinnedFile` as text, from this process's own configuration, journal or command line: that
     file is run, and its class is known under its own name from then on. No other side can name a file.
 
     Raises:
-        UnknownName: no such method; the nearest name is suggested.
-        UsageError: what another package offers under this name is no whole method; a file has changed.
+        UnknownName: No method has this name; the message suggests the nearest name.
+        UsageError: The object that another package offers under this name is not a complete method, or a pinned file
+            has changed.
     """
     from .base import Method
 
@@ -67,9 +68,10 @@ def add(kind: Any) -> str:
     """Make a class known to this process under its own name, which is returned.
 
     Raises:
-        UsageError: it is no subclass of `Method`, or has the name of a method that ships, or one that cannot be sent.
+        UsageError: The class is not a subclass of `Method`, or its name belongs to a method that ships or cannot be
+            sent.
     """
-    from ..config import NAME_PATTERN
+    from ..core.config import NAME_PATTERN
     from .base import Method
 
     shown = getattr(kind, "__name__", f"of type {type(kind).__name__}")
@@ -86,14 +88,14 @@ def add(kind: Any) -> str:
 
 
 def create(name: str, params: Mapping[str, Any] | None = None, *, paper: bool = False) -> Method:
-    """A method ready to use, with its parameters checked; ``paper``: the published values where defaults are ours.
+    """Return a method with checked parameters; with ``paper``, published values take the place of our defaults.
 
     Raises:
-        UnknownName: no such method.
-        ConfigError: unknown or impossible parameters, all of them listed.
-        UsageError: as `get`.
+        UnknownName: No method has this name.
+        ConfigError: Parameters are unknown or out of range; all of them are listed.
+        UsageError: See `get`.
     """
-    from ..config import parse
+    from ..core.config import parse
     from .values import paper_values
 
     kind = get(name)

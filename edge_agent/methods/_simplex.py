@@ -17,24 +17,35 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 _RIDGE = 1e-10
-"""Share of a client's squared lengths that is added to its variance: covers the rounding of S for thousands of clients,
-so that P_i stays definite, and is far below any variance that n samples can have (squared length / n)."""
+"""The share of a client's squared lengths that is added to its variance.
+
+It covers the rounding of S for thousands of clients, so that P_i stays definite, and is far below any variance that n
+samples can have (squared length / n).
+"""
 
 _ROUNDING = 4e-15
+"""The share of a number by which rounding may change it."""
+
 _TOLERANCE = 1e-7
-"""How far from optimal a row may be."""
+"""The violation of the conditions of optimality at which a row still counts as optimal."""
 
 _TINY = 1e-150
-"""Stands for a variance where all that is known of a client is 0."""
+"""The variance of a client of which all numbers are 0."""
 
-_FIRST_SUPPORT, _PATIENCE, _MAX_EXCHANGES = 32, 3, 300
-"""Exchanges on 100 and 1,000 clients, in groups, with Dirichlet labels or alike: 4 to 8 on average, 39 at most."""
+_FIRST_SUPPORT = 32
+"""The number of weights above 0 with which a row begins."""
+
+_PATIENCE = 3
+"""The exchanges without fewer wrong weights after which one weight at a time is exchanged, which comes to an end."""
+
+_MAX_EXCHANGES = 300
+"""The most exchanges of a row; 100 to 1,000 clients, in groups or with Dirichlet labels, took 4 to 8, at most 39."""
 
 _BLOCK = 4096
 
 
 def gram(vectors: Sequence[np.ndarray]) -> np.ndarray:
-    """Inner products (m, m) float64 of m arrays of one shape."""
+    """Return inner products (m, m) float64 of m arrays of one shape."""
     products = np.zeros((len(vectors), len(vectors)))
     for _, block in _blocks(vectors):
         products += block @ block.T
@@ -42,7 +53,7 @@ def gram(vectors: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def combined(weights: np.ndarray, vectors: Sequence[np.ndarray]) -> np.ndarray:
-    """Each row of ``weights`` (m, m) applied to m arrays of one shape: (m, ...) float32, summed in float64."""
+    """Return each row of ``weights`` (m, m) applied to m arrays of one shape: (m, ...) float32, summed in float64."""
     sums = np.empty((len(weights), vectors[0].size), np.float32)
     for part, block in _blocks(vectors):
         sums[:, part] = weights @ block
@@ -50,7 +61,7 @@ def combined(weights: np.ndarray, vectors: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _blocks(vectors: Sequence[np.ndarray]) -> Iterator[tuple[slice, np.ndarray]]:
-    """The arrays as rows of a matrix, some columns at a time: no float64 copy of all of them."""
+    """Yield the arrays as rows of a matrix, some columns at a time: no float64 copy of all of them."""
     rows = [vector.reshape(-1) for vector in vectors]
     for begin in range(0, rows[0].size if rows else 0, _BLOCK):
         part = slice(begin, begin + _BLOCK)
@@ -58,7 +69,7 @@ def _blocks(vectors: Sequence[np.ndarray]) -> Iterator[tuple[slice, np.ndarray]]
 
 
 def best_weights(variances: np.ndarray, products: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Optimal weights (m, m), row i those of client i, and which rows (m,) bool are known to be optimal.
+    """Return optimal weights (m, m), row i those of client i, and which rows (m,) bool are known to be optimal.
 
     ``variances`` (m,) are V >= 0, ``products`` (m, m) is the `gram` of the h. Where V is 0 for several clients that are
     alike, they share equally. A row that could not be solved keeps its own head: weight 1 for itself.
@@ -73,7 +84,7 @@ def best_weights(variances: np.ndarray, products: np.ndarray) -> tuple[np.ndarra
 
 
 def pruned(weights: np.ndarray, least: float) -> np.ndarray:
-    """Weights (m, m) whose entries at or below ``least`` are 0, rows divided by their sums again.
+    """Return weights (m, m) whose entries at or below ``least`` are 0, rows divided by their sums again.
 
     Among more than 0.1 / least clients 0.1 / m takes its place: an even share of 1 / m must not count as nothing.
     """
@@ -83,7 +94,7 @@ def pruned(weights: np.ndarray, least: float) -> np.ndarray:
 
 
 def soft_smallest(losses: np.ndarray, temperature: float) -> np.ndarray:
-    """exp(-loss / temperature), rows divided by their sums (m, m). Infinite losses weigh 0.
+    """Return exp(-loss / temperature) with rows divided by their sums (m, m); infinite losses weigh 0.
 
     A row of infinite losses alone keeps its own head: weight 1 for itself.
     """
@@ -103,12 +114,15 @@ class Problem:
         self.raised = np.asarray(variances, np.float64) + _RIDGE * self.reach**2 + _TINY
 
     def violations(self, weights: np.ndarray, *, forgive: bool = True) -> np.ndarray:
-        """How far each row (m,) is from the conditions of optimality, in units of its objective a' P a; 0 is optimal.
+        """Return how far each row (m,) violates the conditions of optimality, in units of its objective a' P a.
+
+        0: optimal.
 
         (P a)_j must be a' P a where a_j > 0, and no less elsewhere; what rounding can do is forgiven. Infinite where a
         row is no point of the simplex.
         """
-        s, used = self.products, weights > 0
+        s = self.products
+        used = weights > 0
         with np.errstate(all="ignore"):
             slopes = weights @ s - s - np.einsum("ij,ij->i", weights, s)[:, None] + np.diag(s)[:, None]
             slopes += self.raised * weights
@@ -121,7 +135,7 @@ class Problem:
         return np.where(on_simplex & np.isfinite(worst), worst, np.inf)
 
     def all_at_once(self) -> np.ndarray:
-        """Weights (m, m) with only sum(a) = 1 demanded: right for every row in which none of them is negative.
+        """Return weights (m, m) with only sum(a) = 1 demanded: right for every row in which none of them is negative.
 
         With sum(a) = 1, a' P_i a = a' (S + diag V) a - 2 s_i' a + s_ii: one factorisation serves all rows.
         """
@@ -133,23 +147,27 @@ class Problem:
             answers = scale[:, None] * np.linalg.solve(matrix, scale[:, None] * targets)
         except np.linalg.LinAlgError:
             return np.eye(len(matrix))
-        free, towards_one = answers[:, :-1], answers[:, -1]
+        free = answers[:, :-1]
+        towards_one = answers[:, -1]
         with np.errstate(all="ignore"):
             weights = free + towards_one[:, None] * ((1 - free.sum(axis=0)) / towards_one.sum())
         return np.ascontiguousarray(weights.T)
 
     def solve(self, row: int) -> np.ndarray:
-        """The weights (m,) of one client; NaN when exchanges do not come to an end."""
-        s, squares = self.products, np.diag(self.products)
+        """Return the weights (m,) of one client; NaN when exchanges do not come to an end."""
+        s = self.products
+        squares = np.diag(self.products)
         diagonal = self.raised[row] + np.maximum(squares + squares[row] - 2 * s[row], 0.0)
         inside = np.zeros(len(s), dtype=bool)
         inside[np.argsort(diagonal, kind="stable")[:_FIRST_SUPPORT]] = True
         inside[row] = True
-        fewest, patience = len(s) + 1, _PATIENCE
+        fewest = len(s) + 1
+        patience = _PATIENCE
         for _ in range(_MAX_EXCHANGES):
             support = np.flatnonzero(inside)
             # P b = 1 on the support. The row's own head stands alone in P (its D is 0), so its b is 1 / V.
-            b, others = 1 / diagonal[support], support != row
+            b = 1 / diagonal[support]
+            others = support != row
             chosen = support[others]
             scale = 1 / np.sqrt(diagonal[chosen])
             matrix = s[np.ix_(chosen, chosen)] - s[chosen, row][:, None] - s[row, chosen] + s[row, row]
@@ -171,7 +189,8 @@ class Problem:
             if patience >= 0:
                 # All that is wrong leaves the support, but only the most urgent half as many enter it: letting all of
                 # them in makes the support twenty times as large as it ends up to be.
-                entering, limit = np.flatnonzero(wrong & ~inside), max(8, int(inside.sum()) // 2)
+                entering = np.flatnonzero(wrong & ~inside)
+                limit = max(8, int(inside.sum()) // 2)
                 urgent = np.argsort((gap / np.sqrt(diagonal))[entering], kind="stable")[:limit]
                 wrong &= inside
                 wrong[entering[urgent]] = True

@@ -20,7 +20,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from ..task import Task, Tensors
+from ..core.task import Task, Tensors
 from ..training.finetune import pairs, probabilities_with, second
 from ..training.loops import local_optimizer, train_by_steps
 from . import Client, MethodParams, grades
@@ -49,14 +49,15 @@ class APFL(TwoNetworks):
     )
 
     def build(self, task: Task) -> Parts:
-        """Two networks of the same start, and alpha."""
+        """Return two networks of the same start, and alpha."""
         model = super().build(task)
         model.add_module("mixing", Share(self.params.alpha))
         return model
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """Per batch one step of w, one of v and one of alpha, all from where the batch began."""
-        model, params = client.model, self.params
+        """Take, for each batch, one step of w, one of v and one of alpha, all from where the batch began."""
+        model = client.model
+        params = self.params
         alpha = share(model)
         optimizer = local_optimizer([weight for pair in pairs(model) for weight in pair], params)
         if params.adaptive:
@@ -76,7 +77,7 @@ class APFL(TwoNetworks):
         return self.sent(client)
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of the mixture."""
+        """Return class probabilities of the mixture."""
         with torch.no_grad():
             return probabilities_with(second(client.model), mixture(client.model), inputs)
 
@@ -90,18 +91,18 @@ class Share(nn.Module):
 
 
 def share(model: Parts) -> torch.Tensor:
-    """alpha (1,), the share of the personal network."""
+    """Return alpha (1,), the share of the personal network."""
     alpha: torch.Tensor = model.part("mixing").get_parameter("alpha")
     return alpha
 
 
 def mixture(model: Parts) -> dict[str, torch.Tensor]:
-    """alpha v + (1 - alpha) w for each weight, by its name in the personal network; no gradient reaches w."""
+    """Return alpha v + (1 - alpha) w for each weight, by its name in the personal network; no gradient reaches w."""
     alpha = share(model)
     names = [name for name, _ in second(model).named_parameters()]
     return {name: alpha * v + (1 - alpha) * w.detach() for name, (v, w) in zip(names, pairs(model), strict=True)}
 
 
 def mixture_loss(model: Parts, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of the mixture; its gradients by v and alpha are those of Algorithm 1 and Eq. 10."""
+    """Return the cross entropy of the mixture; its gradients by v and alpha are those of Algorithm 1 and Eq. 10."""
     return F.cross_entropy(functional_call(second(model), mixture(model), (inputs,)), labels)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from ..errors import TensorsError, TrainingFailed
-from ..task import RUNNING_STATISTICS, State, Task, Tensors
+from ..core.errors import TensorsError, TrainingFailed
+from ..core.task import RUNNING_STATISTICS, State, Task, Tensors
 from .values import ClassStatistics, Client, Exactness, Grade, MethodParams, Norm, Update
 
 if TYPE_CHECKING:
@@ -29,10 +29,13 @@ if TYPE_CHECKING:
     from ..training.parts import Parts
 
 SERVER_ONLY = "server."
-"""Arrays of the state with names like this are never sent."""
+"""The prefix of the names of arrays of the state that are never sent."""
 
-CLASS_MEANS, CLASSIFIERS = "class means", "classifiers"
-"""In `Method.bounded_extras`: arrays whose direction is compared with that of the other updates', too."""
+CLASS_MEANS = "class means"
+"""The kind in `Method.bounded_extras` of means of classes, whose direction is compared with that of others, too."""
+
+CLASSIFIERS = "classifiers"
+"""The kind in `Method.bounded_extras` of classifiers, whose direction is compared with that of others, too."""
 
 
 class Method:
@@ -90,13 +93,13 @@ class Method:
         return type(self).__module__.rsplit(".", 1)[-1]
 
     def all_params(self) -> dict[str, Any]:
-        """The parameters as JSON, defaults included."""
+        """Return the parameters as JSON, defaults included."""
         result: dict[str, Any] = self.params.model_dump(mode="json")
         return result
 
     @property
     def head_name(self) -> str:
-        """What classifies on a train-tier client: ``model`` = the model's own layers, else a device head."""
+        """The classifier of a train-tier client: ``model`` for its own layers, else a device head's name."""
         return "model"
 
     @property
@@ -111,14 +114,14 @@ class Method:
 
     @property
     def least_class_count(self) -> int | None:
-        """How many samples a class has at least whose statistics an update carries; None: it carries none of classes.
+        """The least samples of a class whose statistics an update carries; None: it carries none of classes.
 
         By default the parameter ``min_class_count``, which a method has that sends such statistics.
         """
         return getattr(self.params, "min_class_count", None)
 
     def sends(self, model: Parts, task: Task) -> Tensors:
-        """Extra arrays that an update carries beside the shared parts, as zeros of the very shapes and dtypes.
+        """Return extra arrays that an update carries beside the shared parts, as zeros of the very shapes and dtypes.
 
         Their names start with ``extra.``. Each update carries all of them: what a client does not have (a class, say)
         is marked inside, by a count of 0.
@@ -126,29 +129,31 @@ class Method:
         return {}
 
     def to_noise(self, extras: Tensors) -> Tensors | None:
-        """The `sends` arrays of an update as float64 arrays that Gaussian noise may be added to; None: there are none.
+        """Return the `sends` arrays as float64 arrays to which Gaussian noise may be added.
+
+        None: there are no such arrays.
 
         By default a method without such arrays has an answer, any other needs its own.
         """
         return None if extras else {}
 
     def from_noise(self, noisy: Tensors) -> Tensors:
-        """`sends` arrays that are valid again, made from those of `to_noise` with noise, and from nothing else."""
+        """Return valid `sends` arrays, computed from those of `to_noise` with noise, and from nothing else."""
         return noisy
 
     def objection(self, tensors: Tensors) -> str:
-        """Why an update of the right names, shapes and finite values still cannot be honest; empty when it can."""
+        """Return why an update with right names, shapes and finite values cannot be honest; empty if it can."""
         return ""
 
     def check(self, task: Task) -> None:
-        """Nothing, where the method can do this task; asked before a run is taken.
+        """Require that the method can do this task; it is called before a run is accepted.
 
         Raises:
-            ConfigError: it cannot; all reasons are listed.
+            ConfigError: The method cannot do this task; all reasons are listed.
         """
 
     def build(self, task: Task) -> Parts:
-        """A model of named parts, with fresh weights from torch's global generator (seeded by the caller)."""
+        """Return a model of named parts, with fresh weights from torch's global generator (seeded by the caller)."""
         from ..training.parts import encoder_and_head
 
         return encoder_and_head(task)
@@ -162,25 +167,25 @@ class Method:
     # --- coordinator -----------------------------------------------------------------------------------------------
 
     def start(self, tensors: Tensors) -> State:
-        """The first state, from the shared tensors of one fresh model."""
+        """Return the first state, from the shared tensors of one fresh model."""
         return dict(tensors)
 
     def broadcast(self, state: State) -> Tensors:
-        """What every client of the round receives, identical for all; default: all but what stays at the server."""
+        """Return what every client of the round receives alike; default: all but what stays at the server."""
         return {name: array for name, array in state.items() if not name.startswith(SERVER_ONLY)}
 
     def downlink(self, state: State, client: str) -> Tensors:
-        """What this client alone receives in addition; default: nothing."""
+        """Return what this client alone receives in addition; default: nothing."""
         return {}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """The next state. Updates come one at a time in client order; default: their weighted mean, streamed."""
+        """Return the next state. Updates come one at a time in client order; default: their weighted mean, streamed."""
         return {**state, **self.mean(updates)}
 
     def mean(
         self, updates: Iterable[Update], note: Callable[[Update, Tensors], None] | None = None, **options: Any
     ) -> Tensors:
-        """The mean of the updates, weighted as ``weighting`` says; ``options`` are those of `weighted_mean`.
+        """Return the mean of the updates, weighted as ``weighting`` says; ``options`` are those of `weighted_mean`.
 
         With ``note`` it is the mean of the model's tensors alone. On the way ``note`` gets each update, and copies of
         its ``extra.`` arrays by their names without that word: a view would keep the whole update open.
@@ -199,28 +204,28 @@ class Method:
         return weighted_mean(weighted(), **options)
 
     def server_step_is_mean(self) -> bool:
-        """Whether `aggregate` is a mean of the updates, or a step from it: updates may then be of several rounds."""
+        """Return whether `aggregate` depends on the updates' mean alone, so that they may be of several rounds."""
         return type(self).aggregate is Method.aggregate
 
     # --- client ----------------------------------------------------------------------------------------------------
 
     @classmethod
     def has_standard_update(cls) -> bool:
-        """Whether local training is nothing but E epochs of cross entropy on all parts that are not ``frozen``.
+        """Return whether local training is nothing but E epochs of cross entropy on all parts that are not ``frozen``.
 
         Such training may be done for many clients at once without calling ``local_update``.
         """
         return (cls.local_update, cls.loss, cls.sent) == (Method.local_update, Method.loss, Method.sent)
 
     def one_pass(self) -> bool:
-        """Whether local training is one call of `train`, set up from the received model and the client's data alone.
+        """Return whether local training is one call of `train`, from the received model and local data alone.
 
         Such training may be shortened for a slow device, and resumed within an epoch after a kill.
         """
         return type(self).local_update is Method.local_update
 
     def loss(self, client: Client, received: Tensors) -> Loss:
-        """The loss of a batch in local training; default: cross entropy of the model's logits."""
+        """Return the loss of a batch in local training; default: cross entropy of the model's logits."""
         from ..training.loops import cross_entropy
 
         return cross_entropy(client.model)
@@ -231,7 +236,7 @@ class Method:
         Default: ``local_epochs`` of `loss` on all parts that are not ``frozen``, then `sent`.
 
         Raises:
-            TrainingFailed: the loss is not finite, or the data do not allow a step.
+            TrainingFailed: The loss is not finite, or the data do not allow a step.
         """
         from ..training.loops import train
 
@@ -239,25 +244,25 @@ class Method:
         return self.sent(client)
 
     def sent(self, client: Client) -> Tensors:
-        """The shared tensors as they are in the client's model now."""
+        """Return the shared tensors as they are in the client's model now."""
         from ..training.parts import to_arrays
 
         return to_arrays(client.model, self.shared_names(client.model))
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities (n, K) float32 of this client's personal model."""
+        """Return class probabilities (n, K) float32 of this client's personal model."""
         from ..training.loops import predict_probabilities
 
         return predict_probabilities(client.model, inputs)
 
     def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
-        """Class probabilities (n, K) of the shared model alone, or None where a method has no shared classifier."""
+        """Return class probabilities (n, K) of the shared model; None where the method has no shared classifier."""
         from ..training.loops import predict_probabilities
 
         return predict_probabilities(client.model, inputs) if self.shares_classifier else None
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Features (n, d) of ``inputs`` by name, for analysis: the encoder's first, then what is made of them.
+        """Return features (n, d) of ``inputs`` by name, for analysis: the encoder's first, then what is made of them.
 
         ``mask`` (n, d), where a method has one, is no features but the weights 0..1 by which it picks the encoder's.
         """
@@ -266,16 +271,16 @@ class Method:
         return {"encoder": features_of(client.model, inputs)}
 
     def personalize(self, client: Client, received: Tensors) -> None:
-        """After the last round: fit what is personal to the final shared parts; default: nothing."""
+        """Fit the personal parts to the final shared ones after the last round; default: do nothing."""
 
     # --- export ----------------------------------------------------------------------------------------------------
 
     def head_params(self, head: str) -> dict[str, Any]:
-        """Parameters that this method gives a device head by default; default: the head's own."""
+        """Return parameters that this method gives a device head by default; default: the head's own."""
         return {}
 
     def card(self, head: str) -> tuple[Grade, str]:
-        """The grade of a device head under these parameters, and the reason.
+        """Return the grade of a device head under these parameters, and the reason.
 
         Where batch norm stays with clients no head is exact: a device gets the pooled one.
         """
@@ -287,14 +292,14 @@ class Method:
         return "same form" if grade == "exact" else grade, f"{why}; {pooled}, where a client of the run has its own"
 
     def global_head(self, state: State) -> Tensors | None:
-        """Shared linear classifier (``weight`` (K, d), ``bias`` (K,)) on raw features, or None."""
+        """Return the shared linear classifier (``weight`` (K, d), ``bias`` (K,)) on raw features, or None."""
         if "head.weight" not in state:
             return None
         return {"weight": state["head.weight"], "bias": state["head.bias"]}
 
 
 def is_learned(name: str, array: np.ndarray) -> bool:
-    """Whether an array of a state is a weight that gradients move.
+    """Return whether an array of a state is a weight that gradients move.
 
     Not so extras, counters, and batch norm's running statistics: a step beyond their mean can make a variance negative.
     """
@@ -311,7 +316,7 @@ def require_arrays(origin: str, value: object) -> Tensors:
     ``origin`` is the function, for the error.
 
     Raises:
-        TensorsError: it is something else.
+        TensorsError: The result is not a mapping of names to NumPy arrays.
     """
     if not isinstance(value, Mapping):
         raise TensorsError(f"{origin} returned {type(value).__name__}, expected a dict of name -> NumPy array")
@@ -323,15 +328,17 @@ def require_arrays(origin: str, value: object) -> Tensors:
 
 
 def weighted_mean(weighted: Iterable[tuple[float, Tensors]], *, may_be_empty: bool = False) -> Tensors:
-    """Weighted mean of named arrays, folded in one at a time so that memory is one accumulator.
+    """Return the weighted mean of named arrays, folded in one at a time so that memory is one accumulator.
 
     Sums are float64 and in the given order, so the same updates in the same order give the same bits. Integer arrays
     (counters) take the largest value: a mean of counters means nothing.
 
     Raises:
-        TrainingFailed: weights that sum to zero, or no updates where ``may_be_empty`` does not allow it.
+        TrainingFailed: The weights sum to zero, or there are no updates and ``may_be_empty`` is false.
     """
-    total, sums, dtypes = 0.0, dict[str, np.ndarray](), dict[str, np.dtype[Any]]()
+    total = 0.0
+    sums = dict[str, np.ndarray]()
+    dtypes = dict[str, np.dtype[Any]]()
     for weight, tensors in weighted:
         total += weight
         for name, array in tensors.items():
@@ -353,8 +360,9 @@ def weighted_mean(weighted: Iterable[tuple[float, Tensors]], *, may_be_empty: bo
 
 
 def _add_scaled(accumulator: np.ndarray, array: np.ndarray, weight: float, block: int = 1 << 16) -> None:
-    """accumulator += weight * array, in blocks that stay in cache: no temporary of the array's size."""
-    flat, source = accumulator.reshape(-1), array.reshape(-1)
+    """Compute accumulator += weight * array in blocks that stay in cache, without a temporary of the array's size."""
+    flat = accumulator.reshape(-1)
+    source = array.reshape(-1)
     for begin in range(0, flat.size, block):
         part = source[begin : begin + block].astype(np.float64)
         part *= weight
@@ -362,15 +370,16 @@ def _add_scaled(accumulator: np.ndarray, array: np.ndarray, weight: float, block
 
 
 def pooled_norm(weighted: Iterable[tuple[float, Tensors]]) -> Tensors:
-    """Batch norm tensors of one common encoder from those of many clients.
+    """Return batch norm tensors of one common encoder from those of many clients.
 
     Means and variances become those of the mixture of all clients' data (mu = sum w mu_i, var = sum w (var_i + mu_i^2)
     - mu^2), gamma and beta the weighted mean. Each mapping holds tensors of batch norm layers only.
 
     Raises:
-        TensorsError: no client, weights that do not sum to more than zero, or a variance without its mean.
+        TensorsError: There is no client, the weights do not sum to more than zero, or a variance lacks its mean.
     """
-    total, sums = 0.0, dict[str, np.ndarray]()
+    total = 0.0
+    sums = dict[str, np.ndarray]()
     for weight, tensors in weighted:
         total += weight
         for name, array in tensors.items():
@@ -386,7 +395,7 @@ def pooled_norm(weighted: Iterable[tuple[float, Tensors]]) -> Tensors:
 
 
 def _squared_mean(name: str, tensors: Tensors) -> np.ndarray | float:
-    """The square of the mean that belongs to a variance; 0 for other tensors."""
+    """Return the square of the mean that belongs to a variance; 0 for other tensors."""
     if not name.endswith(".running_var"):
         return 0.0
     mean = name.removesuffix("running_var") + "running_mean"

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch.nn import functional as F
 
-from ..task import Tensors
+from ..core.task import Tensors
 from ..training.finetune import pairs, second
 from ..training.loops import local_optimizer, train_by_steps
 from ..training.losses import proximal_gradient
@@ -36,8 +36,9 @@ class Ditto(TwoNetworks):
     source = "Li, Hu, Beirami, Smith, ICML 2021"
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """Per batch one step of the shared network and one of the personal one."""
-        model, params = client.model, self.params
+        """Take, for each batch, one step of the shared network and one of the personal one."""
+        model = client.model
+        params = self.params
         personal, anchors = zip(*pairs(model), strict=True)
         pull = proximal_gradient(personal, [anchor.detach().clone() for anchor in anchors], params.proximal_weight)
         shared_optimizer = local_optimizer(anchors, params)

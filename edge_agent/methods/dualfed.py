@@ -24,8 +24,8 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
+from ..core.task import Task, Tensors
 from ..heads.dualfed import DualFedCommonParams, DualFedHeadParams
-from ..task import Task, Tensors
 from ..training.augment import flips_and_turns
 from ..training.loops import Loss, OptimizerState, evaluate, train_parts
 from ..training.losses import supervised_contrastive
@@ -91,12 +91,12 @@ class DualFed(Method):
         return tuple(part for part in PARTS if part not in personal)
 
     def build(self, task: Task) -> Parts:
-        """Encoder, projector (d to d) and two linear classifiers."""
+        """Return the encoder, projector (d to d) and two linear classifiers."""
         project = partial(projector, params=self.params)
         return encoder_and_head(task, projector=project, personal_head=lambda width: nn.Linear(width, task.num_classes))
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """Stage one (all but h_s), then stage two (h_s alone); or all parts at once."""
+        """Run stage one (all but h_s), then stage two (h_s alone); or train all parts at once."""
         if self.params.schedule == "simultaneous":
             self._train(client, PARTS, self.sum_of_losses(client))
         else:
@@ -105,17 +105,21 @@ class DualFed(Method):
         return self.sent(client)
 
     def _train(self, client: Client, trained: Sequence[Part], loss: Loss, log: str = "loss") -> None:
-        params, weights = self.params, {"contrastive_weight (lambda)": self.params.contrastive_weight}
+        params = self.params
+        weights = {"contrastive_weight (lambda)": self.params.contrastive_weight}
         options: dict[str, Any] = {"smallest_batch": params.smallest_batch, "weights": weights, "log": log}
         frozen = [part for part in PARTS if part not in trained]
         train_parts(client, loss, params, trained, trained[0], frozen=frozen, frozen_norm=params.stage2_bn, **options)
 
     def personal_loss(self, client: Client) -> Loss:
-        """Eq. 8: cross entropy of h_p plus lambda times the contrastive loss, both behind the projector."""
+        """Return the loss of Eq.
+
+        8: cross entropy of h_p plus lambda times the contrastive loss, behind the projector.
+        """
         return lambda inputs, labels: self._eq8(client.model, self._features(client, inputs)[1], labels)
 
     def global_loss(self, client: Client) -> Loss:
-        """Eq. 9: cross entropy of h_s on features that it cannot change."""
+        """Return the loss of Eq. 9: cross entropy of h_s on features that it cannot change."""
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():  # the whole network runs: what moves its statistics in the official code does so here
@@ -125,7 +129,7 @@ class DualFed(Method):
         return loss
 
     def sum_of_losses(self, client: Client) -> Loss:
-        """Eqs. 8 and 9 of the same features."""
+        """Return the loss of Eqs. 8 and 9 of the same features."""
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             before, projected = self._features(client, inputs)
@@ -151,7 +155,7 @@ class DualFed(Method):
         return logits
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of both classifiers together, Eq. 5 (halved, so that rows sum to 1)."""
+        """Return class probabilities of both classifiers together, Eq. 5 (halved, so that rows sum to 1)."""
         model = client.model
 
         def both(piece: torch.Tensor) -> torch.Tensor:
@@ -162,7 +166,7 @@ class DualFed(Method):
         return evaluate(both, model, inputs)
 
     def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
-        """Class probabilities of h_s; None where h_s, or what lies below it, is personal."""
+        """Return class probabilities of h_s; None where h_s, or what lies below it, is personal."""
         below = {"encoder", "head"} | (set() if self.params.global_classifier_at == "pre" else {"projector"})
         if not below <= set(self.shared):
             return None
@@ -170,12 +174,12 @@ class DualFed(Method):
         return evaluate(lambda x: self._global_logits(model, *features(model, x)).softmax(dim=1), model, inputs)
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Features before and behind the projector."""
+        """Return features before and behind the projector."""
         views = super().views(client, inputs)
         return {**views, "projector": evaluate(client.model.part("projector"), client.model, views["encoder"])}
 
     def head_params(self, head: str) -> dict[str, Any]:
-        """What this method has in common with its own device head; not the batch size.
+        """Return what this method has in common with its own device head; not the batch size.
 
         Small batches help while the encoder is trained; on frozen features they only take longer.
         """
@@ -183,12 +187,12 @@ class DualFed(Method):
         return self.params.model_dump(include=common) if head == "dualfed" else {}
 
     def global_head(self, state: Tensors) -> Tensors | None:
-        """h_s where it sits on the encoder's features, else None."""
+        """Return h_s where it sits on the encoder's features, else None."""
         return super().global_head(state) if self.params.global_classifier_at == "pre" else None
 
 
 def projector(size: int, params: DualFedCommonParams) -> nn.Sequential:
-    """g: ``size`` features in and out; linear, ReLU, batch norm for each hidden layer, then linear, batch norm."""
+    """Return g (``size`` to ``size``): linear, ReLU, batch norm for each hidden layer, then linear, batch norm."""
     layers: list[nn.Module] = []
     inputs = size
     for width in [params.projector_width] * (params.projector_depth - 1):
@@ -198,6 +202,6 @@ def projector(size: int, params: DualFedCommonParams) -> nn.Sequential:
 
 
 def features(model: Parts, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features (n, d) before and behind the projector: z and u."""
+    """Return features (n, d) before and behind the projector: z and u."""
     before = model.features(inputs)
     return before, model.part("projector")(before)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import TrainingFailed
-from ..task import State, Task, Tensors
+from ..core.errors import TrainingFailed
+from ..core.task import State, Task, Tensors
 from ..training.finetune import PERSONAL, has_copy, make_copy, on_features, second, two_networks, with_copy_loaded
 from ..training.loops import cross_entropy, features_of, predict_probabilities, train
 from . import Client, Method, Update, grades
@@ -29,13 +29,13 @@ def packed(names: Sequence[str]) -> np.ndarray:
 
 
 def names_in(state: State, which: str) -> tuple[str, ...]:
-    """Names out of a `packed` array of the state; none where there is no such array."""
+    """Return names out of a `packed` array of the state; none where there is no such array."""
     rows = state.get(which)
     return () if rows is None else tuple(row.tobytes().rstrip(b"\0").decode() for row in rows)
 
 
 def with_rows(state: State, names: str, fresh: Mapping[str, Tensors]) -> Tensors:
-    """Arrays with one row for each client, sorted by id, and the `packed` ids as ``names``.
+    """Return arrays with one row for each client, sorted by id, and the `packed` ids as ``names``.
 
     ``fresh`` holds the rows of some clients, by client and array; the rows of all others are those of the state.
     """
@@ -48,12 +48,15 @@ def with_rows(state: State, names: str, fresh: Mapping[str, Tensors]) -> Tensors
     return {names: packed(clients), **arrays}
 
 
-MOST_SAMPLES, LARGEST = 1_000_000_000, 1e6
-"""No honest statistic comes near: features of unnormalised encoders reach some thousands."""
+MOST_SAMPLES = 1_000_000_000
+"""The most samples of a class that an honest client can have."""
+
+LARGEST = 1e6
+"""The largest number in an honest statistic: features of unnormalised encoders reach some thousands."""
 
 
 def objection_to(counts: np.ndarray, means: Tensors) -> str:
-    """Why class counts (K,) and arrays (K, ...) of these classes cannot be honest; empty where they can."""
+    """Return why class counts (K,) and arrays (K, ...) of these classes cannot be honest; empty where they can."""
     if counts.min(initial=0) < 0 or counts.max(initial=0) > MOST_SAMPLES:
         return f"class counts from {counts.min()} to {counts.max()}, expected 0 to {MOST_SAMPLES}"
     for name, array in means.items():
@@ -65,10 +68,10 @@ def objection_to(counts: np.ndarray, means: Tensors) -> str:
 
 
 def require_finite(client: Client, what: str, array: np.ndarray) -> None:
-    """Nothing, where all numbers are finite.
+    """Require that all numbers are finite.
 
     Raises:
-        TrainingFailed: some are not.
+        TrainingFailed: A number is NaN or infinite.
     """
     if not np.isfinite(array).all():
         raise TrainingFailed(
@@ -79,19 +82,19 @@ def require_finite(client: Client, what: str, array: np.ndarray) -> None:
 
 
 def rng_of(client: str, *salt: int) -> np.random.Generator:
-    """Random numbers that are the client's own in every run: they depend on its id and ``salt`` alone."""
+    """Return random numbers that are the client's own in every run: they depend on its id and ``salt`` alone."""
     return np.random.default_rng([zlib.crc32(client.encode()), *salt])
 
 
 def changes(state: State, mean: Tensors) -> Iterator[tuple[str, np.ndarray]]:
-    """Of each learned array its name and ``mean`` minus ``state``, float64."""
+    """Yield the name of each learned array and ``mean`` minus ``state``, float64."""
     for name, array in mean.items():
         if is_learned(name, array):
             yield name, array.astype(np.float64) - state[name]
 
 
 def towards(state: State, mean: Tensors, rate: float) -> Tensors:
-    """Arrays ``state + rate * (mean - state)``; those that are not learned are the mean. ``rate`` 1 gives the mean."""
+    """Return ``state + rate * (mean - state)``; arrays that are not learned are the mean. ``rate`` 1 gives the mean."""
     if rate == 1.0:
         return mean
     moved = {name: (state[name] + rate * change).astype(mean[name].dtype) for name, change in changes(state, mean)}
@@ -102,11 +105,11 @@ class ServerSteps(Method, ABC):
     """FedAvg whose server makes its own step from the mean change of a round."""
 
     def server_step_is_mean(self) -> bool:
-        """True: the step is made from the mean alone."""
+        """Return True: the step is made from the mean alone."""
         return type(self).aggregate is ServerSteps.aggregate
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """The state after one step; running statistics of batch norm are the mean."""
+        """Return the state after one step; running statistics of batch norm are the mean."""
         mean = self.mean(updates)
         new = {**state, **mean}
         for name, change in changes(state, mean):
@@ -117,11 +120,11 @@ class ServerSteps(Method, ABC):
 
     @abstractmethod
     def step(self, state: State, name: str, change: np.ndarray) -> tuple[np.ndarray, Tensors]:
-        """What is added to the array ``name``, and the moments to keep, by kind; ``change`` is mean minus state."""
+        """Return what is added to the array ``name``, and the moments to keep by kind; ``change``: mean minus state."""
 
     @staticmethod
     def moment(state: State, kind: str, name: str, start: float = 0.0) -> np.ndarray | float:
-        """The kept moment of an array, or ``start`` in the first round."""
+        """Return the kept moment of an array, or ``start`` in the first round."""
         return state.get(f"{SERVER_ONLY}{kind}.{name}", start)
 
 
@@ -131,15 +134,15 @@ class TwoNetworks(Method):
     exactness = grades(mlp=("approximate", "one linear layer on the shared encoder; the personal network is whole"))
 
     def build(self, task: Task) -> Parts:
-        """Two networks of the same start."""
+        """Return two networks of the same start."""
         return two_networks(task)
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of the personal network."""
+        """Return class probabilities of the personal network."""
         return predict_probabilities(second(client.model), inputs)
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Features of both encoders."""
+        """Return features of both encoders."""
         return {**super().views(client, inputs), PERSONAL: features_of(second(client.model), inputs)}
 
 
@@ -154,7 +157,7 @@ class Tuned(Method, ABC):
         """Train ``client.model``, which is put back afterwards.
 
         Raises:
-            TrainingFailed: the loss is not finite, or the data do not allow a step.
+            TrainingFailed: The loss is not finite, or the data do not allow a step.
         """
 
     def personalize(self, client: Client, received: Tensors) -> None:
@@ -162,7 +165,7 @@ class Tuned(Method, ABC):
         make_copy(client, self.tune, self.tuned_parts)
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of the tuned copy, which is made first if the shared model has changed since."""
+        """Return class probabilities of the tuned copy, which is made first if the shared model has changed since."""
         if not has_copy(client):
             self.personalize(client, {})
         with with_copy_loaded(client):
@@ -178,7 +181,8 @@ class FineTuned(Tuned):
         return ("encoder", "head") if self.params.tune == "all" else ("head",)
 
     def tune(self, client: Client) -> None:
-        """SGD on all parts; or on the head alone, with features that are computed once by the encoder in eval mode."""
-        params, tuned = self.params, client if self.params.tune == "all" else on_features(client)
+        """Tune by SGD all parts, or the head alone on features that the encoder computes once in eval mode."""
+        params = self.params
+        tuned = client if self.params.tune == "all" else on_features(client)
         model = tuned.model if params.tune == "all" else tuned.model.head
         train(tuned, cross_entropy(model), params, epochs=params.tune_epochs, lr=params.tune_lr)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from ..task import State, Tensors
+from ..core.task import State, Tensors
 from . import MethodParams, grades
 from .families import ServerSteps
 
@@ -40,7 +40,7 @@ class FedAdam(ServerSteps):
     )
 
     def step(self, state: State, name: str, change: np.ndarray) -> tuple[np.ndarray, Tensors]:
-        """lr times the mean over the root of the mean square."""
+        """Return lr times the mean over the root of the mean square."""
         params = self.params
         mean = params.beta1 * self.moment(state, "mean", name) + (1 - params.beta1) * change
         old = self.moment(state, "square", name, params.adaptivity**2)

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from ..task import Tensors
+from ..core.task import Tensors
 from ..training.finetune import fingerprint, probabilities_with
 from ..training.loops import cross_entropy, train
 from ..training.parts import Parts, load_arrays, to_arrays
@@ -28,7 +28,11 @@ from . import Client, Method, MethodParams, grades
 
 Weights = dict[str, torch.Tensor]
 
-_OWN, _SHARES, _NEXT, _MIXED, _STAMP = "ala.own.", "ala.shares.", "ala.next.", "ala.mixed.", "ala.made_from"
+_OWN = "ala.own."
+_SHARES = "ala.shares."
+_NEXT = "ala.next."
+_MIXED = "ala.mixed."
+_STAMP = "ala.made_from"
 
 
 class FedALAParams(MethodParams):
@@ -68,15 +72,17 @@ class FedALA(Method):
         self._mixed(client)
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of the mixture, which is made first if the model has changed since."""
+        """Return class probabilities of the mixture, which is made first if the model has changed since."""
         return probabilities_with(client.model, _on(client.device, self._mixed(client)), inputs)
 
     def _mixed(self, client: Client) -> Tensors:
-        """The mixed upper tensors for the model that the client has now.
+        """Return the mixed upper tensors for the model that the client has now.
 
         The first call makes them, from random numbers of the model's own; shares are kept when training begins.
         """
-        names, memory, stamp = upper(client.model, self.params.upper_tensors), client.memory, fingerprint(client.model)
+        names = upper(client.model, self.params.upper_tensors)
+        memory = client.memory
+        stamp = fingerprint(client.model)
         if not np.array_equal(memory.get(_STAMP, ()), stamp):
             received = to_arrays(client.model, names)
             own = {name: memory.get(_OWN + name, array) for name, array in received.items()}
@@ -92,12 +98,13 @@ class FedALA(Method):
     def _learned(
         self, client: Client, own: Tensors, received: Tensors, shares: Tensors, rng: np.random.Generator
     ) -> Tensors:
-        """Shares after passes over a random part of the local data: one, or the first time until losses settle.
+        """Return shares after passes over a random part of the local data: one, or the first time until losses settle.
 
         The official code takes a stretch of data that were shuffled before; a stretch of data that lie class by class
         would leave some out.
         """
-        params, model = self.params, client.model
+        params = self.params
+        model = client.model
         size = max(1, int(params.ala_samples * client.samples))
         chosen = torch.from_numpy(rng.permutation(client.samples)[:size]).to(client.device)
         part = [data[chosen] for data in (client.train_inputs, client.train_labels)]
@@ -118,19 +125,19 @@ def _on(device: torch.device, arrays: Tensors) -> Weights:
 
 
 def upper(model: Parts, count: int) -> list[str]:
-    """Names of the last ``count`` weights of the model, head on top."""
+    """Return names of the last ``count`` weights of the model, head on top."""
     return [name for name, _ in model.named_parameters()][-count:]
 
 
 def mix(own: np.ndarray, received: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """own + (received - own) * shares, written so that shares of 1 give ``received`` bit for bit."""
+    """Return own + (received - own) * shares, written so that shares of 1 give ``received`` bit for bit."""
     return np.asarray(received + (shares - 1) * (received - own))
 
 
 def one_pass(
     model: Parts, sides: Sequence[Weights], data: Sequence[torch.Tensor], params: FedALAParams
 ) -> tuple[Weights, float]:
-    """The shares, the third of ``sides`` (own, received, shares), after a step for each batch, and the last loss."""
+    """Return the shares, the third of ``sides`` (own, received, shares), after one step a batch, and the last loss."""
     own, received, shares = sides
     held = {name: weight.detach() for name, weight in model.named_parameters()}
     for inputs, labels in zip(*(torch.split(part, params.batch_size) for part in data), strict=True):
@@ -142,5 +149,5 @@ def one_pass(
 
 
 def stepped(own: Weights, received: Weights, shares: Weights, slopes: Weights, rate: float) -> Weights:
-    """W - eta * gradient * (received - own), held within 0..1 (Eqs. 4 and 5)."""
+    """Return W - eta * gradient * (received - own), clipped to 0..1 (Eqs. 4 and 5)."""
     return {n: (s - rate * slopes[n] * (received[n] - own[n])).clamp(0.0, 1.0) for n, s in shares.items()}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from ..task import State, Tensors
+from ..core.task import State, Tensors
 from . import MethodParams, grades
 from .families import ServerSteps
 
@@ -37,6 +37,6 @@ class FedAvgM(ServerSteps):
     )
 
     def step(self, state: State, name: str, change: np.ndarray) -> tuple[np.ndarray, Tensors]:
-        """lr times the new velocity."""
+        """Return lr times the new velocity."""
         velocity = self.params.server_momentum * self.moment(state, "velocity", name) + change
         return self.params.server_lr * velocity, {"velocity": velocity}

@@ -20,18 +20,18 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from ..task import Task, Tensors
+from ..core.task import Task, Tensors
 from ..training.loops import Loss, evaluate, train
 from ..training.networks import gumbel
 from ..training.parts import Parts, encoder_and_head, to_arrays
 from . import Client, Method, MethodParams, grades
 
 BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
-"""Of the kernels in the alignment, as in the official code."""
+"""The bandwidths of the kernels in the alignment, as in the official code."""
 
 
 class FedCPParams(MethodParams):
-    """Those of the official run script."""
+    """The parameters of FedCP, with the defaults of the official run script."""
 
     lr: float = Field(0.005, gt=0, description="eta; official script: 0.005")
     batch_size: int = Field(10, ge=1, description="official script: 10")
@@ -46,7 +46,7 @@ class FedCPParams(MethodParams):
 
 
 class FedCP(Method):
-    """Two heads on gated features."""
+    """FedCP: two heads on gated features."""
 
     Params = FedCPParams
     shared = ("encoder", "gate", "head")
@@ -58,14 +58,15 @@ class FedCP(Method):
     )
 
     def build(self, task: Task) -> Parts:
-        """Encoder, gate, and two linear heads of the same start."""
+        """Return the encoder, gate, and two linear heads of the same start."""
         model = encoder_and_head(task, gate=Gate)
         model.add_module("personal_head", copy.deepcopy(model.head))
         return model
 
     def loss(self, client: Client, received: Tensors) -> Loss:
-        """Eq. 8: cross entropy of both heads, and the alignment with the features of the received encoder."""
-        model, params = client.model, self.params
+        """Return the loss of Eq. 8: cross entropy of both heads, and alignment with the received encoder's features."""
+        model = client.model
+        params = self.params
         before = copy.deepcopy(model.encoder).train().requires_grad_(requires_grad=False)
         direction = context(model)
 
@@ -80,16 +81,18 @@ class FedCP(Method):
         return loss
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of encoder, gate and personal head; returns the mean of both heads as the head."""
+        """Run E epochs of encoder, gate and personal head; returns the mean of both heads as the head."""
         weights = {"alignment_weight (lambda)": self.params.alignment_weight}
         train(client, self.loss(client, received), self.params, frozen=self.frozen, weights=weights)
-        sent, heads = self.sent(client), list(client.model.head.state_dict())
+        sent = self.sent(client)
+        heads = list(client.model.head.state_dict())
         own = to_arrays(client.model, [f"personal_head.{name}" for name in heads])
         return {**sent, **{f"head.{name}": (own[f"personal_head.{name}"] + sent[f"head.{name}"]) / 2 for name in heads}}
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of both heads together."""
-        model, params = client.model, self.params
+        """Return class probabilities of both heads together."""
+        model = client.model
+        params = self.params
         noise = torch.Generator(device=client.device).manual_seed(client.round) if params.test_noise else None
         direction = context(model)
 
@@ -100,9 +103,11 @@ class FedCP(Method):
         return evaluate(both, model, inputs)
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Features, and the personal head's share of each of them."""
-        model, views = client.model, super().views(client, inputs)
-        direction, gate = context(model), model.part("gate")
+        """Return features, and the personal head's share of each of them."""
+        model = client.model
+        views = super().views(client, inputs)
+        direction = context(model)
+        gate = model.part("gate")
         mask = evaluate(lambda z: gate(z * direction, self.params.temperature, None)[0], model, views["encoder"])
         return {**views, "mask": mask}
 
@@ -117,7 +122,7 @@ class Gate(nn.Module):
     def forward(
         self, inputs: torch.Tensor, temperature: float, generator: torch.Generator | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shares (n, d) of the personal and the shared head; with a ``generator`` under Gumbel noise."""
+        """Return shares (n, d) of the personal and the shared head; with a ``generator`` under Gumbel noise."""
         logits = self.layers(inputs).view(len(inputs), 2, -1)
         if generator is not None:
             uniform = torch.rand(logits.shape, generator=generator, device=logits.device, dtype=logits.dtype)
@@ -127,7 +132,7 @@ class Gate(nn.Module):
 
 
 def context(model: Parts) -> torch.Tensor:
-    """v (d,): the sum of the personal head's weights over classes, of length 1; what the client looks for."""
+    """Return v (d,): the sum of the personal head's weights over classes, of length 1; what the client looks for."""
     summed = model.part("personal_head").get_parameter("weight").detach().sum(dim=0)
     return F.normalize(summed, dim=0)
 
@@ -139,14 +144,14 @@ def gated_logits(
     temperature: float,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    """Logits (n, K) of the personal head on its share of each feature, plus those of the shared head on the rest."""
+    """Return logits (n, K): of the personal head on its share of each feature, plus of the shared head on the rest."""
     personal, shared = model.part("gate")(features * direction, temperature, generator)
     logits: torch.Tensor = model.part("personal_head")(features * personal) + model.head(features * shared)
     return logits
 
 
 def discrepancy(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Squared maximum mean discrepancy of two sets of vectors (n, d), summed over Gaussian kernels; 0 if equal."""
+    """Return the squared maximum mean discrepancy of two sets of vectors (n, d), summed over Gaussian kernels."""
     rows = torch.cat([first, other])
     squares = rows.square().sum(dim=1)
     distances = squares[:, None] + squares[None, :] - 2 * rows @ rows.T

@@ -19,8 +19,8 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import ConfigError
-from ..task import State, Task, Tensors
+from ..core.errors import ConfigError
+from ..core.task import State, Task, Tensors
 from ..training.finetune import on_features
 from ..training.loops import Loss, cross_entropy, train
 from ..training.losses import balanced_softmax
@@ -58,7 +58,7 @@ class EtfHead(nn.Module):
         self.scale = nn.Parameter(torch.full((1,), scale))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Logits (n, K)."""
+        """Return logits (n, K)."""
         return self.scale * F.linear(F.normalize(self.projection(features), dim=1), self.etf)
 
 
@@ -70,13 +70,15 @@ class FedETF(Tuned):
     heads = ("lr", "svm", "mlp", "prototype", "knn")
 
     def build(self, task: Task) -> Parts:
-        """Encoder, and projection, temperature and fixed classifier as its head.
+        """Return the encoder, and projection, temperature and fixed classifier as its head.
 
         Raises:
-            ConfigError: ``projection_dim`` below the number of classes.
+            ConfigError: ``projection_dim`` is below the number of classes.
         """
         model = encoder_and_head(task)
-        size, classes, params = feature_dim(model.encoder), task.num_classes, self.params
+        size = feature_dim(model.encoder)
+        classes = task.num_classes
+        params = self.params
         width = params.projection_dim or max(size, classes)
         if width < classes:
             mistake = f"projection_dim = {width} for {classes} classes, expected at least as many, or 0"
@@ -85,18 +87,20 @@ class FedETF(Tuned):
         return model
 
     def loss(self, client: Client, received: Tensors) -> Loss:
-        """The balanced loss; the classifier itself learns nothing."""
-        model, gamma = client.model, self.params.gamma
+        """Return the balanced loss; the classifier itself learns nothing."""
+        model = client.model
+        gamma = self.params.gamma
         counts = torch.bincount(client.train_labels, minlength=client.task.num_classes)
         return lambda inputs, labels: balanced_softmax(model(inputs), labels, counts, gamma)
 
     def tune(self, client: Client) -> None:
-        """E epochs as in training, then classifier and projection in turns by plain cross entropy."""
+        """Run E epochs as in training, then classifier and projection in turns by plain cross entropy."""
         params = self.params
         train(client, self.loss(client, {}), params)
         cached = on_features(client)
         head = cached.model.head
-        projection, etf = list(head.get_submodule("projection").parameters()), [head.get_parameter("etf")]
+        projection = list(head.get_submodule("projection").parameters())
+        etf = [head.get_parameter("etf")]
         # Steps of SGD whatever trains the model, and those of the classifier bare, as in the authors' code.
         sgd = params.model_copy(update={"optimizer": "sgd", "local_epochs": params.tune_epochs})
         bare = sgd.model_copy(update={"momentum": 0.0, "weight_decay": 0.0})
@@ -105,7 +109,7 @@ class FedETF(Tuned):
             tune_only(cached, projection, sgd, params.tune_projection_lr)
 
     def global_head(self, state: State) -> Tensors | None:
-        """Projection and classifier in one: names the same class, its probabilities are not those of the method."""
+        """Return projection and classifier in one: it names the same class, with other probabilities."""
         directions = state["head.scale"] * state["head.etf"]
         return {
             "weight": directions @ state["head.projection.weight"],

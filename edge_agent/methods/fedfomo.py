@@ -23,8 +23,8 @@ import torch
 from pydantic import Field
 from torch.nn import functional as F
 
-from ..errors import TrainingFailed
-from ..task import State, Task, Tensors
+from ..core.errors import TrainingFailed
+from ..core.task import State, Task, Tensors
 from ..training.finetune import copy_tensors, second
 from ..training.loops import cross_entropy, evaluate, train
 from ..training.parts import Parts, load_arrays, to_arrays
@@ -32,13 +32,19 @@ from . import Client, MethodParams, Update, grades
 from .base import is_learned
 from .families import TwoNetworks, names_in, rng_of, with_rows
 
-_NAMES, _MODEL, _AFFINITY, _ROUND = "clients.names", "clients.model.", "clients.affinity", "clients.round"
-_PEER, _HELPED, _BEGAN = "extra.model.", "extra.helped", "began."
-_VALIDATION, _EXPLORING = 0, 1
+_NAMES = "clients.names"
+_MODEL = "clients.model."
+_AFFINITY = "clients.affinity"
+_ROUND = "clients.round"
+_PEER = "extra.model."
+_HELPED = "extra.helped"
+_BEGAN = "began."
+_VALIDATION = 0
+_EXPLORING = 1
 
 
 class FedFomoParams(MethodParams):
-    """Those of the official code."""
+    """The parameters of FedFomo, with the defaults of the official code."""
 
     lr: float = Field(0.1, gt=0, description="step size in the first round; official code: 0.1")
     lr_decay: float = Field(0.99, gt=0, le=1, description="factor of lr for each round; official code: 0.99")
@@ -60,29 +66,32 @@ class FedFomo(TwoNetworks):
     )
 
     def sends(self, model: Parts, task: Task) -> Tensors:
-        """How much each of the offered models helped, in the order of the offer."""
+        """Return how much each of the offered models helped, in the order of the offer."""
         return {_HELPED: np.zeros(self.params.peers)}
 
     def objection(self, tensors: Tensors) -> str:
-        """Help that is less than none."""
+        """Return an objection to negative help; empty where there is none."""
         least = float(tensors[_HELPED].min())
         return "" if least >= 0 else f"'{_HELPED}' goes down to {least:g}, expected 0 or more"
 
     # --- coordinator -----------------------------------------------------------------------------------------------
 
     def broadcast(self, state: State) -> Tensors:
-        """Nothing: no two clients get the same."""
+        """Return nothing: no two clients get the same."""
         return {}
 
     def downlink(self, state: State, client: str) -> Tensors:
-        """The models of the peers, stacked."""
+        """Return the models of the peers, stacked."""
         names = names_in(state, _NAMES)
         rows = [names.index(peer) for peer in self.offered(state, client)]
         stacks = {name: array for name, array in state.items() if name.startswith(_MODEL)} if rows else {}
         return {_PEER + name.removeprefix(_MODEL): array[rows] for name, array in stacks.items()}
 
     def offered(self, state: State, client: str) -> list[str]:
-        """Whose models this client gets: those of the largest affinity, each at times any. Same state, same names."""
+        """Return the clients whose models this one gets: those of largest affinity, sometimes any.
+
+        It depends on the state.
+        """
         names = names_in(state, _NAMES)
         others = [name for name in names if name != client]
         if not others:
@@ -100,8 +109,9 @@ class FedFomo(TwoNetworks):
         return chosen
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """The latest model of each client, the affinities with the reported help of the offers, and the mean model."""
-        models, helped = dict[str, Tensors](), dict[str, np.ndarray]()
+        """Return each client's latest model, the affinities after the reported help, and the mean model."""
+        models = dict[str, Tensors]()
+        helped = dict[str, np.ndarray]()
 
         def take(update: Update, extras: Tensors) -> None:
             model = {name: array for name, array in update.tensors.items() if name != _HELPED}
@@ -111,7 +121,8 @@ class FedFomo(TwoNetworks):
         mean = self.mean(updates, take)
         rows = with_rows(state, _NAMES, models)
         # P (m, m): how much client j's models have helped client i so far.
-        clients, before = names_in(rows, _NAMES), names_in(state, _NAMES)
+        clients = names_in(rows, _NAMES)
+        before = names_in(state, _NAMES)
         affinities = np.zeros((len(clients), len(clients)))
         if before:
             old = [clients.index(name) for name in before]
@@ -148,38 +159,50 @@ class FedFomo(TwoNetworks):
         copy_tensors(client.model, second(client.model))
 
     def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
-        """None: there is no shared model."""
+        """Return None: there is no shared model."""
         return None
 
     def _federate(self, client: Client, received: Tensors) -> np.ndarray:
-        """Make ``client.model`` the mixture; returns how much each of the received models helped (k,) float64.
+        """Make ``client.model`` the mixture, and return how much each of the received models helped (k,) float64.
 
-        The first candidate is what the client's own last training led to. Where nothing helps that stays.
+        The first candidate is the client's own model after its last training, which stays if no model helps.
         """
-        model, names = client.model, self.shared_names(client.model)
+        model = client.model
+        names = self.shared_names(client.model)
         copy_tensors(second(model), model)
-        stacks = {name.removeprefix(_PEER): array for name, array in received.items() if name.startswith(_PEER)}
-        count = len(stacks[names[0]]) if stacks else 0
-        peers = [{name: array[row] for name, array in stacks.items()} for row in range(count)]
+        peers = _peers_in(received, names)
         if _BEGAN + names[0] not in client.memory or not client.samples:
             return np.zeros(len(peers))
+        # How much lower each candidate's validation loss is than that of the model before the last training.
         old = {name: client.memory[_BEGAN + name] for name in names}
         candidates = [to_arrays(model, names), *peers]
         losses = np.array([validation_loss(client, tensors) for tensors in (old, *candidates)])
-        helped = helpfulness(losses[0] - losses[1:], np.array([distance(tensors, old) for tensors in candidates]))
+        distances = np.array([distance(tensors, old) for tensors in candidates])
+        helped = helpfulness(losses[0] - losses[1:], distances)
         total = helped.sum()
-        load_arrays(model, moved(old, candidates, helped / total) if total > 0 else candidates[0])
+        if total > 0:
+            load_arrays(model, moved(old, candidates, helped / total))
+        else:
+            load_arrays(model, candidates[0])
         return np.asarray(helped[1:])
 
 
+def _peers_in(received: Tensors, names: Sequence[str]) -> list[Tensors]:
+    """Return the peers' models, which arrive stacked; ``names`` are those of the shared tensors."""
+    stacks = {name.removeprefix(_PEER): array for name, array in received.items() if name.startswith(_PEER)}
+    if not stacks:
+        return []
+    return [{name: array[row] for name, array in stacks.items()} for row in range(len(stacks[names[0]]))]
+
+
 def helpfulness(drops: np.ndarray, distances: np.ndarray) -> np.ndarray:
-    """Eq. 6: max(0, drop of the validation loss / distance of the weights); 0 for a model that is not another one."""
+    """Return Eq. 6: max(0, drop of the validation loss / distance of the weights), or 0 for the same model."""
     useful = np.where(np.isfinite(drops), np.maximum(drops, 0.0), 0.0)
     return np.asarray(np.divide(useful, distances, out=np.zeros(len(drops)), where=distances > 0))
 
 
 def moved(old: Tensors, candidates: Sequence[Tensors], weights: np.ndarray) -> Tensors:
-    """Eq. 3: old + sum_j w_j (candidate_j - old)."""
+    """Return the weights of Eq. 3: old + sum_j w_j (candidate_j - old)."""
     result: Tensors = {}
     for name, start in old.items():
         change = sum(w * (c[name].astype(np.float64) - start) for w, c in zip(weights, candidates, strict=True))
@@ -188,13 +211,13 @@ def moved(old: Tensors, candidates: Sequence[Tensors], weights: np.ndarray) -> T
 
 
 def distance(one: Tensors, other: Tensors) -> float:
-    """Euclidean distance of two models' learned weights."""
+    """Return the Euclidean distance of two models' learned weights."""
     squares = [np.square(a.astype(np.float64) - other[n]).sum() for n, a in one.items() if is_learned(n, a)]
     return float(np.sqrt(np.sum(squares)))
 
 
 def held_back(client: Client) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of training and of validation samples, 80 to 20, the same in every round; all for both below four."""
+    """Return indices of training and validation samples, 80 to 20, the same in each round; below four, all for both."""
     order = torch.from_numpy(rng_of(client.id, _VALIDATION).permutation(client.samples)).to(client.device)
     if client.samples < 4:
         return order, order
@@ -203,8 +226,9 @@ def held_back(client: Client) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def validation_loss(client: Client, tensors: Tensors) -> float:
-    """Mean cross entropy of a model on the held-out samples; ``client.model`` is that model afterwards."""
-    model, (_, rows) = client.model, held_back(client)
+    """Return the mean cross entropy of a model on the held-out samples; ``client.model`` is that model afterwards."""
+    model = client.model
+    (_, rows) = held_back(client)
     load_arrays(model, tensors)
     logits = evaluate(model, model, client.train_inputs[rows])
     return float(F.cross_entropy(logits, client.train_labels[rows]))

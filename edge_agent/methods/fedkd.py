@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from ..task import State, Task, Tensors
+from ..core.task import State, Task, Tensors
 from ..training.finetune import second
 from ..training.loops import Loss, predict_probabilities, train
 from ..training.parts import Parts, encoder_and_head, feature_dim
@@ -34,7 +34,7 @@ from .base import SERVER_ONLY, is_learned
 
 
 def smallest_rank(singular: np.ndarray, energy: float) -> int:
-    """How many of the singular values (r,), largest first, hold a share ``energy`` (0..1] of their sum of squares."""
+    """Return how many singular values (r,), largest first, hold a share ``energy`` (0..1] of their sum of squares."""
     squares = np.cumsum(np.square(singular.astype(np.float64)))
     if energy >= 1.0 or not squares[-1]:
         return len(singular) if energy >= 1.0 else 0
@@ -43,7 +43,7 @@ def smallest_rank(singular: np.ndarray, energy: float) -> int:
 
 
 def truncated(array: np.ndarray, energy: float) -> tuple[np.ndarray, int]:
-    """The array of the smallest sufficient rank, and the bytes that it takes: its factors', or its own if fewer.
+    """Return the array of the smallest sufficient rank, and the bytes that it takes: its factors', or its own if fewer.
 
     An array of more than two axes is the matrix of its first axis against all others. One with fewer is left alone, and
     so is what needs full rank, bit for bit.
@@ -61,8 +61,12 @@ def truncated(array: np.ndarray, energy: float) -> tuple[np.ndarray, int]:
 
 
 def compressed(tensors: Tensors, base: Tensors, energy: float) -> tuple[Tensors, int]:
-    """``base`` plus what is left of each difference from it, and the bytes of all factors; nothing in base is zero."""
-    result, total = dict[str, np.ndarray](), 0
+    """Return ``base`` plus each difference from it after truncation, and the bytes of all factors.
+
+    None is in base: 0.
+    """
+    result = dict[str, np.ndarray]()
+    total = 0
     for name, array in tensors.items():
         start = base.get(name)
         low, taken = truncated(array if start is None else array - start, energy)
@@ -71,7 +75,9 @@ def compressed(tensors: Tensors, base: Tensors, energy: float) -> tuple[Tensors,
     return result, total
 
 
-_ENERGY, _DOWN, _BASE = "extra.energy", "extra.down_bytes", SERVER_ONLY + "base."
+_ENERGY = "extra.energy"
+_DOWN = "extra.down_bytes"
+_BASE = SERVER_ONLY + "base."
 
 
 class FedKDParams(MethodParams):
@@ -98,17 +104,18 @@ class FedKD(Method):
     )
 
     def sends(self, model: Parts, task: Task) -> Tensors:
-        """The share of energy that was kept."""
+        """Return the share of energy that was kept."""
         return {_ENERGY: np.zeros(1)}
 
     def objection(self, tensors: Tensors) -> str:
-        """A share of energy that is none."""
+        """Return a share of energy that is none."""
         energy = float(tensors[_ENERGY][0])
         return "" if 0 < energy <= 1 else f"'{_ENERGY}' is {energy:g}, expected more than 0 and at most 1"
 
     def build(self, task: Task) -> Parts:
-        """Student (encoder and head), teacher, and the projection of the student's features to the teacher's."""
-        model, params = encoder_and_head(task), self.params
+        """Return student (encoder and head), teacher, and the projection of the student's features to the teacher's."""
+        model = encoder_and_head(task)
+        params = self.params
         named = {"encoder": params.teacher_encoder, "encoder_params": params.teacher_params}
         teacher = encoder_and_head(task.model_copy(update=named) if params.teacher_encoder else task)
         sizes = feature_dim(model.encoder), feature_dim(teacher.encoder)
@@ -119,7 +126,7 @@ class FedKD(Method):
     # --- coordinator -----------------------------------------------------------------------------------------------
 
     def broadcast(self, state: State) -> Tensors:
-        """The student as it is cut down, and the bytes of its factors; before the first round as it is."""
+        """Return the student as it is cut down, and the bytes of its factors; before the first round as it is."""
         student = {name: array for name, array in state.items() if not name.startswith(("extra.", SERVER_ONLY))}
         if _ENERGY not in state:
             return {**student, _DOWN: np.array([float(sum(array.nbytes for array in student.values()))])}
@@ -128,7 +135,7 @@ class FedKD(Method):
         return {**cut, _DOWN: np.array([float(taken)])}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """The even mean, the energy to truncate it at, and what it is a change from: what clients received last."""
+        """Return the even mean, the energy to truncate it at, and the last model that clients received, its base."""
         mean = self.mean(updates)
         if self.params.decomposed == "weights":
             return {**state, **mean}
@@ -138,8 +145,9 @@ class FedKD(Method):
     # --- client ----------------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of both losses at once; returns the student, cut down."""
-        params, model = self.params, client.model
+        """Run E epochs of both losses at once; returns the student, cut down."""
+        params = self.params
+        model = client.model
         networks = [[*model.encoder.parameters(), *model.head.parameters(), *model.part("projection").parameters()]]
         networks.append(list(teacher(model).parameters()))
 
@@ -157,25 +165,27 @@ class FedKD(Method):
         return {**sent, _ENERGY: np.array([energy])}
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of the teacher."""
+        """Return class probabilities of the teacher."""
         return predict_probabilities(teacher(client.model), inputs)
 
 
 def teacher(model: Parts) -> Parts:
-    """The large network."""
+    """Return the large network."""
     return second(model, "teacher")
 
 
 def mutual_loss(model: Parts) -> Loss:
-    """L_t + L_s; the projection learns with the student.
+    """Return the loss L_t + L_s; the projection learns with the student.
 
     L_t = CE_t + (KL(p_s || p_t) + MSE(z_t, W z_s)) / (CE_t + CE_s), and L_s the same with KL(p_t || p_s); in each of
     them the other network is a constant.
     """
 
     def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        z_s, z_t = model.features(inputs), teacher(model).features(inputs)
-        logits_s, logits_t = model.head(z_s), teacher(model).head(z_t)
+        z_s = model.features(inputs)
+        z_t = teacher(model).features(inputs)
+        logits_s = model.head(z_s)
+        logits_t = teacher(model).head(z_t)
         seen = model.part("projection")(z_s)
         entropies = F.cross_entropy(logits_t, labels), F.cross_entropy(logits_s, labels)
         doubt = (entropies[0] + entropies[1]).detach().clamp(min=torch.finfo(z_s.dtype).eps)
@@ -187,6 +197,6 @@ def mutual_loss(model: Parts) -> Loss:
 
 
 def learned_from(pupil: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Batch mean of KL(softmax(other) || softmax(pupil)), a constant to ``other``."""
+    """Return the batch mean of KL(softmax(other) || softmax(pupil)), a constant to ``other``."""
     target = F.log_softmax(other.detach(), dim=1)
     return F.kl_div(F.log_softmax(pupil, dim=1), target, reduction="batchmean", log_target=True)

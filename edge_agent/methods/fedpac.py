@@ -32,9 +32,9 @@ import torch
 from pydantic import Field
 from torch.nn import functional as F
 
-from ..errors import TrainingFailed
+from ..core.errors import TrainingFailed
+from ..core.task import State, Task, Tensors
 from ..heads import fedpac as steps
-from ..task import State, Task, Tensors
 from ..training.loops import Loss, cross_entropy, features_of, train
 from ..training.parts import Parts, to_arrays
 from . import Client, Method, MethodParams, Update, grades
@@ -100,21 +100,22 @@ class FedPAC(Method):
     )
 
     def sends(self, model: Parts, task: Task) -> Tensors:
-        """Classifier, class means and counts; with the programme also V and h."""
+        """Return classifier, class means and counts, and with the programme V and h, as zeros."""
         head = {name: np.zeros_like(array) for name, array in to_arrays(model, _HEAD).items()}
-        weight, counts = head["head.weight"], np.zeros(task.num_classes, np.int64)
+        weight = head["head.weight"]
+        counts = np.zeros(task.num_classes, np.int64)
         qp = {"variance": np.zeros(1), "weighted_means": weight} if self.params.weights == "qp" else {}
         arrays = {**head, "centroids": weight, "counts": counts, **qp}
         return {f"extra.{name}": array for name, array in arrays.items()}
 
     def to_noise(self, extras: Tensors) -> Tensors:
-        """All arrays, the counts as shares of the classes."""
+        """Return all arrays, the counts as shares of the classes."""
         counts = extras["extra.counts"]
         shares = counts / max(1, int(counts.sum()))
         return {**{name: array.astype(np.float64) for name, array in extras.items()}, "extra.counts": shares}
 
     def from_noise(self, noisy: Tensors) -> Tensors:
-        """Counts in thousandths, no means of classes whose count is 0, no variance below 0."""
+        """Return counts rounded to thousandths, no means of classes whose count is 0, no negative variances."""
         counts = np.maximum(0, np.rint(1000 * noisy["extra.counts"])).astype(np.int64)
         made = {**noisy, "extra.counts": counts}
         for name in noisy.keys() & {"extra.centroids", "extra.weighted_means"}:
@@ -124,7 +125,7 @@ class FedPAC(Method):
         return made
 
     def objection(self, tensors: Tensors) -> str:
-        """Negative variances and counts, absurd sizes, and means of classes whose count is 0."""
+        """Return an objection to negative variances or counts, absurd sizes, and means of classes whose count is 0."""
         variance = float(tensors.get("extra.variance", np.zeros(1))[0])
         if not 0 <= variance <= _LARGEST_VARIANCE:
             return f"variance V is {variance:g}, expected 0 to {_LARGEST_VARIANCE:g}"
@@ -137,18 +138,20 @@ class FedPAC(Method):
     # --- client ----------------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """Statistics, then the classifier, then the encoder drawn to the centroids; at last the class means."""
+        """Compute statistics, train the classifier, then the encoder towards centroids, and add class means."""
         if not client.samples:
             raise TrainingFailed(
                 f"client '{client.id}' has no training samples; it takes no part until it has some", is_public=True
             )
-        params, labels = self.params, client.train_labels.cpu().numpy()
+        params = self.params
+        labels = client.train_labels.cpu().numpy()
         before = features_of(client.model, client.train_inputs).cpu().numpy()
         require_finite(client, "features", before)
         self.train_head(client, before)
         # Features are drawn to the common centroids, and to the client's own means of classes without one; while there
         # are no centroids at all, to nothing: the paper's first round aligns nothing.
-        counts, targets = received.get("extra.counts"), None
+        counts = received.get("extra.counts")
+        targets = None
         if counts is not None and counts.any() and params.alignment_weight:
             own, _ = steps.class_means(before, labels, client.task.num_classes)
             chosen = np.where(counts[:, None] > 0, received["extra.centroids"], own)
@@ -161,13 +164,21 @@ class FedPAC(Method):
         return {**self.sent(client), **steps.extras(head, before, after, labels, params.model_dump())}
 
     def train_head(self, client: Client, features: np.ndarray) -> None:
-        """Eq. 6 on cached features: the encoder is frozen, so they are the same in every batch."""
-        head, params, inputs = client.model.head, self.params, torch.from_numpy(features).to(client.device)
+        """Train the classifier by Eq.
+
+        6 on cached features: the encoder is frozen, so they are the same in every batch.
+        """
+        head = client.model.head
+        params = self.params
+        inputs = torch.from_numpy(features).to(client.device)
         cached = replace(client, model=Parts(head=head), train_inputs=inputs)
         train(cached, cross_entropy(head), params, lr=params.head_lr, epochs=params.head_epochs, log="head_loss")
 
     def aligned_loss(self, model: Parts, targets: torch.Tensor | None) -> Loss:
-        """Eq. 7: cross entropy plus lambda times the distance to ``targets`` (K, d); None for no alignment."""
+        """Return the loss of Eq.
+
+        7: cross entropy plus lambda times the distance to ``targets`` (K, d), None for none.
+        """
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             features = model.features(inputs)
@@ -179,17 +190,17 @@ class FedPAC(Method):
         return loss
 
     def head_params(self, head: str) -> dict[str, Any]:
-        """Those of the classifier's epoch for the head of the same name."""
+        """Return the parameters of the classifier's epoch for the head of the same name."""
         return steps.settings(self.params.model_dump()).model_dump() if head == "fedpac" else {}
 
     # --- coordinator -----------------------------------------------------------------------------------------------
 
     def broadcast(self, state: State) -> Tensors:
-        """Encoder, centroids and their counts."""
+        """Return the encoder, centroids and their counts."""
         return {name: array for name, array in state.items() if not name.startswith(("clients.", "mixing."))}
 
     def downlink(self, state: State, client: str) -> Tensors:
-        """The client's combination of classifiers, from the last round that it took part in."""
+        """Return the client's combination of classifiers, from the last round that it took part in."""
         names = names_in(state, "clients.names")
         if client in names:
             row = names.index(client)
@@ -198,7 +209,7 @@ class FedPAC(Method):
         return {} if mean is None else {f"head.{name}": array for name, array in mean.items()}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """Mean encoder, new centroids, and for each participant the combination of this round's classifiers.
+        """Return the mean encoder, new centroids, and for each participant the combination of this round's classifiers.
 
         Updates without tensors of the encoder are left out of its mean and take part in all else.
         """
@@ -217,8 +228,12 @@ class FedPAC(Method):
         return {**state, **mean, **self._centroids(state, members), **with_rows(state, "clients.names", rows), **mixing}
 
     def _combine(self, members: Sequence[Update]) -> np.ndarray:
-        """Weights (m, m) float64; clients without class means keep their own classifier and are left out otherwise."""
-        weights, params = np.eye(len(members)), self.params
+        """Return weights (m, m) float64.
+
+        Clients without class means keep their classifier and are left out otherwise.
+        """
+        weights = np.eye(len(members))
+        params = self.params
         indices = [index for index, member in enumerate(members) if member.tensors["counts"].any()]
         if not indices:
             return weights
@@ -237,27 +252,29 @@ class FedPAC(Method):
         return weights
 
     def _centroids(self, state: State, members: Sequence[Update]) -> Tensors:
-        """Eq. 11. A class without samples keeps its centroid and count."""
+        """Return the centroids of Eq. 11; a class without samples keeps its centroid and count."""
         counted = np.stack([member.tensors["counts"] for member in members])
-        sums, total = np.zeros(members[0].tensors["centroids"].shape), np.zeros(counted.shape[1])
+        sums = np.zeros(members[0].tensors["centroids"].shape)
+        total = np.zeros(counted.shape[1])
         for member, own in zip(members, counted, strict=True):
             # By samples a client counts for no more than those that its update was trained on.
             share = own.astype(np.float64) * min(1.0, member.weight / max(float(own.sum()), 1.0))
             share = share if self.params.centroid_weighting == "samples" else own > 0
             sums += share[:, None] * member.tensors["centroids"]
             total += share
-        means, counts = (sums / np.where(total > 0, total, 1.0)[:, None]).astype(np.float32), counted.sum(axis=0)
+        means = (sums / np.where(total > 0, total, 1.0)[:, None]).astype(np.float32)
+        counts = counted.sum(axis=0)
         if "extra.counts" in state:
             means = np.where(counts[:, None] > 0, means, state["extra.centroids"])
             counts = np.where(counts > 0, counts, state["extra.counts"])
         return {"extra.centroids": means, "extra.counts": counts.astype(np.int64)}
 
     def combination(self, state: State) -> tuple[tuple[str, ...], np.ndarray]:
-        """Participants of the last round, and weights (m, m) float32: row i combines the classifier of client i."""
+        """Return the last participants, and weights (m, m) float32: row i combines the classifier of client i."""
         return names_in(state, "mixing.names"), state.get("mixing.weights", np.zeros((0, 0), np.float32))
 
     def global_head(self, state: State) -> Tensors | None:
-        """The mean of the clients' latest classifiers by sample counts; None before the first round.
+        """Return the mean of the clients' latest classifiers by sample counts; None before the first round.
 
         Ours, not the paper's: it gives a new device something to start from.
         """
@@ -268,7 +285,7 @@ class FedPAC(Method):
 
 
 def prototype_losses(members: Sequence[Update], *, by_prior: bool) -> np.ndarray:
-    """F (m, m): mean cross entropy of client t's classifier (row) on the class means of client s (column).
+    """Return F (m, m): mean cross entropy of client t's classifier (row) on the class means of client s (column).
 
     Classes count alike, or with ``by_prior`` by how often client s has them; infinite where s has no class mean.
     """

@@ -23,9 +23,9 @@ from pydantic import Field, model_validator
 from torch import nn
 from torch.nn import functional as F
 
+from ..core.task import Task, Tensors
 from ..heads._features import fisher_score, keep_top, mistake_of_share
 from ..heads.fedpick import FedPickCommonParams, FedPickHeadParams
-from ..task import Task, Tensors
 from ..training.loops import evaluate, features_of, train
 from ..training.losses import negative_entropy, symmetric_divergence
 from ..training.networks import ensemble, feature_mask, mask_noise
@@ -78,7 +78,7 @@ class FedPick(Method):
         return ("encoder", "head", *mask, *local)
 
     def build(self, task: Task) -> Parts:
-        """Encoder, mask and three linear classifiers h_g, h_r and h_u."""
+        """Return the encoder, mask and three linear classifiers h_g, h_r and h_u."""
 
         def classifier(width: int) -> nn.Module:
             return nn.Linear(width, task.num_classes)
@@ -87,8 +87,9 @@ class FedPick(Method):
         return encoder_and_head(task, mask=mask, relevant_head=classifier, irrelevant_head=classifier)
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of Eq. 15 on all parts together; with selector fisher the mask is chosen before."""
-        params, model = self.params, client.model
+        """Run E epochs of Eq. 15 on all parts together; with selector fisher the mask is chosen before."""
+        params = self.params
+        model = client.model
         if params.selector == "fisher" and client.samples:
             scores = fisher_score(
                 features_of(client.model, client.train_inputs).cpu().numpy(), client.train_labels.cpu().numpy()
@@ -122,7 +123,10 @@ class FedPick(Method):
         return self.sent(client)
 
     def _mask(self, scores: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Eqs. 9 and 10: with noise from ``generator`` in training, without at inference; a Fisher mask as it is."""
+        """Return the mask of Eqs. 9 and 10, with noise from ``generator`` in training only.
+
+        A Fisher mask has no noise.
+        """
         params = self.params
         if params.selector == "fisher":
             return scores
@@ -130,8 +134,9 @@ class FedPick(Method):
         return feature_mask(scores, None if generator is None else mask_noise(scores, generator), **how)
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of the global and the relevant classifier together, Eq. 14 (halved)."""
-        model, kind = client.model, self.params.ensemble
+        """Return class probabilities of the global and the relevant classifier together, Eq. 14 (halved)."""
+        model = client.model
+        kind = self.params.ensemble
 
         def both(piece: torch.Tensor) -> torch.Tensor:
             features = model.features(piece)
@@ -144,12 +149,13 @@ class FedPick(Method):
         return evaluate(both, model, inputs)
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """All features, and the mask that picks among them without noise."""
-        views, model = super().views(client, inputs), client.model
+        """Return all features, and the mask that picks among them without noise."""
+        views = super().views(client, inputs)
+        model = client.model
         return {**views, "mask": evaluate(lambda z: self._mask(model.part("mask")(z)), model, views["encoder"])}
 
     def head_params(self, head: str) -> dict[str, Any]:
-        """What this method has in common with its own device head; not the batch size.
+        """Return what this method has in common with its own device head; not the batch size.
 
         Small batches help while the encoder is trained; on frozen features they only take longer.
         """
@@ -158,7 +164,7 @@ class FedPick(Method):
 
 
 def mask_network(size: int, params: FedPickCommonParams) -> nn.Module:
-    """s: ``size`` features in, one logit for each out; with selector fisher, a mask that is set from outside."""
+    """Return s, with ``size`` features in and a logit for each out; with selector fisher, a mask set from outside."""
     if params.selector == "fisher":
         return FixedMask(size)
     width = params.mask_width or max(16, size // 2)
@@ -175,5 +181,5 @@ class FixedMask(nn.Module):
         self.register_buffer("kept", torch.ones(size))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """The mask for each row of ``features`` (n, d)."""
+        """Return the mask for each row of ``features`` (n, d)."""
         return self.kept.expand_as(features)

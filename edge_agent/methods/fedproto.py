@@ -23,15 +23,16 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
+from ..core.task import State, Task, Tensors
 from ..heads.fedpac import class_means
-from ..task import State, Task, Tensors
 from ..training.loops import Loss, evaluate, features_of, optimizer_of, train
 from ..training.parts import Parts, encoder_and_head
 from . import Client, Method, MethodParams, Update
 from .families import objection_to, require_finite
 from .values import ClassStatistics
 
-_MEANS, _COUNTS = "prototypes.means", "prototypes.counts"
+_MEANS = "prototypes.means"
+_COUNTS = "prototypes.counts"
 
 
 class FedProtoParams(MethodParams):
@@ -66,7 +67,10 @@ class Prototypes(nn.Module):
         self.register_buffer("counts", torch.zeros(classes, dtype=torch.int64))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Minus the squared distances (n, K) of features (n, d) to the prototypes; -inf for classes without one."""
+        """Return minus the squared distances (n, K) of features (n, d) to the prototypes.
+
+        -inf for classes without one.
+        """
         return (-torch.cdist(features, self.means).square()).masked_fill(self.counts == 0, -math.inf)
 
 
@@ -80,18 +84,19 @@ class FedProto(Method):
     heads = ()
 
     def build(self, task: Task) -> Parts:
-        """Encoder, head, and room for the prototypes."""
+        """Return the encoder, head, and room for the prototypes."""
         return encoder_and_head(task, prototypes=lambda width: Prototypes(task.num_classes, width))
 
     def objection(self, tensors: Tensors) -> str:
-        """Negative counts, absurd sizes, and prototypes of classes whose count is 0."""
+        """Return an objection to negative counts, absurd sizes, and prototypes of classes whose count is 0."""
         return objection_to(tensors[_COUNTS], {_MEANS: tensors[_MEANS]})
 
     # --- coordinator -----------------------------------------------------------------------------------------------
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """For each class the mean over the clients that have sent one."""
-        sums, total = np.zeros(state[_MEANS].shape), np.zeros(len(state[_COUNTS]))
+        """Return the mean of each class over the clients that have sent one."""
+        sums = np.zeros(state[_MEANS].shape)
+        total = np.zeros(len(state[_COUNTS]))
         most = np.zeros_like(state[_COUNTS])
         for update in updates:
             counts = update.tensors[_COUNTS]
@@ -111,10 +116,12 @@ class FedProto(Method):
     # --- client ----------------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of cross entropy and of the distance to prototypes; returns the client's own prototypes."""
-        params, batches = self.params, list[tuple[torch.Tensor, torch.Tensor]]()
+        """Run E epochs of cross entropy and of the distance to prototypes; returns the client's own prototypes."""
+        params = self.params
+        batches = list[tuple[torch.Tensor, torch.Tensor]]()
         optimizer = optimizer_of(client.model, ("encoder", "head"), params)
-        loss, weights = self.aligned_loss(client.model, batches), {"alignment_weight (lambda)": params.alignment_weight}
+        loss = self.aligned_loss(client.model, batches)
+        weights = {"alignment_weight (lambda)": params.alignment_weight}
         for epochs in (max(params.local_epochs - 1, 0), min(params.local_epochs, 1)):
             batches.clear()
             train(client, loss, params, optimizer=optimizer, epochs=epochs, weights=weights)
@@ -123,20 +130,22 @@ class FedProto(Method):
             if params.prototypes == "after" or not batches
             else (torch.cat(tensors) for tensors in zip(*batches, strict=True))
         )
-        classes, least = client.task.num_classes, params.min_class_count
+        classes = client.task.num_classes
+        least = params.min_class_count
         means, counts = class_means(features.cpu().numpy(), labels.cpu().numpy(), classes, least)
         require_finite(client, "prototypes", means)
         return {_MEANS: means.astype(np.float32), _COUNTS: counts}
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Softmax of minus the squared distances to the prototypes; or the own head's answer."""
-        model, prototypes = client.model, client.model.part("prototypes")
+        """Return the softmax of minus the squared distances to the prototypes; or the own head's answer."""
+        model = client.model
+        prototypes = client.model.part("prototypes")
         if self.params.inference == "head" or not prototypes.get_buffer("counts").any():
             return super().predict(client, inputs)
         return evaluate(lambda piece: torch.softmax(prototypes(model.features(piece)), dim=1), model, inputs)
 
     def aligned_loss(self, model: Parts, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> Loss:
-        """Cross entropy plus lambda times the distance to prototypes; puts features and labels into ``batches``."""
+        """Return cross entropy plus lambda times the distance to prototypes, and extend ``batches``."""
         means, counts = (model.part("prototypes").get_buffer(name).clone() for name in ("means", "counts"))
         weight = self.params.alignment_weight if counts.any() else 0.0
 

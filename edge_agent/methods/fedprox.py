@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from ..task import Tensors
+from ..core.task import Tensors
 from ..training.loops import cross_entropy, train
 from . import Client, Method, MethodParams
 
@@ -32,11 +32,11 @@ class FedProx(Method):
     source = "Li et al., FedProx, MLSys 2020"
 
     def one_pass(self) -> bool:
-        """True: w_t is the received model, and the paper has slow clients do less work."""
+        """Return True: w_t is the received model, and the paper has slow clients do less work."""
         return True
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of cross entropy, with the gradient of mu / 2 |w - w_t|^2 added before each step."""
+        """Run E epochs of cross entropy, with the gradient of mu / 2 |w - w_t|^2 added before each step."""
         pairs = [(w, w.detach().clone()) for w in client.model.parameters()]
 
         def add_proximal_gradient() -> None:
@@ -44,6 +44,7 @@ class FedProx(Method):
                 if w.grad is not None and self.params.mu:
                     w.grad.add_(w.detach() - w_t, alpha=self.params.mu)
 
-        loss, mu = cross_entropy(client.model), self.params.mu
+        loss = cross_entropy(client.model)
+        mu = self.params.mu
         train(client, loss, self.params, before_step=add_proximal_gradient, weights={"mu": mu})
         return self.sent(client)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ..task import Tensors
+from ..core.task import Tensors
 from ..training.finetune import on_features
 from ..training.loops import cross_entropy, train
 from . import Client, MethodParams, grades
@@ -53,13 +53,13 @@ class FedRep(FedPer):
     )
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """``head_epochs`` of the head with the encoder frozen, then E epochs the other way round."""
+        """Train the head for ``head_epochs`` with a frozen encoder, then the encoder for E epochs, the head frozen."""
         self.train_head(client)
         train(client, cross_entropy(client.model), self.params, frozen=("head",))
         return self.sent(client)
 
     def train_head(self, client: Client) -> None:
-        """The head's stage: on features that are computed once, or under an encoder in train mode."""
+        """Train the head, on features that are computed once, or behind an encoder in train mode."""
         params = self.params
         options: dict[str, Any] = {"epochs": params.head_epochs, "lr": params.head_lr, "log": "loss.head"}
         if params.frozen_norm == "eval":

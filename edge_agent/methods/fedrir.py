@@ -31,9 +31,9 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import ConfigError
+from ..core.errors import ConfigError
+from ..core.task import Task, Tensors
 from ..models import create
-from ..task import Task, Tensors
 from ..training.augment import mask_patches
 from ..training.loops import Loss, OptimizerState, cross_entropy, evaluate, lasting, optimizer_of, train_parts
 from ..training.losses import GaussianPredictor, gaussian_misfit, vclub
@@ -97,17 +97,18 @@ class FedRIR(Method):
             raise ConfigError("method 'fedrir'", mistakes)
 
     def build(self, task: Task) -> Parts:
-        """Encoder, client-specific encoder, generator, IDM and head, as far as the ablations leave them.
+        """Return the encoder, client-specific encoder, generator, IDM and head, as far as the ablations leave them.
 
         Raises:
-            ConfigError: the inputs cannot be masked, or not be drawn again by the generator.
-            UnknownName: no such encoder.
+            ConfigError: The inputs cannot be masked, or the generator cannot reconstruct them.
+            UnknownName: No encoder has this name.
         """
         self.check(task)
         if self.params.without_mcsl:
             return encoder_and_head(task)
         encoder = create(task)
-        shared, specific = feature_dim(encoder), self.params.specific_dim
+        shared = feature_dim(encoder)
+        specific = self.params.specific_dim
         parts = {"specific": SpecificEncoder(task, specific), "generator": Generator(task, specific)}
         if self.distills:
             ends = (shared, specific) if self.params.id_mode == "official" else (specific, shared)
@@ -115,11 +116,11 @@ class FedRIR(Method):
         return channels_last(_Joined(encoder=encoder, head=nn.Linear(shared + specific, task.num_classes), **parts))
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of MCSL, then E epochs of ID; returns the encoder.
+        """Run E epochs of MCSL, then E epochs of ID; returns the encoder.
 
         Raises:
-            TrainingFailed: as `train`.
-            StateError: moments kept from earlier rounds are of another model.
+            TrainingFailed: See `train`.
+            StateError: The moments kept from earlier rounds are those of another model.
         """
         if self.params.without_mcsl:
             self._train(client, cross_entropy(client.model), ("encoder", "head"), "id")
@@ -129,9 +130,11 @@ class FedRIR(Method):
         return self.sent(client)
 
     def learn_specific(self, client: Client) -> None:
-        """Masked client-specific learning: CSFE and generator redraw whole images from masked ones."""
-        params, kld_weight = self.params, float(self.params.kld_weight)
-        specific, generator = client.model.part("specific"), client.model.part("generator")
+        """Run masked client-specific learning: CSFE and generator reconstruct whole images from masked ones."""
+        params = self.params
+        kld_weight = float(self.params.kld_weight)
+        specific = client.model.part("specific")
+        generator = client.model.part("generator")
 
         def loss(images: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
             mean, logvar = specific(mask_patches(images, params.mask_ratio, params.patch, client.generator))
@@ -142,14 +145,17 @@ class FedRIR(Method):
         self._train(client, loss, ("specific", "generator"), "mcsl", log="loss.mcsl", weights=weights)
 
     def distill(self, client: Client) -> None:
-        """Information distillation: encoder, head and IDM learn beside the frozen CSFE, with L = CE + weight L_id."""
-        model, params, terms = client.model, self.params, dict[str, torch.Tensor]()
+        """Run information distillation: encoder, head and IDM learn beside the frozen CSFE, L = CE + weight L_id."""
+        model = client.model
+        params = self.params
+        terms = dict[str, torch.Tensor]()
         fits_idm = self.distills and params.id_mode == "vclub"  # on its own, before each step of the encoder
         trained = ["encoder", "head", *(["distiller"] if self.distills and not fits_idm else [])]
         idm = optimizer_of(model, ["distiller"], params) if fits_idm else None
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            g, c = model.features(inputs), specific_features(model, inputs)
+            g = model.features(inputs)
+            c = specific_features(model, inputs)
             value: torch.Tensor = F.cross_entropy(model.head(torch.cat([g, c], dim=1)), labels)
             terms["loss"] = value
             if not self.distills:
@@ -168,8 +174,9 @@ class FedRIR(Method):
             self._train(client, loss, trained, "id", **options)
 
     def _vclub(self, client: Client, g: torch.Tensor, c: torch.Tensor, idm: torch.optim.Optimizer) -> torch.Tensor:
-        """Eq. 7: an upper bound of I(g; c), from q(g | c) that ``idm`` has fitted to this batch before."""
-        q, params = client.model.part("distiller"), self.params
+        """Return Eq. 7, an upper bound of I(g; c), from q(g | c), which ``idm`` has fitted to this batch before."""
+        q = client.model.part("distiller")
+        params = self.params
         for _ in range(params.idm_steps):
             idm.zero_grad(set_to_none=True)
             gaussian_misfit(g.detach(), *q(c)).backward()  # type: ignore[no-untyped-call]
@@ -185,8 +192,9 @@ class FedRIR(Method):
         train_parts(client, loss, self.params, trained, label, drop_last=self.params.drop_last, **options)
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Shared features, and the client's own where it has any."""
-        views, model = super().views(client, inputs), client.model
+        """Return the shared features, and the client's own where it has any."""
+        views = super().views(client, inputs)
+        model = client.model
         if self.params.without_mcsl:
             return views
         return {**views, "specific": evaluate(lambda piece: specific_features(model, piece), model, inputs)}
@@ -200,13 +208,13 @@ class _Joined(Parts):
     """Parts whose head sees the shared features and the mean of the client's own, in this order."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Logits (n, K)."""
+        """Return logits (n, K)."""
         logits: torch.Tensor = self.head(torch.cat([self.features(inputs), specific_features(self, inputs)], dim=1))
         return logits
 
 
 def specific_features(model: Parts, inputs: torch.Tensor) -> torch.Tensor:
-    """c (n, d): the means of the client-specific encoder on whole images, without gradient."""
+    """Return c (n, d): the means of the client-specific encoder on whole images, without gradient."""
     with torch.no_grad():
         mean: torch.Tensor = model.part("specific")(inputs)[0]
         return mean

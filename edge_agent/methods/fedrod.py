@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from ..task import Task, Tensors
+from ..core.task import Task, Tensors
 from ..training.loops import Loss, evaluate
 from ..training.losses import balanced_softmax
 from ..training.parts import Parts, encoder_and_head
@@ -37,11 +37,11 @@ class FedRoD(Method):
     heads = ("lr", "svm", "mlp", "prototype", "knn")
 
     def build(self, task: Task) -> Parts:
-        """Encoder, generic head and personal head, both linear."""
+        """Return the encoder, generic head and personal head, both linear."""
         return encoder_and_head(task, personal_head=lambda width: nn.Linear(width, task.num_classes))
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Softmax of the sum of both heads' logits."""
+        """Return the softmax of the sum of both heads' logits."""
         model = client.model
 
         def both(piece: torch.Tensor) -> torch.Tensor:
@@ -51,8 +51,9 @@ class FedRoD(Method):
         return evaluate(both, model, inputs)
 
     def loss(self, client: Client, received: Tensors) -> Loss:
-        """Both losses in one sum: step for step the same as one after the other, as they share no weight."""
-        model, personal = client.model, client.model.part("personal_head")
+        """Return the sum of both losses, whose steps equal those in sequence, because they share no weight."""
+        model = client.model
+        personal = client.model.part("personal_head")
         counts = torch.bincount(client.train_labels, minlength=client.task.num_classes)
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

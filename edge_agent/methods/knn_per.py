@@ -19,13 +19,16 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from ..core.task import Tensors
 from ..heads.knn import MIXES, quality, votes
-from ..task import Tensors
 from ..training.finetune import fingerprint
 from ..training.loops import evaluate, features_of
 from . import Client, Method, MethodParams, grades
 
-_STAMP, _FEATURES, _LABELS, _CHOSEN = "memorized.from", "memorized.features", "memorized.labels", "memorized.chosen"
+_STAMP = "memorized.from"
+_FEATURES = "memorized.features"
+_LABELS = "memorized.labels"
+_CHOSEN = "memorized.chosen"
 
 
 class KNNPerParams(MethodParams):
@@ -70,7 +73,7 @@ class KNNPer(Method):
         client.memory.update({_STAMP: stamp, _FEATURES: features, _LABELS: labels, _CHOSEN: np.array(chosen)})
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """lambda p_knn + (1 - lambda) p_model; the datastore is made first if the model has changed since."""
+        """Return lambda p_knn + (1 - lambda) p_model; the datastore is made first if the model has changed since."""
         if not np.array_equal(client.memory.get(_STAMP, ()), fingerprint(client.model)):
             self.personalize(client, {})
         neighbours, scale, mix = client.memory[_CHOSEN].tolist()
@@ -81,7 +84,7 @@ class KNNPer(Method):
         return torch.from_numpy(mixed.astype(np.float32)).to(inputs.device)
 
     def head_params(self, head: str) -> dict[str, Any]:
-        """For the head that does the same: its own choice of lambda, the first k and scale that are offered."""
+        """Return, for the head of the same kind, its own choice of lambda and the first k and scale offered."""
         if head != "knn":
             return {}
         params = self.params
@@ -91,15 +94,19 @@ class KNNPer(Method):
     def _chosen(
         self, client: Client, features: np.ndarray, labels: np.ndarray, rng: np.random.Generator
     ) -> tuple[float, float, float]:
-        """k, scale and lambda of most correct answers on held-out samples; the first of equally good ones."""
-        params, total = self.params, len(features)
+        """Return k, scale and lambda of most correct answers on held-out samples; the first of equally good ones."""
+        params = self.params
+        total = len(features)
         shares = MIXES if params.mix is None else (params.mix,)
         offered = list(itertools.product(params.neighbours, params.scales, shares))
-        order, held = rng.permutation(total), round(params.held_back * total)
+        order = rng.permutation(total)
+        held = round(params.held_back * total)
         if len(offered) == 1 or not 0 < held < total:
             return float(params.neighbours[0]), params.scales[0], 0.5 if params.mix is None else params.mix
-        asked, rest = order[:held], order[held:]
-        queries, shared = features[asked].astype(np.float64), _probabilities(client, features[asked])
+        asked = order[:held]
+        rest = order[held:]
+        queries = features[asked].astype(np.float64)
+        shared = _probabilities(client, features[asked])
 
         def near(neighbours: int, scale: float) -> np.ndarray:
             return votes(queries, features[rest], labels[rest], client.task.num_classes, neighbours, scale)
@@ -110,7 +117,7 @@ class KNNPer(Method):
 
 
 def _probabilities(client: Client, features: np.ndarray) -> np.ndarray:
-    """The shared head's probabilities (n, K) float64 on features (n, d)."""
+    """Return the shared head's probabilities (n, K) float64 on features (n, d)."""
     placed = torch.from_numpy(features).to(client.device)
     answer = evaluate(lambda piece: torch.softmax(client.model.head(piece), dim=1), client.model, placed)
     return answer.cpu().numpy().astype(np.float64)

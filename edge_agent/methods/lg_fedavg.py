@@ -13,7 +13,7 @@ new device is not answered by an ensemble of all.
 
 from __future__ import annotations
 
-from ..task import State, Tensors
+from ..core.task import State, Tensors
 from . import Method
 
 
@@ -25,5 +25,5 @@ class LGFedAvg(Method):
     heads = ()
 
     def global_head(self, state: State) -> Tensors | None:
-        """None: the shared head means nothing without a personal encoder."""
+        """Return None: the shared head means nothing without a personal encoder."""
         return None

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from ..task import Tensors
+from ..core.task import Tensors
 from ..training.loops import cross_entropy, local_optimizer, train, train_by_steps
 from . import Client, MethodParams, grades
 from .families import Tuned
@@ -60,9 +60,11 @@ class PerFedAvg(Tuned):
     )
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of meta steps."""
-        model, params = client.model, self.params
-        weights, optimizer = list(model.parameters()), local_optimizer(model.parameters(), params)
+        """Run E epochs of meta steps."""
+        model = client.model
+        params = self.params
+        weights = list(model.parameters())
+        optimizer = local_optimizer(model.parameters(), params)
 
         def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             first, last = halves(len(labels))
@@ -86,22 +88,24 @@ class PerFedAvg(Tuned):
         return self.sent(client)
 
     def tune(self, client: Client) -> None:
-        """One step, or some, of plain SGD with alpha."""
-        params, model = self.params, client.model
+        """Take one step, or some, of plain SGD with alpha."""
+        params = self.params
+        model = client.model
         optimizer = torch.optim.SGD(model.parameters(), lr=params.adapt_lr)
-        weights, steps = {"adapt_lr": params.adapt_lr}, params.adapt_steps
+        weights = {"adapt_lr": params.adapt_lr}
+        steps = params.adapt_steps
         train(client, cross_entropy(model), params, optimizer=optimizer, epochs=1, steps=steps, weights=weights)
 
 
 def halves(samples: int) -> tuple[slice, slice]:
-    """D and D' of a batch; of fewer than four samples, all of them twice: batch norm needs two."""
+    """Return D and D' of a batch; a batch of fewer than four samples is both, because batch norm needs two."""
     if samples < 4:
         return slice(None), slice(None)
     return slice(samples // 2), slice(samples // 2, None)
 
 
 def slope_of(model: Parts, inputs: torch.Tensor, labels: torch.Tensor) -> Slope:
-    """Cross entropy of one batch and its gradient as a function of the model's weights, in their own order."""
+    """Return cross entropy of one batch and its gradient as a function of the model's weights, in their own order."""
     names = [name for name, _ in model.named_parameters()]
 
     def slope(weights: Weights) -> tuple[torch.Tensor, Weights]:
@@ -115,7 +119,7 @@ def slope_of(model: Parts, inputs: torch.Tensor, labels: torch.Tensor) -> Slope:
 def meta_gradient(
     first: Slope, last: Slope, weights: Weights, adapt_lr: float, difference: float = 0.0
 ) -> tuple[torch.Tensor, Weights]:
-    """Loss after one step of adaptation, and its gradient by the weights before that step.
+    """Return the loss after one step of adaptation, and its gradient by the weights before that step.
 
     With g the gradient of ``last`` at w - alpha grad first(w): g itself, or with a ``difference`` above 0 the whole
     (I - alpha H) g, H g being the change of the gradient of ``first`` over a way of that length along g.

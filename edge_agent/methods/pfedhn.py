@@ -24,8 +24,8 @@ import torch
 from pydantic import Field, field_validator
 from torch import nn
 
-from ..errors import ConfigError
-from ..task import State, Tensors
+from ..core.errors import ConfigError
+from ..core.task import State, Tensors
 from ..training.loops import cross_entropy, train
 from ..training.parts import load_arrays, to_arrays
 from . import Client, Method, MethodParams, Update, grades
@@ -33,13 +33,16 @@ from .base import is_learned
 from .families import names_in, rng_of, with_rows
 from .values import Norm
 
-_HYPER, _SPEED, _NAMES = "hyper.net.", "hyper.speed.", "clients.names"
-_EMBEDDING, _EMBEDDING_SPEED = "clients.embedding", "clients.speed"
+_HYPER = "hyper.net."
+_SPEED = "hyper.speed."
+_NAMES = "clients.names"
+_EMBEDDING = "clients.embedding"
+_EMBEDDING_SPEED = "clients.speed"
 _MOST_BYTES = 4 << 30
 
 
 class PFedHNParams(MethodParams):
-    """Those of the official code."""
+    """The parameters of pFedHN, with the defaults of the official code."""
 
     lr: float = Field(5e-3, gt=0, description="step size of a client; official code: 0.005")
     momentum: float = Field(0.9, ge=0, lt=1, description="of a client; official code: 0.9")
@@ -84,13 +87,13 @@ class PFedHN(Method):
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """What H makes."""
+        """The parts of the model that the hypernetwork H makes."""
         return ("encoder",) if self.params.personal_head else ("encoder", "head")
 
     # --- coordinator -----------------------------------------------------------------------------------------------
 
     def start(self, tensors: Tensors) -> State:
-        """A fresh hypernetwork whose outputs lie around the fresh model; its random numbers come from that model."""
+        """Return a fresh hypernetwork whose outputs lie around the fresh model, which seeds its random numbers."""
         size = sum(int(np.prod(shape)) for shape in _shapes(tensors).values())
         needed = 8 * size * (self.params.hidden_units + 1)
         if needed > _MOST_BYTES:
@@ -110,19 +113,20 @@ class PFedHN(Method):
         return {**tensors, **{_HYPER + name: array for name, array in net.items()}, **speeds}
 
     def broadcast(self, state: State) -> Tensors:
-        """Nothing: no two clients get the same."""
+        """Return nothing: no two clients get the same."""
         return {}
 
     def downlink(self, state: State, client: str) -> Tensors:
-        """H(e) for this client."""
+        """Return H(e) for this client."""
         network = self._network(state)
         with torch.no_grad():
             made = network(torch.from_numpy(self._embedding(state, client)))
         return {name: tensor.numpy() for name, tensor in made.items()}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """One step of the hypernetwork and of the embeddings of the round's clients."""
-        network, embeddings = self._network(state), dict[str, Tensors]()
+        """Take one step of the hypernetwork and of the embeddings of the round's clients."""
+        network = self._network(state)
+        embeddings = dict[str, Tensors]()
         summed = [torch.zeros_like(weight) for weight in network.parameters()]
         before = names_in(state, _NAMES)
 
@@ -140,12 +144,13 @@ class PFedHN(Method):
 
         result = {**state, **self.mean(updates, differentiate)}
         for (name, _), slope in zip(network.named_parameters(), summed, strict=True):
-            old, speed = state[_HYPER + name], state[_SPEED + name]
+            old = state[_HYPER + name]
+            speed = state[_SPEED + name]
             result[_HYPER + name], result[_SPEED + name] = self._step(old, speed, slope.numpy())
         return {**result, **with_rows(state, _NAMES, embeddings)}
 
     def _step(self, weights: np.ndarray, speed: np.ndarray, slope: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """SGD with momentum and weight decay: the new weights and the new speed."""
+        """Return the new weights and the new speed after a step of SGD with momentum and weight decay."""
         params = self.params
         faster = params.server_momentum * speed + slope + params.server_weight_decay * weights
         return (weights - params.server_lr * faster).astype(np.float32), faster.astype(np.float32)
@@ -156,7 +161,7 @@ class PFedHN(Method):
         return network
 
     def _embedding(self, state: State, client: str) -> np.ndarray:
-        """e (size,) float32 of a client, for one never seen before as its id makes it."""
+        """Return e (size,) float32 of a client, for one never seen before as its id makes it."""
         names = names_in(state, _NAMES)
         if client in names:
             known: np.ndarray = state[_EMBEDDING][names.index(client)].copy()
@@ -167,8 +172,9 @@ class PFedHN(Method):
     # --- client ----------------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """K steps of SGD from H(e)."""
-        model, params = client.model, self.params
+        """Take K steps of SGD from H(e)."""
+        model = client.model
+        params = self.params
 
         def clip() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), params.clip)
@@ -177,7 +183,7 @@ class PFedHN(Method):
         return self.sent(client)
 
     def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
-        """None: every client has its own weights."""
+        """Return None: every client has its own weights."""
         return None
 
 
@@ -205,7 +211,7 @@ class Hypernetwork(nn.Module):
                 layer.get_parameter("bias").copy_(torch.from_numpy(np.array(tensors[name])).flatten())
 
     def forward(self, embedding: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors, by name."""
+        """Return the tensors, by name."""
         hidden = self.body(embedding)
         made = zip(self.shapes.items(), self.outputs, strict=True)
         return {name: layer(hidden).reshape(shape) for (name, shape), layer in made}
@@ -214,18 +220,18 @@ class Hypernetwork(nn.Module):
 def pull_back(
     network: nn.Module, embedding: torch.Tensor, trained: Tensors, weights: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Gradients by ``weights`` of <H(e), H(e) as it was - trained>: the way to what training has made of H(e)."""
+    """Return the gradients by ``weights`` of <H(e), H(e) before training - trained>, towards the trained ones."""
     made = network(embedding)
     changes = [tensor.detach() - torch.from_numpy(np.array(trained[name])) for name, tensor in made.items()]
     return list(torch.autograd.grad(list(made.values()), weights, changes))
 
 
 def clipped(slopes: Sequence[torch.Tensor], most: float) -> list[torch.Tensor]:
-    """The gradients, shortened together to the norm ``most`` where they are longer."""
+    """Return the gradients, shortened together to the norm ``most`` where they are longer."""
     length = torch.stack([slope.square().sum() for slope in slopes]).sum().sqrt()
     return [slope * (most / length).clamp(max=1.0) for slope in slopes] if length > 0 else list(slopes)
 
 
 def _shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
-    """Of the arrays that H makes."""
+    """Return the shapes of the arrays that H makes."""
     return {name: array.shape for name, array in tensors.items() if is_learned(name, array)}

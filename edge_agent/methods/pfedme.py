@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from torch.nn import functional as F
 
-from ..task import State, Tensors
+from ..core.task import State, Tensors
 from ..training.finetune import copy_tensors, pairs, second
 from ..training.loops import local_optimizer, train_by_steps
 from ..training.losses import proximal_gradient
@@ -28,7 +28,7 @@ from .families import TwoNetworks, towards
 
 
 class PFedMeParams(MethodParams):
-    """Those of the official scripts."""
+    """The parameters of pFedMe, with the defaults of the official scripts."""
 
     lr: float = Field(0.005, gt=0, description="eta, step size of w; eta times lambda should be at most 1")
     optimizer: Literal["sgd"] = Field("sgd", description="the method is made of SGD steps")
@@ -49,12 +49,14 @@ class PFedMe(TwoNetworks):
     source = "Dinh, Tran, Nguyen, NeurIPS 2020"
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """beta of the way from the state to the even mean."""
+        """Return beta of the way from the state to the even mean."""
         return {**state, **towards(state, self.mean(updates), self.params.server_rate)}
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """R batches: K steps of theta, then one of w; returns w."""
-        params, model, network = self.params, client.model, second(client.model)
+        """Run R batches: K steps of theta, then one of w; returns w."""
+        params = self.params
+        model = client.model
+        network = second(client.model)
         copy_tensors(model, network)
         own, shared = zip(*pairs(model), strict=True)
         optimizer = local_optimizer(own, params, lr=params.personal_lr)
@@ -79,7 +81,7 @@ class PFedMe(TwoNetworks):
 
 
 def follow(shared: Iterable[torch.Tensor], own: Iterable[torch.Tensor], rate: float) -> None:
-    """w <- w - rate (w - theta), in place: eta times lambda times the gradient of the envelope."""
+    """Move w in place by -rate (w - theta): eta times lambda times the gradient of the envelope."""
     with torch.no_grad():
         for w, theta in zip(shared, own, strict=True):
             w.add_(theta - w, alpha=rate)

@@ -22,8 +22,8 @@ from pydantic import Field
 from torch.nn import functional as F
 
 from .. import heads
+from ..core.task import Task, Tensors
 from ..heads import FitData, Head
-from ..task import Task, Tensors
 from ..training import augment
 from ..training.finetune import fingerprint
 from ..training.loops import Loss, features_of, local_optimizer, train
@@ -83,12 +83,13 @@ class RepPer(Method):
         return ("encoder", "head") if self.params.global_head else ("encoder",)
 
     def build(self, task: Task) -> Parts:
-        """Encoder, and the shared classifier where asked for."""
+        """Return the encoder, and the shared classifier where asked for."""
         return encoder_and_head(task) if self.params.global_head else encoder_alone(task)
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """Stage CRL: E epochs of the supervised contrastive loss."""
-        params, model = self.params, client.model
+        """Run stage CRL: E epochs of the supervised contrastive loss."""
+        params = self.params
+        model = client.model
         shrink = params.lr_decay ** sum(client.round > share * client.rounds for share in params.decay_at)
         optimizer = local_optimizer(model.encoder.parameters(), params, lr=params.lr * shrink)
         if params.global_head:
@@ -98,7 +99,7 @@ class RepPer(Method):
         return self.sent(client)
 
     def personalize(self, client: Client, received: Tensors) -> None:
-        """Stage PCL: fit the head on the client's own un-augmented data, the encoder frozen in eval mode."""
+        """Run stage PCL: fit the head on the client's un-augmented data, with the encoder frozen in eval mode."""
         stamp = fingerprint(client.model.encoder, with_counters=True)
         head = self._head()
         features = features_of(client.model, client.train_inputs).cpu().numpy()
@@ -110,7 +111,7 @@ class RepPer(Method):
         client.memory.update({_STAMP: stamp, **{_HEAD + name: array for name, array in head.arrays.items()}})
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Class probabilities of the personal head, which is fitted first if the encoder has changed since."""
+        """Return class probabilities of the personal head, which is fitted first if the encoder has changed since."""
         if not np.array_equal(client.memory.get(_STAMP, ()), fingerprint(client.model.encoder, with_counters=True)):
             self.personalize(client, {})
         head = self._head()
@@ -120,7 +121,10 @@ class RepPer(Method):
         return torch.from_numpy(probabilities.astype(np.float32)).to(inputs.device)
 
     def loss(self, client: Client, received: Tensors) -> Loss:
-        """Eq. 5 on two views of each image; with ``global_head`` also the cross entropy of that classifier."""
+        """Return the loss of Eq.
+
+        5 on two views of each image, with ``global_head`` plus that classifier's cross entropy.
+        """
         views = augment.for_task(client.task) if self.params.augment else None
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -136,7 +140,10 @@ class RepPer(Method):
         return loss
 
     def head_params(self, head: str) -> dict[str, Any]:
-        """The representation's normalisation, for heads that have such a parameter; for its own head all of them."""
+        """Return the normalisation of features for heads that have such a parameter.
+
+        For its own head all parameters.
+        """
         known = heads.get(head).Params.model_fields
         norm = {"feature_norm": self.params.feature_norm} if "feature_norm" in known else {}
         return {**norm, **self.params.head_params} if head == self.params.head else norm

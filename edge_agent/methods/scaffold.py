@@ -22,14 +22,16 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from ..task import State, Task, Tensors
+from ..core.task import State, Task, Tensors
 from ..training.loops import cross_entropy, train
 from ..training.parts import Parts, to_arrays
 from . import Client, Method, MethodParams, Update, grades
 from .base import SERVER_ONLY, is_learned
 from .families import names_in, packed, towards
 
-_SENT, _OWN, _SEEN = "extra.control.", "control.", SERVER_ONLY + "clients"
+_SENT = "extra.control."
+_OWN = "control."
+_SEEN = SERVER_ONLY + "clients"
 
 
 class ScaffoldParams(MethodParams):
@@ -52,17 +54,17 @@ class Scaffold(Method):
     )
 
     def sends(self, model: Parts, task: Task) -> Tensors:
-        """The change of the client's control variate."""
+        """Return the change of the client's control variate."""
         return _zeros(to_arrays(model, self.shared_names(model)))
 
     # --- coordinator -----------------------------------------------------------------------------------------------
 
     def start(self, tensors: Tensors) -> State:
-        """The model and a control variate of zeros."""
+        """Return the model and a control variate of zeros."""
         return {**tensors, **_zeros(tensors)}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """One step of the model, and the control variate after the changes of the round's clients."""
+        """Take one step of the model, and the control variate after the changes of the round's clients."""
         seen: list[str] = []
 
         def noted() -> Iterator[Update]:
@@ -81,10 +83,11 @@ class Scaffold(Method):
     # --- client ----------------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of corrected SGD; then the control variate becomes the mean gradient of the way that was taken."""
+        """Run E epochs of corrected SGD; then the control variate becomes the mean gradient of these steps."""
         controls = {name.removeprefix(_SENT): array for name, array in received.items() if name.startswith(_SENT)}
         own = {name: client.memory.get(_OWN + name, np.zeros_like(array)) for name, array in controls.items()}
-        weights, steps = dict(client.model.named_parameters()), 0
+        weights = dict(client.model.named_parameters())
+        steps = 0
         shifts = [
             (weights[name], torch.from_numpy(control - own[name]).to(client.device))
             for name, control in controls.items()

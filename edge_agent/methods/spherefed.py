@@ -25,9 +25,9 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import ConfigError
+from ..core.errors import ConfigError
+from ..core.task import State, Task, Tensors
 from ..heads import get as head_called
-from ..task import State, Task, Tensors
 from ..training.loops import Loss, features_of, train
 from ..training.networks import orthonormal
 from ..training.parts import Parts, encoder_and_head
@@ -35,11 +35,12 @@ from . import Client, Method, MethodParams, Update
 from .families import MOST_SAMPLES
 from .values import ClassStatistics
 
-_GRAM, _CROSS = "extra.gram", "extra.cross"
+_GRAM = "extra.gram"
+_CROSS = "extra.cross"
 
 
 class SphereFedParams(MethodParams):
-    """As DualFed's comparison ran it."""
+    """The parameters of SphereFed, with the defaults of DualFed's comparison."""
 
     lr: float = Field(0.1, gt=0, description="step size; DualFed's comparison: 0.1, Office-Home 1.0")
     loss: Literal["mse", "ce"] = Field("mse", description="squared error of W z to one-hot labels, or cross entropy")
@@ -59,7 +60,7 @@ class Spherical(nn.Module):
         self.weight = nn.Parameter(torch.from_numpy(rows.astype(np.float32)), requires_grad=False)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Logits (n, K)."""
+        """Return logits (n, K)."""
         return self.scale * F.linear(F.normalize(features, dim=1), self.weight)
 
 
@@ -75,14 +76,14 @@ class SphereFed(Method):
 
     @property
     def needs_last_round(self) -> bool:
-        """Where it calibrates."""
+        """Whether the last round is needed: where the classifier is calibrated."""
         return bool(self.params.calibrate)
 
     def build(self, task: Task) -> Parts:
-        """Encoder and fixed classifier.
+        """Return the encoder and fixed classifier.
 
         Raises:
-            ConfigError: fewer features than classes.
+            ConfigError: The encoder has fewer features than there are classes.
         """
         model = encoder_and_head(task)
         classes, size = model.head.get_parameter("weight").shape
@@ -96,18 +97,18 @@ class SphereFed(Method):
 
     @property
     def least_class_count(self) -> int | None:
-        """Of the classes in B; None without ``calibrate``."""
+        """The least samples of a class in B; None without ``calibrate``."""
         return super().least_class_count if self.params.calibrate else None
 
     def sends(self, model: Parts, task: Task) -> Tensors:
-        """A as its upper triangle (d (d + 1) / 2,) and B (d, K), both float64; nothing without ``calibrate``."""
+        """Return a as its upper triangle (d (d + 1) / 2,) and B (d, K), both float64; nothing without ``calibrate``."""
         if not self.params.calibrate:
             return {}
         size = model.head.get_parameter("weight").shape[1]
         return {_GRAM: np.zeros(size * (size + 1) // 2), _CROSS: np.zeros((size, task.num_classes))}
 
     def objection(self, tensors: Tensors) -> str:
-        """Statistics that no unit vectors have: negative squares, or products above the number of vectors."""
+        """Return an objection to statistics that no unit vectors have: negative squares, or too large products."""
         if _GRAM not in tensors:
             return ""
         gram = unpacked(tensors[_GRAM], len(tensors[_CROSS]))
@@ -131,7 +132,7 @@ class SphereFed(Method):
     # --- coordinator -----------------------------------------------------------------------------------------------
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """Mean encoder; where the updates carry statistics, the classifier W with W' = (A + ridge I)^-1 B."""
+        """Return the mean encoder, and with statistics in the updates the classifier W, W' = (A + ridge I)^-1 B."""
         sums: Tensors = {}
 
         def add(update: Update, statistics: Tensors) -> None:
@@ -149,19 +150,21 @@ class SphereFed(Method):
         return {**state, **mean}
 
     def global_head(self, state: State) -> Tensors | None:
-        """W without bias: on raw features it names the same class, its probabilities are not those of the method."""
+        """Return W without bias: on raw features it names the same class, with other probabilities."""
         weight = state["head.weight"]
         return {"weight": weight, "bias": np.zeros(len(weight), weight.dtype)}
 
     def head_params(self, head: str) -> dict[str, Any]:
-        """Features of length 1, for heads that have such a parameter."""
+        """Return features of length 1, for heads that have such a parameter."""
         return {"feature_norm": "l2"} if "feature_norm" in head_called(head).Params.model_fields else {}
 
     # --- client ----------------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """E epochs of the encoder; in the last round none, but A and B of what was received."""
-        params, labels, classes = self.params, client.train_labels, client.task.num_classes
+        """Run E epochs of the encoder; in the last round none, but A and B of what was received."""
+        params = self.params
+        labels = client.train_labels
+        classes = client.task.num_classes
         calibrates = params.calibrate and client.round >= client.rounds > 1
         train(client, self.loss(client, received), params, epochs=0 if calibrates else None, frozen=self.frozen)
         if not calibrates:
@@ -170,19 +173,22 @@ class SphereFed(Method):
         counted = (torch.bincount(labels, minlength=classes) >= params.min_class_count)[labels]
         unit = F.normalize(features_of(client.model, client.train_inputs)[counted].double(), dim=1)
         targets = F.one_hot(labels[counted], classes).double()
-        gram, cross = (unit.T @ unit).cpu().numpy(), (unit.T @ targets).cpu().numpy()
+        gram = (unit.T @ unit).cpu().numpy()
+        cross = (unit.T @ targets).cpu().numpy()
         return {**self.sent(client), _GRAM: gram[np.triu_indices(len(gram))], _CROSS: cross}
 
     def loss(self, client: Client, received: Tensors) -> Loss:
-        """Squared error of W z / |z| to one-hot labels, or cross entropy."""
-        model, classes, scale = client.model, client.task.num_classes, self.params.scale
+        """Return the squared error of W z / |z| to one-hot labels, or cross entropy."""
+        model = client.model
+        classes = client.task.num_classes
+        scale = self.params.scale
         if self.params.loss == "ce":
             return lambda inputs, labels: F.cross_entropy(model(inputs), labels)
         return lambda inputs, labels: F.mse_loss(model(inputs) / scale, F.one_hot(labels, classes).float())
 
 
 def unpacked(packed: np.ndarray, size: int) -> np.ndarray:
-    """The symmetric matrix (size, size) of an upper triangle, row by row."""
+    """Return the symmetric matrix (size, size) of an upper triangle, row by row."""
     upper = np.zeros((size, size))
     upper[np.triu_indices(size)] = packed
     return np.asarray(upper + np.triu(upper, 1).T)

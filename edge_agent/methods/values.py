@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import numpy as np
 from pydantic import Field
 
-from ..task import Frozen, Task, Tensors
+from ..core.task import Frozen, Task, Tensors
 
 if TYPE_CHECKING:
     import torch
 
-    from ..config import Precision
+    from ..core.config import Precision
     from ..training.parts import Parts
 
 Norm = Literal["global", "local_stats", "local_all"]
-"""What travels of a batch norm layer: all of it; gamma and beta only; nothing."""
+"""The part of a batch norm layer that travels: all of it; gamma and beta only; nothing."""
 
 Grade = Literal["exact", "same form", "approximate"]
-"""How close a head fitted on frozen features is to the personal part that the method trains itself.
+"""The grade of a head fitted on frozen features: how close it is to the personal part that the method trains.
 
 exact: equal to it on the same features and random numbers. same form: the same layers and loss, but another start,
 other steps, or features of a frozen encoder where the method trains the encoder along. approximate: anything else.
@@ -39,17 +39,20 @@ REFRESH = (
 
 
 def grades(**heads: tuple[Grade, str]) -> Exactness:
-    """The grades of a method's device heads: ``grades(mlp=("exact", "why"))``."""
+    """Return the grades of a method's device heads: ``grades(mlp=("exact", "why"))``."""
     return heads
 
 
 def ours(default: Any, *, paper: Any, description: str, **limits: Any) -> Any:
-    """A parameter whose default is ours; ``paper`` is the published value, which ``--paper`` takes."""
+    """Return a parameter whose default is ours; ``paper`` is the published value, which ``--paper`` takes."""
     return Field(default, description=description, json_schema_extra={"paper": paper}, **limits)
 
 
 def refreshed_stats() -> Any:
-    """``refresh_stats`` of a method that leaves batch norm statistics at clients: on by default, which is ours."""
+    """Return the parameter ``refresh_stats`` of a method that leaves batch norm statistics at clients.
+
+    On by default.
+    """
     return ours(True, paper=False, description=f"{REFRESH} (the paper); ours")
 
 
@@ -80,27 +83,27 @@ class MethodParams(Frozen):
 
 
 class TrainingCheckpoint(Protocol):
-    """Where the state inside local training is saved, so that a killed process resumes it."""
+    """The contract of a checkpoint inside local training, from which a killed process resumes."""
 
     def is_due(self) -> bool:
-        """Whether the state should be saved now."""
+        """Return whether the state should be saved now."""
 
     def save(self, tensors: Tensors, notes: Mapping[str, Any]) -> None:
         """Save a state: named arrays, and what JSON can hold."""
 
     def load(self) -> tuple[Tensors, dict[str, Any]] | None:
-        """The state that was saved last for this very training; None where there is none."""
+        """Return the state that was saved last for this very training; None where there is none."""
 
     def end(self, state: Callable[[], tuple[Tensors, dict[str, Any]]]) -> None:
-        """A call of `train` has ended, with that state; another one may follow within this training."""
+        """Note that a call of `train` has ended with that state; another one may follow within this training."""
 
 
 @dataclass(frozen=True)
 class TrainingControl:
-    """How one local training is shortened, stopped and resumed."""
+    """The control of one local training: how it is shortened, stopped and resumed."""
 
     share: float = 1.0
-    """Share (0..1] of the steps to do; less on a device that would be late."""
+    """The share (0..1] of the steps to do; below 1 on a device that would be late."""
 
     is_cancelled: Callable[[], bool] = lambda: False
     """Asked before each step."""
@@ -110,7 +113,7 @@ class TrainingControl:
 
 @dataclass
 class Client:
-    """What a method's client half works with. Everything random comes from ``rng`` and ``generator``.
+    """The client that a method's client half works with; all random numbers come from ``rng`` and ``generator``.
 
     ``model`` holds the received shared tensors and this client's personal ones. ``memory`` holds named arrays that
     survive rounds, restarts and missed rounds. ``train_inputs`` (n, ...) float32 and ``train_labels`` (n,) int64 lie on
@@ -169,7 +172,7 @@ class ClassStatistics:
     """Names of arrays that are summed over the samples of all classes, beside the ``sums``."""
 
     class_axis: int = 0
-    """Which axis of ``means`` and ``sums`` is that of the classes, 0 or 1."""
+    """The axis of ``means`` and ``sums`` that is that of the classes, 0 or 1."""
 
     @property
     def names(self) -> frozenset[str]:

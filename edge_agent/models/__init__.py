@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from ..config import mistakes_of
-from ..errors import ConfigError, UsageError
-from ..registry import Registry
-from ..task import Frozen, Task
+from ..core.config import mistakes_of
+from ..core.errors import ConfigError, UsageError
+from ..core.registry import Registry
+from ..core.task import Frozen, Task
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,7 +108,8 @@ def check(task: Task) -> Encoder:
         ConfigError: as `create`.
         MissingCapability: as `create`.
     """
-    encoder, mistakes = get(task.encoder), list[str]()
+    encoder = get(task.encoder)
+    mistakes = list[str]()
     sides = task.input_shape[1:]
     if task.input.kind not in encoder.accepts:
         mistake = f"task.input.kind is '{task.input.kind}', this encoder takes {' or '.join(encoder.accepts)}"

@@ -14,16 +14,13 @@ from types import ModuleType
 
 import torch
 
-from ..errors import MissingCapability
+from ..core.errors import MissingCapability, raiser_of
 
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 _declared: list[torch.library.Library] = []  # a library object that is collected takes its operators with it
-
-MISMATCH = "operator torchvision::"
-"""What the message of the error has that says that the compiled part is missing."""
 
 
 def import_torchvision() -> ModuleType:
@@ -37,11 +34,18 @@ def import_torchvision() -> ModuleType:
     except ImportError as error:
         raise MissingCapability.package("torchvision", "train", "this encoder") from error
     except RuntimeError as error:
-        if MISMATCH not in str(error):
+        if not _lacks_operators(error):
             advice = f"install the torchvision release made for torch {torch.__version__}"
             raise MissingCapability(f"torchvision cannot be imported: {error}; {advice}") from error
     declare_operators()
     return importlib.import_module("torchvision")
+
+
+def _lacks_operators(error: RuntimeError) -> bool:
+    """Return whether an import failed because torch does not know an operator of torchvision's compiled part."""
+    module, _ = raiser_of(error)
+    is_of_library = module.split(".")[:2] in (["torch", "library"], ["torch", "_library"])
+    return is_of_library and not hasattr(torch.ops.torchvision, "nms")
 
 
 def declare_operators() -> None:

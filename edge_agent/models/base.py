@@ -11,8 +11,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from ..errors import HeadwaterError, UsageError
-from ..task import Task
+from ..core.errors import HeadwaterError, UsageError
+from ..core.task import Task
 from . import Encoder, NoParams
 
 Build = Callable[[Task, Any], nn.Module]
@@ -65,7 +65,8 @@ def own_encoder(name: str, factory: Callable[..., nn.Module]) -> Encoder:
         if not isinstance(module, nn.Module):
             raise UsageError(f"encoder '{name}': expected a torch.nn.Module, got {type(module).__name__}")
         # The features' width is found by running two empty inputs; no random number is used up.
-        shape, was_training = (2, *task.input_shape), module.training
+        shape = (2, *task.input_shape)
+        was_training = module.training
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 result = module.eval()(torch.zeros(shape))

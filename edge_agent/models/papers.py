@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from ..task import Frozen, Task
+from ..core.task import Frozen, Task
 from . import NoParams
 from .base import Layers, encoder
 from .torchvision_networks import StemParams
@@ -26,7 +26,9 @@ def fedpac_cnn(task: Task, _: NoParams) -> nn.Module:
     stages = [(16, 5, 0), (32, 5, 1), (64, 3, 1)]  # output channels, kernel, padding
     for wider, kernel, padding in stages[: 2 if channels == 1 else 3]:
         layers += [nn.Conv2d(channels, wider, kernel, padding=padding), nn.LeakyReLU(), nn.MaxPool2d(2)]
-        channels, height, width = wider, *((side + 2 * padding - kernel + 1) // 2 for side in (height, width))
+        channels = wider
+        height = (height + 2 * padding - kernel + 1) // 2
+        width = (width + 2 * padding - kernel + 1) // 2
     layers += [nn.Flatten(), nn.Linear(channels * height * width, 128), nn.LeakyReLU()]
     return Layers(128, layers)
 
@@ -120,7 +122,8 @@ def _cells(side: int) -> torch.Tensor:
     """Weights (6, side) of each cell's mean; cells overlap, or repeat pixels, where 6 does not divide the side."""
     weights = torch.zeros(_GRID, side)
     for cell in range(_GRID):
-        begin, end = cell * side // _GRID, -(-(cell + 1) * side // _GRID)
+        begin = cell * side // _GRID
+        end = -(-(cell + 1) * side // _GRID)
         weights[cell, begin:end] = 1.0 / (end - begin)
     return weights
 
@@ -140,7 +143,8 @@ def alexnet_bn(task: Task, _: NoParams) -> nn.Module:
         height, width = ((side + 2 * padding - kernel) // stride + 1 for side in (height, width))
         if pooled:
             layers.append(nn.MaxPool2d(3, stride=2))
-            height, width = (height - 3) // 2 + 1, (width - 3) // 2 + 1
+            height = (height - 3) // 2 + 1
+            width = (width - 3) // 2 + 1
         channels = wider
     layers += [nn.Identity() if (height, width) == (_GRID, _GRID) else GridMean(height, width), nn.Flatten()]
     for inputs in (256 * _GRID * _GRID, 4096):

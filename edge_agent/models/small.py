@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from ..task import Frozen, Task
+from ..core.task import Frozen, Task
 from .base import Layers, encoder
 
 
@@ -40,12 +40,16 @@ def small_cnn(task: Task, params: SmallCNNParams) -> nn.Module:
     Stages of 3 x 3 convolution, batch norm, ReLU and halving down to 4 pixels or less; then one linear layer.
     """
     layers: list[nn.Module] = []
-    (channels, height, width), stage = task.input_shape, 0
+    (channels, height, width) = task.input_shape
+    stage = 0
     while not layers or (max(height, width) > 4 and min(height, width) >= 2):
         wider = params.width * 2 ** min(stage, 2)
         conv = nn.Conv2d(channels, wider, 3, padding=1, bias=False)
         layers += [conv, nn.BatchNorm2d(wider), nn.ReLU(), nn.MaxPool2d(2)]
-        channels, height, width, stage = wider, height // 2, width // 2, stage + 1
+        channels = wider
+        height = height // 2
+        width = width // 2
+        stage = stage + 1
     layers += [nn.Flatten(), nn.Linear(channels * height * width, params.feature_dim), nn.ReLU()]
     return Layers(params.feature_dim, layers)
 

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 from torch import nn
 
-from ..task import Frozen, Task
+from ..core.task import Frozen, Task
 from ._torchvision import import_torchvision
 from .base import encoder
 
@@ -49,10 +49,12 @@ def mobilenet_v3_small(task: Task, params: StemParams) -> nn.Module:
 def _resnet(task: Task, name: str, params: StemParams) -> nn.Module:
     net = getattr(networks(), name)(weights=None)
     if params.stem == "small":
-        net.conv1, net.maxpool = _first_convolution(net.conv1, task, stride=1, kernel=3), nn.Identity()
+        net.conv1 = _first_convolution(net.conv1, task, stride=1, kernel=3)
+        net.maxpool = nn.Identity()
     elif task.input.channels != 3:
         net.conv1 = _first_convolution(net.conv1, task)
-    net.feature_dim, net.fc = net.fc.in_features, nn.Identity()
+    net.feature_dim = net.fc.in_features
+    net.fc = nn.Identity()
     network: nn.Module = net
     return network
 
@@ -62,7 +64,8 @@ def _mobilenet(task: Task, name: str, params: StemParams, feature_dim: int) -> n
     first = net.features[0]
     if params.stem == "small" or task.input.channels != 3:
         first[0] = _first_convolution(first[0], task, stride=1 if params.stem == "small" else None)
-    net.feature_dim, net.classifier = feature_dim, nn.Identity()
+    net.feature_dim = feature_dim
+    net.classifier = nn.Identity()
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
             # torchvision gives MobileNetV3 a momentum of 0.01: after the few steps of a federated round the running

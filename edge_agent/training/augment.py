@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from ..task import ImageInput, Task
+from ..core.task import ImageInput, Task
 
 Augment = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 """Views (n, ...) of preprocessed inputs (n, ...), drawn on the generator's device."""
@@ -17,7 +17,7 @@ _GREY = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's "L"
 
 
 def for_task(task: Task) -> Augment:
-    """The usual views for the task's kind of input.
+    """Return the usual views for the task's kind of input.
 
     Colour images: resized crop, flip, brightness, contrast, saturation, grey. Grey images: shift by up to 1/14,
     small rotation, flip, erasing. Windows: noise, scale, crop in time, missing channels.
@@ -29,18 +29,19 @@ def for_task(task: Task) -> Augment:
 
 
 def _on_pixels(views: Augment, spec: ImageInput) -> Augment:
-    """Views of pixels 0..1, as views of preprocessed inputs."""
+    """Return views of pixels 0..1, as views of preprocessed inputs."""
     mean, std = (torch.tensor(v).expand(spec.channels).view(1, -1, 1, 1).clone() for v in (spec.mean, spec.std))
 
     def augment(inputs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        offset, scale = mean.to(inputs), std.to(inputs)
+        offset = mean.to(inputs)
+        scale = std.to(inputs)
         return (views(inputs * scale + offset, generator) - offset) / scale
 
     return augment
 
 
 def colour_views(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Views of RGB images (n, 3, h, w) with values 0..1: what contrastive learning usually takes."""
+    """Return views of RGB images (n, 3, h, w) with values 0..1: what contrastive learning usually takes."""
     n = len(pixels)
     cropped = _warp(pixels, _resized_crop(n, generator, smallest=0.3, flip=True))
     brightness, contrast, saturation = (_uniform((n, 1, 1, 1), generator, 0.6, 1.4).to(pixels) for _ in range(3))
@@ -52,7 +53,7 @@ def colour_views(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tens
 
 
 def grey_views(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Views of grey images (n, 1, h, w), values 0..1: a shift by 1/14 of a side, 10 degrees, flip, hole."""
+    """Return views of grey images (n, 1, h, w), values 0..1: a shift by 1/14 of a side, 10 degrees, flip, hole."""
     n = len(pixels)
     angle = _uniform(n, generator, -1.0, 1.0) * math.radians(10)
     flip = _signs(n, generator)
@@ -62,7 +63,7 @@ def grey_views(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
 
 def flips_and_turns(task: Task, degrees: float = 30.0) -> Augment:
-    """Left-right flips of half the images, and rotations of all by up to ``degrees``; windows come as they are.
+    """Flip half of the images left to right, and rotate all by up to ``degrees``; windows are returned unchanged.
 
     30 degrees are what FedBN's code takes for the same photographs and drawings; DualFed's paper names no angle.
     """
@@ -71,9 +72,11 @@ def flips_and_turns(task: Task, degrees: float = 30.0) -> Augment:
         return lambda inputs, _: inputs
 
     def turned(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        n, (height, width) = len(pixels), pixels.shape[-2:]
+        n = len(pixels)
+        (height, width) = pixels.shape[-2:]
         angle = _uniform(n, generator, -1.0, 1.0) * math.radians(degrees)
-        flip, stretch = _signs(n, generator), height / width
+        flip = _signs(n, generator)
+        stretch = height / width
         turns = [angle.cos() * flip, -angle.sin() * stretch, angle.sin() * flip / stretch, angle.cos()]
         rotation = torch.stack(turns, dim=1).view(n, 2, 2)
         still = torch.zeros(n, 2, 1, device=generator.device)
@@ -83,7 +86,7 @@ def flips_and_turns(task: Task, degrees: float = 30.0) -> Augment:
 
 
 def window_views(windows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Views of standardised sensor windows (n, channels, length)."""
+    """Return views of standardised sensor windows (n, channels, length)."""
     n, channels, _ = windows.shape
     cropped = _time_crop(windows, generator)
     scale = 1 + 0.1 * _normal((n, channels, 1), generator)
@@ -93,7 +96,7 @@ def window_views(windows: torch.Tensor, generator: torch.Generator) -> torch.Ten
 
 
 def _time_crop(windows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A stretch of 0.7..1 of each window, brought back to full length (linear)."""
+    """Return a stretch of 0.7..1 of each window, brought back to full length (linear)."""
     n, _, length = windows.shape
     share = _uniform(n, generator, 0.7, 1.0)
     start = _uniform(n, generator, 0.0, 1.0) * (1 - share) * (length - 1)
@@ -105,7 +108,7 @@ def _time_crop(windows: torch.Tensor, generator: torch.Generator) -> torch.Tenso
 
 
 def _resized_crop(n: int, generator: torch.Generator, *, smallest: float, flip: bool) -> torch.Tensor:
-    """Affine maps (n, 2, 3): a window of ``smallest``..1 of the area and an aspect of 3/4..4/3, perhaps mirrored."""
+    """Return affine maps (n, 2, 3) to windows of ``smallest``..1 of the area, aspect 3/4..4/3, perhaps mirrored."""
     side = _uniform(n, generator, smallest, 1.0).sqrt()
     aspect = (_uniform(n, generator, -1.0, 1.0) * math.log(4 / 3) / 2).exp()
     sides = torch.stack([side * aspect, side / aspect], dim=1).clamp(max=1.0)
@@ -116,7 +119,7 @@ def _resized_crop(n: int, generator: torch.Generator, *, smallest: float, flip: 
 
 
 def _warp(pixels: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
-    """Images sampled through affine maps (n, 2, 3); black (0) outside."""
+    """Return images sampled through affine maps (n, 2, 3); black (0) outside."""
     grid = F.affine_grid(maps.to(pixels), list(pixels.shape), align_corners=False)
     return F.grid_sample(pixels, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
@@ -127,16 +130,18 @@ def _luma(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def _erase(pixels: torch.Tensor, generator: torch.Generator, *, probability: float) -> torch.Tensor:
-    """A rectangle of up to a third of each side becomes black, in a share of the images."""
-    n, (height, width) = len(pixels), pixels.shape[-2:]
-    rows, columns = _stretch(n, height, generator), _stretch(n, width, generator)
+    """Return a rectangle of up to a third of each side becomes black, in a share of the images."""
+    n = len(pixels)
+    (height, width) = pixels.shape[-2:]
+    rows = _stretch(n, height, generator)
+    columns = _stretch(n, width, generator)
     chosen = _uniform((n, 1, 1, 1), generator, 0.0, 1.0) < probability
     hole = rows[:, None, :, None] & columns[:, None, None, :] & chosen
     return pixels.masked_fill(hole.to(pixels.device), 0.0)
 
 
 def _stretch(n: int, size: int, generator: torch.Generator) -> torch.Tensor:
-    """Which of ``size`` positions (n, size) bool lie in a random stretch of 10 to 35 % of them."""
+    """Return which of ``size`` positions (n, size) bool lie in a random stretch of 10 to 35 % of them."""
     length = _uniform(n, generator, 0.1, 0.35) * size
     start = _uniform(n, generator, 0.0, 1.0) * (size - length)
     position = torch.arange(size, device=generator.device)[None, :] + 0.5
@@ -156,11 +161,12 @@ def _signs(n: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def mask_patches(images: torch.Tensor, ratio: float, patch: int, generator: torch.Generator) -> torch.Tensor:
-    """Images (n, c, h, w) of which floor(``ratio`` * number of patches) square patches are 0, in all channels.
+    """Return images (n, c, h, w) of which floor(``ratio`` * number of patches) square patches are 0, in all channels.
 
     ``patch`` (pixels) divides height and width. Ratio 0 gives the very images.
     """
-    rows, columns = images.shape[2] // patch, images.shape[3] // patch
+    rows = images.shape[2] // patch
+    columns = images.shape[3] // patch
     hidden = math.floor(ratio * rows * columns + 1e-9)  # 0.29 of 100 patches is 28.999999999999996 of them
     if not hidden:
         return images

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from ..core.task import Task
 from ..methods.values import Client
-from ..task import Task
 from .loops import evaluate, features_of
 from .parts import Parts, encoder_and_head, load_arrays, put_back, to_arrays
 
@@ -27,7 +27,7 @@ _STAMP = "tuned_from"
 
 
 def fingerprint(model: nn.Module, *, with_counters: bool = False) -> np.ndarray:
-    """SHA-256 (32,) uint8 of a model's tensors: identifies what a copy was made from.
+    """Return the SHA-256 (32,) uint8 of a model's tensors: identifies what a copy was made from.
 
     Batch norm counters, which change nothing, are left out unless asked for.
     """
@@ -45,9 +45,10 @@ def make_copy(client: Client, tune: Callable[[Client], object], parts: Sequence[
     shifts the random numbers of training.
 
     Raises:
-        TrainingFailed: from ``tune``; the model is put back and memory is as before.
+        TrainingFailed: ``tune`` failed; the model is restored and memory is as before.
     """
-    model, stamp = client.model, fingerprint(client.model)
+    model = client.model
+    stamp = fingerprint(client.model)
     names = [name for name in model.state_dict() if name.split(".", 1)[0] in parts]
     seed = int.from_bytes(stamp[:7].tobytes(), "little")
     generator = torch.Generator(device=client.device)
@@ -62,7 +63,7 @@ def make_copy(client: Client, tune: Callable[[Client], object], parts: Sequence[
 
 
 def has_copy(client: Client) -> bool:
-    """Whether the copy in memory was made from the very model that the client has now."""
+    """Return whether the copy in memory was made from the very model that the client has now."""
     return np.array_equal(client.memory.get(_STAMP, ()), fingerprint(client.model))
 
 
@@ -76,7 +77,7 @@ def with_copy_loaded(client: Client) -> Iterator[None]:
 
 
 def on_features(client: Client) -> Client:
-    """The client with features in the place of inputs, and with all parts of its model but the encoder.
+    """Return the client with features in the place of inputs, and with all parts of its model but the encoder.
 
     Training what stands on a frozen encoder in eval mode gives the same numbers this way, and each sample passes
     through the encoder once instead of once an epoch. The modules are the client's own, no copies.
@@ -90,11 +91,11 @@ PERSONAL = "personal"
 
 
 def two_networks(task: Task) -> Parts:
-    """Encoder and head, and a copy of both as the part ``personal``: they start from the same weights.
+    """Return the encoder and head, and a copy of both as the part ``personal``: they start from the same weights.
 
     Raises:
-        UnknownName: no such encoder.
-        ConfigError: the encoder does not fit the task.
+        UnknownName: No encoder has this name.
+        ConfigError: The encoder does not fit the task.
     """
     model = encoder_and_head(task)
     model.add_module(PERSONAL, copy.deepcopy(model))
@@ -102,16 +103,16 @@ def two_networks(task: Task) -> Parts:
 
 
 def second(model: Parts, name: str = PERSONAL) -> Parts:
-    """The personal network.
+    """Return the personal network.
 
     Raises:
-        UnknownName: the model has none.
+        UnknownName: The model has no such part.
     """
     return cast("Parts", model.part(name))
 
 
 def pairs(model: Parts) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The weights of the personal network, each with its counterpart in the shared one."""
+    """Return the weights of the personal network, each with its counterpart in the shared one."""
     shared = dict(model.named_parameters())
     return [(weight, shared[name]) for name, weight in second(model).named_parameters()]
 
@@ -127,10 +128,10 @@ def copy_tensors(source: nn.Module, target: nn.Module, *, buffers_only: bool = F
 
 
 def probabilities_with(model: nn.Module, weights: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
-    """Class probabilities (n, K) of a model with other weights in the places named; the model keeps its own.
+    """Return class probabilities (n, K) of a model with other weights in the places named; the model keeps its own.
 
     Raises:
-        DataError: no inputs.
+        DataError: There are no inputs.
     """
     tensors = dict(weights)
     return evaluate(lambda piece: torch.softmax(functional_call(model, tensors, (piece,)), dim=1), model, inputs)

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import DataError, StateError, TrainingCancelled, TrainingFailed
+from ..core.errors import DataError, StateError, TrainingCancelled, TrainingFailed, raiser_of
+from ..core.task import Tensors
 from ..methods.values import Client, MethodParams, TrainingCheckpoint
-from ..task import Tensors
 from .parts import Parts, load_arrays, to_arrays
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -29,7 +29,7 @@ Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def batches(
     samples: int, batch_size: int, rng: np.random.Generator, *, drop_last: bool = False, smallest: int = 2
 ) -> list[np.ndarray]:
-    """Index arrays (b,) int64 of one epoch in random order; together every sample once.
+    """Return index arrays (b,) int64 of one epoch in random order; together every sample once.
 
     A last batch of fewer than ``smallest`` samples joins the one before it: batch norm cannot learn from one sample,
     and dropping it would make the same sample count less than others. With ``drop_last`` the samples behind the last
@@ -48,12 +48,13 @@ def batches(
 def local_optimizer(
     parameters: Iterable[torch.Tensor], params: MethodParams, *, lr: float | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer that ``params`` ask for, SGD or Adam; fused, one pass over the weights, where the device can."""
+    """Return the optimizer that ``params`` ask for, SGD or Adam; fused (one pass over the weights) where possible."""
     weights = list(parameters)
     options: dict[str, Any] = {"lr": lr or params.lr, "weight_decay": params.weight_decay}
     make: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
     if params.optimizer == "sgd":
-        make, options["momentum"] = torch.optim.SGD, params.momentum
+        make = torch.optim.SGD
+        options["momentum"] = params.momentum
     try:
         return make(weights, fused=True, **options)
     except RuntimeError:
@@ -61,7 +62,7 @@ def local_optimizer(
 
 
 def cross_entropy(model: nn.Module) -> Loss:
-    """The batch mean of softmax cross entropy of a model's logits."""
+    """Return the batch mean of softmax cross entropy of a model's logits."""
     return lambda inputs, labels: F.cross_entropy(model(inputs), labels)
 
 
@@ -84,7 +85,7 @@ def train(
     finite. All other options are those of `train_by_steps`.
 
     Raises:
-        TrainingFailed: as `train_by_steps`.
+        TrainingFailed: See `train_by_steps`.
     """
     if optimizer is None:
         named = client.model.named_parameters()
@@ -122,7 +123,7 @@ def train_by_steps(
     optimizer: torch.optim.Optimizer | None = None,
     beside: torch.optim.Optimizer | None = None,
 ) -> float:
-    """As `train`, for a method whose steps are more than one optimizer's; ``step`` does all of a batch.
+    """Train as `train` does, for methods whose steps are more than one optimizer's; ``step`` does all of a batch.
 
     ``suspects`` are named, with their values, where the loss is not finite. ``epochs`` and ``batch_size`` are those of
     ``params`` unless given; ``steps`` other than 0 is the number of steps to do, in as many epochs as that takes. The
@@ -136,8 +137,8 @@ def train_by_steps(
     share of the steps as ``work``.
 
     Raises:
-        TrainingFailed: no samples, one sample where batch norm needs two, or a loss that is not finite.
-        TrainingCancelled: ``client.control`` has stopped it.
+        TrainingFailed: There are no samples, only one where batch norm needs two, or the loss is not finite.
+        TrainingCancelled: ``client.control`` has stopped the training.
     """
     epochs = params.local_epochs if epochs is None else epochs
     batch_size = batch_size or params.batch_size
@@ -145,7 +146,9 @@ def train_by_steps(
         raise TrainingFailed(
             f"client '{client.id}' has no training samples; it takes no part until it has some", is_public=True
         )
-    control, mean_loss, optimizers = client.control, math.nan, [*filter(None, (optimizer, beside))]
+    control = client.control
+    mean_loss = math.nan
+    optimizers = [*filter(None, (optimizer, beside))]
     position, known_loss = begun(client, optimizers)
     if known_loss is not None:
         return known_loss
@@ -180,7 +183,7 @@ def train_by_steps(
 
 
 def diverged(client: Client, loss: float, epoch: str, suspects: Mapping[str, float]) -> TrainingFailed:
-    """The error where a loss is not finite; ``epoch``: which of how many."""
+    """Return the error where a loss is not finite; ``epoch``: which of how many."""
     return TrainingFailed(
         f"client '{client.id}': loss became {loss} in epoch {epoch} at "
         f"{', '.join(f'{name} {value:g}' for name, value in suspects.items())}; "
@@ -190,12 +193,18 @@ def diverged(client: Client, loss: float, epoch: str, suspects: Mapping[str, flo
 
 
 def _value(client: Client, step: Step, chosen: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a batch of the client's training samples, whose numbers are ``chosen`` (n,).
+
+    Raises:
+        TrainingFailed: the batch has a single sample, and the model has batch norm.
+    """
     is_mixed = client.precision != "float32"
     try:
         with torch.autocast(client.device.type, torch.bfloat16, enabled=is_mixed):
             return step(client.train_inputs[chosen], client.train_labels[chosen])
     except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
+        # Torch's layers of normalization refuse a batch that has one number for each channel.
+        if raiser_of(error) != ("torch.nn.functional", "_verify_batch_size"):
             raise
         raise TrainingFailed(
             f"client '{client.id}' has {client.samples} training sample; batch norm needs at least 2 in a batch",
@@ -205,15 +214,15 @@ def _value(client: Client, step: Step, chosen: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Position:
-    """How far `train_by_steps` is: in which epoch, behind which batch of it, and the sums of losses until there."""
+    """The position of `train_by_steps`: its epoch, the batches of it that are done, and the sums of losses so far."""
 
     epoch: int = 1
     batch: int = 0
     before_epoch: int = 0
-    """Steps done in earlier epochs."""
+    """The number of steps done in earlier epochs."""
 
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By term, the loss itself under the empty name: sums over the samples of this epoch, on the client's device."""
+    """The sums over this epoch's samples of each term of the loss, on the client's device; the loss is named ""."""
 
     order: dict[str, Any] = field(default_factory=dict)
     """State of the client's random numbers when the epoch began: the order of its batches follows from it."""
@@ -222,20 +231,23 @@ class Position:
     """State of the client's random numbers at the checkpoint; None where nothing is resumed."""
 
     def begin(self, client: Client, epoch: int) -> None:
-        """An epoch begins, or is begun again up to the checkpoint."""
+        """Note that an epoch begins, or is repeated up to the checkpoint."""
         if self.resumed is not None:
             client.rng.bit_generator.state = self.order
             return
-        self.epoch, self.batch, self.order = epoch, 0, dict(client.rng.bit_generator.state)
+        self.epoch = epoch
+        self.batch = 0
+        self.order = dict(client.rng.bit_generator.state)
         self.sums = {"": torch.zeros((), device=client.device)}
 
     def within(self, client: Client) -> None:
-        """The order of the epoch's batches is known: what is random continues as at the checkpoint."""
+        """Restore the random states of the checkpoint, now that the order of the epoch's batches is known."""
         if self.resumed is not None:
-            client.rng.bit_generator.state, self.resumed = self.resumed, None
+            client.rng.bit_generator.state = self.resumed
+            self.resumed = None
 
     def add(self, loss: torch.Tensor, terms: Mapping[str, torch.Tensor], samples: int) -> None:
-        """One batch is done."""
+        """Note that one batch is done."""
         for name, term in {"": loss, **terms}.items():
             self.sums[name] = self.sums.get(name, torch.zeros_like(self.sums[""])) + term.detach() * samples
         self.batch += 1
@@ -251,7 +263,7 @@ def save_if_due(client: Client, optimizers: Sequence[torch.optim.Optimizer], pos
 def checkpoint_of(
     client: Client, optimizers: Sequence[torch.optim.Optimizer], position: Position
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Everything that the rest of a training depends on: named arrays, and what JSON can hold."""
+    """Return everything on which the rest of a training depends: named arrays, and values for JSON."""
     groups: dict[str, Tensors] = {
         "model": to_arrays(client.model, client.model.state_dict()),
         "optimizer": {
@@ -277,7 +289,7 @@ def checkpoint_of(
 def ended(
     client: Client, optimizers: Sequence[torch.optim.Optimizer], position: Position, loss: float
 ) -> tuple[Tensors, dict[str, Any]]:
-    """What a call of `train` that is over has left: as `checkpoint_of`, in copies, and the loss that it returned."""
+    """Return the state after a finished call of `train`, as `checkpoint_of` but in copies, and the loss it returned."""
     tensors, notes = checkpoint_of(client, optimizers, position)
     return {name: array.copy() for name, array in tensors.items()}, {**notes, "loss": loss}
 
@@ -295,7 +307,7 @@ class Passes:
         self._saved: list[tuple[Tensors, dict[str, Any]]] | None = None
 
     def is_due(self) -> bool:
-        """As the checkpoint says."""
+        """Return whether the state should be saved now, as the checkpoint decides."""
         return self._checkpoint.is_due()
 
     def save(self, tensors: Tensors, notes: Mapping[str, Any]) -> None:
@@ -305,7 +317,7 @@ class Passes:
         self._checkpoint.save(every, {**notes, "passes": [state[1] for state in states]})
 
     def load(self) -> tuple[Tensors, dict[str, Any]] | None:
-        """The state of the call that begins; None where it was not reached."""
+        """Return the state of the call that begins; None where it was not reached."""
         if self._saved is None:
             tensors, notes = self._checkpoint.load() or ({}, {})
             split: list[Tensors] = [{} for _ in notes.get("passes", ())]
@@ -320,15 +332,15 @@ class Passes:
         return state
 
     def end(self, state: Callable[[], tuple[Tensors, dict[str, Any]]]) -> None:
-        """The call that is under way is over."""
+        """Note that the call that is under way is over."""
         self._over.append(state())
 
 
 def begun(client: Client, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Position, float | None]:
-    """Where a call of `train` begins, and what it returned where it was over when the checkpoint was made.
+    """Return where a call of `train` begins, and the loss that it returned if it was over at the checkpoint.
 
     Raises:
-        TensorsError, StateError: as `resume`.
+        TensorsError, StateError: See `resume`.
     """
     loaded = client.control.checkpoint.load() if client.control.checkpoint is not None else None
     if loaded is None:
@@ -346,8 +358,8 @@ def resume(
     """Give model, optimizers and random numbers the state of `checkpoint_of`; returns where training continues.
 
     Raises:
-        TensorsError: the tensors are not those of this model.
-        StateError: the optimizer's are not those of its parameters.
+        TensorsError: The tensors are not those of this model.
+        StateError: The arrays of the optimizer do not belong to its parameters.
     """
 
     def group(name: str) -> Tensors:
@@ -371,7 +383,7 @@ def resume(
 def _random_states(
     client: Client,
 ) -> dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]]:
-    """Of torch's generators that training may draw from: how to read and to set the state (n,) uint8 of each."""
+    """Return, for each generator of torch from which training may draw, how to read and set its state (n,) uint8."""
     states: dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]] = {
         "client": (client.generator.get_state, client.generator.set_state),
         "layers": (torch.get_rng_state, torch.set_rng_state),
@@ -389,7 +401,7 @@ def training_mode(model: Parts, frozen: Sequence[str], frozen_norm: Literal["eva
     """Inside, the model is in train mode, and the ``frozen`` parts as `train_by_steps` says.
 
     Raises:
-        UnknownName: no such part.
+        UnknownName: The model has no part of this name.
     """
     still = [model.part(name) for name in frozen]
     held = [weight for part in still for weight in part.parameters() if weight.requires_grad]
@@ -412,11 +424,11 @@ OptimizerState = Literal["reset", "persist"]
 
 
 def train_parts(client: Client, loss: Loss, params: Any, parts: Iterable[str], label: str, **options: Any) -> float:
-    """`train` of the weights of ``parts`` alone, whose moments are kept as ``params.optimizer_state`` says.
+    """Train the weights of ``parts`` alone, whose moments are kept as ``params.optimizer_state`` says.
 
     Raises:
-        TrainingFailed: as `train`.
-        StateError: as `lasting`.
+        TrainingFailed: See `train`.
+        StateError: See `lasting`.
     """
     optimizer = optimizer_of(client.model, parts, params)
     with lasting(client, optimizer, label, params.optimizer_state):
@@ -424,7 +436,7 @@ def train_parts(client: Client, loss: Loss, params: Any, parts: Iterable[str], l
 
 
 def optimizer_of(model: Parts, parts: Iterable[str], params: MethodParams) -> torch.optim.Optimizer:
-    """The optimizer that ``params`` ask for, of the weights of these parts."""
+    """Return the optimizer that ``params`` ask for, of the weights of these parts."""
     return local_optimizer([weight for name in parts for weight in model.part(name).parameters()], params)
 
 
@@ -435,7 +447,7 @@ def lasting(client: Client, optimizer: torch.optim.Optimizer, label: str, mode: 
     ``reset`` does nothing. Training that raises keeps nothing: the round has not happened.
 
     Raises:
-        StateError: what was kept does not fit the parameters.
+        StateError: The kept arrays do not fit the parameters.
     """
     if mode == "persist":
         restore(optimizer, client.model, client.memory, label)
@@ -445,7 +457,7 @@ def lasting(client: Client, optimizer: torch.optim.Optimizer, label: str, mode: 
 
 
 def moments(optimizer: torch.optim.Optimizer, model: nn.Module, label: str) -> Tensors:
-    """Copies of the optimizer's state: ``optimizer.<label>.<parameter>.<key>``, with names as in the model."""
+    """Return copies of the optimizer's state: ``optimizer.<label>.<parameter>.<key>``, with names as in the model."""
     arrays: Tensors = {}
     for prefix, parameter in _kept_as(optimizer, model, label):
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -460,7 +472,7 @@ def restore(optimizer: torch.optim.Optimizer, model: nn.Module, memory: Tensors,
     """Give a fresh optimizer the state that `moments` took; parameters of which nothing was kept start afresh.
 
     Raises:
-        StateError: an array is neither a number nor of its parameter's shape.
+        StateError: An array is neither a number nor of its parameter's shape.
     """
     state: dict[int, dict[str, torch.Tensor]] = {}
     for index, (prefix, parameter) in enumerate(_kept_as(optimizer, model, label)):
@@ -481,7 +493,7 @@ def restore(optimizer: torch.optim.Optimizer, model: nn.Module, memory: Tensors,
 
 
 def _kept_as(optimizer: torch.optim.Optimizer, model: nn.Module, label: str) -> list[tuple[str, torch.Tensor]]:
-    """The optimizer's parameters in its own order, each with what the names of its arrays begin with."""
+    """Return the optimizer's parameters in its own order, each with what the names of its arrays begin with."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [(f"optimizer.{label}.{names[id(p)]}.", p) for group in optimizer.param_groups for p in group["params"]]
 
@@ -492,10 +504,10 @@ def _kept_as(optimizer: torch.optim.Optimizer, model: nn.Module, label: str) -> 
 def evaluate(
     function: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, inputs: torch.Tensor, batch: int = 512
 ) -> torch.Tensor:
-    """``function`` of the inputs, ``batch`` at a time, with the model in eval mode and without gradients.
+    """Compute ``function`` of the inputs, ``batch`` at a time, with the model in eval mode and without gradients.
 
     Raises:
-        DataError: no inputs.
+        DataError: There are no inputs.
     """
     if not len(inputs):
         raise DataError("no inputs to evaluate; expected at least one")
@@ -509,28 +521,28 @@ def evaluate(
 
 
 def predict_probabilities(model: nn.Module, inputs: torch.Tensor, batch: int = 512) -> torch.Tensor:
-    """Softmax (n, K) float32 of a model's logits, in eval mode.
+    """Return the softmax (n, K) float32 of a model's logits, in eval mode.
 
     Raises:
-        DataError: no inputs.
+        DataError: There are no inputs.
     """
     return evaluate(lambda piece: torch.softmax(model(piece), dim=1), model, inputs, batch)
 
 
 def features_of(model: Parts, inputs: torch.Tensor, batch: int = 512) -> torch.Tensor:
-    """Features (n, d) float32 of a model's encoder, in eval mode.
+    """Return features (n, d) float32 of a model's encoder, in eval mode.
 
     Raises:
-        DataError: no inputs.
+        DataError: There are no inputs.
     """
     return evaluate(model.features, model, inputs, batch)
 
 
 def accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
-    """Share of rows (0..1) whose largest probability is at the label.
+    """Return the share of rows (0..1) whose largest probability is at the label.
 
     Raises:
-        DataError: no rows.
+        DataError: There are no rows.
     """
     if not len(labels):
         raise DataError("no samples to take an accuracy of; expected at least one")

@@ -17,7 +17,7 @@ def supervised_contrastive(
     variant: Literal["in", "out"] = "in",
     reduction: Literal["mean", "none"] = "mean",
 ) -> torch.Tensor:
-    """Supervised contrastive loss of ``features`` (n, d), which are brought to unit length here.
+    """Return the supervised contrastive loss of ``features`` (n, d), which are brought to unit length here.
 
     With S = cosine / temperature, A = all others, P = the others of the same label:
     ``in``: logsumexp_A S - logsumexp_P S + log |P|, the logarithm outside the mean over positives;
@@ -44,7 +44,7 @@ def supervised_contrastive(
 def balanced_softmax(
     logits: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor, gamma: float = 1.0
 ) -> torch.Tensor:
-    """Cross entropy (batch mean) of ``logits + gamma * log counts``: corrects for class sizes ``counts`` (K,).
+    """Return the mean cross entropy of ``logits + gamma * log counts``, which corrects for class sizes (K,).
 
     Classes of count 0 get probability 0; they must not occur among the labels.
     """
@@ -52,17 +52,20 @@ def balanced_softmax(
 
 
 def negative_entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Batch mean of sum_c q_c log q_c for q = softmax(logits): between -log K (uniform) and 0 (certain)."""
+    """Return the batch mean of sum_c q_c log q_c for q = softmax(logits): between -log K (uniform) and 0 (certain)."""
     log_q = F.log_softmax(logits, dim=1)
     return (log_q.exp() * log_q).sum(dim=1).mean()
 
 
 def symmetric_divergence(first: torch.Tensor, second: torch.Tensor, *, detach_first: bool = False) -> torch.Tensor:
-    """Batch mean of KL(p || q) + KL(q || p) for the softmaxes p, q of two logits (n, K); 0 only where they are equal.
+    """Return the batch mean of KL(p || q) + KL(q || p) for the softmaxes p, q of two logits (n, K).
+
+    0 if they are equal.
 
     ``detach_first``: the first side of each term is a target that gets no gradient from it.
     """
-    log_p, log_q = F.log_softmax(first, dim=1), F.log_softmax(second, dim=1)
+    log_p = F.log_softmax(first, dim=1)
+    log_q = F.log_softmax(second, dim=1)
     target_p, target_q = (log_p.detach(), log_q.detach()) if detach_first else (log_p, log_q)
     forth = F.kl_div(log_q, target_p, reduction="batchmean", log_target=True)
     return forth + F.kl_div(log_p, target_q, reduction="batchmean", log_target=True)
@@ -77,12 +80,12 @@ class GaussianPredictor(nn.Module):
         self.logvar = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs), nn.Tanh())
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Means and log variances, (n, outputs) each."""
+        """Return means and log variances, (n, outputs) each."""
         return self.mean(inputs), self.logvar(inputs)
 
 
 def gaussian_misfit(values: torch.Tensor, mean: torch.Tensor, logvar: torch.Tensor) -> torch.Tensor:
-    """sum_d (value - mean)^2 / e^logvar + logvar, averaged over rows.
+    """Return sum_d (value - mean)^2 / e^logvar + logvar, averaged over rows.
 
     Twice the negative log-likelihood without its constant; the smaller, the better ``values`` are predicted.
     """
@@ -92,15 +95,17 @@ def gaussian_misfit(values: torch.Tensor, mean: torch.Tensor, logvar: torch.Tens
 def vclub(
     values: torch.Tensor, mean: torch.Tensor, logvar: torch.Tensor, others: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The bound vCLUB in nats: mean over i of log q(value_i | i) - mean over j of log q(value_j | i).
+    """Return the bound vCLUB in nats: mean over i of log q(value_i | i) - mean over j of log q(value_j | i).
 
     Cheng et al., "CLUB", ICML 2020. It bounds the mutual information from above as far as q is the true conditional.
     j runs over all rows, or for each i over the one row ``others[i]`` (n,). Normalising terms cancel.
     """
     if others is None:  # only the first two moments of all rows matter: n steps instead of n^2
-        first, second = values.mean(dim=0), values.square().mean(dim=0)
+        first = values.mean(dim=0)
+        second = values.square().mean(dim=0)
     else:
-        first, second = values[others], values[others].square()
+        first = values[others]
+        second = values[others].square()
     gap = second - values.square() + 2 * mean * (values - first)
     return 0.5 * (gap * torch.exp(-logvar)).sum(dim=1).mean()
 
@@ -108,7 +113,7 @@ def vclub(
 def proximal_gradient(
     parameters: Iterable[torch.Tensor], anchors: Iterable[torch.Tensor], strength: float
 ) -> Callable[[], None]:
-    """What adds ``strength * (w - anchor)`` to each gradient: the gradient of strength / 2 * |w - anchor|^2.
+    """Return what adds ``strength * (w - anchor)`` to each gradient: the gradient of strength / 2 * |w - anchor|^2.
 
     To be called before each step of an optimizer. There is one anchor for each parameter, read in each call;
     parameters without a gradient are left alone.

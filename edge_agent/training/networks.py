@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..core.task import Task
 from ..models.base import Layers
 from ..models.papers import FEDRIR_CHANNELS, FEDRIR_KERNEL, fedrir_padding, fedrir_stages
-from ..task import Task
 
 SHRINKS = 4
 """The two stages halve twice: only sides divisible by 4 come back from the generator as they were."""
 
 
 class SpecificEncoder(nn.Module):
-    """Images to a Gaussian in ``dim`` dimensions: the stages of `models.papers.fedrir_cnn`, then one linear layer."""
+    """An encoder of images to a Gaussian in ``dim`` dimensions: `models.papers.fedrir_cnn`, then one linear layer."""
 
     def __init__(self, task: Task, dim: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class SpecificEncoder(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(math.prod(shape), 2 * dim))
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Means and log variances, (n, dim) each."""
+        """Return means and log variances, (n, dim) each."""
         mean, logvar = self.layers(images).chunk(2, dim=1)
         return mean, logvar
 
@@ -52,7 +52,7 @@ class Generator(Layers):
 
 
 def unfit_images(task: Task, patch: int) -> list[str]:
-    """Why images cannot be masked in patches of ``patch`` pixels and redrawn by `Generator`; empty where they can."""
+    """Return why `Generator` cannot reconstruct images masked in patches of ``patch`` pixels; empty if it can."""
     if task.input.kind != "image":
         mistake = f"task.input.kind is '{task.input.kind}', FedRIR masks and redraws images"
         return [f"{mistake}; set without_mcsl = true, or choose another method"]
@@ -67,13 +67,13 @@ def unfit_images(task: Task, patch: int) -> list[str]:
 
 
 def sample(mean: torch.Tensor, logvar: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One draw (n, d) of each row's Gaussian, through which gradients flow."""
+    """Draw one sample (n, d) of each row's Gaussian, through which gradients flow."""
     noise = torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
     return mean + noise * torch.exp(0.5 * logvar)
 
 
 def kl_to_standard_normal(mean: torch.Tensor, logvar: torch.Tensor) -> torch.Tensor:
-    """KL divergence from N(mean, e^logvar) to N(0, 1): summed over dimensions, averaged over rows."""
+    """Return the KL divergence from N(mean, e^logvar) to N(0, 1): summed over dimensions, averaged over rows."""
     return -0.5 * (1 + logvar - mean.square() - logvar.exp()).sum(dim=1).mean()
 
 
@@ -82,12 +82,12 @@ _MOST = 1.0 - 2.0**-24  # the largest float32 below 1: with 1 itself the noise w
 
 
 def gumbel(uniform: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise ``-log(-log U)`` from uniform U, which is brought into 1e-9 .. 1 - 2^-24."""
+    """Return the standard Gumbel noise ``-log(-log U)`` from uniform U, which is brought into 1e-9 .. 1 - 2^-24."""
     return -torch.log(-torch.log(uniform.clamp(_LEAST, _MOST)))
 
 
 def mask_noise(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """g' - g'' of two independent Gumbels, shaped like ``logits``; g' is drawn first."""
+    """Draw g' - g'' of two independent Gumbels, shaped like ``logits``; g' is drawn first."""
     first, second = (
         torch.rand(logits.shape, generator=generator, device=logits.device, dtype=logits.dtype) for _ in range(2)
     )
@@ -102,7 +102,7 @@ def feature_mask(
     threshold: float = 0.5,
     hard: bool = True,
 ) -> torch.Tensor:
-    """Mask like ``logits`` from m = sigmoid((logits + noise) / temperature).
+    """Return a mask like ``logits`` from m = sigmoid((logits + noise) / temperature).
 
     ``hard``: 1 where m > ``threshold``, else 0; with noise, as in training, it has the gradient of m (straight
     through). Without noise, for inference, and with threshold 0.5 it is exactly 1 where logits > 0. Otherwise m itself.
@@ -117,12 +117,12 @@ def feature_mask(
 
 
 def cut(temperature: float, threshold: float) -> float:
-    """The logit at which sigmoid(logit / ``temperature``) is ``threshold`` (0..1, exclusive)."""
+    """Return the logit at which sigmoid(logit / ``temperature``) is ``threshold`` (0..1, exclusive)."""
     return temperature * math.log(threshold / (1.0 - threshold))
 
 
 def orthonormal(rows: int, size: int, seed: int) -> np.ndarray:
-    """Matrix (rows, size) float64 with rows of length 1 at right angles, drawn evenly from all such; rows <= size."""
+    """Draw a matrix (rows, size) float64 with orthogonal rows of length 1, evenly from all such; rows <= size."""
     drawn = np.random.default_rng(seed).standard_normal((size, rows))
     columns, triangle = np.linalg.qr(drawn)
     signs = np.where(np.diag(triangle) < 0, -1.0, 1.0)  # a factorisation may choose them as it likes
@@ -130,7 +130,7 @@ def orthonormal(rows: int, size: int, seed: int) -> np.ndarray:
 
 
 def simplex(classes: int, size: int, seed: int) -> np.ndarray:
-    """Equiangular tight frame (classes, size) float64: unit rows, each pair at cosine -1 / (classes - 1).
+    """Return the equiangular tight frame (classes, size) float64: unit rows, each pair at cosine -1 / (classes - 1).
 
     Rows of sqrt(K / (K - 1)) (I - 11' / K) U' for K classes and orthonormal U'; they sum to 0. ``classes`` <= ``size``.
     One class alone gets one unit vector.
@@ -146,7 +146,7 @@ Ensemble = Literal["probs", "logits"]
 
 
 def ensemble(first: torch.Tensor, second: torch.Tensor, kind: Ensemble) -> torch.Tensor:
-    """Class probabilities (n, K) of two classifiers' logits (n, K) together; rows sum to 1."""
+    """Return class probabilities (n, K) of two classifiers' logits (n, K) together; rows sum to 1."""
     if kind == "logits":
         return torch.softmax(first + second, dim=1)
     return (torch.softmax(first, dim=1) + torch.softmax(second, dim=1)) / 2

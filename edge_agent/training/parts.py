@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as Norm  # what all layers of NORM_LAYERS are
 
-from ..errors import TensorsError, UnknownName
+from ..core.errors import TensorsError, UnknownName
+from ..core.task import RUNNING_STATISTICS, Task, Tensors
 from ..models import create
-from ..task import RUNNING_STATISTICS, Task, Tensors
 
 
 class Parts(nn.Module):
@@ -31,10 +31,10 @@ class Parts(nn.Module):
             self.add_module(name, module)
 
     def part(self, name: str) -> nn.Module:
-        """The part called ``name``.
+        """Return the part called ``name``.
 
         Raises:
-            UnknownName: no such part.
+            UnknownName: The model has no part of this name.
         """
         module = self._modules.get(name)
         if module is None:
@@ -42,12 +42,12 @@ class Parts(nn.Module):
         return module
 
     def features(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Features (n, d) of the encoder."""
+        """Return features (n, d) of the encoder."""
         features: torch.Tensor = self.encoder(inputs)
         return features
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Logits (n, K)."""
+        """Return logits (n, K)."""
         logits: torch.Tensor = self.head(self.encoder(inputs))
         return logits
 
@@ -57,13 +57,13 @@ _COUNTER = "num_batches_tracked"
 
 
 def encoder_and_head(task: Task, **others: Callable[[int], nn.Module]) -> Parts:
-    """The task's encoder with one linear layer on top, fresh weights from torch's global generator.
+    """Return the task's encoder with one linear layer on top, fresh weights from torch's global generator.
 
     ``others`` make further parts, by name, from the width of the features.
 
     Raises:
-        UnknownName: no such encoder.
-        ConfigError: the encoder does not fit the task.
+        UnknownName: No encoder has this name.
+        ConfigError: The encoder does not fit the task.
     """
     encoder = create(task)
     width = feature_dim(encoder)
@@ -74,29 +74,29 @@ def encoder_and_head(task: Task, **others: Callable[[int], nn.Module]) -> Parts:
 
 
 def encoder_alone(task: Task) -> Parts:
-    """The task's encoder as the only part.
+    """Return the task's encoder as the only part.
 
     Raises:
-        UnknownName: no such encoder.
-        ConfigError: the encoder does not fit the task.
+        UnknownName: No encoder has this name.
+        ConfigError: The encoder does not fit the task.
     """
     return channels_last(Parts(encoder=create(task)))
 
 
 def feature_dim(encoder: nn.Module) -> int:
-    """Width d of an encoder's features."""
+    """Return the width d of an encoder's features."""
     return int(getattr(encoder, "feature_dim"))  # noqa: B009 - nn.Module types every attribute as a tensor or a module
 
 
 def channels_last(model: Parts) -> Parts:
-    """The same model with its convolutions laid out channel by channel: a fifth less CPU time for a training step."""
+    """Return the model in the memory format "channels last", which saves a fifth of a training step's CPU time."""
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
 def names_that_travel(
     model: nn.Module, shared: Iterable[str], norm: Literal["global", "local_stats", "local_all"]
 ) -> tuple[str, ...]:
-    """Names, sorted, of the shared parts' tensors that leave the device under a batch norm policy.
+    """Return names, sorted, of the shared parts' tensors that leave the device under a batch norm policy.
 
     ``global``: all. ``local_stats``: all but running means and variances. ``local_all``: nothing of a batch norm layer.
     Batch counters never travel: a mean of counters means nothing.
@@ -114,7 +114,7 @@ def names_that_travel(
 
 
 def _norm_tensors(model: nn.Module, norm: str) -> Iterator[str]:
-    """Names of the batch norm tensors that stay; layers are known by type, for ``downsample.1`` says nothing."""
+    """Yield names of the batch norm tensors that stay; layers are known by type, for ``downsample.1`` says nothing."""
     for path, module in model.named_modules():
         if isinstance(module, NORM_LAYERS):
             yield f"{path}.{_COUNTER}"
@@ -125,23 +125,24 @@ def _norm_tensors(model: nn.Module, norm: str) -> Iterator[str]:
 
 
 def personal_names(model: nn.Module, shared_names: Iterable[str]) -> tuple[str, ...]:
-    """Names, sorted, of all tensors that stay on the device: every tensor that is not among ``shared_names``."""
+    """Return names, sorted, of all tensors that stay on the device: every tensor that is not among ``shared_names``."""
     return tuple(sorted(model.state_dict().keys() - set(shared_names)))
 
 
 def norm_names(model: nn.Module, shared_names: Iterable[str], part: str = "encoder") -> tuple[str, ...]:
-    """Names, sorted, of the batch norm tensors of ``part`` that do not travel, counters aside."""
+    """Return names, sorted, of the batch norm tensors of ``part`` that do not travel, counters aside."""
     staying = {name for name in _norm_tensors(model, "local_all") if name.split(".", 1)[0] == part}
     return tuple(sorted(name for name in staying - set(shared_names) if not name.endswith(_COUNTER)))
 
 
 def to_arrays(model: nn.Module, names: Iterable[str]) -> Tensors:
-    """Copies of the named tensors as contiguous arrays on the host.
+    """Return copies of the named tensors as contiguous arrays on the host.
 
     Raises:
-        TensorsError: the model has no tensor of such a name.
+        TensorsError: The model has no tensor of such a name.
     """
-    state, wanted = model.state_dict(), tuple(names)
+    state = model.state_dict()
+    wanted = tuple(names)
     if missing := [f"no tensor '{name}'" for name in wanted if name not in state]:
         raise TensorsError(first_of(missing))
     copies = {name: state[name].to("cpu", copy=True, memory_format=torch.contiguous_format) for name in wanted}
@@ -149,10 +150,10 @@ def to_arrays(model: nn.Module, names: Iterable[str]) -> Tensors:
 
 
 def load_arrays(model: nn.Module, tensors: Mapping[str, np.ndarray]) -> None:
-    """Overwrite exactly the named tensors of the model; all others stay bit for bit.
+    """Load exactly the named tensors into the model; all others stay bit for bit.
 
     Raises:
-        TensorsError: unknown names, other shapes or other dtypes; all of them are listed and nothing is loaded.
+        TensorsError: Names, shapes or dtypes differ from the model's; all of them are listed and nothing is loaded.
     """
     state = model.state_dict()
     sources = {name: torch.tensor(array) for name, array in tensors.items()}  # copies: arrays may be read-only
@@ -188,19 +189,19 @@ def put_back(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[N
 
 
 def first_of(mistakes: Sequence[str], shown: int = 5) -> str:
-    """The first ``shown`` mistakes, and how many more there are."""
+    """Return the first ``shown`` mistakes, and how many more there are."""
     return "; ".join(mistakes[:shown]) + (f"; and {len(mistakes) - shown} more" if len(mistakes) > shown else "")
 
 
 MOST_ROWS = 1024
-"""Samples, evenly spaced, that the statistics are taken from; more of them change nothing that matters."""
+"""The most samples, evenly spaced, from which the statistics are taken; more change nothing that matters."""
 
 PIECE_ROWS = 256
-"""Samples of one forward pass, at most."""
+"""The most samples of one forward pass."""
 
 
 def own_layers(model: nn.Module, personal: Collection[str]) -> list[Norm]:
-    """Batch norm layers of ``model`` with running statistics that are among the tensors called ``personal``."""
+    """Return batch norm layers of ``model`` with running statistics that are among the tensors called ``personal``."""
     return [
         layer
         for path, layer in model.named_modules()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..config import Precision
+from ..core.config import Precision
 from .parts import Parts
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _ORDER: tuple[Precision, ...] = ("float32", "bfloat16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one training step in each precision, and the one to train in."""
+    """The seconds of one training step in each precision, and the precision to train in."""
 
     float32_s: float
     bfloat16_s: float
@@ -40,11 +40,11 @@ class StepTimes:
         return "bfloat16" if self.bfloat16_s < self.float32_s else "float32"
 
     def as_json(self) -> dict[str, Any]:
-        """One JSON object, to be saved."""
+        """Return one JSON object, to be saved."""
         return {"precision": self.chosen, "float32_s": self.float32_s, "bfloat16_s": self.bfloat16_s}
 
     def log(self) -> None:
-        """One line where bfloat16 was asked for and is not used."""
+        """Log a line if bfloat16 was requested and is not used."""
         if self.chosen == "float32":
             _log.warning(
                 "precision_not_used precision=bfloat16 float32_ms=%.2f bfloat16_ms=%.2f: a training step is not faster "
@@ -55,7 +55,7 @@ class StepTimes:
 
 
 def time_steps(model: Parts, inputs: torch.Tensor, *, clock: Callable[[], float] = time.perf_counter) -> StepTimes:
-    """Least seconds of a step of the encoder on a batch ``inputs`` (b, ...), forward and backward, in each precision.
+    """Return the least seconds of a forward and backward step of the encoder on ``inputs`` (b, ...) in each precision.
 
     Both are warmed up, then timed in turns whose order is balanced. A copy of the model works: model, statistics of
     batch norm and random generators stay as they are.

@@ -14,8 +14,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-MOST_ROWS, PIECE_ROWS = 256, 32
-"""Samples, evenly spaced, that ranges are taken from, and of one forward pass."""
+MOST_ROWS = 256
+"""The most samples, evenly spaced, from which ranges are taken."""
+
+PIECE_ROWS = 32
+"""The most samples of one forward pass."""
 
 
 class _Outputs(TorchFunctionMode):
@@ -48,7 +51,7 @@ def steps(encoder: nn.Module, inputs: torch.Tensor, see: Callable[[torch.Tensor]
 
 
 def activation_ranges(encoder: nn.Module, inputs: torch.Tensor) -> np.ndarray:
-    """Smallest and largest value (steps, 2) float32 of each step, over at most 256 of ``inputs`` (n, ...)."""
+    """Return the smallest and largest value (steps, 2) float32 of each step over at most 256 ``inputs`` (n, ...)."""
     rows = np.unique(np.linspace(0, len(inputs) - 1, min(MOST_ROWS, len(inputs))).round().astype(np.int64))
     pieces = []
     for begin in range(0, len(rows), PIECE_ROWS):

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..errors import TensorsError, WeightsError, cause
-from ..storage import read_regular
-from ..task import Tensors
+from ..core.errors import TensorsError, WeightsError, cause
+from ..core.storage import read_regular
+from ..core.task import Tensors
 from ..wire.tensors import decode, first_non_finite
 from .parts import Parts, first_of
 
@@ -26,30 +26,34 @@ CONVERT = (
 )
 MOST_BYTES = 4 << 30
 _PICKLES = (b"PK", b"\x80\x02")
-_COUNTER, _VARIANCE = "num_batches_tracked", "running_var"
+_COUNTER = "num_batches_tracked"
+_VARIANCE = "running_var"
 _PREFIX = "encoder."
 
 
 def read_weights(encoder: nn.Module, path: Path) -> tuple[Tensors, tuple[str, ...]]:
-    """The encoder's tensors by its own names and of its dtypes, and the names in the file that were left out, sorted.
+    """Return the tensors of an encoder by its names and of its dtypes, and the file's other names, sorted.
 
     Batch counters may be missing.
 
     Raises:
-        WeightsError: the file cannot be read or is no safetensors file, or does not hold this encoder, finite and of
-            its very shapes; all mistakes are listed.
+        WeightsError: The file cannot be read, is not a safetensors file, or does not hold this encoder with finite
+            values and its very shapes; all mistakes are listed.
     """
-    stored, expected = _read(path), encoder.state_dict()
+    stored = _read(path)
+    expected = encoder.state_dict()
+    # A file of a whole model has the encoder's tensors behind a prefix.
     names = {name: name if name in stored else _PREFIX + name for name in expected}
-    taken = {name: stored[key] for name, key in names.items() if key in stored}
-    mistakes = [mistake for name, tensor in expected.items() if (mistake := _mistake(name, tensor, taken.get(name)))]
+    arrays = {name: stored[key] for name, key in names.items() if key in stored}
+    results = [_mistake(name, tensor, arrays.get(name)) for name, tensor in expected.items()]
+    mistakes = [mistake for mistake in results if mistake]
     if mistakes:
         examples = f", such as {', '.join(sorted(stored)[:3])}" if stored else ""
         raise WeightsError(
             f"{path}: does not hold this encoder: {first_of(mistakes)}. It has {len(stored)} tensors{examples}; choose "
             "weights of the same network, or another encoder"
         )
-    weights = {name: _converted(array, expected[name]) for name, array in taken.items()}
+    weights = {name: _converted(array, expected[name]) for name, array in arrays.items()}
     return weights, tuple(sorted(stored.keys() - names.values()))
 
 
@@ -61,13 +65,13 @@ def put_weights(model: Parts, weights: Tensors) -> None:
 
 
 def set_by_weights(model: Parts) -> tuple[str, ...]:
-    """Names of the model's tensors that `put_weights` sets, batch counters aside, sorted."""
+    """Return names of the model's tensors that `put_weights` sets, batch counters aside, sorted."""
     names = (f"{layer}.{name}" for layer, module in _built_alike(model).items() for name in module.state_dict())
     return tuple(sorted(name for name in names if not name.endswith(_COUNTER)))
 
 
 def _built_alike(model: Parts) -> dict[str, nn.Module]:
-    """Path -> the encoder, and networks like it: methods that train a second model start it from the same weights."""
+    """Return the encoder, and networks like it, by path: second models of methods start from the same weights."""
 
     def shapes(module: nn.Module) -> dict[str, torch.Size]:
         return {name: tensor.shape for name, tensor in module.state_dict().items()}
@@ -76,6 +80,7 @@ def _built_alike(model: Parts) -> dict[str, nn.Module]:
 
 
 def _mistake(name: str, expected: torch.Tensor, stored: np.ndarray | None) -> str:
+    """Return what is wrong with the array that a file has for a tensor; empty where nothing is."""
     if stored is None:
         return "" if name.endswith(_COUNTER) else f"'{name}' is missing"
     if stored.shape != tuple(expected.shape):
@@ -84,11 +89,13 @@ def _mistake(name: str, expected: torch.Tensor, stored: np.ndarray | None) -> st
         return f"'{name}' is {stored.dtype}, expected {str(expected.dtype).removeprefix('torch.')}"
     if first_non_finite({name: _converted(stored, expected)}):
         return f"'{name}' holds NaN or infinity"
-    return f"'{name}' is below 0" if name.endswith(_VARIANCE) and (stored < 0).any() else ""
+    if name.endswith(_VARIANCE) and (stored < 0).any():
+        return f"'{name}' is below 0"
+    return ""
 
 
 def _converted(array: np.ndarray, expected: torch.Tensor) -> np.ndarray:
-    """Of the model's own precision; what is too large for it becomes infinity."""
+    """Convert an array to the model's precision; numbers that are too large for it become infinity."""
     with np.errstate(over="ignore"):
         return array.astype(torch.empty(0, dtype=expected.dtype).numpy().dtype)
 
@@ -96,7 +103,7 @@ def _converted(array: np.ndarray, expected: torch.Tensor) -> np.ndarray:
 def _read(path: Path) -> Tensors:
     try:
         if path.exists() and not path.is_file():
-            raise WeightsError(f"{path}: is no file; give a safetensors file of weights")
+            raise WeightsError(f"{path}: is not a file; give a safetensors file of weights")
         if (size := path.stat().st_size) > MOST_BYTES:
             raise WeightsError(f"{path}: {size} bytes, expected at most {MOST_BYTES}")
         content = read_regular(path)

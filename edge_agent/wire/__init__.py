@@ -1,1 +1,1 @@
-"""What is said between coordinator and agents: topics, messages, tensors, blobs, and the transports that carry them."""
+"""The protocol between coordinator and agents: topics, messages, tensors, blobs, and the transports that carry them."""

@@ -1,9 +1,9 @@
 """The events that a client's network thread has received and its program has not handled yet.
 
-Memory is bounded, and what says that an agent is alive is handled first. Reading no more from the connection would not
-do instead: brokers keep some 1,000 messages for a client that does not read, and drop all others without looking,
-heartbeats included. So everything is read, a message that repeats one that still waits replaces it, and beyond the
-bound ordinary messages are dropped. Their senders repeat them, because they get no answer.
+Memory is bounded, and messages that say that an agent is alive are handled first. To stop reading from the connection
+would not help: brokers keep some 1,000 messages for a client that does not read, and drop all others, heartbeats
+included. So everything is read, a message that repeats a waiting one replaces it, and beyond the bound ordinary
+messages are dropped. Their senders repeat them, because they get no answer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from .transport import Event, Message, Woken
 
 LIMIT_BYTES = 64 << 20
-"""What all waiting messages may take together, with `MESSAGE_BYTES` for each."""
+"""The most bytes of all waiting messages together, with `MESSAGE_BYTES` for each."""
 
 MESSAGE_BYTES = 600
-"""About what Python keeps for a message beside its payload."""
+"""The bytes, roughly, that Python takes for a message beside its payload."""
 
 RESERVED_SHARE = 1 / 8
 """The share of the bound that is kept for urgent messages."""
@@ -29,13 +29,15 @@ RESERVED_SHARE = 1 / 8
 
 @dataclass(frozen=True)
 class Rank:
-    """How a message is treated while it waits."""
+    """The treatment of a message while it waits.
+
+    Attributes:
+        is_urgent: Whether it is handled before all messages that are not urgent.
+        replaces: Messages with the same text here replace each other, so that only the newest counts; empty: none.
+    """
 
     is_urgent: bool = False
-    """Whether it is handled before all messages that are not."""
-
     replaces: str = ""
-    """Messages with the same text here replace each other: only the newest counts. Empty: it replaces none."""
 
 
 ORDINARY = Rank()
@@ -45,7 +47,7 @@ RankOf = Callable[[Message], Rank]
 
 @dataclass(frozen=True)
 class _Waiting:
-    """An event that waits, since when, and how many bytes are counted for it."""
+    """An event that waits, the time since when it does, and the bytes that are counted for it."""
 
     event: Event
     since: float
@@ -64,9 +66,9 @@ class Inbox:
         """Make an empty inbox.
 
         Args:
-            rank_of: says how a message is treated; called in the thread that puts.
-            limit_bytes: what all waiting messages may take together.
-            clock: monotonic seconds, for `oldest_s`.
+            rank_of: Returns the treatment of a message; called in the thread that puts.
+            limit_bytes: The most bytes of all waiting messages together.
+            clock: Returns monotonic seconds, for `oldest_s`.
         """
         self._rank_of = rank_of
         self._limit_bytes = limit_bytes
@@ -85,7 +87,7 @@ class Inbox:
                 self._add(self._ordinary, key, _Waiting(event, self._clock()))
 
     def put_message(self, message: Message) -> bool:
-        """Add a message, in place of the one that it replaces; False where there is no room for it."""
+        """Add a message, in place of the one that it replaces, and return whether there was room for it."""
         rank = self._rank_of(message)
         size = len(message.payload) + MESSAGE_BYTES
         with self._changed:
@@ -107,7 +109,7 @@ class Inbox:
         """Remove and return the next event, waiting at most ``timeout_s`` seconds.
 
         Raises:
-            queue.Empty: there was none.
+            queue.Empty: No event arrived in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._urgent or self._ordinary, max(0.0, timeout_s)):
@@ -119,14 +121,14 @@ class Inbox:
 
     @property
     def oldest_s(self) -> float:
-        """Seconds that the oldest waiting event has waited; 0 where none waits."""
+        """The seconds that the oldest waiting event has waited; 0 where none waits."""
         with self._changed:
             oldest = [next(iter(lane.values())).since for lane in (self._urgent, self._ordinary) if lane]
             return self._clock() - min(oldest) if oldest else 0.0
 
     @property
     def waiting_bytes(self) -> int:
-        """What all waiting messages take together."""
+        """The bytes of all waiting messages together."""
         with self._changed:
             return self._bytes
 
@@ -137,7 +139,7 @@ class Inbox:
         return self._limit_bytes - int(self._limit_bytes * RESERVED_SHARE)
 
     def _add(self, lane: OrderedDict[str, _Waiting], key: str, waiting: _Waiting) -> None:
-        """Put something at the end of a lane; the lock is held."""
+        """Put an event at the end of a lane; the caller holds the lock."""
         if not key:
             self._tickets += 1
             key = f"#{self._tickets}"

@@ -1,7 +1,7 @@
-"""MQTT transport on paho: own network thread, callbacks that only enqueue, a new session after each break.
+"""The MQTT transport on paho: a network thread of its own, callbacks that only enqueue, a new session after each break.
 
-MQTT 3.1.1 with clean sessions, QoS 0 and 1: the intersection of all brokers. Each connection is a new paho client with
-a new id, so that nothing of a broken session is resent and no broker can hold an old queue against us.
+It uses MQTT 3.1.1 with clean sessions, QoS 0 and 1, which all brokers support. Each connection is a new paho client
+with a new id, so that nothing of a broken session is sent again, neither by paho nor from a queue of the broker.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import paho.mqtt.client as paho
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.reasoncodes import ReasonCode
 
-from ..config import BrokerConfig, credential
-from ..errors import (
+from ..core.config import BrokerConfig, credential
+from ..core.errors import (
     SET_CLOCK,
     BrokerAway,
     ConfigError,
@@ -34,17 +34,28 @@ from ..errors import (
     is_of_another_time,
 )
 from .inbox import ORDINARY, Inbox, RankOf
-from .messages import matches
+from .topics import matches
 from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, WillOf, Woken
 
 log = logging.getLogger(__name__)
 
-_SHUT_OUT = frozenset({"Not authorized", "Bad user name or password"})
-INFLIGHT = 96  # QoS 1 publishes that paho may have unacknowledged; more wait in its queue, which our windows bound
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 30.0
+_SHUT_OUT = frozenset({134, 135})
+"""The reason codes of MQTT 5 of a user that is not let in: bad user name or password, and not authorized."""
+
+INFLIGHT = 96
+"""The number of QoS 1 messages that may be unacknowledged; more wait in paho's queue, which flow control bounds."""
+
+FIRST_BACKOFF_S = 0.5
+"""The longest pause in seconds before the first new attempt to connect; it doubles with each failure."""
+
+LAST_BACKOFF_S = 30.0
+"""The longest pause in seconds before any attempt to connect."""
+
 CONNECT_TIMEOUT_S = 10.0
+"""Seconds that connecting may take."""
+
 LEAVE_TIMEOUT_S = 2.0
-"""How long a broker that has stopped reading may delay a disconnect."""
+"""Seconds by which a broker that has stopped reading may delay a disconnect."""
 
 
 class MqttTransport:
@@ -60,11 +71,19 @@ class MqttTransport:
         admits: Callable[[str, bytes], bool] = lambda *_: True,
         rank_of: RankOf = lambda _: ORDINARY,
     ) -> None:
-        """``admits(topic, payload)``: whether a message is received at all; called in the network thread.
+        """Make a transport that does not connect yet.
 
-        ``rank_of(message)``: how it is treated while it waits to be received; called in the network thread.
+        Args:
+            config: Where the broker is, and how to log in.
+            client_id: The first part of the id of each session.
+            will: Returns the will of each connection.
+            rng: The source of random pauses.
+            admits: Returns whether a message (topic, payload) is received at all; called in the network thread.
+            rank_of: Returns the treatment of a message while it waits; called in the network thread.
         """
-        self.config, self.client_id, self.will = config, client_id, will
+        self.config = config
+        self.client_id = client_id
+        self.will = will
         self.max_payload_bytes = config.max_packet_bytes
         self.traffic = Traffic()
         self._rng = rng or random.Random()  # noqa: S311 - spreads reconnects, guards nothing
@@ -75,34 +94,43 @@ class MqttTransport:
         self._subscribing = threading.RLock()
         self._client: paho.Client | None = None
         self._last_sent: paho.MQTTMessageInfo | None = None
-        self._up, self._tried, self._stopping = threading.Event(), threading.Event(), threading.Event()
-        self._first_failure = self._rejection = self._remedy = ""
+        self._up = threading.Event()
+        self._tried = threading.Event()
+        self._stopping = threading.Event()
+        self._first_failure = ""
+        self._rejection = ""
+        self._remedy = ""
+        self._clocks_differ = False
         self._thread: threading.Thread | None = None
         self._connection = 0
 
     def start(self) -> None:
-        """Begin connecting in its own thread.
+        """Begin connecting, in a thread of the transport's own.
 
         Raises:
             BrokerAway: ``config.wait`` is false and the first attempt fails.
-            UsageError: ``config.wait`` is false and the broker does not let this user in: waiting would not help.
-            ConfigError: certificates or the password file cannot be read.
+            UsageError: ``config.wait`` is false and the broker refuses this user, so that waiting would not help.
+            ConfigError: A certificate or the password file cannot be read.
         """
         self._new_client()  # reads certificates and password: a mistake in them is raised here, not in a thread
         self._thread = threading.Thread(target=self._run, name="mqtt", daemon=True)
         self._thread.start()
-        if not self.config.wait:
-            answered = self._tried.wait(CONNECT_TIMEOUT_S)
-            failure = self._first_failure if answered else f"no answer within {CONNECT_TIMEOUT_S:.0f} s"
-            if failure:
-                self.close()
-                if self._rejection and self._remedy:
-                    raise UsageError(f"broker {self.config.url}: {failure}")
-                raise BrokerAway(f"broker {self.config.url}: {failure}; is it running, and are we let in?")
+        if self.config.wait:
+            return
+        failure = f"no answer within {CONNECT_TIMEOUT_S:.0f} s"
+        if self._tried.wait(CONNECT_TIMEOUT_S):
+            failure = self._first_failure
+        if not failure:
+            return
+        self.close()
+        if self._rejection and self._remedy:
+            raise UsageError(f"broker {self.config.url}: {failure}")
+        raise BrokerAway(f"broker {self.config.url}: {failure}; is it running, and does it accept this user?")
 
     def close(self) -> None:
-        """Disconnect; what was published before is sent first."""
-        client, last = self._client, self._last_sent
+        """Disconnect, after sending the messages that were published before."""
+        client = self._client
+        last = self._last_sent
         if client is not None and last is not None and self._up.is_set():
             # With an acknowledgement still unread, closing the socket would reset it: messages are lost, and the broker
             # publishes the will.
@@ -115,23 +143,23 @@ class MqttTransport:
             self._thread.join(CONNECT_TIMEOUT_S)
 
     def subscribe(self, *filters: str) -> None:
-        """Kept across reconnects; at most 8 filters go into one packet."""
+        """Receive messages under ``filters``, also after reconnects; at most 8 filters go into one packet."""
         self._filters += [f for f in filters if f not in self._filters]
         if self._up.is_set():
             self._ask_for(filters)
 
     def unsubscribe(self, *filters: str) -> None:
-        """Effective when the broker has read it."""
+        """Receive no messages under ``filters`` once the broker has read this."""
         self._filters = [f for f in self._filters if f not in filters]
         client = self._client
         if client is not None and self._up.is_set():
             client.unsubscribe(list(filters))
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
-        """Hand one message to the network thread; dropped and counted while there is no session.
+        """Hand one message to the network thread; while there is no session, it is dropped and counted.
 
         Raises:
-            MessageError: larger than the broker is known to carry.
+            MessageError: The payload is larger than the broker is known to carry.
         """
         if len(payload) > self.max_payload_bytes:
             raise MessageError(f"payload of {len(payload)} bytes, broker.max_packet_bytes is {self.max_payload_bytes}")
@@ -144,7 +172,7 @@ class MqttTransport:
         self.traffic.messages_up += 1
 
     def receive(self, timeout_s: float) -> Event | None:
-        """The next event, waiting at most ``timeout_s`` seconds."""
+        """Return the next event, waiting at most ``timeout_s`` seconds; None where there is none."""
         try:
             return self._inbox.get(timeout_s)
         except queue.Empty:
@@ -152,7 +180,7 @@ class MqttTransport:
 
     @property
     def unread_s(self) -> float:
-        """Seconds that the oldest event has waited for `receive`; 0 where none waits."""
+        """The seconds that the oldest event has waited for `receive`; 0 where none waits."""
         return self._inbox.oldest_s
 
     def wake(self) -> None:
@@ -162,6 +190,7 @@ class MqttTransport:
     # --- network thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Keep a session with the broker until `close`, with a longer random pause after each failure in a row."""
         failures = 0
         while not self._stopping.is_set():
             reason, was_up = self._session()
@@ -173,15 +202,17 @@ class MqttTransport:
                 return
             pause_s = self._rng.uniform(0.05, longest_pause_s(failures))
             log.warning("broker_away url=%s reason=%s retry_in_s=%.1f", self.config.url, reason, pause_s)
-            self._inbox.put(Disconnected(reason, pause_s, self._remedy))
+            self._inbox.put(Disconnected(reason, pause_s, self._remedy, self._clocks_differ))
             self._stopping.wait(pause_s)
 
     def _session(self) -> tuple[str, bool]:
-        """One connection from start to end: why it ended, and whether it was ever established."""
+        """Connect, serve the connection until its end, and return why it ended and whether it was established."""
         try:
-            self._client = client = self._new_client()
+            client = self._new_client()
+            self._client = client
             client.connect(self.config.host, self.config.port, keepalive=self.config.keepalive_s)
-            code, until = paho.MQTT_ERR_SUCCESS, float("inf")
+            code = paho.MQTT_ERR_SUCCESS
+            until = float("inf")
             while code == paho.MQTT_ERR_SUCCESS and time.monotonic() < until:
                 code = client.loop(timeout=1.0)
                 if self._stopping.is_set() and until == float("inf"):
@@ -190,19 +221,24 @@ class MqttTransport:
             reason = paho.error_string(code)
             if not self._up.is_set() and self.config.tls is not None and self.config.tls.cert is not None:
                 reason = f"{reason.rstrip('.')}; the broker may refuse this certificate"
-        except HeadwaterError as error:  # a password or certificate that was being replaced while we looked
+        except HeadwaterError as error:  # a password or certificate that was being replaced just then
             reason = str(error)
         except Exception as error:  # noqa: BLE001 - a broken packet makes paho raise anything; a new session is the cure
             reason = cause(error)
-            self._remedy = SET_CLOCK if is_of_another_time(error) else ""
+            self._clocks_differ = is_of_another_time(error)
+            self._remedy = SET_CLOCK if self._clocks_differ else ""
         was_up = self._up.is_set()
         self._up.clear()
-        self._client = self._last_sent = None  # its sockets close with it
+        self._client = None  # its sockets close with it
+        self._last_sent = None
         return self._rejection or reason, was_up
 
     def _new_client(self) -> paho.Client:
+        """Return a client for the next connection, with its callbacks and will."""
         self._connection += 1
-        self._rejection = self._remedy = ""
+        self._rejection = ""
+        self._remedy = ""
+        self._clocks_differ = False
         self._pending_filters.clear()
         client = _client(self.config, self.client_id, session_of(self.client_id), paho.MQTTv311)
         client.max_inflight_messages_set(INFLIGHT)
@@ -219,8 +255,8 @@ class MqttTransport:
 
     def _on_connect(self, client: paho.Client, _data: object, _flags: object, code: ReasonCode, _props: object) -> None:
         if code.is_failure:
-            why, self._remedy = _refused_login(self.config, self.client_id, code)
-            self._rejection = f"{why}; {self._remedy}" if self._remedy else why
+            reason, self._remedy = _refused_login(self.config, self.client_id, code)
+            self._rejection = f"{reason}; {self._remedy}" if self._remedy else reason
             return
         sock = client.socket()
         if isinstance(sock, socket.socket):
@@ -231,14 +267,16 @@ class MqttTransport:
         self._ask_for(tuple(self._filters))
 
     def _ask_for(self, filters: tuple[str, ...]) -> None:
+        """Subscribe at the broker, and note each request, whose answer has its number only."""
         client = self._client
+        if client is None:
+            return
         for begin in range(0, len(filters), 8):
-            some = filters[begin : begin + 8]
-            if client is not None:
-                with self._subscribing:  # the broker may confirm before this thread has noted the request
-                    _, mid = client.subscribe([(f, 1) for f in some])
-                    if mid is not None:
-                        self._pending_filters[mid] = some
+            part = filters[begin : begin + 8]
+            with self._subscribing:  # the broker may confirm before this thread has noted the request
+                _, mid = client.subscribe([(topic_filter, 1) for topic_filter in part])
+                if mid is not None:
+                    self._pending_filters[mid] = part
 
     def _on_subscribe(
         self, _client: paho.Client, _data: object, mid: int, codes: list[ReasonCode], _props: object
@@ -266,31 +304,36 @@ class MqttTransport:
 
 
 def longest_pause_s(failures: int) -> float:
-    """The longest pause after so many failed attempts in a row; which pause it is, is drawn below that."""
+    """Return the longest pause in seconds after so many failed attempts in a row; the pause itself is random."""
     return min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures, 10))  # an unbounded power overflows in hours
 
 
 def session_of(client_id: str) -> str:
-    """The id of one more session. Brokers give it to any client that connects with its id, so nobody can guess that."""
+    """Return the id of one more session of a client; it is random, because whoever knows it could end it."""
     return f"{client_id}-{secrets.token_hex(8)}"
 
 
 def agent_of(session: str) -> str:
-    """The client id of a session: `session_of`."""
+    """Return the client id to which a session of `session_of` belongs."""
     return re.sub(r"-[0-9a-f]{16}\Z", "", session)
 
 
 def user_of(config: BrokerConfig, client_id: str) -> str | None:
-    """The MQTT user that logs in: the one configured, else the client's own id where there is a password; or None."""
-    return config.user or (client_id if config.password_file else None)
+    """Return the MQTT user that logs in: the one configured, or the client's id if there is a password; else None."""
+    if config.user:
+        return config.user
+    return client_id if config.password_file else None
 
 
 def refused_topics(
     config: BrokerConfig, client_id: str, messages: Mapping[str, bytes], timeout_s: float
 ) -> dict[str, str] | None:
-    """Publish one message on each topic: the topics that the broker refuses, and what it says; None: it does not tell.
+    """Publish one message on each topic, and return what the broker says of the topics that it refuses.
 
-    Only MQTT 5 has a refusal for a message; brokers drop it without a word in 3.1.1, which agents speak.
+    It is done with MQTT 5, which alone can refuse a message; with 3.1.1, which agents use, brokers drop it silently.
+
+    Returns:
+        The broker's reason for each refused topic; None where the broker does not tell.
     """
     session = f"{client_id}-doctor-{secrets.token_hex(4)}"  # a broker ends the session that had the same id
     client = _client(config, client_id, session, paho.MQTTv5)
@@ -306,22 +349,24 @@ def refused_topics(
                 return None
         if not any(connected):
             return None
-        asked = {client.publish(topic, payload, qos=1).mid: topic for topic, payload in messages.items()}
-        while len(answers) < len(asked) and time.monotonic() < until:
+        topics = {client.publish(topic, payload, qos=1).mid: topic for topic, payload in messages.items()}
+        while len(answers) < len(topics) and time.monotonic() < until:
             if client.loop(0.1) != paho.MQTT_ERR_SUCCESS:
                 return None
     except (OSError, ValueError):
         return None
     finally:
         client.disconnect()
-    return {asked[mid]: str(code) for mid, code in answers.items() if mid in asked and code.is_failure}
+    failures = {mid: code for mid, code in answers.items() if code.is_failure}
+    return {topics[mid]: str(code) for mid, code in failures.items() if mid in topics}
 
 
 def _client(config: BrokerConfig, client_id: str, session: str, protocol: MQTTProtocolVersion) -> paho.Client:
-    """A client with user, password and TLS of the configuration; ``session`` is its id at the broker."""
+    """Return a client with user, password and TLS of the configuration; ``session`` is its id at the broker."""
     client = paho.Client(CallbackAPIVersion.VERSION2, client_id=session, protocol=protocol, reconnect_on_failure=False)
     client.connect_timeout = CONNECT_TIMEOUT_S
-    if (user := user_of(config, client_id)) is not None:
+    user = user_of(config, client_id)
+    if user is not None:
         client.username_pw_set(user, config.password())
     if not config.uses_tls:
         return client
@@ -338,12 +383,14 @@ def _client(config: BrokerConfig, client_id: str, session: str, protocol: MQTTPr
 
 
 def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode) -> tuple[str, str]:
-    """What the broker said to a login, and what to do about it; empty where waiting may help."""
+    """Return the reason of a refused login, and its remedy, which is empty where waiting may help."""
     user = user_of(config, client_id)
-    if str(code) not in _SHUT_OUT:
+    if code.value not in _SHUT_OUT:
         return f"broker refuses: {code}", ""
     if user is None:
         return f"broker refuses a login without a user ({code})", "set broker.user and broker.password_file"
-    why = "it does not know the user, or has another password than"
-    remedy = f"'headwater password {user}' makes a new one, which a running Mosquitto has to reload"
-    return f"broker refuses user '{user}' ({code}): {why} {config.password_file or 'the empty one'}", remedy
+    password = config.password_file or "the empty one"
+    reason = (
+        f"broker refuses user '{user}' ({code}): it does not know the user, or has another password than {password}"
+    )
+    return reason, f"'headwater password {user}' makes a new one, which a running Mosquitto has to reload"

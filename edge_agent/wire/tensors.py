@@ -1,9 +1,10 @@
 """Named arrays as bytes in the safetensors layout, with limits on what is read.
 
-Writing is our own code because it must not copy: the library doubles a 45 MB model in memory before the first byte is
-on disk. Reading is our own for the same reason (files are mapped, not loaded) and must reject what the library accepts:
-duplicate names, huge headers, hundreds of thousands of empty tensors, and arrays that the receiver did not ask for.
-Nothing is allocated before every size has been checked. The bytes are those that the library writes.
+The library is not used for writing, because that must not copy: the library doubles a 45 MB model in memory before the
+first byte is on disk. It is not used for reading for the same reason (files are mapped, not loaded), and because it
+accepts what must be rejected: duplicate names, huge headers, hundreds of thousands of empty tensors, and arrays that
+the receiver did not ask for. Nothing is allocated before every size has been checked. The bytes are those that the
+library writes.
 """
 
 from __future__ import annotations
@@ -17,16 +18,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import TensorsError, cause
-from ..task import Tensors, parse_json
+from ..core.errors import TensorsError, cause
+from ..core.task import Tensors, parse_json
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-MAX_HEADER_BYTES = 512 * 1024  # a ResNet152 with every buffer needs 120 KiB
+MAX_HEADER_BYTES = 512 * 1024
+"""The most bytes of a header; a ResNet152 with every buffer needs 120 KiB."""
+
 MAX_TENSORS = 8192
+"""The most tensors of a container."""
+
 MAX_DIMENSIONS = 8
+"""The most dimensions of a tensor."""
+
 MAX_NAME = 256
+"""The most characters of a tensor's name."""
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -40,23 +48,23 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
 }
 _BEYOND_NUMPY = 1 << 59
-"""Elements: numpy counts the bytes of a shape in 64 bits, and leaves sides of length 0 out."""
+"""The number of elements from which on numpy cannot make an array, counting each side of length 0 as 1."""
 
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _FIRST = ("I64", "F64", "F32", "I32", "F16", "I16", "I8", "U8", "BOOL")
-"""The library's order: wide types first, so that all arrays are aligned."""
+"""The order of the types in a container: wide ones first, as in the library, so that all arrays are aligned."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Form of one array: its dtype and shape."""
+    """The form of one array: its dtype and shape."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """The size of such an array in bytes."""
         return self.dtype.itemsize * math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -64,15 +72,15 @@ class Spec:
 
 
 def specs_of(tensors: Mapping[str, np.ndarray]) -> dict[str, Spec]:
-    """The form of each array."""
+    """Return the form of each array."""
     return {name: Spec(array.dtype, array.shape) for name, array in tensors.items()}
 
 
 def encode(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Arrays as safetensors bytes; equal contents give equal bytes whatever their order in the mappings.
+    """Return arrays as safetensors bytes; equal contents give equal bytes whatever their order in the mappings.
 
     Raises:
-        TensorsError: a name, shape or dtype that the format, as we use it, does not carry, or too many of them.
+        TensorsError: A name, shape or dtype is not allowed in the format, or there are too many arrays.
     """
     return b"".join(pieces(tensors, metadata))
 
@@ -80,22 +88,23 @@ def encode(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None
 def pieces(
     tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
 ) -> list[bytes | memoryview[int]]:
-    """What `encode` joins: the header, then each array's own bytes (a view where its layout is that of the format).
+    """Return the parts of `encode`: the header, then the bytes of each array, as a view if its layout is the format's.
 
     Raises:
-        TensorsError: as `encode`.
+        TensorsError: See `encode`.
     """
     for name, array in tensors.items():
         _check_name(name)
         if array.dtype.newbyteorder("<") not in _CODES or array.ndim > MAX_DIMENSIONS:
-            carried = f"at most {MAX_DIMENSIONS} dimensions of {', '.join(map(str, _CODES))}"
-            raise TensorsError(f"tensor {name!r} is {array.dtype} in {array.ndim} dimensions; carried are {carried}")
+            allowed = f"at most {MAX_DIMENSIONS} dimensions of {', '.join(map(str, _CODES))}"
+            raise TensorsError(f"tensor {name!r} is {array.dtype} in {array.ndim} dimensions; expected {allowed}")
     arrays = {name: np.asarray(array, array.dtype.newbyteorder("<"), order="C") for name, array in tensors.items()}
     order = sorted(arrays, key=lambda name: (_FIRST.index(_CODES[arrays[name].dtype]), name))
     entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     end = 0
     for name in order:
-        array, begin = arrays[name], end
+        array = arrays[name]
+        begin = end
         end += array.nbytes
         entries[name] = {"dtype": _CODES[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
@@ -103,23 +112,24 @@ def pieces(
     if len(tensors) > MAX_TENSORS or len(header) > MAX_HEADER_BYTES:
         raise TensorsError(
             f"{len(tensors)} tensors with a header of {len(header)} bytes; "
-            f"read are at most {MAX_TENSORS} and {MAX_HEADER_BYTES}"
+            f"expected at most {MAX_TENSORS} and {MAX_HEADER_BYTES}"
         )
     contents = [arrays[name].reshape(-1).view(np.uint8).data for name in order]
     return [len(header).to_bytes(8, "little"), header, *contents]
 
 
 def decode(data: Buffer) -> Tensors:
-    """Arrays from bytes, as read-only views on ``data`` (no copy).
+    """Return the arrays in safetensors bytes, as read-only views on ``data`` (no copy).
 
     Raises:
-        TensorsError: the bytes break the layout or one of our limits.
+        TensorsError: The bytes break the layout or one of this module's limits.
     """
     view = memoryview(data).cast("B")
     start, entries, _ = _header(view)
     arrays: Tensors = {}
     for name, (spec, offset) in entries.items():
-        count, begin = math.prod(spec.shape), start + offset
+        count = math.prod(spec.shape)
+        begin = start + offset
         # numpy would accept a true of 255, and count it as 255.
         if spec.dtype.kind == "b" and np.frombuffer(view, np.uint8, count, begin).max(initial=0) > 1:
             raise TensorsError(f"tensor {name!r} is bool and holds other bytes than 0 and 1")
@@ -130,20 +140,20 @@ def decode(data: Buffer) -> Tensors:
 
 
 def inspect(data: Buffer) -> tuple[dict[str, Spec], dict[str, str]]:
-    """Form of each array and the metadata, from the header alone.
+    """Return the form of each array and the metadata, from the header alone.
 
     Raises:
-        TensorsError: as `decode`.
+        TensorsError: See `decode`.
     """
     _, entries, metadata = _header(memoryview(data).cast("B"))
     return {name: spec for name, (spec, _) in entries.items()}, metadata
 
 
 def check_specs(specs: Mapping[str, Spec], expected: Mapping[str, Spec]) -> None:
-    """Return quietly when names, dtypes and shapes are exactly those expected.
+    """Require that names, dtypes and shapes are exactly those expected.
 
     Raises:
-        TensorsError: lists every difference (the first five of each kind).
+        TensorsError: The arrays differ from the expected ones; the first five differences of each kind are listed.
     """
     wrong = {name for name in expected.keys() & specs.keys() if specs[name] != expected[name]}
     mistakes = [f"missing {name!r}" for name in sorted(expected.keys() - specs.keys())[:5]]
@@ -154,32 +164,37 @@ def check_specs(specs: Mapping[str, Spec], expected: Mapping[str, Spec]) -> None
 
 
 def first_non_finite(tensors: Mapping[str, np.ndarray]) -> str | None:
-    """Name of the first floating array that holds NaN or infinity, or None."""
+    """Return the name of the first floating-point array that holds NaN or infinity, or None."""
     for name in sorted(tensors):
         array = tensors[name]
-        if array.dtype.kind != "f" or not array.size:
-            continue
-        flat = array.reshape(-1)
-        # The sum of squares is one pass without a temporary; each number is checked only when it is not finite.
-        with np.errstate(over="ignore", invalid="ignore"):
-            squares = float(np.dot(flat, flat)) if array.dtype != np.float16 else float("nan")
-        if not (np.isfinite(squares) or np.isfinite(flat).all()):
+        if array.dtype.kind == "f" and not _is_finite(array.reshape(-1)):
             return name
     return None
 
 
+def _is_finite(numbers: np.ndarray) -> bool:
+    """Return whether all floating-point numbers (n,) are finite."""
+    # The sum of squares is one pass without a temporary; each number is checked only when the sum is not finite.
+    if numbers.dtype != np.float16:
+        with np.errstate(over="ignore", invalid="ignore"):
+            squares = float(np.dot(numbers, numbers))
+        if np.isfinite(squares):
+            return True
+    return bool(np.isfinite(numbers).all())
+
+
 LONGEST_KEPT_HEADER_BYTES = 1 << 16
-"""Longer headers are parsed each time: what is kept must not take the memory of a coordinator."""
+"""The most bytes of a header that is kept; longer ones are parsed each time, to save a coordinator's memory."""
 
 
 def _header(view: memoryview) -> tuple[int, Mapping[str, tuple[Spec, int]], dict[str, str]]:
     """Return where the tensors begin, their forms and places, and the metadata.
 
     Raises:
-        TensorsError: the bytes break the layout or one of our limits.
+        TensorsError: The bytes break the layout or one of this module's limits.
     """
     if len(view) < 8:
-        raise TensorsError(f"{len(view)} bytes cannot hold a tensor container; the transfer is cut short")
+        raise TensorsError(f"{len(view)} bytes cannot hold a tensor container; the transfer was truncated")
     length = int.from_bytes(view[:8], "little")
     if length > MAX_HEADER_BYTES:
         raise TensorsError(f"header of {length} bytes, at most {MAX_HEADER_BYTES} are read")
@@ -196,21 +211,24 @@ def _header(view: memoryview) -> tuple[int, Mapping[str, tuple[Spec, int]], dict
 
 @dataclass(frozen=True)
 class _Header:
-    """What the header of a container says."""
+    """The parsed header of a container.
+
+    Attributes:
+        entries: The form of each tensor, and the byte behind the header at which it begins.
+        metadata: The metadata.
+        size_bytes: The bytes of all tensors together.
+    """
 
     entries: Mapping[str, tuple[Spec, int]]
-    """Name -> form, and the first byte behind the header."""
-
     metadata: Mapping[str, str]
     size_bytes: int
-    """What all tensors take together."""
 
 
 def _parse_header(text: bytes) -> _Header:
-    """Return what a header says.
+    """Parse the header of a container.
 
     Raises:
-        TensorsError: it breaks the layout or one of our limits.
+        TensorsError: The header breaks the layout or one of this module's limits.
     """
     if not text.startswith(b"{"):
         raise TensorsError(f"header begins {text[:8]!r}, expected a JSON object")
@@ -230,28 +248,40 @@ def _parse_header(text: bytes) -> _Header:
 
 
 _parse_header_once = functools.lru_cache(maxsize=8)(_parse_header)
-"""The updates of a round have one header, and each is read several times."""
+"""`_parse_header` with its last results kept: all updates of a round have one header, and are read several times."""
 
 
 def _size_of_layout(entries: Mapping[str, tuple[Spec, int]]) -> int:
     """Return how many bytes all tensors take together.
 
     Raises:
-        TensorsError: there is a hole between them, or an overlap.
+        TensorsError: Two tensors overlap, or there is a gap between them.
     """
     position = 0
     for name, (spec, offset) in sorted(entries.items(), key=lambda item: (item[1][1], item[1][0].nbytes)):
         if offset != position:
-            raise TensorsError(f"tensor {name!r} begins at byte {offset}, expected {position}: hole or overlap")
+            raise TensorsError(f"tensor {name!r} begins at byte {offset}, expected {position}: gap or overlap")
         position += spec.nbytes
     return position
 
 
 def _entry(name: str, fields: object) -> tuple[Spec, int]:
+    """Return the form of a tensor and the byte at which it begins, from its fields in the header."""
     _check_name(name)
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise TensorsError(f"tensor {name!r}: expected exactly dtype, shape and data_offsets")
-    code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    spec = _spec(name, fields["dtype"], fields["shape"])
+    offsets = fields["data_offsets"]
+    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise TensorsError(f"tensor {name!r}: data_offsets {_short(offsets)} are not [begin, end]")
+    begin, end = offsets
+    if spec.nbytes != end - begin:
+        raise TensorsError(f"tensor {name!r}: {spec} needs {spec.nbytes} bytes, offsets give {end - begin}")
+    return spec, begin
+
+
+def _spec(name: str, code: object, shape: Any) -> Spec:
+    """Return the form of a tensor with this dtype and shape in the header, which numpy can make an array of."""
     dtype = _DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
         raise TensorsError(f"tensor {name!r}: dtype {_short(code)} is not one of {', '.join(_DTYPES)}")
@@ -259,21 +289,17 @@ def _entry(name: str, fields: object) -> tuple[Spec, int]:
         raise TensorsError(f"tensor {name!r}: shape {_short(shape)} is not a list of at most {MAX_DIMENSIONS} naturals")
     if math.prod(side or 1 for side in shape) >= _BEYOND_NUMPY:
         raise TensorsError(f"tensor {name!r}: shape {_short(shape)} is larger than an array can be, even an empty one")
-    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise TensorsError(f"tensor {name!r}: data_offsets {_short(offsets)} are not [begin, end]")
-    spec = Spec(dtype, tuple(shape))
-    if spec.nbytes != offsets[1] - offsets[0]:
-        raise TensorsError(f"tensor {name!r}: {spec} needs {spec.nbytes} bytes, offsets give {offsets[1] - offsets[0]}")
-    return spec, offsets[0]
+    return Spec(dtype, tuple(shape))
 
 
 def _check_name(name: str) -> None:
+    """Require that a tensor's name is text of a limited length, and not that of the metadata."""
     if name == "__metadata__" or len(name) > MAX_NAME or not _is_text(name):
         raise TensorsError(f"tensor name {_short(name)} is not text of at most {MAX_NAME} characters")
 
 
 def _is_text(value: str) -> bool:
-    """Whether ``value`` can be written as UTF-8: JSON lets half a surrogate pair pass, which nothing else does."""
+    """Return whether ``value`` can be written as UTF-8, which half a surrogate pair, valid in JSON, cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -282,9 +308,11 @@ def _is_text(value: str) -> bool:
 
 
 def _naturals(values: object) -> bool:
+    """Return whether these are a list of integers from 0 up to 2^48."""
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**48 for v in values)
 
 
 def _short(value: object, limit: int = 80) -> str:
+    """Return a value of a peer as text for messages, cut off at ``limit`` characters."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}…"

@@ -1,25 +1,20 @@
-"""What carries messages: the `Transport` contract, and a broker in memory that keeps it.
+"""The contract of transports, which carry messages, and the events that they report.
 
-Promises are few on purpose. A publish while disconnected is dropped (and counted), a message may come twice or not at
-all, and a broker's acknowledgement proves nothing: everything that matters is sent again after `Connected` and
-confirmed by the other side in its own message. So any MQTT broker can carry it.
+It promises little on purpose. A publish while disconnected is dropped (and counted), a message may arrive twice or not
+at all, and a broker's acknowledgement proves nothing: everything that matters is sent again after `Connected` and
+confirmed by the other side in its own message. So any MQTT broker fulfils it.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
-
-from ..errors import MessageError
-from .messages import matches
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message has arrived."""
+    """A message that has arrived."""
 
     topic: str
     payload: bytes
@@ -28,31 +23,34 @@ class Message:
 
 @dataclass(frozen=True)
 class Connected:
-    """A new session; subscriptions made earlier are in force again. ``connection`` counts the sessions up."""
+    """The event that a session has begun, number ``connection``; subscriptions made earlier are in force again."""
 
     connection: int = 0
 
 
 @dataclass(frozen=True)
 class Disconnected:
-    """The session has ended; the transport connects again by itself after ``retry_in_s`` seconds."""
+    """The event that the session has ended; the transport connects again by itself after ``retry_in_s`` seconds."""
 
     reason: str
     retry_in_s: float
     remedy: str = ""
-    """What to do about a login that the broker refuses; empty: it refused none."""
+    """The remedy where the broker has refused the login; empty otherwise."""
+
+    clocks_differ: bool = False
+    """Whether a certificate was refused because it does not hold at the time of this machine's clock."""
 
 
 @dataclass(frozen=True)
 class Subscribed:
-    """The broker has confirmed these filters: what is published from now on arrives."""
+    """The event that the broker has confirmed filters: messages under them that are published from now on arrive."""
 
     filters: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Woken:
-    """`Transport.wake` was called."""
+    """The event that `Transport.wake` was called."""
 
 
 Event = Message | Connected | Disconnected | Subscribed | Woken
@@ -60,7 +58,7 @@ Event = Message | Connected | Disconnected | Subscribed | Woken
 
 @dataclass(frozen=True)
 class Will:
-    """What the broker publishes for a client whose connection breaks."""
+    """The message that the broker publishes for a client whose connection breaks."""
 
     topic: str
     payload: bytes
@@ -68,12 +66,12 @@ class Will:
 
 
 WillOf = Callable[[int], Will]
-"""The will of each connection, which has its number: a broker may publish that of an old one when a new one stands."""
+"""A function from the number of a connection to its will: brokers may publish that of an old connection late."""
 
 
 @dataclass
 class Traffic:
-    """Payload bytes and messages in both directions since the start, and what was dropped."""
+    """Counters since the start: payload bytes and messages in both directions, and dropped messages."""
 
     bytes_up: int = 0
     bytes_down: int = 0
@@ -83,181 +81,44 @@ class Traffic:
 
 
 class Transport(Protocol):
-    """Carries messages for one side. Methods are called from one thread, except `wake`; `start` does the work."""
+    """A connection of one side to the broker. All methods but `wake` are called from one thread."""
 
     max_payload_bytes: int
     traffic: Traffic
 
     @property
     def unread_s(self) -> float:
-        """Seconds that the oldest event has waited for `receive`; 0 where none waits."""
+        """The seconds that the oldest event has waited for `receive`; 0 where none waits."""
 
     def start(self) -> None:
         """Begin connecting; `Connected` follows as an event.
 
         Raises:
-            BrokerAway: the broker does not answer, and the transport is configured not to wait.
+            BrokerAway: The broker does not answer, and the transport is configured not to wait.
         """
 
     def close(self) -> None:
-        """Disconnect (no will is published)."""
+        """Disconnect without publishing the will."""
 
     def subscribe(self, *filters: str) -> None:
         """Receive messages under ``filters``, also after reconnects. `Subscribed` follows as an event."""
 
     def unsubscribe(self, *filters: str) -> None:
-        """Receive no more of them."""
+        """Receive no more messages under ``filters``."""
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
-        """Hand over one message; never waits.
+        """Hand over one message without waiting.
 
         Raises:
-            MessageError: the payload is larger than ``max_payload_bytes``.
+            MessageError: The payload is larger than ``max_payload_bytes``.
         """
 
     def receive(self, timeout_s: float) -> Event | None:
-        """The next event, waiting at most ``timeout_s`` seconds; None when there was none."""
+        """Return the next event, waiting at most ``timeout_s`` seconds; None when there was none."""
 
     def wake(self) -> None:
         """Make a waiting `receive` return at once with `Woken`; may be called from any thread."""
 
 
 DEFAULT_MAX_PAYLOAD_BYTES = 122_880
-
-
-class MemoryBroker:
-    """Connects `MemoryTransport`s: for tests, for simulations, and for programs that embed both sides in one process.
-
-    It behaves like the plainest real broker: QoS 1 within one session, retained messages, wills, and nothing is queued
-    for a client that is offline.
-    """
-
-    def __init__(self) -> None:
-        self._clients: list[MemoryTransport] = []
-        self._retained: dict[str, bytes] = {}
-        self._lock = threading.RLock()
-
-    def transport(
-        self, will: WillOf | None = None, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES
-    ) -> MemoryTransport:
-        """A transport for one more client."""
-        return MemoryTransport(self, will, max_payload_bytes)
-
-    def attach(self, client: MemoryTransport) -> None:
-        """Called by a client that starts."""
-        with self._lock:
-            self._clients.append(client)
-
-    def detach(self, client: MemoryTransport, *, politely: bool) -> None:
-        """Called by a client that leaves, or by a test that cuts it off (its will is then published)."""
-        with self._lock:
-            if client in self._clients:
-                self._clients.remove(client)
-                if not politely and client.will is not None:
-                    will = client.will(client.connection)
-                    self.route(will.topic, will.payload, retain=will.retain)
-
-    def route(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
-        """Deliver to every client that has subscribed to the topic."""
-        with self._lock:
-            if retain:
-                self._retained[topic] = payload
-            for client in self._clients:
-                if client.wants(topic):
-                    client.accept(Message(topic, payload))
-
-    def retained_for(self, filters: tuple[str, ...]) -> list[Message]:
-        """Retained messages under ``filters``; empty ones were cleared."""
-        with self._lock:
-            return [
-                Message(topic, payload, retained=True)
-                for topic, payload in self._retained.items()
-                if payload and any(matches(f, topic) for f in filters)
-            ]
-
-
-@dataclass
-class MemoryTransport:
-    """One client of a `MemoryBroker`; a `wire.transport.Transport`."""
-
-    broker: MemoryBroker
-    will: WillOf | None = None
-    max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES
-    traffic: Traffic = field(default_factory=Traffic)
-    _filters: list[str] = field(default_factory=list)
-    _events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
-    _connected: bool = False
-    connection: int = 0
-    unread_s: float = 0.0
-    """Always 0, but where a test says otherwise: both sides share one process."""
-
-    def start(self) -> None:
-        """Connect at once."""
-        self._connected = True
-        self.connection += 1
-        self.broker.attach(self)
-        self._events.put(Connected(self.connection))
-        if self._filters:
-            self._confirm(tuple(self._filters))
-
-    def close(self) -> None:
-        """Disconnect without a will."""
-        self._connected = False
-        self.broker.detach(self, politely=True)
-
-    def cut(self) -> None:
-        """Lose the connection as a device does whose power goes: the will is published. `start` reconnects."""
-        self._connected = False
-        self.broker.detach(self, politely=False)
-        self._events.put(Disconnected("cut by the test", 0.0))
-
-    def subscribe(self, *filters: str) -> None:
-        """Effective at once."""
-        self._filters += [f for f in filters if f not in self._filters]
-        if self._connected:
-            self._confirm(filters)
-
-    def unsubscribe(self, *filters: str) -> None:
-        """Effective at once."""
-        self._filters = [f for f in self._filters if f not in filters]
-
-    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:  # noqa: ARG002 - one quality here
-        """Deliver before returning; dropped while disconnected.
-
-        Raises:
-            MessageError: larger than ``max_payload_bytes``.
-        """
-        if len(payload) > self.max_payload_bytes:
-            raise MessageError(f"payload of {len(payload)} bytes, this transport carries {self.max_payload_bytes}")
-        if not self._connected:
-            self.traffic.dropped += 1
-            return
-        self.traffic.bytes_up += len(payload)
-        self.traffic.messages_up += 1
-        self.broker.route(topic, bytes(payload), retain=retain)
-
-    def wake(self) -> None:
-        """Make a waiting `receive` return at once."""
-        self._events.put(Woken())
-
-    def receive(self, timeout_s: float) -> Event | None:
-        """The next event; with ``timeout_s`` 0 it never waits."""
-        try:
-            return self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait()
-        except queue.Empty:
-            return None
-
-    def wants(self, topic: str) -> bool:
-        """Whether any filter of this client covers ``topic``."""
-        return any(matches(f, topic) for f in self._filters)
-
-    def accept(self, message: Message) -> None:
-        """Called by the broker to deliver."""
-        self.traffic.bytes_down += len(message.payload)
-        self.traffic.messages_down += 1
-        self._events.put(message)
-
-    def _confirm(self, filters: tuple[str, ...]) -> None:
-        self._events.put(Subscribed(filters))
-        for message in self.broker.retained_for(filters):
-            self._events.put(message)
+"""The largest payload of a transport that is not configured otherwise."""

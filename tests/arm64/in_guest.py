@@ -12,19 +12,20 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_agent import bundle as bundles
 from edge_agent import heads
-from edge_agent.encoder import Encoder
+from edge_agent.bundle import installed
 from edge_agent.heads import FitData
-from edge_agent.personalize import load_head
-from edge_agent.precision import estimated
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.personalize import load_head
+from edge_agent.personal.precision import estimated
 
 
 def main(bundle_file: Path, inputs_file: Path, head_folder: Path, own_folder: Path, out: Path) -> None:
     """Everything that a device computes, as named arrays."""
-    bundle = bundles.install(bundle_file, out.parent / "guest-bundles")
+    bundle = installed.install(bundle_file, out.parent / "guest-bundles")
     with np.load(inputs_file, allow_pickle=False) as given:
-        inputs, labels = given["inputs"], given["labels"]
+        inputs = given["inputs"]
+        labels = given["labels"]
     found = {"machine": np.array(platform.machine())}
     for precision in ("fp32", "int8"):
         found[precision] = Encoder.open(bundle, precision).features(inputs)  # after its self-test

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_agent import bundle as bundles
 from edge_agent import data, heads, methods
-from edge_agent.encoder import Encoder
+from edge_agent.bundle import installed
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.heads import FitData
-from edge_agent.personalize import personalize
-from edge_agent.precision import estimated, with_norm
-from edge_agent.task import ImageInput, Task
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.personalize import personalize
+from edge_agent.personal.precision import estimated, with_norm
 
 pytestmark = pytest.mark.slow
 
@@ -136,8 +136,9 @@ def test_bundle_of_the_host_says_the_same_in_the_guest(guest, made):
     So too with batch norm statistics of the inputs: those of the host in the guest, and both estimate the same.
     """
     path, samples, folder = made
-    bundle = bundles.install(path, folder / "bundles")
-    inputs, labels = samples.inputs[:IMAGES], samples.labels[:IMAGES]
+    bundle = installed.install(path, folder / "bundles")
+    inputs = samples.inputs[:IMAGES]
+    labels = samples.labels[:IMAGES]
     np.savez(folder / "inputs.npz", inputs=inputs, labels=labels)
     here = {precision: Encoder.open(bundle, precision).features(inputs) for precision in ("fp32", "int8")}
     result = personalize(bundle, samples, Encoder.open(bundle, "fp32"))

@@ -16,6 +16,7 @@ import pytest
 
 from coordinator.broker import find_mosquitto
 from coordinator.config import WebConfig
+from coordinator.journal.entries import fact_of
 from coordinator.research.bench import fleet
 from coordinator.research.bench.measuring import FleetPlan, module, usage, wait_for
 from coordinator.research.bench.rounds import PROGRAMS, broker, round_seconds
@@ -50,9 +51,13 @@ class Visitor(threading.Thread):
 
     def __init__(self, port, topic, path):
         super().__init__(daemon=True)
-        self.port, self.topic, self.path = port, topic, path
+        self.port = port
+        self.topic = topic
+        self.path = path
         self.stream = socket.create_connection(("127.0.0.1", port), 60)
-        self.has_left, self.fetched, self.unlike = threading.Event(), 0, []
+        self.has_left = threading.Event()
+        self.fetched = 0
+        self.unlike = []
 
     def run(self):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # browsers are on other machines
@@ -83,8 +88,10 @@ class Blocks:
     """Opens the pages in every second block of rounds, and notes what both kinds of rounds cost."""
 
     def __init__(self, port, pid):
-        self.port, self.pid = port, pid
-        self.visitors, self.fetched = [], 0
+        self.port = port
+        self.pid = pid
+        self.visitors = []
+        self.fetched = 0
         self.cpu_s = {True: [], False: []}
         """With pages, without -> the coordinator's CPU seconds a round, of each block."""
 
@@ -116,9 +123,11 @@ class Blocks:
 @pytest.mark.skipif(find_mosquitto() is None, reason="mosquitto is not installed")
 def test_ten_open_pages_leave_the_rounds_of_two_hundred_agents_as_they_are(tmp_path):
     plan = FleetPlan(agents=200, payload="0.1MB", rounds=BLOCK * BLOCKS, transport="mosquitto")
-    ready, state_path = threading.Event(), tmp_path / "coordinator"
+    ready = threading.Event()
+    state_path = tmp_path / "coordinator"
     with broker(plan.transport) as running, contextlib.ExitStack() as stack:
-        address, config = running.config(), tmp_path / "coordinator.toml"
+        address = running.config()
+        config = tmp_path / "coordinator.toml"
         fleet.write_config(config, {**fleet.settings(plan), "state": state_path.name, "broker": {"url": address.url}})
         coordinator = stack.enter_context(
             module("coordinator", ["coordinator", "--config", config], tmp_path, module=PROGRAMS)
@@ -132,7 +141,7 @@ def test_ten_open_pages_leave_the_rounds_of_two_hundred_agents_as_they_are(tmp_p
         agents = stack.enter_context(module("fleet", to_agents, tmp_path, module=program))
         assert ready.wait(60)
         with StateFolder(state_path).look() as state:
-            run = state.journal.request_run(fleet.request_for(plan).body())
+            run = state.journal.request_run(fact_of("run_requested", fleet.request_for(plan).body()))
             blocks = Blocks(int(web.url.rsplit(":", 1)[1].strip("/")), coordinator.pid)
             web_s = usage(web.pid).cpu_s
 
@@ -148,7 +157,8 @@ def test_ten_open_pages_leave_the_rounds_of_two_hundred_agents_as_they_are(tmp_p
     for number, one in enumerate(seconds):
         if number % BLOCK:
             by_kind[number // BLOCK % 2 == 1].append(one)
-    open_s, closed_s = median(by_kind[True]), median(by_kind[False])
+    open_s = median(by_kind[True])
+    closed_s = median(by_kind[False])
     low, _, high = quantiles(by_kind[False])
     cpu = {kind: median(values) for kind, values in blocks.cpu_s.items()}
     print(f"\nrounds with pages {open_s:.3f} s, without {closed_s:.3f} s (half of them {low:.3f} to {high:.3f} s):")

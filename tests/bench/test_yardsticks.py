@@ -38,7 +38,8 @@ def registries(monkeypatch):
 
 def test_scikit_learn_is_measured_on_the_features_of_the_device(tmp_path):
     rng = np.random.default_rng(0)
-    labels, means = np.arange(80) % 3, 3 * rng.standard_normal((3, 8), np.float32)
+    labels = np.arange(80) % 3
+    means = 3 * rng.standard_normal((3, 8), np.float32)
     points = means[labels] + rng.standard_normal((80, 8), np.float32)
     paths = (tmp_path / "fit", tmp_path / "test")
     for path, part in zip(paths, (slice(40), slice(40, None)), strict=True):
@@ -145,12 +146,14 @@ def test_ratios_are_medians_of_pairs_and_not_of_all():
 def test_the_bare_loop_does_the_work_of_its_method(monkeypatch):
     """30 samples in batches of 20 are two steps: five epochs of all weights; FedPAC: one of the head, five without."""
     monkeypatch.setitem(workloads.W1_PARAMS, "batch_size", 20)
-    steps, step = [], torch.optim.SGD.step
+    steps = []
+    step = torch.optim.SGD.step
     monkeypatch.setattr(
         torch.optim.SGD, "step", lambda self: (steps.append(len(self.param_groups[0]["params"])), step(self))
     )
     torch.manual_seed(0)
-    inputs, labels = torch.randn(30, 1, 28, 28), torch.arange(30) % 10
+    inputs = torch.randn(30, 1, 28, 28)
+    labels = torch.arange(30) % 10
     loop.fedavg(loop.fresh_model(), inputs, labels)
     assert steps == [8] * 10
     steps.clear()
@@ -171,7 +174,8 @@ def test_simulated_rounds_and_bare_ones_are_measured_in_turns(tmp_path, monkeypa
 
 def test_memory_of_few_clients_and_of_many_is_that_of_as_many_updates(tmp_path, monkeypatch):
     """8 clients in 2 rounds send as many updates as 4 in 4; each simulation has its own process."""
-    asked, most = [], {4: 1000.0, 8: 1050.0}
+    asked = []
+    most = {4: 1000.0, 8: 1050.0}
     monkeypatch.setattr(
         memory, "_in_a_process", lambda folder, clients, *rest: (asked.append((clients, *rest)), most[clients])[1]
     )
@@ -205,7 +209,8 @@ def test_stacked_rounds_are_measured_against_a_loop_on_the_same_device(tmp_path,
 def test_precisions_and_layouts_are_measured_in_turns(monkeypatch):
     monkeypatch.setattr(precision, "NETWORKS", {"small_cnn": (1, 8)})
     monkeypatch.setattr(precision, "SAMPLES", 60)
-    calls, autocast = [], torch.autocast
+    calls = []
+    autocast = torch.autocast
 
     def watched(*words, **how):
         calls.append(how["enabled"])
@@ -227,7 +232,8 @@ def test_auroc_is_scikit_learns_also_with_ties():
     from sklearn.metrics import roc_auc_score
 
     rng = np.random.default_rng(0)
-    usual, strange = rng.integers(0, 9, 50).astype(float), rng.integers(3, 12, 30).astype(float)
+    usual = rng.integers(0, 9, 50).astype(float)
+    strange = rng.integers(3, 12, 30).astype(float)
     expected = roc_auc_score([0] * 50 + [1] * 30, np.concatenate([usual, strange]))
     assert own_classes.auroc(usual, strange) == pytest.approx(expected)
 

@@ -15,17 +15,18 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.fleet.transfers import Collection, Collector, Distributor
+from coordinator.journal.entries import fact_of
 from coordinator.research.bench.measuring import lines, send_line
 from coordinator.research.bench.workloads import NOOP
 from coordinator.state.store import StateFolder
-from edge_agent.config import BrokerConfig
-from edge_agent.errors import MeasuringFailed
-from edge_agent.task import ImageInput, Task
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import Outgoing, decode_frame
-from edge_agent.wire.messages import Topics
+from edge_agent.core.config import BrokerConfig
+from edge_agent.core.errors import MeasuringFailed
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.wire.blobs.chunks import Outgoing, decode_frame
+from edge_agent.wire.messages import codec, down, fields, up
 from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.tensors import Spec, encode
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Message
 
 LIMIT_S = 120.0
@@ -36,14 +37,16 @@ class Hub:
     """A coordinator that only moves blobs. `start`, then `broadcast` and `upload`."""
 
     def __init__(self, state: StateFolder, transport: MqttTransport, topics: Topics) -> None:
-        self.transport, self.topics = transport, topics
+        self.transport = transport
+        self.topics = topics
         self.distributor = Distributor(topics, transport.publish, time.monotonic)
         self.collector = Collector(state.blobs, state.journal, self.send, time.monotonic)
         self.agents: set[str] = set()
         self.holders: set[str] = set()
-        self.manifests: dict[str, wire.UpdateManifest] = {}
+        self.manifests: dict[str, up.UpdateManifest] = {}
         self.reports: set[str] = set()
-        self._seq, self._federation = 0, wire.new_id()
+        self._seq = 0
+        self._federation = fields.new_id()
 
     def start(self, count: int) -> None:
         """Listen until so many agents have said hello."""
@@ -55,7 +58,8 @@ class Hub:
         """Seconds until every agent has fetched and checked a new blob."""
         array = np.random.default_rng(number).integers(0, 255, size_bytes, np.uint8)
         blob = Outgoing.of(encode({"array": array}))
-        self.holders, self.reports = set(), set()
+        self.holders = set()
+        self.reports = set()
         begin = time.monotonic()
         self.distributor.offer(blob, self.agents)
         self._ask(number, blob, "personalize", {})
@@ -102,22 +106,22 @@ class Hub:
             if isinstance(event, Message):
                 self._on_message(event)
             elif isinstance(event, Connected):
-                self.transport.publish(self.topics.announce, self._stamped(wire.Announce(software="bench")))
+                self.transport.publish(self.topics.announce, self._stamped(down.Announce(software="bench")))
             self.collector.tick()
 
-    def send(self, agent: str, message: wire.Control) -> None:
+    def send(self, agent: str, message: fields.Control) -> None:
         """One control message to one agent."""
         self.transport.publish(self.topics.down(agent), self._stamped(message))
 
-    def _stamped(self, message: wire.Control) -> bytes:
+    def _stamped(self, message: fields.Control) -> bytes:
         self._seq += 1
         stamp = {"boot": "hub", "seq": self._seq, "federation": self._federation, "epoch": 1}
-        return wire.encode(message.model_copy(update=stamp))
+        return codec.encode(message.model_copy(update=stamp))
 
     def _ask(self, number: int, blob: Outgoing, purpose: str, params: dict[str, int]) -> None:
         task = Task(input=ImageInput(channels=1, height=8, width=8), class_names=("a", "b"))
         for agent in sorted(self.agents):
-            job = wire.Job.model_validate(
+            job = down.Job.model_validate(
                 {"purpose": purpose, "run": RUN, "round": number, "rounds": 1 << 16, "seed": 0, "method": NOOP}
                 | {"params": params, "task": task, "blobs": (blob.ref,), "deadline_s": LIMIT_S}
             )
@@ -128,24 +132,24 @@ class Hub:
         if kind == "ub":
             self.collector.chunk(agent, decode_frame(event.payload))
         elif kind == "up":
-            self._on_control(agent, wire.parse_from_agent(event.payload))
+            self._on_control(agent, codec.parse_from_agent(event.payload))
 
-    def _on_control(self, agent: str, message: wire.Control) -> None:
-        if isinstance(message, wire.Hello):
+    def _on_control(self, agent: str, message: fields.Control) -> None:
+        if isinstance(message, up.Hello):
             self.agents.add(agent)
-            self.send(agent, wire.Welcome(software="bench", lease_s=LIMIT_S))
-        elif isinstance(message, wire.Want):
+            self.send(agent, down.Welcome(software="bench", lease_s=LIMIT_S))
+        elif isinstance(message, up.Want):
             self.distributor.want(agent, message.digest, message.ranges)
-        elif isinstance(message, wire.Progress):
+        elif isinstance(message, up.Progress):
             self.distributor.progress(agent, message.digest, message.seen)
-        elif isinstance(message, wire.Have):
+        elif isinstance(message, up.Have):
             self.distributor.have(agent, message.digest)
             self.holders.add(agent)
-        elif isinstance(message, wire.Report):
+        elif isinstance(message, up.Report):
             self.reports.add(agent)
-        elif isinstance(message, wire.Fault):
+        elif isinstance(message, up.Fault):
             raise MeasuringFailed(f"{agent}: {message.error}: {message.message}")
-        elif isinstance(message, wire.UpdateManifest):
+        elif isinstance(message, up.UpdateManifest):
             self.manifests[agent] = message
             if self.collector.open_round is not None:
                 self.collector.manifest(agent, message)
@@ -159,7 +163,7 @@ def main() -> None:
     given = parser.parse_args()
     transport = MqttTransport(BrokerConfig(url=given.url), f"{given.federation}-coordinator")
     with StateFolder(given.state).open("bench") as state:
-        state.journal.request_run({})
+        state.journal.request_run(fact_of("run_requested", {}))
         hub = Hub(state, transport, Topics(given.federation))
         hub.start(given.agents)
         send_line("ready")

@@ -16,23 +16,23 @@ from typing import Any
 import numpy as np
 
 from coordinator.research.bench.device import resnet18
-from edge_agent import bundle as bundles
 from edge_agent.agent.head_tier import install_bundle
-from edge_agent.config import AgentConfig, DataConfig, HeadConfig
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Install
+from edge_agent.bundle import archive
+from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Install
 
 PREDICTS = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
 import numpy as np
 os.sched_setaffinity(0, {0})
-from edge_agent import bundle as bundles
-from edge_agent.encoder import Encoder
-from edge_agent.personalize import load_head
+from edge_agent.bundle import installed
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.personalize import load_head
 state, stop, seconds, pause = Path(sys.argv[1]), [], [], threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-bundle = bundles.current(state / "bundles")
+bundle = installed.current(state / "bundles")
 head, encoder = load_head(state / "head", bundle), Encoder.open(bundle, "fp32")
 picture = np.zeros((1, 3, 224, 224), np.float32)
 print("ready", flush=True)
@@ -49,9 +49,9 @@ import json, os, sys, time
 from pathlib import Path
 os.sched_setaffinity(0, {0})
 from edge_agent.agent import candidate
-from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import AgentConfig
-from edge_agent.wire.messages import Install
+from edge_agent.agent.tasks.runner import TaskRunner
+from edge_agent.core.config import AgentConfig
+from edge_agent.wire.messages.down import Install
 config, message = AgentConfig.model_validate_json(sys.argv[1]), Install.model_validate_json(sys.argv[2])
 if int(sys.argv[5]):
     candidate.available_bytes = lambda: int(sys.argv[5]) << 20
@@ -90,7 +90,8 @@ def measure(where: str, folder: Path, cache: Path, available_mb: int = 0) -> dic
         done = subprocess.run([*child, INSTALLS, *words], capture_output=True, text=True, check=True)
     finally:
         predicting.send_signal(signal.SIGTERM)
-    found, answers = json.loads(done.stdout), json.loads(predicting.communicate()[0])
+    found = json.loads(done.stdout)
+    answers = json.loads(predicting.communicate()[0])
     times = {
         "before": [seconds for at, seconds in answers if at + seconds < found["begin"] - 1],
         "during": [seconds for at, seconds in answers if found["begin"] < at < found["end"]],
@@ -107,16 +108,16 @@ def measure(where: str, folder: Path, cache: Path, available_mb: int = 0) -> dic
 
 def order(path: Path) -> Install:
     """The coordinator's offer of a bundle."""
-    bundle_id = bundles.open_bundle(path).manifest.bundle_id
+    bundle_id = archive.open_bundle(path).manifest.bundle_id
     return Install(run="run-0001", bundle_id=bundle_id, blob=Outgoing.of(path.read_bytes()).ref)
 
 
 def other_bundle(path: Path, made: Path) -> Path:
     """A bundle of the same encoder with another id."""
-    opened = bundles.open_bundle(path)
+    opened = archive.open_bundle(path)
     fields = opened.manifest.model_dump(mode="json", exclude={"schema_version", "files", "variants"})
     fields |= {"variants": {name: one.file for name, one in opened.manifest.variants.items()}, "norm_note": "other"}
-    bundles.pack(made, fields, {name: opened.read(name) for name in opened.manifest.files})
+    archive.pack(made, fields, {name: opened.read(name) for name in opened.manifest.files})
     return made
 
 

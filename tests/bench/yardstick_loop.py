@@ -18,13 +18,14 @@ import numpy as np
 
 from coordinator.research.bench import workloads
 from coordinator.research.bench.measuring import Measured, lines, module, send_line, usage
-from edge_agent.limits import keep_freed_memory
+from edge_agent.core.limits import keep_freed_memory
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-FEATURES, CLASSES = 512, 10
+FEATURES = 512
+CLASSES = 10
 BATCH_AT_ONCE = 512
 HEAD_LR, WEIGHT_DECAY = 0.1, 5e-4
 """FedPAC's own, beside those of the workload."""
@@ -93,7 +94,8 @@ def fedpac(model: nn.Sequential, inputs: torch.Tensor, labels: torch.Tensor) -> 
     import torch
     from torch.nn import functional as F
 
-    encoder, head = model[0], model[1]
+    encoder = model[0]
+    head = model[1]
     before = features_of(encoder, inputs)
     centroids = class_means(before, labels)
     (before * before).sum(dim=1)
@@ -150,7 +152,8 @@ class BareWorkers:
         keeps_memory: bool = False,
     ) -> BareWorkers:
         """``count`` workers that have loaded the inputs and labels of their clients."""
-        path, clients = folder / "clients.npz", sorted(data)
+        path = folder / "clients.npz"
+        clients = sorted(data)
         np.savez(
             path, **{f"{name}.{kind}": array for name in clients for kind, array in zip("xy", data[name], strict=True)}
         )
@@ -173,7 +176,8 @@ class BareWorkers:
 
     def timed_round(self) -> tuple[float, float]:
         """(wall, CPU) seconds until all clients have trained once."""
-        begin, cpu = time.perf_counter(), self._cpu_s()
+        begin = time.perf_counter()
+        cpu = self._cpu_s()
         for worker in self.workers:
             worker.send()
         for worker in self.workers:
@@ -188,7 +192,8 @@ def bare_seconds(clients: int, folder: Path, repeats: int = 5) -> float:
     """Least seconds to train every agent of workload W1 once, on all cores."""
     from edge_agent import data
 
-    task, shards = workloads.w1_task(), {}
+    task = workloads.w1_task()
+    shards = {}
     for client in range(clients):
         samples = data.load(workloads.w1_source(client, clients), task.input, task.class_names)
         train, _ = data.split(samples, workloads.TEST_FRACTION, 0)

@@ -21,11 +21,12 @@ from coordinator.research.bench.simulate import proportional_mb
 from coordinator.simulation.plan import Plan
 from coordinator.simulation.run import Simulation, open_simulation
 from coordinator.simulation.setup import Prepared
-from edge_agent.capabilities import cores
-from edge_agent.errors import MeasuringFailed, RunFailed, TrainingFailed
+from edge_agent.core.capabilities import cores
+from edge_agent.core.errors import MeasuringFailed, RunFailed, TrainingFailed
 
 ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent)}
-FEW, SAMPLE_EVERY_S = 4, 0.05
+FEW = 4
+SAMPLE_EVERY_S = 0.05
 ROUNDS = 2
 """Of the many; the few do more."""
 
@@ -46,7 +47,8 @@ def memory_rows(many: int, workers: int, folder: Path) -> list[Row]:
     Raises:
         MeasuringFailed: a process ended, or the run failed.
     """
-    few, crew = min(FEW, many), workers or cores()
+    few = min(FEW, many)
+    crew = workers or cores()
     folder.mkdir(parents=True)
     one = _in_a_process(folder / "few", few, ROUNDS * max(many // few, 1), crew)
     other = _in_a_process(folder / "many", many, ROUNDS, crew)
@@ -70,8 +72,10 @@ def most_mb(folder: Path, clients: int, rounds: int, workers: int) -> float:
         MeasuringFailed: the run failed.
     """
     folder.mkdir(parents=True)
-    rng, count = np.random.default_rng(0), 5 * clients
-    pictures, labels = rng.integers(0, 256, (count, 32, 32, 3)).astype(np.uint8), np.arange(count) % 2
+    rng = np.random.default_rng(0)
+    count = 5 * clients
+    pictures = rng.integers(0, 256, (count, 32, 32, 3)).astype(np.uint8)
+    labels = np.arange(count) % 2
     np.savez(folder / "pictures.npz", inputs=pictures, labels=labels, class_names=np.array(["a", "b"]))
     plan = Plan(
         data=(f"npz:{folder}/pictures.npz",),
@@ -94,7 +98,8 @@ def most_mb(folder: Path, clients: int, rounds: int, workers: int) -> float:
 @contextlib.contextmanager
 def _watched(simulation: Simulation) -> Iterator[list[float]]:
     """The most that all processes of a simulation took together, so far: one number, in MB."""
-    most, over = [0.0], threading.Event()
+    most = [0.0]
+    over = threading.Event()
 
     def watch() -> None:
         while not over.wait(SAMPLE_EVERY_S):

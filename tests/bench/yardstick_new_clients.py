@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from edge_agent import data, heads, methods
+from edge_agent.core.task import Task, Tensors
 from edge_agent.data import Samples
 from edge_agent.data.partition import dirichlet
 from edge_agent.heads import FitData
-from edge_agent.local.choice import FOLDS, candidates, choose, thinned
-from edge_agent.local.validation import folds
 from edge_agent.methods.base import Method, pooled_norm
 from edge_agent.methods.values import Client, Update
-from edge_agent.task import Task, Tensors
+from edge_agent.personal.choice import FOLDS, candidates, choose, thinned
+from edge_agent.personal.local.validation import folds
 from edge_agent.training.loops import features_of
 from edge_agent.training.parts import load_arrays, personal_names, to_arrays
 
@@ -66,7 +66,8 @@ class Federation:
     """The clients of a setting in one process; nothing is sent."""
 
     def __init__(self, setting: Setting) -> None:
-        self.setting, rng = setting, np.random.default_rng(setting.seed)
+        self.setting = setting
+        rng = np.random.default_rng(setting.seed)
         pool = data.load(setting.source).ready()
         pool = pool.take(rng.permutation(len(pool))[: setting.pool])
         parts = dirichlet(pool.labels, setting.clients, setting.alpha, rng, min_size=max(10, setting.pool // 120))
@@ -79,7 +80,8 @@ class Federation:
         self.clients: dict[str, Client] = {}
         self.tests: dict[str, Samples] = {}
         for number, own in enumerate(rows):
-            mixed, name = rng.permutation(np.asarray(own)), f"c{number:02d}"
+            mixed = rng.permutation(np.asarray(own))
+            name = f"c{number:02d}"
             count = min(len(mixed) // 2, setting.largest[0])
             train = pool.take(mixed[:count])
             self.tests[name] = pool.take(mixed[count : count + setting.largest[1]])
@@ -95,7 +97,8 @@ class Federation:
                 rounds=setting.rounds + setting.joined,
             )
         names = sorted(self.clients)
-        self.old, self.new = names[: -setting.new], names[-setting.new :]
+        self.old = names[: -setting.new]
+        self.new = names[-setting.new :]
 
     def run(self, rounds: int, who: list[str]) -> dict[str, float]:
         """Rounds of local training and aggregation; accuracies after the last local training."""
@@ -125,7 +128,8 @@ class Federation:
 
     def freeze(self) -> None:
         """Put the state into the model that is exported, with batch norm pooled over the clients that have trained."""
-        state, own = dict(self.state), self.clients[self.old[0]].model
+        state = dict(self.state)
+        own = self.clients[self.old[0]].model
         kept = [n for n in personal_names(own, self.shared) if n.startswith("encoder.") and "num_batches" not in n]
         if kept:
             members = [self.clients[name] for name in self.old]
@@ -166,7 +170,8 @@ def combined(federation: Federation, shared: Tensors | None) -> list[float]:
     for name, client in federation.clients.items():
         received = federation.download(name)
         if name in federation.new:
-            rows, own = features_of(federation.model, client.train_inputs).numpy(), heads.create("fedpac")
+            rows = features_of(federation.model, client.train_inputs).numpy()
+            own = heads.create("fedpac")
             known = FitData(rows, client.train_labels.numpy(), federation.task.num_classes, shared)
             own.fit(known, np.random.default_rng(0))
             load_arrays(client.model, {f"head.{part}": own.arrays[part] for part in ("weight", "bias")})
@@ -179,7 +184,9 @@ def combined(federation: Federation, shared: Tensors | None) -> list[float]:
 
 def of_heads(federation: Federation, name: str, shared: Tensors | None) -> dict[str, float]:
     """Accuracies of heads on the frozen encoder for one new client."""
-    client, test, method = federation.clients[name], federation.tests[name], federation.method
+    client = federation.clients[name]
+    test = federation.tests[name]
+    method = federation.method
     labels = client.train_labels.numpy()
     train_rows = features_of(federation.model, client.train_inputs).numpy()
     test_rows = features_of(federation.model, torch.from_numpy(test.inputs)).numpy()
@@ -196,8 +203,10 @@ def of_heads(federation: Federation, name: str, shared: Tensors | None) -> dict[
 
     own = method.heads[0]
     result = {"own": score(own), "own as before": score(own, **AS_BEFORE.get(method.name, {})), "lr": score("lr")}
-    samples, rng = Samples(client.train_inputs.numpy(), labels, test.class_names, test.input), np.random.default_rng(0)
-    divisions, begin = thinned(labels, folds(samples, FOLDS, rng), rng), time.process_time()
+    samples = Samples(client.train_inputs.numpy(), labels, test.class_names, test.input)
+    rng = np.random.default_rng(0)
+    divisions = thinned(labels, folds(samples, FOLDS, rng), rng)
+    begin = time.process_time()
     choice = choose(
         candidates(method.heads, has_shared=True), fit, train_rows, labels, divisions, clock=time.process_time
     )

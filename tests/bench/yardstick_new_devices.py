@@ -24,13 +24,13 @@ import yardstick_own_classes as own_classes
 
 from coordinator import simulate
 from edge_agent import data
-from edge_agent.bundle import Bundle
+from edge_agent.bundle.unpacked import Bundle
 from edge_agent.data import Samples, digits, partition
-from edge_agent.encoder import Encoder
 from edge_agent.heads import AUTO
-from edge_agent.personalize import FitOptions, evaluate_heads, extract, personalize
-from edge_agent.personalizer import load_bundle
-from edge_agent.precision import open_encoder
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.personalize import FitOptions, evaluate_heads, extract, personalize
+from edge_agent.personal.personalizer import load_bundle
+from edge_agent.personal.precision import open_encoder
 
 NEW = 5
 ROUNDS = 20
@@ -73,7 +73,8 @@ Clients = dict[str, tuple[Part, Part]]
 
 def domains(seed: int) -> Clients:
     """Digits 32 x 32 in colour; the handwritten originals of test samples are in nobody's training samples."""
-    rng, (originals, labels) = np.random.default_rng([seed, 1]), digits.load()
+    rng = np.random.default_rng([seed, 1])
+    (originals, labels) = digits.load()
     order = rng.permutation(len(labels))
     pools = order[: len(order) // 2], order[len(order) // 2 :]
 
@@ -94,7 +95,8 @@ def fonts(seed: int) -> Clients:
     """Printed digits 32 x 32 in colour, one font for each client; needs matplotlib, which brings fonts."""
     from matplotlib import get_data_path
 
-    rng, folder = np.random.default_rng([seed, 2]), Path(get_data_path()) / "fonts" / "ttf"
+    rng = np.random.default_rng([seed, 2])
+    folder = Path(get_data_path()) / "fonts" / "ttf"
     kinds = ("", "-Bold", "-Oblique", "-BoldOblique")
     families = {
         "sans": [folder / f"DejaVuSans{kind}.ttf" for kind in kinds],
@@ -120,7 +122,8 @@ def fonts(seed: int) -> Clients:
 def watch(seed: int, file: Path) -> Clients:
     """Windows of two seconds, half overlapping, of six channels; recordings shorter than ten seconds are left out."""
     arrays = data.npz.load_arrays(file)
-    length, ends = 2 * int(arrays["sampling_hz"]), np.cumsum(arrays["lengths"])
+    length = 2 * int(arrays["sampling_hz"])
+    ends = np.cumsum(arrays["lengths"])
     people = np.random.default_rng([seed, 3]).permutation(np.unique(arrays["subject"]))
     clients: Clients = {}
     for person in people:
@@ -148,7 +151,8 @@ def _windows(rows: list[tuple[np.ndarray, int, int]]) -> Part:
 
 def fashion(seed: int) -> Clients:
     """15 clients of up to 300 training samples, new ones of 150; 28 x 28, grey."""
-    rng, (images, labels) = np.random.default_rng([seed, 4]), own_classes.fashion("train")
+    rng = np.random.default_rng([seed, 4])
+    (images, labels) = own_classes.fashion("train")
     pool = rng.permutation(len(labels))[:12_000]
     parts = partition.dirichlet(labels[pool], 20, 0.3, rng, min_size=300)
     rows = [pool[rng.permutation(np.asarray(part))] for part in parts]
@@ -166,7 +170,8 @@ def trained(clients: Clients, folder: Path, seed: int, **settings: Any) -> Any:
     """A simulation of FedAvg-FT with these clients; every client's samples are divided as they come."""
     folder.mkdir(parents=True, exist_ok=True)
     sides = [part for client in clients.values() for part in client]
-    inputs, labels = np.concatenate([one.inputs for one in sides]), np.concatenate([one.labels for one in sides])
+    inputs = np.concatenate([one.inputs for one in sides])
+    labels = np.concatenate([one.labels for one in sides])
     np.savez(folder / "pool.npz", inputs=inputs, labels=np.char.add("k", labels.astype(str)))
     kind = "window" if inputs.dtype.kind == "f" else "image"
     source = f"npz:{folder / 'pool.npz'}?kind={kind}"

@@ -20,15 +20,16 @@ import numpy as np
 from coordinator import simulate
 from coordinator.research.bench.workloads import FASHION
 from edge_agent import Personalizer, load_data
+from edge_agent.core.task import ImageInput
 from edge_agent.data import Samples
 from edge_agent.data.idx import read_idx
-from edge_agent.local.confidence import calibration_error
-from edge_agent.personalize import FitOptions, personalize
-from edge_agent.precision import open_encoder
-from edge_agent.task import ImageInput
+from edge_agent.personal.confidence import calibration_error
+from edge_agent.personal.personalize import FitOptions, personalize
+from edge_agent.personal.precision import open_encoder
 
 EACH = (5, 10, 20, 50)
-KNOWN, OWN = 6, 4
+KNOWN = 6
+OWN = 4
 FONTS = Path("/usr/share/fonts/truetype/dejavu")
 HEADS = ("lr", "prototype", "auto")
 ROUNDS = 20
@@ -69,17 +70,20 @@ def trained(folder: Path, seed: int, method: str) -> tuple[Path, np.ndarray]:
 
 def by_samples(folder: Path, seeds: int, method: str) -> list[dict[str, Any]]:
     """Accuracy on the four classes that the encoder has never seen, by samples for each class."""
-    pool, test_pool = fashion("train"), fashion("test")
+    pool = fashion("train")
+    test_pool = fashion("test")
     rows = []
     for seed in range(seeds):
         path, known = trained(folder, seed, method)
-        own, rng = np.setdiff1d(np.arange(10), known), np.random.default_rng(seed + 200)
+        own = np.setdiff1d(np.arange(10), known)
+        rng = np.random.default_rng(seed + 200)
         device = Personalizer.open(path, cache=folder / "cache")
         test = some(test_pool[1], own, 250, rng)
         for each in EACH:
             train = some(pool[1], own, each, rng)
             parts = [samples(device, *part, own) for part in ((pool, train), (test_pool, test))]
-            encoder, local = open_encoder(device.bundle, "fp32", parts[0]), None
+            encoder = open_encoder(device.bundle, "fp32", parts[0])
+            local = None
             for head in HEADS:
                 options = FitOptions(head, local=local is None)
                 scores = personalize(device.bundle, (parts[0], parts[1]), encoder, options).scores
@@ -103,11 +107,14 @@ def confidence(
     """False alarms, AUROC of each kind of unknown inputs, and calibration, of a head on ``known`` samples."""
     device.fit(*known, own_classes=True, unknown=0.05)
     saved = device.head
-    rule, calibration = saved.confidence.unknown, saved.confidence.calibration
+    rule = saved.confidence.unknown
+    calibration = saved.confidence.calibration
     test = device._samples(*tested, device.classes)
     features = device.encoder.features(test.inputs)
-    usual, sure = rule.distances(features), saved.head.predict_proba(features).max(axis=1)
-    raw, tempered = saved.head.predict_proba(features), saved.predict_proba(features)
+    usual = rule.distances(features)
+    sure = saved.head.predict_proba(features).max(axis=1)
+    raw = saved.head.predict_proba(features)
+    tempered = saved.predict_proba(features)
     result: dict[str, float | int] = {
         "n_train": len(known[1]),
         "n_test": len(test),
@@ -122,7 +129,8 @@ def confidence(
     }
     for name, inputs in others.items():
         strange = device.encoder.features(device._samples(inputs, None, device.classes, is_labelled=False).inputs)
-        distances, shares = rule.distances(strange), saved.head.predict_proba(strange).max(axis=1)
+        distances = rule.distances(strange)
+        shares = saved.head.predict_proba(strange).max(axis=1)
         result[f"auroc_{name}"] = auroc(usual, distances)
         result[f"auroc_{name}_by_probability"] = auroc(-sure, -shares)
         result[f"rejected_{name}"] = float((distances > rule.threshold).mean())
@@ -142,8 +150,11 @@ def auroc(usual: np.ndarray, strange: np.ndarray) -> float:
 def on_fashion(folder: Path, seed: int, method: str) -> dict[str, float | int]:
     """Known: the six classes of the encoder; near: the four left out; far: handwritten digits."""
     path, known = trained(folder, seed, method)
-    pool, test_pool, rng = fashion("train"), fashion("test"), np.random.default_rng(seed + 300)
-    rows, tested = some(pool[1], known, 50, rng), some(test_pool[1], known, 150, rng)
+    pool = fashion("train")
+    test_pool = fashion("test")
+    rng = np.random.default_rng(seed + 300)
+    rows = some(pool[1], known, 50, rng)
+    tested = some(test_pool[1], known, 150, rng)
     near = some(test_pool[1], np.setdiff1d(np.arange(10), known), 150, rng)
     digits = load_data(f"digits:optdigits?n=600&seed={seed}", ImageInput(channels=1, height=28, width=28))
     far = np.round((digits.inputs[:, 0] * 0.5 + 0.5) * 255).astype(np.uint8)
@@ -162,12 +173,15 @@ def on_fonts(folder: Path, seed: int) -> dict[str, float | int]:
         run = simulate("fedavg", data=sources, partition="domains", rounds=3, params=params, engine="serial")
         shutil.copy(run.export(folder / "part.hwb"), path)
     images, labels = printed(1400, seed)
-    first, rest = images[:500], images[500:]
-    known, later = labels[:500] < 7, labels[500:] < 7
+    first = images[:500]
+    rest = images[500:]
+    known = labels[:500] < 7
+    later = labels[500:] < 7
     clothes = np.repeat(np.pad(fashion("test")[0][:600], ((0, 0), (2, 2), (2, 2)))[..., None], 3, axis=3)
     device = Personalizer.open(path, cache=folder / "cache")
     names = np.char.add("digit", labels.astype(str))
-    train, test = (first[known], names[:500][known]), (rest[later], names[500:][later])
+    train = (first[known], names[:500][known])
+    test = (rest[later], names[500:][later])
     return confidence(device, train, test, near=rest[~later], far=clothes)
 
 
@@ -175,8 +189,10 @@ def printed(count: int, seed: int, paths: Sequence[Path] | None = None, salt: in
     """Digits (n, 32, 32, 3) uint8 and labels (n,), drawn in these fonts (default: DejaVu), turned and coloured."""
     from PIL import Image, ImageDraw, ImageFont
 
-    rng, paths = np.random.default_rng([seed, salt]), paths or sorted(FONTS.glob("*.ttf"))
-    labels, images = rng.integers(0, 10, count), []
+    rng = np.random.default_rng([seed, salt])
+    paths = paths or sorted(FONTS.glob("*.ttf"))
+    labels = rng.integers(0, 10, count)
+    images = []
     for label in labels:
         paper, ink = rng.integers(0, 256, (2, 3))
         while abs(float(paper.mean() - ink.mean())) < 80:

@@ -25,21 +25,22 @@ import numpy as np
 import torch
 
 from coordinator.config import NO_BOUNDS, AggregationConfig
+from coordinator.journal.entries import RoundOpened
 from coordinator.runs.aggregation import aggregate
 from coordinator.runs.bounds import norms_of
 from coordinator.runs.directions import Comparison
 from coordinator.runs.repeats import after_round
 from coordinator.runs.selection import Exclusions
-from coordinator.state.journal import Accepted, OpenRound
+from coordinator.views.runs import Accepted, OpenRound
 from edge_agent import methods
 from edge_agent.client import Arrays, Built, ClientState, Session
+from edge_agent.core.errors import HeadwaterError
+from edge_agent.core.task import ImageInput, State, Task, Tensors
 from edge_agent.data.digits import load
 from edge_agent.data.partition import dirichlet, pathological, quantity
-from edge_agent.errors import HeadwaterError
 from edge_agent.methods import Method, Update
 from edge_agent.methods.base import is_learned
 from edge_agent.methods.values import ClassStatistics
-from edge_agent.task import ImageInput, State, Task, Tensors
 from edge_agent.wire.tensors import first_non_finite
 
 SIDE = 8
@@ -115,7 +116,8 @@ class Scene:
     def with_change(self, index: int, change: np.ndarray, weight: float | None = None) -> Update:
         """The update of client ``index`` with another change of the weights, and another sample count."""
         update = self.updates[index]
-        tensors, begin = dict(update.tensors), 0
+        tensors = dict(update.tensors)
+        begin = 0
         for name in self.names:
             array = self.state[name]
             part = change[begin : begin + array.size].reshape(array.shape)
@@ -225,7 +227,8 @@ def min_max(scene: Scene, index: int) -> Update:
     mean = honest.mean(axis=0)
     squares = (honest**2).sum(axis=1)
     farthest = np.sqrt(np.max(squares[:, None] + squares[None] - 2 * honest @ honest.T))
-    low, high = 0.0, 50.0
+    low = 0.0
+    high = 50.0
     for _ in range(30):
         middle = (low + high) / 2
         distance = np.linalg.norm(honest - (mean - middle * unit(mean) * scene.median_norm), axis=1).max()
@@ -235,7 +238,8 @@ def min_max(scene: Scene, index: int) -> Update:
 
 def against_the_last_step(scene: Scene, index: int) -> Update:
     """-4.5 times its own length along the last step of the shared model, for 4.5 times its samples; knows no others."""
-    own, update = scene.changes([index])[0], scene.updates[index]
+    own = scene.changes([index])[0]
+    update = scene.updates[index]
     direction = own if scene.previous_step is None else scene.previous_step
     made = scene.with_change(index, -4.5 * np.linalg.norm(own) * unit(direction), 4.5 * update.weight)
     return with_inverted_classifier(made)
@@ -330,7 +334,8 @@ def mix_classes(share: float, length: float, samples: float) -> Craft:
     exchange = exchange_classes(length, samples)
 
     def craft(scene: Scene, index: int) -> Update:
-        own, made = scene.updates[index], exchange(scene, index)
+        own = scene.updates[index]
+        made = exchange(scene, index)
         declared = class_statistics_of(scene.method)
         tensors = dict(made.tensors)
         for name in (*declared.means, *declared.sums):
@@ -348,7 +353,8 @@ def one_part_against(part: str, norm: float, weight: float) -> Craft:
     def craft(scene: Scene, index: int) -> Update:
         mean = scene.changes(scene.honest).mean(axis=0)
         is_part = np.concatenate([np.full(scene.state[name].size, name.startswith(part)) for name in scene.names])
-        against, along = unit(np.where(is_part, -mean, 0)), unit(np.where(is_part, 0, mean))
+        against = unit(np.where(is_part, -mean, 0))
+        along = unit(np.where(is_part, 0, mean))
         shares = np.linspace(0, 1, 201)
         directions = (unit(share * along + (1 - share) * against) for share in shares)
         direction = next((one for one in directions if one @ unit(mean) >= 0.02), along)
@@ -489,10 +495,15 @@ class NumpyClients:
     """A network of 64, 32 and 10 units, trained for all clients at once: a cell takes a tenth of a second."""
 
     is_personal = False
-    HIDDEN, BATCH, LR, MOMENTUM = 32, 8, 0.2, 0.5
+    HIDDEN = 32
+    BATCH = 8
+    LR = 0.2
+    MOMENTUM = 0.5
 
     def __init__(self, data: Sequence[tuple[Arrays, Arrays]], seed: int, epochs: int) -> None:
-        self._data, self._seed, self._epochs = data, seed, epochs
+        self._data = data
+        self._seed = seed
+        self._epochs = epochs
         rng = np.random.default_rng(seed)
         sizes = {"encoder.0": (self.HIDDEN, SIDE * SIDE), "head": (len(TASK.class_names), self.HIDDEN)}
         self.fresh = {}
@@ -574,7 +585,9 @@ class TorchClients:
     """The clients' own code."""
 
     def __init__(self, method: Method, data: Sequence[tuple[Arrays, Arrays]], seed: int) -> None:
-        self._data, self._seed, self._method = data, seed, method
+        self._data = data
+        self._seed = seed
+        self._method = method
         self.is_personal = method.name != "fedavg"
         self._built = Built.of(method, TASK, seed=seed, device="cpu")
         self._honest = [self._session(index, train) for index, (train, _) in enumerate(data)]
@@ -593,7 +606,8 @@ class TorchClients:
         self._kept = [ClientState()] * len(self._sessions)
 
     def updates(self, method: Method, state: State, number: int, rounds: int) -> list[Update]:
-        updates, common = [], method.broadcast(state)
+        updates = []
+        common = method.broadcast(state)
         for index, session in enumerate(self._sessions):
             received = {**common, **method.downlink(state, session.client)}
             try:
@@ -607,7 +621,8 @@ class TorchClients:
         return updates
 
     def scores(self, method: Method, state: State, hidden: list[int], rounds: int) -> tuple[float, float]:
-        right, stamped = [], []
+        right = []
+        stamped = []
         for index, session in enumerate(self._sessions):
             if index in hidden:
                 continue
@@ -682,7 +697,8 @@ class Federation:
         for own in rows:
             order = np.random.default_rng(self.seed).permutation(own)
             cut = max(1, round(HELD_OUT * len(order)))
-            test, train = order[:cut], order[cut:]
+            test = order[:cut]
+            train = order[cut:]
             self.data.append((Arrays(inputs[train], labels[train]), Arrays(inputs[test], labels[test])))
         if self.method_name == "fedavg":
             self.trainer: Trainer = NumpyClients(self.data, self.seed, self.epochs or 3)
@@ -705,9 +721,12 @@ class Federation:
         config = AggregationConfig(**{"attackers": max(1, count), **settings})
         attackers = self.attackers(count)
         self.trainer.begin({index: attack.data(self.data[index][0]) for index in attackers if attack.data})
-        state, exclusions = self.method.start(self.trainer.fresh), Exclusions()
+        state = self.method.start(self.trainer.fresh)
+        exclusions = Exclusions()
         begin = dict(state)
-        result, previous, way = Result(0.0, float("nan")), None, None
+        result = Result(0.0, float("nan"))
+        previous = None
+        way = None
         repeats: dict[str, int] = {}
         is_bounded = settings.get("max_norm", 5.0) is not None
         for number in range(1, rounds + 1):
@@ -731,7 +750,8 @@ class Federation:
             state, decisions = aggregate(self.method, base, once, config, begin, repeats)
             repeats = after_round(repeats, decisions.repeats, [update.client for update in accepted])
             names = [name for name, array in sorted(self.trainer.fresh.items()) if is_learned(name, array)]
-            previous, way = change_of(state, base, names), change_of(state, begin, names)
+            previous = change_of(state, base, names)
+            way = change_of(state, begin, names)
             if look is not None:
                 look(base, accepted, decisions)
             suspects = decisions.suspects if is_bounded else {}
@@ -744,7 +764,7 @@ class Federation:
                 number,
                 1,
                 tuple(one.client for one in cohort),
-                {},
+                RoundOpened(),
                 {one.client: Accepted("", one.weight, {}) for one in accepted},
                 rejected,
             )
@@ -886,10 +906,8 @@ def table(results: dict[str, dict[str, Any]], seeds: int) -> str:
                 text = f"{fmean(lost):.1f} ({max(lost):.1f})"
                 if "backdoor" in name:
                     text += f" b {100 * fmean(values(name, rule, 'backdoor')):.0f}"
-                hostile, honest = (
-                    sum(values(name, rule, "attackers_left_out")),
-                    sum(values(name, rule, "honest_left_out")),
-                )
+                hostile = sum(values(name, rule, "attackers_left_out"))
+                honest = sum(values(name, rule, "honest_left_out"))
                 text += f" out {hostile / len(found):.0f}/{honest / len(found):.0f}" if hostile or honest else ""
                 texts.append(text)
             lines.append(f"| {name} | {' | '.join(texts)} |")
@@ -912,7 +930,12 @@ def honest(seeds: int, method_names: Sequence[str]) -> None:
 
 def honest_row(name: str, clients: int, split: str, seeds: int) -> str:
     """One row of that table."""
-    norms, weights, shares, to_others, decisive, lost = [], [], [], [], [], []
+    norms = []
+    weights = []
+    shares = []
+    to_others = []
+    decisive = []
+    lost = []
     suspects = left_out = 0
     for seed in range(seeds):
         federation = Federation(name, clients, seed, split)

@@ -13,17 +13,18 @@ import torch
 from coordinator.research.bench.measuring import Row
 from edge_agent import methods
 from edge_agent.client import choose_device, supported
-from edge_agent.config import Precision
-from edge_agent.limits import keep_freed_memory
+from edge_agent.core.config import Precision
+from edge_agent.core.limits import keep_freed_memory
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.methods.values import Client, MethodParams
-from edge_agent.task import ImageInput, Task
 from edge_agent.training.loops import cross_entropy, train
 from edge_agent.training.parts import Parts
 
 NETWORKS = {"fedpac_cnn": (1, 28), "small_cnn": (3, 32), "resnet18": (3, 64)}
 """Encoder -> channels and side of its images."""
 
-SAMPLES, BATCH = 200, 50
+SAMPLES = 200
+BATCH = 50
 
 
 def report(repeats: int, wish: str, threads: int) -> dict[str, Any]:
@@ -42,11 +43,9 @@ def report(repeats: int, wish: str, threads: int) -> dict[str, Any]:
 
 
 def _rows(encoder: str, device: torch.device, repeats: int) -> Iterator[Row]:
-    usual, mixed, other = (
-        _client(encoder, device, "float32"),
-        _client(encoder, device, "bfloat16"),
-        _client(encoder, device, "float32", layout=torch.contiguous_format),
-    )
+    usual = _client(encoder, device, "float32")
+    mixed = _client(encoder, device, "bfloat16")
+    other = _client(encoder, device, "float32", layout=torch.contiguous_format)
     turns = [[_epoch_s(client) for client in (usual, mixed, other)] for _ in range(repeats + 1)][1:]
     size = f"{encoder}, {NETWORKS[encoder][1]} pixels"
     yield Row(f"{size}: {SAMPLES} images in float32, channels last", median([turn[0] for turn in turns]), "s")

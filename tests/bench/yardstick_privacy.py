@@ -16,15 +16,19 @@ from statistics import fmean, stdev
 import numpy as np
 
 from edge_agent import methods
-from edge_agent.accountant import cost, epsilon_of
-from edge_agent.agent.noise import Mechanism
 from edge_agent.client import Arrays, Built, ClientState, Session
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.data import load
 from edge_agent.methods.values import Update
-from edge_agent.task import ImageInput, Task
+from edge_agent.privacy.accountant import cost, epsilon_of
+from edge_agent.privacy.noise import Mechanism
 
-CLIENTS, ROUNDS, DELTA, SEEDS = 60, 20, 1e-5, (0, 1, 2)
-CLIP, CLIP_STATISTICS = 1.0, 15.0
+CLIENTS = 60
+ROUNDS = 20
+DELTA = 1e-5
+SEEDS = (0, 1, 2)
+CLIP = 1.0
+CLIP_STATISTICS = 15.0
 EPSILONS = {"fedavg": (math.inf, 32.0, 16.0, 8.0, 4.0, 2.0), "fedpac": (math.inf, 1e5, 1e4, 1e3, 16.0)}
 TASK = Task(
     input=ImageInput(channels=1, height=8, width=8),
@@ -52,7 +56,8 @@ class Row:
 
 def noise_for(epsilon: float, rounds: int = ROUNDS) -> float:
     """The noise multiplier of a round's sum with which ``rounds`` rounds spend ``epsilon``."""
-    low, high = 1e-5, 1e5
+    low = 1e-5
+    high = 1e5
     while high / low > 1 + 1e-6:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if epsilon_of(rounds * cost(middle), DELTA) > epsilon else (low, middle)
@@ -66,7 +71,8 @@ def clients_of(seed: int) -> list[tuple[Arrays, Arrays]]:
     dealt = []
     for rows in np.array_split(order, CLIENTS):
         cut = len(rows) - len(rows) // 4
-        train, test = samples.take(rows[:cut]), samples.take(rows[cut:])
+        train = samples.take(rows[:cut])
+        test = samples.take(rows[cut:])
         dealt.append((Arrays(train.inputs, train.labels), Arrays(test.inputs, test.labels)))
     return dealt
 
@@ -90,12 +96,15 @@ def federate(name: str, noise: float | None, seed: int, rounds: int = ROUNDS) ->
             received = {**method.broadcast(state), **method.downlink(state, session.client)}
             done = session.train(received, kept[i], round_number=number, rounds=rounds, evaluate=False)
             kept[i] = done.kept
-            sent, weight = done.update, done.samples
+            sent = done.update
+            weight = done.samples
             if part is not None:
-                sent, weight = part.apply(method, sent, received, rng), 1
+                sent = part.apply(method, sent, received, rng)
+                weight = 1
             updates.append(Update(session.client, weight, sent))
         state = method.aggregate(state, updates)
-    shared, personal = [], []
+    shared = []
+    personal = []
     for i, session in enumerate(sessions):
         received = {**method.broadcast(state), **method.downlink(state, session.client)}
         scores = session.finish(received, kept[i], rounds=rounds).metrics
@@ -128,13 +137,16 @@ def page(rows: list[Row]) -> str:
     lines = []
     for row in rows:
         if row.noise is None:
-            budget, local = "no clipping, no noise", "–"
+            budget = "no clipping, no noise"
+            local = "–"
         elif row.noise == 0:
-            budget, local = "clipping only", "–"
+            budget = "clipping only"
+            local = "–"
         else:
             parts = CLIENTS if methods.create(row.method).server_step_is_mean() else 1
             alone = epsilon_of(ROUNDS * cost(row.noise / math.sqrt(parts)), DELTA)
-            budget, local = f"ε = {row.epsilon:g} (noise {row.noise:.3g})", f"{alone:.0f}"
+            budget = f"ε = {row.epsilon:g} (noise {row.noise:.3g})"
+            local = f"{alone:.0f}"
         lines.append(f"| {row.method} | {budget} | {shown(row.shared)} | {shown(row.personal)} | {local} |")
     table = "\n".join(lines)
     return f"""# What differential privacy costs on digits

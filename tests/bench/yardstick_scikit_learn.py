@@ -28,9 +28,11 @@ def fit(file: str, test: str) -> dict[str, Any]:
     """Fit with scikit-learn's defaults on standardised features, score on ``test``."""
     linear_model = importlib.import_module("sklearn.linear_model")
     preprocessing = importlib.import_module("sklearn.preprocessing")
-    known, other = Features.read(Path(file)), Features.read(Path(test))
+    known = Features.read(Path(file))
+    other = Features.read(Path(test))
     scaler = preprocessing.StandardScaler().fit(known.features)
-    model, inputs = linear_model.LogisticRegression(max_iter=1000), scaler.transform(known.features)
+    model = linear_model.LogisticRegression(max_iter=1000)
+    inputs = scaler.transform(known.features)
     seconds = least_seconds(lambda: model.fit(inputs, known.labels), 10, clock=time.process_time)
     status = Path("/proc/self/status").read_text(encoding="ascii").partition("VmHWM:")[2]
     peak_mb = int(status.split()[0]) * 1024 / 1e6

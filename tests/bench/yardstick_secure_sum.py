@@ -24,9 +24,11 @@ from federation_duties import WIDE_TASK, TinyDuties, quick_params  # noqa: E402 
 from federation_harness import Federation  # noqa: E402
 
 from coordinator.config import DifferentialPrivacyConfig  # noqa: E402
-from edge_agent.secure_sum import Participant, unmasked  # noqa: E402
+from edge_agent.privacy.secure_sum.device import Participant  # noqa: E402
+from edge_agent.privacy.secure_sum.server import unmasked  # noqa: E402
 
-AGENTS, ROUNDS = (5, 10, 20), 4
+AGENTS = (5, 10, 20)
+ROUNDS = 4
 CLIENTS, NUMBERS = (10, 30), 11_200_000
 """Of the second table: clients in a sum, and numbers of a ResNet18."""
 
@@ -57,7 +59,7 @@ def rounds(agents: int, *, is_secure: bool, task: Any = WIDE_TASK, count: int = 
                 fed.request("fedavg", rounds=number, seed=number, params={**quick_params("fedavg"), "lr": 1e-4})
                 begin = time.process_time()
                 fed.finish()
-                assert fed.record.status == "finished", fed.record.outcome
+                assert fed.record.status == "finished", fed.record.end
             seconds = (time.process_time() - begin) / count
         captured = fed.broker.captured
     up = sum(len(payload) for topic, payload in captured if topic.endswith(("/up", "/ub")))

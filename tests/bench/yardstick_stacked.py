@@ -18,7 +18,7 @@ from coordinator.simulation.engines.stacked import device_name
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import Prepared
 from edge_agent.client import choose_device
-from edge_agent.errors import MeasuringFailed
+from edge_agent.core.errors import MeasuringFailed
 
 MANY = 5
 """The second measurement has so many times the clients of the first."""

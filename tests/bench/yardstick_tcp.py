@@ -14,7 +14,8 @@ from coordinator.research.bench.measuring import module
 
 LIMIT_S = 60.0
 ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent)}
-_GO, _DONE = b"g", b"d"
+_GO = b"g"
+_DONE = b"d"
 
 
 def seconds(agents: int, size_bytes: int, folder: Path) -> tuple[float, float]:
@@ -67,7 +68,8 @@ def receive(peer: socket.socket, size_bytes: int) -> bytearray:
         ConnectionError: the other side has closed before.
     """
     buffer = bytearray(size_bytes)
-    view, position = memoryview(buffer), 0
+    view = memoryview(buffer)
+    position = 0
     while position < size_bytes:
         count = peer.recv_into(view[position:])
         if not count:

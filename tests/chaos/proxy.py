@@ -76,14 +76,17 @@ class Proxy:
     """
 
     def __init__(self, target: tuple[str, int], *, seed: int = 0) -> None:
-        self.target, self.up, self.down = target, Way(), Way()
+        self.target = target
+        self.up = Way()
+        self.down = Way()
         self._rng = np.random.default_rng(seed)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
         self._connections: list[_Connection] = []
         self._abandoned: list[socket.socket] = []
-        self._lock, self._stopping = threading.RLock(), threading.Event()
+        self._lock = threading.RLock()
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
 
     def __enter__(self) -> Proxy:

@@ -16,8 +16,8 @@ from proxy import Proxy
 
 from coordinator.broker import MosquittoBroker
 from edge_agent.agent.event_loop import Agent, will_of
-from edge_agent.config import AgentConfig, BrokerConfig, DataConfig
-from edge_agent.wire import messages as wire
+from edge_agent.core.config import AgentConfig, BrokerConfig, DataConfig
+from edge_agent.wire.messages import down as down_module
 from edge_agent.wire.mqtt import MqttTransport
 
 pytestmark = [pytest.mark.broker, NEEDS_MOSQUITTO]
@@ -40,7 +40,9 @@ class Linked(FederationInRealTime):
         for proxy in self.proxies.values():
             proxy.__enter__()
         self.keepalive_s = keepalive_s
-        self.slowest_control_s, self._probed_at, self._probe = 0.0, 0.0, 0
+        self.slowest_control_s = 0.0
+        self._probed_at = 0.0
+        self._probe = 0
         self.broker = self
 
     def __exit__(self, *error):
@@ -76,13 +78,13 @@ class Linked(FederationInRealTime):
             if message.reason.startswith("probe"):
                 self.slowest_control_s = max(self.slowest_control_s, self.clock() - float(message.reason[6:]))
 
-        self.agents[name]._work[wire.Cancel] = heard
+        self.agents[name]._work[down_module.Cancel] = heard
 
         def send():
             now = self.clock()
             if now - self._probed_at >= PROBE_S:
                 self._probed_at = now
-                self.coordinator.send(name, wire.Cancel(run="run-0000", round=1, reason=f"probe {now}"))
+                self.coordinator.send(name, down_module.Cancel(run="run-0000", round=1, reason=f"probe {now}"))
             return self.entries("round_closed")
 
         return send
@@ -105,7 +107,8 @@ def test_a_round_over_a_slow_link_sends_each_byte_once_and_lets_control_messages
         fed.present(1)
         proxy.up.rate = proxy.down.rate = rate
         proxy.up.delay_s = proxy.down.delay_s = 0.03
-        up, down = proxy.up.bytes, proxy.down.bytes
+        up = proxy.up.bytes
+        down = proxy.down.bytes
         fed.request(rounds=1)
         took_s = fed.until(fed.probe("a0"), 1.5 * 2 * 1_100_000 / rate + 20)
         size = len(fed.state.blobs.read(fed.record.checkpoint))
@@ -124,7 +127,8 @@ def test_a_connection_that_is_reset_after_every_200_kb_delivers_the_same_bits(tm
         fed.present(2)
         proxy = fed.proxies["a1"]
         proxy.down.cut_every = proxy.up.cut_every = 200_000
-        up, down = proxy.up.bytes, proxy.down.bytes
+        up = proxy.up.bytes
+        down = proxy.down.bytes
         fed.request(rounds=1)
         fed.until(lambda: fed.entries("round_closed"), 120)
         assert proxy.down.cuts >= 2

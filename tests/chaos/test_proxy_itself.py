@@ -90,7 +90,8 @@ def test_a_rate_is_kept(proxy, client, way):
 
 
 def test_a_delay_is_kept(proxy, client):
-    proxy.up.delay_s, proxy.down.delay_s = 0.1, 0.2
+    proxy.up.delay_s = 0.1
+    proxy.down.delay_s = 0.2
     took_s, _ = exchange(client, b"x")
     assert took_s >= 0.3
 
@@ -100,7 +101,8 @@ def test_a_rate_and_a_delay_cost_no_more_than_they_say():
     way = Way(rate=100_000, delay_s=0.2)
     assert [way.passes_at(1000, 5.0) for _ in range(3)] == pytest.approx([5.21, 5.22, 5.23]), "one after another"
     assert way.passes_at(500, 9.0) == pytest.approx(9.205), "a pause is not made up for"
-    way.rate, way.delay_s = float("inf"), 0.0
+    way.rate = float("inf")
+    way.delay_s = 0.0
     assert way.passes_at(10**9, 9.5) == 9.5
     assert way.bytes == 3500 + 10**9
 
@@ -137,7 +139,8 @@ def test_a_half_open_connection_ends_for_the_client_alone(proxy, client, echo):
 def test_bits_are_flipped_one_in_a_byte_and_the_same_for_the_same_seed(echo):
     def flips(seed):
         with Proxy(echo.address, seed=seed) as proxy:
-            proxy.up.flip, proxy.up.rate = 0.01, 1e9
+            proxy.up.flip = 0.01
+            proxy.up.rate = 1e9
             with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as client:
                 _, found = exchange(client, DATA[:200])
         return [a ^ b for a, b in zip(found, DATA, strict=False) if a != b]

@@ -11,8 +11,9 @@ from federation_duties import WIDE_TASK
 from slow_link import LinkedFederation
 
 from coordinator.fleet import transfers
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import decode_frame
+from edge_agent.wire.blobs.chunks import decode_frame
+from edge_agent.wire.messages import down as down_module
+from edge_agent.wire.messages import up as up_module
 
 MODEL = WIDE_TASK.model_copy(update={"encoder_params": {"feature_dim": 67}})
 """1.1 MB: 4096 * 67 numbers and some more."""
@@ -42,7 +43,7 @@ def round_closes(fed, limit_s=3000.0):
         if fed.clock.now - probed_at >= PROBE_S:
             probed_at = fed.clock.now
             for name in fed.agents:
-                fed.coordinator.send(name, wire.Cancel(run="run-0000", round=1, reason="probe"))
+                fed.coordinator.send(name, down_module.Cancel(run="run-0000", round=1, reason="probe"))
         return fed.entries("round_closed")
 
     return fed.until(is_over, limit_s)
@@ -53,8 +54,10 @@ def test_a_round_over_a_slow_link_sends_each_byte_once_and_lets_control_messages
     with federation(tmp_path, {"a0": rate}) as fed:
         fed.settle()
         fed.request(rounds=1)
-        took_s, size = round_closes(fed), model_bytes(fed)
-        down, up = fed.line("a0", "down"), fed.line("a0", "up")
+        took_s = round_closes(fed)
+        size = model_bytes(fed)
+        down = fed.line("a0", "down")
+        up = fed.line("a0", "up")
         assert took_s < 1.25 * 2 * size / rate
         assert down.bytes < 1.1 * size
         assert up.bytes < 1.1 * size
@@ -96,7 +99,8 @@ def test_agents_at_the_same_slow_rate_share_one_broadcast(tmp_path):
     with federation(tmp_path, dict.fromkeys(("a0", "a1", "a2", "a3"), 40_000), capture=True) as fed:
         fed.settle()
         fed.request(rounds=1)
-        took_s, size = round_closes(fed), model_bytes(fed)
+        took_s = round_closes(fed)
+        size = model_bytes(fed)
         assert took_s < 1.25 * 2 * size / 40_000
         assert published(fed) == size
         for name in fed.agents:
@@ -165,7 +169,8 @@ def test_a_connection_that_breaks_after_every_100_kb_costs_what_was_under_way(tm
 
         def step():
             nonlocal breaks
-            line, transport = fed.line("a1", "down"), fed.agents["a1"].transport
+            line = fed.line("a1", "down")
+            transport = fed.agents["a1"].transport
             if line.bytes + fed.line("a1", "up").bytes > (breaks + 1) * 100_000:
                 breaks += 1
                 transport.reconnect()
@@ -189,7 +194,8 @@ def test_a_link_that_hangs_for_90_s_delivers_the_rest_and_little_of_it_twice(tmp
         fed.request(rounds=1)
         fed.until(lambda: fed.line("a1", way).bytes > 300_000, 300)
         fed.line("a1", way).free_at += 90
-        took_s, size = round_closes(fed), model_bytes(fed)
+        took_s = round_closes(fed)
+        size = model_bytes(fed)
         assert took_s < 90 + 1.25 * 2 * size / 40_000
         assert fed.line("a1", way).bytes < 1.2 * size
         fed.finish(3000)
@@ -266,7 +272,8 @@ def test_uploads_beyond_the_budget_wait_for_their_turn_and_nothing_is_sent_twice
     with federation(tmp_path, dict.fromkeys(names, 200_000), capture=True) as fed:
         fed.settle()
         fed.request(rounds=1)
-        most, told = 0, set()
+        most = 0
+        told = set()
 
         def step():
             nonlocal most
@@ -280,7 +287,7 @@ def test_uploads_beyond_the_budget_wait_for_their_turn_and_nothing_is_sent_twice
         assert len(told) == 6
         for name in names:
             assert fed.line(name, "up").bytes < 1.1 * size
-            assert len(fed.messages(fed.topics.up(name), wire.UpdateManifest)) == 1, "who waits does not ask again"
+            assert len(fed.messages(fed.topics.up(name), up_module.UpdateManifest)) == 1, "who waits does not ask again"
 
 
 def test_slow_uploads_and_dead_ones_leave_room_for_others(tmp_path, monkeypatch):

@@ -12,7 +12,8 @@ from coordinator.cli import main
 @pytest.fixture(autouse=True)
 def quiet_loggers():
     """The commands set up logging for their own process; the test run keeps its own."""
-    root, before = logging.getLogger(), logging.getLogger().handlers[:]
+    root = logging.getLogger()
+    before = logging.getLogger().handlers[:]
     levels = {name: logging.getLogger(name).level for name in ("", "coordinator", "edge_agent", "export")}
     yield
     root.handlers[:] = before

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.config import CoordinatorConfig
 from coordinator.service.preflight import check_defaults, checked_method
-from edge_agent.errors import ConfigError, UnknownName, UsageError
+from edge_agent.core.errors import ConfigError, UnknownName, UsageError
 
 
 def config(*, encoder="linear", encoder_params=None, **sections):

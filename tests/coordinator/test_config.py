@@ -6,8 +6,8 @@ import pytest
 from pydantic import BaseModel
 
 from coordinator.config import CohortConfig, CoordinatorConfig, RoundConfig
-from edge_agent.config import load, parse
-from edge_agent.errors import ConfigError
+from edge_agent.core.config import load, parse
+from edge_agent.core.errors import ConfigError
 
 MINIMAL = {"task": {"class_names": ["cat", "dog"]}}
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -111,5 +111,6 @@ def test_example_file_is_valid_and_says_the_defaults():
     config = load(CoordinatorConfig, CONFIGS / "coordinator.toml")
     default = parse(CoordinatorConfig, {"task": config.task.model_dump()}, where="defaults", base=CONFIGS)
     for name in ("embedded", "run", "cohort", "round", "export", "evaluate_every", "federation"):
-        shown, meant = getattr(config, name), getattr(default, name)
+        shown = getattr(config, name)
+        meant = getattr(default, name)
         assert shown == meant, name

@@ -21,9 +21,9 @@ import export
 from coordinator.simulation import own_data
 from coordinator.simulation.failures import Failure, add_note
 from edge_agent import methods, models
+from edge_agent.core.errors import ConfigError, DataError, RunFailed, UsageError
 from edge_agent.data import load
 from edge_agent.data.partition import Division
-from edge_agent.errors import ConfigError, DataError, RunFailed, UsageError
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"data": "digits:optdigits?n=60", "clients": 2, "rounds": 1, "engine": "serial"}
@@ -270,7 +270,8 @@ def test_rows_that_one_client_holds_out_and_another_trains_on_are_named(caplog):
 
 
 def test_clients_may_bring_their_own_test_samples():
-    (x, y), both = samples(), {}
+    (x, y) = samples()
+    both = {}
     both["a"] = x[:10], y[:10], x[10:], y[10:]
     both["b"] = samples()
     result = coordinator.simulate(data=both, **IN_PROCESS)
@@ -498,7 +499,7 @@ def test_an_export_beside_a_script_is_named(made, tmp_path):
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     last = done.stderr.strip().splitlines()[-1]
     place = tmp_path / made.partition("/")[0]
-    assert last.startswith(f"edge_agent.errors.UsageError: {place}")
+    assert last.startswith(f"edge_agent.core.errors.UsageError: {place}")
     assert "shadows Headwater's package 'export'" in last
     done = subprocess.run(
         [sys.executable, "-m", "coordinator", "methods"],

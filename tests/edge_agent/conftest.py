@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_agent import bundle as bundles
-from edge_agent.task import ImageInput, Task, WindowInput
+from edge_agent.bundle import archive
+from edge_agent.bundle import manifest as manifest_module
+from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.wire.tensors import encode
 
 TASK = Task(
@@ -32,7 +33,7 @@ class Made:
 
     path: Path
     weight: np.ndarray
-    manifest: bundles.Manifest
+    manifest: manifest_module.Manifest
 
     def features(self, inputs: np.ndarray) -> np.ndarray:
         return np.maximum(inputs.reshape(len(inputs), -1) @ self.weight.T, 0)
@@ -132,7 +133,7 @@ def make_bundle(tmp_path: Path) -> Callable[..., Made]:
         }
         if global_head:
             fields["global_head"] = "global_head.safetensors"
-        manifest = bundles.pack(tmp_path / name, {**fields, **(extra or {})}, files)
+        manifest = archive.pack(tmp_path / name, {**fields, **(extra or {})}, files)
         return Made(tmp_path / name, weight, manifest)
 
     return make

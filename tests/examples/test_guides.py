@@ -27,11 +27,12 @@ from PIL import Image
 
 from coordinator import simulate
 from coordinator.cli import COMMANDS as HEADWATER
+from coordinator.journal.entries import fact_of
 from coordinator.runs.request import Request
 from coordinator.state.store import StateFolder
 from edge_agent import data
 from edge_agent.cli import COMMANDS as EDGE_AGENT
-from edge_agent.task import ImageInput, Task
+from edge_agent.core.task import ImageInput, Task
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -127,7 +128,7 @@ def coordinator(folder: Path) -> None:
     shutil.copy(ROOT / "configs/coordinator.toml", folder)
     task = Task(input=IMAGES, class_names=("a", "b"), encoder="small_cnn")
     with StateFolder(folder / "state").look(create=True) as state:
-        state.journal.request_run(Request("fedavg", {}, 3, 0, task).body())
+        state.journal.request_run(fact_of("run_requested", Request("fedavg", {}, 3, 0, task).body()))
 
 
 def repository(folder: Path) -> None:
@@ -210,7 +211,8 @@ def parameters():
 
 @pytest.mark.parametrize("page", parameters())
 def test_commands_do_what_the_page_says(page, tmp_path, environment, background):
-    ports, output = free_ports(), ""
+    ports = free_ports()
+    output = ""
     for block in blocks(page):
         for name in re.findall(r"setup: (\w+)", block.note):
             SETUPS[name](tmp_path)
@@ -290,7 +292,8 @@ STAND_INS = {
 )
 def test_an_upgrade_changes_what_the_service_starts_and_the_way_back_works(tmp_path, install, upgrade, program):
     """The link was set inside of the folder that the installation had made, and the old version went on serving."""
-    programs, opt = tmp_path / "stand-ins", tmp_path / "opt"
+    programs = tmp_path / "stand-ins"
+    opt = tmp_path / "opt"
     programs.mkdir()
     opt.mkdir()
     for name, script in STAND_INS.items():

@@ -60,7 +60,8 @@ def test_the_sensor_of_the_page_is_found_after_a_restart_and_shows_the_class():
         port = int(broker.url.rpartition(":")[2])
         camera = connected(port)
         camera.publish(topic, json.dumps(found), retain=True).wait_for_publish(10)
-        heard, is_here = [], threading.Event()
+        heard = []
+        is_here = threading.Event()
         home = connected(port)  # Home Assistant starts later
 
         def on_message(client, _, message):

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from edge_agent import data
-from edge_agent.errors import ConfigError
+from edge_agent.core.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

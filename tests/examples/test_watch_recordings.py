@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from edge_agent import data
-from edge_agent.personalize import alone
+from edge_agent.personal.personalize import alone
 
 ROOT = Path(__file__).parents[2]
 ARCHIVE = Path(os.environ.get("HEADWATER_WATCH_DATA") or ROOT.parent / "shared" / "data" / "watch_subjects_a.npz")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from edge_agent.task import ImageInput, Task
+from edge_agent.core.task import ImageInput, Task
 from export.encoder import to_onnx
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from edge_agent import methods
-from edge_agent.bundle import open_bundle
+from edge_agent.bundle.archive import open_bundle
+from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.data import Samples
-from edge_agent.task import ImageInput, Task, WindowInput
 from edge_agent.training.parts import encoder_and_head
 from edge_agent.training.ranges import activation_ranges
 from export import bundle, synthetic_inputs
@@ -75,7 +75,8 @@ def test_ranges_in_torch_are_those_that_onnx_runtime_observes(name):
 def test_more_samples_than_are_looked_at_are_spread_evenly(small):
     _, model = small
     inputs = torch.zeros(1000, 3, 32, 32)
-    inputs[0], inputs[999] = -5, 7
+    inputs[0] = -5
+    inputs[999] = 7
     assert activation_ranges(model.encoder, inputs)[0].tolist() == [-5, 7]
 
 

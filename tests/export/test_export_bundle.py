@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from edge_agent import methods
-from edge_agent.bundle import fingerprint, install, open_bundle, pack
-from edge_agent.encoder import Encoder
-from edge_agent.errors import BundleDamaged, ExportRejected
-from edge_agent.task import ImageInput, Task, WindowInput
+from edge_agent.bundle.archive import open_bundle, pack
+from edge_agent.bundle.installed import install
+from edge_agent.bundle.manifest import fingerprint
+from edge_agent.core.errors import BundleDamaged, ExportRejected
+from edge_agent.core.task import ImageInput, Task, WindowInput
+from edge_agent.personal.encoder import Encoder
 from edge_agent.training.parts import encoder_and_head, to_arrays
 from edge_agent.wire.tensors import decode
 from export import build, bundle, model_from_state, synthetic_inputs

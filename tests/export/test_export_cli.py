@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from edge_agent import methods
-from edge_agent.bundle import open_bundle
-from edge_agent.storage import write_tensors
+from edge_agent.bundle.archive import open_bundle
+from edge_agent.core.storage import write_tensors
 from edge_agent.training.parts import to_arrays
 from export.__main__ import main
 

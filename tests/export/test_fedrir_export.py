@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from edge_agent import methods
-from edge_agent.bundle import install
-from edge_agent.encoder import Encoder
+from edge_agent.bundle.installed import install
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.heads import FitData, create
-from edge_agent.task import ImageInput, Task
+from edge_agent.personal.encoder import Encoder
 from edge_agent.training.parts import norm_names, to_arrays
 from export import bundle, model_from_state, synthetic_inputs
 
@@ -28,7 +28,8 @@ TASK = Task(
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    method, folder = methods.create("fedrir"), tmp_path_factory.mktemp("bundles")
+    method = methods.create("fedrir")
+    folder = tmp_path_factory.mktemp("bundles")
     torch.manual_seed(0)
     trained = method.build(TASK).train()
     trained(torch.from_numpy(synthetic_inputs(TASK, 16)))  # running statistics that are not those of the start

@@ -30,7 +30,8 @@ def int8(legacy, images) -> bytes:
 
 def test_features_keep_their_direction(int8, legacy, images):
     fresh = np.random.default_rng(8).normal(size=(30, 1, 8, 8)).astype(np.float32)
-    exact, rough = run(legacy.model, fresh), run(int8, fresh)
+    exact = run(legacy.model, fresh)
+    rough = run(int8, fresh)
     cosines = (exact * rough).sum(1) / np.linalg.norm(exact, axis=1) / np.linalg.norm(rough, axis=1)
     assert cosines.mean() > 0.99
     assert not np.array_equal(exact, rough)
@@ -83,7 +84,8 @@ def test_a_processor_without_vnni_computes_the_same_bits(int8, legacy, images, t
     (tmp_path / "eight.onnx").write_bytes(to_int8(legacy.model, images))
     words = [emulator, "-cpu", "Haswell", sys.executable, "-c", ON_ANOTHER_PROCESSOR, str(tmp_path)]
     subprocess.run(words, check=True, capture_output=True, timeout=300, cwd=Path(__file__).parents[2])
-    exact, there = run(legacy.model, fresh), {name: np.load(tmp_path / f"{name}.npy") for name in ("seven", "eight")}
+    exact = run(legacy.model, fresh)
+    there = {name: np.load(tmp_path / f"{name}.npy") for name in ("seven", "eight")}
     np.testing.assert_allclose(
         there["seven"], run(int8, fresh), rtol=1e-5, atol=1e-6
     )  # the sums are equal, floats follow

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from edge_agent import bundle as bundles
 from edge_agent import cli, data, methods
-from edge_agent.bundle import DomainAnswers, open_bundle, variant_figures
-from edge_agent.errors import BundleDamaged, ExportRejected
-from edge_agent.task import ImageInput, Task
+from edge_agent.bundle import archive, installed, manifest
+from edge_agent.bundle.archive import open_bundle
+from edge_agent.bundle.manifest import DomainAnswers, variant_figures
+from edge_agent.core.errors import BundleDamaged, ExportRejected
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.personal.variants import refitted_answers
 from edge_agent.training.parts import encoder_and_head
-from edge_agent.variants import refitted_answers
 from export import bundle, domains_of
 from export.domains import chosen, objection, range_inputs
 from export.parity import mean_cosine, run
@@ -217,8 +218,8 @@ def test_bundles_of_before_are_read(made, tmp_path):
     opened = open_bundle(made.path)
     fields = opened.manifest.model_dump(mode="json", exclude={"files", "schema_version", "quantization"})
     fields["variants"] = {precision: variant["file"] for precision, variant in fields["variants"].items()}
-    bundles.pack(tmp_path / "old.hwb", fields, {name: opened.read(name) for name in opened.manifest.files})
-    old = bundles.install(tmp_path / "old.hwb", tmp_path / "installed")
+    archive.pack(tmp_path / "old.hwb", fields, {name: opened.read(name) for name in opened.manifest.files})
+    old = installed.install(tmp_path / "old.hwb", tmp_path / "installed")
     assert json.loads((old.folder / "manifest.json").read_bytes())["quantization"] is None
     assert old.id == made.manifest.bundle_id
     assert variant_figures(old.manifest)["variants"]["int8"]["accuracy"] is None
@@ -226,10 +227,10 @@ def test_bundles_of_before_are_read(made, tmp_path):
 
 def test_impossible_figures_are_damage(made, tmp_path):
     opened = open_bundle(made.path)
-    content = json.loads(bundles.dump_manifest(opened.manifest))
+    content = json.loads(manifest.dump_manifest(opened.manifest))
     content["quantization"]["held_out"]["dim"]["int8"] = 61
     with pytest.raises(BundleDamaged, match="61"):
-        bundles.parse_manifest(json.dumps(content, indent=1, sort_keys=True).encode() + b"\n", "b.hwb")
+        manifest.parse_manifest(json.dumps(content, indent=1, sort_keys=True).encode() + b"\n", "b.hwb")
 
 
 def test_import_and_status_show_both_variants(made, tmp_path, capsys):

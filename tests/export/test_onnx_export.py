@@ -10,14 +10,16 @@ import torch
 from torch import nn
 
 from edge_agent import models
-from edge_agent.errors import ExportRejected, MissingCapability
-from edge_agent.task import ImageInput, Task, WindowInput
+from edge_agent.core.errors import ExportRejected, MissingCapability
+from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.training.parts import encoder_and_head
 from export import encoder as export_encoder
 from export.encoder import strip_opsets, to_onnx
 from export.parity import run
 
-GREY, COLOUR, WINDOW = ImageInput(channels=1, height=28, width=28), ImageInput(), WindowInput(channels=3, length=40)
+GREY = ImageInput(channels=1, height=28, width=28)
+COLOUR = ImageInput()
+WINDOW = WindowInput(channels=3, length=40)
 
 
 def operators(model: bytes) -> list[str]:

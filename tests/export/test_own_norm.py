@@ -10,22 +10,26 @@ import pytest
 import torch
 from torch import nn
 
-from edge_agent import bundle as bundles
-from edge_agent import methods, precision
+from edge_agent import methods
 from edge_agent.agent.head_tier import install_bundle, refit_current
+from edge_agent.bundle import archive, unpacked
+from edge_agent.bundle import installed as installed_module
+from edge_agent.bundle import manifest as manifest_module
 from edge_agent.cli import main
-from edge_agent.config import AgentConfig, DataConfig, HeadConfig
+from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig
+from edge_agent.core.errors import BundleDamaged, ExportRejected, FingerprintMismatch, StateError, UsageError
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.data import Samples, load, split
-from edge_agent.encoder import Encoder, features_of
-from edge_agent.errors import BundleDamaged, ExportRejected, FingerprintMismatch, StateError, UsageError
 from edge_agent.heads import saved
-from edge_agent.own_norm import changed, grade, remains, sample
-from edge_agent.personalize import FitOptions, load_head, personalize
-from edge_agent.personalizer import Personalizer
-from edge_agent.precision import estimated, open_encoder, with_norm
-from edge_agent.task import ImageInput, Task
+from edge_agent.personal import precision
+from edge_agent.personal.batch_norm import changed, grade, remains, sample
+from edge_agent.personal.encoder import Encoder, features_of
+from edge_agent.personal.personalize import FitOptions, load_head, personalize
+from edge_agent.personal.personalizer import Personalizer
+from edge_agent.personal.precision import estimated, open_encoder, with_norm
 from edge_agent.training.parts import encoder_and_head
-from edge_agent.wire.messages import BlobRef, Install
+from edge_agent.wire.messages.down import Install
+from edge_agent.wire.messages.fields import BlobRef
 from export import bundle
 from export.batch_norm import adaptable
 
@@ -58,7 +62,7 @@ def model_of(*, spoilt: bool):
     return model.eval()
 
 
-def export(path: Path, model, method="dualfed", **options) -> bundles.Manifest:
+def export(path: Path, model, method="dualfed", **options) -> manifest_module.Manifest:
     inputs = load(SOURCE, TASK.input, TASK.class_names).inputs[:32]
     return bundle(model, methods.create(method), TASK, inputs, path, name="n", int8=False, **options).manifest
 
@@ -76,7 +80,11 @@ def spoilt(tmp_path_factory):
 def made(folder, *, spoilt):
     model = model_of(spoilt=spoilt)
     export(folder / "b.hwb", model)
-    return model, bundles.install(folder / "b.hwb", folder / "bundles"), load(SOURCE, TASK.input, TASK.class_names)
+    return (
+        model,
+        installed_module.install(folder / "b.hwb", folder / "bundles"),
+        load(SOURCE, TASK.input, TASK.class_names),
+    )
 
 
 def blended_by_torch(encoder, inputs, share):
@@ -98,7 +106,8 @@ def blended_by_torch(encoder, inputs, share):
 
 def test_statistics_lie_in_the_file_where_the_manifest_says(either):
     model, installed, _ = either
-    layers, content = norms(model.part("encoder")), (installed.folder / "encoder.onnx").read_bytes()
+    layers = norms(model.part("encoder"))
+    content = (installed.folder / "encoder.onnx").read_bytes()
     places = installed.manifest.free_norm.layers
     assert len(places) == len(layers) == 2
     for place, layer in zip(places, layers, strict=True):
@@ -116,7 +125,8 @@ def test_layers_with_equal_statistics_have_their_own_constants():
 @pytest.mark.parametrize("count", [8, 64])
 def test_own_encoder_computes_what_torch_computes_with_blended_statistics(either, count):
     model, installed, samples = either
-    inputs, others = samples.inputs[:count], samples.inputs[100:140]
+    inputs = samples.inputs[:count]
+    others = samples.inputs[100:140]
     own = estimated(installed, inputs)
     oracle = blended_by_torch(model.part("encoder"), inputs, count / (count + 16))
     expected = [array for layer in norms(oracle) for array in (layer.running_mean, layer.running_var)]
@@ -150,13 +160,13 @@ def test_a_probe_is_run_in_a_process_of_its_own_first(trials, spoilt, tmp_path):
     files = {name: (installed.folder / name).read_bytes() for name in manifest.files}
     files[manifest.free_norm.probe] = probe.SerializeToString()
     fields = manifest.model_dump(mode="json", exclude={"schema_version", "files"})
-    bundles.pack(tmp_path / "b.hwb", fields | {"variants": {"fp32": "encoder.onnx"}}, files)
+    archive.pack(tmp_path / "b.hwb", fields | {"variants": {"fp32": "encoder.onnx"}}, files)
     with pytest.raises(BundleDamaged, match=r"trial of the probe: .* division by zero"):
-        estimated(bundles.install(tmp_path / "b.hwb", tmp_path / "bundles"), samples.inputs[:20])
+        estimated(installed_module.install(tmp_path / "b.hwb", tmp_path / "bundles"), samples.inputs[:20])
 
 
 def test_own_encoder_is_made_once_and_two_are_kept(spoilt, monkeypatch):
-    monkeypatch.setattr("edge_agent.encoder._LEAST_TO_MAP", 0)
+    monkeypatch.setattr("edge_agent.personal.encoder._LEAST_TO_MAP", 0)
     _, installed, samples = spoilt
     for count in (10, 20, 30):
         own = estimated(installed, samples.inputs[:count])
@@ -184,14 +194,14 @@ def test_statistics_that_are_not_those_of_the_head_fail_the_self_test(spoilt):
 @pytest.mark.parametrize("spoil", ["nothing of it", "cut short", "of another encoder"])
 def test_damaged_probe_leaves_the_shipped_statistics_in_use(spoilt, tmp_path, spoil):
     _, installed, samples = spoilt
-    copied = bundles.Bundle(tmp_path / "b", installed.manifest)
+    copied = unpacked.Bundle(tmp_path / "b", installed.manifest)
     copied.folder.mkdir()
     for name in (*installed.manifest.files, "manifest.json", "manifest.sha256"):
         (copied.folder / name).write_bytes((installed.folder / name).read_bytes())
     probe = copied.folder / installed.manifest.free_norm.probe
     if spoil == "of another encoder":
         free = installed.manifest.free_norm.model_copy(update={"layers": installed.manifest.free_norm.layers[:-1]})
-        copied = bundles.Bundle(copied.folder, installed.manifest.model_copy(update={"free_norm": free}))
+        copied = unpacked.Bundle(copied.folder, installed.manifest.model_copy(update={"free_norm": free}))
     else:
         probe.write_bytes(b"" if spoil == "nothing of it" else probe.read_bytes()[:100])
     encoder = with_norm(copied, "auto", samples)
@@ -214,8 +224,9 @@ def test_auto_takes_own_statistics_where_a_head_is_better_with_them_and_leaves_t
 
 def test_auto_asks_for_better_answers_where_the_method_shares_batch_norm(tmp_path, monkeypatch):
     export(tmp_path / "b.hwb", model_of(spoilt=True), "fedavg")
-    installed = bundles.install(tmp_path / "b.hwb", tmp_path / "bundles")
-    samples, right = load(SOURCE, TASK.input, TASK.class_names), np.ones(100, bool)
+    installed = installed_module.install(tmp_path / "b.hwb", tmp_path / "bundles")
+    samples = load(SOURCE, TASK.input, TASK.class_names)
+    right = np.ones(100, bool)
     for wrong, expected in ((0, False), (1, False), (2, True)):  # 2 gained of 2 is more than their root
         worse = np.arange(100) >= wrong
         monkeypatch.setattr(precision, "right_answers", lambda *_, worse=worse: {"shipped": worse, "own": right})
@@ -227,7 +238,7 @@ def test_auto_asks_for_better_answers_where_the_method_shares_batch_norm(tmp_pat
 )
 def test_exactness_says_what_remains(tmp_path, method, norm_of_method):
     manifest = export(tmp_path / "b.hwb", model_of(spoilt=False), method, norm_note="pooled")
-    installed = bundles.install(tmp_path / "b.hwb", tmp_path / "bundles")
+    installed = installed_module.install(tmp_path / "b.hwb", tmp_path / "bundles")
     own = estimated(installed, load(SOURCE, TASK.input, TASK.class_names).inputs[:48])
     assert manifest.norm == norm_of_method
     assert remains(manifest, None) == "pooled"
@@ -242,7 +253,7 @@ def test_exactness_says_what_remains(tmp_path, method, norm_of_method):
 def test_method_that_compares_features_of_clients_forbids_it(tmp_path):
     manifest = export(tmp_path / "b.hwb", model_of(spoilt=True), "fedpac")
     assert manifest.free_norm is None
-    installed = bundles.install(tmp_path / "b.hwb", tmp_path / "bundles")
+    installed = installed_module.install(tmp_path / "b.hwb", tmp_path / "bundles")
     for wanted in ("auto", "own"):
         encoder = with_norm(installed, wanted, load(SOURCE, TASK.input, TASK.class_names))
         assert encoder.norm is None
@@ -253,7 +264,9 @@ def test_encoder_without_batch_norm_and_folded_one_have_nothing_to_estimate(tmp_
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.norm, self.feature_dim = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), 16
+            self.first = nn.Conv2d(1, 4, 3)
+            self.norm = nn.BatchNorm2d(4)
+            self.feature_dim = 16
 
         def forward(self, inputs):
             return torch.flatten(self.norm(self.norm(self.first(inputs))).mean(3), 1)[:, :16]
@@ -263,7 +276,9 @@ def test_encoder_without_batch_norm_and_folded_one_have_nothing_to_estimate(tmp_
         adaptable(Twice(), TASK)
     assert export(tmp_path / "folded.hwb", model_of(spoilt=False), own_norm=False).free_norm is None
     with pytest.raises(StateError, match="batch norm statistics of encoder"):
-        changed(bundles.install(tmp_path / "folded.hwb", tmp_path / "bundles"), "0" * 64, np.zeros(3, np.float32))
+        changed(
+            installed_module.install(tmp_path / "folded.hwb", tmp_path / "bundles"), "0" * 64, np.zeros(3, np.float32)
+        )
 
 
 def test_a_bundle_can_be_made_without_free_batch_norm(tmp_path):
@@ -278,9 +293,9 @@ def test_places_outside_the_file_are_rejected(spoilt, tmp_path):
     free = manifest.free_norm.model_copy(
         update={"layers": (layers[0].model_copy(update={"mean_at": far}), *layers[1:])}
     )
-    raw = bundles.dump_manifest(manifest.model_copy(update={"free_norm": free}))
+    raw = manifest_module.dump_manifest(manifest.model_copy(update={"free_norm": free}))
     with pytest.raises(BundleDamaged, match="batch norm ends at byte"):
-        bundles.parse_manifest(raw, "it")
+        manifest_module.parse_manifest(raw, "it")
 
 
 def test_too_few_inputs_and_int8_are_told(spoilt):
@@ -340,7 +355,7 @@ def test_head_of_other_statistics_or_another_bundle_is_refused(spoilt, tmp_path)
     encoder = with_norm(installed, "own", samples)
     personalize(installed, samples, encoder).save(tmp_path / "head")
     export(tmp_path / "other.hwb", model_of(spoilt=False))
-    other = bundles.install(tmp_path / "other.hwb", tmp_path / "bundles")
+    other = installed_module.install(tmp_path / "other.hwb", tmp_path / "bundles")
     with pytest.raises(FingerprintMismatch, match="fit again"):
         load_head(tmp_path / "head", other)
     head = saved.load(tmp_path / "head")
@@ -381,7 +396,7 @@ def test_agent_installs_restarts_and_rolls_back_with_the_statistics_of_its_head(
         head=HeadConfig(precision="fp32", min_gain=0.0),
     )
     export(tmp_path / "good.hwb", model_of(spoilt=True))
-    manifest = bundles.open_bundle(tmp_path / "good.hwb").manifest
+    manifest = archive.open_bundle(tmp_path / "good.hwb").manifest
 
     def install(path, manifest):
         blob = BlobRef(digest="0" * 64, size_bytes=1, chunk_bytes=1024)
@@ -390,7 +405,7 @@ def test_agent_installs_restarts_and_rolls_back_with_the_statistics_of_its_head(
 
     report = install(tmp_path / "good.hwb", manifest)
     assert report.metrics["norm.own"] == pytest.approx(128 / 144, abs=1e-3)
-    current = bundles.current(config.state / "bundles")
+    current = installed_module.current(config.state / "bundles")
     head = load_head(config.state / "head", current)
     assert report.fingerprint == head.fingerprint == head.norm.fingerprint
     model = model_of(spoilt=True)
@@ -398,8 +413,11 @@ def test_agent_installs_restarts_and_rolls_back_with_the_statistics_of_its_head(
         for layer in norms(model):
             layer.weight.zero_()  # nothing that statistics could repair
     export(tmp_path / "bad.hwb", model)
-    after = install(tmp_path / "bad.hwb", bundles.open_bundle(tmp_path / "bad.hwb").manifest)
+    after = install(tmp_path / "bad.hwb", archive.open_bundle(tmp_path / "bad.hwb").manifest)
     assert after.rolled_back
-    assert load_head(config.state / "head", bundles.current(config.state / "bundles")).fingerprint == head.fingerprint
+    assert (
+        load_head(config.state / "head", installed_module.current(config.state / "bundles")).fingerprint
+        == head.fingerprint
+    )
     assert refit_current(config)[0] == current.id
     assert load_head(config.state / "head", current).fingerprint == head.fingerprint, "the same inputs, the same bits"

@@ -9,7 +9,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from edge_agent.task import Task, WindowInput
+from edge_agent.core.task import Task, WindowInput
 from export.parity import OPERATORS, graph_gates, mean_cosine, parity_gate
 
 TASK = Task(input=WindowInput(channels=2, length=4), class_names=("a", "b"), encoder="linear")

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from edge_agent import bundle as bundles
 from edge_agent import methods
+from edge_agent.bundle import installed
+from edge_agent.core.errors import FingerprintMismatch
 from edge_agent.data import load
-from edge_agent.encoder import Encoder
-from edge_agent.errors import FingerprintMismatch
-from edge_agent.personalize import FitOptions, load_head, personalize
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.personalize import FitOptions, load_head, personalize
 from edge_agent.training.parts import encoder_and_head
 from export import bundle
 
@@ -20,7 +20,8 @@ from export import bundle
 def pair(task, tmp_path_factory):
     """One encoder, calibrated on inputs of two scales: the fp32 files are equal, the int8 files are not."""
     torch.manual_seed(0)
-    model, folder = encoder_and_head(task), tmp_path_factory.mktemp("bundles")
+    model = encoder_and_head(task)
+    folder = tmp_path_factory.mktemp("bundles")
     noise = np.random.default_rng(3).normal(size=(40, *task.input_shape)).astype(np.float32)
     opened = []
     for name, scale in (("narrow", 0.2), ("wide", 1.0)):
@@ -28,7 +29,7 @@ def pair(task, tmp_path_factory):
             model, methods.create("fedavg"), task, scale * noise, folder / f"{name}.hwb",
             name=name, created="2026-01-02T03:04:05+00:00", exporter="legacy",
         )  # fmt: skip
-        opened.append(bundles.install(made.path, folder / "installed", keep=2))
+        opened.append(installed.install(made.path, folder / "installed", keep=2))
     return opened
 
 

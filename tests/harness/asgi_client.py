@@ -30,5 +30,6 @@ async def _get(app, path, host):
     scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
     scope |= {"headers": [(b"host", host.encode())], "http_version": "1.1", "scheme": "http", "root_path": ""}
     await app(scope, receive, send)
-    begin, body = sent[0], b"".join(one.get("body", b"") for one in sent[1:])
+    begin = sent[0]
+    body = b"".join(one.get("body", b"") for one in sent[1:])
     return Answer(begin["status"], {key.decode(): value.decode() for key, value in begin["headers"]}, body)

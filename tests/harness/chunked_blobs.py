@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edge_agent.wire.chunks import Frame, Outgoing, decode_frame
+from edge_agent.wire.blobs.chunks import Frame, Outgoing, decode_frame
 
 CHUNK = 64
 """The smallest chunk that a `BlobRef` allows, so that short blobs have many."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edge_agent.wire.transport import MemoryBroker, MemoryTransport, Message
+from edge_agent.wire.memory import MemoryBroker, MemoryTransport
+from edge_agent.wire.transport import Message
 
 
 @dataclass
@@ -47,7 +48,8 @@ class FaultyBroker(MemoryBroker):
 
     def __init__(self, faults: Faults | None = None, *, capture: bool = False) -> None:
         super().__init__()
-        self.faults, self.capture = faults, capture
+        self.faults = faults
+        self.capture = capture
         self.captured: list[tuple[str, bytes]] = []
 
     def transport(self, *args, **kwargs) -> FaultyTransport:

@@ -11,19 +11,22 @@ import numpy as np
 from federation_duties import step_of
 from federation_harness import Federation, Killed, vanish
 
-from edge_agent.errors import HeadwaterError
-from edge_agent.task import Tensors
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import CHUNK_BYTES, Outgoing
+from edge_agent.core.errors import HeadwaterError
+from edge_agent.core.task import Tensors
+from edge_agent.wire.blobs.chunks import CHUNK_BYTES, Outgoing
+from edge_agent.wire.memory import MemoryTransport
+from edge_agent.wire.messages import codec, down, fields, up
 from edge_agent.wire.tensors import encode
-from edge_agent.wire.transport import MemoryTransport
 
 
 class Stranger:
     """Somebody with a bare connection who says what they like and hears what an agent of that name would hear."""
 
     def __init__(self, federation: Federation, name: str, tier: str = "train", samples: int = 10) -> None:
-        self.federation, self.name, self.tier, self.samples = federation, name, tier, samples
+        self.federation = federation
+        self.name = name
+        self.tier = tier
+        self.samples = samples
         self.topics = federation.topics
         self.transport = federation.broker.transport()
         self.transport.subscribe(*self.topics.for_agent(name), f"{self.topics.root}/b/+")
@@ -31,12 +34,12 @@ class Stranger:
         self.seq = 0
 
     def hello(self) -> None:
-        self.say(wire.Hello(software="x", tier=self.tier, samples=self.samples))
+        self.say(up.Hello(software="x", tier=self.tier, samples=self.samples))
 
-    def say(self, message: wire.Control) -> None:
+    def say(self, message: fields.Control) -> None:
         self.seq += 1
         stamped = message.model_copy(update={"boot": f"boot-{self.name}", "seq": self.seq})
-        self.raw(wire.encode(stamped))
+        self.raw(codec.encode(stamped))
 
     def raw(self, payload: bytes, topic: str | None = None) -> None:
         self.transport.publish(topic or self.topics.up(self.name), payload)
@@ -58,7 +61,7 @@ class Stranger:
         data = tensors if isinstance(tensors, bytes) else encode(tensors)
         blob = Outgoing.of(data, chunk_bytes)
         run = run if run is not None else self.federation.run_id
-        self.say(wire.UpdateManifest(run=run, round=round, blob=blob.ref, samples=samples, metrics=metrics or {}))
+        self.say(up.UpdateManifest(run=run, round=round, blob=blob.ref, samples=samples, metrics=metrics or {}))
         return blob
 
     def send(self, blob: Outgoing) -> None:
@@ -66,24 +69,24 @@ class Stranger:
         for index in range(blob.count):
             self.chunk(blob.frame(index))
 
-    def deliver(self, tensors: Tensors | bytes, **options: Any) -> wire.Receipt:
+    def deliver(self, tensors: Tensors | bytes, **options: Any) -> down.Receipt:
         """Announce and send an update as an honest agent would; returns the receipt."""
         self.heard()
         blob = self.offer(tensors, **options)
         self.federation.settle()
-        answers = self.heard(wire.Grant, wire.Receipt)
-        if isinstance(answers[-1], wire.Grant):
+        answers = self.heard(down.Grant, down.Receipt)
+        if isinstance(answers[-1], down.Grant):
             self.send(blob)
             self.federation.settle()
-            answers = self.heard(wire.Receipt)
+            answers = self.heard(down.Receipt)
         return answers[-1]
 
-    def heard(self, *kinds: type[wire.Control]) -> list[Any]:
+    def heard(self, *kinds: type[fields.Control]) -> list[Any]:
         """Control messages that have come since the last call."""
         found = []
         while (event := self.transport.receive(0)) is not None:
             if getattr(event, "topic", None) == self.topics.down(self.name):
-                found.append(wire.parse_from_coordinator(event.payload))
+                found.append(codec.parse_from_coordinator(event.payload))
         return [message for message in found if not kinds or isinstance(message, kinds)]
 
 
@@ -97,13 +100,14 @@ def restart_broker(federation: Federation) -> None:
         transport.start()
 
 
-def lose(transport: MemoryTransport, is_lost: Callable[[wire.Control], bool], times: int = 1) -> list[wire.Control]:
+def lose(transport: MemoryTransport, is_lost: Callable[[fields.Control], bool], times: int = 1) -> list[fields.Control]:
     """The first ``times`` control messages for which ``is_lost`` go nowhere; returns the list that they are put in."""
-    real, lost = transport.publish, list[wire.Control]()
+    real = transport.publish
+    lost = list[fields.Control]()
 
     def publish(topic: str, payload: bytes, **options: Any) -> None:
         message = None
-        for parse in (wire.parse_from_agent, wire.parse_from_coordinator, wire.parse_between_coordinators):
+        for parse in (codec.parse_from_agent, codec.parse_from_coordinator, codec.parse_between_coordinators):
             with contextlib.suppress(HeadwaterError):
                 message = message or parse(payload)
         if message is not None and len(lost) < times and is_lost(message):
@@ -119,7 +123,8 @@ def lose(transport: MemoryTransport, is_lost: Callable[[wire.Control], bool], ti
 def killed_at_append(federation: Federation, number: int, *, before: bool) -> Iterator[None]:
     """The next coordinator dies just before, or just after, its ``number``-th entry into the journal (0: the first)."""
     journal = federation.state.journal
-    real, count = journal.append, [0]
+    real = journal.append
+    count = [0]
 
     def append(*args: Any, **columns: Any) -> Any:
         count[0] += 1

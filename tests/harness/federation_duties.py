@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from edge_agent import methods
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.agent.transfers import Outbox
-from edge_agent.config import AgentConfig
+from edge_agent.core.config import AgentConfig
+from edge_agent.core.task import ImageInput, Task, Tensors
 from edge_agent.data import Samples
-from edge_agent.task import ImageInput, Task, Tensors
-from edge_agent.wire import messages as wire
+from edge_agent.wire.messages import down, up
+from edge_agent.wire.messages import fields as fields_module
 
 TASK = Task(
     input=ImageInput(channels=1, height=4, width=4),
@@ -51,18 +52,26 @@ class FakeDuties:
     """Training without training: every received number moves by a step that depends on agent and round alone."""
 
     def __init__(self, config: AgentConfig, tier: str = "train", samples: int = 10) -> None:
-        self.config, self.tier, self.samples = config, tier, samples
+        self.config = config
+        self.tier = tier
+        self.samples = samples
         self.bundle_id = self.rolled_back = ""
         self.outbox = Outbox(config.state / "outbox", config.privacy)
         self.done: list[tuple[str, int, str]] = []
         self.installed: list[str] = []
         self.checked: list[Task] = []
         self.rests = 0
-        self.before: Callable[[wire.Job], None] = lambda job: None
-        self.after: Callable[[wire.Job], None] = lambda job: None
-        self.cancelled: wire.JobKey | None = None
+        self.before: Callable[[down.Job], None] = lambda job: None
+        self.after: Callable[[down.Job], None] = lambda job: None
+        self.cancelled: fields_module.JobKey | None = None
 
-    lacks_head, on_trial = False, None
+    @property
+    def bundles(self) -> FakeDuties:
+        """The bundle in use: this object says all about it itself."""
+        return self
+
+    lacks_head = False
+    on_trial = None
     now = staticmethod(time.time)
 
     def started(self) -> None:
@@ -73,7 +82,7 @@ class FakeDuties:
     def kept(self) -> str:
         return ""
 
-    def declined(self, message: wire.Install) -> wire.Report | None:
+    def declined(self, message: down.Install, samples: int) -> up.Report | None:
         return None
 
     def facts(self) -> dict[str, Any]:
@@ -85,28 +94,28 @@ class FakeDuties:
     def release_memory(self) -> None:
         self.rests += 1
 
-    def cancel(self, key: wire.JobKey | None) -> None:
+    def cancel(self, key: fields_module.JobKey | None) -> None:
         self.cancelled = key
 
     def forget_runs(self) -> int:
         return 0
 
-    def do(self, job: wire.Job, received: Tensors) -> wire.UpdateManifest | wire.Report:
+    def do(self, job: down.Job, received: Tensors, encoder: Path | None = None) -> up.UpdateManifest | up.Report:
         self.before(job)
-        self.done.append((wire.run_name(job.run), job.round, job.purpose))
+        self.done.append((fields_module.run_name(job.run), job.round, job.purpose))
         if job.purpose == "personalize":
-            return wire.Report(run=job.run, samples=self.samples, acc_personal=0.5)
+            return up.Report(run=job.run, samples=self.samples, acc_personal=0.5)
         move = np.float32(step_of(self.config.id) * job.round)
         tensors = {name: array + move for name, array in received.items()}
         metrics = {"loss": 1.0} if job.work == 1 else {"loss": 1.0, "work": job.work}
-        manifest = self.outbox.put(tensors, wire.job_key(job), self.samples, metrics)
+        manifest = self.outbox.put(tensors, down.job_key(job), self.samples, metrics)
         self.after(job)
         return manifest
 
-    def install(self, message: wire.Install, path: Path) -> wire.Report:
+    def install(self, message: down.Install, path: Path) -> up.Report:
         self.installed.append(message.bundle_id)
         self.bundle_id = message.bundle_id
-        return wire.Report(
+        return up.Report(
             run=message.run,
             about=message.bundle_id,
             samples=self.samples,
@@ -123,15 +132,16 @@ class TinyDuties(TaskRunner):
     def check(self, task: Task) -> None:
         """The made-up images fit every task."""
 
-    def _samples(self, task: Task) -> tuple[Samples, Samples]:
+    def read_samples(self, task: Task) -> tuple[Samples, Samples]:
         if self._rows is None:
             rng = np.random.default_rng(sum(map(ord, self.config.id)))
             labels = np.arange(24, dtype=np.int64) % 3
             inputs = rng.normal(size=(24, *task.input_shape)).astype(np.float32) + labels[:, None, None, None]
             every = Samples(inputs, labels, task.class_names, task.input)
             rows = np.arange(24)
-            self._rows, self.samples = (every.take(rows[:18]), every.take(rows[18:])), 18
+            self._rows = (every.take(rows[:18]), every.take(rows[18:]))
+            self.samples = 18
         return self._rows
 
-    def report(self, job: wire.Job, head: str, overall: float | None, right: np.ndarray | None) -> wire.Report:
-        return wire.Report(run=job.run, samples=18, acc_personal=None if right is None else float(right.mean()))
+    def report(self, job: down.Job, head: str, overall: float | None, right: np.ndarray | None) -> up.Report:
+        return up.Report(run=job.run, samples=18, acc_personal=None if right is None else float(right.mean()))

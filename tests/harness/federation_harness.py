@@ -19,21 +19,23 @@ from faulty_broker import Faults, FaultyBroker
 from federation_duties import TASK, FakeDuties
 
 from coordinator.config import CoordinatorConfig
+from coordinator.journal.entries import fact_of
 from coordinator.processes.compute import Compute
 from coordinator.runs.request import Request
 from coordinator.service.coordinator import Coordinator
 from coordinator.state.command_keys import CommandKeys
 from coordinator.state.starts import Takeover
 from coordinator.state.store import StateFolder
+from coordinator.views.runs import replay
 from edge_agent.agent.event_loop import Agent, will_of
-from edge_agent.config import AgentBrokerConfig, AgentConfig, DataConfig
-from edge_agent.errors import TrainingCancelled
-from edge_agent.task import Task, Tensors
-from edge_agent.wire import messages as wire
-from edge_agent.wire.messages import Topics
+from edge_agent.core.children import InlineWorker, Worker
+from edge_agent.core.config import AgentBrokerConfig, AgentConfig, DataConfig
+from edge_agent.core.errors import TrainingCancelled
+from edge_agent.core.task import Task, Tensors
+from edge_agent.wire.memory import MemoryTransport
+from edge_agent.wire.messages import codec, down, fields
 from edge_agent.wire.tensors import decode
-from edge_agent.wire.transport import MemoryTransport
-from edge_agent.worker import InlineWorker, Worker
+from edge_agent.wire.topics import Topics
 
 LONGEST_PAUSE_S = 0.5
 NOON = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
@@ -58,7 +60,8 @@ class TimedWorker:
     """Work that takes ``seconds`` of the simulated clock."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
-        self.clock, self.seconds = clock, seconds
+        self.clock = clock
+        self.seconds = seconds
         self._jobs: list[tuple[float, Callable[[], Any], Any]] = []
 
     def submit(self, name: str, job: Callable[[], Any], done: Any) -> None:
@@ -91,7 +94,7 @@ class TrainingWorker(TimedWorker):
     def collect(self) -> None:
         for item in list(self._jobs):
             _, job, done = item
-            if getattr(self.tasks, "cancelled", None) == wire.job_key(job.args[0]):
+            if getattr(self.tasks, "cancelled", None) == down.job_key(job.args[0]):
                 self._jobs.remove(item)
                 done(None, TrainingCancelled("its round is over"))
         super().collect()
@@ -120,8 +123,14 @@ class Federation:
         compute: Compute | None = None,
     ) -> None:
         """``keyed``: agents have keys, and obey authentic commands only."""
-        self.folder, self.task, self.make_tasks, self.heartbeat_s = folder, task, tasks, heartbeat_s
-        self.clock, self.probe_s, self.keyed, self.compute = Clock(), probe_s, keyed, compute
+        self.folder = folder
+        self.task = task
+        self.make_tasks = tasks
+        self.heartbeat_s = heartbeat_s
+        self.clock = Clock()
+        self.probe_s = probe_s
+        self.keyed = keyed
+        self.compute = compute
         self.now = lambda: NOON + timedelta(seconds=self.clock() - 1000)
         self.broker = FaultyBroker(faults, capture=capture)
         self.topics = Topics("home")
@@ -146,7 +155,8 @@ class Federation:
         self._first = names
         self.run = ""
         self._run_ids: dict[str, str] = {}
-        self._looked_at, self._over = -1, False
+        self._looked_at = -1
+        self._over = False
 
     def __enter__(self) -> Federation:
         self.start_coordinator()
@@ -206,22 +216,23 @@ class Federation:
         keep_updates: bool = False,
     ) -> str:
         wanted = Request(method, params or {}, rounds, seed, self.task, keep_updates=keep_updates)
-        self.run, self._looked_at = self.state.journal.request_run(wanted.body()), -1
-        self._run_ids[self.run] = self.record.request["id"]
+        self.run = self.state.journal.request_run(fact_of("run_requested", wanted.body()))
+        self._looked_at = -1
+        self._run_ids[self.run] = self.record.request.id
         return self.run
 
     @property
     def run_id(self) -> str:
         """What agents know the run by; also once the journal is closed, if it was asked for before."""
         if self.run not in self._run_ids:
-            self._run_ids[self.run] = self.record.request["id"]
+            self._run_ids[self.run] = self.record.request.id
         return self._run_ids[self.run]
 
-    def order(self, message: wire.Command, **stamp: Any) -> bytes:
+    def order(self, message: fields.Command, **stamp: Any) -> bytes:
         """A message as the coordinator that serves now would send it."""
         assert self.coordinator is not None
         who = {"federation": self.coordinator.federation_id, "epoch": self.coordinator.commands.epoch}
-        return wire.encode(message.model_copy(update={"boot": "c9", "seq": 1, **who, **stamp}))
+        return codec.encode(message.model_copy(update={"boot": "c9", "seq": 1, **who, **stamp}))
 
     # --- agents ----------------------------------------------------------------------------------------------------
 
@@ -307,7 +318,8 @@ class Federation:
     def _is_over(self) -> bool:
         newest = self.state.journal.last_id()
         if newest != self._looked_at:
-            self._looked_at, self._over = newest, self.record.is_over
+            self._looked_at = newest
+            self._over = self.record.is_over
         return self._over
 
     def wait(self, seconds: float) -> None:
@@ -337,13 +349,13 @@ class Federation:
 
     @property
     def record(self) -> Any:
-        return self.state.journal.replay(self.run)
+        return replay(self.state.journal, self.run)
 
     @property
     def encoder_sha256(self) -> str:
         record = self.record
-        assert record.status == "finished", record.outcome
-        return record.outcome["encoder_sha256"]
+        assert record.status == "finished", record.end
+        return record.encoder_sha256
 
     @property
     def final(self) -> Tensors:
@@ -360,9 +372,9 @@ class Federation:
         """Payloads that were published on a topic, in order (with ``capture``)."""
         return [payload for where, payload in self.broker.captured if where == topic]
 
-    def messages(self, topic: str, kind: type[wire.Control]) -> list[Any]:
+    def messages(self, topic: str, kind: type[fields.Control]) -> list[Any]:
         """Control messages of one kind on a topic, in order (with ``capture``)."""
-        parse = wire.parse_from_agent if topic.endswith("/up") or "/h/" in topic else wire.parse_from_coordinator
+        parse = codec.parse_from_agent if topic.endswith("/up") or "/h/" in topic else codec.parse_from_coordinator
         return [message for p in self.published(topic) if isinstance(message := parse(p), kind)]
 
 
@@ -379,7 +391,8 @@ class FederationInRealTime(Federation):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.clock, self._nap = time.monotonic, threading.Event()
+        self.clock = time.monotonic
+        self._nap = threading.Event()
 
     def kill(self, name: str, *, will: bool = True) -> None:
         self.agents.pop(name).close()

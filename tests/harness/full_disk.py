@@ -18,14 +18,15 @@ from unittest import mock
 
 from federation_harness import Killed
 
-from coordinator.state.journal import Journal
+from coordinator.journal.sqlite import Journal
 
 
 class FullDisk:
     """Counts writes below ``folder``; from the one with number ``full_at`` on (0: the first) all of them fail."""
 
     def __init__(self, folder: Path, full_at: int | None = None) -> None:
-        self.folder, self.full_at = str(folder.resolve()), full_at
+        self.folder = str(folder.resolve())
+        self.full_at = full_at
         self.writes: list[str] = []
         """What was written, such as ``fsync blobs/3f…``; the ones that failed are last."""
 
@@ -49,7 +50,8 @@ class FullDisk:
     @contextlib.contextmanager
     def mounted(self) -> Iterator[FullDisk]:
         """Inside, writes below the folder are of this disk."""
-        real_open, real_write = io.open, Journal._write
+        real_open = io.open
+        real_write = Journal._write
 
         def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
             if isinstance(file, int) or not set(mode) & set("wax+"):
@@ -136,7 +138,8 @@ class DyingProcess(FullDisk):
 
     def started(self) -> None:
         """It lives again, and dies no more."""
-        self.has_room, self.full_at = True, None
+        self.has_room = True
+        self.full_at = None
 
     @contextlib.contextmanager
     def mounted(self) -> Iterator[FullDisk]:

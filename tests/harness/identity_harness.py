@@ -30,7 +30,9 @@ class Fleet:
     """The folder of one federation. ``call`` and ``device`` run commands; ``start`` runs programs until the end."""
 
     def __init__(self, folder, capsys, *, federation="home"):
-        self.folder, self.capsys, self.federation = folder, capsys, federation
+        self.folder = folder
+        self.capsys = capsys
+        self.federation = federation
         self.config = folder / "coordinator.toml"
         self.port, self.enroll_port = free_ports()
         self.processes = {}
@@ -118,7 +120,8 @@ class Fleet:
 
     def until(self, condition, what, limit_s=LIMIT_S):
         """Seconds until the condition holds."""
-        begin, pause = time.monotonic(), threading.Event()
+        begin = time.monotonic()
+        pause = threading.Event()
         while not condition():
             if time.monotonic() - begin > limit_s:
                 logs = "\n".join(f"{path.name}:\n{path.read_text()[-2500:]}" for path in self.folder.glob("*.log"))

@@ -1,4 +1,4 @@
-"""Whether the list of what leaves a device (`edge_agent.disclosure`) is complete."""
+"""Whether the list of what leaves a device (`edge_agent.privacy.disclosure`) is complete."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from edge_agent.disclosure import EVERY, Item, messages
+from edge_agent.privacy.disclosure import EVERY, Item, messages
 
 
 def is_listed(listed: Iterable[Item], where: str, name: str) -> bool:

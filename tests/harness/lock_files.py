@@ -34,10 +34,8 @@ def resolved(extra: str) -> dict[str, tuple[str, str]]:
         items = json.loads(report.read_bytes())["install"]
     found = {}
     for item in items:
-        name, hashes = (
-            canonical(item["metadata"]["name"]),
-            item["download_info"].get("archive_info", {}).get("hashes", {}),
-        )
+        name = canonical(item["metadata"]["name"])
+        hashes = item["download_info"].get("archive_info", {}).get("hashes", {})
         if name != "headwater":
             found[name] = item["metadata"]["version"], hashes["sha256"]
     return found

@@ -38,7 +38,9 @@ def take(peer, count: int) -> bytes:
 
 def packet(peer) -> tuple[int, bytes]:
     """First byte and body of the next MQTT packet, read by the letter of the standard."""
-    first, length, shift = take(peer, 1)[0], 0, 0
+    first = take(peer, 1)[0]
+    length = 0
+    shift = 0
     while True:
         digit = take(peer, 1)[0]
         length |= (digit & 127) << shift

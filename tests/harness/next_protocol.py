@@ -45,7 +45,7 @@ def changed(source):
 if __name__ == "__main__":
     sys.meta_path.insert(0, _Finder())
     from coordinator.cli import main
-    from edge_agent.wire import messages
+    from edge_agent.wire.messages import down, fields
 
-    assert (messages.PROTOCOL, messages.OLDEST_PROTOCOL, "colour" in messages.Job.model_fields) == (4, 3, True)
+    assert (fields.PROTOCOL, fields.OLDEST_PROTOCOL, "colour" in down.Job.model_fields) == (4, 3, True)
     main()

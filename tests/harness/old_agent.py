@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from edge_agent.wire import messages
+    from edge_agent.wire.messages import codec, fields
 
-    messages.PROTOCOL = messages.OLDEST_PROTOCOL - 1
-    for kind in (messages.Control, *messages.Control.__subclasses__()):
-        kind.model_fields["v"].default = messages.PROTOCOL
+    fields.PROTOCOL = fields.OLDEST_PROTOCOL - 1
+    for kind in (fields.Control, *fields.Control.__subclasses__()):
+        kind.model_fields["v"].default = fields.PROTOCOL
         kind.model_rebuild(force=True)
-    real = messages.encode
-    messages.encode = lambda message, protocol=messages.PROTOCOL: real(message, protocol)
+    real = codec.encode
+    codec.encode = lambda message, protocol=fields.PROTOCOL: real(message, protocol)
     from edge_agent.cli import main
 
     sys.exit(main())

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from edge_agent import methods
+from edge_agent.core.task import Task, WindowInput
 from edge_agent.methods.base import Method
 from edge_agent.methods.values import Client, Update
-from edge_agent.task import Task, WindowInput
 
 WINDOWS = Task(
     input=WindowInput(channels=1, length=4),

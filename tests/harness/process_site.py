@@ -12,9 +12,10 @@ import threading
 import time
 
 from coordinator.broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
+from coordinator.journal.entries import fact_of
 from coordinator.runs.request import Request
 from coordinator.state.store import StateFolder
-from edge_agent.task import ImageInput, Task
+from edge_agent.core.task import ImageInput, Task
 
 AGENTS = ("a0", "a1", "a2")
 EVERYBODY = f"[cohort]\nmin_agents = {len(AGENTS)}\n[round]\nquorum = 1.0"
@@ -37,7 +38,10 @@ class Site:
     """A broker, one coordinator and agents as processes, all in one folder, all gone at the end."""
 
     def __init__(self, folder, task, *, rules=EVERYBODY, of_agents="", log_format="text"):
-        self.folder, self.task, self.rules, self.of_agents = folder, task, rules, of_agents
+        self.folder = folder
+        self.task = task
+        self.rules = rules
+        self.of_agents = of_agents
         self.log_format = ("--log-format", log_format)
         self.state = StateFolder(folder / "state")
         self.processes = {}
@@ -58,7 +62,8 @@ class Site:
         return self
 
     def coordinator_toml(self):
-        task, size = self.task, self.task.encoder_params["feature_dim"]
+        task = self.task
+        size = self.task.encoder_params["feature_dim"]
         return "\n".join(
             [
                 'state = "state"',
@@ -101,7 +106,7 @@ class Site:
     def request(self, rounds, method="fedavg", **params):
         wanted = Request(method, {"batch_size": 8, **params}, rounds, 5, self.task)
         with self.state.look(create=True) as state:
-            return state.journal.request_run(wanted.body())
+            return state.journal.request_run(fact_of("run_requested", wanted.body()))
 
     def entries(self, run, *kinds):
         with self.state.look() as state:
@@ -110,10 +115,13 @@ class Site:
     def until(self, condition, what, limit_s=120.0, every_s=0.02):
         """Return when the condition holds; fail where no log grows for so long."""
         logs = sorted(self.folder.glob("*.log"))
-        pause, end, sizes = threading.Event(), time.monotonic() + limit_s, ()
+        pause = threading.Event()
+        end = time.monotonic() + limit_s
+        sizes = ()
         while not condition():
             if (now := tuple(path.stat().st_size for path in logs)) != sizes:
-                end, sizes = time.monotonic() + limit_s, now
+                end = time.monotonic() + limit_s
+                sizes = now
             if time.monotonic() > end:
                 words = {path.name: path.read_text()[-1500:] for path in logs}
                 raise AssertionError(

@@ -30,11 +30,12 @@ from edge_agent import data, heads
 from edge_agent import methods as method_registry
 from edge_agent.cli import COMMANDS as EDGE_AGENT
 from edge_agent.cli import _parser as edge_agent_parser
-from edge_agent.config import AgentConfig
-from edge_agent.disclosure import BESIDE, SECURE_SUM, Item, messages, tensors, travels
+from edge_agent.core.config import AgentConfig
 from edge_agent.heads import numeric
-from edge_agent.wire import messages as wire_messages
-from edge_agent.wire.messages import OLDEST_PROTOCOL, PROTOCOL, Command, Control, Topics
+from edge_agent.privacy.disclosure import BESIDE, SECURE_SUM, Item, messages, tensors, travels
+from edge_agent.wire.messages import down, up
+from edge_agent.wire.messages.fields import OLDEST_PROTOCOL, PROTOCOL, Command, Control
+from edge_agent.wire.topics import Topics
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 120
@@ -241,7 +242,8 @@ def protocol_page() -> str:
         (topics.presence("AGENT"), "agent or broker", "online and offline (retained, and the last will)"),
         (topics.heartbeat("AGENT"), "agent", "heartbeats"),
     ]
-    kinds = [kind for kind in vars(wire_messages).values() if inspect.isclass(kind) and issubclass(kind, Control)]
+    every = {**vars(up), **vars(down)}
+    kinds = [kind for kind in every.values() if inspect.isclass(kind) and issubclass(kind, Control)]
     kinds = [
         kind
         for kind in kinds
@@ -261,7 +263,7 @@ def protocol_page() -> str:
             "missing. A message that does not fit its model is dropped and counted. An agent with a key of "
             "commands obeys "
             "only commands with a proof of its coordinator (["
-            "users and brokers](../../coordinator/README.md#users-and-brokers))."
+            "users and brokers](certificates.md#users-and-brokers))."
         ),
         "## Topics",
         table(("topic", "published by", "content"), [(f"`{topic}`", by, text) for topic, by, text in rows]),
@@ -332,7 +334,8 @@ def table_of_fields(model: type[BaseModel], besides: Iterable[str] = ()) -> str:
 
 def kind_of(annotation: Any) -> str:
     """A type as readers of TOML know it."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    args = typing.get_args(annotation)
     if origin is typing.Annotated:
         return kind_of(args[0])
     if origin is typing.Literal:

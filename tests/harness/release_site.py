@@ -13,10 +13,11 @@ from coordinator.cli import main
 from coordinator.cli import release as command_line
 from coordinator.fleet import release_commands as commands
 from coordinator.fleet.release_commands import device_rows
-from edge_agent import bundle as bundles
-from edge_agent.agent.tasks import TaskRunner
+from coordinator.journal.entries import fact_of
+from edge_agent.agent.tasks.runner import TaskRunner
+from edge_agent.bundle import installed
 from edge_agent.cli import main as edge_agent_main
-from edge_agent.config import DataConfig, HeadConfig
+from edge_agent.core.config import DataConfig, HeadConfig
 
 
 class HeadDuties(TaskRunner):
@@ -44,11 +45,11 @@ class ReleaseSite(Federation):
         """A finished run whose bundle is this one; returns its name."""
         digest = self.state.blobs.put(made.path.read_bytes())
         journal = self.state.journal
-        run = journal.request_run({"id": f"run-{self._exported:04}-{'0' * 32}"})
+        run = journal.request_run(fact_of("run_requested", {"id": f"run-{self._exported:04}-{'0' * 32}"}))
         self._exported += 1
         body = {"bundle_id": made.manifest.bundle_id}
-        journal.append("bundle_exported", run=run, round=1, digest=digest, body=body)
-        journal.append("run_cancelled", run=run)
+        journal.append(fact_of("bundle_exported", body), run=run, round=1, digest=digest)
+        journal.append(fact_of("run_cancelled", {}), run=run)
         return run
 
     def release(self, *words: object) -> dict[str, Any]:
@@ -69,7 +70,7 @@ class ReleaseSite(Federation):
     def running(self) -> dict[str, int | None]:
         """Device -> the newest release of the bundle that is in its folder."""
         known = {release.bundle_id: release.number for release in self.coordinator.releases.book.releases}
-        return {name: known.get(bundles.current_id(self.folder / name / "bundles")) for name in sorted(self.agents)}
+        return {name: known.get(installed.current_id(self.folder / name / "bundles")) for name in sorted(self.agents)}
 
     def stages(self) -> list[str]:
         """The stage of each release."""

@@ -17,7 +17,8 @@ from playwright.sync_api import Page, sync_playwright
 
 PICTURES = Path(__file__).parents[2] / "examples/guides/pictures"
 CHROMIUM = "/usr/bin/chromium"
-WIDTH, HEIGHT = 1280, 800
+WIDTH = 1280
+HEIGHT = 800
 ROUND = 15
 """Of 25: the curves have a shape, and the run is still under way."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.state.release_keys import Public, role, root_of, sign_bundle
-from edge_agent.trust import Envelope, public_bytes
+from edge_agent.bundle.trust import Envelope, public_bytes
 
 NOW = datetime(2026, 6, 1, tzinfo=timezone.utc)
 YEAR = timedelta(days=365)

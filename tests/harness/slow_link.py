@@ -81,7 +81,8 @@ class LinkTransport(FaultyTransport):
         if not self.subscribes_late or not self._connected:
             deliver(*filters)
             return
-        connection, now = self.connection, self.broker.clock()
+        connection = self.connection
+        now = self.broker.clock()
         confirmed_at = now + self.up.delay_s + self.down.delay_s
         self.broker.later(now + self.up.delay_s, lambda: self._note_filters(connection, filters))
         self.broker.later(confirmed_at, lambda: self._is(connection) and self._confirm(filters))
@@ -98,14 +99,16 @@ class LinkTransport(FaultyTransport):
             self._filters += [wanted for wanted in filters if wanted not in self._filters]
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
-        connection, deliver = self.connection, super().publish
+        connection = self.connection
+        deliver = super().publish
         if not self._connected:
             deliver(topic, payload)  # counts it as dropped
             return
         self._carry(self.up, topic, payload, lambda: self._is(connection) and deliver(topic, payload, retain=retain))
 
     def accept(self, message: Message) -> None:
-        connection, deliver = self.connection, super().accept
+        connection = self.connection
+        deliver = super().accept
         self._carry(self.down, message.topic, message.payload, lambda: self._is(connection) and deliver(message))
 
     def reconnect(self) -> None:
@@ -133,13 +136,15 @@ class LinkedFederation(Federation):
 
     def __init__(self, *args: Any, rates: dict[str, float], delay_s: float = 0.05, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.rates, self.delay_s = rates, delay_s
+        self.rates = rates
+        self.delay_s = delay_s
         self.broker = LinkBroker(self.clock, self.broker.faults, capture=self.broker.capture)
 
     def add(self, name: str, tier: str = "train", **options: Any) -> Agent:
         agent = super().add(name, tier, **options)
         rate = self.rates.get(name, float("inf"))
-        agent.transport.up, agent.transport.down = Line(rate, self.delay_s), Line(rate, self.delay_s)
+        agent.transport.up = Line(rate, self.delay_s)
+        agent.transport.down = Line(rate, self.delay_s)
         return agent
 
     def line(self, name: str, way: str) -> Line:

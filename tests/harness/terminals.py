@@ -34,7 +34,8 @@ class Terminal:
             start_new_session=True,
         )
         os.close(theirs)
-        self._ours, self.text = ours, ""
+        self._ours = ours
+        self.text = ""
 
     def __enter__(self):
         return self

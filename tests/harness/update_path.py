@@ -28,10 +28,11 @@ BESIDE = {
     "coordinator/fleet/rollout.py": {"tick", "heartbeat"},
     "coordinator/fleet/transfers.py": {"pump", "have", "progress", "withdraw"},
     "coordinator/runs/context.py": {"collect"},
-    "coordinator/state/releases.py": {"release_blobs"},
+    "coordinator/views/releases.py": {"release_blobs"},
     "coordinator/runs/results.py": {"requested_cancels"},
     "edge_agent/agent/transfers.py": {"tick"},
-    "edge_agent/agent/tasks.py": {"release_memory"},
+    "edge_agent/agent/tasks/runner.py": {"release_memory"},
+    "edge_agent/run_folder/receipts.py": {"note_receipt"},  # when the receipt comes, before the checkpoint or after it
 }
 """File -> functions that are not counted, nor what they call."""
 
@@ -65,12 +66,13 @@ class Recorder:
         elif self._skipped is None and (file, name) == ("edge_agent/client/__init__.py", "train"):
             self.on = self.on or frame.f_locals["round_number"] == ROUND
         elif self.on and (file, name) == ("coordinator/state/store.py", "prune_blobs"):
-            self.on, self.done = False, True
+            self.on = False
+            self.done = True
 
     def _is_beside(self, frame: FrameType, file: str, name: str) -> bool:
         if (file, name) == ("edge_agent/agent/event_loop.py", "step"):
             return bool(frame.f_locals["self"].config.id != "agent-0")
-        return file == "edge_agent/wire/transport.py" or name in BESIDE.get(file, ())
+        return file == "edge_agent/wire/memory.py" or name in BESIDE.get(file, ())
 
     def _file(self, path: str) -> str:
         if path not in self._files:

@@ -10,14 +10,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from coordinator.state.journal import utc_now
+from coordinator.journal.entries import fact_of
+from coordinator.journal.store import utc_now
 from coordinator.state.store import EVERYONE, MOST_LISTED, StateFolder
 from coordinator.web.access import Access
 from coordinator.web.app import make_app
 from coordinator.web.events import Watch
 from coordinator.web.folder_view import FolderView
 from coordinator.web.served import Site
-from edge_agent.storage import without_syncs
+from edge_agent.core.storage import without_syncs
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it would rather use a successor of httpx
@@ -66,7 +67,7 @@ class FolderSite:
         self.journal = self.folder.journal
         with without_syncs():
             self.journal.open()
-        self.journal.append("coordinator_started", body={"federation": "f" * 32, "epoch": 1, "boot": "b"})
+        self.journal.append(fact_of("coordinator_started", {"federation": "f" * 32, "epoch": 1, "boot": "b"}))
 
     def close(self) -> None:
         self.journal.close()
@@ -77,32 +78,33 @@ class FolderSite:
         """A run with so many closed rounds, of ``wanted`` ones or no more; ``end``: the kind of its last entry."""
         body = {"id": "x", "method": "fedavg", "rounds": max(rounds, wanted, 1), "seed": 0}
         body |= {"params": {"lr": 0.1}, **request}
-        name = self.journal.request_run(body)
-        self.journal.append("run_started", run=name)
-        folder, draw = self.folder.run(name), random.Random(name)
+        name = self.journal.request_run(fact_of("run_requested", body))
+        self.journal.append(fact_of("run_started", {}), run=name)
+        folder = self.folder.run(name)
+        draw = random.Random(name)
         folder.folder.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(round_line(number, cohort, draw)) for number in range(1, rounds + 1)]
         folder.metrics_path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         if end:
-            self.journal.append(end, run=name, body={"reason": "by a test"} if end != "run_finished" else {})
+            self.journal.append(fact_of(end, {"reason": "by a test"} if end != "run_finished" else {}), run=name)
         return name
 
     def report(self, run: str, agent: str, local: float, shared: float, personal: float, **more: Any) -> None:
         """An agent's figures at the end of a run."""
         acc = {"local": local, "global": shared, "personal": personal}
         body = {"id": agent, "tier": "train", "samples": 50, "acc": acc, "rss_mb": 123.4, "support": 40, **more}
-        self.journal.append("release_reported", run=run, agent=agent, body=body)
+        self.journal.append(fact_of("release_reported", body), run=run, agent=agent)
 
     def device(self, agent: str, runs: str = "", release: int = 0, outcome: str = "", **result: Any) -> None:
         """What a device of tier ``head`` says."""
         told = {"release": release, "result": {"outcome": outcome, **result}} if outcome else {}
-        self.journal.append("device_reported", agent=agent, body={"runs": runs * 64, "channel": "stable", **told})
+        self.journal.append(fact_of("device_reported", {"runs": runs * 64, "channel": "stable", **told}), agent=agent)
 
     def release(self, letter: str, run: str = "run-0001", **plan: Any) -> None:
         """A release of a bundle whose file is a blob."""
         digest = self.folder.blobs.put(letter.encode())
         body = {"bundle_id": letter * 64, "plan": plan, "by": "ann"}
-        self.journal.append("release_made", run=run, round=1, digest=digest, body=body)
+        self.journal.append(fact_of("release_made", body), run=run, round=1, digest=digest)
 
     def status(self, agents: list[dict[str, Any]] | None = None, **changes: Any) -> None:
         """The status file of a coordinator that was just heard."""
@@ -127,8 +129,8 @@ class FolderSite:
             run = self.run(rounds, tuple(names[:100]), end="run_finished")
             for number, name in enumerate(names):
                 body = {"samples": 50, "metrics": {"acc.global": 0.6, "acc.personal": number % 40 / 100, "loss": 0.5}}
-                self.journal.append("update_accepted", run=run, round=rounds, agent=name, body=body)
-            self.journal.append("round_closed", run=run, round=rounds, digest="0" * 64, body={"clients": agents})
+                self.journal.append(fact_of("update_accepted", body), run=run, round=rounds, agent=name)
+            self.journal.append(fact_of("round_closed", {"clients": agents}), run=run, round=rounds, digest="0" * 64)
             for number, name in enumerate(names):
                 self.report(run, name, 0.5 + number % 40 / 100, 0.6, 0.7 + number % 20 / 100)
             for number in range(runs - 1):
@@ -146,7 +148,8 @@ class FolderSite:
         with TestClient(make_app(site), base_url=BASE, follow_redirects=False) as client:
             while not view.is_loaded:  # the application reads it as well, in another thread
                 view.refresh()
-            client.view, client.site = view, site
+            client.view = view
+            client.site = site
             client.token = access.token if access is not None else ""
             yield client
 

@@ -43,7 +43,8 @@ def main() -> None:
     totals = [0, 0]
     for package in PACKAGES:
         texts = [path.read_text(encoding="utf-8") for path in (ROOT / package).rglob("*.py")]
-        code, sizes = sum(len(code_lines(text)) for text in texts), [size for text in texts for size in functions(text)]
+        code = sum(len(code_lines(text)) for text in texts)
+        sizes = [size for text in texts for size in functions(text)]
         spread = f"{median(sizes):.0f} / {quantiles(sizes, n=10)[-1]:.0f} / {max(sizes)}"
         print(f"{package:12} {len(texts):7} {code:10} {spread:>45}")
         totals = [totals[0] + len(texts), totals[1] + code]

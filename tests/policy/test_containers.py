@@ -18,12 +18,12 @@ from starlette.applications import Starlette
 
 from coordinator.config import CoordinatorConfig, IdentityConfig
 from coordinator.identity import serving
-from coordinator.state.journal import utc_now
+from coordinator.journal.store import utc_now
 from coordinator.web import health, metrics
 from coordinator.web.app import ROUTES, Guard
-from edge_agent.config import AgentConfig, load, parse
-from edge_agent.errors import MissingCapability
-from edge_agent.storage import read_toml
+from edge_agent.core.config import AgentConfig, load, parse
+from edge_agent.core.errors import MissingCapability
+from edge_agent.core.storage import read_toml
 
 PROGRAMS = ("coordinator", "agent")
 hadolint = pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
@@ -87,7 +87,8 @@ def test_an_image_has_two_stages_no_root_and_a_health_check(root, folder, progra
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_commands_of_an_image_are_commands_of_the_program(folder, program):
     steps = dict(instructions(folder / f"{program}.Dockerfile")[-8:])
-    (entry,), words = yaml.safe_load(steps["ENTRYPOINT"]), yaml.safe_load(steps["CMD"])
+    (entry,) = yaml.safe_load(steps["ENTRYPOINT"])
+    words = yaml.safe_load(steps["CMD"])
     module = {"headwater": "coordinator", "edge-agent": "edge_agent"}[entry]
     done = subprocess.run(
         [sys.executable, "-m", module, words[0], "--help"], check=True, capture_output=True, text=True, timeout=60
@@ -317,7 +318,8 @@ def test_manifests_fit_the_images_and_each_other(manifests):
         assert {one["name"] for one in container["volumeMounts"]} == volumes
     assert by_kind["StatefulSet", "coordinator"]["spec"]["replicas"] == 1
     for name in ("coordinator", "mosquitto"):
-        policy, service = by_kind["NetworkPolicy", name]["spec"], by_kind["Service", name]["spec"]
+        policy = by_kind["NetworkPolicy", name]["spec"]
+        service = by_kind["Service", name]["spec"]
         assert policy["podSelector"]["matchLabels"] == service["selector"]
         (rule,) = policy["ingress"]
         assert rule["from"], "not everybody"

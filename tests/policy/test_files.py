@@ -17,25 +17,31 @@ CHILD_FILES = "a temporary folder of this process alone, made by `tempfile`"
 STATE_FILE = "a file of a fixed name in the program's own folder"
 
 REMOVALS = {
-    # --- folders with what is in them: by `storage.remove_folder` alone, which looks at their mark
-    ("edge_agent.storage", "remove_folder", "os.rmdir"): "the folder that was opened, marked and emptied; no link",
-    ("edge_agent.storage", "remove_folder", "shutil.rmtree"): "the same on Windows, whose rmtree follows no link",
+    # --- folders with what is in them: by `own_folders.remove_folder` alone, which looks at their mark
+    ("edge_agent.core.own_folders", "remove_folder", "os.rmdir"): (
+        "the folder that was opened, marked and emptied; no link"
+    ),
+    ("edge_agent.core.own_folders", "remove_folder", "shutil.rmtree"): (
+        "the same on Windows, whose rmtree follows no link"
+    ),
     (
-        "edge_agent.storage",
+        "edge_agent.core.own_folders",
         "_remove_below",
         "os.unlink",
     ): "below the opened folder, by descriptors; links go, not targets",
-    ("edge_agent.storage", "_remove_below", "os.rmdir"): "below the opened folder, by descriptors; no other mount",
-    ("edge_agent.agent.local_state", "remove_ended_runs", "remove_folder"): "folders of runs, by their mark",
-    ("edge_agent.agent.local_state", "remove_all_runs", "remove_folder"): "folders of runs, by their mark",
+    ("edge_agent.core.own_folders", "_remove_below", "os.rmdir"): (
+        "below the opened folder, by descriptors; no other mount"
+    ),
+    ("edge_agent.run_folder.layout", "remove_ended_runs", "remove_folder"): "folders of runs, by their mark",
+    ("edge_agent.run_folder.layout", "remove_all_runs", "remove_folder"): "folders of runs, by their mark",
     ("edge_agent.agent.release_record", "clean", "remove_folder"): "the folder of a candidate, by its mark",
-    ("edge_agent.bundle", "unpack", "remove_folder"): "the new folder that was just marked, of a random name",
+    ("edge_agent.bundle.unpacked", "unpack", "remove_folder"): "the new folder that was just marked, of a random name",
     (
-        "edge_agent.bundle",
+        "edge_agent.bundle.installed",
         "staged",
         "remove_folder",
     ): "a damaged bundle, by its mark; otherwise the new one goes beside it",
-    ("edge_agent.bundle", "remove_unused", "remove_folder"): "bundles that are not kept, by their mark",
+    ("edge_agent.bundle.installed", "remove_unused", "remove_folder"): "bundles that are not kept, by their mark",
     ("coordinator.api", "simulate", "remove_folder"): "the temporary folder of this call, by its mark",
     (
         "coordinator.cli.demo",
@@ -47,12 +53,14 @@ REMOVALS = {
     ("coordinator.state.backup", "back_up", "remove_folder"): "links of one backup in the state folder, by their mark",
     ("coordinator.state.backup", "_pin", "remove_folder"): "links of one backup in the state folder, by their mark",
     # --- empty folders
-    ("edge_agent.storage", "check_writable", ".rmdir"): "only folders that this call has made; rmdir takes empty ones",
+    ("edge_agent.core.storage", "check_writable", ".rmdir"): (
+        "only folders that this call has made; rmdir takes empty ones"
+    ),
     ("coordinator.cli.init", "init", ".rmdir"): "only the folder that this call has made; rmdir takes empty ones",
     ("coordinator.state.store", "BlobStore.sweep", ".rmdir"): "empty folders of uploads in the state folder",
     # --- temporary folders and files
     ("edge_agent.heads.svm", "_fit_in_child", "tempfile.TemporaryDirectory"): CHILD_FILES,
-    ("edge_agent.worker", "answer_of_watched", "tempfile.TemporaryFile"): "a file without a name",
+    ("edge_agent.core.children", "answer_of_watched", "tempfile.TemporaryFile"): "a file without a name",
     ("export.quantize", "Quantizer.__init__", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.api", "simulate", "tempfile.mkdtemp"): "made here and marked; `remove_folder` removes it",
     ("coordinator.broker", "MosquittoBroker", "tempfile.TemporaryDirectory"): "the type of the next one",
@@ -63,43 +71,57 @@ REMOVALS = {
     ("coordinator.simulation.engines.ray_cluster", "connected", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.state.release_keys", "file_to_release", "tempfile.TemporaryDirectory"): CHILD_FILES,
     # --- files that are replaced as a whole
-    ("edge_agent.storage", "write_atomic", ".replace"): "a file of a random name takes the place of the one to write",
-    ("edge_agent.storage", "write_atomic", ".unlink"): "that file of a random name, where writing failed",
-    ("edge_agent.storage", "check_writable", ".unlink"): "a file of a random name that this call has made",
+    ("edge_agent.core.storage", "write_atomic", ".replace"): (
+        "a file of a random name takes the place of the one to write"
+    ),
+    ("edge_agent.core.storage", "write_atomic", ".unlink"): "that file of a random name, where writing failed",
+    ("edge_agent.core.storage", "check_writable", ".unlink"): "a file of a random name that this call has made",
     (
-        "edge_agent.storage",
+        "edge_agent.core.storage",
         "sweep",
         ".unlink",
     ): "whole names of those random files, in a folder whose lock is held; no links",
     (
-        "edge_agent.storage",
+        "edge_agent.core.locks",
         "shared_folder_lock",
         ".truncate",
     ): "the lock: a regular file with one name, opened without links",
-    ("edge_agent.storage", "remove_lock", ".unlink"): "the lock, where it is that of the holder that was named",
-    ("edge_agent.bundle", "unpack", ".rename"): "the new folder of a random name, to a name that is free",
+    ("edge_agent.core.locks", "remove_lock", ".unlink"): "the lock, where it is that of the holder that was named",
+    ("edge_agent.bundle.unpacked", "unpack", ".rename"): "the new folder of a random name, to a name that is free",
     (
-        "edge_agent.encoder",
+        "edge_agent.personal.encoder",
         "_mapped",
         ".replace",
     ): "a file of this process's number takes the place of the converted one",
     (
-        "edge_agent.encoder",
+        "edge_agent.personal.encoder",
         "_mapped",
         ".unlink",
     ): "that file, and older converted ones, in the folder `.made` of a bundle",
-    ("edge_agent.wire.chunks", "Incoming.__init__", "os.ftruncate"): "the partial file of a blob, named by its SHA-256",
-    ("edge_agent.wire.chunks", "Incoming.finish", ".replace"): "the partial file becomes the blob of its SHA-256",
-    ("edge_agent.wire.chunks", "Incoming.finish", ".unlink"): "the notes beside that partial file",
-    ("edge_agent.wire.chunks", "Incoming.discard", ".unlink"): "the partial file of a blob and its notes, by SHA-256",
-    ("edge_agent.wire.chunks", "Incoming._resume", ".unlink"): "the partial file of a blob and its notes, by SHA-256",
     (
-        "edge_agent.wire.chunks",
+        "edge_agent.wire.blobs.chunks",
+        "Incoming.__init__",
+        "os.ftruncate",
+    ): "the partial file of a blob, named by its SHA-256",
+    ("edge_agent.wire.blobs.chunks", "Incoming.finish", ".replace"): "the partial file becomes the blob of its SHA-256",
+    ("edge_agent.wire.blobs.chunks", "Incoming.finish", ".unlink"): "the notes beside that partial file",
+    (
+        "edge_agent.wire.blobs.chunks",
+        "Incoming.discard",
+        ".unlink",
+    ): "the partial file of a blob and its notes, by SHA-256",
+    (
+        "edge_agent.wire.blobs.chunks",
+        "Incoming._resume",
+        ".unlink",
+    ): "the partial file of a blob and its notes, by SHA-256",
+    (
+        "edge_agent.wire.blobs.chunks",
         "BlobCache.read",
         ".unlink",
     ): "a blob of the cache, by its SHA-256, which it does not have",
     (
-        "edge_agent.wire.chunks",
+        "edge_agent.wire.blobs.chunks",
         "_remove_file",
         ".unlink",
     ): "blobs of the cache, by whole names of 64 hexadecimal digits",
@@ -112,13 +134,13 @@ REMOVALS = {
     ("edge_agent.agent.head_tier", "_take_in", ".unlink"): "the owner's files in [data] watch, which says that they go",
     ("edge_agent.agent.health", "try_disk", ".unlink"): STATE_FILE,
     ("edge_agent.agent.local_state", "make_room", ".unlink"): "cached features in the state folder, by whole names",
-    ("edge_agent.agent.local_state", "note_receipt", ".truncate"): "the line that this call could not write whole",
+    ("edge_agent.run_folder.receipts", "note_receipt", ".truncate"): "the line that this call could not write whole",
     (
-        "edge_agent.agent.local_state",
+        "edge_agent.run_folder.client_state",
         "ClientStateFiles.write",
         ".unlink",
     ): "states of other rounds, named by their number",
-    ("edge_agent.agent.local_state", "TrainingCheckpointFile.remove", ".unlink"): STATE_FILE,
+    ("edge_agent.run_folder.checkpoint", "TrainingCheckpointFile.remove", ".unlink"): STATE_FILE,
     ("edge_agent.agent.release_record", "ReleaseRecord.pin", ".unlink"): STATE_FILE,
     ("edge_agent.agent.release_record", "WaitFile.remove", ".unlink"): STATE_FILE,
     ("edge_agent.agent.transfers", "Outbox.get", ".unlink"): STATE_FILE,
@@ -129,12 +151,14 @@ REMOVALS = {
         "Collection._write",
         ".unlink",
     ): "samples that the index does not name, by whole names",
-    ("edge_agent.encoder", "features_of", ".unlink"): "cached features, by whole names",
-    ("edge_agent.encoder", "remove_features", ".unlink"): "cached features, by whole names",
-    ("edge_agent.encoder", "trim_features", ".unlink"): "cached features, by whole names",
+    ("edge_agent.personal.encoder", "features_of", ".unlink"): "cached features, by whole names",
+    ("edge_agent.personal.encoder", "remove_features", ".unlink"): "cached features, by whole names",
+    ("edge_agent.personal.encoder", "trim_features", ".unlink"): "cached features, by whole names",
     ("edge_agent.heads.saved", "_replace", ".unlink"): "arrays of heads, by whole names with the hash of their content",
-    ("edge_agent.identity", "IdentityFolder.install", ".unlink"): STATE_FILE,
-    ("edge_agent.identity", "enroll", ".unlink"): "the key that this call has made, where nothing was certified",
+    ("edge_agent.identity.certificates", "IdentityFolder.install", ".unlink"): STATE_FILE,
+    ("edge_agent.identity.certificates", "enroll", ".unlink"): (
+        "the key that this call has made, where nothing was certified"
+    ),
     ("edge_agent.cli.collect", "classes", ".rename"): "no file: a class of the collection gets another name",
     ("coordinator.cli.init", "init", ".unlink"): "the configuration that this call has made, where the rest failed",
     ("coordinator.hosted.run_hooks", "OwnDataHooks.after_round", ".unlink"): STATE_FILE,
@@ -173,16 +197,16 @@ REMOVALS = {
 """(module, function, what removes or renames) -> why nothing goes there that this program has not made."""
 
 READS = {
-    ("edge_agent.installation", "read_text"): "metadata of the installed package",
-    ("edge_agent.limits", "read_text"): "files of the system below /proc and /sys",
-    ("edge_agent.storage", "read_text"): "the system's note about a descriptor, below /proc",
-    ("edge_agent.storage", "open"): "`open_regular` itself, on Windows, and a file of a random name",
-    ("edge_agent.storage", "read_bytes"): "a mark, on Windows",
+    ("edge_agent.core.installation", "read_text"): "metadata of the installed package",
+    ("edge_agent.core.limits", "read_text"): "files of the system below /proc and /sys",
+    ("edge_agent.core.own_folders", "read_text"): "the system's note about a descriptor, below /proc",
+    ("edge_agent.core.storage", "open"): "`open_regular` itself, on Windows, and a file of a random name",
+    ("edge_agent.core.own_folders", "read_bytes"): "a mark, on Windows",
     ("edge_agent.agent.own_method", "read_bytes"): "the source of an imported module",
     ("edge_agent.agent.release_record", "read_text"): "the system's boot id",
     ("edge_agent.agent.candidate", "read_text"): "files of the system below /proc",
-    ("edge_agent.disclosure", "read_text"): "the source of an imported module",
-    ("edge_agent.capabilities", "read_text"): "files of the system below /proc and /sys",
+    ("edge_agent.privacy.disclosure", "read_text"): "the source of an imported module",
+    ("edge_agent.core.capabilities", "read_text"): "files of the system below /proc and /sys",
     ("coordinator.research.bench.device_child", "read_text"): "files of the system below /proc",
     ("coordinator.research.bench.simulate", "read_text"): "files of the system below /proc",
     ("coordinator.research.bench.measuring", "read_text"): "files of the system below /proc",

@@ -11,11 +11,10 @@ import pytest
 FLOORS = [
     (
         "L0",
-        r"edge_agent|edge_agent\.(limits|errors|config|task|registry|storage|capabilities|graph|trust|worker|(bundle|wire)(\..+)?)",
+        r"edge_agent|edge_agent\.(core|wire|run_folder|bundle|identity|privacy)(\..+)?|edge_agent\.methods(\.(base|values))?",
     ),
-    ("L0", r"edge_agent\.moments|edge_agent\.methods(\.(base|values))?"),
     ("L3", r"edge_agent\.(training|models|client)(\..+)?|edge_agent\.methods\..+"),
-    ("L1", r"edge_agent\.(encoder|own_norm|self_test|variants|(heads|data|local)(\..+)?)"),
+    ("L1", r"edge_agent\.(heads|data|personal)(\..+)?"),
     ("L2", r"edge_agent\..+"),
     ("export", r"export(\..+)?"),
     ("coordinator", r"coordinator(\..+)?"),
@@ -30,8 +29,8 @@ THIRD_PARTY = {
 }
 ALSO = {
     r"edge_agent\.wire\.mqtt": {"paho"},
-    r"edge_agent\.wire\.authentic": {"cryptography"},
-    r"edge_agent\.encoder": {"onnxruntime"},
+    r"edge_agent\.wire\.seal": {"cryptography"},
+    r"edge_agent\.(personal\.encoder)": {"onnxruntime"},
     r"edge_agent\.data(\..+)?": {"PIL"},
     r"edge_agent\.data\._sound_files": {"soundfile", "soxr"},
     r"edge_agent\.data\.video": {"cv2"},
@@ -39,7 +38,7 @@ ALSO = {
     r"edge_agent\.heads\..+": {"sklearn"},
     r"export\.(parity|quantize)": {"onnxruntime"},
     r"edge_agent\.agent(\..+)?": {"torch"},
-    r"edge_agent\.(identity|secure_sum|trust)": {"cryptography"},
+    r"edge_agent\.(identity\..+|privacy\.secure_sum\..+|bundle\.trust)": {"cryptography"},
 }
 """Modules that may import more, each its own package; what a floor forbids altogether is in HEAVY."""
 
@@ -51,7 +50,7 @@ INNER = {
     "L3": {"L0", "L1", "L3"},
     "export": {"L0", "L1", "L3", "export"},
 }
-FORBIDDEN_TO_METHODS = r"edge_agent\.(wire\.mqtt|wire\.transport|agent|cli|worker)(\..+)?|paho.*"
+FORBIDDEN_TO_METHODS = r"edge_agent\.(wire\.mqtt|wire\.transport|agent|cli|core\.children)(\..+)?|paho.*"
 OURS = {"edge_agent", "export", "coordinator"}
 
 
@@ -82,7 +81,8 @@ def also_allowed(module: str) -> set[str]:
         ("edge_agent.methods.fedper", "L3"),
         ("edge_agent.models", "L3"),
         ("edge_agent.heads.lr", "L1"),
-        ("edge_agent.agent.tasks", "L2"),
+        ("edge_agent.run_folder.client_state", "L0"),
+        ("edge_agent.agent.tasks.runner", "L2"),
         ("edge_agent.cli", "L2"),
         ("coordinator.broker.serve", "coordinator"),
     ],
@@ -135,6 +135,21 @@ def test_nobody_imports_an_upper_package_even_when_called(sources):
     assert wrong == []
 
 
+RUN_AGENTS = r"coordinator\.(simulation|hosted|research\.bench)(\..+)?"
+"""What runs agents, or lets clients do what agents do; whatever else both sides use is in a room below the agent."""
+
+
+def test_of_the_other_side_only_what_runs_agents_imports_the_agent(sources):
+    wrong = [
+        f"{source.name}:{imported.line} imports {imported.name}"
+        for source in sources
+        if source.name.split(".")[0] in {"coordinator", "export"} and not re.fullmatch(RUN_AGENTS, source.name)
+        for imported in source.imports
+        if re.fullmatch(r"edge_agent\.agent(\..+)?", imported.name)
+    ]
+    assert wrong == []
+
+
 def test_a_method_does_not_know_that_mqtt_exists(sources):
     wrong = [
         f"{source.name}:{imported.line} imports {imported.name}"
@@ -150,7 +165,7 @@ def test_a_method_does_not_know_that_mqtt_exists(sources):
     "package, only",
     [
         ("paho", {"edge_agent.wire.mqtt"}),
-        ("onnxruntime", {"edge_agent.encoder", "export.parity", "export.quantize"}),
+        ("onnxruntime", {"edge_agent.personal.encoder", "export.parity", "export.quantize"}),
         ("amqtt", {"coordinator.broker.serve"}),
         ("ray", {"coordinator.simulation.engines.base"}),
     ],

@@ -31,7 +31,8 @@ def locked(root, extra):
 def needed(root, extra):
     """Requirements of an extra and all extras in it, and of the package itself."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    waiting, found = [*project["dependencies"], f"headwater[{extra}]"], []
+    waiting = [*project["dependencies"], f"headwater[{extra}]"]
+    found = []
     while waiting:
         wanted = Requirement(waiting.pop())
         if wanted.name == "headwater":
@@ -54,7 +55,8 @@ def test_lock_has_every_dependency_of_its_extra_in_an_allowed_version(root, extr
 @pytest.mark.parametrize("extra", lock_files.EXTRAS)
 def test_lock_has_what_its_packages_need_themselves(root, extra):
     """As the packages that are installed here say it."""
-    packages, missing = locked(root, extra), []
+    packages = locked(root, extra)
+    missing = []
     for name in packages:
         try:
             requires = importlib.metadata.requires(name) or []

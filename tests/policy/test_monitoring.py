@@ -96,7 +96,8 @@ def test_every_panel_draws_figures_that_exist_with_a_unit(dashboard, written):
 
 
 def test_panels_fill_a_grid_of_24_columns_without_lying_on_each_other(dashboard):
-    cells, ids = set(), [panel["id"] for panel in dashboard["panels"]]
+    cells = set()
+    ids = [panel["id"] for panel in dashboard["panels"]]
     assert len({*ids}) == len(ids)
     for panel in dashboard["panels"]:
         at = panel["gridPos"]

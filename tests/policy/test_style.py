@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import sys
 
@@ -78,7 +79,7 @@ def test_arrays_are_loaded_with_pickle_forbidden_in_so_many_words(sources):
 
 def test_input_is_never_checked_by_assert(sources):
     asserts = [f"{s.name}:{node.lineno}" for s in sources for node in ast.walk(s.tree) if isinstance(node, ast.Assert)]
-    assert asserts == [], "python -O removes them; raise an error of edge_agent.errors"
+    assert asserts == [], "python -O removes them; raise an error of edge_agent.core.errors"
 
 
 MACHINE = re.compile(r"(?<![\w.])(/home/\w|/root/|/work/|/Users/|[A-Z]:\\\\|/mnt/\w)|\.\./shared\b")
@@ -175,7 +176,7 @@ def test_silenced_lint_names_its_rule_and_says_why(sources):
 
 
 def test_only_the_guarded_function_removes_folders(sources):
-    """`storage.remove_folder` removes what this program has made, and follows no link."""
+    """`own_folders.remove_folder` removes what this program has made, and follows no link."""
     wrong = [
         f"{source.name}:{node.lineno} {ast.unparse(node)}"
         for source in sources
@@ -188,5 +189,18 @@ def test_only_the_guarded_function_removes_folders(sources):
         for imported in source.imports
         if imported.name in REMOVES_FOLDERS
     ]
-    assert [place for place in wrong if not place.startswith("edge_agent.storage:")] == []
-    assert any(place.startswith("edge_agent.storage:") for place in wrong), "the search finds nothing"
+    assert [place for place in wrong if not place.startswith("edge_agent.core.own_folders:")] == []
+    assert any(place.startswith("edge_agent.core.own_folders:") for place in wrong), "the search finds nothing"
+
+
+def test_each_constant_of_a_device_has_a_docstring_of_its_own(sources):
+    """One text below ``A, B = 1, 2`` has to say which of its halves is about which."""
+    shared = [
+        f"{source.name}:{statement.lineno}"
+        for source in sources
+        if source.name.split(".")[0] == "edge_agent"
+        for statement, following in itertools.pairwise(source.tree.body)
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple)
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+    ]
+    assert shared == []

@@ -42,7 +42,8 @@ SIGNS_OF_CI += ("APPVEYOR", "TEAMCITY_VERSION", "CODEBUILD_BUILD_ID", "BUILD_ID"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """y = 2 x as a file."""
-    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    helper = onnx.helper
+    kind = onnx.TensorProto.FLOAT
     two = helper.make_tensor("two", kind, [], [2.0])
     node = helper.make_node("Mul", ["x", "two"], ["y"])
     tensors = [[helper.make_tensor_value_info(name, kind, [1, 3])] for name in "xy"]
@@ -68,7 +69,7 @@ def run(code, home, *arguments, **environment):
     )
 
 
-@pytest.mark.parametrize("door", ["edge_agent.encoder", "export.parity"])
+@pytest.mark.parametrize("door", ["edge_agent.personal.encoder", "export.parity"])
 def test_running_an_encoder_leaves_no_trace_and_calls_nobody(door, model, tmp_path):
     done = run(RUN_A_SESSION, tmp_path, door, model)
     assert done.returncode == 0, done.stderr

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_agent.errors import UsageError, nearest
+from edge_agent.core.errors import UsageError, nearest
 
 from .settings import Location, Settings
 
@@ -94,7 +94,8 @@ def analyze(
 
     left_out = target.left_out
     probe = target.probe(settings) if target.clients else None
-    states, views = [], list[FeatureView]()
+    states = []
+    views = list[FeatureView]()
     for number in target.rounds:
         watch(f"state after round {number}")
         views = []

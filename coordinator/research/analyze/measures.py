@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 
-from edge_agent.errors import MissingCapability
+from edge_agent.core.errors import MissingCapability
 from edge_agent.heads._features import fisher_score, keep_top
 
 LEAST = 1e-12
@@ -55,7 +55,8 @@ def linear_cka(first: np.ndarray, second: np.ndarray) -> float | None:
     shows: HSIC(X, Y) / sqrt(HSIC(X, X) HSIC(Y, Y)) with linear kernels. Neither turning nor scaling the features
     changes it. None where one of them is the same for all samples.
     """
-    one, other = gram(first), gram(second)
+    one = gram(first)
+    other = gram(second)
     return None if one is None or other is None else min(1.0, max(0.0, float(one.astype(np.float64) @ other)))
 
 
@@ -155,7 +156,8 @@ def group_mass(weights: np.ndarray, groups: Sequence[str]) -> dict[str, float]:
 def spread_evenly(counts: Mapping[str, int], limit: int) -> dict[str, int]:
     """Client -> how many of its ``counts`` to take so that all together are at most ``limit``, as even as can be."""
     taken = dict.fromkeys(counts, 0)
-    left, room = dict(counts), limit
+    left = dict(counts)
+    room = limit
     while room and any(left.values()):
         able = [name for name, count in left.items() if count]
         each = max(1, room // len(able))

@@ -9,7 +9,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
-from edge_agent.storage import write_atomic, write_json
+from edge_agent.core.storage import write_atomic, write_json
 
 from ...report.charts import (
     CLASSES,
@@ -31,7 +31,8 @@ from ...report.charts import (
 from ...report.page import megabytes, render_page
 from ...report.pictures import picture
 
-PAGE, NUMBERS = "index.html", "analysis.json"
+PAGE = "index.html"
+NUMBERS = "analysis.json"
 
 ROLES = {
     "encoder": "global",
@@ -58,13 +59,11 @@ _MEASURES = {
     "sparsity": ("Sparsity ratio", "Share of components of L2-normalised features below the threshold", 1.0),
     "fisher": ("Fisher score", "Mean over features of variance between / within classes", None),
 }
-_ACCURACY, _FEATURES, _BETWEEN, _DRAWN, _COST = (
-    "Accuracy by class",
-    "Features of each client",
-    "Between clients",
-    "Features, drawn",
-    "Cost",
-)
+_ACCURACY = "Accuracy by class"
+_FEATURES = "Features of each client"
+_BETWEEN = "Between clients"
+_DRAWN = "Features, drawn"
+_COST = "Cost"
 
 _TARGET_COLUMNS = (
     *(("scope", ""), ("target", "n"), ("rounds done", "n"), ("accuracy", "n")),
@@ -94,7 +93,8 @@ def write(result: Mapping[str, Any], out: Path) -> Path:
 
 def render(result: Mapping[str, Any], made: Sequence[Figure]) -> str:
     """The page as HTML. It loads nothing and runs its own scripts."""
-    sent, said = result["communication"], list(sentences(result))
+    sent = result["communication"]
+    said = list(sentences(result))
     sections = []
     for section in (_ACCURACY, _FEATURES, _BETWEEN, _DRAWN, _COST):
         shown = [one for one in made if one.section == section]
@@ -273,7 +273,8 @@ def _matrix(name: str, title: str, caption: str, pairs: Mapping[str, Any]) -> Fi
     low = math.floor(10 * min(values, default=0.0) + 1e-9) / 10
     low = 0.9 if low >= 1 else low
     mean = "" if pairs["mean"] is None else f" Mean over pairs: {pairs['mean']:.3f}."
-    names, cells = tuple(pairs["clients"]), tuple(tuple(line) for line in pairs["matrix"])
+    names = tuple(pairs["clients"])
+    cells = tuple(tuple(line) for line in pairs["matrix"])
     shown = f"{caption}{mean} From {low:g} (pale) to 1."
     chart = Matrix(title, f"{title}.{mean}", "client", "client", names, names, cells, low, 1.0, caption=shown)
     return Figure(name, _BETWEEN, (chart,))

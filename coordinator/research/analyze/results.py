@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from edge_agent import heads
-from edge_agent.errors import MissingCapability
+from edge_agent.core.errors import MissingCapability
 from edge_agent.heads import FitData
 from edge_agent.heads._features import fisher_score, keep_top
 
@@ -227,7 +227,8 @@ def probe(
         if view.trained is None or len(np.unique(view.trained.labels)) < 2:
             left_out.note(f"accuracy by share of features of client {view.client}", "it trains on one class")
             continue
-        features, labels = view.trained.inputs, view.trained.labels
+        features = view.trained.inputs
+        labels = view.trained.labels
         clients[view.client] = accuracies = list[float]()
         for ratio in RATIOS:
             kept = keep_top(fisher_score(features, labels), ratio)

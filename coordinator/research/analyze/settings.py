@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from edge_agent.task import Frozen
+from edge_agent.core.task import Frozen
 
 Accuracy = Annotated[float, Field(gt=0, le=1)]
 

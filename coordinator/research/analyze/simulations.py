@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from edge_agent.agent.local_state import ClientStateFiles
-from edge_agent.agent.tasks import LAST_ROUND
 from edge_agent.client import Arrays, ClientState, Session
+from edge_agent.core.errors import StateError, UsageError
 from edge_agent.data.partition import GROUPS
-from edge_agent.errors import StateError, UsageError
 from edge_agent.methods.values import Client
+from edge_agent.run_folder.client_state import LAST_ROUND, ClientStateFiles
 
 from ...simulation.setup import CLIENTS, PARTITION, Prepared, computing_as_begun, planned
 from ...state.store import StateFolder
+from ...views.runs import replay
 from .settings import Settings
 from .targets import ClientSamples, FeatureView, LabelledSamples, StoredRun
 
@@ -30,9 +30,10 @@ class SimulationTarget(StoredRun):
 
     def __init__(self, path: Path, prepared: Prepared, folder: StateFolder, run: str) -> None:
         with folder.look():
-            self._is_over = folder.journal.replay(run).is_over
+            self._is_over = replay(folder.journal, run).is_over
         super().__init__(str(path), folder, run, prepared.method, prepared.task, prepared.division.clients)
-        self._path, self._prepared = path, prepared
+        self._path = path
+        self._prepared = prepared
         if len(self.rounds) == 1:
             self.left_out.note("earlier rounds", "the run kept its last state only; --keep-every keeps more")
 
@@ -47,10 +48,11 @@ class SimulationTarget(StoredRun):
         """
         if data:
             raise UsageError(f"{path} is a simulation, which has its own data; leave --data out")
-        plan, folder = planned(path), StateFolder(path)
+        plan = planned(path)
+        folder = StateFolder(path)
         with folder.look():
             runs = folder.journal.runs()
-            closed = folder.journal.replay(runs[0]).round if runs else 0
+            closed = replay(folder.journal, runs[0]).round if runs else 0
         if plan is None or not closed:
             raise UsageError(f"{path}: no round of this simulation has closed yet; there is nothing to analyze")
         with folder.look():
@@ -64,11 +66,14 @@ class SimulationTarget(StoredRun):
 
     def feature_views(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[FeatureView]:
         """Yield a view of each client, in the state in which it would begin the next round."""
-        state, method, plan = self.state(number), self._method, self._prepared.plan
+        state = self.state(number)
+        method = self._method
+        plan = self._prepared.plan
         shared = method.broadcast(state)
         for name in self.tested():
             mine = self.samples_of(name)
-            received, saved = {**shared, **method.downlink(state, name)}, self._client_state(name, number)
+            received = {**shared, **method.downlink(state, name)}
+            saved = self._client_state(name, number)
             session = Session(
                 method,
                 self._task,

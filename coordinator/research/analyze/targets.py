@@ -14,20 +14,21 @@ from weakref import finalize
 
 import numpy as np
 
-from edge_agent import bundle as bundles
 from edge_agent import data, heads, methods
-from edge_agent.bundle import Bundle
-from edge_agent.config import NAME_PATTERN
-from edge_agent.encoder import Encoder
-from edge_agent.errors import DataError, ExportRejected, HeadwaterError, UsageError
+from edge_agent.bundle import installed, unpacked
+from edge_agent.bundle.unpacked import Bundle
+from edge_agent.core.config import NAME_PATTERN
+from edge_agent.core.errors import DataError, ExportRejected, HeadwaterError, UsageError
+from edge_agent.core.task import State, Task, Tensors
 from edge_agent.heads import FitData
-from edge_agent.personalize import global_probabilities
-from edge_agent.task import State, Task, Tensors
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.personalize import global_probabilities
 from edge_agent.wire.tensors import decode
 
 from ...runs.release import pooled_before
 from ...runs.request import Request
 from ...state.store import StateFolder, states_of
+from ...views.runs import replay
 from . import measures
 from .settings import Location, Settings
 
@@ -137,8 +138,12 @@ class AnalysisTarget(ABC):
 
         The last round is analyzed in detail.
         """
-        self.name, self.run, self.method, self.class_names = name, run, method, tuple(class_names)
-        self.clients, self.rounds = tuple(clients), tuple(rounds)
+        self.name = name
+        self.run = run
+        self.method = method
+        self.class_names = tuple(class_names)
+        self.clients = tuple(clients)
+        self.rounds = tuple(rounds)
         self.left_out = LeftOut()
 
     @abstractmethod
@@ -282,7 +287,9 @@ class StoredRun(AnalysisTarget):
         with folder.look():
             self._states = states_of(folder, run)
         super().__init__(name, run, method.name, task.class_names, clients=clients, rounds=self._states)
-        self._folder, self._method, self._task = folder, method, task
+        self._folder = folder
+        self._method = method
+        self._task = task
 
     def state(self, number: int) -> State:
         """The server's state after a round."""
@@ -355,10 +362,10 @@ def _opened(path: Path, stack: ExitStack) -> Bundle:
     """The bundle, verified; a file is unpacked where nothing of it stays."""
     if path.is_file():
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headwater-analyze-")))
-        return bundles.install(path, folder / "bundles")
+        return installed.install(path, folder / "bundles")
     if (path / "manifest.json").is_file():
-        return bundles.open_folder(path)
-    result = bundles.current(path / "bundles")
+        return unpacked.open_folder(path)
+    result = installed.current(path / "bundles")
     if result is None:
         raise UsageError(f"{path}: no bundle in this folder; expected a bundle file or an agent's state folder")
     return result
@@ -395,12 +402,12 @@ class RunTarget(StoredRun):
         folder = StateFolder(state)
         with folder.look():
             names = [run] if run else reversed(folder.journal.runs())
-            record = next((one for one in map(folder.journal.replay, names) if one.round), None)
+            record = next((one for one in (replay(folder.journal, name) for name in names) if one.round), None)
         if record is None and run:
             raise UsageError(f"{run} has no closed round yet; there is nothing to analyze before the first one")
         if record is None:
             raise UsageError(f"{folder.path}: no run has closed a round yet; 'headwater run' starts one")
-        request = Request.from_body(record.request)
+        request = Request.from_fact(record.request)
         return cls(folder, record.run, request, client_samples(location.data, request.task, settings))
 
     def samples_of(self, client: str) -> ClientSamples:
@@ -427,7 +434,8 @@ class RunTarget(StoredRun):
             result: np.ndarray = features_of(model, torch.from_numpy(np.ascontiguousarray(inputs)), BATCH).numpy()
             return result
 
-        classifier, classes = self._method.global_head(state), self._task.num_classes
+        classifier = self._method.global_head(state)
+        classes = self._task.num_classes
         encoder = SharedEncoder(features, classifier, self._method.params.model_dump(mode="json"), classes)
         for client in self.tested():
             details = number == self.rounds[-1]

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edge_agent import __version__
-from edge_agent.config import BrokerConfig
-from edge_agent.errors import HeadwaterError, MeasuringFailed, MissingCapability
-from edge_agent.storage import read_tensors, write_tensors
-from edge_agent.task import ImageInput, Task
-from edge_agent.wire import messages as wire
-from edge_agent.wire.messages import Topics
+from edge_agent.core.config import BrokerConfig
+from edge_agent.core.errors import HeadwaterError, MeasuringFailed, MissingCapability
+from edge_agent.core.storage import read_tensors, write_tensors
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.wire.messages import codec, down, fields, up
 from edge_agent.wire.mqtt import MqttTransport
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message
 
 from ...broker import find_mosquitto
@@ -35,9 +35,10 @@ from .measuring import Row, Usage, module, usage, wait_for
 from .rounds import FEDERATION, agent_file, broker
 
 if TYPE_CHECKING:
-    from edge_agent.bundle import Bundle, EncoderPrecision
+    from edge_agent.bundle.manifest import EncoderPrecision
+    from edge_agent.bundle.unpacked import Bundle
+    from edge_agent.core.task import Tensors
     from edge_agent.data import Samples
-    from edge_agent.task import Tensors
 
 HEADS = {"lr": "LR", "svm": "SVM", "dualfed": "DualFed", "fedpick": "FedPick"}
 LIMIT_S = 60.0
@@ -115,7 +116,8 @@ def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage
     path = agent_file(folder, name, at.url, f"images:{folder / 'images'}", tier="head")
     # Compiled modules go to a folder of ours, also where the caller has forbidden to write any.
     compiled = {"PYTHONPYCACHEPREFIX": str(folder / "compiled"), "PYTHONDONTWRITEBYTECODE": ""}
-    topics, host = Topics(FEDERATION), MqttTransport(at, "bench")
+    topics = Topics(FEDERATION)
+    host = MqttTransport(at, "bench")
     with contextlib.closing(host):
         host.subscribe(*topics.for_coordinator())
         host.start()
@@ -125,15 +127,15 @@ def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage
                 agent.check()
                 if not isinstance(event, Message) or not event.topic.endswith("/up"):
                     continue
-                if isinstance(wire.parse_from_agent(event.payload), wire.Hello):
+                if isinstance(codec.parse_from_agent(event.payload), up.Hello):
                     break
             else:
                 raise MeasuringFailed(f"{name} sent no hello within {LIMIT_S:.0f} s; {agent.stopped()}")
             ready = usage(agent.pid)
-            welcome = wire.Welcome(
-                software=__version__, lease_s=LIMIT_S, boot="bench", seq=1, federation=wire.new_id(), epoch=1
+            welcome = down.Welcome(
+                software=__version__, lease_s=LIMIT_S, boot="bench", seq=1, federation=fields.new_id(), epoch=1
             )
-            host.publish(topics.down(name), wire.encode(welcome))
+            host.publish(topics.down(name), codec.encode(welcome))
             wait_for(
                 lambda: bool(read_status(folder / name).get("welcomed")),
                 [agent],
@@ -143,8 +145,10 @@ def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage
             return ready, usage(agent.pid)
 
 
-FIT, EPOCHS = 600, 2
-SIDE, CALIBRATION = 224, 16
+FIT = 600
+EPOCHS = 2
+SIDE = 224
+CALIBRATION = 16
 
 
 def default_cache() -> Path:
@@ -245,7 +249,8 @@ def _samples() -> tuple[Samples, Samples]:
 
     from .workloads import FASHION, has_fashion, w1_task
 
-    task, names = w1_task(), ("digits:rendered?n=3000", "digits:slanted")
+    task = w1_task()
+    names = ("digits:rendered?n=3000", "digits:slanted")
     if has_fashion():
         names = (f"idx:{FASHION}?split=train&n=6000", f"idx:{FASHION}?split=test&n=1800&seed=1")
     one, other = (data.load(name, task.input, task.class_names) for name in names)
@@ -258,9 +263,9 @@ def resnet18(cache: Path) -> Bundle:
     Raises:
         MissingCapability: it has to be exported and torch or onnx is not installed.
     """
-    from edge_agent import bundle as bundles
+    from edge_agent.bundle import installed, manifest
 
-    file = cache / f"resnet18-{__version__}-schema{bundles.SCHEMA}.hwb"
+    file = cache / f"resnet18-{__version__}-schema{manifest.SCHEMA}.hwb"
     if not file.exists():
         if importlib.util.find_spec("torch") is None:
             raise MissingCapability.package("torch", "export", "measuring an encoder")
@@ -279,4 +284,4 @@ def resnet18(cache: Path) -> Bundle:
         images = np.random.default_rng(0).standard_normal((CALIBRATION, *task.input_shape), np.float32)
         # The older exporter takes seconds where the newer one takes a quarter of a minute.
         bundle(model, method, task, images, file, name="bench", exporter="legacy")
-    return bundles.install(file, cache / "bundles", keep=2)
+    return installed.install(file, cache / "bundles", keep=2)

@@ -43,11 +43,11 @@ def encoder(folder: str, precision: str) -> dict[str, float]:
     """Seconds to load a bundle's encoder as the agent does, and of one input; all code of an agent is loaded."""
     importlib.import_module("edge_agent.agent.app")
     importlib.import_module("edge_agent.agent.head_tier")
-    from edge_agent import bundle as bundles
-    from edge_agent.encoder import Encoder
+    from edge_agent.bundle import unpacked
+    from edge_agent.personal.encoder import Encoder
 
     begin = time.perf_counter()
-    opened = Encoder.open(bundles.open_folder(Path(folder)), precision, 1)  # type: ignore[arg-type]
+    opened = Encoder.open(unpacked.open_folder(Path(folder)), precision, 1)  # type: ignore[arg-type]
     load_s = time.perf_counter() - begin
     # numpy.random would be 3 MB that an agent does without.
     image = np.linspace(-2, 2, int(np.prod(opened.input_shape)), dtype=np.float32).reshape(1, *opened.input_shape)
@@ -60,7 +60,7 @@ def fit(name: str, file: str, test: str) -> dict[str, float]:
     The encoder's own classifier is available, as in the bundles of methods that share one.
     """
     from edge_agent import heads
-    from edge_agent.storage import read_tensors
+    from edge_agent.core.storage import read_tensors
 
     known = read_tensors(Path(file))
     classifier = {name: known[name] for name in ("weight", "bias")}

@@ -18,15 +18,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from edge_agent.errors import MeasuringFailed
-from edge_agent.task import ImageInput, Task
-from edge_agent.wire.messages import Topics
+from edge_agent.core.errors import MeasuringFailed
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Event, Message, Subscribed, Traffic
 
 from ...config import CoordinatorConfig
 from ...runs.request import Request
 from ...service.coordinator import Coordinator
 from ...state.store import StateFolder, read_status
+from ...views.runs import replay
 from .fleet_agents import FleetAgent, Models, Timers
 from .measuring import FleetPlan, Row, Usage, module, usage, wait_for
 from .rounds import FEDERATION, PROGRAMS, RUN_LIMIT_S, START_LIMIT_S, broker, round_seconds
@@ -73,7 +74,8 @@ class FleetFigures:
 
     def rows(self) -> list[Row]:
         """The figures."""
-        rounds, payload_mb = len(self.seconds), self.plan.payload_bytes / 1e6
+        rounds = len(self.seconds)
+        payload_mb = self.plan.payload_bytes / 1e6
         downloads = rounds * self.plan.cohort_size + self.plan.agents  # all agents get the final model
         rows = [Row(f"CPU, {kind} ({count})", us, "us") for kind, (count, us) in self.cpu_us.items()]
         rows += [Row(f"round {number}", seconds, "s") for number, seconds in enumerate(self.seconds, 1)]
@@ -220,7 +222,8 @@ class MemoryFleet:
         self.clock = LeapingClock()
         self.transport = FleetTransport(self.clock)
         self.coordinator = Coordinator(config, state, self.transport, clock=self.clock, probe_s=0.0)
-        self.topics, models = Topics(FEDERATION), Models()
+        self.topics = Topics(FEDERATION)
+        models = Models()
         self.subscribers: dict[str, set[FleetAgent]] = defaultdict(set)
         self.agents: dict[str, FleetAgent] = {}
         for number in range(plan.agents):
@@ -228,7 +231,8 @@ class MemoryFleet:
             self.agents[name] = FleetAgent(
                 name, self.topics, models, self.publish, self._subscribe, self._unsubscribe, self.clock
             )
-        self.cpu_ns, self.count = Counter[str](), Counter[str]()
+        self.cpu_ns = Counter[str]()
+        self.count = Counter[str]()
 
     def publish(self, topic: str, payload: bytes, kind: str) -> None:
         """A message of an agent."""
@@ -240,7 +244,8 @@ class MemoryFleet:
         Raises:
             MeasuringFailed: it is not within ``limit_s`` of the leaping clock.
         """
-        timers, until = Timers(list(self.agents.values())), self.clock() + limit_s
+        timers = Timers(list(self.agents.values()))
+        until = self.clock() + limit_s
         while True:
             self._turn()
             if timers.run(self.clock()) or self.transport.inbox:
@@ -253,7 +258,9 @@ class MemoryFleet:
 
     def _turn(self) -> None:
         """Everything that has arrived at either side."""
-        step, clock, kinds = self.coordinator.step, time.thread_time_ns, self.transport
+        step = self.coordinator.step
+        clock = time.thread_time_ns
+        kinds = self.transport
         is_busy = True
         while is_busy or self.transport.outbox:
             begin = clock()
@@ -294,7 +301,8 @@ class Phases:
     def end(self, name: str) -> None:
         """The phase of that name is over, and the next one begins."""
         now = self.read()
-        messages, seconds = now[0] - self.before[0], now[1] - self.before[1]
+        messages = now[0] - self.before[0]
+        seconds = now[1] - self.before[1]
         self.figures[name] = (messages, 1e6 * seconds / max(1, messages))
         self.before = now
 
@@ -311,7 +319,8 @@ def measure_in_memory(plan: FleetPlan, folder: Path) -> FleetFigures:
     register()
     with StateFolder(folder / "coordinator").open("headwater bench fleet") as state:
         both = MemoryFleet(plan, state)
-        traffic, agents = both.transport.traffic, both.agents.values()
+        traffic = both.transport.traffic
+        agents = both.agents.values()
         phases = Phases(lambda: (traffic.messages_down, sum(both.cpu_ns.values()) / 1e9))
         both.coordinator.start()
         both.until(lambda: all(agent.welcomed for agent in agents), START_LIMIT_S)
@@ -319,12 +328,14 @@ def measure_in_memory(plan: FleetPlan, folder: Path) -> FleetFigures:
         begin = both.clock()
         both.until(lambda: both.clock() - begin >= plan.idle_s)
         phases.end(IDLE)
-        run = state.journal.request_run(request_for(plan).body())
-        received, published = sum(agent.received_bytes for agent in agents), traffic.bytes_up
+        run = state.journal.request_run(request_for(plan).to_fact())
+        received = sum(agent.received_bytes for agent in agents)
+        published = traffic.bytes_up
         models = both.coordinator.distributor.published_bytes
-        both.until(lambda: state.journal.replay(run).is_over)
+        both.until(lambda: replay(state.journal, run).is_over)
         phases.end(ROUNDS)
-        received, published = sum(a.received_bytes for a in agents) - received, traffic.bytes_up - published
+        received = sum(a.received_bytes for a in agents) - received
+        published = traffic.bytes_up - published
         models = both.coordinator.distributor.published_bytes - models
         both.coordinator.close()
         seconds = round_seconds(state.journal, run)
@@ -345,7 +356,8 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
         return measure_in_memory(plan, folder)
     state_path = folder / "coordinator"
     with broker(plan.transport) as running, contextlib.ExitStack() as stack:
-        address, config = running.config(), folder / "coordinator.toml"
+        address = running.config()
+        config = folder / "coordinator.toml"
         write_config(config, {**settings(plan), "state": state_path.name, "broker": {"url": address.url}})
         arguments = ["coordinator", "--config", config]
         coordinator = stack.enter_context(module("coordinator", arguments, folder, module=PROGRAMS))
@@ -370,14 +382,16 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
         phases.end(JOINING)
         pause(plan.idle_s)
         phases.end(IDLE)
-        received, published = asked()["received_bytes"], traffic()["bytes_published"]
+        received = asked()["received_bytes"]
+        published = traffic()["bytes_published"]
         models = traffic()["blob_bytes_published"]
         with StateFolder(state_path).look() as state:
-            run = state.journal.request_run(request_for(plan).body())
+            run = state.journal.request_run(request_for(plan).to_fact())
             ends = ("run_finished", "run_failed", "run_cancelled")
             until(lambda: bool(state.journal.entries(run, ends)), "the run to end", RUN_LIMIT_S)
             phases.end(ROUNDS)
-            received, published = asked()["received_bytes"] - received, traffic()["bytes_published"] - published
+            received = asked()["received_bytes"] - received
+            published = traffic()["bytes_published"] - published
             models = traffic()["blob_bytes_published"] - models
             seconds = round_seconds(state.journal, run)
             updates = len(state.journal.entries(run, ("update_accepted",)))

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 from edge_agent import __version__
-from edge_agent.errors import MeasuringFailed
-from edge_agent.wire import chunks
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import Chunks, Outgoing
-from edge_agent.wire.flow import WINDOW_BYTES, Pace, Sending
-from edge_agent.wire.messages import Topics
+from edge_agent.core.errors import MeasuringFailed
+from edge_agent.wire.blobs import chunks
+from edge_agent.wire.blobs.chunks import Chunks, Outgoing
+from edge_agent.wire.blobs.flow import WINDOW_BYTES, Pace, Sending
+from edge_agent.wire.messages import codec, down, fields, up
 from edge_agent.wire.tensors import decode, encode
+from edge_agent.wire.topics import Topics
 
 from .workloads import add, number_of
 
@@ -42,7 +42,7 @@ class Models:
         self._whole: OrderedDict[str, bytes] = OrderedDict()
         self._updates: OrderedDict[tuple[str, int], Outgoing] = OrderedDict()
 
-    def add(self, ref: wire.BlobRef, frame: chunks.Frame) -> None:
+    def add(self, ref: fields.BlobRef, frame: chunks.Frame) -> None:
         """A frame that some agent has received.
 
         Raises:
@@ -80,7 +80,7 @@ class Models:
         return self._updates[key]
 
 
-def stop_of(ref: wire.BlobRef, frame: chunks.Frame) -> int:
+def stop_of(ref: fields.BlobRef, frame: chunks.Frame) -> int:
     """The number after that of the last chunk in a frame."""
     return frame.index - (-len(frame.data) // ref.chunk_bytes)
 
@@ -99,16 +99,23 @@ class FleetAgent:
         clock: Callable[[], float],
     ) -> None:
         """``subscribe(agent, topic)`` is followed by `subscribed`."""
-        self.id, self._topics, self._models, self._clock = name, topics, models, clock
-        self._publish, self._subscribe, self._unsubscribe = publish, subscribe, unsubscribe
+        self.id = name
+        self._topics = topics
+        self._models = models
+        self._clock = clock
+        self._publish = publish
+        self._subscribe = subscribe
+        self._unsubscribe = unsubscribe
         self._boot = hashlib.sha256(name.encode()).hexdigest()[:16]
         self._number = number_of(name)
-        self._seq, self._federation, self.epoch = 0, "", 0
-        self._job: wire.Job | None = None
+        self._seq = 0
+        self._federation = ""
+        self.epoch = 0
+        self._job: down.Job | None = None
         self._last_run = ""
-        self._ref: wire.BlobRef | None = None
+        self._ref: fields.BlobRef | None = None
         self._chunks: Chunks | None = None
-        self._manifest: wire.UpdateManifest | None = None
+        self._manifest: up.UpdateManifest | None = None
         self._sending: Sending | None = None
         self._pace = Pace(WINDOW_BYTES)
         self._is_direct = False
@@ -132,7 +139,7 @@ class FleetAgent:
         if topic.endswith("/db") or "/b/" in topic:
             self._on_chunk(chunks.decode_frame(payload))
             return
-        message = wire.parse_from_coordinator(payload)
+        message = codec.parse_from_coordinator(payload)
         handler = _HANDLERS.get(type(message))
         if handler is not None:
             handler(self, message)
@@ -154,26 +161,26 @@ class FleetAgent:
     def heartbeat(self) -> None:
         """Send one."""
         self._beat_at = self._clock()
-        beat = wire.Heartbeat()
+        beat = up.Heartbeat()
         if self._job is not None:
-            beat = wire.Heartbeat(run=self._job.run, round=self._job.round, purpose=self._job.purpose)
+            beat = up.Heartbeat(run=self._job.run, round=self._job.round, purpose=self._job.purpose)
         self._send(beat, "heartbeat", self._topics.heartbeat(self.id))
 
     def hello(self) -> None:
         """Say hello; `welcomed` when it is answered."""
         self.welcomed = False
         self._publish(self._topics.presence(self.id), f"online {self._boot} 1".encode(), "presence")
-        hello = wire.Hello(software=__version__, tier="train", samples=1, connection=1, epoch=self.epoch)
+        hello = up.Hello(software=__version__, tier="train", samples=1, connection=1, epoch=self.epoch)
         self._send(hello, "hello")
         self.due_at = self._clock() + AGAIN_S
 
     def flood_message(self, kind: str) -> bytes:
         """A message with which an agent could flood the coordinator: junk, hello, or update (of round 1)."""
         if kind == "hello":
-            return self._encoded(wire.Hello(software=__version__, tier="train", samples=1))
+            return self._encoded(up.Hello(software=__version__, tier="train", samples=1))
         if kind == "update" and self._last_run:
-            ref = wire.BlobRef(digest="0" * 64, size_bytes=1000, chunk_bytes=1000)
-            return self._encoded(wire.UpdateManifest(run=self._last_run, round=1, blob=ref, samples=1))
+            ref = fields.BlobRef(digest="0" * 64, size_bytes=1000, chunk_bytes=1000)
+            return self._encoded(up.UpdateManifest(run=self._last_run, round=1, blob=ref, samples=1))
         return b"junk" * 50
 
     # --- inside ----------------------------------------------------------------------------------------------------
@@ -182,53 +189,58 @@ class FleetAgent:
     def _is_busy(self) -> bool:
         return self._ref is not None or self._manifest is not None
 
-    def _send(self, message: wire.Control, kind: str, topic: str = "") -> None:
+    def _send(self, message: fields.Control, kind: str, topic: str = "") -> None:
         self._publish(topic or self._topics.up(self.id), self._encoded(message), kind)
 
-    def _encoded(self, message: wire.Control) -> bytes:
+    def _encoded(self, message: fields.Control) -> bytes:
         self._seq += 1
         stamp: dict[str, Any] = {"boot": self._boot, "seq": self._seq, "federation": self._federation}
-        return wire.encode(message.model_copy(update=stamp))
+        return codec.encode(message.model_copy(update=stamp))
 
-    def _on_welcome(self, message: wire.Welcome) -> None:
-        is_news, self.welcomed = not self.welcomed, True
-        self._federation, self.epoch = message.federation, message.epoch
+    def _on_welcome(self, message: down.Welcome) -> None:
+        is_news = not self.welcomed
+        self.welcomed = True
+        self._federation = message.federation
+        self.epoch = message.epoch
         self._heartbeat_s = max(HEARTBEAT_S, message.heartbeat_s)
         if is_news:  # heartbeats of a fleet are spread evenly, as those of agents that started at different times are
             now = self._clock()
             self.due_at = now + self._heartbeat_s * (int(self._boot[:4], 16) + 1) / 65536
             self._beat_at = self.due_at - self._heartbeat_s
 
-    def _on_announce(self, _: wire.Announce) -> None:
+    def _on_announce(self, _: down.Announce) -> None:
         if not self.welcomed:
             self.hello()
 
-    def _on_who(self, message: wire.Who) -> None:
+    def _on_who(self, message: down.Who) -> None:
         self.welcomed = False
-        hello = wire.Hello(software=__version__, tier="train", samples=1, connection=1, answers=message.question)
+        hello = up.Hello(software=__version__, tier="train", samples=1, connection=1, answers=message.question)
         self._send(hello, "hello")
 
-    def _on_job(self, job: wire.Job) -> None:
-        is_same = self._job is not None and wire.job_key(self._job) == wire.job_key(job)
+    def _on_job(self, job: down.Job) -> None:
+        is_same = self._job is not None and down.job_key(self._job) == down.job_key(job)
         if is_same and self._is_busy:
             return
-        self._job, self._ref, self._manifest = job, job.blobs[0], None
+        self._job = job
+        self._ref = job.blobs[0]
+        self._manifest = None
         self._last_run = job.run
         self._heard_at = self._clock()
         self.due_at = min(self.due_at, self._heard_at + AGAIN_S)
         if self._models.has(self._ref.digest) and self._chunks is not None and self._chunks.complete:
             self._finish()
         else:
-            self._chunks, self._is_direct = Chunks(chunks.chunk_count(self._ref)), False
+            self._chunks = Chunks(chunks.chunk_count(self._ref))
+            self._is_direct = False
             self._subscribe(self, self._topics.broadcast(self._ref.digest))
 
     def _want(self, kind: str = "want") -> None:
         if self._ref is not None and self._chunks is not None:
             self._heard_at = self._clock()
             ranges = self._chunks.missing()
-            self._send(wire.Want(digest=self._ref.digest, ranges=ranges, direct=self._is_direct), kind)
+            self._send(up.Want(digest=self._ref.digest, ranges=ranges, direct=self._is_direct), kind)
 
-    def _on_listen(self, message: wire.Listen) -> None:
+    def _on_listen(self, message: down.Listen) -> None:
         if self._ref is not None and self._ref.digest == message.digest and self._is_direct == message.broadcast:
             self._is_direct = not message.broadcast
             if message.broadcast:
@@ -238,7 +250,8 @@ class FleetAgent:
                 self._want()
 
     def _on_chunk(self, frame: chunks.Frame) -> None:
-        ref, present = self._ref, self._chunks
+        ref = self._ref
+        present = self._chunks
         if ref is None or present is None or present.complete or frame.transfer != chunks.transfer_id(ref.digest):
             return
         self._models.add(ref, frame)
@@ -249,44 +262,44 @@ class FleetAgent:
                 self._unsubscribe(self, self._topics.broadcast(ref.digest))
             self._finish()
         elif frame.report:
-            self._send(wire.Progress(digest=ref.digest, missing=present.missing()), "progress")
+            self._send(up.Progress(digest=ref.digest, missing=present.missing()), "progress")
 
     def _finish(self) -> None:
         """The model is here: answer, compute, and offer the update."""
-        job, ref = self._job, self._ref
+        job = self._job
+        ref = self._ref
         if job is None or ref is None:
             return
-        self._send(wire.Have(digest=ref.digest), "have")
+        self._send(up.Have(digest=ref.digest), "have")
         self._ref = None
         if job.purpose == "personalize":
-            self._send(wire.Report(run=job.run, samples=1), "report")
+            self._send(up.Report(run=job.run, samples=1), "report")
             self._job = None
             self._has_finished()
             return
         blob = self._models.update(ref.digest, self._number)
-        self._manifest, self._again_s = (
-            wire.UpdateManifest(run=job.run, round=job.round, blob=blob.ref, samples=1),
-            AGAIN_S,
-        )
+        self._manifest = up.UpdateManifest(run=job.run, round=job.round, blob=blob.ref, samples=1)
+        self._again_s = AGAIN_S
         self._stop_sending()
         self._send(self._manifest, "manifest")
 
-    def _on_grant(self, message: wire.Grant) -> None:
+    def _on_grant(self, message: down.Grant) -> None:
         if self._manifest is not None and self._manifest.blob.digest == message.digest:
             self._again_s = AGAIN_S
             if self._sending is None and self._job is not None:
                 self._sending = Sending(self._models.update(self._job.blobs[0].digest, self._number), self._pace)
             self._upload(message.missing)
 
-    def _on_queued(self, message: wire.Queued) -> None:
+    def _on_queued(self, message: down.Queued) -> None:
         if self._manifest is not None and self._manifest.blob.digest == message.digest:
-            self._heard_at, self._again_s = self._clock(), message.again_s
+            self._heard_at = self._clock()
+            self._again_s = message.again_s
 
-    def _on_ack(self, message: wire.Ack) -> None:
+    def _on_ack(self, message: down.Ack) -> None:
         if self._manifest is not None and self._manifest.blob.digest == message.digest:
             self._upload(message.missing)
 
-    def _upload(self, missing: wire.Ranges) -> None:
+    def _upload(self, missing: fields.Ranges) -> None:
         self._heard_at = now = self._clock()
         if self._sending is None:
             return
@@ -299,7 +312,7 @@ class FleetAgent:
             self._sending.arrived(self._clock())
             self._sending = None
 
-    def _on_receipt(self, message: wire.Receipt) -> None:
+    def _on_receipt(self, message: down.Receipt) -> None:
         if self._manifest is not None and self._manifest.blob.digest == message.digest:
             self.receipts += message.accepted
             self.rejected += not message.accepted
@@ -311,23 +324,23 @@ class FleetAgent:
         if self._heartbeat_s > HEARTBEAT_S:  # as agents do whose heartbeats take longer without a job
             self.heartbeat()
 
-    def _on_cancel(self, message: wire.Cancel) -> None:
-        if self._job is not None and wire.job_key(self._job) == wire.job_key(message):
+    def _on_cancel(self, message: down.Cancel) -> None:
+        if self._job is not None and down.job_key(self._job) == down.job_key(message):
             self._job = self._manifest = self._ref = None
             self._stop_sending()
 
 
-_HANDLERS: dict[type[wire.Command], Callable[[FleetAgent, Any], None]] = {
-    wire.Welcome: FleetAgent._on_welcome,  # noqa: SLF001 - its own table
-    wire.Announce: FleetAgent._on_announce,  # noqa: SLF001 - its own table
-    wire.Who: FleetAgent._on_who,  # noqa: SLF001 - its own table
-    wire.Job: FleetAgent._on_job,  # noqa: SLF001 - its own table
-    wire.Listen: FleetAgent._on_listen,  # noqa: SLF001 - its own table
-    wire.Grant: FleetAgent._on_grant,  # noqa: SLF001 - its own table
-    wire.Queued: FleetAgent._on_queued,  # noqa: SLF001 - its own table
-    wire.Ack: FleetAgent._on_ack,  # noqa: SLF001 - its own table
-    wire.Receipt: FleetAgent._on_receipt,  # noqa: SLF001 - its own table
-    wire.Cancel: FleetAgent._on_cancel,  # noqa: SLF001 - its own table
+_HANDLERS: dict[type[fields.Command], Callable[[FleetAgent, Any], None]] = {
+    down.Welcome: FleetAgent._on_welcome,  # noqa: SLF001 - its own table
+    down.Announce: FleetAgent._on_announce,  # noqa: SLF001 - its own table
+    down.Who: FleetAgent._on_who,  # noqa: SLF001 - its own table
+    down.Job: FleetAgent._on_job,  # noqa: SLF001 - its own table
+    down.Listen: FleetAgent._on_listen,  # noqa: SLF001 - its own table
+    down.Grant: FleetAgent._on_grant,  # noqa: SLF001 - its own table
+    down.Queued: FleetAgent._on_queued,  # noqa: SLF001 - its own table
+    down.Ack: FleetAgent._on_ack,  # noqa: SLF001 - its own table
+    down.Receipt: FleetAgent._on_receipt,  # noqa: SLF001 - its own table
+    down.Cancel: FleetAgent._on_cancel,  # noqa: SLF001 - its own table
 }
 
 

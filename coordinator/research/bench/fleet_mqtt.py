@@ -16,9 +16,9 @@ import threading
 import time
 from collections.abc import Iterator
 
-from edge_agent.errors import MeasuringFailed
-from edge_agent.limits import OPEN_FILES, allow_open_files
-from edge_agent.wire.messages import Topics
+from edge_agent.core.errors import MeasuringFailed
+from edge_agent.core.limits import OPEN_FILES, allow_open_files
+from edge_agent.wire.topics import Topics
 
 from .fleet_agents import FleetAgent, Models, Timers
 from .measuring import lines, send_line
@@ -27,15 +27,23 @@ KEEPALIVE_S = 300
 """Agents send heartbeats far more often, so nothing else has to keep the connection open."""
 
 CONNECTING_AT_ONCE = 100
-FLOOD_PER_S, FLOOD_S = 5000, 10.0
+FLOOD_PER_S = 5000
+FLOOD_S = 10.0
 FLOODING = "agent-flooding"
 READ_BYTES = 1 << 18
-CONNECT, CONNACK, PUBLISH, PUBACK, SUBSCRIBE, SUBACK, UNSUBSCRIBE = 1, 2, 3, 4, 8, 9, 10
+CONNECT = 1
+CONNACK = 2
+PUBLISH = 3
+PUBACK = 4
+SUBSCRIBE = 8
+SUBACK = 9
+UNSUBSCRIBE = 10
 
 
 def packet(kind: int, body: bytes, flags: int = 0) -> bytes:
     """One MQTT packet."""
-    length, left = bytearray(), len(body)
+    length = bytearray()
+    left = len(body)
     while True:
         left, digit = divmod(left, 128)
         length.append(digit | (0x80 if left else 0))
@@ -58,7 +66,8 @@ def packets(received: bytearray) -> Iterator[tuple[int, int, bytes]]:
         while position < len(received):
             digit = received[position]
             length |= (digit & 0x7F) << shift
-            position, shift = position + 1, shift + 7
+            position = position + 1
+            shift = shift + 7
             if not digit & 0x80:
                 break
         else:
@@ -74,8 +83,10 @@ class Connection:
     """One agent's connection."""
 
     def __init__(self, name: str, federation: str, address: tuple[str, int]) -> None:
-        self.name, self.topics = name, Topics(federation)
-        self.received, self.unsent = bytearray(), bytearray()
+        self.name = name
+        self.topics = Topics(federation)
+        self.received = bytearray()
+        self.unsent = bytearray()
         self.is_up = False
         self._mid = 0
         self._pending: dict[int, str] = {}
@@ -135,11 +146,13 @@ class MqttFleet:
     """All agents of this process. Call `step` again and again."""
 
     def __init__(self, count: int, federation: str, address: tuple[str, int]) -> None:
-        self._address, self._federation = address, federation
+        self._address = address
+        self._federation = federation
         self._selector = selectors.DefaultSelector()
         self._connections: dict[str, Connection] = {}
         self._unsent: set[str] = set()
-        self._topics, models = Topics(federation), Models()
+        self._topics = Topics(federation)
+        models = Models()
         make = (self._topics, models, self._publish, self._subscribe, self._unsubscribe, time.monotonic)
         names = [f"agent-{number}" for number in range(count)]
         self.agents = {name: FleetAgent(name, *make) for name in names}
@@ -163,7 +176,8 @@ class MqttFleet:
             self._unsent.add(key.data.name)
         if self._timers is not None:
             self._timers.run(time.monotonic())
-        unsent, self._unsent = self._unsent, set()
+        unsent = self._unsent
+        self._unsent = set()
         for name in unsent:
             self._write(self._connections[name])
 
@@ -176,7 +190,8 @@ class MqttFleet:
         flooding = self._connections.get(FLOODING) or self._add(FLOODING)
         payload = first.flood_message(kind)
         begin = asked_at = time.monotonic()
-        sent, answers = 0, list[float]()
+        sent = 0
+        answers = list[float]()
         first.hello()
         while (now := time.monotonic()) - begin < FLOOD_S or not answers:
             due = int((now - begin) * FLOOD_PER_S) if kind != "none" and flooding.is_up else 0
@@ -258,7 +273,8 @@ def main() -> None:
     given = parser.parse_args()
     allow_open_files(2 * given.agents + OPEN_FILES)
     fleet = MqttFleet(given.agents, given.federation, (given.host, given.port))
-    asked, stop = queue.SimpleQueue[str](), threading.Event()
+    asked = queue.SimpleQueue[str]()
+    stop = threading.Event()
 
     def listen() -> None:
         for line in lines():

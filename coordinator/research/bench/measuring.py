@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from edge_agent.capabilities import cores
-from edge_agent.errors import MeasuringFailed, MissingCapability, UsageError
-from edge_agent.task import Frozen
+from edge_agent.core.capabilities import cores
+from edge_agent.core.errors import MeasuringFailed, MissingCapability, UsageError
+from edge_agent.core.task import Frozen
 
 from ...processes import supervisor
 from ...processes.pipe import owner_pipe
@@ -295,7 +295,9 @@ def wait_for(
     Raises:
         MeasuringFailed: it is not within ``limit_s``, or one of ``processes`` has ended.
     """
-    watched, pause, until = tuple(processes), threading.Event(), time.monotonic() + limit_s
+    watched = tuple(processes)
+    pause = threading.Event()
+    until = time.monotonic() + limit_s
     while not condition():
         for measured in watched:
             measured.check()

@@ -10,19 +10,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from edge_agent.errors import MeasuringFailed
-from edge_agent.task import ImageInput, Task
+from edge_agent.core.errors import MeasuringFailed
+from edge_agent.core.task import ImageInput, Task
 
 from ...broker import EmbeddedBroker, MosquittoBroker, SupervisedBroker, find_mosquitto
+from ...journal.entries import RunFailed
+from ...journal.sqlite import Journal
+from ...journal.store import facts_of
 from ...runs.request import Request
-from ...state.journal import Journal
 from ...state.store import StateFolder, read_status
 from .measuring import RoundPlan, Row, Usage, forget_peak, module, quantile, usage, wait_for
 from .workloads import NOOP, TEST_FRACTION, W1_PARAMS, w1_source, w1_task
 
 FEDERATION = "bench"
 PROGRAMS = f"{__package__}.workloads"
-START_LIMIT_S, RUN_LIMIT_S = 120.0, 1800.0
+START_LIMIT_S = 120.0
+RUN_LIMIT_S = 1800.0
 
 
 def request_for(plan: RoundPlan) -> Request:
@@ -117,7 +120,7 @@ def measure(plan: RoundPlan, broker_name: str, folder: Path) -> Rounds:
         for pid in pids[1:]:
             forget_peak(pid)
         with StateFolder(folder / "coordinator").look() as state:
-            run = state.journal.request_run(request_for(plan).body())
+            run = state.journal.request_run(request_for(plan).to_fact())
             ends = ("run_finished", "run_failed", "run_cancelled")
             wait_for(
                 lambda: bool(state.journal.entries(run=run, kinds=ends)),
@@ -157,9 +160,9 @@ def round_seconds(journal: Journal, run: str) -> list[float]:
         MeasuringFailed: the run failed.
     """
     entries = journal.entries(run=run, kinds=("round_opened", "round_closed", "run_failed"))
-    failed = [entry for entry in entries if entry.kind == "run_failed"]
+    failed = facts_of(entries, RunFailed)
     if failed:
-        raise MeasuringFailed(f"{run} failed: {failed[0].body.get('reason')}")
+        raise MeasuringFailed(f"{run} failed: {failed[0].reason}")
     closed = [datetime.fromisoformat(e.at) for e in entries if e.kind == "round_closed"]
     marks = [datetime.fromisoformat(entries[0].at), *closed]
     return [round((b - a).total_seconds(), 3) for a, b in itertools.pairwise(marks)]

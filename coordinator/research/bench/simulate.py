@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent.capabilities import cores
 from edge_agent.client import choose_device
-from edge_agent.errors import MeasuringFailed
+from edge_agent.core.capabilities import cores
+from edge_agent.core.errors import MeasuringFailed
 
 from ...simulation.engines.stacked import device_name
 from ...simulation.plan import Plan
@@ -86,7 +86,8 @@ def data_source(folder: Path, size: SimulationSize) -> str:
     """Fashion-MNIST, or random images where it is not installed."""
     if has_fashion():
         return f"idx:{FASHION}"
-    rng, count = np.random.default_rng(0), max(4 * size.samples, 1000) // 10 * 10
+    rng = np.random.default_rng(0)
+    count = max(4 * size.samples, 1000) // 10 * 10
     images = rng.integers(0, 256, (count, 28, 28)).astype(np.uint8)
     path = folder / "random.npz"
     np.savez(path, inputs=images, labels=np.arange(count) % 10, class_names=np.array(list("0123456789")))
@@ -148,7 +149,9 @@ def timed_round(simulation: Simulation) -> tuple[float, float]:
     """
     simulation.talk()
     pids = (os.getpid(), *simulation.engine.pids)
-    begin, cpu_s, number = time.perf_counter(), sum(usage(pid).cpu_s for pid in pids), simulation.open_round
+    begin = time.perf_counter()
+    cpu_s = sum(usage(pid).cpu_s for pid in pids)
+    number = simulation.open_round
     while simulation.open_round == number:
         if simulation.is_over:
             raise MeasuringFailed("the simulated run ended while it was measured")

@@ -23,14 +23,15 @@ from pydantic import Field
 
 from edge_agent import methods, models
 from edge_agent.agent.event_loop import Agent, will_of
-from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import AgentConfig, load
+from edge_agent.agent.tasks.runner import TaskRunner
+from edge_agent.core.children import ThreadWorker
+from edge_agent.core.config import AgentConfig, load
+from edge_agent.core.task import ImageInput, Task, Tensors
 from edge_agent.methods import Client, Method, MethodParams
 from edge_agent.models import NoParams
-from edge_agent.task import ImageInput, Task, Tensors
-from edge_agent.wire.messages import Job, Report, UpdateManifest, job_key
+from edge_agent.wire.messages.down import Job, job_key
+from edge_agent.wire.messages.up import Report, UpdateManifest
 from edge_agent.wire.mqtt import MqttTransport
-from edge_agent.worker import ThreadWorker
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +44,8 @@ NOOP_ARRAYS = 20
 
 W1_ENCODER = "w1_cnn"
 W1_PARAMS: dict[str, Any] = {"local_epochs": 5, "batch_size": 50, "lr": 0.05, "momentum": 0.0}
-SAMPLES, TEST_FRACTION = 900, 1 / 3
+SAMPLES = 900
+TEST_FRACTION = 1 / 3
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 
@@ -84,7 +86,12 @@ class NoopMethod(Method):
 class NoopTasks(TaskRunner):
     """Tasks of an agent that adds a number instead of training, and does not load torch."""
 
-    def do(self, job: Job, received: Tensors) -> UpdateManifest | Report:
+    def do(
+        self,
+        job: Job,
+        received: Tensors,
+        encoder: Path | None = None,  # noqa: ARG002 - as `TaskRunner.do`
+    ) -> UpdateManifest | Report:
         """The received tensors plus a number (or an upload of another size), or an empty report."""
         if job.purpose == "personalize":
             return Report(run=job.run, samples=1)
@@ -155,7 +162,7 @@ def main() -> None:
     if arguments.program == "agent":
         _run_agent(load(AgentConfig, arguments.config), trains=arguments.train)
         return
-    from edge_agent.worker import stop_on_signals
+    from edge_agent.core.children import stop_on_signals
 
     from ...config import load_config
     from ...processes.compute import ComputeProcess
@@ -163,7 +170,8 @@ def main() -> None:
     from ...service.app import coordinator
     from .measuring import send_line
 
-    config, known = load_config(arguments.config), (f"{__package__}.workloads:register",)
+    config = load_config(arguments.config)
+    known = (f"{__package__}.workloads:register",)
     compute = ComputeProcess(config.state / "compute.log", Limits(threads=1), known)
     with coordinator(config, compute=compute) as service, stop_on_signals() as stop:
         send_line("ready")
@@ -171,7 +179,8 @@ def main() -> None:
 
 
 def _run_agent(config: AgentConfig, *, trains: bool) -> None:
-    stop, boot = threading.Event(), secrets.token_hex(8)
+    stop = threading.Event()
+    boot = secrets.token_hex(8)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     if trains:
         register()

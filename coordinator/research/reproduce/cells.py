@@ -14,16 +14,18 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from edge_agent import data, methods, models
-from edge_agent.config import mistakes_of, parse
+from edge_agent.core.config import mistakes_of, parse
+from edge_agent.core.errors import ConfigError, DataError, StateError, UnknownName, UsageError
+from edge_agent.core.own_folders import remove_folder
+from edge_agent.core.storage import read_json, read_toml, write_json
+from edge_agent.core.task import Frozen
 from edge_agent.data.partition import Division
-from edge_agent.errors import ConfigError, DataError, StateError, UnknownName, UsageError
-from edge_agent.storage import read_json, read_toml, remove_folder, write_json
-from edge_agent.task import Frozen
 
 from ...runs.request import Weights
 from ...simulation.plan import Plan
 from ...simulation.setup import SIMULATION_FOLDER, WEIGHTS, planned
 from ...state.store import StateFolder
+from ...views.runs import replay
 
 FOLDER = Path("reproduce")
 
@@ -79,7 +81,8 @@ class Table(Frozen):
         """Inconsistent names and seeds, and fields that no simulation has."""
         if len(set(self.seeds)) < len(self.seeds):
             yield "a seed is given twice: that is not another run"
-        rows, columns = [row.name for row in self.rows], [column.name for column in self.columns]
+        rows = [row.name for row in self.rows]
+        columns = [column.name for column in self.columns]
         for kind, named in (("row", rows), ("column", columns)):
             short = [slug(name) for name in named]
             yield from (
@@ -147,7 +150,8 @@ def _home() -> Path:
     return beside if beside.is_dir() else Path(sysconfig.get_path("data")) / "share" / "headwater" / FOLDER
 
 
-FAILED, RESULT = "failed.json", "result.json"
+FAILED = "failed.json"
+RESULT = "result.json"
 _OR_ELSE = "remove it to restart that row, or choose another --out"
 
 
@@ -197,7 +201,7 @@ class Cell:
         """
         if not self.is_over and planned(self.folder) is not None:
             with StateFolder(self.folder).look() as state:
-                if any(state.journal.replay(run).status in {"failed", "cancelled"} for run in state.journal.runs()):
+                if any(replay(state.journal, run).status in {"failed", "cancelled"} for run in state.journal.runs()):
                     return True
         if not (read_json(self.folder / FAILED) or {}).get("would_fail_again", False):
             return False
@@ -323,7 +327,8 @@ class Reproduction:
         return shlex.join([*parts, *(word for name, value in options for word in (f"--{name}", value))])
 
     def _all_cells(self) -> list[Cell]:
-        cells, mistakes = list[Cell](), Mistakes(self.table)
+        cells = list[Cell]()
+        mistakes = Mistakes(self.table)
         for seed, column, row in itertools.product(self.seeds or self.table.seeds, self.table.columns, self.table.rows):
             raw: dict[str, Any] = {"folder": str(Path.cwd()), "method": row.method, "paper": True, "seed": seed}
             params: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from edge_agent.storage import write_atomic, write_json
+from edge_agent.core.storage import write_atomic, write_json
 
 from ...report.charts import CLASSES, Axis, Lines, Series, ends
 from ...report.pictures import picture
@@ -94,7 +94,8 @@ def outcomes(table: Table, cells: Sequence[Cell]) -> list[Outcome]:
 
 
 def _outcome(table: Table, cells: Sequence[Cell]) -> Outcome:
-    row, column = cells[0].row, cells[0].column
+    row = cells[0].row
+    column = cells[0].column
     results = [result for cell in cells if (result := cell.result) is not None]
     value = [_percent(result, row.scope, table.when, table.average) for result in results]
     ours = [one for one in value if one is not None]
@@ -188,7 +189,8 @@ def as_json(reproduction: Reproduction, compared: Sequence[Outcome]) -> dict[str
 def write(reproduction: Reproduction, cells: Sequence[Cell]) -> None:
     """Write table.json, table.md and curves.svg: of these cells, and of others that have results in the folder."""
     shown = reproduction.shown(cells)
-    compared, folder = outcomes(reproduction.table, shown), reproduction.folder
+    compared = outcomes(reproduction.table, shown)
+    folder = reproduction.folder
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "table.json", as_json(reproduction, compared))
     write_atomic(folder / "table.md", "".join(f"{line}\n" for line in _markdown(reproduction, compared)).encode())

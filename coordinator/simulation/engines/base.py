@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edge_agent.capabilities import cores
 from edge_agent.client import choose_device
-from edge_agent.errors import MissingCapability, RunFailed
-from edge_agent.installation import install_command
-from edge_agent.task import Tensors
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Job, UpdateManifest
+from edge_agent.core.capabilities import cores
+from edge_agent.core.errors import MissingCapability, RunFailed
+from edge_agent.core.installation import install_command
+from edge_agent.core.task import Tensors
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Job
+from edge_agent.wire.messages.up import UpdateManifest
 from edge_agent.wire.tensors import decode
 
 from ..client_tasks import Answer, Reply, Shared, answer
@@ -41,7 +42,8 @@ class EngineChoice:
         Raises:
             MissingCapability: processes cannot share memory on this system, or Ray is not installed.
         """
-        workers, can_share = min(plan.workers or cores(), clients), hasattr(socket, "send_fds")
+        workers = min(plan.workers or cores(), clients)
+        can_share = hasattr(socket, "send_fds")
         engine = plan.engine
         if engine is None:  # one process for a GPU: several would share it, and each would need its own context
             has_work = workers > 1 and can_share and choose_device(plan.device).type == "cpu"
@@ -102,7 +104,8 @@ class Done:
     @classmethod
     def of(cls, work: Work, answer: Answer, log: str = "") -> Done:
         """From what a client has computed; ``log``: that of the worker that has computed it."""
-        reply, blob = answer.reply, None
+        reply = answer.reply
+        blob = None
         if isinstance(reply, UpdateManifest):
             is_whole = len(answer.content) == 1  # as from another process: no copy
             content = answer.content[0] if is_whole else b"".join(answer.content)

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from edge_agent import methods
-from edge_agent.agent.tasks import fault
 from edge_agent.client import Built
+from edge_agent.core.errors import HeadwaterError, RunFailed
+from edge_agent.core.storage import without_syncs
+from edge_agent.core.task import Task
 from edge_agent.data.partition import Division
-from edge_agent.errors import HeadwaterError, RunFailed
-from edge_agent.storage import without_syncs
-from edge_agent.task import Task
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Job
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.faults import fault
+from edge_agent.wire.messages.down import Job
 
 from ...processes.pipe import Frame, Pipe, SharedBuffer
 from ...processes.supervisor import MAX_CRASHES, ChildProcess, Limits, worker_command
@@ -91,7 +91,9 @@ class WorkerPool(Engine, Generic[Handle, Placed]):
 
     def __init__(self, name: str, hosts: Workers[Handle, Placed], workers: int) -> None:
         super().__init__()
-        self.name, self.workers, self._hosts = name, workers, hosts
+        self.name = name
+        self.workers = workers
+        self._hosts = hosts
         self._all: list[Worker[Handle]] = []
         self._starting: list[Worker[Handle]] = []
         self._busy: dict[Worker[Handle], Work] = {}
@@ -231,7 +233,8 @@ def shared_from(init: Mapping[str, Any], memory: memoryview, division: Division,
     """What the clients of a worker have in common. ``memory`` holds the pools, and is not copied."""
     import torch
 
-    plan, task = Plan.model_validate(init["plan"]), Task.model_validate(init["task"])
+    plan = Plan.model_validate(init["plan"])
+    task = Task.model_validate(init["task"])
     for name in init["setup"]:
         module, _, function = name.partition(":")
         getattr(importlib.import_module(module), function)()
@@ -251,7 +254,10 @@ class LocalWorkers:
     """`Workers` as child processes."""
 
     def __init__(self, init: Mapping[str, Any], pools: SharedBuffer, logs: Path, limits: Limits) -> None:
-        self._init, self._pools, self._logs, self._limits = init, pools, logs, limits
+        self._init = init
+        self._pools = pools
+        self._logs = logs
+        self._limits = limits
         self._selector = selectors.DefaultSelector()
 
     @classmethod

@@ -28,13 +28,13 @@ from typing import Any
 import numpy as np
 
 from edge_agent import __version__
-from edge_agent.agent.local_state import ClientStateFiles, merge, split
-from edge_agent.agent.tasks import kept_before
+from edge_agent.agent.tasks.table import state_before
+from edge_agent.core.errors import RunFailed, UsageError
+from edge_agent.core.task import Tensors
 from edge_agent.data.partition import Division
-from edge_agent.errors import RunFailed, UsageError
-from edge_agent.task import Tensors
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Job
+from edge_agent.run_folder.client_state import ClientStateFiles, merge, split
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Job
 from edge_agent.wire.tensors import decode, pieces
 
 from ..client_tasks import Answer, answer, kept_in
@@ -83,7 +83,8 @@ class CarriedState(ClientStateFiles):
 
     def write(self, round_number: int, personal: Tensors, memory: Tensors) -> None:
         """Hold it until the reply."""
-        self.round, self.after = round_number, as_bytes(pieces(merge(personal, memory)))
+        self.round = round_number
+        self.after = as_bytes(pieces(merge(personal, memory)))
 
 
 class Actor:
@@ -117,7 +118,8 @@ class RayWorkers:
 
     def __init__(self, prepared: Prepared, clients: Path, setup: Sequence[str]) -> None:
         """``clients``: the folder of the clients' states."""
-        self._prepared, self._clients = prepared, clients
+        self._prepared = prepared
+        self._clients = clients
         division = prepared.division.model_dump(mode="json")
         self._init = json.dumps({**worker_init(prepared, setup), "division": division})
         self._stack = contextlib.ExitStack()
@@ -134,7 +136,8 @@ class RayWorkers:
             RunFailed: there is no cluster.
             UsageError: the cluster has fewer CPUs than requested.
         """
-        plan, content = self._prepared.plan, self._prepared.pools.content()
+        plan = self._prepared.plan
+        content = self._prepared.pools.content()
         self._cpus = max(1, plan.threads)
         store = sum(memoryview(piece).nbytes for piece in content) + SPARE_STORE_BYTES
         link = connected(plan.address, cpus=count * self._cpus, store_bytes=store)
@@ -173,7 +176,7 @@ class RayWorkers:
         Raises:
             StateError: the state cannot be read.
         """
-        state = as_bytes(pieces(merge(*self._state_files(work).before(kept_before(work.job)))))
+        state = as_bytes(pieces(merge(*self._state_files(work).before(state_before(work.job)))))
         reply = worker.handle.work.remote(work.client, work.job.model_dump_json(), state, *blobs)
         self._pending[reply] = (worker, work)
 
@@ -206,7 +209,9 @@ class RayWorkers:
             reason = " / ".join(dict.fromkeys((lines[0], lines[-1])))  # what failed, and the error that it ends with
             return worker, f"{type(error).__name__}: {reason}"
         if work is not None:
-            fields, update, state = json.loads(result[0]), result[1], result[2]
+            fields = json.loads(result[0])
+            update = result[1]
+            state = result[2]
             if fields["state_round"] is not None:  # on disk before the coordinator receives the update
                 self._state_files(work).write(fields["state_round"], *split(decode(state.data)))
             return worker, Answer.from_json(fields, update.data)

@@ -20,12 +20,12 @@ import torch
 
 from edge_agent import methods
 from edge_agent.client.stacked import Convolutions, Schedule, Stack, has_norm, has_unfolding, obstacle, schedule
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
+from edge_agent.core.task import Tensors
 from edge_agent.methods import Client, Method
-from edge_agent.task import Tensors
 from edge_agent.training.loops import diverged
 from edge_agent.training.parts import Parts
-from edge_agent.wire.messages import Fault, UpdateManifest
+from edge_agent.wire.messages.up import Fault, UpdateManifest
 
 from ..client_tasks import Answer, HalfRound, Shared, attempt, failed_reply, is_out_of_memory
 from ..failures import Failure
@@ -45,7 +45,8 @@ class Stacked(Serial):
 
     def __init__(self, shared: Shared, *, always: bool = False) -> None:
         """``always``: also where one after another would be faster."""
-        self._always, self._model = always, shared.model.model
+        self._always = always
+        self._model = shared.model.model
         self._device = next(self._model.parameters()).device
         size = sum(tensor.nbytes for tensor in self._model.state_dict().values())
         super().__init__(shared, most=max(1, min(MOST_AT_ONCE, MOST_UPDATE_BYTES // size)))
@@ -71,7 +72,8 @@ class Stacked(Serial):
         """Run the first job, and at once with it all others that can be."""
         work = self._given.pop(0)
         self._jobs += work.job.purpose == "train"
-        method, job = self._method(work), work.job
+        method = self._method(work)
+        job = work.job
         alike = [
             other
             for other in (self._given if method is not None else ())
@@ -160,8 +162,11 @@ class Stacked(Serial):
         return time.perf_counter()
 
     def _train(self, method: Method, works: Sequence[Work], convolutions: Convolutions) -> None:
-        begin, params, stack = time.perf_counter(), method.params, Stack(self._model, len(works))
-        begun, failed = list[tuple[Work, HalfRound]](), list[tuple[Work, Fault, Failure]]()
+        begin = time.perf_counter()
+        params = method.params
+        stack = Stack(self._model, len(works))
+        begun = list[tuple[Work, HalfRound]]()
+        failed = list[tuple[Work, Fault, Failure]]()
         for work, received in _with_received(works):
             try:
                 half = HalfRound.begin(self._shared, work.client, work.job, received)
@@ -211,7 +216,8 @@ def _end(half: HalfRound, own: Schedule, losses: np.ndarray, method: Method) -> 
     Raises:
         TrainingFailed: the mean loss of some epoch is no finite number.
     """
-    epochs, params = method.params.local_epochs, method.params
+    epochs = method.params.local_epochs
+    params = method.params
     steps = len(own) // max(1, epochs)
     for epoch in range(1, epochs + 1):
         mine = slice((epoch - 1) * steps, epoch * steps)
@@ -227,7 +233,8 @@ def _end(half: HalfRound, own: Schedule, losses: np.ndarray, method: Method) -> 
 Measure = Callable[[str, Callable[[], object]], float]
 """Name and work -> seconds."""
 
-TIMED_STEPS, WARM_STEPS = 3, 1
+TIMED_STEPS = 3
+WARM_STEPS = 1
 FEW = 4
 """Clients that are timed one by one, and at once where there is no GPU, whose size would decide."""
 
@@ -267,7 +274,8 @@ class Trial:
 
     def verdict(self, measure: Measure, *, always: bool) -> Verdict:
         """Whether and how to train them at once; ``always``: whenever it equals the method's own training."""
-        difference, device = self.difference(), next(self.model.parameters()).device
+        difference = self.difference()
+        device = next(self.model.parameters()).device
         if not difference <= (TOLERANCE if _has_64_bits(device) else SHORT_TOLERANCE):
             return Verdict(None, f"it would differ from method '{self.method.name}' by {difference:.2g} of a step")
         if always:
@@ -284,7 +292,8 @@ class Trial:
 
     def difference(self) -> float:
         """Difference of one stacked epoch of two small clients from the method's own, relative to its change."""
-        method, pair = self._with_epochs(1), self.starters[:2]
+        method = self._with_epochs(1)
+        pair = self.starters[:2]
         try:
             self._in_64_bits(0, pair[0])  # the stacks have the precision of the model
             before, alone, stacked = (Stack(self.model, len(pair)) for _ in range(3))
@@ -318,7 +327,9 @@ class Trial:
 
     def _one_by_one(self, measure: Measure, starters: Sequence[Starter]) -> float:
         """Seconds of one client's step by the method's own code."""
-        method, total, steps = self._with_epochs(1), 0.0, 0
+        method = self._with_epochs(1)
+        total = 0.0
+        steps = 0
         for number, starter in enumerate(starters):
             client = _shortened(starter.begin(), TIMED_STEPS * self.method.params.batch_size)
             update = functools.partial(method.local_update, client, starter.received)
@@ -331,12 +342,14 @@ class Trial:
     def _at_once(self, measure: Measure, starters: Sequence[Starter], way: Convolutions) -> float:
         """Seconds of one client's step in a stack."""
         params = self._with_epochs(WARM_STEPS + TIMED_STEPS).params
-        stack, clients = Stack(self.model, len(starters)), list[Client]()
+        stack = Stack(self.model, len(starters))
+        clients = list[Client]()
         for position, starter in enumerate(starters):
             clients.append(starter.begin())
             stack.hold(position)
         schedules = [schedule(client, params)[: WARM_STEPS + TIMED_STEPS] for client in clients]
-        warm, rest = [own[:WARM_STEPS] for own in schedules], [own[WARM_STEPS:] for own in schedules]
+        warm = [own[:WARM_STEPS] for own in schedules]
+        rest = [own[WARM_STEPS:] for own in schedules]
         stack.train(clients, warm, params, self.method.frozen, way)
         seconds = measure(way, lambda: stack.train(clients, rest, params, self.method.frozen, way))
         return seconds / sum(map(len, rest))

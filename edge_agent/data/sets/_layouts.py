@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from ...errors import DataError, UnknownName, cause
-from ...storage import read_regular
-from ...task import ImageInput
+from ...core.errors import DataError, UnknownName, cause
+from ...core.storage import read_regular
+from ...core.task import ImageInput
 from ..base import DataSource, Options, Raw, Strings, near
 from ..images import SUFFIXES, ImageFiles, images_in, visible
 
@@ -38,7 +38,7 @@ class Origin:
     licence: str
 
     def missing(self, where: object, state: str = "") -> DataError:
-        """An error for a folder without the set; ``state``: what is there or missing, in a few words."""
+        """Return an error for a folder without the set; ``state``: what is there or missing, in a few words."""
         detail = f" ({state})" if state else ""
         return DataError(
             f"{self.kind}: no {self.title} in '{where}'{detail}; expected {self.layout}; "
@@ -46,7 +46,7 @@ class Origin:
         )
 
     def damaged(self, path: Path, problem: str, expected: str) -> DataError:
-        """An error for a file of the set that is not what it should be."""
+        """Return an error for a file of the set that is not what it should be."""
         return DataError(
             f"{self.kind}: '{path}' {problem}, expected {expected}; it is damaged or was not fetched whole: "
             f"download it again from {self.page}"
@@ -54,10 +54,10 @@ class Origin:
 
 
 def lines_of(path: Path, origin: Origin) -> list[str]:
-    """Lines of a text file of a set, without surrounding blanks and without empty ones.
+    """Return lines of a text file of a set, without surrounding blanks and without empty ones.
 
     Raises:
-        DataError: no such file, too large, or not text.
+        DataError: The file does not exist, is too large, or is not text.
     """
     try:
         if (size := path.stat().st_size) > MAX_TEXT_BYTES:
@@ -69,10 +69,10 @@ def lines_of(path: Path, origin: Origin) -> list[str]:
 
 
 def integers_of(path: Path, origin: Origin) -> np.ndarray:
-    """One natural number from each line of a text file, (n,) int64.
+    """Return one natural number from each line of a text file, (n,) int64.
 
     Raises:
-        DataError: as `lines_of`, or a line that is none.
+        DataError: See `lines_of`; or a line is not a number.
     """
     lines = lines_of(path, origin)
     for number, line in enumerate(lines, 1):
@@ -82,7 +82,7 @@ def integers_of(path: Path, origin: Origin) -> np.ndarray:
 
 
 def random_part(count: int, n: int | None, seed: int | tuple[int, ...]) -> np.ndarray:
-    """Rows (m,) of ``count``, in order: a random ``n`` of them where there are more than that, else all."""
+    """Return rows (m,) of ``count``, in order: a random ``n`` of them where there are more than that, else all."""
     if n is None or n >= count:
         return np.arange(count)
     return np.sort(np.random.default_rng(seed).permutation(count)[:n])
@@ -97,7 +97,7 @@ Split = Literal["train", "test", "all"]
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a set beside its `Origin`.
+    """The facts about a set beside its `Origin`.
 
     ``num_classes`` is None where people keep some of the classes. ``inside``: folders of the official archives in which
     the domains may lie. ``lists``: split -> pattern of the file that lists it, none where there is no official split;
@@ -115,15 +115,15 @@ class Facts:
     damaged: frozenset[str] = frozenset()
 
     def read(self, where: str, options: DomainOptions) -> Raw:
-        """Images of the chosen domains, decoded on access."""
+        """Return images of the chosen domains, decoded on access."""
         return read(find(self, where, options.domain), options)
 
     def parts(self, where: str, options: DomainOptions) -> dict[str, tuple[str, dict[str, Any]]]:
-        """For each domain the path and the option that select it alone."""
+        """Return the path and the option that select each domain alone."""
         return {name: (where, {"domain": name}) for name in find(self, where, options.domain).folders}
 
     def source(self, options: type[DomainOptions]) -> DataSource:
-        """The data source of the set. Reading opens no image, so it serves for inspecting, too."""
+        """Return the data source of the set. Reading opens no image, so it serves for inspecting, too."""
         return DataSource(options, self.read, needs_path=True, inspect=self.read, domains=self.parts)
 
 
@@ -157,10 +157,10 @@ class Layout:
     classes: tuple[str, ...] | None = None
 
     def class_names(self) -> tuple[str, ...]:
-        """The chosen classes, or those that have a folder in one of the domains.
+        """Return the chosen classes, or those that have a folder in one of the domains.
 
         Raises:
-            DataError: not as many as the set has.
+            DataError: The file does not have as many lines as the set.
         """
         if self.classes is not None:
             return self.classes
@@ -172,8 +172,9 @@ class Layout:
         return result
 
     def images(self, domain: str, options: DomainOptions) -> list[Path]:
-        """Files of one domain that the options choose."""
-        share, names = options.test_share, self.class_names()
+        """Return files of one domain that the options choose."""
+        share = options.test_share
+        names = self.class_names()
         if options.split == "all":
             result = self._in_folders(domain, names)
         elif share is None:
@@ -186,7 +187,7 @@ class Layout:
         return [sound[row] for row in chosen]
 
     def counts(self) -> Counter[str]:
-        """Images of each class in every domain that is there, whichever were chosen.
+        """Return images of each class in every domain that is there, whichever were chosen.
 
         By file name alone: the largest set has more than half a million.
         """
@@ -203,7 +204,7 @@ class Layout:
         return [path for folder in folders if folder.is_dir() for path in images_in(folder)]
 
     def _by_chance(self, domain: str, classes: Sequence[str], split: Split, share: float, seed: int) -> list[Path]:
-        """A share of each class tests, at least one image where there are two."""
+        """Return a share of each class tests, at least one image where there are two."""
         chosen: list[Path] = []
         for number, name in enumerate(classes):
             paths = self._in_folders(domain, [name])
@@ -214,9 +215,11 @@ class Layout:
         return chosen
 
     def _listed(self, domain: str, split: str) -> list[Path]:
-        """What the official list names, each image once, those of the chosen classes."""
-        path, origin = self._list_file(domain, split), self.facts.origin
-        inner, wrong = [], []
+        """Return what the official list names, each image once, those of the chosen classes."""
+        path = self._list_file(domain, split)
+        origin = self.facts.origin
+        inner = []
+        wrong = []
         for number, line in enumerate(lines_of(path, origin), 1):
             text, _, label = line.rpartition(" ")
             name = PurePosixPath(text.strip())
@@ -237,7 +240,7 @@ class Layout:
         return [folder.joinpath(*name.parts[1:]) for name in dict.fromkeys(inner) if name.parts[1] in known]
 
     def _list_file(self, domain: str, split: str) -> Path:
-        """The list, beside the domains, above them, or in one of the folders in which it may lie."""
+        """Return the list, beside the domains, above them, or in one of the folders in which it may lie."""
         origin = self.facts.origin
         if self.facts.lists is None:
             raise DataError(f"{origin.kind}: {origin.title} has no official split; give test_share for one by chance")
@@ -255,28 +258,33 @@ class Layout:
 
 
 def plain(name: str) -> str:
-    """A name without case, blanks, dashes and underscores, in which copies of a set differ."""
+    """Return a name without case, blanks, dashes and underscores, in which copies of a set differ."""
     return "".join(letter for letter in name.lower() if letter not in " -_")
 
 
 def find(facts: Facts, where: str, wanted: Sequence[str] = ()) -> Layout:
-    """The set at ``where``, with the domains that are wanted, or all of them.
+    """Return the set at ``where``, with the domains that are wanted, or all of them.
 
     Raises:
-        UnknownName: the set has no such domain.
-        DataError: nothing of the set is there, or a domain is missing.
+        UnknownName: The set has no such domain.
+        DataError: The folder holds nothing of the set, or a domain is missing.
     """
-    spelled = {plain(name): name for name in facts.domains}
+    # Copies of a set spell the names of domains differently.
+    official_names = {plain(name): name for name in facts.domains}
     for name in wanted:
-        if plain(name) not in spelled:
+        if plain(name) not in official_names:
             raise UnknownName(f"{facts.origin.title} domain", name, facts.domains)
-    chosen = [spelled[plain(name)] for name in wanted] or list(facts.domains)
+    chosen = [official_names[plain(name)] for name in wanted] or list(facts.domains)
+    # The domains are in the folder itself, or in one of those into which archives unpack.
     root = Path(where).expanduser()
-    result = (_domains_in(facts, folder) for folder in (root, *(root / inner for inner in facts.inside)))
-    folders = next(filter(None, result), None)
-    if folders is None:
+    for folder in (root, *(root / inner for inner in facts.inside)):
+        folders = _domains_in(facts, folder)
+        if folders:
+            break
+    else:
         raise facts.origin.missing(where)
-    if lacking := [name for name in chosen if name not in folders]:
+    lacking = [name for name in chosen if name not in folders]
+    if lacking:
         message = f"it lacks {', '.join(lacking)}; domain={','.join(folders)} takes what is there"
         raise facts.origin.missing(where, message)
     return Layout(facts, root, {name: folders[name] for name in facts.domains if name in chosen})
@@ -288,7 +296,7 @@ def _domains_in(facts: Facts, root: Path) -> dict[str, Path]:
 
 
 def read(layout: Layout, options: DomainOptions) -> Raw:
-    """Images of the chosen domains, decoded on access."""
+    """Return images of the chosen domains, decoded on access."""
     names = layout.class_names()
     paths = [path for domain in layout.folders for path in layout.images(domain, options)]
     position = {name: label for label, name in enumerate(names)}
@@ -298,7 +306,7 @@ def read(layout: Layout, options: DomainOptions) -> Raw:
 
 
 def _inner(path: Path) -> str:
-    """``domain/class/file``."""
+    """Return the path ``domain/class/file`` of an image in the archive."""
     return "/".join(path.parts[-3:])
 
 

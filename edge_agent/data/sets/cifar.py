@@ -20,14 +20,14 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from ...errors import DataError
-from ...storage import read_regular
-from ...task import ImageInput
+from ...core.errors import DataError
+from ...core.storage import read_regular
+from ...core.task import ImageInput
 from ..base import DataSource, PartOptions, Raw, labels_by_name
 from ._layouts import Origin, lines_of, random_part
 
 _ARRAY_PARTS = ("numpy.core.multiarray _reconstruct", "numpy ndarray", "numpy dtype")
-"""What a batch may name; nothing is imported for it."""
+"""The names that a batch may refer to; nothing is imported for them."""
 
 
 class _Name(str):
@@ -47,13 +47,14 @@ class _Bytes:
 
 
 def parse(content: bytes, where: str) -> dict[str, Any]:
-    """The dictionary in a batch: text, integers, lists of them, and arrays uint8.
+    """Return the dictionary in a batch: text, integers, lists of them, and arrays uint8.
 
     A pickle is a program for a machine with a stack. Those instructions that the files of CIFAR have are carried out
     by `_Machine`; none of them imports or calls anything.
 
     Raises:
-        DataError: any instruction or name that those files do not have, or bytes that end early or go on.
+        DataError: The bytes hold an instruction or name that those files do not have, end early, or continue after the
+            end.
     """
     file = io.BytesIO(content)
     try:
@@ -113,7 +114,8 @@ class _Machine:
             raise ValueError("it sets the state of something that is no array of bytes")
 
     def update(self, items: list[Any]) -> None:
-        target, names = self.stack[-1], items[::2]
+        target = self.stack[-1]
+        names = items[::2]
         if not isinstance(target, dict) or len(items) % 2 or not all(type(name) is str for name in names):
             raise TypeError("it has entries that are not named values")
         target.update(zip(names, items[1::2], strict=True))
@@ -177,7 +179,7 @@ _CHANGES: dict[str, Callable[[_Machine, Any], None]] = {
 
 PIXELS = 3 * 32 * 32
 IMAGES = {"cifar-10": {"train": 10_000, "test": 10_000}, "cifar-100": {"train": 50_000, "test": 10_000}}
-"""Images in one file."""
+"""The number of images in one file."""
 
 ORIGIN = Origin(
     "cifar",
@@ -189,7 +191,7 @@ ORIGIN = Origin(
 
 
 class CifarOptions(PartOptions):
-    """Which images of CIFAR."""
+    """The options of CIFAR: which images to take."""
 
     split: Literal["train", "test", "all"] = "train"
     labels: Literal["fine", "coarse"] = Field("fine", description="CIFAR-100: its 100 classes, or its 20")
@@ -247,7 +249,7 @@ VERSIONS = (
 
 
 def read(where: str, options: CifarOptions) -> Raw:
-    """The images and labels of one split."""
+    """Return the images and labels of one split."""
     folder, version = _found(Path(where).expanduser(), options)
     splits = ("train", "test") if options.split == "all" else (options.split,)
     files = [(folder / name, IMAGES[version.dataset][split]) for split in splits for name in version.files[split]]
@@ -268,7 +270,7 @@ def inspect(where: str, options: CifarOptions) -> None:
 
 
 def _found(root: Path, options: CifarOptions) -> tuple[Path, Version]:
-    """The folder of the batches and what it is: the binary version where both are there."""
+    """Return the folder of the batches and what it is: the binary version where both are there."""
     held = [(root, version) for version in VERSIONS if (root / version.files["test"][0]).is_file()]
     held += [(root / version.folder, version) for version in VERSIONS if (root / version.folder).is_dir()]
     if not held:
@@ -282,10 +284,11 @@ def _found(root: Path, options: CifarOptions) -> tuple[Path, Version]:
 
 
 def _batch(path: Path, images: int, version: Version, labels: str) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels (images, 3072) uint8 and labels (images,) of one file."""
+    """Return pixels (images, 3072) uint8 and labels (images,) of one file."""
     if version.meta:
         return _python_batch(path, images, version.labels[labels])
-    size, width = path.stat().st_size, len(version.labels) + PIXELS
+    size = path.stat().st_size
+    width = len(version.labels) + PIXELS
     if size != images * width:
         raise ORIGIN.damaged(path, f"has {size} bytes", f"{images * width} ({images} images of {width})")
     records = np.fromfile(path, np.uint8).reshape(images, width)
@@ -293,12 +296,15 @@ def _batch(path: Path, images: int, version: Version, labels: str) -> tuple[np.n
 
 
 def _python_batch(path: Path, images: int, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """As `_batch`. Beside its pixels a batch has less than 128 bytes for each image: labels and a file name."""
-    size, least, most = path.stat().st_size, images * PIXELS, images * (PIXELS + 128) + 4096
+    """Read a batch of the Python version, of which each image has less than 128 bytes beside its pixels."""
+    size = path.stat().st_size
+    least = images * PIXELS
+    most = images * (PIXELS + 128) + 4096
     if not least <= size <= most:
         raise ORIGIN.damaged(path, f"has {size} bytes", f"{least}..{most}")
     result = parse(read_regular(path), f"cifar: '{path}'")
-    pixels, labels = result.get("data"), result.get(key)
+    pixels = result.get("data")
+    labels = result.get(key)
     if not isinstance(pixels, np.ndarray) or pixels.shape != (images, PIXELS):
         shape = "no array" if not isinstance(pixels, np.ndarray) else f"an array of {pixels.shape}"
         raise ORIGIN.damaged(path, f"has {shape} named 'data'", f"({images}, {PIXELS})")

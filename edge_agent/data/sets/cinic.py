@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...task import ImageInput
+from ...core.task import ImageInput
 from ..base import DataSource, PartOptions, Raw, near
 from ..images import ImageFiles, images_in, visible
 from ._layouts import Origin, random_part
@@ -29,13 +29,13 @@ ORIGIN = Origin(
 
 
 class CinicOptions(PartOptions):
-    """Which pictures of CINIC-10."""
+    """The options of CINIC-10: which pictures to take."""
 
     split: Literal["train", "valid", "test", "all"] = "train"
 
 
 def read(where: str, options: CinicOptions) -> Raw:
-    """The pictures of one part, decoded on access: reading opens none, so it serves for inspecting, too."""
+    """Return the pictures of one part, decoded on access: reading opens none, so it serves for inspecting, too."""
     root = Path(where).expanduser()
     root = next((path for path in (root, root / "CINIC-10") if (path / "train").is_dir()), root)
     parts = PARTS if options.split == "all" else (options.split,)
@@ -47,15 +47,29 @@ def read(where: str, options: CinicOptions) -> Raw:
 
 
 def _pictures(part: Path) -> list[Path]:
-    held = [path.name for path in visible(part) if path.is_dir()] if part.is_dir() else []
-    if not held:
+    """Return the pictures of one part, class by class; each class must have some.
+
+    Raises:
+        DataError: The part is missing, has a folder that is not a class, or lacks pictures of a class.
+    """
+    folders: list[str] = []
+    if part.is_dir():
+        folders = [path.name for path in visible(part) if path.is_dir()]
+    if not folders:
         raise ORIGIN.missing(part.parent, f"there is no '{part.name}' with folders in it")
-    if unknown := [name for name in held if name not in CLASSES]:
-        raise ORIGIN.missing(part, f"'{unknown[0]}' is none of its classes{near(unknown[0], CLASSES)}")
-    result = {name: images_in(part / name) if name in held else [] for name in CLASSES}
-    if empty := [name for name, paths in result.items() if not paths]:
+    for name in folders:
+        if name not in CLASSES:
+            raise ORIGIN.missing(part, f"'{name}' is none of its classes{near(name, CLASSES)}")
+    pictures: list[Path] = []
+    empty: list[str] = []
+    for name in CLASSES:
+        paths = images_in(part / name) if name in folders else []
+        if not paths:
+            empty.append(name)
+        pictures += paths
+    if empty:
         raise ORIGIN.missing(part, f"no pictures of {', '.join(empty)}")
-    return [path for paths in result.values() for path in paths]
+    return pictures
 
 
 SOURCE = DataSource(CinicOptions, read, needs_path=True, inspect=read)

@@ -21,8 +21,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from ...errors import DataError, MissingCapability, UnknownName, cause
-from ...task import ImageInput
+from ...core.errors import DataError, MissingCapability, UnknownName, cause
+from ...core.task import ImageInput
 from ..base import DataSource, Options, Raw, Strings
 from ..npz import load_arrays
 from ._layouts import Origin, random_part
@@ -60,7 +60,7 @@ _ARRAYS = {
 
 
 class Digits5Options(Options):
-    """Which digits of Digits-Five."""
+    """The options of Digits-Five: which digits to take."""
 
     domain: Strings = Field((), description="only these sets; default: all")
     split: Literal["train", "test", "all"] = "train"
@@ -71,7 +71,7 @@ class Digits5Options(Options):
 
 
 def read(where: str, options: Digits5Options) -> Raw:
-    """The digits of the chosen sets; 28 or 32 pixels, grey or colour, as each set has them."""
+    """Return the digits of the chosen sets; 28 or 32 pixels, grey or colour, as each set has them."""
     images: list[np.ndarray] = []
     labels: list[np.ndarray] = []
     for domain in _domains(options):
@@ -94,7 +94,7 @@ def inspect(where: str, options: Digits5Options) -> None:
 
 
 def domains(where: str, options: Digits5Options) -> dict[str, tuple[str, dict[str, Any]]]:
-    """For each set the place and the option that choose it alone."""
+    """Return the place and the option that select each set alone."""
     return {domain: (where, {"domain": domain}) for domain in _domains(options)}
 
 
@@ -120,25 +120,34 @@ def _file(folder: Path, domain: str, part: str) -> Path:
 
 
 def _part(folder: Path, domain: str, part: str) -> Part:
-    """Images (n, h, w[, c]) or (n, 1, h, w) and labels (n,) 0..9 of one set."""
+    """Return images (n, h, w[, c]) or (n, 1, h, w) and labels (n,) 0..9 of one set."""
     path = _file(folder, domain, part)
     if path.suffix == ".npz":
         images, labels = _named(load_arrays(path), "npz", part, path)
-    elif domain == "usps":  # cells: a row for each part, images and labels
-        cells = _matlab(path, ["dataset"]).get("dataset", np.empty(0))
-        if cells.shape != (2, 2) or not all(isinstance(cell, np.ndarray) for cell in cells.flat):
-            raise ORIGIN.damaged(path, f"has cells {cells.shape} named 'dataset'", "(2, 2)")
-        images, labels = cells[0 if part == "train" else 1]
+    elif domain == "usps":
+        images, labels = _usps_cells(path, part)
     else:
         images, labels = _named(_matlab(path, _wanted(domain, part)), domain, part, path)
-        images = np.moveaxis(images, -1, 0) if domain == "svhn" and images.ndim == 4 else images
+        # SVHN's official files have the images as the last axis.
+        if domain == "svhn" and images.ndim == 4:
+            images = np.moveaxis(images, -1, 0)
     digits = _digits(labels, path)
     if images.ndim not in {3, 4} or len(images) != len(digits):
         raise ORIGIN.damaged(path, f"has images {images.shape} for {len(digits)} labels", "one label for each image")
     return _bytes_or_unit(images, path), digits
 
 
+def _usps_cells(path: Path, part: str) -> Part:
+    """Return the images and labels of a part of USPS, whose file has a row of two cells for each part."""
+    cells = _matlab(path, ["dataset"]).get("dataset", np.empty(0))
+    if cells.shape != (2, 2) or not all(isinstance(cell, np.ndarray) for cell in cells.flat):
+        raise ORIGIN.damaged(path, f"has cells {cells.shape} named 'dataset'", "(2, 2)")
+    images, labels = cells[0 if part == "train" else 1]
+    return images, labels
+
+
 def _wanted(form: str, part: str) -> list[str]:
+    """Return the names of the arrays of images and labels in a file of this form."""
     return [name.format(part=part) for name in _ARRAYS[form]]
 
 
@@ -150,7 +159,7 @@ def _named(arrays: Mapping[str, np.ndarray], form: str, part: str, path: Path) -
 
 
 def _matlab(path: Path, wanted: list[str]) -> dict[str, np.ndarray]:
-    """The wanted arrays of a MATLAB file; their sizes are looked at before they are read."""
+    """Return the wanted arrays of a MATLAB file; their sizes are looked at before they are read."""
     try:
         from scipy import io
     except ImportError as error:
@@ -169,7 +178,7 @@ def _matlab(path: Path, wanted: list[str]) -> dict[str, np.ndarray]:
 
 
 def _digits(labels: np.ndarray, path: Path) -> np.ndarray:
-    """Labels (n,) int64 of one-hot rows (n, 10), or of one number each, of which 10 means 0."""
+    """Return labels (n,) int64 of one-hot rows (n, 10), or of one number each, of which 10 means 0."""
     if labels.dtype.kind not in "iufb":
         raise ORIGIN.damaged(path, f"has labels of type {labels.dtype}", "numbers")
     if labels.ndim == 2 and labels.shape[1] == 10:
@@ -185,7 +194,7 @@ def _digits(labels: np.ndarray, path: Path) -> np.ndarray:
 
 
 def _bytes_or_unit(images: np.ndarray, path: Path) -> np.ndarray:
-    """Images as bytes, or as floats where all are 0..1."""
+    """Return images as bytes, or as floats where all are 0..1."""
     if images.dtype.kind not in "iufb" or not np.isfinite(images).all():
         raise ORIGIN.damaged(path, f"has images of type {images.dtype}, or not finite", "numbers")
     low, high = (float(images.min()), float(images.max())) if images.size else (0.0, 0.0)

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from ...errors import ConfigError, UnknownName
+from ...core.errors import ConfigError, UnknownName
 from ..base import DataSource, Raw
 from ._layouts import DomainOptions, Facts, Origin, Split, find
 from ._layouts import read as read_layout
@@ -45,7 +45,7 @@ FEDBN_CLASSES = (
 
 
 class DomainNetOptions(DomainOptions):
-    """Which pictures of DomainNet."""
+    """The options of DomainNet: which pictures to take."""
 
     split: Split = "train"
     classes: str | None = Field(
@@ -54,18 +54,20 @@ class DomainNetOptions(DomainOptions):
 
 
 def read(where: str, options: DomainNetOptions) -> Raw:
-    """Pictures of the chosen domains and classes, decoded on access."""
+    """Return the pictures of the chosen domains and classes, decoded on access."""
     layout = find(FACTS, where, options.domain)
     if options.classes is None:
         return read_layout(layout, options)
     if options.classes.isdigit():
         # Counted over every domain that is there, so that all who hold one of them agree; ties go by name.
-        number, counts = int(options.classes), layout.counts()
+        number = int(options.classes)
+        counts = layout.counts()
         if not 0 < number <= len(counts):
             raise ConfigError("data source domainnet", [f"classes={number}: expected 1..{len(counts)}"])
         names = sorted(counts, key=lambda name: (-counts[name], name))[:number]
     else:
-        names, known = [name.strip() for name in options.classes.split(",") if name.strip()], layout.class_names()
+        names = [name.strip() for name in options.classes.split(",") if name.strip()]
+        known = layout.class_names()
         names = list(FEDBN_CLASSES) if names == ["fedbn"] else names
         for name in names:
             if name not in known:

@@ -35,7 +35,7 @@ FACTS = Facts(
 
 
 class PacsOptions(DomainOptions):
-    """Which pictures of PACS."""
+    """The options of PACS: which pictures to take."""
 
     split: Split = "train"
 

@@ -19,8 +19,8 @@ from typing import Literal
 
 import numpy as np
 
-from ...errors import DataError
-from ...task import WindowInput
+from ...core.errors import DataError
+from ...core.task import WindowInput
 from ..base import DataSource, Integers, Options, Raw
 from ._layouts import Origin, integers_of, lines_of
 
@@ -38,7 +38,7 @@ ORIGIN = Origin(
 
 
 class UciHarOptions(Options):
-    """Which windows of UCI HAR."""
+    """The options of UCI HAR: which windows to take."""
 
     split: Literal["train", "test", "all"] = "all"
     subject: Integers = ()
@@ -46,7 +46,7 @@ class UciHarOptions(Options):
 
 
 def read(where: str, options: UciHarOptions) -> Raw:
-    """The windows of the chosen people, those of the training part first."""
+    """Return the windows of the chosen people, those of the training part first."""
     root = _root(where)
     names = _activities(root)
     parts = []
@@ -78,10 +78,10 @@ def inspect(where: str, options: UciHarOptions) -> None:
 
 
 def subjects(where: str, options: UciHarOptions) -> tuple[int, ...]:
-    """Numbers of the people in the chosen parts, sorted, without those that the options exclude.
+    """Return numbers of the people in the chosen parts, sorted, without those that the options exclude.
 
     Raises:
-        DataError: the files of subjects are missing or damaged.
+        DataError: The files of subjects are missing or damaged.
     """
     people = np.concatenate([_labels(_root(where), part)[1] for part in _parts(options)])
     return tuple(int(person) for person in np.unique(people[_chosen(people, options)]))
@@ -100,7 +100,7 @@ def _parts(options: UciHarOptions) -> tuple[str, ...]:
 
 
 def _activities(root: Path) -> tuple[str, ...]:
-    """Names of the labels 1, 2 … in lower case."""
+    """Return names of the labels 1, 2 … in lower case."""
     path = root / "activity_labels.txt"
     rows = [line.split() for line in lines_of(path, ORIGIN)]
     if not rows or any(len(row) != 2 or row[0] != str(number) for number, row in enumerate(rows, 1)):
@@ -129,7 +129,7 @@ def _signals(root: Path, part: str) -> list[Path]:
 
 
 def _signal(path: Path, rows: np.ndarray, expected: int) -> np.ndarray:
-    """The lines at ``rows`` (m,) as numbers (m, 128)."""
+    """Return the lines at ``rows`` (m,) as numbers (m, 128)."""
     lines = lines_of(path, ORIGIN)
     if len(lines) != expected:
         raise ORIGIN.damaged(path, f"has {len(lines)} lines", f"{expected}, one for each label")

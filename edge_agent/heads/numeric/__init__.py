@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...config import parse
-from ...registry import Registry
+from ...core.config import parse
+from ...core.registry import Registry
 from .base import NumericData, NumericHead
 
 __all__ = ["NumericData", "NumericHead", "create", "get", "names", "registry"]
@@ -18,27 +18,27 @@ registry = Registry("numeric head", __name__, entry_points="headwater.numeric_he
 
 
 def names() -> tuple[str, ...]:
-    """Names of all numeric heads found; nothing is imported."""
+    """Return names of all numeric heads found; nothing is imported."""
     return registry.names()
 
 
 def get(name: str) -> type[NumericHead]:
-    """The head's class.
+    """Return the head's class.
 
     Raises:
-        UnknownName: no such head; the nearest name is suggested.
-        UsageError: what another package offers under this name is no whole head.
+        UnknownName: No head has this name; the message suggests the nearest name.
+        UsageError: The object that another package offers under this name is not a complete head.
     """
     return registry.load_class(name, NumericHead)  # type: ignore[type-abstract]
 
 
 def create(name: str, params: Mapping[str, Any] | None = None) -> NumericHead:
-    """An unfitted head with checked parameters.
+    """Return an unfitted head with checked parameters.
 
     Raises:
-        UnknownName: no such head.
-        ConfigError: unknown or impossible parameters, all of them listed.
-        UsageError: as `get`.
+        UnknownName: No head has this name.
+        ConfigError: Parameters are unknown or out of range; all of them are listed.
+        UsageError: See `get`.
     """
     kind = get(name)
     return kind(parse(kind.Params, params or {}, where=f"parameters of head '{name}'"))

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...errors import DataError, StateError
-from ...task import Tensors
+from ...core.errors import DataError, StateError
+from ...core.task import Tensors
 from ..base import HeadParams
 
 
 @dataclass(frozen=True)
 class NumericData:
-    """What a numeric head learns from: ``features`` (n, d) float32, ``targets`` (n,) float64 if it predicts them.
+    """The data of a numeric head: ``features`` (n, d) float32, and ``targets`` (n,) float64 if it predicts them.
 
     ``folds``: pairs of rows to learn from and rows to test on; samples of one recording are on one side.
     """
@@ -61,16 +61,16 @@ class NumericHead(ABC):
         """Learn from ``data``; the same data give the same head.
 
         Raises:
-            DataError: the samples cannot be learned from.
+            DataError: No head can be learned from these samples.
         """
         self.feature_dim = data.features.shape[1]
         self.arrays = self._fit(data)
 
     def predict(self, features: np.ndarray) -> np.ndarray:
-        """One number (n,) float64 for each row of ``features`` (n, d) float32.
+        """Return one number (n,) float64 for each row of ``features`` (n, d) float32.
 
         Raises:
-            StateError: the head has not been fitted, or was fitted on another feature size.
+            StateError: The head has not been fitted, or was fitted on another feature size.
         """
         if not self.arrays:
             raise StateError(f"head '{self.name}' has not been fitted")
@@ -83,7 +83,8 @@ class NumericHead(ABC):
 
     def load(self, arrays: Tensors, feature_dim: int) -> None:
         """Take over the arrays of a saved head of the same name and parameters."""
-        self.arrays, self.feature_dim = dict(arrays), feature_dim
+        self.arrays = dict(arrays)
+        self.feature_dim = feature_dim
 
     @property
     def threshold(self) -> float | None:
@@ -93,8 +94,8 @@ class NumericHead(ABC):
 
     @abstractmethod
     def _fit(self, data: NumericData) -> Tensors:
-        """Arrays of a fitted head."""
+        """Return arrays of a fitted head."""
 
     @abstractmethod
     def _predict(self, features: np.ndarray) -> np.ndarray:
-        """Numbers (n,) float64 from ``self.arrays``."""
+        """Return numbers (n,) float64 from ``self.arrays``."""

@@ -14,14 +14,14 @@ import math
 import numpy as np
 from pydantic import Field
 
-from ...errors import DataError
-from ...task import Tensors
+from ...core.errors import DataError
+from ...core.task import Tensors
 from ..base import HeadParams
 from .base import NumericData, NumericHead
 
 
 class MahalanobisParams(HeadParams):
-    """What is normal, and how often a normal input may be called an anomaly."""
+    """The parameters of the head: what is normal, and how often a normal input may be called an anomaly."""
 
     normal: str = Field(
         "normal",
@@ -54,14 +54,14 @@ class MahalanobisHead(NumericHead):
 
 
 def gaussian(features: np.ndarray) -> Tensors:
-    """Mean and shrunk covariance of ``features`` (n, d) as ``center`` (d,), ``axes`` (r, d) and variances along them.
+    """Return mean and shrunk covariance of ``features`` (n, d): ``center`` (d,), ``axes`` (r, d), variances along them.
 
     ``variances`` (r,) belong to ``axes``, ``floor`` (0-d) to all directions across them. Features keep their scale:
     divided by their spreads, one that fires in a single normal sample would outweigh all others (on digits, distances
     of new normal samples went up to 71 instead of 1.1, and the order was no better).
 
     Raises:
-        DataError: all rows are equal.
+        DataError: All rows are equal.
     """
     center = features.mean(axis=0, dtype=np.float64)
     rows = features.astype(np.float64) - center
@@ -84,7 +84,7 @@ def gaussian(features: np.ndarray) -> Tensors:
 
 
 def distances(features: np.ndarray, known: Tensors) -> np.ndarray:
-    """Mahalanobis distances (n,) float64, divided by the root of the number of features: about 1 for normal inputs."""
+    """Return Mahalanobis distances (n,) float64 over the root of the number of features: about 1 for normal inputs."""
     rows = features.astype(np.float64) - known["center"]
     along = rows @ known["axes"].T
     across = np.maximum(np.einsum("nd,nd->n", rows, rows) - np.einsum("nr,nr->n", along, along), 0)

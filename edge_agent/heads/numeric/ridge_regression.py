@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...errors import DataError
-from ...task import Tensors
+from ...core.errors import DataError
+from ...core.task import Tensors
 from .._features import NormedParams, fit_norm, normalise
 from ..ridge import fit_ridge
 from .base import NumericData, NumericHead

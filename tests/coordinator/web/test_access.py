@@ -8,9 +8,11 @@ import threading
 import pytest
 from web_site import BASE, act, agent_status, fields, sign_in
 
+from coordinator.journal.entries import fact_of
+from coordinator.views.runs import replay
 from coordinator.web.access import WRONG_AT_ONCE, WRONG_EVERY_S, Access, WrongTokens, is_known_host, token_path
 from coordinator.web.folder_view import FolderView
-from edge_agent.errors import StateError
+from edge_agent.core.errors import StateError
 
 ORIGIN = {"origin": BASE}
 
@@ -27,7 +29,7 @@ def released(site):
 
 
 def stages(site):
-    from coordinator.state.releases import book_of
+    from coordinator.views.releases import book_of
 
     return [release.stage for release in book_of(site.folder.journal).releases]
 
@@ -142,12 +144,12 @@ def test_pin_and_unpin_with_a_session(released):
 
 
 def test_queued_run_is_cancelled_with_a_session(site):
-    run = site.journal.request_run({"method": "fedavg", "rounds": 3})
+    run = site.journal.request_run(fact_of("run_requested", {"method": "fedavg", "rounds": 3}))
     with site.client() as client:
         sign_in(client)
         assert act(client, "cancel", run=run).headers["location"] == f"/run?id={run}"
         assert "cancelled" in client.get(f"/run?id={run}").text
-    assert site.journal.replay(run).status == "cancelled"
+    assert replay(site.journal, run).status == "cancelled"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def test_queued_run_is_cancelled_with_a_session(site):
         ("promote", {"number": "x"}, "is no number"),
         ("rollback", {"number": 1}, "is the first of channel"),
         ("pin", {"agent": "<x>", "reason": "y"}, "&lt;x&gt;"),
-        ("pin", {"agent": "c", "reason": "y", "until": "soon"}, "no date or time"),
+        ("pin", {"agent": "c", "reason": "y", "until": "soon"}, "not a date or time"),
         ("unpin", {"agent": "c"}, "is not pinned"),
         ("cancel", {"run": "run-0001"}, "finished already"),
         ("cancel", {"run": "../x"}, "unknown run"),

@@ -15,8 +15,9 @@ import pytest
 from web_site import LARGE_PAGES, agent_status
 
 from coordinator.config import WebConfig
+from coordinator.journal.entries import fact_of
+from coordinator.journal.store import utc_now
 from coordinator.processes.supervisor import command
-from coordinator.state.journal import utc_now
 from coordinator.web.access import token_path
 from coordinator.web.server import Settings, WebProcess
 
@@ -39,7 +40,8 @@ def chromium():
 def window(chromium, base, **options):
     """A page that notes what browsers complain about, and requests to anywhere but the view."""
     context = chromium.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-    page, complaints = context.new_page(), []
+    page = context.new_page()
+    complaints = []
     page.set_default_timeout(LIMIT_MS)
     page.on("console", lambda one: complaints.append(one.text) if one.type in {"error", "warning"} else None)
     page.on("pageerror", lambda one: complaints.append(str(one)))
@@ -77,7 +79,9 @@ def full(site):
     site.release("a", run)
     site.release("b", run, canary="1", note="better")
     site.device("d", "a", 2, "failed", reason="self-test", acc=None, before=0.5, support=3)
-    site.journal.append("device_pinned", agent="d", body={"release": 1, "reason": "paper", "until": "", "by": "ann"})
+    site.journal.append(
+        fact_of("device_pinned", {"release": 1, "reason": "paper", "until": "", "by": "ann"}), agent="d"
+    )
     live = site.run(3, ("a", "b"))
     fault = {
         "error": "DataError",
@@ -168,7 +172,8 @@ def measured(page, address):
 
 @pytest.mark.slow
 def test_walk_from_fleet_to_run_to_agent_to_release_while_a_demo_runs(tmp_path, chromium):
-    folder, log = tmp_path / "demo", tmp_path / "log"
+    folder = tmp_path / "demo"
+    log = tmp_path / "log"
     words = command("coordinator", "demo", "--web", "--dir", str(folder), "--rounds", "6")
     with log.open("w") as output:
         process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)

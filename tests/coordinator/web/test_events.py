@@ -117,7 +117,8 @@ def test_the_loop_of_all_requests_waits_for_no_reader(site, view):
         for _ in range(2):
             await anext(stream)
         news = asyncio.create_task(anext(stream))
-        release, held = threading.Event(), threading.Event()
+        release = threading.Event()
+        held = threading.Event()
 
         def hold():
             with view.lock:

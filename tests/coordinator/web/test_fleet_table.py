@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coordinator.state.fleet_rows import AgentRow
 from coordinator.web.fleet_table import SORTS, Query, page_of, totals
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 
 
 def fleet(size, seed=0):
@@ -44,7 +44,8 @@ def parameters(address):
 
 def walked(agents, query, size):
     """Ids of all pages, following the links to the next one, and back again."""
-    pages, page = [], page_of(agents, query, size)
+    pages = []
+    page = page_of(agents, query, size)
     while True:
         pages.append([row.id for row in page.rows])
         if not page.following:
@@ -69,14 +70,16 @@ def twin(agents, query):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 40), st.integers(0, 1000), st.sampled_from(sorted(SORTS)), st.booleans(), st.integers(1, 9))
 def test_pages_in_both_directions_are_those_of_a_twin(count, seed, sort, descending, size):
-    agents, query = fleet(count, seed), Query(sort=sort, descending=descending)
+    agents = fleet(count, seed)
+    query = Query(sort=sort, descending=descending)
     pages = walked(agents, query, size)
     assert [name for one in pages for name in one] == twin(agents, query)
     assert all(len(one) == size for one in pages[:-1])
 
 
 def test_agents_that_go_or_come_while_one_reads_shift_no_page():
-    agents, query = fleet(30), Query(sort="id")
+    agents = fleet(30)
+    query = Query(sort="id")
     first = page_of(agents, query, 10)
     fewer = [row for row in agents if row.id not in {"a001", "a009", "a015"}]
     second = page_of(fewer, Query.of(parameters(first.following)), 10)

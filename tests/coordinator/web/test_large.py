@@ -12,7 +12,8 @@ from web_site import LARGE_PAGES
 
 from coordinator.web import metrics
 
-MOST_S, MOST_BYTES = 0.05, 150_000
+MOST_S = 0.05
+MOST_BYTES = 150_000
 
 
 @pytest.mark.slow
@@ -38,7 +39,8 @@ def test_a_scrape_of_a_large_federation_is_cheap(site, monkeypatch, capsys):
     """In processor time; the first one reads the journal and the updates of the round that was closed last."""
     site.large()
     monkeypatch.setattr(metrics, "LEAST_PAUSE_S", 0.0)
-    app, spent = Starlette(routes=metrics.routes(site.path)), []
+    app = Starlette(routes=metrics.routes(site.path))
+    spent = []
     for _ in range(6):
         begin = time.process_time()
         answer = asgi_client.get(app, "/metrics")

@@ -12,8 +12,9 @@ import pytest
 from web_site import agent_status, round_line
 
 from coordinator.cli import main
-from coordinator.state.journal import Journal
-from coordinator.state.releases import AUTOMATIC
+from coordinator.journal.entries import fact_of
+from coordinator.journal.sqlite import Journal
+from coordinator.views.releases import AUTOMATIC
 from coordinator.web import pages
 from coordinator.web.folder_view import FolderView
 
@@ -42,7 +43,8 @@ def populated(site):
     site.release("b", canary="1", max_failed="1")
     site.device("d", "a", 2, "failed", reason="self-test", acc=None, before=None, support=0)
     site.journal.append(
-        "device_pinned", agent="c", body={"release": 1, "reason": "for the paper", "until": "", "by": "ann"}
+        fact_of("device_pinned", {"release": 1, "reason": "for the paper", "until": "", "by": "ann"}),
+        agent="c",
     )
     live = site.run(2, ("b",))
     fault = {"error": "DataError", "message": "no class folders", "remedy": "make one folder for each class", "at": ""}
@@ -110,7 +112,7 @@ def test_release_page_says_that_it_is_done_who_signed_it_and_where_it_comes_from
     scores = {"mean": 0.9, "worst_tenth": 0.8, "clients": 4}
     lineage = {"method": "fedper", "seed": 7, "clients": 4, "scores": scores}
     body = {"bundle_id": "a" * 64, "plan": {}, "signed": signed, "lineage": lineage}
-    site.journal.append("release_made", run="run-0001", round=2, digest=digest, body=body)
+    site.journal.append(fact_of("release_made", body), run="run-0001", round=2, digest=digest)
     with site.client() as client:
         page = client.get("/releases?number=1").text
     assert 'data-word="done"' in page
@@ -274,7 +276,7 @@ def test_rounds_that_close_while_nobody_looks_are_shown_after_the_end(site):
         assert "No round is closed yet" in client.get(f"/run?id={run}").text
         lines = [json.dumps({"kind": "round", "round": number, "agents": ["a"]}) + "\n" for number in (1, 2)]
         site.folder.run(run).metrics_path.write_text("".join(lines))
-        site.journal.append("run_finished", run=run)
+        site.journal.append(fact_of("run_finished", {}), run=run)
         assert "2 of 1" in client.get(f"/run?id={run}").text, "rounds closed of those requested"
 
 
@@ -283,7 +285,7 @@ def test_run_page_has_the_log_of_the_run_with_what_is_new(site):
     with site.client() as client:
         assert "requested: fedavg, 1 round, seed 0" in client.get(f"/run?id={run}").text
         body = {"reason": "<b>bad</b>"}
-        site.journal.append("update_refused", run=run, round=1, agent="a", body=body)
+        site.journal.append(fact_of("update_refused", body), run=run, round=1, agent="a")
         page = client.get(f"/run?id={run}").text
         assert "update of a for round 1 rejected: &lt;b&gt;bad&lt;/b&gt;" in page
         assert page.count("requested: fedavg") == 1
@@ -328,9 +330,9 @@ def test_releases_show_the_canary_and_what_can_be_done(populated):
 
 def test_compare_begins_with_the_last_ten_runs_that_have_started(site):
     started = [site.run(1, method="fedavg", end="run_finished") for _ in range(12)]
-    cancelled = site.journal.request_run({"method": "fedavg", "rounds": 1})
-    site.journal.append("run_cancelled", run=cancelled, body={"reason": "before its start"})
-    site.journal.request_run({"method": "fedavg", "rounds": 1})
+    cancelled = site.journal.request_run(fact_of("run_requested", {"method": "fedavg", "rounds": 1}))
+    site.journal.append(fact_of("run_cancelled", {"reason": "before its start"}), run=cancelled)
+    site.journal.request_run(fact_of("run_requested", {"method": "fedavg", "rounds": 1}))
     with site.client() as client:
         shown = set(re.findall(r'href="/run\?id=(run-\d+)"', client.get("/compare").text))
     assert shown == {*started[2:]}
@@ -356,7 +358,7 @@ def test_files_are_read_without_the_lock_of_the_pages(populated, monkeypatch):
         free(Journal, "_selected")
         free(pages, "read_json")
         free(pages, "_manifest")
-        populated.journal.append("bundle_exported", run="run-0001", digest="0" * 64, body={"bundle_id": "a" * 64})
+        populated.journal.append(fact_of("bundle_exported", {"bundle_id": "a" * 64}), run="run-0001", digest="0" * 64)
         for path in ("/agent?id=a", "/run?id=run-0001", *PAGES):
             assert client.get(path).status_code == 200, path
     assert {*read} == {"_selected", "read_json", "_manifest"}
@@ -492,8 +494,9 @@ def test_state_folder_that_is_replaced_is_read_again(populated):
 
 def test_pages_of_long_tables_follow_each_other_without_a_gap(site):
     for _ in range(120):
-        site.journal.request_run({"method": "fedavg", "rounds": 1})
-    seen, path = [], "/runs"
+        site.journal.request_run(fact_of("run_requested", {"method": "fedavg", "rounds": 1}))
+    seen = []
+    path = "/runs"
     with site.client() as client:
         while path:
             page = client.get(path).text
@@ -580,10 +583,10 @@ def went_back(site):
     candidate = {"bundle_id": "b" * 64, "run": "run-0002", "release": 2, "reason": "worse", "acc": {"personal": 0.25}}
     result = {"outcome": "failed", "reason": "worse", "acc": 0.25, "before": 0.74}
     body = {"runs": "a" * 64, "channel": "stable", "running": running, "candidate": candidate, "release": 2}
-    site.journal.append("device_reported", agent="cam", body={**body, "result": result})
+    site.journal.append(fact_of("device_reported", {**body, "result": result}), agent="cam")
     plan = {"channel": "stable", "note": "1 of 1 devices failed"}
     made = {"bundle_id": "a" * 64, "plan": plan, "by": AUTOMATIC, "rolls_back": 2}
-    site.journal.append("release_made", run="run-0001", round=1, digest="0" * 64, body=made)
+    site.journal.append(fact_of("release_made", made), run="run-0001", round=1, digest="0" * 64)
     return site
 
 
@@ -623,7 +626,7 @@ def test_pages_and_terminal_say_the_same_of_where_releases_stand(went_back, caps
 
 def test_the_author_of_an_automatic_rollback_is_named_also_where_an_older_version_wrote_it(went_back):
     body = {"bundle_id": "a" * 64, "plan": {"note": "bad"}, "by": "failures"}
-    went_back.journal.append("release_made", run="run-0001", round=1, digest="0" * 64, body=body)
+    went_back.journal.append(fact_of("release_made", body), run="run-0001", round=1, digest="0" * 64)
     with went_back.client() as client:
         assert ", automatic rollback</span>" in client.get("/releases?number=4").text
 
@@ -634,7 +637,8 @@ def test_gain_comes_first_and_what_may_be_noise_is_grey(site):
     site.report(run, "b", 0.8, 0.6, 0.7, better_alone=True)
     site.status([agent_status("a"), agent_status("b")])
     with site.client() as client:
-        page, agent = client.get("/").text, client.get("/agent?id=a").text
+        page = client.get("/").text
+        agent = client.get("/agent?id=a").text
     assert '<td class="n even">−0.7' in page
     assert "within noise</span>" in page, "who does not see the colour reads it"
     assert '<td class="n bad">−10.0' in page

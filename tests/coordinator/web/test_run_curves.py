@@ -48,7 +48,8 @@ def test_file_is_read_on_as_it_grows_and_an_unfinished_line_is_waited_for(path):
 
 def test_small_reads_give_what_one_large_read_gives(path):
     path.write_text("".join(line(number, {f"a{n}": n / 9 for n in range(9)}) for number in range(1, 40)))
-    whole, pieces = RunCurves(path), RunCurves(path)
+    whole = RunCurves(path)
+    pieces = RunCurves(path)
     whole.read()
     while pieces.read(100):
         pass
@@ -93,7 +94,8 @@ def test_another_file_in_its_place_is_read_from_its_beginning(path):
 
 
 def test_incidents_name_round_agent_and_reason(path):
-    rejected, left_out = [{"agent": "x", "reason": "NaN"}], [{"agent": "y", "reason": "its policy"}]
+    rejected = [{"agent": "x", "reason": "NaN"}]
+    left_out = [{"agent": "y", "reason": "its policy"}]
     path.write_text(line(4, {}, rejected=rejected, left_out=left_out, missing=["z"], bounded={"w": "clipped (x 0.01)"}))
     curves = RunCurves(path)
     curves.read()
@@ -126,7 +128,8 @@ def test_figures_of_single_agents_are_bounded_and_means_stay(path, monkeypatch):
 def test_two_readers_of_a_growing_file_count_each_round_once(path):
     lines = [line(number, {f"a{n}": 0.5 for n in range(20)}) for number in range(1, 401)]
     path.write_text("")
-    curves, over = RunCurves(path), threading.Event()
+    curves = RunCurves(path)
+    over = threading.Event()
 
     def read():
         while not over.is_set():

@@ -19,8 +19,9 @@ from pydantic import ValidationError
 from web_site import agent_status
 
 from coordinator.config import CoordinatorConfig, WebConfig
+from coordinator.journal.entries import fact_of
+from coordinator.journal.store import utc_now
 from coordinator.processes.supervisor import command
-from coordinator.state.journal import utc_now
 from coordinator.state.store import StateFolder, read_status
 from coordinator.web import connections
 from coordinator.web.access import Access, token_path
@@ -89,7 +90,8 @@ def wait_until(condition):
 def test_killed_process_is_restarted_at_its_port(site):
     site.status([agent_status("a")])
     with Running(site) as view:
-        port, pid = view.port, view.process.pid
+        port = view.port
+        pid = view.process.pid
         assert b'href="/agent?id=a"' in view.get("/")[1]
         os.kill(pid, signal.SIGKILL)
         view.until("/")
@@ -101,7 +103,7 @@ def test_stream_brings_news_of_a_coordinator_that_was_restarted(site):
         received = b""
         while received.count(b"event: news") < 1:
             received += stream.recv(4096)
-        site.journal.append("coordinator_started", body={"federation": "f" * 32, "epoch": 2, "boot": "c"})
+        site.journal.append(fact_of("coordinator_started", {"federation": "f" * 32, "epoch": 2, "boot": "c"}))
         site.status([agent_status("new")])
         while received.count(b"event: news") < 2:
             received += stream.recv(4096)
@@ -191,8 +193,10 @@ def test_unfinished_forms_leave_pages_probes_and_figures_to_others(site, count):
 @contextlib.contextmanager
 def serving_here(site):
     """The port of a view that serves in a thread of this process."""
-    ready, stop = threading.Event(), threading.Event()
-    settings, urls = Settings(site.path, WebConfig(listen="127.0.0.1:0")), []
+    ready = threading.Event()
+    stop = threading.Event()
+    settings = Settings(site.path, WebConfig(listen="127.0.0.1:0"))
+    urls = []
     with listening(settings.web) as at:
         thread = threading.Thread(target=serve, args=(settings, at, lambda url: (urls.append(url), ready.set()), stop))
         thread.start()
@@ -245,8 +249,10 @@ def test_figures_and_health_are_answered_beside_the_pages(site):
 
 
 def test_serving_ends_when_it_is_asked_to_with_a_stream_open(site):
-    ready, stop = threading.Event(), threading.Event()
-    settings, urls = Settings(site.path, WebConfig(listen="127.0.0.1:0")), []
+    ready = threading.Event()
+    stop = threading.Event()
+    settings = Settings(site.path, WebConfig(listen="127.0.0.1:0"))
+    urls = []
     with listening(settings.web) as at:
         thread = threading.Thread(target=serve, args=(settings, at, lambda url: (urls.append(url), ready.set()), stop))
         thread.start()
@@ -384,7 +390,9 @@ def test_certificate_of_the_federation_serves_the_view_over_tls(site, tmp_path):
             "web": {"listen": "0.0.0.0:0"},
         }
     )
-    ready, stop, urls = threading.Event(), threading.Event(), []
+    ready = threading.Event()
+    stop = threading.Event()
+    urls = []
     settings = Settings.of(config, config.web, None)
     with listening(settings.web) as at:
         thread = threading.Thread(target=serve, args=(settings, at, lambda url: (urls.append(url), ready.set()), stop))
@@ -464,7 +472,8 @@ def assert_monitored(port):
 @pytest.mark.slow
 def test_a_standby_that_takes_over_serves_although_the_address_of_its_view_is_taken(tmp_path):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken, contextlib.ExitStack() as stack:
-        port, config = taken.getsockname()[1], tmp_path / "coordinator.toml"
+        port = taken.getsockname()[1]
+        config = tmp_path / "coordinator.toml"
         config.write_text(
             f'state = "state"\n[embedded]\nport = 0\n[web]\nlisten = "127.0.0.1:{port}"\n'
             '[task]\nclass_names = ["a", "b"]\nencoder = "small_cnn"\n'

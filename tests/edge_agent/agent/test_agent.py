@@ -13,11 +13,11 @@ from federation_duties import WIDE_TASK
 from federation_harness import Federation, vanish
 
 from edge_agent.agent.health import ALONE_AGAIN_S, ALONE_S, HELLO_AGAIN_S
-from edge_agent.agent.tasks import TaskRunner
-from edge_agent.errors import DataError, TrainingFailed
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import Incoming, Outgoing, decode_frame
-from edge_agent.wire.messages import Topics
+from edge_agent.agent.tasks.runner import TaskRunner
+from edge_agent.core.errors import DataError, TrainingFailed
+from edge_agent.wire.blobs.chunks import Incoming, Outgoing, decode_frame
+from edge_agent.wire.messages import codec, down, up
+from edge_agent.wire.topics import Topics
 
 TOPICS = Topics("home")
 
@@ -29,7 +29,7 @@ def fed(tmp_path):
 
 
 def hellos(fed, name="a0"):
-    return fed.messages(fed.topics.up(name), wire.Hello)
+    return fed.messages(fed.topics.up(name), up.Hello)
 
 
 def trained(fed, name="a0"):
@@ -79,7 +79,7 @@ def test_the_silence_is_counted_from_the_coordinator_that_was_there_last(fed, ca
     """A new one announces itself after ten minutes and then does not answer: that is no silence of ten minutes."""
 
     def mute(coordinator):
-        lose(coordinator.transport, lambda message: isinstance(message, wire.Welcome), times=1000)
+        lose(coordinator.transport, lambda message: isinstance(message, down.Welcome), times=1000)
 
     fed.add("a0")
     fed.wait(600)
@@ -100,9 +100,9 @@ def test_a_job_that_can_never_fit_into_the_cache_is_refused_with_what_it_needs(t
     with Federation(tmp_path, agents=(), task=WIDE_TASK, cohort={"min_agents": 1}, capture=True) as fed:
         small_cache(fed.add("a0"), 100_000)
         fed.request(rounds=1)
-        fed.until(lambda: fed.messages(fed.topics.up("a0"), wire.Fault))
-        (job, *_) = fed.messages(fed.topics.down("a0"), wire.Job)
-        (fault, *_) = fed.messages(fed.topics.up("a0"), wire.Fault)
+        fed.until(lambda: fed.messages(fed.topics.up("a0"), up.Fault))
+        (job, *_) = fed.messages(fed.topics.down("a0"), down.Job)
+        (fault, *_) = fed.messages(fed.topics.up("a0"), up.Fault)
         needed = sum(blob.size_bytes for blob in job.blobs)
         assert (fault.error, fault.run, fault.round) == ("UsageError", fed.run_id, 1)
         assert f"1 blobs of {needed} bytes together, this agent keeps at most cache_bytes = 100000" in fault.message
@@ -128,7 +128,7 @@ def test_a_bundle_that_does_not_fit_beside_a_job_comes_after_it(tmp_path):
         small_cache(agent, 900_000)
         blob = Outgoing.of(bytes(500_000))
         fed.coordinator.distributor.offer(blob, ("a0",))
-        fed.coordinator.send("a0", wire.Install(run="run-0001", bundle_id="f" * 64, blob=blob.ref))
+        fed.coordinator.send("a0", down.Install(run="run-0001", bundle_id="f" * 64, blob=blob.ref))
         fed.finish()
         assert trained(fed) == [1]
         fed.until(lambda: fed.tasks["a0"].installed)
@@ -139,7 +139,7 @@ def test_heartbeats_come_at_their_pace_and_say_what_is_worked_on(fed):
     fed.add("a0", seconds=40)
     fed.request(rounds=1)
     fed.wait(35)
-    beats = fed.messages(fed.topics.heartbeat("a0"), wire.Heartbeat)
+    beats = fed.messages(fed.topics.heartbeat("a0"), up.Heartbeat)
     assert [(beat.run, beat.round) for beat in beats] == [(fed.run_id, 1), (fed.run_id, 1)]
 
 
@@ -165,8 +165,8 @@ def test_a_job_that_is_asked_anew_after_its_receipt_is_done_anew(fed):
     other = Stranger(fed, "other")
     fed.request(rounds=1)
     fed.finish()
-    (first, *_) = fed.messages(fed.topics.down("a0"), wire.Job)
-    other.raw(wire.encode(first.model_copy(update={"boot": "c9", "seq": 1})), fed.topics.down("a0"))
+    (first, *_) = fed.messages(fed.topics.down("a0"), down.Job)
+    other.raw(codec.encode(first.model_copy(update={"boot": "c9", "seq": 1})), fed.topics.down("a0"))
     fed.wait(10)
     assert trained(fed) == [1, 1]
 
@@ -221,7 +221,7 @@ def test_an_agent_whose_disk_fails_when_it_subscribes_goes_on(fed):
 
 def test_an_update_that_is_gone_from_the_disk_is_made_again(fed):
     agent = fed.add("a0")
-    lost = lose(fed.coordinator.transport, lambda message: isinstance(message, wire.Grant))
+    lost = lose(fed.coordinator.transport, lambda message: isinstance(message, down.Grant))
     fed.request(rounds=1)
     fed.until(lambda: lost)
     (path,) = agent.uploads._outbox.folder.glob("*.safetensors")
@@ -245,10 +245,10 @@ def test_after_a_round_closed_without_it_an_agent_asks_for_its_model_no_more(tmp
         fed.until(lambda: fed.entries("round_closed"))
         agent.transport.subscribe()
         fed.wait(1)
-        (first, *_) = fed.messages(fed.topics.down("deaf"), wire.Job)
-        before = [w for w in fed.messages(fed.topics.up("deaf"), wire.Want) if w.digest == first.blobs[0].digest]
+        (first, *_) = fed.messages(fed.topics.down("deaf"), down.Job)
+        before = [w for w in fed.messages(fed.topics.up("deaf"), up.Want) if w.digest == first.blobs[0].digest]
         fed.wait(20)
-        after = [w for w in fed.messages(fed.topics.up("deaf"), wire.Want) if w.digest == first.blobs[0].digest]
+        after = [w for w in fed.messages(fed.topics.up("deaf"), up.Want) if w.digest == first.blobs[0].digest]
         assert before
         assert len(after) == len(before)
 
@@ -260,7 +260,7 @@ def test_a_new_run_during_the_end_of_the_old_one_is_not_lost(fed):
     fed.until(lambda: agent.jobs.job is not None and agent.jobs.job.purpose == "personalize")
     fed.wait(1)
     job = agent.jobs.job.model_copy(update={"run": "run-0099", "purpose": "train", "round": 1, "boot": "c9", "seq": 9})
-    Stranger(fed, "x").raw(wire.encode(job), fed.topics.down("a0"))
+    Stranger(fed, "x").raw(codec.encode(job), fed.topics.down("a0"))
     fed.wait(12)
     assert ("run-0099", 1, "train") in fed.tasks["a0"].done
 
@@ -270,9 +270,9 @@ def test_an_update_of_a_run_that_is_no_longer_wanted_is_not_offered(fed):
     fed.request(rounds=1)
     fed.wait(1)
     job = agent.jobs.job.model_copy(update={"run": "run-0099", "boot": "c9", "seq": 9})
-    Stranger(fed, "x").raw(wire.encode(job), fed.topics.down("a0"))
+    Stranger(fed, "x").raw(codec.encode(job), fed.topics.down("a0"))
     fed.wait(5)
-    offers = {message.run for message in fed.messages(fed.topics.up("a0"), wire.UpdateManifest)}
+    offers = {message.run for message in fed.messages(fed.topics.up("a0"), up.UpdateManifest)}
     assert fed.run_id not in offers
 
 
@@ -284,7 +284,7 @@ def test_a_full_disk_is_told_as_a_fault_and_the_agent_goes_on(fed):
     fed.tasks["a0"].before = full
     fed.request(rounds=1)
     fed.wait(1)
-    (fault,) = fed.messages(fed.topics.up("a0"), wire.Fault)[:1]
+    (fault,) = fed.messages(fed.topics.up("a0"), up.Fault)[:1]
     assert (fault.error, fault.round) == ("DiskError", 0), "of the device, not of the job: the run waits"
     assert "No space left" in fault.message
     assert "resumes by itself" in fault.remedy
@@ -351,7 +351,7 @@ def test_an_error_message_of_any_length_fits_into_a_fault(fed):
         fed.tasks["a0"].before = fails
         fed.request(rounds=1)
         fed.wait(1)
-        fault = fed.messages(fed.topics.up("a0"), wire.Fault)[-1]
+        fault = fed.messages(fed.topics.up("a0"), up.Fault)[-1]
         assert (fault.error, fault.message) == (error, message), "no word of an error that does not say that it may go"
         fed.until(lambda: fed.record.is_over)
 
@@ -364,7 +364,7 @@ def test_a_goodbye_is_said_and_nothing_is_lost_by_stopping(fed):
     agent.close()
     fed.settle()
     assert fed.coordinator.roster.present() == []
-    assert len(fed.messages(fed.topics.up("a0"), wire.Bye)) == 1
+    assert len(fed.messages(fed.topics.up("a0"), up.Bye)) == 1
     fed.add("a0")
     fed.finish()
     assert fed.record.status == "finished"
@@ -392,7 +392,7 @@ def test_an_agent_whose_coordinator_restarts_finds_the_new_one_at_once(fed):
 
 
 def test_a_lost_welcome_is_asked_for_again(fed):
-    lose(fed.coordinator.transport, lambda message: isinstance(message, wire.Welcome))
+    lose(fed.coordinator.transport, lambda message: isinstance(message, down.Welcome))
     fed.add("a0")
     assert fed.until(lambda: fed.agents["a0"].welcomed) <= HELLO_AGAIN_S + 0.5
 
@@ -415,10 +415,10 @@ def test_head_tier_refuses_a_training_job_with_the_reason(fed):
     fed.make_tasks = TaskRunner
     fed.add("h0", tier="head")
     fed.settle()
-    job = wire.Job(run="run-0001", round=1, rounds=1, seed=0, method="fedavg", task=fed.task, blobs=(), deadline_s=9)
+    job = down.Job(run="run-0001", round=1, rounds=1, seed=0, method="fedavg", task=fed.task, blobs=(), deadline_s=9)
     Stranger(fed, "x").raw(fed.order(job), fed.topics.down("h0"))
     fed.settle()
-    (fault,) = (one for one in fed.messages(fed.topics.up("h0"), wire.Fault) if one.error == "MissingCapability")
+    (fault,) = (one for one in fed.messages(fed.topics.up("h0"), up.Fault) if one.error == "MissingCapability")
     assert "does not train encoders" in fault.message
 
 

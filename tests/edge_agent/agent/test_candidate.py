@@ -19,18 +19,18 @@ import numpy as np
 import pytest
 from federation_harness import Clock
 
-from edge_agent import bundle as bundles
-from edge_agent import limits, worker
 from edge_agent.agent import candidate as module
 from edge_agent.agent.candidate import children_of, prepare_beside
 from edge_agent.agent.head_tier import install_bundle
-from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import AgentConfig, DataConfig, HeadConfig
-from edge_agent.encoder import Encoder
-from edge_agent.errors import BundleDamaged, BundleError, DataError
-from edge_agent.personalize import load_head
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Install
+from edge_agent.agent.tasks.runner import TaskRunner
+from edge_agent.bundle import installed
+from edge_agent.core import children, limits
+from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig
+from edge_agent.core.errors import BundleDamaged, BundleError, DataError
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.personalize import load_head
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Install
 
 PROBE = np.random.default_rng(5).normal(size=(6, 3, 8, 8)).astype(np.float32)
 
@@ -70,7 +70,7 @@ def install(config, made, heard=lambda _step: None):
 
 def answers_of(config):
     """The bundle in use, and what it and its head answer; refuses a pair of two halves."""
-    bundle = bundles.current(config.state / "bundles")
+    bundle = installed.current(config.state / "bundles")
     head = load_head(config.state / "head", bundle)
     assert head.fingerprint == bundle.variant(head.precision).fingerprint
     return bundle.id, head.predict_proba(Encoder.open(bundle, "fp32").features(PROBE))
@@ -125,7 +125,8 @@ def test_a_bundle_prepared_beside_is_the_one_that_is_prepared_here(config, old, 
 
 
 def test_the_old_pair_is_compared_on_the_same_samples_beside_as_well(config, make_bundle):
-    good, poor = make_bundle("good.hwb", dim=48, seed=2), make_bundle("poor.hwb", dim=1, seed=1)
+    good = make_bundle("good.hwb", dim=48, seed=2)
+    poor = make_bundle("poor.hwb", dim=1, seed=1)
     strict = config.model_copy(update={"head": config.head.model_copy(update={"min_gain": 0.0})})
     first = install(strict, good)
     report = install(strict, poor)
@@ -174,8 +175,8 @@ import os, signal, sys
 from pathlib import Path
 from edge_agent.agent.candidate import children_of, prepare_beside
 from edge_agent.agent.head_tier import install_bundle
-from edge_agent.config import AgentConfig
-from edge_agent.wire.messages import Install
+from edge_agent.core.config import AgentConfig
+from edge_agent.wire.messages.down import Install
 config, message = AgentConfig.model_validate_json(sys.argv[1]), Install.model_validate_json(sys.argv[2])
 steps = []
 def heard(step):
@@ -201,8 +202,8 @@ def test_row_38_a_kill_of_the_agent_at_any_step_ends_the_process_beside_and_leav
             break
         wait_until(lambda child=int(done.stdout): not is_alive(child))
         tasks = TaskRunner(config, "head")
-        assert tasks.bundle_id == bundle_id
-        tasks.started()
+        assert tasks.bundles.bundle_id == bundle_id
+        tasks.bundles.started()
         assert left_over(config) == []
         np.testing.assert_array_equal(answers_of(config)[1], before)
         fresh(config, tmp_path / "before")
@@ -215,14 +216,14 @@ ENDS = """
 import os, signal, sys
 from pathlib import Path
 from edge_agent.agent import candidate
-from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import AgentConfig
-from edge_agent.wire.messages import Install
+from edge_agent.agent.tasks.runner import TaskRunner
+from edge_agent.core.config import AgentConfig
+from edge_agent.wire.messages.down import Install
 config, message = AgentConfig.model_validate_json(sys.argv[1]), Install.model_validate_json(sys.argv[2])
 prepare = candidate.prepare_beside
 candidate.prepare_beside = lambda *given: prepare(*given, lambda step: os.kill(os.getpid(), signal.SIGKILL))
 tasks = TaskRunner(config, "head", beside=True)
-tasks.started()
+tasks.bundles.started()
 print(tasks.install(message, Path(sys.argv[3])).rolled_back)
 """
 
@@ -244,10 +245,10 @@ def test_a_second_kill_after_a_new_head_was_put_there_does_not_lose_the_old_one(
     bundle_id, before = answers_of(config)
     for made in (new, make_bundle("other.hwb", dim=32, seed=3)):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(bundles, "switch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(installed, "switch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             patch.setattr("edge_agent.agent.head_tier.clean", lambda _config: None)  # as a kill has it
             install_bundle(config, order(made), made.path)
-        TaskRunner(config, "head").started()
+        TaskRunner(config, "head").bundles.started()
         assert answers_of(config)[0] == bundle_id
         np.testing.assert_array_equal(answers_of(config)[1], before)
 
@@ -281,7 +282,9 @@ def test_row_37_a_preparation_that_goes_wrong_is_refused_with_its_reason(
     monkeypatch.setattr(module, "CPU_S", 3 if trouble == "computes for ever" else 600)
     monkeypatch.setattr(module, "available_bytes", lambda: 300 << 20)
     bad = config.model_copy(update={"data": DataConfig(source=f"python:{tmp_path / 'source.py'}:made")})
-    processes, begun, clock = set(), [], Clock(0.0)
+    processes = set()
+    begun = []
+    clock = Clock(0.0)
 
     def heard(step):
         processes.update(children_of(os.getpid()))
@@ -292,7 +295,7 @@ def test_row_37_a_preparation_that_goes_wrong_is_refused_with_its_reason(
         clock.now += 240.0 if trouble.startswith("hangs") and "samples" in begun else 0.0
         return clock()
 
-    monkeypatch.setattr(module, "answer_of_watched", partial(worker.answer_of_watched, clock=time_of_hanging))
+    monkeypatch.setattr(module, "answer_of_watched", partial(children.answer_of_watched, clock=time_of_hanging))
     tasks = TaskRunner(bad, "head", beside=True)
     monkeypatch.setattr(module, "prepare_beside", lambda *given: prepare_beside(*given, heard))
     report = tasks.install(order(new), new.path)
@@ -300,8 +303,8 @@ def test_row_37_a_preparation_that_goes_wrong_is_refused_with_its_reason(
     assert f"keeps bundle {old.manifest.bundle_id[:12]} because the process that prepares it" in report.rolled_back
     assert "'samples'" in report.rolled_back
     assert (report.bundle_id, report.metrics["rolled_back"]) == (old.manifest.bundle_id, 1.0)
-    assert tasks.bundle_id == answers_of(config)[0] == old.manifest.bundle_id
-    assert [one.bundle_id for one in tasks.releases.refused()] == [new.manifest.bundle_id]
+    assert tasks.bundles.bundle_id == answers_of(config)[0] == old.manifest.bundle_id
+    assert [one.bundle_id for one in tasks.bundles.releases.refused()] == [new.manifest.bundle_id]
     assert processes
     wait_until(lambda: not any(map(is_alive, processes)))
     wait_until(lambda: not any(is_alive(process) for process in sessions_of(processes)))
@@ -316,7 +319,7 @@ def test_without_an_old_pair_its_end_is_a_fault(config, new, tmp_path):
     with pytest.raises(BundleError, match="it ended with code 3") as caught:
         install(bad, new)
     assert caught.value.is_public
-    assert bundles.current(config.state / "bundles") is None
+    assert installed.current(config.state / "bundles") is None
 
 
 def test_errors_beside_are_those_of_here(config, old, new, make_bundle, tmp_path):
@@ -362,7 +365,9 @@ def test_the_process_beside_gives_way_and_is_the_first_to_go(config, new):
 
 def test_answers_go_on_during_an_install_and_are_of_one_pair(config, old, new):
     """Another thread predicts from the folder all the time."""
-    pairs, stop, failures = [], threading.Event(), []
+    pairs = []
+    stop = threading.Event()
+    failures = []
 
     def predict():
         while not stop.is_set():
@@ -425,8 +430,8 @@ def test_a_child_that_answers_otherwise_has_failed(tmp_path, monkeypatch, lines,
     (tmp_path / "child_module.py").write_text(f"def main():\n    import sys\n    for line in {lines!r}: print(line)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     heard = []
-    with pytest.raises(worker.ChildFailed, match=words):
-        worker.answer_of_watched("child_module", "main", {}, heard.append, silent_s=60, limit_s=60)
+    with pytest.raises(children.ChildFailed, match=words):
+        children.answer_of_watched("child_module", "main", {}, heard.append, silent_s=60, limit_s=60)
     assert heard == [json.loads(line) for line in lines[:1] if line.startswith("{")]
 
 
@@ -435,8 +440,8 @@ def test_a_child_that_talks_for_too_long_is_ended(tmp_path, monkeypatch):
     (tmp_path / "child_module.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     seen = set()
-    with contextlib.suppress(AssertionError), pytest.raises(worker.ChildFailed, match="it took longer than 1 s"):
-        worker.answer_of_watched(
+    with contextlib.suppress(AssertionError), pytest.raises(children.ChildFailed, match="it took longer than 1 s"):
+        children.answer_of_watched(
             "child_module", "main", {}, lambda _: None, silent_s=60, limit_s=1, look=lambda process: seen.add(process)
         )
     assert len(seen) == 1

@@ -24,11 +24,12 @@ from coordinator.broker import EmbeddedBroker
 from coordinator.cli import main as headwater
 from edge_agent.agent import event_loop
 from edge_agent.agent.data_check import check_beside, last_task
-from edge_agent.agent.health import Condition, disk_error, look_at_disk, problem_of, try_disk
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.health import Condition, look_at_disk, problem_of, try_disk
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.cli import main as edge_agent
-from edge_agent.config import AgentConfig, BrokerConfig, DataConfig, HeadConfig
-from edge_agent.errors import (
+from edge_agent.core.config import AgentConfig, BrokerConfig, DataConfig, HeadConfig
+from edge_agent.core.disk import disk_error
+from edge_agent.core.errors import (
     BundleDamaged,
     ConfigError,
     DataError,
@@ -39,8 +40,8 @@ from edge_agent.errors import (
     UnknownName,
     UsageError,
 )
-from edge_agent.task import ImageInput, Task
-from edge_agent.wire import messages as wire
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.wire.messages import codec, fields, up
 from edge_agent.wire.transport import Connected, Disconnected
 
 NOW = datetime(2026, 11, 22, 10, 0, tzinfo=timezone.utc)
@@ -124,7 +125,8 @@ def test_a_round_that_has_enough_updates_goes_on_without_an_agent_that_stalls(fe
 
 
 def test_looks_at_a_full_disk_come_less_and_less_often(fed, monkeypatch):
-    agent, looks = fed.add("a0"), []
+    agent = fed.add("a0")
+    looks = []
     fed.settle()
     monkeypatch.setattr("edge_agent.agent.health.try_disk", lambda *_: looks.append(fed.clock.now) or full())
     agent.condition.note("disk", OSError(errno.ENOSPC, "full"))
@@ -132,7 +134,7 @@ def test_looks_at_a_full_disk_come_less_and_less_often(fed, monkeypatch):
     pauses = [round(later - earlier) for earlier, later in pairwise(looks)]
     assert pauses[:5] == [4, 8, 16, 32, 60]
     assert set(pauses[4:]) == {60}
-    told = [fault for fault in fed.messages(fed.topics.up("a0"), wire.Fault) if fault.error == "DiskError"]
+    told = [fault for fault in fed.messages(fed.topics.up("a0"), up.Fault) if fault.error == "DiskError"]
     assert len(told) == 1
 
 
@@ -155,7 +157,7 @@ def test_a_chunk_that_has_no_room_is_not_asked_for_each_second(fed, monkeypatch)
         patch.setattr("edge_agent.agent.health.try_disk", full)
         fed.request(rounds=1)
         fed.wait(30)
-        assert len(fed.messages(fed.topics.up("a0"), wire.Want)) <= 2
+        assert len(fed.messages(fed.topics.up("a0"), up.Want)) <= 2
         assert member(fed)["condition"] == "stalled"
     fed.finish()
     assert fed.record.status == "finished"
@@ -252,7 +254,7 @@ def test_an_idle_agent_survives_a_disk_that_fills_up_and_says_so(small_disk, tmp
 )
 def test_the_coordinator_gets_class_and_remedy_and_no_local_name(error, expected, remedy):
     problem = problem_of("work", error, NOW)
-    told = problem.to_coordinator(wire.JobKey("run-0001", 3))
+    told = problem.to_coordinator(fields.JobKey("run-0001", 3))
     assert (told.error, told.run, told.round) == (expected, "run-0001", 3)
     assert remedy in told.remedy
     assert "hiv" not in told.message + told.remedy
@@ -282,8 +284,8 @@ def test_words_of_a_peer_cannot_steer_a_terminal_or_forge_a_line(fed, caplog):
     fed.add("a0")
     fed.settle()
     agent = fed.agents["a0"]
-    fault = wire.Fault.model_construct(v=wire.PROTOCOL, boot=agent.boot, seq=9, type="fault", error="X", message=evil)
-    agent.transport.publish(fed.topics.up("a0"), wire.encode(fault))
+    fault = up.Fault.model_construct(v=fields.PROTOCOL, boot=agent.boot, seq=9, type="fault", error="X", message=evil)
+    agent.transport.publish(fed.topics.up("a0"), codec.encode(fault))
     fed.settle()
     said = member(fed)["fault"]["message"]
     assert said == " [2J ]0;owned  2026-11-22 WARNING forged  exe.txt"
@@ -319,7 +321,9 @@ def test_a_coordinator_that_starts_anew_hears_of_a_fault_that_stands(fed):
 
 
 def test_agent_that_the_broker_refuses_asks_why_and_shows_it_until_it_is_let_in(fed, monkeypatch):
-    agent, asked, events = fed.add("a0"), [], [Disconnected("lost", 1.0)] * 4
+    agent = fed.add("a0")
+    asked = []
+    events = [Disconnected("lost", 1.0)] * 4
     fed.settle()
 
     def answer(_state, what, _certificate=""):

@@ -18,11 +18,11 @@ from edge_agent.agent import event_loop
 from edge_agent.agent.app import refused_topics_of
 from edge_agent.agent.health import ASK_RULES_S, OtherClock
 from edge_agent.cli import main as edge_agent
-from edge_agent.config import AgentConfig, BrokerConfig, DataConfig, TlsConfig
-from edge_agent.errors import SET_CLOCK, StateError
-from edge_agent.wire import messages as wire
+from edge_agent.core.children import is_stopped
+from edge_agent.core.config import AgentConfig, BrokerConfig, DataConfig, TlsConfig
+from edge_agent.core.errors import SET_CLOCK, StateError
+from edge_agent.wire.messages import codec, down
 from edge_agent.wire.transport import Disconnected
-from edge_agent.worker import is_stopped
 
 
 def local(agent):
@@ -38,7 +38,7 @@ def fed(tmp_path):
 
 
 def cut(agent, reason, remedy=""):
-    agent.transport._events.put(Disconnected(reason, 1.0, remedy))
+    agent.transport._events.put(Disconnected(reason, 1.0, remedy, clocks_differ=remedy == SET_CLOCK))
     agent.step(0)
 
 
@@ -72,7 +72,8 @@ def test_refused_login_of_another_user_names_both(fed):
 
 @pytest.mark.parametrize("answer", [{"up": "Not authorized"}, {}, None])
 def test_broker_is_asked_for_its_rules_once_in_a_silence(fed, answer):
-    agent, asked = fed.agents["a0"], []
+    agent = fed.agents["a0"]
+    asked = []
 
     def refused(messages):
         asked.append(sorted(messages))
@@ -109,8 +110,8 @@ def test_other_protocol_is_a_fault_while_no_coordinator_answers(fed):
     agent = fed.agents["a0"]
     fed.kill_coordinator()
     agent._begin_alone()
-    refusal = wire.Refused(error="ProtocolMismatch", message="coordinator 9 speaks protocol 4..4: upgrade this side")
-    Stranger(fed, "newer").raw(wire.encode(refusal), fed.topics.down("a0"))
+    refusal = down.Refused(error="ProtocolMismatch", message="coordinator 9 speaks protocol 4..4: upgrade this side")
+    Stranger(fed, "newer").raw(codec.encode(refusal), fed.topics.down("a0"))
     fed.settle()
     found = local(agent)
     assert (found["condition"], found["fault"]["error"]) == ("fault", "ProtocolMismatch")

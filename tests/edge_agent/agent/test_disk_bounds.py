@@ -16,16 +16,16 @@ from federation_harness import Federation
 
 from edge_agent.agent import local_state
 from edge_agent.agent.local_state import disk_usage, make_room
-from edge_agent.agent.tasks import TaskQueue
+from edge_agent.agent.tasks.task_queue import TaskQueue
 from edge_agent.agent.transfers import Downloads
 from edge_agent.cli.agent import status
-from edge_agent.config import AgentConfig, DataConfig
-from edge_agent.encoder import trim_features
-from edge_agent.storage import write_tensors
-from edge_agent.task import ImageInput, Task
-from edge_agent.wire.chunks import BlobCache, Outgoing, decode_frame
-from edge_agent.wire.messages import Job
-from edge_agent.worker import InlineWorker
+from edge_agent.core.children import InlineWorker
+from edge_agent.core.config import AgentConfig, DataConfig
+from edge_agent.core.storage import write_tensors
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.personal.encoder import trim_features
+from edge_agent.wire.blobs.chunks import BlobCache, Outgoing, decode_frame
+from edge_agent.wire.messages.down import Job
 
 MB = 1 << 20
 LETTER = {"cache": 0, "features": len("features-"), "runs": len("run-")}
@@ -122,7 +122,8 @@ def at_replace(monkeypatch, act):
 def test_features_that_are_being_written_are_not_removed(config, filled, monkeypatch):
     """The worker writes features while the loop makes room, and while another process has just fitted a head."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=0))
-    path, rows = filled / "features" / feature_file("e" * 32), {"features": np.zeros((1000, 1000), np.float32)}
+    path = filled / "features" / feature_file("e" * 32)
+    rows = {"features": np.zeros((1000, 1000), np.float32)}
     at_replace(monkeypatch, lambda: make_room(config, cache_of(config), MB, ()))
     write_tensors(path, rows)
     assert [one.name for one in path.parent.iterdir()] == [path.name]
@@ -153,7 +154,9 @@ def test_what_is_removed_of_the_downloads_are_idle_blobs(config, monkeypatch):
 
 def test_features_of_the_head_in_use_stay_within_their_bound(config, filled):
     """Training and held-out samples of the head, 1 MiB each, are not those that were written last."""
-    folder, used, other = filled / "features", "f" * 32, "e" * 32
+    folder = filled / "features"
+    used = "f" * 32
+    other = "e" * 32
     for letter in "abc":
         (folder / feature_file(letter * 32)).unlink()
     older, train, test = (put(folder / feature_file(used, n), age=50 - n) for n in range(3))
@@ -179,8 +182,10 @@ def test_an_agent_makes_room_before_it_downloads(tmp_path, monkeypatch):
 @pytest.mark.parametrize("spare, stays", [(0, True), (-64 * 1024, False)])
 def test_no_room_is_made_for_what_has_arrived_of_a_download(config, monkeypatch, spare, stays):
     """Of 4 MiB about 1 MiB is still to come after a restart: with room for that, the only old download stays."""
-    blob, old = Outgoing.of(os.urandom(4 * MB)), put(config.state / "cache" / ("a" * 64), age=0)
-    part, arrived = cache_of(config).receive(blob.ref), 3 * MB // blob.ref.chunk_bytes
+    blob = Outgoing.of(os.urandom(4 * MB))
+    old = put(config.state / "cache" / ("a" * 64), age=0)
+    part = cache_of(config).receive(blob.ref)
+    arrived = 3 * MB // blob.ref.chunk_bytes
     for index in range(arrived):
         part.add(decode_frame(blob.frame(index)))
     part.close()

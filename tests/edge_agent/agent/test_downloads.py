@@ -6,21 +6,25 @@ from types import SimpleNamespace
 import pytest
 
 from edge_agent.agent.transfers import Downloads
-from edge_agent.errors import ChunkError
-from edge_agent.wire.chunks import BlobCache, Outgoing, decode_frame
-from edge_agent.wire.flow import IDLE_S, REPORT_AFTER_S
-from edge_agent.wire.messages import Have, Listen, Progress, Want
+from edge_agent.core.errors import ChunkError
+from edge_agent.wire.blobs.chunks import BlobCache, Outgoing, decode_frame
+from edge_agent.wire.blobs.flow import IDLE_S, REPORT_AFTER_S
+from edge_agent.wire.messages.down import Listen
+from edge_agent.wire.messages.up import Have, Progress, Want
 
 
 class Bench:
     def __init__(self, folder):
-        self.now, self.said, self.listening = 0.0, [], []
+        self.now = 0.0
+        self.said = []
+        self.listening = []
         self.cache = BlobCache(folder, 1 << 20)
         link = SimpleNamespace(send=self.said.append, listen=self.listening.append, unlisten=self.listening.remove)
         self.downloads = Downloads(self.cache, link, lambda: self.now)
 
     def heard(self):
-        found, self.said[:] = list(self.said), []
+        found = list(self.said)
+        self.said[:] = []
         return found
 
     def begin(self, blob):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from edge_agent.agent.data_check import check
-from edge_agent.config import AgentConfig, DataConfig
-from edge_agent.errors import DataError, UnknownName
-from edge_agent.worker import in_child
+from edge_agent.core.children import in_child
+from edge_agent.core.config import AgentConfig, DataConfig
+from edge_agent.core.errors import DataError, UnknownName
 
 HEAVY = ("numpy", "torch", "onnxruntime", "sklearn", "PIL", "tarfile")
 
@@ -33,11 +33,11 @@ def test_what_is_imported_is_noticed():
 def test_duties_without_a_bundle_and_an_empty_outbox_stay_light(tmp_path):
     code = f"""
 from pathlib import Path
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.agent.transfers import Outbox
-from edge_agent.config import AgentConfig, DataConfig
+from edge_agent.core.config import AgentConfig, DataConfig
 config = AgentConfig(id="a", state=Path({str(tmp_path)!r}), data=DataConfig(source="images:x"))
-assert TaskRunner(config, "head").bundle_id == ""
+assert TaskRunner(config, "head").bundles.bundle_id == ""
 assert Outbox(config.state / "outbox", config.privacy).get() is None
 """
     assert imported_after(code) == set()
@@ -47,8 +47,8 @@ def test_checking_the_data_leaves_nothing_behind(tmp_path):
     np.savez(tmp_path / "x.npz", x=np.zeros(1))
     code = f"""
 from edge_agent.agent.data_check import check
-from edge_agent.config import AgentConfig, DataConfig
-from edge_agent.worker import in_child
+from edge_agent.core.config import AgentConfig, DataConfig
+from edge_agent.core.children import in_child
 in_child(lambda: check(AgentConfig(data=DataConfig(source="npz:{tmp_path / "x.npz"}"))))
 """
     assert imported_after(code) == set()

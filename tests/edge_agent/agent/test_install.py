@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_agent import bundle as bundles
 from edge_agent import data
 from edge_agent.agent import head_tier as module
 from edge_agent.agent.data_check import check
 from edge_agent.agent.head_tier import install_bundle
-from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import AgentConfig, DataConfig, HeadConfig
-from edge_agent.encoder import Encoder
-from edge_agent.errors import BundleDamaged, BundleError, DataError
-from edge_agent.personalize import FitOptions, features_of, load_head
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Install
+from edge_agent.agent.tasks.runner import TaskRunner
+from edge_agent.bundle import installed as installed_module
+from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig
+from edge_agent.core.errors import BundleDamaged, BundleError, DataError
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.personalize import FitOptions, features_of, load_head
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Install
 
 
 @pytest.fixture
@@ -35,13 +35,13 @@ def order(made, bundle_id=None):
 
 
 def running(config):
-    current = bundles.current(config.state / "bundles")
+    current = installed_module.current(config.state / "bundles")
     return None if current is None else current.manifest.bundle_id
 
 
 def score_by_hand(config):
     """acc.personal of what is installed, worked out from the files alone."""
-    bundle = bundles.current(config.state / "bundles")
+    bundle = installed_module.current(config.state / "bundles")
     saved = load_head(config.state / "head", bundle)
     task = bundle.manifest.task
     samples = data.load(config.data.source, task.input, task.class_names)
@@ -69,7 +69,7 @@ def test_an_agent_says_when_its_device_is_better_off_alone_and_uses_that_where_i
     allowed = config.model_copy(update={"head": config.head.model_copy(update={"allow_local": True})})
     again = install_bundle(allowed, order(weak), weak.path)
     assert again.head == report.local_model
-    saved = load_head(config.state / "head", bundles.current(config.state / "bundles"))
+    saved = load_head(config.state / "head", installed_module.current(config.state / "bundles"))
     assert saved.title == report.local_model
     assert install_bundle(allowed, order(weak), weak.path).rolled_back == "", "the old pair is scored by what it uses"
     quiet = config.model_copy(update={"head": config.head.model_copy(update={"local": False, "min_gain": -1.0})})
@@ -77,7 +77,8 @@ def test_an_agent_says_when_its_device_is_better_off_alone_and_uses_that_where_i
 
 
 def test_a_device_may_have_classes_that_the_encoder_was_not_trained_for(config, make_bundle, tmp_path):
-    rng, labels = np.random.default_rng(0), np.arange(60) % 3
+    rng = np.random.default_rng(0)
+    labels = np.arange(60) % 3
     images = (labels[:, None, None, None] * 80 + rng.integers(0, 60, (60, 8, 8, 3))).astype(np.uint8)
     np.savez(tmp_path / "pets.npz", inputs=images, labels=np.array(["cat", "dog", "tree"])[labels])
     mine = config.model_copy(update={"data": DataConfig(source=f"npz:{tmp_path / 'pets.npz'}")})
@@ -91,13 +92,18 @@ def test_a_device_may_have_classes_that_the_encoder_was_not_trained_for(config, 
     report = install_bundle(own, order(made), made.path)
     assert report.acc_global is None
     assert report.acc_personal > 0.9
-    assert load_head(own.state / "head", bundles.current(own.state / "bundles")).class_names == ("cat", "dog", "tree")
+    assert load_head(own.state / "head", installed_module.current(own.state / "bundles")).class_names == (
+        "cat",
+        "dog",
+        "tree",
+    )
     again = install_bundle(own, order(made), made.path)
     assert again.acc_personal == report.acc_personal, "the pair in use is scored under its own classes"
 
 
 def test_a_better_pair_replaces_the_old_one(config, make_bundle):
-    poor, good = make_bundle("poor.hwb", dim=2, seed=1), make_bundle("good.hwb", dim=48, seed=2)
+    poor = make_bundle("poor.hwb", dim=2, seed=1)
+    good = make_bundle("good.hwb", dim=48, seed=2)
     first = install_bundle(config, order(poor), poor.path)
     second = install_bundle(config, order(good), good.path)
     assert second.acc_personal > first.acc_personal
@@ -106,7 +112,8 @@ def test_a_better_pair_replaces_the_old_one(config, make_bundle):
 
 
 def test_a_worse_pair_is_rolled_back_and_the_old_one_goes_on(config, make_bundle):
-    good, poor = make_bundle("good.hwb", dim=48, seed=2), make_bundle("poor.hwb", dim=1, seed=1)
+    good = make_bundle("good.hwb", dim=48, seed=2)
+    poor = make_bundle("poor.hwb", dim=1, seed=1)
     first = install_bundle(config, order(good), good.path)
     before = {path.name: path.read_bytes() for path in (config.state / "head").iterdir()}
     report = install_bundle(config, order(poor), poor.path)
@@ -134,7 +141,7 @@ def test_cached_features_go_with_their_bundle(config, make_bundle):
     cached = [path.name for path in (config.state / "features").iterdir()]
     own = {one.manifest.variants["fp32"].fingerprint[:32] for one in made[1:]}
     assert {name.split("-")[1] for name in cached} == own
-    bundles.rollback(config.state / "bundles")
+    installed_module.rollback(config.state / "bundles")
     TaskRunner(config, "head").refit()
     only = {made[1].manifest.variants["fp32"].fingerprint[:32]}
     assert {path.name.split("-")[1] for path in (config.state / "features").iterdir()} == only
@@ -142,7 +149,9 @@ def test_cached_features_go_with_their_bundle(config, make_bundle):
 
 def test_a_refit_computes_no_features_again_where_one_file_fills_their_bound(config, make_bundle, monkeypatch):
     """150 training samples take more than features_bytes, and those held out are written after them."""
-    computed, whole, made = [], Encoder.features, make_bundle(dim=2000)
+    computed = []
+    whole = Encoder.features
+    made = make_bundle(dim=2000)
     head = config.head.model_copy(update={"local": False})
     own = config.model_copy(update={"features_bytes": 1 << 20, "head": head})
 
@@ -159,7 +168,8 @@ def test_a_refit_computes_no_features_again_where_one_file_fills_their_bound(con
 
 
 def test_how_much_worse_is_too_much_is_configured(config, make_bundle):
-    good, poor = make_bundle("good.hwb", dim=48, seed=2), make_bundle("poor.hwb", dim=1, seed=1)
+    good = make_bundle("good.hwb", dim=48, seed=2)
+    poor = make_bundle("poor.hwb", dim=1, seed=1)
     lenient = config.model_copy(update={"head": config.head.model_copy(update={"min_gain": -1.0})})
     install_bundle(lenient, order(good), good.path)
     report = install_bundle(lenient, order(poor), poor.path)
@@ -272,7 +282,7 @@ def test_a_first_refit_that_fails_leaves_no_encoder_without_a_head(config, make_
 
 def test_a_head_that_cannot_be_written_goes_back_to_the_old_pair(config, make_bundle, installed, monkeypatch):
     """The disk is full at the last step: encoder and head are switched together or not at all."""
-    from edge_agent import personalize
+    from edge_agent.personal import personalize
 
     def full(self, folder):
         raise OSError(28, "No space left on device")
@@ -286,16 +296,16 @@ def test_a_head_that_cannot_be_written_goes_back_to_the_old_pair(config, make_bu
 
 
 def test_a_kill_between_the_new_head_and_its_bundle_leaves_the_old_pair(config, make_bundle, installed, monkeypatch):
-    before, name = score_by_hand(config), bundles.write_json.__name__
+    before = score_by_hand(config)
 
     def killed(*_):
         raise KeyboardInterrupt
 
     new = make_bundle("new.hwb", dim=96, seed=6)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(bundles, name, killed)  # the pointer to the bundle in use
+        patched.setattr(installed_module, "write_json", killed)  # the pointer to the bundle in use
         install_bundle(config, order(new), new.path)
-    assert TaskRunner(config, "head").bundle_id == running(config) == installed.manifest.bundle_id
+    assert TaskRunner(config, "head").bundles.bundle_id == running(config) == installed.manifest.bundle_id
     assert score_by_hand(config) == before
     assert install_bundle(config, order(new), new.path).bundle_id == new.manifest.bundle_id
 
@@ -312,10 +322,10 @@ def test_a_duty_tells_the_running_bundle_from_then_on(config, make_bundle):
     tasks = TaskRunner(config, "head")
     made = make_bundle()
     report = tasks.install(order(made), made.path)
-    assert tasks.bundle_id == report.bundle_id == made.manifest.bundle_id
+    assert tasks.bundles.bundle_id == report.bundle_id == made.manifest.bundle_id
     assert tasks.samples == 150
     assert report.rss_mb > 10
-    assert TaskRunner(config, "head").bundle_id == made.manifest.bundle_id, "also after a restart"
+    assert TaskRunner(config, "head").bundles.bundle_id == made.manifest.bundle_id, "also after a restart"
 
 
 def test_features_used_for_the_score_are_those_of_the_bundle(config, make_bundle):
@@ -325,14 +335,14 @@ def test_features_used_for_the_score_are_those_of_the_bundle(config, make_bundle
     task = made.manifest.task
     samples = data.load(config.data.source, task.input, task.class_names)
     train, test = data.split(samples, config.data.test_fraction, config.data.seed)
-    saved = load_head(config.state / "head", bundles.current(config.state / "bundles"))
+    saved = load_head(config.state / "head", installed_module.current(config.state / "bundles"))
     answers = saved.head.predict_proba(made.features(test.inputs)).argmax(1)
     assert float(np.mean(answers == test.labels)) == pytest.approx(report.acc_personal, abs=0.021)
     assert len(train) == report.samples
 
 
 def current_folder(config):
-    return bundles.current(config.state / "bundles").folder
+    return installed_module.current(config.state / "bundles").folder
 
 
 BREAKS = {
@@ -353,13 +363,13 @@ def test_a_device_whose_pair_is_broken_starts_and_says_that_it_runs_none(config,
     other = make_bundle("other.hwb", dim=8, seed=9)
     samples = data.load(config.data.source, other.manifest.task.input, other.manifest.task.class_names)
     folder = config.state.parent / "elsewhere"
-    bundle = bundles.install(other.path, folder)
+    bundle = installed_module.install(other.path, folder)
     result = module.personalize(bundle, samples, Encoder.open(bundle, "fp32", 1), FitOptions("prototype"))
-    assert TaskRunner(config, "head").bundle_id == installed.manifest.bundle_id
+    assert TaskRunner(config, "head").bundles.bundle_id == installed.manifest.bundle_id
     BREAKS[case](config, result)
     tasks = TaskRunner(config, "head")
-    assert tasks.bundle_id == ""
+    assert tasks.bundles.bundle_id == ""
     if case != "the pointer is torn":
         report = tasks.install(order(installed), installed.path)
-        assert report.bundle_id == tasks.bundle_id == installed.manifest.bundle_id
+        assert report.bundle_id == tasks.bundles.bundle_id == installed.manifest.bundle_id
         assert score_by_hand(config) == pytest.approx(report.acc_personal)

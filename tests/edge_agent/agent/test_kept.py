@@ -5,9 +5,9 @@ import os
 import numpy as np
 import pytest
 
-from edge_agent.agent.local_state import GENERATIONS, ClientStateFiles, remove_ended_runs
-from edge_agent.agent.tasks import LAST_ROUND
-from edge_agent.errors import StateError
+from edge_agent.core.errors import StateError
+from edge_agent.run_folder.client_state import GENERATIONS, LAST_ROUND, ClientStateFiles
+from edge_agent.run_folder.layout import remove_ended_runs
 
 
 def arrays(value):

@@ -12,19 +12,19 @@ import pytest
 from federation_harness import Federation
 from PIL import Image
 
-from edge_agent import bundle as bundles
 from edge_agent.agent import head_tier as module
 from edge_agent.agent.new_samples import COLLECT_EVERY_S, SETTLED_S, NewSamples
-from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import AgentConfig, DataConfig, HeadConfig
+from edge_agent.agent.tasks.runner import TaskRunner
+from edge_agent.bundle import installed
+from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig
+from edge_agent.core.errors import DataError
+from edge_agent.core.storage import read_json
+from edge_agent.core.task import Task, WindowInput
 from edge_agent.data import from_files
 from edge_agent.data.collected import Collection, labelled
-from edge_agent.errors import DataError
 from edge_agent.heads import saved
-from edge_agent.storage import read_json
-from edge_agent.task import Task, WindowInput
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Install
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Install
 
 
 def picture(path, channel, seed=0):
@@ -39,7 +39,7 @@ def picture(path, channel, seed=0):
 @pytest.fixture
 def config(tmp_path, make_bundle):
     made = make_bundle(dim=48, global_head=True)
-    bundles.install(made.path, tmp_path / "state" / "bundles")
+    installed.install(made.path, tmp_path / "state" / "bundles")
     data = DataConfig(source="digits:optdigits?n=60", watch=tmp_path / "watch")
     return AgentConfig(id="dev", state=tmp_path / "state", data=data, head=HeadConfig(precision="fp32", local=False))
 
@@ -59,9 +59,9 @@ def test_files_in_the_watch_folder_become_samples_and_the_head_learns_from_them(
     assert head.class_names == (*"0123456789", "scarf")
     assert (head.metrics["n_train"] + head.metrics["n_test"], head.metrics["n_collected"]) == (66, 6)
     assert tasks.collect() is False
-    assert saved.restore(config.state / "head", bundles.current(config.state / "bundles").fingerprints).class_names == (
-        *"0123456789",
-    )
+    assert saved.restore(
+        config.state / "head", installed.current(config.state / "bundles").fingerprints
+    ).class_names == (*"0123456789",)
     assert tasks.collect() is False, "what was rolled back stays so until there are new samples"
 
 
@@ -71,7 +71,9 @@ def test_samples_that_cannot_be_learned_from_leave_the_head_in_use(config, tmp_p
     before = (config.state / "head" / "head.json").read_bytes()
     Collection(config.state / "samples").add(
         labelled(
-            from_files([picture(tmp_path / "a.png", 0)], bundles.current(config.state / "bundles").manifest.task.input),
+            from_files(
+                [picture(tmp_path / "a.png", 0)], installed.current(config.state / "bundles").manifest.task.input
+            ),
             "x",
         )
     )
@@ -103,7 +105,7 @@ def test_only_a_change_is_noticed_and_not_at_every_turn(config, tmp_path):
 
 
 def config_input(config):
-    return bundles.current(config.state / "bundles").manifest.task.input
+    return installed.current(config.state / "bundles").manifest.task.input
 
 
 class HeadDuties(TaskRunner):
@@ -124,7 +126,7 @@ def test_a_running_agent_learns_in_the_background(tmp_path, make_bundle):
     made = make_bundle(dim=16)
     with Federation(tmp_path / "fed", agents=(), tasks=HeadDuties) as fed:
         agent = fed.add("porch", tier="head")
-        bundles.install(made.path, agent.config.state / "bundles")
+        installed.install(made.path, agent.config.state / "bundles")
         agent.tasks.refit()
         collection = Collection(agent.config.state / "samples")
         collection.add(labelled(from_files([picture(tmp_path / "a.png", 0)], made.manifest.task.input), "scarf"))
@@ -147,11 +149,11 @@ def test_the_first_samples_of_a_running_agent_give_its_first_head(tmp_path, make
     made = make_bundle(dim=16)
     with Federation(tmp_path / "fed", agents=(), tasks=AddedSamplesAlone) as fed:
         agent = fed.add("porch", tier="head")
-        bundles.install(made.path, agent.config.state / "bundles")
-        assert not agent.tasks.bundle_id
+        installed.install(made.path, agent.config.state / "bundles")
+        assert not agent.tasks.bundles.bundle_id
         collection = Collection(agent.config.state / "samples")
         collection.add(labelled(from_files([picture(tmp_path / "a.png", 0)], made.manifest.task.input), "scarf"))
-        fed.until(lambda: bool(agent.tasks.bundle_id), limit_s=60)
+        fed.until(lambda: bool(agent.tasks.bundles.bundle_id), limit_s=60)
         assert (saved.load(agent.config.state / "head").class_names, agent.condition.name) == (("scarf",), "ok")
 
 
@@ -173,7 +175,8 @@ class Growing:
     """A file of the watch folder that another program writes, at times of a clock that both are shown."""
 
     def __init__(self, path):
-        self.path, self.now = path, 1_000_000.0
+        self.path = path
+        self.now = 1_000_000.0
 
     def write(self, content):
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +187,7 @@ class Growing:
 
 def watched(tmp_path, made, clock):
     """A device without other samples than those of its watch folder, and what notices files there."""
-    bundles.install(made.path, tmp_path / "state" / "bundles")
+    installed.install(made.path, tmp_path / "state" / "bundles")
     data = DataConfig(source=f"collected:{tmp_path / 'samples'}", watch=tmp_path / "watch")
     head = HeadConfig(name="prototype", precision="fp32", local=False)
     config = AgentConfig(id="dev", state=tmp_path / "state", data=data, head=head)
@@ -261,7 +264,8 @@ def test_a_first_fit_that_failed_is_made_up_for_without_new_samples(config):
 
 def test_a_fit_that_failed_is_tried_again_with_growing_pauses(config, tmp_path):
     """By hand: pauses of 60, 120, … s, an hour at most, from one try to the next."""
-    now, tries = [0.0], []
+    now = [0.0]
+    tries = []
     new = NewSamples(config, lambda: now[0], lambda: now[0])
     assert new.failure() is None
     picture(tmp_path / "watch" / "hat" / "1.png", 1)
@@ -296,7 +300,8 @@ def test_a_fit_that_always_fails_is_tried_every_hour_for_ever(config):
 
 def test_new_samples_end_the_pause_of_a_fit_that_fails_once_a_minute_at_most(config, tmp_path):
     """A camera adds an image every 5 s. By hand: the first fit, one at once for the next image, then one a minute."""
-    now, tries = [10_000.0], []
+    now = [10_000.0]
+    tries = []
     new = NewSamples(config, lambda: now[0], lambda: now[0])
     for number in range(60):
         image = Path(picture(tmp_path / "watch" / "hat" / f"{number}.png", 1))
@@ -325,7 +330,7 @@ class FailingTasks(HeadDuties):
 def test_a_running_agent_repeats_a_fit_that_failed_and_says_when(tmp_path, make_bundle):
     with Federation(tmp_path / "fed", agents=(), tasks=FailingTasks) as fed:
         agent = fed.add("porch", tier="head")
-        bundles.install(make_bundle(dim=16).path, agent.config.state / "bundles")
+        installed.install(make_bundle(dim=16).path, agent.config.state / "bundles")
         agent.tasks.refit()
         agent.tasks.fails = 2
         given = labelled(from_files([picture(tmp_path / "a.png", 0)], config_input(agent.config)), "scarf")
@@ -363,7 +368,7 @@ def test_a_damaged_head_does_not_keep_added_samples_from_a_new_one(config, tmp_p
     assert tasks.collect()
     (config.state / "head" / "head.json").write_bytes(b"\0" * 100)
     again = TaskRunner(config, "head")
-    assert again.lacks_head
+    assert again.bundles.lacks_head
     again.refit()
     assert saved.load(config.state / "head").class_names == (*"0123456789", "scarf")
 
@@ -384,7 +389,8 @@ def test_the_watch_folder_gives_the_samples_for_the_first_bundle(tmp_path, make_
 
 
 def test_a_release_that_is_rolled_back_leaves_new_samples_to_the_next_fit(config, tmp_path, make_bundle):
-    good, poor = make_bundle("good.hwb", dim=48, seed=2), make_bundle("poor.hwb", dim=1, seed=1)
+    good = make_bundle("good.hwb", dim=48, seed=2)
+    poor = make_bundle("poor.hwb", dim=1, seed=1)
     tasks = TaskRunner(config, "head")
     for number, (made, kept) in enumerate([(good, good), (poor, good)]):
         picture(tmp_path / "watch" / "scarf" / f"{number}.png", 0, number)

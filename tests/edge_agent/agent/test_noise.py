@@ -12,15 +12,16 @@ from scipy import stats
 
 from coordinator.config import DifferentialPrivacyConfig
 from edge_agent import methods
-from edge_agent.accountant import cost, epsilon_of
-from edge_agent.agent.noise import Mechanism
-from edge_agent.agent.privacy import LEDGER_FILE, Ledger
-from edge_agent.config import PrivacyConfig
-from edge_agent.errors import PrivacyRefused, StateError, TrainingFailed
+from edge_agent.core.config import PrivacyConfig
+from edge_agent.core.errors import PrivacyRefused, StateError, TrainingFailed
 from edge_agent.heads.fedpac import extras
-from edge_agent.wire.messages import Noise
+from edge_agent.privacy.accountant import cost, epsilon_of
+from edge_agent.privacy.noise import Mechanism
+from edge_agent.privacy.policy import LEDGER_FILE, Ledger
+from edge_agent.wire.messages.down import Noise
 
-FEDAVG, FEDPAC = methods.create("fedavg"), methods.create("fedpac")
+FEDAVG = methods.create("fedavg")
+FEDPAC = methods.create("fedpac")
 RUN = Noise(clip=2.0, clip_statistics=6.0, noise=0.5)
 
 
@@ -38,7 +39,8 @@ def test_a_change_that_is_too_long_is_shortened_to_clip_over_all_tensors_togethe
 
 
 def test_a_short_change_stays_as_it_is():
-    received, update = {"head.w": np.float32([1, 2])}, {"head.w": np.float32([1.5, 2])}
+    received = {"head.w": np.float32([1, 2])}
+    update = {"head.w": np.float32([1.5, 2])}
     assert Mechanism(2.5, 1.0, 0.0).apply(FEDAVG, update, received, rng())["head.w"].tolist() == [1.5, 2]
 
 

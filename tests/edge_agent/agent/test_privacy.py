@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from edge_agent.agent.privacy import check_job, public_report, sample_count
-from edge_agent.config import PrivacyConfig
-from edge_agent.errors import PrivacyRefused
-from edge_agent.wire.messages import BlobRef, Job, Report
+from edge_agent.core.config import PrivacyConfig
+from edge_agent.core.errors import PrivacyRefused
+from edge_agent.privacy.policy import check_job, public_report, sample_count
+from edge_agent.wire.messages.down import Job
+from edge_agent.wire.messages.fields import BlobRef
+from edge_agent.wire.messages.up import Report
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ JOB = Job(run="run-1", round=1, rounds=2, seed=0, method="fedavg", blobs=(), dea
 @pytest.mark.parametrize("session", ["", "1" * 32])
 @pytest.mark.parametrize("purpose", ["contribute", "batch_norm_stats", "activation_ranges"])
 def test_device_that_insists_on_a_secure_sum_refuses_what_no_mask_is_put_on_whatever_session_it_names(purpose, session):
-    with pytest.raises(PrivacyRefused, match="'required', and the run would see the single update"):
+    with pytest.raises(PrivacyRefused, match="'required', and the coordinator would see the single update"):
         check_job(
             PrivacyConfig(secure_sum="required"), JOB.model_copy(update={"purpose": purpose, "session": session}), None
         )

@@ -10,8 +10,8 @@ from federation_disturbances import Stranger
 from federation_harness import Federation
 
 from edge_agent.agent.health import FINAL_S, LEAST_ANSWERS, LONGEST_PAUSE_S, Mismatch
-from edge_agent.errors import ProtocolMismatch
-from edge_agent.wire import messages as wire
+from edge_agent.core.errors import ProtocolMismatch
+from edge_agent.wire.messages import codec, down, up
 
 SEVEN_BYTES = b'{"v":4}'
 
@@ -24,7 +24,7 @@ def fed(tmp_path):
 
 
 def hellos(fed, name="a0"):
-    return len(fed.messages(fed.topics.up(name), wire.Hello))
+    return len(fed.messages(fed.topics.up(name), up.Hello))
 
 
 def newer_coordinator(fed, *, as_refusal):
@@ -33,8 +33,8 @@ def newer_coordinator(fed, *, as_refusal):
     ears = Stranger(fed, "newer")
     ears.transport.subscribe(fed.topics.up("+"))
     step = fed.step
-    rejection = wire.encode(
-        wire.Refused(error="ProtocolMismatch", message="coordinator 9 speaks protocol 4..4: upgrade")
+    rejection = codec.encode(
+        down.Refused(error="ProtocolMismatch", message="coordinator 9 speaks protocol 4..4: upgrade")
     )
 
     def both():
@@ -120,7 +120,8 @@ class Bench:
 
     def ask(self):
         """The time passes until the next hello is due; returns how long that took."""
-        began, self.now = self.now, self.now + self.mismatch.next_s()
+        began = self.now
+        self.now = self.now + self.mismatch.next_s()
         assert self.mismatch.is_due()
         return self.now - began
 

@@ -8,8 +8,8 @@ import pytest
 from federation_harness import NOON
 from release_site import ReleaseSite
 
-from edge_agent import bundle as bundles
 from edge_agent.agent.release_record import PROVEN_S
+from edge_agent.bundle import installed
 
 NAMES = ("d0", "d1", "d2", "d3", "d4", "d5")
 
@@ -24,10 +24,8 @@ class Drill:
     """Executes steps, and shows after each what every device runs and is to run."""
 
     def __init__(self, site, made):
-        self.site, self.letters = (
-            site,
-            {one.manifest.bundle_id: letter for one, letter in zip(made, "ABC", strict=True)},
-        )
+        self.site = site
+        self.letters = {one.manifest.bundle_id: letter for one, letter in zip(made, "ABC", strict=True)}
         self.lines = [f"{'step':44}" + "".join(f"{name:>8}" for name in (*NAMES, "new"))]
 
     def step(self, what, expected):
@@ -40,7 +38,7 @@ class Drill:
 
     def _wait(self, what, expected):
         self.site.wait(PROVEN_S + 30)
-        in_use = {name: bundles.current_id(self.site.folder / name / "bundles") for name in self.site.agents}
+        in_use = {name: installed.current_id(self.site.folder / name / "bundles") for name in self.site.agents}
         assert {name: self.letters[one] for name, one in in_use.items()} == expected, what
         rows = self.site.release("status")["devices"]
         assert {row["device"]: self.letters[row["bundle_id"]] for row in rows} == expected, f"{what}: as it is reported"

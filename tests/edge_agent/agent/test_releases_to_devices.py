@@ -11,15 +11,15 @@ import pytest
 from release_site import ReleaseSite
 
 from coordinator.cli import main as headwater
-from coordinator.state.journal import utc_now
+from coordinator.journal.store import utc_now
 from coordinator.state.release_keys import ReleaseKeys, read_key, sign_bundle
 from coordinator.state.store import blobs_needed
-from edge_agent import bundle as bundles
 from edge_agent.agent import release_record
+from edge_agent.bundle import installed
 from edge_agent.cli import main
-from edge_agent.config import BundleConfig
-from edge_agent.personalize import load_head
-from edge_agent.wire import messages as wire
+from edge_agent.core.config import BundleConfig
+from edge_agent.personal.personalize import load_head
+from edge_agent.wire.messages import down, up
 
 FAR = datetime(2040, 1, 1, tzinfo=timezone.utc)
 NAMES = tuple(f"d{number:02}" for number in range(20))
@@ -34,7 +34,7 @@ def site(tmp_path, capsys):
 def heads_fit(site):
     """Whether every device has a head that was fitted on the encoder in use."""
     for name in site.agents:
-        bundle = bundles.current(site.folder / name / "bundles")
+        bundle = installed.current(site.folder / name / "bundles")
         load_head(site.folder / name / "head", bundle)
     return True
 
@@ -64,13 +64,13 @@ def test_a_bad_encoder_to_20_devices_stops_at_its_canary_of_2(site, make_bundle,
     saw = Counter(
         name
         for name in NAMES
-        for message in site.messages(site.topics.down(name), wire.Install)
+        for message in site.messages(site.topics.down(name), down.Install)
         if message.bundle_id == bad["bundle_id"]
     )
     assert len(saw) == 2, "18 never see it"
     assert set(saw) == set(site.coordinator.releases.book.releases[1].canary)
     assert set(site.table().values()) == {(3, 3)}
-    back = [name for name in NAMES if site.messages(site.topics.down(name), wire.Install)[-1].release == 3]
+    back = [name for name in NAMES if site.messages(site.topics.down(name), down.Install)[-1].release == 3]
     assert sorted(back) == sorted(saw)[:returning], "those that have switched return"
     assert {*site.running().values()} == {3}
     assert heads_fit(site)
@@ -185,7 +185,7 @@ AT_TWO = "2030-01-02T02:00"
 
 def uses(site, bundle):
     """Whether the device has this bundle in use; also while there is no coordinator."""
-    return bundles.current_id(site.folder / "porch" / "bundles") == bundle.manifest.bundle_id
+    return installed.current_id(site.folder / "porch" / "bundles") == bundle.manifest.bundle_id
 
 
 def candidate(site):
@@ -248,8 +248,8 @@ def test_a_clock_a_year_off_postpones_the_switch_and_is_named(site, made, days, 
     assert words in candidate(site)["state"]
     assert candidate(site)["state"].endswith("set the clock")
     site.start_coordinator()
-    site.until(lambda: site.messages(site.topics.up("porch"), wire.Fault), limit_s=60)
-    fault = site.messages(site.topics.up("porch"), wire.Fault)[-1]
+    site.until(lambda: site.messages(site.topics.up("porch"), up.Fault), limit_s=60)
+    fault = site.messages(site.topics.up("porch"), up.Fault)[-1]
     assert (fault.code, words in fault.message) == ("state", True)
     assert "failed" not in [result.outcome for result in site.coordinator.releases.book.releases[1].results.values()]
     site.until(lambda: uses(site, made[1]), limit_s=900)
@@ -295,7 +295,7 @@ def test_a_device_has_no_say_in_a_release_that_it_was_not_to_get(site, made):
     release = site.coordinator.releases.book.releases[1]
     (other,) = {"porch", "hall", "attic"} - set(release.canary)
     for reason in ("a lie", ""):
-        report = wire.Report(run=release.run, about=bundle_id, samples=5, rolled_back=reason, kept=reason)
+        report = up.Report(run=release.run, about=bundle_id, samples=5, rolled_back=reason, kept=reason)
         site.agents[other].link.send(report)
         site.wait(5)
     assert (other in release.results, site.stages()) == (False, ["everybody", "paused"])
@@ -381,8 +381,8 @@ def test_a_device_that_does_not_live_with_a_new_bundle_returns_to_the_one_before
             site.agents.pop("porch").close()
             site.device("porch")
             site.wait(200)
-    assert bundles.current_id(state / "bundles") == made[0].manifest.bundle_id
-    load_head(state / "head", bundles.current(state / "bundles"))
+    assert installed.current_id(state / "bundles") == made[0].manifest.bundle_id
+    load_head(state / "head", installed.current(state / "bundles"))
     site.until(lambda: site.stages() == ["everybody", "rolled back", "everybody"], limit_s=60)
     site.until(lambda: site.running() == {"porch": 3, "hall": 3}, limit_s=60)
     status = site.release("status")
@@ -429,7 +429,8 @@ def test_a_device_that_lives_with_a_new_bundle_keeps_it_whatever_happens_later(s
 
 
 def test_status_of_a_device_names_what_it_refused_and_what_is_pinned(site, make_bundle, made, tmp_path):
-    state, config = site.folder / "porch", tmp_path / "agent.toml"
+    state = site.folder / "porch"
+    config = tmp_path / "agent.toml"
     config.write_text(f'id = "porch"\nstate = "{state}"\n[data]\nsource = "digits:optdigits?n=60"\n')
     released(site, made[0])
     site.device("porch")
@@ -562,7 +563,8 @@ def test_rollbacks_are_signed_again_for_devices_that_refuse_older_versions(site,
     keys = ReleaseKeys(site.config.state)
     keys.create("home", utc_now())
     trusting = BundleConfig(trust=keys.root)
-    good, bad = make_bundle("good.hwb", dim=24), make_bundle("bad.hwb", dim=1, seed=5)
+    good = make_bundle("good.hwb", dim=24)
+    bad = make_bundle("bad.hwb", dim=1, seed=5)
     runs = [site.export(good), site.export(bad)]
     for run, made in zip(runs, (good, bad), strict=True):
         path = site.state.run(run).folder / f"{run}.hwb"

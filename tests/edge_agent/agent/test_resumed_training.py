@@ -8,10 +8,10 @@ import pytest
 from federation_duties import TinyDuties
 from federation_harness import Federation, Killed
 
-from edge_agent.agent.local_state import TRAINING_FILE
-from edge_agent.errors import TrainingCancelled
+from edge_agent.core.errors import TrainingCancelled
+from edge_agent.run_folder.layout import TRAINING_FILE
 from edge_agent.training import loops
-from edge_agent.wire import messages as wire
+from edge_agent.wire.messages import fields
 
 PARAMS = {"local_epochs": 3, "batch_size": 6}
 STEPS = 3 * 3
@@ -28,7 +28,8 @@ class CheckpointingDuties(TinyDuties):
 
 def encoder_and_steps(folder, monkeypatch, *, kill_at=0):
     """The encoder of a run of two agents, and the steps of both; ``kill_at``: the step before which one is killed."""
-    done, whole = [], loops._value
+    done = []
+    whole = loops._value
 
     def counted(client, *rest):
         if len(done) + 1 == kill_at:
@@ -64,13 +65,13 @@ def test_a_killed_agent_resumes_its_epoch_with_the_same_bits(tmp_path, monkeypat
 
 def other_samples(_folder, monkeypatch):
     """As many as before, of other numbers: the user has exchanged files."""
-    whole = TinyDuties._samples
+    whole = TinyDuties.read_samples
 
     def exchanged(duties, task):
         train, test = whole(duties, task)
         return replace(train, inputs=train.inputs + 1), test
 
-    monkeypatch.setattr(TinyDuties, "_samples", exchanged)
+    monkeypatch.setattr(TinyDuties, "read_samples", exchanged)
 
 
 def no_client_state(folder, _monkeypatch):
@@ -82,7 +83,8 @@ def no_client_state(folder, _monkeypatch):
 @pytest.mark.parametrize("change, is_resumed", [(None, True), (other_samples, False), (no_client_state, False)])
 def test_a_training_is_resumed_on_its_own_data_alone(tmp_path, monkeypatch, change, is_resumed):
     """Killed before step 5 of round 2 of one agent, whose data then change: all 9 steps are done again."""
-    done, whole = [], loops._value
+    done = []
+    whole = loops._value
 
     def counted(client, *rest):
         done.append(client.round)
@@ -107,29 +109,32 @@ def test_a_training_is_resumed_on_its_own_data_alone(tmp_path, monkeypatch, chan
 @pytest.mark.parametrize("after", [0, 4])
 def test_a_cancelled_round_stops_its_training(tmp_path, monkeypatch, after):
     """Cancel comes from the loop's thread: while the worker makes the session, which takes seconds, or in step 4."""
-    steps, whole = [], loops._value
+    steps = []
+    whole = loops._value
     with Federation(tmp_path, agents=1, tasks=CheckpointingDuties) as fed:
         (tasks,) = fed.tasks.values()
 
         def counted(client, *rest):
             steps.append(client.round)
             if len(steps) == after:
-                tasks.cancel(wire.JobKey(fed.run_id, 1))
+                tasks.cancel(fields.JobKey(fed.run_id, 1))
             return whole(client, *rest)
 
         monkeypatch.setattr(loops, "_value", counted)
-        raised, do, session = [], tasks.do, tasks.session
+        raised = []
+        do = tasks.do
+        session = tasks.session
 
         def made(job):
             if not after and not raised:
-                tasks.cancel(wire.JobKey(fed.run_id, 1))
+                tasks.cancel(fields.JobKey(fed.run_id, 1))
             return session(job)
 
         monkeypatch.setattr(tasks, "session", made)
 
-        def noted(job, received):
+        def noted(job, received, encoder=None):
             try:
-                return do(job, received)
+                return do(job, received, encoder)
             except TrainingCancelled:
                 raised.append(job.round)
                 raise
@@ -152,4 +157,4 @@ def test_a_cancel_message_reaches_the_training(tmp_path):
         fed.request(rounds=1)
         fed.until(lambda: fed.entries("round_closed"))
         fed.settle()
-        assert fed.tasks["a1"].cancelled == wire.JobKey(fed.run_id, 1)
+        assert fed.tasks["a1"].cancelled == fields.JobKey(fed.run_id, 1)

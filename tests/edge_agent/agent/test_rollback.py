@@ -7,25 +7,29 @@ import json
 import pytest
 from federation_harness import Federation
 
-from edge_agent import bundle as bundles
+from coordinator.journal.entries import fact_of
 from edge_agent.agent.release_record import ReleaseRecord
-from edge_agent.agent.tasks import TaskRunner
+from edge_agent.agent.tasks.runner import TaskRunner
+from edge_agent.bundle import installed
 from edge_agent.cli import main
-from edge_agent.config import DataConfig, HeadConfig
-from edge_agent.errors import StateError
-from edge_agent.personalize import load_head
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import Outgoing
+from edge_agent.core.config import DataConfig, HeadConfig
+from edge_agent.core.errors import StateError
+from edge_agent.personal.personalize import load_head
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages import down, up
 
-A, B, C = ("a" * 64, "b" * 64, "c" * 64)
+A = "a" * 64
+B = "b" * 64
+C = "c" * 64
 REF = Outgoing.of(b"x").ref
 
 
-HOME, AWAY = "1" * 32, "2" * 32
+HOME = "1" * 32
+AWAY = "2" * 32
 
 
 def offer(bundle_id, release, federation=HOME):
-    return wire.Install(run="run-0001", bundle_id=bundle_id, release=release, blob=REF, federation=federation)
+    return down.Install(run="run-0001", bundle_id=bundle_id, release=release, blob=REF, federation=federation)
 
 
 class HeadDuties(TaskRunner):
@@ -56,10 +60,10 @@ def made(make_bundle):
 def release(fed, bundle) -> str:
     digest = fed.state.blobs.put(bundle.path.read_bytes())
     if not fed.state.journal.runs():
-        fed.state.journal.request_run({})
-        fed.state.journal.append("run_cancelled", run="run-0001")
+        fed.state.journal.request_run(fact_of("run_requested", {}))
+        fed.state.journal.append(fact_of("run_cancelled", {}), run="run-0001")
     body = {"bundle_id": bundle.manifest.bundle_id}
-    fed.state.journal.append("release_made", run="run-0001", round=1, digest=digest, body=body)
+    fed.state.journal.append(fact_of("release_made", body), run="run-0001", round=1, digest=digest)
     return bundle.manifest.bundle_id
 
 
@@ -86,7 +90,8 @@ def test_a_rollback_by_hand_stays_until_there_is_a_newer_release(fed, made, caps
     first = release(fed, made[0])
     fed.add("porch", tier="head")
     fed.until(lambda: runs(fed) == first, limit_s=60)
-    old, new = made[0].manifest.bundle_id, take(fed, made[1])
+    old = made[0].manifest.bundle_id
+    new = take(fed, made[1])
     state = fed.folder / "porch"
     words = ("import", made[0].path, "--state", state) if command == "import" else ("rollback", "--state", state)
     said = by_hand(fed, capsys, *words)
@@ -94,8 +99,8 @@ def test_a_rollback_by_hand_stays_until_there_is_a_newer_release(fed, made, caps
 
     fed.add("porch", tier="head")
     fed.wait(120)
-    assert runs(fed) == bundles.current(state / "bundles").id == old
-    assert load_head(state / "head", bundles.current(state / "bundles")).head.name == "prototype"
+    assert runs(fed) == installed.current(state / "bundles").id == old
+    assert load_head(state / "head", installed.current(state / "bundles")).head.name == "prototype"
     (note,) = next(agent["notes"] for agent in fed.coordinator.status()["agents"] if agent["id"] == "porch")
     assert f"this device was rolled back by hand from bundle {new[:12]} (release 2)" in note
     fed.kill_coordinator()
@@ -103,7 +108,7 @@ def test_a_rollback_by_hand_stays_until_there_is_a_newer_release(fed, made, caps
     fed.wait(60)
     assert runs(fed) == old
     assert take(fed, made[2]) != new
-    assert [message.release for message in fed.messages(fed.topics.down("porch"), wire.Install)][-1] == 3
+    assert [message.release for message in fed.messages(fed.topics.down("porch"), down.Install)][-1] == 3
     fed.wait(10)
     assert all(not agent["notes"] for agent in fed.coordinator.status()["agents"])
 
@@ -123,10 +128,10 @@ def test_a_declined_release_is_not_fetched(fed, made, capsys):
     fed.until(lambda: runs(fed) == first, limit_s=60)
     take(fed, made[1])
     by_hand(fed, capsys, "rollback", "--state", fed.folder / "porch")
-    before = len(fed.messages(fed.topics.up("porch"), wire.Want))
+    before = len(fed.messages(fed.topics.up("porch"), up.Want))
     fed.add("porch", tier="head")
     fed.wait(30)
-    assert len(fed.messages(fed.topics.up("porch"), wire.Want)) == before
+    assert len(fed.messages(fed.topics.up("porch"), up.Want)) == before
 
 
 def test_a_bundle_that_cannot_be_refitted_is_a_fault_with_its_remedy(fed, made):
@@ -204,7 +209,7 @@ def test_a_damaged_record_is_a_fault_and_the_device_keeps_its_bundle(fed, made, 
     release(fed, made[1])
     fed.agents["porch"]._hello()
     fed.wait(5)
-    assert runs(fed) == bundles.current(fed.folder / "porch" / "bundles").id == first
+    assert runs(fed) == installed.current(fed.folder / "porch" / "bundles").id == first
     problem = fed.agents["porch"].condition.problem
     assert (problem.kind, problem.error) == ("bundle", "StateError")
     assert str(record) in problem.message
@@ -216,7 +221,7 @@ def test_a_damaged_record_is_a_fault_and_the_device_keeps_its_bundle(fed, made, 
         assert main([*command, "--state", str(record.parent)]) == 1
         assert "remove it" in capsys.readouterr().err
     assert record.read_text() == content
-    assert bundles.current(record.parent / "bundles").id == first, "nothing was installed before the record was read"
+    assert installed.current(record.parent / "bundles").id == first, "nothing was installed before the record was read"
 
 
 @pytest.mark.parametrize("content", [None, b"", b"PK"], ids=["missing", "empty", "cut"])
@@ -236,9 +241,9 @@ def test_a_release_whose_file_is_damaged_is_told_and_the_device_keeps_its_bundle
     assert "put it back from a backup, or make a new release" in trouble
     assert str(path) in caplog.text
     assert "Traceback" not in caplog.text
-    assert fed.messages(fed.topics.down("porch"), wire.Install)[-1].bundle_id == first, "it was not announced"
+    assert fed.messages(fed.topics.down("porch"), down.Install)[-1].bundle_id == first, "it was not announced"
     assert fed.agents["porch"].welcomed
-    assert runs(fed) == bundles.current(fed.folder / "porch" / "bundles").id == first
+    assert runs(fed) == installed.current(fed.folder / "porch" / "bundles").id == first
     path.write_bytes(made[1].path.read_bytes())
     fed.agents["porch"]._hello()
     fed.until(lambda: runs(fed) == made[1].manifest.bundle_id, limit_s=60)

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
 from edge_agent import client
-from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import AgentConfig, DataConfig, TrainingConfig
-from edge_agent.errors import DataError, MissingCapability, UnknownName
-from edge_agent.task import ImageInput, Task
+from edge_agent.agent.tasks.runner import TaskRunner
+from edge_agent.agent.tasks.table import TASKS, state_before
+from edge_agent.core.config import AgentConfig, DataConfig, TrainingConfig
+from edge_agent.core.errors import DataError, MissingCapability, UnknownName
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.run_folder.client_state import LAST_ROUND
 from edge_agent.training.precision import StepTimes
-from edge_agent.wire.messages import Job
+from edge_agent.wire.messages.down import Job
+from edge_agent.wire.messages.fields import EXCHANGES, OUTSIDE_ROUNDS, Purpose
 
 TASK = Task(
     input=ImageInput(channels=1, height=8, width=8),
@@ -46,6 +51,23 @@ def received(value=0.1):
 def test_a_head_tier_device_does_not_train_and_imports_nothing_for_it(make):
     with pytest.raises(MissingCapability, match="agent 'dev' is of tier 'head' and does not train"):
         make("head").do(job(), {})
+
+
+def test_each_purpose_of_a_job_has_its_class():
+    assert set(TASKS) == set(get_args(Purpose))
+    assert len({type(task) for task in TASKS.values()}) == len(TASKS)
+
+
+def test_only_the_exchanges_around_a_secure_sum_are_recorded_nowhere():
+    assert {purpose for purpose, task in TASKS.items() if not task.is_recorded} == set(EXCHANGES)
+
+
+@pytest.mark.parametrize("purpose", get_args(Purpose))
+def test_a_job_starts_from_the_state_before_its_round_or_after_it(purpose):
+    """A job of a purpose beside the rounds is about the state that its round has left behind."""
+    sum_id = "0" * 32 if purpose in EXCHANGES else ""
+    expected = {"personalize": LAST_ROUND, **dict.fromkeys(OUTSIDE_ROUNDS, 8)}.get(purpose, 7)
+    assert state_before(job(purpose=purpose, round=7, rounds=9, session=sum_id)) == expected
 
 
 def test_a_training_job_leaves_the_update_in_the_outbox_and_the_rest_on_disk(make):
@@ -98,7 +120,7 @@ def test_a_method_that_this_release_does_not_have_is_named_with_the_nearest(make
 
 
 def test_a_fresh_device_runs_no_encoder(make):
-    assert make("head").bundle_id == ""
+    assert make("head").bundles.bundle_id == ""
 
 
 def test_facts_are_plain_values(make):

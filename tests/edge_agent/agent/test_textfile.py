@@ -16,10 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from edge_agent import __version__
 from edge_agent.agent.app import _serve
 from edge_agent.agent.textfile import Figures, TextFile, text, write
-from edge_agent.config import AgentConfig, DataConfig, MetricsConfig, PrivacyConfig
-from edge_agent.errors import ConfigError, DataError
-from edge_agent.storage import write_json
-from edge_agent.wire.messages import Report
+from edge_agent.core.config import AgentConfig, DataConfig, MetricsConfig, PrivacyConfig
+from edge_agent.core.errors import ConfigError, DataError
+from edge_agent.core.storage import write_json
+from edge_agent.wire.messages.up import Report
 
 PLAIN = Figures(
     tier="head",
@@ -86,7 +86,8 @@ def config(tmp_path, **more):
 
 
 def test_it_is_written_as_often_as_heartbeats(tmp_path):
-    clock, asked = Clock(), []
+    clock = Clock()
+    asked = []
     textfile = TextFile(config(tmp_path, heartbeat_s=15), clock)
     for _ in range(31):
         textfile.tick(lambda: asked.append(clock()) or PLAIN)
@@ -96,9 +97,11 @@ def test_it_is_written_as_often_as_heartbeats(tmp_path):
 
 
 def test_the_file_says_when_it_was_written_and_at_the_end_that_nobody_is_connected(tmp_path):
-    clock, wall = Clock(), Clock()
+    clock = Clock()
+    wall = Clock()
     wall.now = 1_900_000_000.5
-    textfile, path = TextFile(config(tmp_path), clock, wall), tmp_path / "x" / "headwater.prom"
+    textfile = TextFile(config(tmp_path), clock, wall)
+    path = tmp_path / "x" / "headwater.prom"
     working = replace(PLAIN, is_working=True)
     textfile.tick(lambda: working)
     found = parsed(path.read_text())
@@ -115,7 +118,9 @@ def test_an_agent_that_ends_leaves_no_healthy_file(tmp_path, failure):
     with Federation(tmp_path, agents=1) as fed:
         fed.settle()
         assert fed.agents["a0"].welcomed
-        agent, stop, path = fed.agents["a0"], threading.Event(), tmp_path / "x" / "headwater.prom"
+        agent = fed.agents["a0"]
+        stop = threading.Event()
+        path = tmp_path / "x" / "headwater.prom"
         agent.config = agent.config.model_copy(update={"metrics": MetricsConfig(textfile=path)})
         during = []
 
@@ -148,8 +153,8 @@ def test_a_folder_that_cannot_be_written_costs_one_line_and_no_work(tmp_path, ca
 
 
 def test_only_files_that_the_collector_reads_are_accepted():
-    with pytest.raises(ConfigError, match=r"end in \.prom"):
-        from edge_agent.config import parse
+    with pytest.raises(ConfigError, match=r"reads only \.prom files"):
+        from edge_agent.core.config import parse
 
         parse(MetricsConfig, {"textfile": "metrics.txt"}, where="agent.toml")
 

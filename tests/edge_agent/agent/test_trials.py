@@ -11,19 +11,21 @@ import pytest
 from federation_harness import Killed
 from release_site import ReleaseSite
 
-from edge_agent import bundle as bundles
 from edge_agent.agent import head_tier
 from edge_agent.agent.release_record import ReleaseRecord
+from edge_agent.bundle import installed
 from edge_agent.cli import main
-from edge_agent.errors import DataError
-from edge_agent.wire import messages as wire
-from edge_agent.wire.chunks import Outgoing
+from edge_agent.core.errors import DataError
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages import down, up
 
-A, B, C = ("a" * 64, "b" * 64, "c" * 64)
+A = "a" * 64
+B = "b" * 64
+C = "c" * 64
 
 
 def offer(bundle_id, release):
-    return wire.Install(run="run-0001", bundle_id=bundle_id, release=release, blob=Outgoing.of(b"x").ref)
+    return down.Install(run="run-0001", bundle_id=bundle_id, release=release, blob=Outgoing.of(b"x").ref)
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def first(site, made):
 
 
 def uses(site, bundle):
-    return bundles.current_id(site.folder / "porch" / "bundles") == bundle.manifest.bundle_id
+    return installed.current_id(site.folder / "porch" / "bundles") == bundle.manifest.bundle_id
 
 
 # --- an agent that does not live with a bundle in use ----------------------------------------------------------------
@@ -78,9 +80,9 @@ def test_each_bundle_is_proved_after_its_own_300_s(site, made):
     site.until(lambda: site.running() == {"porch": 2}, limit_s=30)
     tasks = site.tasks["porch"]
     site.wait(290)
-    assert tasks.on_trial.bundle_id == made[1].manifest.bundle_id
+    assert tasks.bundles.on_trial.bundle_id == made[1].manifest.bundle_id
     site.wait(12)
-    assert tasks.on_trial is None
+    assert tasks.bundles.on_trial is None
     assert ReleaseRecord(site.folder / "porch").started() is None, "also on the disk"
 
 
@@ -88,7 +90,8 @@ class NotedLock:
     """A lock that says when a thread has to wait for it."""
 
     def __init__(self, lock, waits):
-        self._lock, self._waits = lock, waits
+        self._lock = lock
+        self._waits = waits
 
     def __enter__(self):
         if not self._lock.acquire(blocking=False):
@@ -105,7 +108,9 @@ def test_a_bundle_taken_while_the_loop_writes_the_record_stays_on_trial(tmp_path
     record = ReleaseRecord(tmp_path)
     record.took(offer(A, 1))
     (tmp_path / "bundles").mkdir()
-    trial, over, real = record.on_trial, threading.Event(), record._read
+    trial = record.on_trial
+    over = threading.Event()
+    real = record._read
     record._lock = NotedLock(record._lock, over)
     others = []
 
@@ -151,7 +156,7 @@ def test_a_damaged_record_does_not_end_the_agent_whose_bundle_is_on_trial(site, 
     site.wait(400)
     assert site.agents["porch"].welcomed
     site.agents.pop("porch").close()
-    assert site.messages(site.topics.up("porch"), wire.Bye)
+    assert site.messages(site.topics.up("porch"), up.Bye)
 
 
 # --- an agent that does not survive a preparation --------------------------------------------------------------------
@@ -180,11 +185,13 @@ def test_a_bundle_whose_preparation_kills_the_agent_is_refused_after_three_times
             site.wait(30)
             survived.append(bool(site.agents))
         assert survived == [False, False, True], "the start after the third end"
-    assert site.tasks["porch"].on_trial.starts == 1, "the bundle in use is on trial as well, and is not to blame"
+    assert site.tasks["porch"].bundles.on_trial.starts == 1, (
+        "the bundle in use is on trial as well, and is not to blame"
+    )
     results = site.release("status")["releases"][1]["results"]
     assert results["porch"]["outcome"] == "failed"
     assert "because the agent ended 3 times while it prepared bundle" in results["porch"]["reason"]
-    (refused,) = site.tasks["porch"].releases.refused()
+    (refused,) = site.tasks["porch"].bundles.releases.refused()
     assert (refused.bundle_id, refused.crashed) == (made[1].manifest.bundle_id, True)
     site.restart("porch")
     site.wait(60)
@@ -202,7 +209,7 @@ def test_a_first_bundle_that_kills_the_agent_is_a_fault_after_three_times(site, 
     site.device("porch")
     site.until(lambda: "porch" in site.release("status")["releases"][0]["results"], limit_s=60)
     assert site.agents
-    fault = site.messages(site.topics.up("porch"), wire.Fault)[-1]
+    fault = site.messages(site.topics.up("porch"), up.Fault)[-1]
     assert (fault.error, "ended 3 times" in fault.message) == ("BundleError", True)
 
 
@@ -232,8 +239,9 @@ def test_an_error_of_a_preparation_is_no_end_of_the_agent(site, made, monkeypatc
         raise DataError("no samples")
 
     monkeypatch.setattr(head_tier, "personalize", fails)
-    tasks, path = site.tasks["porch"], made[1].path
-    order = wire.Install(
+    tasks = site.tasks["porch"]
+    path = made[1].path
+    order = down.Install(
         run="run-0001", bundle_id=made[1].manifest.bundle_id, release=2, blob=Outgoing.of(path.read_bytes()).ref
     )
     for _ in range(5):
@@ -266,7 +274,8 @@ def test_a_pin_holds_for_a_bundle_that_waits_for_its_window_without_a_coordinato
 
 def test_a_pin_holds_for_a_bundle_that_is_prepared(site, made, monkeypatch):
     """The owner pins when the new bundle is ready, and before the agent switches to it."""
-    state, prepared = site.folder / "porch", []
+    state = site.folder / "porch"
+    prepared = []
     first(site, made)
 
     def pins(*given, real=head_tier.prepare_here):
@@ -283,7 +292,7 @@ def test_a_pin_holds_for_a_bundle_that_is_prepared(site, made, monkeypatch):
     assert uses(site, made[0])
     (device,) = site.release("status")["devices"]
     assert (device["outcome"], "exhibition" in device["kept"]) == ("declined", True)
-    assert site.tasks["porch"].releases.refused() == (), "nothing was wrong with it"
+    assert site.tasks["porch"].bundles.releases.refused() == (), "nothing was wrong with it"
     assert site.stages() == ["everybody", "everybody"]
     site.on_device("unpin", "--state", state)
     site.until(lambda: uses(site, made[1]), limit_s=120)
@@ -294,7 +303,7 @@ def test_nobody_pins_while_the_agent_switches(site, made, monkeypatch):
     first(site, made)
     was_held = []
 
-    def switches(*given, real=bundles.switch):
+    def switches(*given, real=installed.switch):
         descriptor = os.open(site.folder / "porch" / "bundles", os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -305,7 +314,7 @@ def test_nobody_pins_while_the_agent_switches(site, made, monkeypatch):
             os.close(descriptor)
         real(*given)
 
-    monkeypatch.setattr(bundles, "switch", switches)
+    monkeypatch.setattr(installed, "switch", switches)
     released(site, made[1])
     site.until(lambda: uses(site, made[1]), limit_s=30)
     assert was_held == [True]
@@ -313,11 +322,12 @@ def test_nobody_pins_while_the_agent_switches(site, made, monkeypatch):
 
 def test_a_pin_of_a_bundle_that_has_just_been_replaced_is_refused(site, made, monkeypatch, capsys):
     first(site, made)
-    old, real = made[0].manifest.bundle_id, bundles.current_id
+    old = made[0].manifest.bundle_id
+    real = installed.current_id
     answers = iter([old])
     released(site, made[1])
     site.until(lambda: uses(site, made[1]), limit_s=30)
-    monkeypatch.setattr(bundles, "current_id", lambda root: next(answers, None) or real(root))
+    monkeypatch.setattr(installed, "current_id", lambda root: next(answers, None) or real(root))
     assert main(["pin", "--state", str(site.folder / "porch"), "--reason", "x"]) == 2
     assert f"bundle {made[1].manifest.bundle_id[:12]} is in use now, expected {old[:12]}" in capsys.readouterr().err
     assert not (site.folder / "porch" / "pin.json").exists()
@@ -330,8 +340,9 @@ def test_a_bundle_whose_download_outlasts_its_open_window_is_not_used_after_it(s
     """The coordinator goes in the middle of the download, which another device's broadcast completes."""
     first(site, made)
     site.kill_coordinator()
-    agent, content = site.agents["porch"], made[1].path.read_bytes()
-    order = wire.Install(
+    agent = site.agents["porch"]
+    content = made[1].path.read_bytes()
+    order = down.Install(
         run="run-0001",
         bundle_id=made[1].manifest.bundle_id,
         release=2,

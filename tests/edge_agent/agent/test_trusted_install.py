@@ -15,17 +15,17 @@ from federation_harness import Killed
 from full_disk import DyingProcess
 from signing import NOW, Federation, now
 
-from edge_agent import bundle as bundles
 from edge_agent import heads
 from edge_agent.agent.head_tier import contribute_round, install_bundle, trust_configured
-from edge_agent.config import AgentBrokerConfig, AgentConfig, BundleConfig, DataConfig, HeadConfig, PrivacyConfig
+from edge_agent.bundle import archive, installed
+from edge_agent.bundle.trust import TrustStore, canonical, dump
+from edge_agent.core.config import AgentBrokerConfig, AgentConfig, BundleConfig, DataConfig, HeadConfig, PrivacyConfig
+from edge_agent.core.errors import BundleDamaged, BundleUntrusted, ConfigError, HeadwaterError
 from edge_agent.data import Samples
-from edge_agent.encoder import Encoder
-from edge_agent.errors import BundleDamaged, BundleUntrusted, ConfigError, HeadwaterError
-from edge_agent.personalize import load_head
-from edge_agent.trust import TrustStore, canonical, dump
-from edge_agent.wire.chunks import Outgoing
-from edge_agent.wire.messages import Install
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.personalize import load_head
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Install
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def config(tmp_path):
 
 
 def order(path):
-    manifest = bundles.open_bundle(path).manifest
+    manifest = archive.open_bundle(path).manifest
     return Install(run="run-0001", bundle_id=manifest.bundle_id, blob=Outgoing.of(path.read_bytes()).ref)
 
 
@@ -99,7 +99,8 @@ def test_the_first_signed_bundle_is_trusted_where_the_operator_says_so(config, m
 
 
 def test_first_use_trusts_nobody_whose_bundle_is_not_installed(config, make_bundle, home):
-    mine, store = allowing(config, first_use=True), TrustStore(config.state / "bundles")
+    mine = allowing(config, first_use=True)
+    store = TrustStore(config.state / "bundles")
     expired = home.sign(make_bundle().path, 7, expires=NOW - timedelta(days=1))
     with pytest.raises(BundleUntrusted, match="expired"):
         install(mine, expired)
@@ -107,8 +108,8 @@ def test_first_use_trusts_nobody_whose_bundle_is_not_installed(config, make_bund
     with pytest.raises(BundleDamaged, match="self-test"):
         install(mine, failing)
     rootless = home.sign(make_bundle().path, 7)
-    content = json.loads(bundles.open_bundle(rootless).release)
-    bundles.attach(rootless, canonical({**content, "roots": []}) + b"\n")
+    content = json.loads(archive.open_bundle(rootless).release)
+    archive.attach(rootless, canonical({**content, "roots": []}) + b"\n")
     with pytest.raises(BundleUntrusted, match="metadata cannot be read"):
         install(mine, rootless)
     assert store.known() is None
@@ -135,11 +136,11 @@ def test_bundles_from_before_the_trust_keep_serving(config, make_bundle, home):
     first = make_bundle()
     install(near, first.path)
     TrustStore(config.state / "bundles").anchor(home.roots[0])
-    assert bundles.current(config.state / "bundles").id == first.manifest.bundle_id
+    assert installed.current(config.state / "bundles").id == first.manifest.bundle_id
     with pytest.raises(BundleUntrusted):
         install(near, first.path)
     install(near, home.sign(first.path, 7))
-    assert bundles.current(config.state / "bundles").id == first.manifest.bundle_id
+    assert installed.current(config.state / "bundles").id == first.manifest.bundle_id
 
 
 def test_row_37_a_signed_bundle_that_is_bad_here_leaves_the_old_pair_and_the_counter(config, make_bundle, home):
@@ -152,7 +153,7 @@ def test_row_37_a_signed_bundle_that_is_bad_here_leaves_the_old_pair_and_the_cou
     assert install(strict, home.sign(worse.path, 8)).rolled_back
     broken = make_bundle("broken.hwb", golden_error=0.5)
     assert "self-test" in install(config, home.sign(broken.path, 9)).rolled_back
-    assert bundles.current(config.state / "bundles").id == good.manifest.bundle_id
+    assert installed.current(config.state / "bundles").id == good.manifest.bundle_id
     assert store.described(now())["version"] == 7
 
 
@@ -172,7 +173,7 @@ PROBE = np.random.default_rng(5).normal(size=(6, 3, 8, 8)).astype(np.float32)
 
 def answers_of(config):
     """The bundle in use, and what it and its head answer; refuses a pair of two halves."""
-    bundle = bundles.current(config.state / "bundles")
+    bundle = installed.current(config.state / "bundles")
     head = load_head(config.state / "head", bundle)
     assert head.fingerprint == bundle.variant(head.precision).fingerprint
     return bundle.id, head.predict_proba(Encoder.open(bundle, "fp32").features(PROBE))
@@ -184,7 +185,8 @@ def test_row_38_a_kill_at_any_step_of_a_change_leaves_the_old_pair_or_the_new_on
     home.rotate(1, keys=(12,))  # the change of keys is one of the steps
     first = install(config, home.sign(old.path, 7))
     home.rotate(1, keys=(13,))
-    signed, before = home.sign(new.path, 8), tmp_path / "before"
+    signed = home.sign(new.path, 8)
+    before = tmp_path / "before"
     shutil.copytree(config.state, before)
     with DyingProcess(config.state).mounted() as counting:
         install(config, signed)
@@ -221,14 +223,15 @@ def test_row_40_nothing_in_a_bundle_is_unpickled(config, make_bundle, tmp_path):
         def __reduce__(self):
             return canary.touch, ()
 
-    payload, made = pickle.dumps(Payload()), make_bundle(global_head=True)
+    payload = pickle.dumps(Payload())
+    made = make_bundle(global_head=True)
     near = config.model_copy(update={"broker": AgentBrokerConfig(url="mqtt://localhost")})
-    opened = bundles.open_bundle(made.path)
+    opened = archive.open_bundle(made.path)
     fields = made.manifest.model_dump(mode="json", exclude={"schema_version", "files", "variants"})
     fields["variants"] = {"fp32": "encoder.onnx"}
     for name in made.manifest.files:
         path = tmp_path / f"hostile-{name}.hwb"
-        bundles.pack(path, fields, {file: opened.read(file) for file in made.manifest.files} | {name: payload})
+        archive.pack(path, fields, {file: opened.read(file) for file in made.manifest.files} | {name: payload})
         with pytest.raises(HeadwaterError):
             install(near, path)
     assert not canary.exists()
@@ -241,10 +244,11 @@ def test_signed_bundles_are_refused_soon_and_without_memory(config, make_bundle,
     import resource
 
     TrustStore(config.state / "bundles").anchor(home.roots[0])
-    good, other = make_bundle("good.hwb"), make_bundle("other.hwb", seed=1)
+    good = make_bundle("good.hwb")
+    other = make_bundle("other.hwb", seed=1)
     install(config, home.sign(good.path, 7))
     mixed = home.sign(other.path, 9)
-    bundles.attach(mixed, bundles.open_bundle(home.sign(good.path, 8)).release)
+    archive.attach(mixed, archive.open_bundle(home.sign(good.path, 8)).release)
     refused = {
         "unsigned": other.path,
         "wrong key": Federation(keys=(66,)).sign(make_bundle("key.hwb", seed=1).path, 9),

@@ -9,16 +9,18 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from edge_agent.agent.tasks import TaskQueue
+from edge_agent.agent.tasks.task_queue import TaskQueue
 from edge_agent.agent.transfers import OFFER_AGAIN_S, Downloads, Outbox, Uploads
-from edge_agent.config import AgentConfig, DataConfig, PrivacyConfig
-from edge_agent.errors import ChunkError, UsageError
-from edge_agent.task import ImageInput, Task
-from edge_agent.wire.chunks import CHUNK_BYTES, BlobCache, decode_frame
-from edge_agent.wire.flow import MEASURED_S
-from edge_agent.wire.messages import Ack, Grant, Job, JobKey, Noise, Queued, Receipt, UpdateManifest, job_key
+from edge_agent.core.children import InlineWorker
+from edge_agent.core.config import AgentConfig, DataConfig, PrivacyConfig
+from edge_agent.core.errors import ChunkError, UsageError
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.wire.blobs.chunks import CHUNK_BYTES, BlobCache, decode_frame
+from edge_agent.wire.blobs.flow import MEASURED_S
+from edge_agent.wire.messages.down import Ack, Grant, Job, Noise, Queued, Receipt, job_key
+from edge_agent.wire.messages.fields import JobKey
+from edge_agent.wire.messages.up import UpdateManifest
 from edge_agent.wire.tensors import decode
-from edge_agent.worker import InlineWorker
 
 
 def tensors(value=1.0, size=4):
@@ -60,7 +62,8 @@ def test_the_outbox_knows_what_noise_the_job_of_its_update_asked_for(outbox):
 
 def test_an_update_is_on_disk_before_the_note_that_names_it(outbox, monkeypatch):
     """Each file is synced before it takes its place, and that once: flash wears."""
-    steps, replace = [], Path.replace
+    steps = []
+    replace = Path.replace
     monkeypatch.setattr(os, "fsync", lambda _: steps.append("sync"))
     monkeypatch.setattr(Path, "replace", lambda path, to: steps.append(to.suffix) or replace(path, to))
     put(outbox, size=100_000)
@@ -127,7 +130,9 @@ class Bench:
     """Uploads with lists in place of a network."""
 
     def __init__(self, outbox):
-        self.now, self.said, self.frames = 0.0, [], []
+        self.now = 0.0
+        self.said = []
+        self.frames = []
         self.outbox = outbox
         link = SimpleNamespace(send=self.said.append, send_chunk=self.frames.append)
         self.uploads = Uploads(outbox, link, lambda: self.now)
@@ -284,7 +289,8 @@ def test_a_link_that_became_fast_is_not_judged_by_the_time_before(bench):
 
 
 def test_words_about_another_blob_change_nothing(bench):
-    manifest, noted = put(bench.outbox), []
+    manifest = put(bench.outbox)
+    noted = []
     bench.uploads.offer(manifest)
     other = "0" * 64
     bench.uploads.grant(Grant(run="run-0001", digest=other, credits=4, missing=((0, 1),)))
@@ -308,7 +314,8 @@ def test_ranges_outside_the_blob_are_refused(bench, ranges):
 def test_a_receipt_of_either_kind_ends_it(bench, accepted):
     manifest = put(bench.outbox)
     bench.uploads.offer(manifest)
-    receipt, kept = Receipt(run=manifest.run, digest=manifest.blob.digest, accepted=accepted), []
+    receipt = Receipt(run=manifest.run, digest=manifest.blob.digest, accepted=accepted)
+    kept = []
     assert bench.uploads.receipt(receipt, lambda _: kept.append(bench.outbox.get())) == manifest
     assert kept == [manifest], "noted before it goes"
     assert not bench.uploads.holds(JobKey("run-0001", 1))
@@ -371,10 +378,12 @@ def test_a_job_that_asks_for_another_noise_now_is_done_again(tmp_path):
     config = AgentConfig(state=tmp_path, data=DataConfig(source="none:"))
     task = Task(input=ImageInput(channels=1, height=8, width=8), class_names=("a", "b"), encoder="linear")
     job = Job(run="run-0001", round=1, rounds=1, seed=0, method="fedavg", task=task, blobs=(), deadline_s=60)
-    outbox, link, done = Outbox(tmp_path, config.privacy), Mock(), []
+    outbox = Outbox(tmp_path, config.privacy)
+    link = Mock()
+    done = []
     waiting = put(outbox)
     tasks = SimpleNamespace(config=config, outbox=outbox, cancel=lambda _: None, release_memory=lambda: None)
-    tasks.do = lambda job, _: done.append(job.privacy) or outbox.put(tensors(2.0), job_key(job), 1, {}, job.privacy)
+    tasks.do = lambda job, *_: done.append(job.privacy) or outbox.put(tensors(2.0), job_key(job), 1, {}, job.privacy)
     downloads = Downloads(BlobCache(tmp_path / "cache", 10**6), link, lambda: 0.0)
     queue = TaskQueue(tasks, downloads, Uploads(outbox, link, lambda: 0.0), InlineWorker(), link)
     queue.on_job(job)

@@ -9,10 +9,10 @@ import warnings
 import numpy as np
 import pytest
 
+from edge_agent.core.errors import ConfigError, DataError
 from edge_agent.data import check, load
 from edge_agent.data.sets import cifar
 from edge_agent.data.sets.cifar import parse
-from edge_agent.errors import ConfigError, DataError
 
 FINE = ("apple", "bear", "boy", "clock")
 COARSE = ("fruit", "people")
@@ -116,7 +116,8 @@ def ten_python(folder):
 def hundred_python(folder):
     folder.mkdir(parents=True)
     for name, count in (("train", 7), ("test", 4)):
-        fine, coarse = [row % 4 for row in range(count)], [row % 2 for row in range(count)]
+        fine = [row % 4 for row in range(count)]
+        coarse = [row % 2 for row in range(count)]
         (folder / name).write_bytes(batch(count, count, fine_labels=fine, coarse_labels=coarse))
     meta = {"fine_label_names": list(FINE), "coarse_label_names": list(COARSE)}
     (folder / "meta").write_bytes(Python2().whole(meta))
@@ -196,7 +197,8 @@ def test_an_array_kept_by_columns_is_turned():
 
 class Hostile:
     def __init__(self, call, *given) -> None:
-        self.call, self.given = call, given
+        self.call = call
+        self.given = given
 
     def __reduce__(self):
         return self.call, self.given
@@ -204,7 +206,8 @@ class Hostile:
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
 def test_a_hostile_batch_is_refused_and_not_executed(tmp_path, protocol):
-    folder, ran = ten_python(tmp_path / "cifar-10-batches-py"), tmp_path / "ran"
+    folder = ten_python(tmp_path / "cifar-10-batches-py")
+    ran = tmp_path / "ran"
     attack = pickle.dumps({"data": Hostile(os.system, f"touch {ran}"), "labels": [0]}, protocol=protocol)
     for name in ("batches.meta", "test_batch"):
         kept = (folder / name).read_bytes()
@@ -288,7 +291,8 @@ def test_no_damage_to_a_batch_has_another_end_than_an_error_of_ours():
     content = Python2().whole({"labels": [0, 300], "data": pixels(1, 1), "names": ["a", "b"]})
     rng = np.random.default_rng(0)
     start = content.index(pixels(1, 1).tobytes()[:20])
-    places, read = [*range(start), *range(start + 3072, len(content))], 0
+    places = [*range(start), *range(start + 3072, len(content))]
+    read = 0
     for place in places:
         with contextlib.suppress(DataError):
             read += isinstance(parse(content[:place] + bytes([rng.integers(256)]) + content[place + 1 :], "x"), dict)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from edge_agent.core.errors import ConfigError, DataError
 from edge_agent.data import check, load
 from edge_agent.data.sets import cinic
-from edge_agent.errors import ConfigError, DataError
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from edge_agent.core.errors import DataError, StateError, UsageError
+from edge_agent.core.task import ImageInput, WindowInput
 from edge_agent.data import Samples, load
 from edge_agent.data.base import same_sitting
 from edge_agent.data.collected import Collection, labelled
-from edge_agent.errors import DataError, StateError, UsageError
-from edge_agent.task import ImageInput, WindowInput
 
 SPEC = ImageInput(channels=1, height=4, width=4, mean=(0.5,), std=(0.25,))
 DIGITS = tuple("0123456789")

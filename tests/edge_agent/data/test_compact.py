@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from edge_agent.core.task import ImageInput
 from edge_agent.data import load, standardised
 from edge_agent.data.partition import Share, read_pools
-from edge_agent.task import ImageInput
 
 SPEC = ImageInput(channels=3, height=9, width=7, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
@@ -24,7 +24,8 @@ def photos(tmp_path):
 
 
 def test_compact_images_are_bytes_that_become_the_same_inputs_bit_for_bit(photos):
-    plain, compact = load(photos, SPEC), load(photos, SPEC, compact=True)
+    plain = load(photos, SPEC)
+    compact = load(photos, SPEC, compact=True)
     assert (plain.inputs.dtype, compact.inputs.dtype) == (np.float32, np.uint8)
     assert compact.inputs.nbytes * 4 == plain.inputs.nbytes
     np.testing.assert_array_equal(compact.ready().inputs.view(np.uint32), plain.inputs.view(np.uint32))
@@ -47,7 +48,8 @@ def test_windows_are_as_they_were(tmp_path):
 
 
 def test_a_client_gets_inputs_out_of_compact_pools(photos):
-    pools, plain = read_pools(photos, SPEC), load(photos, SPEC)
+    pools = read_pools(photos, SPEC)
+    plain = load(photos, SPEC)
     assert pools.train.inputs.dtype == np.uint8
     train, test = pools.rows_of(Share(train=(0, 7), test=(2,)))
     np.testing.assert_array_equal(train.inputs, plain.inputs[[0, 7]])

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
+from edge_agent.core.errors import ConfigError, DataError, MissingCapability, UnknownName
 from edge_agent.data import load
-from edge_agent.errors import ConfigError, DataError, MissingCapability, UnknownName
 
 DOMAINS = ("optdigits", "inverted", "photo", "rendered")
 
@@ -59,7 +59,8 @@ def test_more_rendered_digits_begin_with_the_same_ones():
 
 def test_a_photo_domain_is_harder_for_nearest_means_than_the_plain_one():
     """The domains must differ: class means of one domain do badly on another."""
-    plain, photo = load("digits?n=800"), load("digits:photo?n=800")
+    plain = load("digits?n=800")
+    photo = load("digits:photo?n=800")
     means = np.stack([plain.inputs[plain.labels == label].mean(axis=0).ravel() for label in range(10)])
 
     def score(samples):

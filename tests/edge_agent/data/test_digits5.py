@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from scipy import io
 
+from edge_agent.core.errors import DataError, UnknownName
+from edge_agent.core.installation import install_command
+from edge_agent.core.task import ImageInput
 from edge_agent.data import check, domains, load
 from edge_agent.data.sets import digits5
-from edge_agent.errors import DataError, UnknownName
-from edge_agent.installation import install_command
-from edge_agent.task import ImageInput
 
 SPEC = ImageInput(channels=3, height=28, width=28, mean=(0.0,), std=(1.0,))
 COUNTS = {"train": 12, "test": 4}
@@ -111,7 +111,7 @@ def test_numpy_archives_are_read_without_scipy(tmp_path):
     code = (
         "import sys; sys.modules['scipy'] = None\n"
         "from edge_agent.data import load\n"
-        "from edge_agent.errors import MissingCapability\n"
+        "from edge_agent.core.errors import MissingCapability\n"
         f"print(load('digits5:{tmp_path}?domain=mnistm').labels.tolist())\n"
         f"open(r'{tmp_path}/usps_28x28.mat', 'wb').close()\n"
         "try:\n"

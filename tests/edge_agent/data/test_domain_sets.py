@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from edge_agent.core.errors import ConfigError, DataError, UnknownName
+from edge_agent.core.task import ImageInput
 from edge_agent.data import check, domains, load
 from edge_agent.data.sets import officecaltech, officehome, pacs
 from edge_agent.data.sets.domainnet import FEDBN_CLASSES
-from edge_agent.errors import ConfigError, DataError, UnknownName
-from edge_agent.task import ImageInput
 
 SPEC = ImageInput(channels=3, height=4, width=4, mean=(0.0,), std=(1.0,))
 PACS_CLASSES = ("dog", "elephant", "giraffe", "guitar", "horse", "house", "person")

@@ -13,8 +13,10 @@ import zipfile
 import numpy as np
 import pytest
 
-from edge_agent import bundle as bundles
-from edge_agent.config import AgentConfig, load
+from edge_agent.bundle import archive as archive_module
+from edge_agent.bundle import unpacked
+from edge_agent.core.config import AgentConfig, load
+from edge_agent.core.errors import DataError, HeadwaterError
 from edge_agent.data import expansion
 from edge_agent.data import load as load_data
 from edge_agent.data._sound_files import read_header
@@ -22,7 +24,6 @@ from edge_agent.data.npz import NpzOptions, load_array, load_arrays
 from edge_agent.data.npz import read as read_npz
 from edge_agent.data.tables import CsvOptions
 from edge_agent.data.tables import read as read_csv
-from edge_agent.errors import DataError, HeadwaterError
 from edge_agent.heads import saved
 
 LIMIT_S = 60.0
@@ -106,8 +107,8 @@ def read_images(path):
 @pytest.mark.parametrize(
     "name, read",
     [
-        ("b.hwb", bundles.open_bundle),
-        ("manifest.json", lambda path: bundles.open_folder(path.parent)),
+        ("b.hwb", archive_module.open_bundle),
+        ("manifest.json", lambda path: unpacked.open_folder(path.parent)),
         ("head.json", read_head),
         ("agent.toml", read_configuration),
         ("data.npz", load_arrays),

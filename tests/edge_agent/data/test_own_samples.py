@@ -9,11 +9,11 @@ import pytest
 
 from edge_agent import data
 from edge_agent.agent.data_check import check
-from edge_agent.agent.tasks import TaskRunner
-from edge_agent.config import AgentConfig, DataConfig, parse
+from edge_agent.agent.tasks.runner import TaskRunner
+from edge_agent.core.config import AgentConfig, DataConfig, parse
+from edge_agent.core.errors import ConfigError, DataError
+from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.data import partition
-from edge_agent.errors import ConfigError, DataError
-from edge_agent.task import ImageInput, Task, WindowInput
 
 SPEC = ImageInput(channels=1, height=4, width=4, mean=(0.0,), std=(1.0,))
 NAMES = ("a", "b", "c")
@@ -70,7 +70,8 @@ def idx(folder, train, test):
 
 @pytest.mark.parametrize("has_test_pool", [True, False])
 def test_test_rows_are_of_the_test_part_where_the_partition_was_made_with_one(tmp_path, has_test_pool):
-    labels, tests = [0, 1, 2, 0, 1, 2], [2, 1, 0]
+    labels = [0, 1, 2, 0, 1, 2]
+    tests = [2, 1, 0]
     source = idx(tmp_path / "idx", labels, tests)
     pool = partition.Pool.of(np.array(labels), np.array(tests) if has_test_pool else None)
     partition.divided("iid", {}, pool, {"c0": (np.array([3, 5]), np.array([2]))}).write(tmp_path / "p.json")
@@ -84,7 +85,7 @@ def test_test_rows_are_of_the_test_part_where_the_partition_was_made_with_one(tm
 def test_a_training_agent_gets_its_rows_and_tells_how_many(tmp_path, source, divided):
     config = AgentConfig(id="c0", state=tmp_path / "s", data=DataConfig(source=source, partition=divided))
     tasks = TaskRunner(config, "train")
-    train, test = tasks._samples(Task(input=SPEC, class_names=NAMES))
+    train, test = tasks.read_samples(Task(input=SPEC, class_names=NAMES))
     assert (greys(train), greys(test), tasks.samples) == ([7, 2, 29], [4, 0], 3)
 
 
@@ -121,8 +122,8 @@ def test_a_missing_partition_is_told_before_anything_begins(tmp_path, source):
 @pytest.mark.parametrize(
     "given, words",
     [
-        ({"partition": "p.json", "test_fraction": 0.5}, "test_fraction of a partition"),
-        ({"partition": "p.json", "seed": 1, "test_fraction": 0.5}, "seed and test_fraction of a partition"),
+        ({"partition": "p.json", "test_fraction": 0.5}, "test_fraction with a partition"),
+        ({"partition": "p.json", "seed": 1, "test_fraction": 0.5}, "seed and test_fraction with a partition"),
         ({"client": "c0"}, "client = 'c0' without partition"),
         ({"partition": "p.json", "test": "npz:y"}, "test = 'npz:y' with a partition"),
         ({"test_fraction": 0.5, "test": "npz:y"}, "test_fraction with test = 'npz:y'"),
@@ -172,7 +173,8 @@ def test_what_cannot_be_used_is_left_out_unless_strict_or_in_a_partition(tmp_pat
     """A partition counts rows: without the second of three recordings, row 2 would be another one."""
     arrays = {"samples": np.zeros((60, 2), np.float32), "lengths": [30, 4, 26], "label": [0, 1, 1]}
     np.savez(tmp_path / "w.npz", **arrays)
-    spec, source = WindowInput(channels=2, length=10, stride=10), f"windows:{tmp_path / 'w.npz'}"
+    spec = WindowInput(channels=2, length=10, stride=10)
+    source = f"windows:{tmp_path / 'w.npz'}"
     take = lambda **given: partition.own_samples(DataConfig(source=source, **given), "c0", spec, ("0", "1"))
     train, test = take()
     assert (len(train), len(test), sorted({*train.groups.tolist()})) == (3, 2, [0, 2])

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge_agent.core.errors import ConfigError, DataError, UnknownName
 from edge_agent.data import partition
-from edge_agent.errors import ConfigError, DataError, UnknownName
 
 TRAIN = np.random.default_rng(1).permutation(np.repeat(np.arange(10), 6000))
 TEST = np.random.default_rng(2).permutation(np.repeat(np.arange(10), 1000))
@@ -44,9 +44,11 @@ def test_fedpac_shares_as_many_samples_as_the_papers_code_does(labels, clients, 
 def papers_own(labels, users, size):
     """The algorithm of FedPAC's published code, written down once more from its loop, with a stable sort."""
     groups = [[0, 1, 2], [2, 3, 4], [4, 5, 6], [6, 7, 8], [8, 9, 0]]
-    per_label, order = len(labels) // 10, np.argsort(labels, kind="stable")
+    per_label = len(labels) // 10
+    order = np.argsort(labels, kind="stable")
     iid = int(size * 0.2)
-    used, result = [0] * 10, []
+    used = [0] * 10
+    result = []
     for user in range(users):
         mine = []
         for wanted, total in ((list(range(10)), iid), (groups[user % 5], size - iid)):
@@ -55,7 +57,8 @@ def papers_own(labels, users, size):
                 count = each if place < len(wanted) else total - each * (len(wanted) - 1)
                 start = label * per_label + used[label]
                 if used[label] + count > per_label:
-                    start, used[label] = label * per_label, 0
+                    start = label * per_label
+                    used[label] = 0
                 mine += order[start : start + count].tolist()
                 used[label] += count
         result.append(mine)
@@ -154,7 +157,8 @@ def test_dirichlet_that_cannot_be_says_alpha_minimum_and_what_helps():
 
 @pytest.mark.parametrize("rule", ["dirichlet", "iid"])
 def test_too_few_samples_are_told_with_how_many_it_takes(rule):
-    labels, rng = np.zeros(39, np.int64), np.random.default_rng(0)
+    labels = np.zeros(39, np.int64)
+    rng = np.random.default_rng(0)
     with pytest.raises(DataError, match="39 samples for 4 clients of at least 10; 40 are needed"):
         if rule == "iid":
             partition.iid(labels, 4, rng, size=10)
@@ -196,7 +200,8 @@ def test_iid_is_a_random_cut_into_equal_parts():
 
 def test_test_samples_follow_the_training_samples_class_by_class():
     """Class 0: 30 and 10 training samples share 8 test samples as 6 and 2; class 1 is client 1's; class 2 nobody's."""
-    train_labels, test_labels = np.array([0] * 40 + [1] * 5 + [2] * 5), np.array([0] * 8 + [1] * 3 + [2] * 4)
+    train_labels = np.array([0] * 40 + [1] * 5 + [2] * 5)
+    test_labels = np.array([0] * 8 + [1] * 3 + [2] * 4)
     train = [np.arange(30), np.arange(30, 45)]
     first, second = partition.alike(train, train_labels, test_labels, np.random.default_rng(0))
     assert np.bincount(test_labels[first], minlength=3).tolist() == [6, 0, 0]
@@ -240,7 +245,8 @@ def made(rows=((0, 1), (2, 3)), tests=((0,), (1,)), rule="iid"):
 
 
 def test_a_division_is_read_as_it_was_written(tmp_path):
-    path, division = tmp_path / "partition.json", made()
+    path = tmp_path / "partition.json"
+    division = made()
     division.write(path)
     again = partition.Division.read(path)
     assert again == division

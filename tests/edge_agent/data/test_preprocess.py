@@ -6,9 +6,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
+from edge_agent.core.errors import DataError
+from edge_agent.core.task import ImageInput, WindowInput
 from edge_agent.data import preprocess
-from edge_agent.errors import DataError
-from edge_agent.task import ImageInput, WindowInput
 
 
 @example((40, 59), (37, 37), 3, 238)  # two grey levels apart if the vertical pass comes first

@@ -7,9 +7,9 @@ import re
 import pytest
 from PIL import Image
 
+from edge_agent.core.errors import DataError, UnknownName
+from edge_agent.core.task import ImageInput
 from edge_agent.data import check, load, location, probe
-from edge_agent.errors import DataError, UnknownName
-from edge_agent.task import ImageInput
 
 SPEC = ImageInput(channels=3, height=8, width=8, mean=(0.0,), std=(1.0,))
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_agent.config import DataConfig
+from edge_agent.core.config import DataConfig
+from edge_agent.core.errors import ConfigError, DataError, MissingCapability, UnknownName
+from edge_agent.core.task import ImageInput, WindowInput
 from edge_agent.data import check, from_files, label_array, load, parse_source, registry
 from edge_agent.data.images import files_by_class
 from edge_agent.data.partition import Pool, divided, own_samples, read_pools
-from edge_agent.errors import ConfigError, DataError, MissingCapability, UnknownName
-from edge_agent.task import ImageInput, WindowInput
 
 SPEC = ImageInput(channels=3, height=8, width=8, mean=(0.0,), std=(1.0,))
 
@@ -158,7 +158,10 @@ def test_each_folder_is_read_once_and_no_file_is_looked_at(folder, monkeypatch):
     """Those inside a class are read, too; what lies deeper, or is hidden, is not."""
     for name in ("red/more/deep", "red/.cache"):
         paint(folder / name / "a.png", "red")
-    read, looked_at, scandir, is_file = [], [], os.scandir, Path.is_file
+    read = []
+    looked_at = []
+    scandir = os.scandir
+    is_file = Path.is_file
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", lambda path: read.append(Path(path)) or scandir(path))
         patch.setattr(Path, "is_file", lambda path: looked_at.append(path) or is_file(path))

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge_agent.core.task import ImageInput, WindowInput
 from edge_agent.data import Samples, split, standardised
 from edge_agent.data.base import numbered_apart, same_sitting
-from edge_agent.task import ImageInput, WindowInput
 
 
 def plain(labels):
@@ -52,7 +52,8 @@ def test_no_recording_is_on_both_sides_but_of_a_class_of_few_and_no_sample_ever(
     """Every window is followed to the raw samples that it covers."""
     counts, classes = zip(*recordings, strict=True)
     spec = WindowInput(channels=1, length=length, stride=stride)
-    groups, labels = np.repeat(np.arange(len(counts)), counts), np.repeat(classes, counts)
+    groups = np.repeat(np.arange(len(counts)), counts)
+    labels = np.repeat(classes, counts)
     starts = np.concatenate([np.arange(count) * stride for count in counts])
     inputs = np.broadcast_to(starts[:, None, None], (len(starts), 1, length)).astype(np.float32)
     train, test = split(Samples(inputs, labels, ("a", "b", "c"), spec, groups), fraction, 0)
@@ -141,7 +142,8 @@ def test_of_recordings_of_several_classes_every_class_is_held_out_where_that_is_
 ):
     """Every window is followed to the raw samples that it covers; a twin tries whether one more could be held out."""
     spec = WindowInput(channels=1, length=length, stride=stride)
-    groups, labels = np.repeat(np.arange(len(found)), [len(one) for one in found]), np.concatenate(found)
+    groups = np.repeat(np.arange(len(found)), [len(one) for one in found])
+    labels = np.concatenate(found)
     starts = np.concatenate([np.arange(len(one)) * stride for one in found])
     samples = Samples(np.zeros((len(labels), 1, length), np.float32), labels, ("a", "b", "c"), spec, groups)
     samples.inputs[:, 0, 0] = np.arange(len(labels))
@@ -185,7 +187,8 @@ def test_a_constant_channel_keeps_its_spread():
 
 
 def test_the_digest_follows_the_inputs():
-    one, two = plain([0, 1]), plain([0, 1])
+    one = plain([0, 1])
+    two = plain([0, 1])
     assert one.digest == two.digest
     two.inputs[0, 0, 0, 0] += 1
     assert one.digest != two.digest
@@ -193,7 +196,8 @@ def test_the_digest_follows_the_inputs():
 
 
 def test_recordings_of_another_source_are_of_another_sitting():
-    train, test = session([10]), session([6])
+    train = session([10])
+    test = session([6])
     assert same_sitting(train, test) == 1.0
     assert same_sitting(train, numbered_apart(train, test)) == 0.0
     assert same_sitting(train, test.take(np.arange(0))) is None

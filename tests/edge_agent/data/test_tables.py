@@ -7,9 +7,9 @@ import gzip
 import numpy as np
 import pytest
 
+from edge_agent.core.errors import ConfigError, DataError
+from edge_agent.core.task import ImageInput, WindowInput
 from edge_agent.data import from_files, load, split
-from edge_agent.errors import ConfigError, DataError
-from edge_agent.task import ImageInput, WindowInput
 
 SPEC = WindowInput(channels=2, length=4, stride=2)
 
@@ -27,7 +27,8 @@ def source(path, **options):
 def test_a_table_gives_the_windows_of_the_same_recordings_as_arrays(tmp_path):
     """Four recordings written twice: as arrays, and as one table whose rows are shuffled."""
     rng = np.random.default_rng(0)
-    lengths, labels = [9, 12, 7, 10], [0, 1, 0, 1]
+    lengths = [9, 12, 7, 10]
+    labels = [0, 1, 0, 1]
     samples = rng.normal(size=(sum(lengths), 2)).astype(np.float32)
     np.savez(tmp_path / "w.npz", samples=samples, lengths=lengths, label=labels, label_names=["run", "walk"])
     owner = np.repeat(np.arange(4), lengths)

@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from edge_agent.core.errors import ConfigError, DataError
+from edge_agent.core.task import WindowInput
 from edge_agent.data import check, load, split, subjects
 from edge_agent.data.sets import ucihar
-from edge_agent.errors import ConfigError, DataError
-from edge_agent.task import WindowInput
 
 ACTIVITIES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
 PEOPLE = {"train": [1] * 7 + [3] * 5, "test": [2] * 6}

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edge_agent.core.errors import DataError, MissingCapability
+from edge_agent.core.task import ImageInput
 from edge_agent.data import load, split
-from edge_agent.errors import DataError, MissingCapability
-from edge_agent.task import ImageInput
 
 SPEC = ImageInput(channels=3, height=8, width=8, mean=(0.0,), std=(1.0,))
 
@@ -24,12 +24,14 @@ class Capture:
     def __init__(self, where):
         self.position = -1
         if isinstance(where, int):
-            self.rate, self.frames = 30.0, 50 if where == 0 else 0
+            self.rate = 30.0
+            self.frames = 50 if where == 0 else 0
         else:
             try:
                 self.rate, self.frames = map(float, Path(where).read_text().split())
             except (OSError, ValueError):
-                self.rate, self.frames = 0.0, 0
+                self.rate = 0.0
+                self.frames = 0
 
     def isOpened(self):
         return self.frames > 0

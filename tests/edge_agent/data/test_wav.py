@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import soundfile
 
+from edge_agent.core.errors import DataError, MissingCapability
+from edge_agent.core.task import ImageInput, WindowInput
 from edge_agent.data import _sound_files, load, split
 from edge_agent.data._sound_files import read_header, read_signal
 from edge_agent.data.wav import WavOptions, log_mel, mel_bands
-from edge_agent.errors import DataError, MissingCapability
-from edge_agent.task import ImageInput, WindowInput
 
 RATE = 16000
 
@@ -368,7 +368,8 @@ def test_a_file_gives_one_image_for_each_full_second(tmp_path, rate):
     assert found.names[3:] == tuple(f"3.99/x.wav {second} s" for second in range(3))
     windows = load(f"wav:{tmp_path}?rate={rate}", WindowInput(channels=40, length=50, stride=25))
     assert windows.names[:2] == ("1/x.wav 0 s", "1/x.wav 0.25 s")
-    longer, first = found.inputs[found.labels == 1], found.inputs[found.labels == 0]
+    longer = found.inputs[found.labels == 1]
+    first = found.inputs[found.labels == 0]
     np.testing.assert_allclose(longer[:1, :, :, :97], first[:, :, :, :97], atol=1e-5)  # silence reaches the last frames
 
 

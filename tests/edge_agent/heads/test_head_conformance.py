@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from edge_agent import heads
-from edge_agent.errors import ConfigError, DataError, StateError
+from edge_agent.core.errors import ConfigError, DataError, StateError
 from edge_agent.heads import FitData, saved
 
 NAMES = ("cat", "dog", "owl", "elk")
-K, D = len(NAMES), 6
+K = len(NAMES)
+D = 6
 
 pytestmark = pytest.mark.parametrize("name", heads.names())
 

@@ -10,7 +10,7 @@ import pytest
 from feature_clouds import clouds
 
 from edge_agent import heads
-from edge_agent.errors import ConfigError, StateError, TrainingFailed
+from edge_agent.core.errors import ConfigError, StateError, TrainingFailed
 from edge_agent.heads import FitData, _layers, saved
 from edge_agent.heads.dualfed import DualFedHeadParams as Params
 from edge_agent.heads.dualfed import Trainer, contrastive, start
@@ -61,14 +61,16 @@ def test_projector_and_classifier_are_torchs_over_twenty_steps(depth, norm, dtyp
         projector_norm=norm,
     )  # fmt: skip
     kind = torch.float64 if dtype == np.float64 else torch.float32
-    net, last = torch_chain(depth, 9, norm).to(kind), torch.nn.Linear(6, 3).to(kind)
+    net = torch_chain(depth, 9, norm).to(kind)
+    last = torch.nn.Linear(6, 3).to(kind)
     tensors = {**arrays_of(net, "projector"), **arrays_of(last, "personal_head")}
     trainer = Trainer(tensors, params, max(sizes))
     optimizer = torch.optim.SGD([*net.parameters(), *last.parameters()], lr=rate, momentum=0.5, weight_decay=1e-3)
     rng = RNG(1)
     for step in range(20):
         n = sizes[step % 3 == 2]
-        inputs, labels = rng.normal(size=(n, 6)).astype(dtype), rng.integers(0, 3, n)
+        inputs = rng.normal(size=(n, 6)).astype(dtype)
+        labels = rng.integers(0, 3, n)
         u = net(torch.from_numpy(inputs))
         contrast = supervised_contrastive(u, torch.from_numpy(labels), 0.2, "out")
         value = F.cross_entropy(last(u), torch.from_numpy(labels)) + weight * contrast
@@ -109,7 +111,8 @@ def test_gradients_are_finite_differences():
     """Loss of one batch by each weight of projector and classifier, in float32: a step of 1/100 and a loose bound."""
     params = Params(lr=1.0, momentum=0.0, contrastive_weight=0.7, temperature=0.5, projector_width=5)
     tensors = start(4, 3, params, RNG(2))
-    inputs, labels = RNG(3).normal(size=(12, 4)).astype(np.float32), np.arange(12) % 3
+    inputs = RNG(3).normal(size=(12, 4)).astype(np.float32)
+    labels = np.arange(12) % 3
 
     def loss(name=None, place=None, by=0.0):
         copies = {key: array.copy() for key, array in tensors.items()}
@@ -162,7 +165,8 @@ def test_singletons_alone_pull_nothing():
 
 def test_turning_and_stretching_vectors_changes_nothing():
     rng = RNG(1)
-    vectors, labels = rng.normal(size=(9, 4)).astype(np.float32), rng.integers(0, 3, 9)
+    vectors = rng.normal(size=(9, 4)).astype(np.float32)
+    labels = rng.integers(0, 3, 9)
     turn = np.linalg.qr(rng.normal(size=(4, 4)))[0]
     other = (vectors * rng.uniform(0.5, 3, (9, 1)) @ turn).astype(np.float32)
     assert contrastive(other, labels, 0.2)[0] == pytest.approx(contrastive(vectors, labels, 0.2)[0], abs=1e-5)
@@ -175,7 +179,8 @@ def test_loss_and_gradient_are_torchs(temperature):
     from edge_agent.training.losses import supervised_contrastive
 
     rng = RNG(2)
-    vectors, labels = rng.normal(size=(30, 8)).astype(np.float32), rng.integers(0, 12, 30)
+    vectors = rng.normal(size=(30, 8)).astype(np.float32)
+    labels = rng.integers(0, 12, 30)
     leaf = torch.tensor(vectors, requires_grad=True)
     expected = supervised_contrastive(leaf, torch.from_numpy(labels), temperature, "out")
     expected.backward()
@@ -272,7 +277,8 @@ def test_the_generator_alone_decides():
 def test_predicting_changes_nothing():
     head = fitted(clouds(shared=True))
     before = {name: array.copy() for name, array in head.arrays.items()}
-    one, again = head.predict_proba(clouds().features), head.predict_proba(clouds().features)
+    one = head.predict_proba(clouds().features)
+    again = head.predict_proba(clouds().features)
     assert (one == again).all()
     assert all((head.arrays[name] == array).all() for name, array in before.items())
 

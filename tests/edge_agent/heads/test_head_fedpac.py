@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_agent import heads
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
 from edge_agent.heads import FitData
 from edge_agent.heads.fedpac import FedPACHead, class_means, statistics, train
 from edge_agent.heads.fedpac import FedPACHeadParams as Params
@@ -52,7 +52,8 @@ def test_statistics_by_hand(features, labels, h, v):
 def test_the_variance_is_that_of_the_mean_of_label_times_features(count, size, classes, seed):
     """n V = trace Cov(onehot(y) (x) z), h its mean; twice the same data halve V and keep h."""
     rng = np.random.default_rng(seed)
-    features, labels = rng.normal(3, 2, (count, size)).astype(np.float32), rng.integers(0, classes, count)
+    features = rng.normal(3, 2, (count, size)).astype(np.float32)
+    labels = rng.integers(0, classes, count)
     products = (np.eye(classes)[labels][:, :, None] * features.astype(np.float64)[:, None, :]).reshape(count, -1)
     v, h = statistics(features, labels, classes)
     np.testing.assert_allclose(h.ravel(), products.mean(axis=0), atol=1e-9)
@@ -64,7 +65,8 @@ def test_the_variance_is_that_of_the_mean_of_label_times_features(count, size, c
 
 
 def test_classes_of_too_few_samples_appear_nowhere():
-    features, labels = np.array([[1, 2], [3, 4], [5, 6]], np.float32), np.array([0, 2, 2])
+    features = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
+    labels = np.array([0, 2, 2])
     means, counts = class_means(features, labels, 4, least=2)
     np.testing.assert_array_equal(counts, [0, 0, 2, 0])
     np.testing.assert_allclose(means, [[0, 0], [0, 0], [4, 5], [0, 0]])

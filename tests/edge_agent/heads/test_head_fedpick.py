@@ -9,7 +9,7 @@ import pytest
 from feature_clouds import clouds
 
 from edge_agent import heads
-from edge_agent.errors import StateError, TrainingFailed
+from edge_agent.core.errors import StateError, TrainingFailed
 from edge_agent.heads import FitData, _layers, saved
 from edge_agent.heads._features import fisher_score, keep_top
 from edge_agent.heads.fedpick import FedPickHeadParams as Params
@@ -52,18 +52,22 @@ def test_mask_and_classifiers_are_torchs_over_twenty_steps(options, shared, dtyp
     }).to(torch.float64 if dtype == np.float64 else torch.float32)  # fmt: skip
     net.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in tensors.items()})
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5, weight_decay=params.weight_decay)
-    trainer, rng = Trainer(tensors, params, 20), RNG(2)
+    trainer = Trainer(tensors, params, 20)
+    rng = RNG(2)
     for step in range(20):
         n = 20 if step % 3 else 7
-        z, labels = rng.normal(size=(n, 8)).astype(dtype), rng.integers(0, 3, n)
+        z = rng.normal(size=(n, 8)).astype(dtype)
+        labels = rng.integers(0, 3, n)
         noise = logistic_noise(np.empty((n, 8), np.float32), rng).astype(dtype)
         known = _layers.log_softmax(rng.normal(size=(n, 3)).astype(dtype)) if shared else None
-        x, y = torch.from_numpy(z), torch.from_numpy(labels)
+        x = torch.from_numpy(z)
+        y = torch.from_numpy(labels)
         b = feature_mask(
             net["mask"](x), torch.from_numpy(noise), temperature=params.temperature, threshold=params.threshold,
             hard=params.mask == "hard",
         )  # fmt: skip
-        relevant, rest = net["relevant_head"](x * b), net["irrelevant_head"](x * (1 - b))
+        relevant = net["relevant_head"](x * b)
+        rest = net["irrelevant_head"](x * (1 - b))
         value = 1.2 * F.cross_entropy(relevant, y) + 0.3 * losses.negative_entropy(rest)
         if known is not None:
             apart = losses.symmetric_divergence(torch.from_numpy(known), relevant, detach_first=params.detach_targets)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edge_agent import heads
-from edge_agent.errors import ConfigError, TrainingFailed
+from edge_agent.core.errors import ConfigError, TrainingFailed
 from edge_agent.heads import FitData
 from edge_agent.heads.fedrir_global import FedRIRGlobalParams as Params
 from edge_agent.heads.fedrir_global import train
@@ -30,9 +30,11 @@ def test_twenty_steps_equal_those_of_torch():
 
     rng = np.random.default_rng(1)
     layer = {"weight": rng.normal(size=(3, 6)), "bias": rng.normal(size=3)}
-    inputs, labels = rng.normal(size=(35, 6)), rng.integers(0, 3, 35)
+    inputs = rng.normal(size=(35, 6))
+    labels = rng.integers(0, 3, 35)
     leaves = {name: torch.tensor(array, requires_grad=True) for name, array in layer.items()}
-    optimizer, order = torch.optim.Adam(leaves.values(), lr=0.01), np.random.default_rng(2)
+    optimizer = torch.optim.Adam(leaves.values(), lr=0.01)
+    order = np.random.default_rng(2)
     for _ in range(5):  # of four batches: 10, 10, 10, 5
         for batch in np.split(order.permutation(35), [10, 20, 30]):
             optimizer.zero_grad()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_agent import heads
-from edge_agent.errors import ConfigError
+from edge_agent.core.errors import ConfigError
 from edge_agent.heads import FitData, knn, saved
 
 
@@ -86,9 +86,11 @@ def test_scikit_learn_finds_the_same():
 )
 def test_blocks_of_any_size_give_what_one_query_at_a_time_gives(count, k, size, cells, seed):
     rng = np.random.default_rng(seed)
-    stored, members = rng.normal(size=(count, size)).astype(np.float32), rng.integers(0, 3, count)
+    stored = rng.normal(size=(count, size)).astype(np.float32)
+    members = rng.integers(0, 3, count)
     queries = rng.normal(size=(7, size))
-    before, knn._CELLS = knn._CELLS, cells
+    before = knn._CELLS
+    knn._CELLS = cells
     try:
         found = knn.votes(queries, stored, members, 3, k, 0.7)
     finally:
@@ -142,7 +144,8 @@ def test_lambda_is_picked_where_neighbours_or_the_shared_classifier_are_better()
 
 
 def test_of_equally_right_lambdas_the_more_certain_one_is_picked():
-    near, shared = np.array([[0.6, 0.4], [0.4, 0.6]]), np.array([[0.9, 0.1], [0.1, 0.9]])
+    near = np.array([[0.6, 0.4], [0.4, 0.6]])
+    shared = np.array([[0.9, 0.1], [0.1, 0.9]])
     assert knn.best_mix(near, shared, np.array([0, 1])) == 0.0
     assert knn.best_mix(shared, near, np.array([0, 1])) == 1.0
     assert knn.best_mix(near, near, np.array([0, 1])) == 0.0

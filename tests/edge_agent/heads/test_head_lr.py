@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_agent import heads
-from edge_agent.errors import ConfigError, DataError, StateError, UnknownName
+from edge_agent.core.errors import ConfigError, DataError, StateError, UnknownName
 from edge_agent.heads import FitData
 from edge_agent.heads._layers import minimise
 from edge_agent.heads.lr import LogisticRegressionParams as Params
@@ -51,7 +51,8 @@ def test_standardised_features_are_those_of_scikit_learns_scaler():
 def test_the_gradient_vanishes_at_the_solution():
     """At the optimum X'(P - Y) + W / C = 0 and the columns of P - Y sum to zero; worked out here a second time."""
     features, labels = clouds(3, 90, 5)
-    inputs, targets = features.astype(np.float64), np.eye(3)[labels]
+    inputs = features.astype(np.float64)
+    targets = np.eye(3)[labels]
     weight, bias = fit_logistic(inputs, targets, Params(c=2.0, tolerance=1e-9))
     logits = inputs @ weight.T + bias
     found = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
@@ -63,7 +64,8 @@ def test_the_gradient_vanishes_at_the_solution():
 def test_the_solver_finds_the_minimum_of_a_quadratic(size, seed):
     rng = np.random.default_rng(seed)
     root = rng.normal(size=(size, size))
-    matrix, target = root @ root.T + np.eye(size), rng.normal(size=size)
+    matrix = root @ root.T + np.eye(size)
+    target = rng.normal(size=size)
     found = minimise(
         lambda x: (float(0.5 * x @ matrix @ x - target @ x), matrix @ x - target),
         np.zeros(size),
@@ -82,7 +84,8 @@ def test_the_solver_ends_where_rounding_hides_what_is_left(seed):
     """A tolerance that no float reaches: the fit ends at the last bit, on every CPU and with every BLAS kernel."""
     features, labels = clouds(3, 96, 3, seed)
     evaluations = [0]
-    inputs, targets = features.astype(np.float64), np.eye(3)[labels]
+    inputs = features.astype(np.float64)
+    targets = np.eye(3)[labels]
 
     def objective(flat):
         evaluations[0] += 1

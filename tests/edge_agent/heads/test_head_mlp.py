@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edge_agent import heads
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
 from edge_agent.heads import FitData
 from edge_agent.heads.mlp import perceptron, propagate
 
@@ -29,7 +29,8 @@ def test_gradients_by_hand_are_those_of_torch(hidden):
     for number in range(len(sizes) - 1):
         layers[f"weight{number}"] = rng.normal(size=(sizes[number + 1], sizes[number]))
         layers[f"bias{number}"] = rng.normal(size=sizes[number + 1])
-    inputs, labels = rng.normal(size=(11, 6)), rng.integers(0, 3, 11)
+    inputs = rng.normal(size=(11, 6))
+    labels = rng.integers(0, 3, 11)
     leaves = {name: torch.tensor(layer, requires_grad=True) for name, layer in layers.items()}
     outputs = torch.tensor(inputs)
     for number in range(len(sizes) - 1):

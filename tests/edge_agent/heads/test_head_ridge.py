@@ -28,8 +28,10 @@ def test_leave_one_out_predictions_are_those_of_fits_without_the_sample():
     penalty = RidgeCV(alphas=PENALTIES).fit(inputs, targets).alpha_
     for row in range(12):
         rest = np.arange(12) != row
-        center, middle = inputs[rest].mean(axis=0), targets[rest].mean()
-        x, y = inputs[rest] - center, targets[rest, 0] - middle
+        center = inputs[rest].mean(axis=0)
+        middle = targets[rest].mean()
+        x = inputs[rest] - center
+        y = targets[rest, 0] - middle
         weight = np.linalg.solve(x.T @ x + penalty * np.eye(4), x.T @ y)
         assert left_out[row, 0] == pytest.approx(middle + (inputs[row] - center) @ weight, abs=1e-9)
 

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from edge_agent import heads
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 from edge_agent.heads import FitData
 
 
 def test_it_answers_with_the_shared_classifier_among_the_classes_of_the_device():
     rng = np.random.default_rng(0)
-    weight, bias = rng.normal(size=(5, 4)).astype(np.float32), rng.normal(size=5).astype(np.float32)
+    weight = rng.normal(size=(5, 4)).astype(np.float32)
+    bias = rng.normal(size=5).astype(np.float32)
     features = rng.normal(size=(6, 4)).astype(np.float32)
     head = heads.create("shared_classifier")
     head.fit(FitData(features, np.array([1, 3, 1, 4, 3, 1]), 5, {"weight": weight, "bias": bias}), rng)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edge_agent import heads
-from edge_agent.errors import MissingCapability, TrainingFailed
+from edge_agent.core.errors import MissingCapability, TrainingFailed
 from edge_agent.heads import FitData, _features
 from edge_agent.heads.base import softmax
 

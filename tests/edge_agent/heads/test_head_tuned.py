@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from edge_agent import heads
-from edge_agent.errors import UsageError
+from edge_agent.core.errors import UsageError
 from edge_agent.heads import FitData
 
 
@@ -30,11 +30,13 @@ def fitted(data, c):
 def test_it_is_the_minimum_of_the_log_losses_and_the_distance_to_the_shared_classifier(c):
     """Against torch's LBFGS in float64 on the objective as it is written down, on raw features."""
     data = problem()
-    classes, labels = [0, 2, 3], np.searchsorted([0, 2, 3], data.labels)
+    classes = [0, 2, 3]
+    labels = np.searchsorted([0, 2, 3], data.labels)
     start = torch.tensor(data.global_head["weight"][classes], dtype=torch.float64)
     weight = start.clone().requires_grad_()
     bias = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    inputs, wanted = torch.tensor(data.features, dtype=torch.float64), torch.tensor(labels)
+    inputs = torch.tensor(data.features, dtype=torch.float64)
+    wanted = torch.tensor(labels)
     solver = torch.optim.LBFGS([weight, bias], max_iter=2000, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
 
     def loss():

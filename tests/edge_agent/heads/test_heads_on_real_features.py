@@ -37,7 +37,8 @@ def splits(found):
     features, labels = found
     for seed in range(SPLITS):
         order = np.random.default_rng(seed).permutation(len(labels))
-        fit, test = order[:600], order[600:]
+        fit = order[:600]
+        test = order[600:]
         yield FitData(features[fit], labels[fit], 10), features[test], labels[test]
 
 
@@ -66,7 +67,8 @@ def test_logistic_regression_stops_where_scikit_learn_does_and_is_as_accurate(fo
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
 
-    ours, theirs = [], []
+    ours = []
+    theirs = []
     for fit, features, labels in splits(found):
         evaluations[0] = 0
         head = heads.create("lr")
@@ -84,14 +86,17 @@ def test_default_machine_is_as_accurate_as_scikit_learns_with_few_steps(found, e
     from sklearn.preprocessing import StandardScaler
     from sklearn.svm import SVC, LinearSVC
 
-    ours, linear, kernel = [], [], []
+    ours = []
+    linear = []
+    kernel = []
     for fit, features, labels in splits(found):
         evaluations[0] = 0
         head = heads.create("svm")
         head.fit(fit, np.random.default_rng(0))
         assert evaluations[0] < 400
         scaler = StandardScaler().fit(fit.features)
-        inputs, tests = scaler.transform(fit.features), scaler.transform(features)
+        inputs = scaler.transform(fit.features)
+        tests = scaler.transform(features)
         reference = LinearSVC(C=1.0, dual=True, max_iter=500, random_state=0)
         with pytest.warns(Warning, match="converge"):
             reference.fit(inputs, fit.labels)

@@ -10,12 +10,12 @@ from PIL import Image
 
 from edge_agent import Personalizer, heads
 from edge_agent.cli import main
-from edge_agent.errors import ConfigError, DataError, StateError, UnknownName, UsageError
+from edge_agent.core.errors import ConfigError, DataError, StateError, UnknownName, UsageError
 from edge_agent.heads import numeric, saved
 from edge_agent.heads.numeric import NumericData
 from edge_agent.heads.numeric.mahalanobis import distances, gaussian
 from edge_agent.heads.saved import SavedNumeric
-from edge_agent.numeric import auroc
+from edge_agent.personal.numeric import auroc
 
 
 def parts(count, folds=5):
@@ -32,7 +32,8 @@ def drawn(count=200, size=12, seed=0, scale=None):
 @pytest.mark.parametrize("count, size", [(200, 12), (15, 40)])
 def test_distances_are_those_of_scikit_learns_shrunk_covariance(count, size):
     covariance = pytest.importorskip("sklearn.covariance")
-    features, others = drawn(count, size), drawn(30, size, seed=1)
+    features = drawn(count, size)
+    others = drawn(30, size, seed=1)
     known = gaussian(features)
     oracle = covariance.LedoitWolf().fit(features.astype(np.float64))
     expected = oracle.mahalanobis(others.astype(np.float64))
@@ -52,10 +53,13 @@ def test_the_rate_of_false_alarms_is_the_one_asked_for(rate):
 
 def test_a_feature_that_fires_in_one_normal_sample_does_not_decide():
     """Rectified features often do: on digits they made normal samples 60 times as far away as others."""
-    features, new = np.abs(drawn(60, 6)), np.abs(drawn(60, 6, seed=1))
+    features = np.abs(drawn(60, 6))
+    new = np.abs(drawn(60, 6, seed=1))
     quiet = np.zeros((60, 1), np.float32)
-    once, again = quiet.copy(), quiet.copy()
-    once[3], again[5] = 0.01, 0.3
+    once = quiet.copy()
+    again = quiet.copy()
+    once[3] = 0.01
+    again[5] = 0.3
     head = numeric.create("mahalanobis")
     head.fit(NumericData(np.hstack([features, once]), None, parts(60)))
     scores = head.predict(np.hstack([new, again]))
@@ -88,7 +92,8 @@ def test_numbers_are_predicted_as_scikit_learns_ridge_does():
 def test_the_area_under_the_curve_is_scikit_learns():
     metrics = pytest.importorskip("sklearn.metrics")
     rng = np.random.default_rng(0)
-    low, high = rng.integers(0, 20, 50) / 4, rng.integers(5, 30, 40) / 4
+    low = rng.integers(0, 20, 50) / 4
+    high = rng.integers(5, 30, 40) / 4
     expected = metrics.roc_auc_score(np.repeat([0, 1], [50, 40]), np.concatenate([low, high]))
     assert auroc(low, high) == pytest.approx(expected)
     assert auroc(np.empty(0), high) is None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from edge_agent import heads
-from edge_agent.errors import ConfigError, FingerprintMismatch, HeadwaterError, StateError, UnknownName
+from edge_agent.core.errors import ConfigError, FingerprintMismatch, HeadwaterError, StateError, UnknownName
 from edge_agent.heads import FitData, saved
 from edge_agent.wire.tensors import encode
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from edge_agent import methods
+from edge_agent.core.task import ImageInput, Task, Tensors, WindowInput
 from edge_agent.methods.base import Method
 from edge_agent.methods.values import Client, Update
-from edge_agent.task import ImageInput, Task, Tensors, WindowInput
 from edge_agent.training.parts import Parts, load_arrays, personal_names, to_arrays
 from edge_agent.wire.tensors import decode, encode
 
@@ -43,7 +43,10 @@ class Federation:
     """A method, its clients and its state. Only arrays that went through the codec pass between the halves."""
 
     def __init__(self, method: Method, task: Task = TASK, *, seed: int = 0, rounds: int = 3) -> None:
-        self.method, self.task, self.seed, self.rounds = method, task, seed, rounds
+        self.method = method
+        self.task = task
+        self.seed = seed
+        self.rounds = rounds
         model = self.fresh_model(0)
         self.shared = method.shared_names(model)
         self.state = method.start(to_arrays(model, self.shared))
@@ -138,7 +141,8 @@ def tiny():
         for salt, (client, own) in enumerate(labels.items()):
             joined = fed.join(client, [])
             noise = torch.randn(len(own), 1, 4, generator=torch.Generator().manual_seed(salt))
-            joined.train_inputs, joined.train_labels = noise, torch.tensor(own, dtype=torch.int64)
+            joined.train_inputs = noise
+            joined.train_labels = torch.tensor(own, dtype=torch.int64)
         return fed
 
     return build

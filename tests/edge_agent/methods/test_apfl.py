@@ -48,7 +48,9 @@ def test_the_gradient_of_alpha_is_that_of_finite_differences(federation):
             weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype))
     inputs = client.train_inputs.double()
     torch.autograd.backward(mixture_loss(model, inputs, client.train_labels))
-    found, alpha, sides = share(model).grad.item(), share(model), []
+    found = share(model).grad.item()
+    alpha = share(model)
+    sides = []
     with torch.no_grad():
         for step in (1e-5, -2e-5):
             alpha.add_(step)

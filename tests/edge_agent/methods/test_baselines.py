@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from edge_agent import methods
-from edge_agent.task import Task, WindowInput
+from edge_agent.core.task import Task, WindowInput
 
 TINY = Task(
     input=WindowInput(channels=1, length=4),
@@ -31,7 +31,8 @@ def numpy_local_training(weights, inputs, labels, rng, params=PARAMS):
         order = rng.permutation(len(labels))
         cuts = [2] if len(labels) == 5 else list(range(2, len(labels), 2))
         for rows in np.split(order, cuts):
-            x, y = inputs[rows].reshape(len(rows), -1).astype(np.float64), labels[rows]
+            x = inputs[rows].reshape(len(rows), -1).astype(np.float64)
+            y = labels[rows]
             features = x @ w1.T + b1
             error = (softmax(features @ w2.T + b2) - np.eye(3)[y]) / len(rows)
             back = error @ w2

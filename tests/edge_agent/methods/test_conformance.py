@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from edge_agent import heads, methods
-from edge_agent.errors import ConfigError, TrainingFailed
+from edge_agent.core.errors import ConfigError, TrainingFailed
 from edge_agent.methods.base import Method, weighted_mean
 from edge_agent.methods.values import Update
 from edge_agent.wire.tensors import decode, encode, specs_of
@@ -126,10 +126,13 @@ def test_updates_stay_finite(name, federation):
 @every_method
 def test_steps_in_mixed_precision_give_updates_of_the_same_form_that_are_near(name, federation):
     """Weights stay float32; a step's rounding differs by about a hundredth of what it changes."""
-    plain, mixed = federation(name), federation(name)
+    plain = federation(name)
+    mixed = federation(name)
     for client in list(mixed.clients):
         mixed.clients[client] = replace(mixed.clients[client], precision="bfloat16")
-    before, moved, apart = dict(plain.state), 0.0, 0.0
+    before = dict(plain.state)
+    moved = 0.0
+    apart = 0.0
     for one, other in zip(plain.run_round(), mixed.run_round(), strict=True):
         assert specs_of(one.tensors) == specs_of(other.tensors)
         for key in [key for key, array in one.tensors.items() if array.dtype.kind == "f" and key in before]:
@@ -190,7 +193,8 @@ def test_a_download_leaves_personal_tensors_bit_for_bit(name, federation):
 def test_a_client_that_misses_a_round_keeps_what_is_its_own(name, federation):
     fed = federation(name)
     fed.run_round()
-    personal, memory = fed.personal("b"), {key: array.copy() for key, array in fed.clients["b"].memory.items()}
+    personal = fed.personal("b")
+    memory = {key: array.copy() for key, array in fed.clients["b"].memory.items()}
     fed.run_round(["a", "c"])
     assert same(fed.personal("b"), personal)
     assert same(fed.clients["b"].memory, memory)

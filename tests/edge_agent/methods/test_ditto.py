@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from edge_agent import methods
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
 from edge_agent.training.finetune import pairs
 from edge_agent.training.losses import proximal_gradient
 
@@ -41,8 +41,10 @@ def test_without_a_pull_the_personal_network_is_local_and_the_shared_one_is_feda
 
 def test_the_pull_rests_between_the_local_optimum_and_the_shared_model():
     # f = (v - 4)^2 / 2 with lambda 2 and w = 1: v - 4 + 2 (v - 1) = 0 at v = 2.
-    v, w = torch.nn.Parameter(torch.tensor([0.0])), torch.tensor([1.0])
-    optimizer, pull = torch.optim.SGD([v], lr=0.1), proximal_gradient([v], [w], 2.0)
+    v = torch.nn.Parameter(torch.tensor([0.0]))
+    w = torch.tensor([1.0])
+    optimizer = torch.optim.SGD([v], lr=0.1)
+    pull = proximal_gradient([v], [w], 2.0)
     for _ in range(100):
         optimizer.zero_grad()
         torch.autograd.backward((v - 4).square().sum() / 2)

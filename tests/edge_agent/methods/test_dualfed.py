@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paper_methods import dualfed, is_statistic
 
 from edge_agent import heads, methods
-from edge_agent.errors import ConfigError
+from edge_agent.core.errors import ConfigError
 from edge_agent.methods.values import Update
 from edge_agent.training.loops import features_of, local_optimizer, train
 from edge_agent.training.networks import ensemble
@@ -114,14 +114,17 @@ def test_depth_width_and_norm_of_table_five(depth, norm, layers):
 
 def test_the_mean_is_uniform_whatever_the_sample_counts():
     method = dualfed()
-    one, five = {"head.bias": np.float32([1.0])}, {"head.bias": np.float32([5.0])}
+    one = {"head.bias": np.float32([1.0])}
+    five = {"head.bias": np.float32([5.0])}
     assert method.aggregate({}, [Update("a", 1.0, one), Update("b", 3.0, five)])["head.bias"] == 3.0
 
 
 def test_identical_clients_give_the_model_of_one(federation):
     fed = federation(dualfed(), labels={"a": [0, 1, 2] * 3, "b": [0, 1, 2] * 3})
-    a, b = fed.clients["a"], fed.clients["b"]
-    b.train_inputs, b.rng = a.train_inputs, copy.deepcopy(a.rng)
+    a = fed.clients["a"]
+    b = fed.clients["b"]
+    b.train_inputs = a.train_inputs
+    b.rng = copy.deepcopy(a.rng)
     b.model.load_state_dict(a.model.state_dict())
     updates = fed.run_round()
     for name in fed.shared:
@@ -144,7 +147,8 @@ def test_the_global_classifier_may_sit_behind_the_projector(federation, images):
 
 def test_added_probabilities_and_added_logits_can_disagree():
     # softmax(10,0,0) = (.999909,.000045,.000045), softmax(-20,1,0) = (0,.731059,.268941): sums .999909,.731104,.268987.
-    personal, shared = torch.tensor([[10.0, 0, 0]]), torch.tensor([[-20.0, 1, 0]])
+    personal = torch.tensor([[10.0, 0, 0]])
+    shared = torch.tensor([[-20.0, 1, 0]])
     probabilities = ensemble(personal, shared, "probs")
     torch.testing.assert_close(2 * probabilities, torch.tensor([[0.999909, 0.731104, 0.268987]]), atol=1e-6, rtol=0)
     assert probabilities.argmax() == 0
@@ -155,7 +159,8 @@ def test_added_probabilities_and_added_logits_can_disagree():
 
 @given(st.lists(st.floats(-6, 6).map(lambda x: round(x, 3)), min_size=4, max_size=4))
 def test_with_two_classes_both_ensembles_agree(values):
-    personal, shared = torch.tensor([values[:2]], dtype=torch.float64), torch.tensor([values[2:]], dtype=torch.float64)
+    personal = torch.tensor([values[:2]], dtype=torch.float64)
+    shared = torch.tensor([values[2:]], dtype=torch.float64)
     if abs(values[0] + values[2] - values[1] - values[3]) < 1e-6:
         return
     assert ensemble(personal, shared, "probs").argmax() == ensemble(personal, shared, "logits").argmax()
@@ -171,7 +176,8 @@ def test_the_answer_is_that_of_both_classifiers(federation, images, kind):
     with torch.no_grad():
         z = client.model.encoder(inputs)
         u = client.model.part("projector")(z)
-        p, s = client.model.part("personal_head")(u).double().numpy(), client.model.head(z).double().numpy()
+        p = client.model.part("personal_head")(u).double().numpy()
+        s = client.model.head(z).double().numpy()
 
     def softmax(x):
         return np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
@@ -228,8 +234,10 @@ def test_training_on_cached_features_is_training_with_the_encoder_frozen(federat
     trained = ("projector", "personal_head")
     names = [name for name in client.model.state_dict() if name.split(".")[0] in trained]
     arrays = {name: a for name, a in to_arrays(client.model, names).items() if not name.endswith("tracked")}
-    params, labels = HeadParams(**method.head_params("dualfed"), batch_size=16), client.train_labels.numpy()
-    trainer, rng = Trainer(arrays, params, 17), copy.deepcopy(client.rng)
+    params = HeadParams(**method.head_params("dualfed"), batch_size=16)
+    labels = client.train_labels.numpy()
+    trainer = Trainer(arrays, params, 17)
+    rng = copy.deepcopy(client.rng)
     for _ in range(5):
         for rows in batches(len(labels), 16, rng, params.smallest_batch):
             trainer.step(features[rows], labels[rows])

@@ -11,7 +11,7 @@ import torch
 from paper_methods import dualfed, is_statistic, on_twelve_windows
 from torch.nn import functional as F
 
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
 from edge_agent.wire.tensors import encode
 
 
@@ -103,7 +103,8 @@ def test_a_local_update_is_the_papers_written_out(federation, weight, params, to
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_stage_one_leaves_the_global_classifier_and_stage_two_all_else(federation, mode):
     fed = federation(dualfed(stage2_bn=mode), rounds=1)
-    client, method = fed.clients["a"], fed.method
+    client = fed.clients["a"]
+    method = fed.method
     fed.download("a")
     before = snapshot(client.model)
     method._train(client, ("encoder", "projector", "personal_head"), method.personal_loss(client))
@@ -133,7 +134,8 @@ def test_momentum_is_fresh_in_each_stage_or_kept(federation):
 
 
 def test_without_augmentation_no_random_number_is_drawn(federation):
-    plain, turned = federation(dualfed()), federation(dualfed(augment=True))
+    plain = federation(dualfed())
+    turned = federation(dualfed(augment=True))
     for fed, alike in ((plain, True), (turned, False)):
         before = fed.clients["a"].generator.get_state()
         fed.run_round()

@@ -14,7 +14,9 @@ def test_two_steps_by_hand():
     """Changes D of 3 and then of 1: m and v are written out as Algorithm 2 has them, v from tau^2."""
     method = methods.create("fedadam", {"server_lr": 0.1, "beta1": 0.9, "beta2": 0.99, "adaptivity": 0.01})
     state = {"w": np.float32([1.0]), VARIANCE: np.float32([1.0])}
-    w, m, v = 1.0, 0.0, 0.01**2
+    w = 1.0
+    m = 0.0
+    v = 0.01**2
     for change in (3.0, 1.0):
         values = (float(state["w"][0]) + change - 3, float(state["w"][0]) + change + 1)  # mean by 1 : 3 is w + change
         ups = [
@@ -22,7 +24,8 @@ def test_two_steps_by_hand():
             for name, weight, value in zip("ab", (1.0, 3.0), values, strict=True)
         ]
         state = method.aggregate(state, ups)
-        m, v = 0.9 * m + 0.1 * change, 0.99 * v + 0.01 * change**2
+        m = 0.9 * m + 0.1 * change
+        v = 0.99 * v + 0.01 * change**2
         w += 0.1 * m / (math.sqrt(v) + 0.01)
         np.testing.assert_allclose(state["w"], [w], rtol=1e-5)
         assert state[VARIANCE] == 2.0

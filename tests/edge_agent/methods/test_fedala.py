@@ -52,7 +52,8 @@ def test_from_the_second_round_on_the_classifier_is_mixed_and_the_encoder_copied
     own = {name: client.memory[f"ala.own.{name}"] for name in HEAD}
     fed.method.personalize(client, {})
     for name in HEAD:
-        shares, mixed = client.memory[f"ala.next.{name}"], client.memory[f"ala.mixed.{name}"]
+        shares = client.memory[f"ala.next.{name}"]
+        mixed = client.memory[f"ala.mixed.{name}"]
         assert (shares >= 0).all()
         assert (shares <= 1).all()
         by_hand = own[name] + (fed.state[name] - own[name]) * shares
@@ -96,14 +97,16 @@ def passes(monkeypatch):
         seen.append(data[1].tolist())
         return one_pass(model, sides, data, params)
 
-    seen, one_pass = [], fedala_module.one_pass
+    seen = []
+    one_pass = fedala_module.one_pass
     monkeypatch.setattr(fedala_module, "one_pass", noting)
     return seen
 
 
 def test_shares_are_learned_until_losses_rest_the_first_time_and_in_one_pass_from_then_on(federation, passes):
     """Three clients: nothing to mix, then at least the eleven passes that ten losses at rest need, then one each."""
-    fed, counts = federation(fedala()), []
+    fed = federation(fedala())
+    counts = []
     for _ in range(4):
         passes.clear()
         fed.run_round()

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from edge_agent import methods
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
 from edge_agent.training import finetune
 from edge_agent.training.loops import local_optimizer, train
 from edge_agent.wire.tensors import encode
@@ -46,7 +46,8 @@ def test_tuning_the_head_equals_training_through_the_frozen_encoder(received):
     fed, client = received(tune_epochs=3, tune_lr=0.1)
     fed.method.personalize(client, {})
     # The same steps the long way: each batch through the encoder in eval mode.
-    model, params = client.model, fed.method.params
+    model = client.model
+    params = fed.method.params
     seed = int.from_bytes(finetune.fingerprint(model)[:7].tobytes(), "little")
     client.rng = np.random.default_rng(seed)
     loss = lambda inputs, labels: F.cross_entropy(model(inputs), labels)
@@ -62,7 +63,9 @@ def test_tuning_the_head_equals_training_through_the_frozen_encoder(received):
 @pytest.mark.parametrize("tune", ["head", "all"])
 def test_tuning_leaves_model_and_generators_alone(received, tune):
     fed, client = received(tune=tune)
-    weights, draws, noise = bits(client.model), client.rng.bit_generator.state, client.generator.get_state()
+    weights = bits(client.model)
+    draws = client.rng.bit_generator.state
+    noise = client.generator.get_state()
     everywhere = torch.get_rng_state()
     fed.method.personalize(client, {})
     fed.method.predict(client, client.train_inputs)
@@ -99,7 +102,8 @@ def test_without_epochs_the_copy_is_the_shared_model(received):
 def test_a_copy_is_made_once_for_each_shared_model(received, monkeypatch):
     fed, client = received()
     tuned = []
-    kind, tune = type(fed.method), type(fed.method).tune
+    kind = type(fed.method)
+    tune = type(fed.method).tune
     monkeypatch.setattr(kind, "tune", lambda self, c: (tuned.append(c.id), tune(self, c))[1])
     for _ in range(3):
         fed.method.predict(client, client.train_inputs)
@@ -121,7 +125,8 @@ def test_a_copy_in_memory_is_used_after_a_restart(received):
 def test_tuning_that_fails_leaves_model_and_memory(received):
     fed, client = received()
     fed.method.personalize(client, {})
-    weights, memory = bits(client.model), encode(client.memory)
+    weights = bits(client.model)
+    memory = encode(client.memory)
     broken = methods.create("fedavg_ft", {"tune": "all", "tune_lr": 1e30, "batch_size": 4})
     with pytest.raises(TrainingFailed, match="lower lr"):
         broken.personalize(client, {})

@@ -23,7 +23,8 @@ def test_the_head_is_the_same_bits_at_everybody_and_in_every_round(tiny):
 
 
 def test_the_body_is_trained_by_plain_sgd_under_the_frozen_head(tiny):
-    fed, twin = tiny("fedbabu", LABELS), tiny("fedbabu", LABELS)
+    fed = tiny("fedbabu", LABELS)
+    twin = tiny("fedbabu", LABELS)
     sent = fed.run_round()[0].tensors
     twin.download("a")
     client = twin.clients["a"]

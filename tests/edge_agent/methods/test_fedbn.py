@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from edge_agent import methods
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.methods.values import Update
-from edge_agent.task import ImageInput, Task
 from edge_agent.wire.tensors import encode
 
 

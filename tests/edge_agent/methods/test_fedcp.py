@@ -73,7 +73,8 @@ def test_even_gates_give_half_of_both_heads(federation):
 
 def test_the_discrepancy_by_hand_and_zero_for_equal_sets():
     # One vector each, at squared distance 9: k(0) + k(0) - 2 k(9) for each kernel exp(-d / 2a).
-    one, other = torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 0.0]])
+    one = torch.tensor([[0.0, 0.0]])
+    other = torch.tensor([[3.0, 0.0]])
     by_hand = sum(2 - 2 * math.exp(-4.5 / width) for width in BANDWIDTHS)
     assert discrepancy(one, other).item() == pytest.approx(by_hand, rel=1e-5)
     rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
@@ -84,9 +85,11 @@ def test_the_alignment_measures_from_the_encoder_as_it_was_received(federation):
     """Loss at lambda 5 minus loss at 0, same noise: 5 times the discrepancy of features now and before a change."""
     fed = federation(fedcp())
     client = fed.clients["b"]
-    inputs, labels = client.train_inputs, client.train_labels
+    inputs = client.train_inputs
+    labels = client.train_labels
     model = client.model.train()
-    before, values = model.features(inputs).detach(), {}
+    before = model.features(inputs).detach()
+    values = {}
     losses = {weight: fedcp(alignment_weight=weight).loss(client, {}) for weight in (0.0, 5.0)}
     assert float(losses[5.0](inputs, labels).detach()) > 0
     with torch.no_grad():

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from edge_agent import methods
-from edge_agent.errors import ConfigError
+from edge_agent.core.errors import ConfigError
 from edge_agent.methods.fedetf import tune_only
 from edge_agent.training.finetune import on_features
 from edge_agent.training.loops import features_of
@@ -28,7 +28,8 @@ def test_the_classifier_is_a_simplex_and_no_round_moves_a_bit(tiny):
 
 def test_logits_and_loss_by_hand(tiny):
     fed = tiny("fedetf", LABELS, scale=6.0)
-    client, head = fed.clients["a"], fed.clients["a"].model.head
+    client = fed.clients["a"]
+    head = fed.clients["a"].model.head
     z = features_of(client.model, client.train_inputs)
     with torch.no_grad():
         u = z @ head.projection.weight.T + head.projection.bias

@@ -29,7 +29,8 @@ def test_weights_by_hand():
     np.testing.assert_allclose(found, [0.2, 0.1, 0.0])
     np.testing.assert_allclose(found / found.sum(), [2 / 3, 1 / 3, 0.0])
     # From 0 with candidates 3, 6 and 100: 2 + 2.
-    old, candidates = {"w": np.float32([0.0])}, [{"w": np.float32([value])} for value in (3.0, 6.0, 100.0)]
+    old = {"w": np.float32([0.0])}
+    candidates = [{"w": np.float32([value])} for value in (3.0, 6.0, 100.0)]
     np.testing.assert_allclose(moved(old, candidates, found / found.sum())["w"], [4.0], rtol=1e-6)
 
 
@@ -48,7 +49,8 @@ def test_a_client_moves_to_a_mixture_of_its_own_and_a_received_model(federation)
     labels = [0, 1, 2] * 8
     fed = federation(fedfomo(explore=0.0, local_epochs=6), labels={"a": labels, "b": labels})
     fed.run_round()
-    client, names = fed.clients["a"], fed.shared
+    client = fed.clients["a"]
+    names = fed.shared
     received = decode(encode(fed.method.downlink(fed.state, "a")))
     old = {name: client.memory[f"began.{name}"].copy() for name in names}
     own = to_arrays(client.model.part("personal"), names)
@@ -71,7 +73,8 @@ def test_where_nothing_helps_the_own_model_stays(federation):
     fed = federation(fedfomo(), labels={"a": [0, 1] * 4, "b": [2] * 8})
     fed.run_round()
     client = fed.clients["a"]
-    names, own = fed.shared, to_arrays(client.model.part("personal"), fed.shared)
+    names = fed.shared
+    own = to_arrays(client.model.part("personal"), fed.shared)
     client.memory |= {f"began.{name}": own[name].copy() for name in names}  # the old one is as good as one's own
     received = {f"extra.model.{name}": own[name][None] for name in names}
     assert not fed.method._federate(client, received).any()
@@ -85,7 +88,8 @@ def test_offers_are_bounded_and_follow_affinity():
     assert len(method.offered(state, "a")) == 2
     first = method.offered(state, "a")
     state = method.aggregate(state, [update("a", 2.0, (0.1, 0.7))])
-    table, names = state["clients.affinity"], names_in(state, "clients.names")
+    table = state["clients.affinity"]
+    names = names_in(state, "clients.names")
     assert table[0, names.index(first[1])] == 0.7
     assert method.offered(state, "a") == [first[1], first[0]]
     assert "a" not in method.offered(state, "a")

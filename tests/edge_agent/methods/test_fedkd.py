@@ -38,7 +38,8 @@ def test_what_is_kept_holds_the_energy_and_one_rank_less_would_not(seed, energy)
 
 def test_all_energy_is_lossless_and_vectors_are_never_touched():
     rng = np.random.default_rng(0)
-    matrix, vector = rng.standard_normal((4, 3, 2, 2)).astype(np.float32), np.float32([1, 2, 3])
+    matrix = rng.standard_normal((4, 3, 2, 2)).astype(np.float32)
+    vector = np.float32([1, 2, 3])
     assert truncated(matrix, 1.0)[0] is matrix
     assert truncated(vector, 0.1) == (vector, 12)
     assert not truncated(np.zeros((3, 4), np.float32), 0.9)[0].any()
@@ -99,7 +100,8 @@ def test_an_energy_beyond_all_is_objected_to():
 
 def test_the_divergence_by_hand():
     # KL((.7, .3) || (.5, .5)) = .7 ln 1.4 + .3 ln .6 = .082283.
-    one, other = torch.log(torch.tensor([[0.5, 0.5]])).requires_grad_(), torch.log(torch.tensor([[0.7, 0.3]]))
+    one = torch.log(torch.tensor([[0.5, 0.5]])).requires_grad_()
+    other = torch.log(torch.tensor([[0.7, 0.3]]))
     other.requires_grad_()
     value = learned_from(one, other)
     assert value.item() == pytest.approx(0.082283, abs=1e-6)
@@ -111,12 +113,17 @@ def test_the_divergence_by_hand():
 def test_each_network_learns_from_its_own_loss(federation):
     """Gradients of the sum equal those of L_t for the teacher and of L_s for the student, the other side a constant."""
     client = federation(methods.create("fedkd")).clients["b"]
-    model, (x, y) = client.model.double().eval(), (client.train_inputs.double(), client.train_labels)
+    model = client.model.double().eval()
+    (x, y) = (client.train_inputs.double(), client.train_labels)
     torch.autograd.backward(mutual_loss(model)(x, y))
-    teacher, ce = model.part("teacher"), torch.nn.functional.cross_entropy
-    z_s, z_t = model.features(x), teacher.features(x)
-    logits_s, logits_t = model.head(z_s), teacher.head(z_t)
-    p_s, p_t = logits_s.softmax(1), logits_t.softmax(1)
+    teacher = model.part("teacher")
+    ce = torch.nn.functional.cross_entropy
+    z_s = model.features(x)
+    z_t = teacher.features(x)
+    logits_s = model.head(z_s)
+    logits_t = teacher.head(z_t)
+    p_s = logits_s.softmax(1)
+    p_t = logits_t.softmax(1)
     doubt = (ce(logits_s, y) + ce(logits_t, y)).detach()
     seen = z_s @ model.part("projection").weight.T
     mse = (z_t - seen).square().mean()

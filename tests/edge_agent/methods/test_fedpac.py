@@ -9,11 +9,11 @@ from paper_methods import fedpac, softmax
 
 from edge_agent import heads, methods
 from edge_agent.client import Arrays, ClientState, Session
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
+from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.heads import FitData
 from edge_agent.heads.fedpac import FedPACHead
 from edge_agent.methods.values import Update
-from edge_agent.task import ImageInput, Task, WindowInput
 from edge_agent.training.loops import features_of, train
 from edge_agent.wire.tensors import encode, specs_of
 
@@ -31,7 +31,10 @@ class Twin:
 
     def __init__(self, weights, inputs, labels, rng, params):
         self.w, self.b, self.head, self.bias = (w.astype(np.float64).copy() for w in weights)
-        self.x, self.y, self.rng, self.p = inputs.reshape(len(labels), -1).astype(np.float64), labels, rng, params
+        self.x = inputs.reshape(len(labels), -1).astype(np.float64)
+        self.y = labels
+        self.rng = rng
+        self.p = params
 
     def features(self):
         return self.x @ self.w.T + self.b
@@ -129,7 +132,8 @@ def test_the_alignment_loss_by_hand_and_by_finite_differences(federation):
     """z = x W' + b; loss = CE + lambda / (B d) sum |z - c_y|^2, here in float64."""
     fed = tiny(federation, {"a": [0, 1, 2, 1]}, alignment_weight=2.5)
     model = fed.clients["a"].model.double()
-    inputs, labels = fed.clients["a"].train_inputs.double(), fed.clients["a"].train_labels
+    inputs = fed.clients["a"].train_inputs.double()
+    labels = fed.clients["a"].train_labels
     targets = torch.tensor([[1.0, 0.0], [0.0, 2.0], [-1.0, 1.0]], dtype=torch.float64)
     loss = fed.method.aligned_loss(model, targets)
     z = model.features(inputs)
@@ -150,11 +154,14 @@ def test_the_alignment_loss_by_hand_and_by_finite_differences(federation):
 
 def test_the_epoch_on_cached_features_equals_the_one_through_the_frozen_encoder(federation):
     fed = federation(fedpac(head_epochs=3))
-    client, twin = fed.clients["a"], fed.fresh_model(1)
+    client = fed.clients["a"]
+    twin = fed.fresh_model(1)
     labels = client.train_labels
     fed.method.train_head(client, features_of(client.model, client.train_inputs).numpy())
     plain = fed.join("twin", [0, 1] * 5)
-    plain.model, plain.train_inputs, plain.train_labels = twin, client.train_inputs, labels
+    plain.model = twin
+    plain.train_inputs = client.train_inputs
+    plain.train_labels = labels
     plain.rng = np.random.default_rng([0, 1])
     loss = lambda x, y: torch.nn.functional.cross_entropy(twin(x), y)
     train(plain, loss, fed.method.params, lr=0.1, epochs=3, batch_size=4, frozen=("encoder",))
@@ -234,7 +241,8 @@ def test_a_device_without_torch_tells_what_the_method_tells(federation, mode):
     params = {"local_epochs": 0, "batch_size": 3, "head_epochs": 2, "weights": mode}
     fed = federation(methods.create("fedpac", params), labels={"a": [0, 1, 2] * 5})
     fed.run_round()
-    client, received = fed.clients["a"], fed.download("a")
+    client = fed.clients["a"]
+    received = fed.download("a")
     features = features_of(client.model, client.train_inputs).numpy()
     data = FitData(features, client.train_labels.numpy(), 3, method_params=fed.method.params.model_dump(mode="json"))
     client.rng = np.random.default_rng(5)

@@ -9,7 +9,7 @@ import pytest
 from paper_methods import fedpac, softmax
 from paper_methods import fedpac_update as update
 
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
 from edge_agent.methods.values import Update
 from edge_agent.training.loops import features_of
 from edge_agent.wire.tensors import decode, encode
@@ -17,7 +17,8 @@ from edge_agent.wire.tensors import decode, encode
 
 def by_hand():
     """The three clients whose weights are worked out in the combination's own tests."""
-    near, far = [[4 / 3, 0], [0, 2 / 3]], [[0, 4 / 3], [4 / 3, 0]]
+    near = [[4 / 3, 0], [0, 2 / 3]]
+    far = [[0, 4 / 3], [4 / 3, 0]]
     return [
         update("a", 3, v=22 / 27, h=near, head=[[1, 0], [0, 0]]),
         update("b", 3, v=16 / 27, h=near, head=[[0, 1], [0, 0]]),

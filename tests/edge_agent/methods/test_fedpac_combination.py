@@ -218,7 +218,8 @@ def test_inner_products_are_summed_in_double_precision():
 def test_combining_heads_is_combining_their_answers():
     rng = np.random.default_rng(1)
     heads = [rng.normal(size=(3, 5000)).astype(np.float32) for _ in range(4)]
-    weights, features = rng.dirichlet(np.ones(4), size=4), rng.normal(size=5000)
+    weights = rng.dirichlet(np.ones(4), size=4)
+    features = rng.normal(size=5000)
     mixed = combined(weights, heads)
     assert mixed.dtype == np.float32
     by_logits = np.einsum("ij,jk->ik", weights, np.stack([head @ features for head in heads]))
@@ -290,10 +291,12 @@ def labelled_clients(count, classes, size, kind, samples=600):
     elif kind != "alike":
         shares = rng.dirichlet(np.full(classes, float(kind.split()[1])), size=count)
     counts = np.stack([rng.multinomial(samples, share) for share in shares])
-    vectors, variances = [], np.empty(count)
+    vectors = []
+    variances = np.empty(count)
     for client, row in enumerate(counts):
         own = means + rng.normal(size=means.shape) / np.sqrt(np.maximum(row, 1))[:, None]
-        lengths, share = (own**2).sum(axis=1), row / samples
+        lengths = (own**2).sum(axis=1)
+        share = row / samples
         variances[client] = (share @ (lengths + size) - share**2 @ lengths) / samples
         vectors.append((share[:, None] * own).astype(np.float32))
     return variances, vectors

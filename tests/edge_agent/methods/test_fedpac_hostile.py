@@ -8,7 +8,7 @@ from paper_methods import fedpac
 from paper_methods import fedpac_update as update
 
 from edge_agent import methods
-from edge_agent.errors import ConfigError
+from edge_agent.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ def test_with_source_heads_rows_and_columns_change_places():
     by_target = modified().aggregate({}, ups)["mixing.weights"]
     np.testing.assert_allclose(by_target, 0.5, atol=1e-6)  # each head meets two equal sets of means
     by_source = modified(direction="source_head").aggregate({}, ups)["mixing.weights"]
-    good, idle = np.exp(-0.126928), 0.5
+    good = np.exp(-0.126928)
+    idle = 0.5
     np.testing.assert_allclose(by_source, [[good / (good + idle), idle / (good + idle)]] * 2, atol=1e-6)
 
 

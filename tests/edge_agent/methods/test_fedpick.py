@@ -13,7 +13,7 @@ from paper_methods import fedpick, on_twelve_windows
 from torch.nn import functional as F
 
 from edge_agent import heads, methods
-from edge_agent.errors import ConfigError, TrainingFailed
+from edge_agent.core.errors import ConfigError, TrainingFailed
 from edge_agent.heads._features import fisher_score, keep_top, mistake_of_share
 from edge_agent.training.loops import features_of
 from edge_agent.training.parts import to_arrays
@@ -72,7 +72,8 @@ def twin(model, inputs, labels, rng, generator, weights, *, detach=False, soft=F
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5)
     for _ in range(2):
         for rows in np.split(rng.permutation(len(labels)), range(4, len(labels), 4)):
-            z, y = net.encoder(inputs[rows]), labels[rows]
+            z = net.encoder(inputs[rows])
+            y = labels[rows]
             s = net.part("mask")(z)
             u1, u2 = (torch.rand(s.shape, generator=generator, dtype=s.dtype) for _ in range(2))
             m = torch.sigmoid((s - torch.log(-torch.log(u1)) + torch.log(-torch.log(u2))) / temperature)
@@ -107,7 +108,8 @@ def tiny(federation, **params):
 def test_a_local_update_is_equation_15_written_out(federation, weights, params, options):
     names = ("global_weight", "relevant_weight", "irrelevant_weight", "distillation_weight")
     method, client = tiny(federation, **dict(zip(names, weights, strict=True)), **params)
-    rng, generator = np.random.default_rng([0, 1]), torch.Generator().manual_seed(1)  # as the client's own
+    rng = np.random.default_rng([0, 1])
+    generator = torch.Generator().manual_seed(1)  # as the client's own
     expected = twin(client.model, client.train_inputs, client.train_labels, rng, generator, weights, **options)
     method.local_update(client, {})
     for name, tensor in client.model.state_dict().items():
@@ -145,7 +147,8 @@ def test_the_answer_is_that_of_global_and_relevant_classifier(federation, images
         z = model.encoder(inputs)
         s = model.part("mask")(z)
         picked = (s > 0).float() if mask == "hard" else torch.sigmoid(s / 0.5)
-        g, r = model.head(z), model.part("relevant_head")(z * picked)
+        g = model.head(z)
+        r = model.part("relevant_head")(z * picked)
     expected = {
         "probs": (torch.softmax(g, 1) + torch.softmax(r, 1)) / 2,
         "logits": torch.softmax(g + r, 1),

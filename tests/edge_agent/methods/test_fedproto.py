@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from edge_agent import methods
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
 from edge_agent.methods.fedproto import Prototypes
 from edge_agent.methods.values import Update
 from edge_agent.training.loops import features_of
 from edge_agent.wire.tensors import encode
 
 LABELS = {"a": [0, 1, 1, 0, 1], "b": [1, 2, 2, 2]}
-MEANS, COUNTS = "prototypes.means", "prototypes.counts"
+MEANS = "prototypes.means"
+COUNTS = "prototypes.counts"
 
 
 def told(client, means, counts, weight=10.0):
@@ -63,7 +64,8 @@ def test_no_weights_travel(tiny):
 def test_the_loss_by_hand(set_up):
     # Class 2 has no prototype: its samples count in the mean with distance 0.
     method, client = set_up([[1, 0, 0], [0, 2, 0], [5, 5, 5]], [2, 1, 0], alignment_weight=0.7)
-    inputs, labels = client.train_inputs, torch.tensor([0, 1, 2, 0, 2])
+    inputs = client.train_inputs
+    labels = torch.tensor([0, 1, 2, 0, 2])
     z = client.model.features(inputs).detach()
     plain = torch.nn.functional.cross_entropy(client.model.head(z), labels)
     distances = [((z[row] - client.model.prototypes.means[k]) ** 2).sum() for row, k in ((0, 0), (1, 1), (3, 0))]
@@ -115,7 +117,8 @@ def test_prototypes_are_means_of_features_before_the_only_step_or_after_it(tiny,
 
 
 def test_of_several_epochs_only_the_last_counts(tiny):
-    two, one = tiny("fedproto", LABELS, batch_size=8, local_epochs=2), tiny("fedproto", LABELS, batch_size=8)
+    two = tiny("fedproto", LABELS, batch_size=8, local_epochs=2)
+    one = tiny("fedproto", LABELS, batch_size=8)
     for fed in (two, one):
         fed.run_round()
     # In its second epoch client a saw the model that one epoch leaves behind. Class 0 is client a's alone.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from edge_agent.errors import TrainingFailed
+from edge_agent.core.errors import TrainingFailed
 from edge_agent.training.losses import proximal_gradient
 from edge_agent.wire.tensors import encode
 

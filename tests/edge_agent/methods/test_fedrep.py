@@ -38,7 +38,8 @@ def test_the_encoders_stage_leaves_the_head_untouched(tiny):
 
 
 def test_without_head_epochs_it_is_fedper_on_a_frozen_head(tiny):
-    fed, twin = tiny("fedrep", LABELS, head_epochs=0), tiny("fedper", LABELS)
+    fed = tiny("fedrep", LABELS, head_epochs=0)
+    twin = tiny("fedper", LABELS)
     (sent, _) = fed.run_round()
     twin.download("a")
     client = twin.clients["a"]

@@ -9,9 +9,9 @@ from paper_methods import FEDRIR_MODES, FEDRIR_PARTS, fedrir, is_statistic, part
 
 from edge_agent import heads, methods
 from edge_agent.client import Arrays, ClientState, Session
-from edge_agent.errors import ConfigError, TrainingFailed
+from edge_agent.core.errors import ConfigError, TrainingFailed
+from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.methods.fedrir import specific_features
-from edge_agent.task import ImageInput, Task, WindowInput
 from edge_agent.wire.tensors import decode, encode
 
 
@@ -62,7 +62,8 @@ def test_the_encoder_starts_as_other_methods_start_it(task):
 
 def test_prediction_uses_shared_features_and_means_of_its_own(federation, images):
     fed = federation(fedrir(), rounds=1).run()
-    client, (inputs, _) = fed.clients["a"], images([0, 1, 2], seed=5)
+    client = fed.clients["a"]
+    (inputs, _) = images([0, 1, 2], seed=5)
     model = client.model.eval()
     with torch.no_grad():
         c = model.part("specific")(inputs)[0]

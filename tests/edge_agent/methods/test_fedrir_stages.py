@@ -20,7 +20,8 @@ from edge_agent.wire.tensors import encode
 def test_mcsl_trains_the_client_specific_encoder_and_the_generator_alone(federation):
     fed = federation(fedrir())
     client = fed.clients["a"]
-    before, others = tensors_of(client.model), ("encoder", "head", "distiller")
+    before = tensors_of(client.model)
+    others = ("encoder", "head", "distiller")
     still = encode(tensors_of(client.model, *others))
     fed.method.learn_specific(client)
     assert encode(tensors_of(client.model, *others)) == still
@@ -69,7 +70,8 @@ def test_id_leaves_the_client_specific_encoder_bit_for_bit_but_for_statistics(fe
 
 
 def official_loss(model, inputs, labels):
-    shared, own = model.encoder(inputs), model.part("specific")(inputs)[0].detach()
+    shared = model.encoder(inputs)
+    own = model.part("specific")(inputs)[0].detach()
     mean, logvar = model.part("distiller")(shared)
     misfit = ((own - mean) ** 2 / logvar.exp() + logvar).sum(1).mean()
     return F.cross_entropy(model.head(torch.cat([shared, own], 1)), labels) + misfit
@@ -84,7 +86,8 @@ def train_official_by_hand(model, inputs, labels):
 
 
 def train_vclub_by_hand(model, inputs, labels):
-    shared, own = model.encoder(inputs), model.part("specific")(inputs)[0].detach()
+    shared = model.encoder(inputs)
+    own = model.part("specific")(inputs)[0].detach()
     idm = torch.optim.Adam(model.part("distiller").parameters(), lr=5e-4)
     mean, logvar = model.part("distiller")(own)
     ((shared.detach() - mean) ** 2 / logvar.exp() + logvar).sum(1).mean().backward()
@@ -117,7 +120,8 @@ def test_one_step_of_id_equals_the_same_step_written_out(federation, mode, by_ha
 def test_one_step_of_mcsl_equals_the_same_step_written_out(federation):
     fed = federation(fedrir(batch_size=100, lr=5e-4, mask_ratio=0.0, kld_weight=0.3))
     client = fed.clients["a"]
-    twin, draws = copy.deepcopy(client.model).train(), torch.Generator()
+    twin = copy.deepcopy(client.model).train()
+    draws = torch.Generator()
     draws.set_state(client.generator.get_state())
     order = copy.deepcopy(client.rng).permutation(client.samples)
     inputs = client.train_inputs[torch.from_numpy(order)]
@@ -134,7 +138,8 @@ def test_one_step_of_mcsl_equals_the_same_step_written_out(federation):
 
 
 def test_masks_change_what_mcsl_learns_from_and_not_what_it_learns_to_draw(federation, monkeypatch):
-    seen, drawn = [], []
+    seen = []
+    drawn = []
     forward = SpecificEncoder.forward
     monkeypatch.setattr(SpecificEncoder, "forward", lambda self, x: (seen.append(x), forward(self, x))[1])
     monkeypatch.setattr(F, "mse_loss", lambda a, b, loss=F.mse_loss: (drawn.append(b), loss(a, b))[1])

@@ -46,7 +46,8 @@ def test_the_personal_answer_is_of_the_sum_of_logits(tiny):
     fed.download("a")
     with torch.no_grad():
         z = client.model.features(client.train_inputs)
-        generic, personal = client.model.head(z), client.model.personal_head(z)
+        generic = client.model.head(z)
+        personal = client.model.personal_head(z)
     inputs = client.train_inputs
     torch.testing.assert_close(fed.method.predict(client, inputs), torch.softmax(generic + personal, dim=1))
     torch.testing.assert_close(fed.method.predict_global(client, inputs), torch.softmax(generic, dim=1))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from edge_agent import methods
-from edge_agent.errors import ConfigError
+from edge_agent.core.errors import ConfigError
 from edge_agent.training.finetune import fingerprint
 from edge_agent.training.loops import features_of
 from edge_agent.wire.tensors import encode
@@ -80,7 +80,8 @@ def test_the_choice_equals_that_of_a_plain_search(received):
     fed.method.personalize(client, {})
     stamp = fingerprint(client.model)
     order = np.random.default_rng(int.from_bytes(stamp[:8].tobytes(), "little")).permutation(10)
-    z, y = features_of(client.model, client.train_inputs).double().numpy(), client.train_labels.numpy()
+    z = features_of(client.model, client.train_inputs).double().numpy()
+    y = client.train_labels.numpy()
     model = fed.method.predict_global(client, client.train_inputs).double().numpy()
 
     def answer(row, k, scale, share):

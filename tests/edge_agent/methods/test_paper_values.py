@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edge_agent import methods
-from edge_agent.errors import ConfigError
+from edge_agent.core.errors import ConfigError
 
 PUBLISHED = {
     "dualfed": {"contrastive_weight": 40.0, "batch_size": 256, "refresh_stats": False},

@@ -22,7 +22,8 @@ def parabola(center):
 @pytest.mark.parametrize("difference, expected", [(0.0, 1.54), (1e-3, 1.486)])
 def test_a_meta_step_on_a_parabola_by_hand(difference, expected):
     # f = (x - 4)^2 / 2 at x = 1, alpha .1: adapted 1.3, slope -2.7; beta .2: FO 1 + .54. HF: (1 - .1) * -2.7 = -2.43.
-    f, x = parabola(4.0), torch.tensor([1.0], dtype=torch.float64)
+    f = parabola(4.0)
+    x = torch.tensor([1.0], dtype=torch.float64)
     value, (gradient,) = meta_gradient(f, f, [x], 0.1, difference)
     assert float(x - 0.2 * gradient) == pytest.approx(expected, abs=1e-9)
     assert float(value) == pytest.approx(2.7**2 / 2)
@@ -35,7 +36,8 @@ def test_hessian_free_equals_the_exact_hessian_of_a_quadratic():
     b, d, x = rng.standard_normal((3, 4))
 
     def quadratic(matrix, vector):
-        matrix, vector = torch.from_numpy(matrix), torch.from_numpy(vector)
+        matrix = torch.from_numpy(matrix)
+        vector = torch.from_numpy(vector)
         return lambda ws: (ws[0] @ matrix @ ws[0] / 2 - vector @ ws[0], [matrix @ ws[0] - vector])
 
     _, (found,) = meta_gradient(quadratic(a, b), quadratic(c, d), [torch.from_numpy(x)], 0.05, 1e-3)
@@ -47,7 +49,8 @@ def test_hessian_free_on_a_network_equals_the_gradient_through_the_step(federati
     """Autograd through the adaptation step, in float64 and eval mode, knows the Hessian exactly."""
     client = federation("per_fedavg").clients["b"]
     model = client.model.double().eval()
-    inputs, labels = client.train_inputs.double(), client.train_labels
+    inputs = client.train_inputs.double()
+    labels = client.train_labels
     slopes = [slope_of(model, inputs[part], labels[part]) for part in halves(len(labels))]
     _, found = meta_gradient(*slopes, list(model.parameters()), 0.05, 1e-4)
     names, weights = zip(*model.named_parameters(), strict=True)

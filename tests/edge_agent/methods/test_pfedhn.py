@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from edge_agent import methods
-from edge_agent.errors import ConfigError
+from edge_agent.core.errors import ConfigError
 from edge_agent.methods.families import names_in
 from edge_agent.methods.pfedhn import Hypernetwork, PFedHNParams, clipped, pull_back
 from edge_agent.methods.values import Update
@@ -37,7 +37,8 @@ def test_running_statistics_are_not_to_be_made():
 
 def test_the_product_of_a_linear_network_by_hand():
     # H(e) = W e with e = (1, -1): (-1, -1, -1). Trained (-2, 0, -1): delta = (1, -1, 0); by W delta e', by e W' delta.
-    network, embedding = Linear(), torch.tensor([1.0, -1.0], requires_grad=True)
+    network = Linear()
+    embedding = torch.tensor([1.0, -1.0], requires_grad=True)
     trained = {"w": np.float32([-2.0, 0.0, -1.0])}
     by_w, by_e = pull_back(network, embedding, trained, [network.w, embedding])
     assert by_w.tolist() == [[1.0, -1.0], [-1.0, 1.0], [0.0, 0.0]]
@@ -66,7 +67,8 @@ def test_the_product_is_that_of_finite_differences():
     for weight, product in zip(weights, products, strict=True):
         flat = weight.detach().view(-1)
         for place in range(0, len(flat), 3):
-            held, ends = flat[place].item(), []
+            held = flat[place].item()
+            ends = []
             for step in (1e-6, -1e-6):
                 flat[place] = held + step
                 ends.append(value())

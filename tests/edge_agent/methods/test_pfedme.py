@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from edge_agent import methods
+from edge_agent.core.task import Task, WindowInput
 from edge_agent.methods.pfedme import follow
 from edge_agent.methods.values import Update
-from edge_agent.task import Task, WindowInput
 from edge_agent.training.finetune import pairs
 
 TINY = Task(
@@ -41,10 +41,12 @@ def test_steps_on_a_linear_network_equal_their_numpy_twin(federation):
     """One client, batches of all samples, so that order plays no part: logits = (x W' + b) U' + c by hand."""
     labels = [0, 1, 2, 1]
     fed = tiny(federation, labels, batch_size=4, local_steps=2, inner_steps=3, lr=0.01, personal_lr=0.05)
-    client, names = fed.clients["a"], ["encoder.layers.1.weight", "encoder.layers.1.bias", "head.weight", "head.bias"]
+    client = fed.clients["a"]
+    names = ["encoder.layers.1.weight", "encoder.layers.1.bias", "head.weight", "head.bias"]
     w = [fed.state[name].astype(np.float64) for name in names]
     theta = [array.copy() for array in w]
-    x, y = client.train_inputs.numpy().reshape(4, 4).astype(np.float64), np.eye(3)[labels]
+    x = client.train_inputs.numpy().reshape(4, 4).astype(np.float64)
+    y = np.eye(3)[labels]
     for _ in range(2):
         for _ in range(3):
             features = x @ theta[0].T + theta[1]

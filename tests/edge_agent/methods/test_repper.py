@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from edge_agent import heads, methods
-from edge_agent.errors import ConfigError, UnknownName
+from edge_agent.core.errors import ConfigError, UnknownName
 from edge_agent.heads import FitData
 from edge_agent.methods import repper as repper_module
 from edge_agent.training.loops import features_of
@@ -54,7 +54,8 @@ def test_personalizing_leaves_the_encoder_and_the_generators_alone(federation):
     client = fed.clients["a"]
     fed.download("a")
     weights = encode({k: v.numpy() for k, v in client.model.state_dict().items()})
-    draws, noise = client.rng.bit_generator.state, client.generator.get_state()
+    draws = client.rng.bit_generator.state
+    noise = client.generator.get_state()
     fed.method.personalize(client, {})
     assert encode({k: v.numpy() for k, v in client.model.state_dict().items()}) == weights
     assert client.rng.bit_generator.state == draws
@@ -131,7 +132,8 @@ def test_the_contrastive_stage_pulls_classes_apart(federation, images):
     def separation() -> float:
         fed.download("a")
         unit = torch.nn.functional.normalize(features_of(fed.clients["a"].model, inputs), dim=1)
-        cosine, alike = unit @ unit.T, labels[:, None] == labels[None, :]
+        cosine = unit @ unit.T
+        alike = labels[:, None] == labels[None, :]
         return float(cosine[alike].mean() - cosine[~alike].mean())
 
     before = separation()

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from edge_agent import methods
-from edge_agent.task import Task, WindowInput
+from edge_agent.core.task import Task, WindowInput
 
 QUICK = {"lr": 0.1, "batch_size": 4, "local_epochs": 2}
 TINY = Task(
@@ -62,7 +62,8 @@ def test_a_control_is_the_mean_gradient_of_the_way(federation):
     fed = tiny(federation, scaffold(local_epochs=1, batch_size=8), {"a": [0, 1, 2, 1]})
     client = fed.clients["a"]
     w, b, u, c = (fed.state[name].astype(np.float64) for name in NAMES)
-    x, y = client.train_inputs.numpy().reshape(4, 4), np.eye(3)[[0, 1, 2, 1]]
+    x = client.train_inputs.numpy().reshape(4, 4)
+    y = np.eye(3)[[0, 1, 2, 1]]
     features = x @ w.T + b
     logits = features @ u.T + c
     error = (np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True) - y) / 4

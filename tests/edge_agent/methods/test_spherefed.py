@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from edge_agent import methods
-from edge_agent.errors import ConfigError
+from edge_agent.core.errors import ConfigError
+from edge_agent.core.task import Task, WindowInput
 from edge_agent.methods.spherefed import unpacked
 from edge_agent.methods.values import Update
-from edge_agent.task import Task, WindowInput
 from edge_agent.training.loops import features_of
 
 LABELS = {"a": [0, 1, 1, 0, 1], "b": [1, 2, 2, 2]}
@@ -34,14 +34,17 @@ def test_federated_calibration_is_the_pooled_ridge_regression(tiny):
     for name, array in before.items():
         assert np.array_equal(fed.state[name], array) == (name != "head.weight"), name
     # All samples in one place: |Z W' - Y|^2 + ridge |W|^2, as least squares of stacked rows.
-    features, labels = [], []
+    features = []
+    labels = []
     for name, client in fed.clients.items():
         fed.download(name)
         features.append(features_of(client.model, client.train_inputs).double().numpy())
         labels.append(client.train_labels.numpy())
-    z, y = np.concatenate(features), np.eye(3)[np.concatenate(labels)]
+    z = np.concatenate(features)
+    y = np.eye(3)[np.concatenate(labels)]
     z /= np.linalg.norm(z, axis=1, keepdims=True)
-    rows, targets = np.vstack([z, np.sqrt(0.3) * np.eye(3)]), np.vstack([y, np.zeros((3, 3))])
+    rows = np.vstack([z, np.sqrt(0.3) * np.eye(3)])
+    targets = np.vstack([y, np.zeros((3, 3))])
     pooled = np.linalg.lstsq(rows, targets, rcond=None)[0].T
     np.testing.assert_allclose(fed.state["head.weight"], pooled, rtol=1e-5, atol=1e-6)
 
@@ -65,7 +68,8 @@ def test_statistics_are_sent_in_the_last_round_only(tiny):
     fed = tiny("spherefed", LABELS, min_class_count=1)
     for number in (1, 2, 3):
         for update in fed.run_round():
-            gram, cross = update.tensors["extra.gram"], update.tensors["extra.cross"]
+            gram = update.tensors["extra.gram"]
+            cross = update.tensors["extra.cross"]
             assert (gram.shape, cross.shape) == ((6,), (3, 3))
             assert gram.any() == cross.any() == (number == 3)
             if number == 3:  # unit vectors: the trace is their number
@@ -142,7 +146,8 @@ def test_statistics_that_no_unit_vectors_have(gram, cross, why):
 
 def test_statistics_count_for_no_more_vectors_than_the_update_has_samples():
     """c sends ten samples' A and B as those of a million: they count as ten."""
-    method, state = methods.create("spherefed", {"ridge": 1.0}), {"encoder.w": np.float32([0])}
+    method = methods.create("spherefed", {"ridge": 1.0})
+    state = {"encoder.w": np.float32([0])}
 
     def sent(client, times):
         statistics = {"extra.gram": times * np.array([6.0, 0, 4]), "extra.cross": times * np.array([[6.0, 0], [0, 4]])}

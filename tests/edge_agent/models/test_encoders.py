@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from edge_agent import models
-from edge_agent.errors import ConfigError, UnknownName, UsageError
-from edge_agent.task import ImageInput, Task, WindowInput
+from edge_agent.core.errors import ConfigError, UnknownName, UsageError
+from edge_agent.core.task import ImageInput, Task, WindowInput
 
 GREY = ImageInput(channels=1, height=28, width=28)
 COLOUR = ImageInput(channels=3, height=32, width=32)

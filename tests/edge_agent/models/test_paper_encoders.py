@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from edge_agent import models
-from edge_agent.errors import ConfigError
+from edge_agent.core.errors import ConfigError
+from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.models.base import Layers
 from edge_agent.models.papers import GridMean
-from edge_agent.task import ImageInput, Task, WindowInput
 from export.encoder import to_onnx
 from export.parity import parity_gate
 

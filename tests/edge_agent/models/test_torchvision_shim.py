@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from edge_agent.errors import MissingCapability
+from edge_agent.core.errors import MissingCapability
 from edge_agent.models import _torchvision, torchvision_networks
 
 # A package that fails as the real one does beside a torch that it was not compiled for.
@@ -67,7 +67,7 @@ def test_a_missing_torchvision_names_the_extra(monkeypatch):
 DOCTOR = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from edge_agent import capabilities
+from edge_agent.core import capabilities
 print(json.dumps(capabilities.torchvision_advice()))
 """
 

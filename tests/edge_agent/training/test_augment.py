@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from edge_agent.task import ImageInput, Task, WindowInput
+from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.training import augment
 
 COLOUR = ImageInput(channels=3, height=16, width=12, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
@@ -100,7 +100,8 @@ def test_a_fifth_of_the_colour_views_have_no_colour():
 def test_erased_holes_are_rectangles_of_the_promised_size():
     views = augment._erase(torch.ones(1000, 1, 28, 28), torch.Generator().manual_seed(0), probability=1.0)
     for hole in (views[:, 0] == 0).numpy():
-        rows, columns = np.flatnonzero(hole.any(axis=1)), np.flatnonzero(hole.any(axis=0))
+        rows = np.flatnonzero(hole.any(axis=1))
+        columns = np.flatnonzero(hole.any(axis=0))
         assert hole.sum() == len(rows) * len(columns)
         assert len(rows) <= 10
         assert len(columns) <= 10
@@ -115,7 +116,8 @@ def test_a_crop_of_everything_is_the_image_itself():
 
 def test_crops_stay_inside_the_image():
     maps = augment._resized_crop(5000, torch.Generator().manual_seed(0), smallest=0.3, flip=True)
-    sides, centre = torch.diagonal(maps[:, :, :2], dim1=1, dim2=2).abs(), maps[:, :, 2]
+    sides = torch.diagonal(maps[:, :, :2], dim1=1, dim2=2).abs()
+    centre = maps[:, :, 2]
     assert (centre.abs() + sides <= 1 + 1e-6).all()
     assert sides.max() <= 1
     assert (sides.prod(dim=1) >= 0.3 * 0.85).all()  # an aspect that would leave the image is cut

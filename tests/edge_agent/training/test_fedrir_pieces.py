@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_agent.task import ImageInput, Task
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.training.augment import mask_patches
 from edge_agent.training.losses import GaussianPredictor, gaussian_misfit, vclub
 from edge_agent.training.networks import Generator, SpecificEncoder, kl_to_standard_normal, sample
@@ -90,7 +90,8 @@ def test_parts_have_the_published_number_of_weights():
 @pytest.mark.parametrize("channels, side, flat", [(1, 28, 1024), (3, 32, 1600), (3, 64, 10_816)])
 def test_official_sides_give_the_official_shapes(channels, side, flat):
     task = image_task(channels, side, side)
-    encoder, generator = SpecificEncoder(task, 512), Generator(task, 512)
+    encoder = SpecificEncoder(task, 512)
+    generator = Generator(task, 512)
     assert encoder.layers[-1].in_features == flat
     assert generator.layers[0].out_features == flat
     mean, logvar = encoder(torch.zeros(2, channels, side, side))
@@ -128,7 +129,8 @@ def test_divergence_from_the_standard_normal_by_hand():
 
 
 def test_divergence_equals_that_of_torch_distributions():
-    mean, logvar = torch.randn(5, 3, generator=draw(1)), torch.randn(5, 3, generator=draw(2))
+    mean = torch.randn(5, 3, generator=draw(1))
+    logvar = torch.randn(5, 3, generator=draw(2))
     theirs = torch.distributions.kl_divergence(
         torch.distributions.Normal(mean, (0.5 * logvar).exp()), torch.distributions.Normal(0.0, 1.0)
     )
@@ -136,7 +138,8 @@ def test_divergence_equals_that_of_torch_distributions():
 
 
 def test_samples_have_the_mean_and_spread_asked_for_and_pass_gradients():
-    mean, logvar = torch.tensor([[1.0, -2.0]]).repeat(20_000, 1), torch.tensor([[0.0, math.log(9.0)]]).repeat(20_000, 1)
+    mean = torch.tensor([[1.0, -2.0]]).repeat(20_000, 1)
+    logvar = torch.tensor([[0.0, math.log(9.0)]]).repeat(20_000, 1)
     mean.requires_grad_()
     drawn = sample(mean, logvar, draw())
     assert drawn.mean(dim=0).tolist() == pytest.approx([1.0, -2.0], abs=0.08)

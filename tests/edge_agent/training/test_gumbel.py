@@ -10,7 +10,8 @@ import torch
 from edge_agent.training.networks import cut, feature_mask, gumbel, mask_noise
 
 SCORES = torch.tensor([0.3, -0.2])
-FIRST, SECOND = torch.tensor([0.5, 0.9]), torch.tensor([0.2, 0.4])
+FIRST = torch.tensor([0.5, 0.9])
+SECOND = torch.tensor([0.2, 0.4])
 
 
 def test_gumbel_noise_by_hand():
@@ -37,7 +38,8 @@ def test_the_hard_mask_goes_forward_and_the_soft_ones_gradient_back():
 
 def test_the_hard_mask_is_exactly_zero_or_one_and_splits_features_without_loss():
     generator = torch.Generator().manual_seed(0)
-    scores, z = torch.randn(200, 30, generator=generator) * 5, torch.randn(200, 30, generator=generator)
+    scores = torch.randn(200, 30, generator=generator) * 5
+    z = torch.randn(200, 30, generator=generator)
     mask = feature_mask(scores, mask_noise(scores, generator), temperature=0.3)
     assert set(mask.unique().tolist()) == {0.0, 1.0}
     assert torch.equal(z * mask + z * (1 - mask), z)

@@ -13,16 +13,18 @@ import pytest
 from federation_duties import TASK, quick_params
 
 from edge_agent import methods
-from edge_agent.agent import local_state
-from edge_agent.agent.local_state import TRAINING_FILE, TrainingCheckpointFile
 from edge_agent.client import Arrays, ClientState, Session
-from edge_agent.errors import TrainingCancelled
+from edge_agent.core.errors import TrainingCancelled
 from edge_agent.methods.values import TrainingControl
+from edge_agent.run_folder import checkpoint as checkpoint_module
+from edge_agent.run_folder.checkpoint import TrainingCheckpointFile
+from edge_agent.run_folder.layout import TRAINING_FILE
 from edge_agent.training.parts import to_arrays
 
 ONE_PASS = [name for name in methods.names() if methods.create(name).one_pass()]
 RESUMABLE = [name for name in methods.names() if methods.get(name).resumable]
-EPOCHS, BATCHES = 3, 3
+EPOCHS = 3
+BATCHES = 3
 
 
 class Killed(BaseException):
@@ -33,7 +35,9 @@ class Steps:
     """A clock that counts training steps, and ends the process after ``last`` of them."""
 
     def __init__(self, last=10**6, die=None):
-        self.now, self.last, self.die = 0, last, die
+        self.now = 0
+        self.last = last
+        self.die = die
 
     def is_cancelled(self):
         if self.now >= self.last:
@@ -58,7 +62,8 @@ def session_of(method, **params):
 
 def train(folder, method, *, last=10**6, every=2, training="t", share=1.0, die=None, **params):
     """One round of a client that keeps ``folder`` on its disk, and how many steps it did."""
-    session, clock = session_of(method, **params), Steps(last, die)
+    session = session_of(method, **params)
+    clock = Steps(last, die)
     received = session.method.start(to_arrays(session._model, session._shared))
     received |= session.method.downlink(received, "a0")
     checkpoint = TrainingCheckpointFile(folder, training, every, clock)
@@ -114,7 +119,7 @@ OF_SEVERAL = [(name, {}) for name in RESUMABLE] + [
     "method, params", OF_SEVERAL, ids=lambda value: value if isinstance(value, str) else str(value)
 )
 def test_methods_of_several_passes_resume_in_each_of_them_with_the_same_bits(tmp_path, monkeypatch, method, params):
-    monkeypatch.setattr(local_state, "CHECKPOINT_BYTES_PER_S", 1e12)  # a large state would be saved less often
+    monkeypatch.setattr(checkpoint_module, "CHECKPOINT_BYTES_PER_S", 1e12)  # a large state would be saved less often
     undisturbed, steps = train(tmp_path / "undisturbed", method, every=0, **params)
     for last in {1, steps // 2, steps // 2 + 1, steps - 2, steps - 1} - {0}:
         with pytest.raises(Killed):
@@ -196,7 +201,7 @@ def test_a_checkpoint_takes_at_most_a_twentieth_of_the_time(tmp_path, monkeypatc
     def slow_disk(*_, **__):
         now[0] += 7
 
-    monkeypatch.setattr("edge_agent.agent.local_state.write_tensors", slow_disk)
+    monkeypatch.setattr("edge_agent.run_folder.checkpoint.write_tensors", slow_disk)
     due = []
     for now[0] in range(12):
         due.append(checkpoint.is_due())
@@ -240,7 +245,8 @@ def test_a_share_has_no_effect_on_methods_of_several_passes(tmp_path):
 
 
 def test_training_that_is_cancelled_stops_at_the_next_step():
-    session, asked = session_of("fedavg"), []
+    session = session_of("fedavg")
+    asked = []
 
     def is_cancelled():
         asked.append(1)

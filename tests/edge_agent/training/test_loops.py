@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from edge_agent import methods
-from edge_agent.errors import ConfigError, DataError, TrainingFailed
+from edge_agent.core.errors import ConfigError, DataError, TrainingFailed
+from edge_agent.core.task import Task, WindowInput
 from edge_agent.methods.values import Client, MethodParams
-from edge_agent.task import Task, WindowInput
 from edge_agent.training import loops
 from edge_agent.training.parts import Parts
 
@@ -125,11 +125,14 @@ def test_adam_where_it_is_asked_for_follows_the_papers_recursion():
     """Two steps on one weight with gradients 0.5 and -0.25, worked out by Kingma and Ba's algorithm in float64."""
     weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = loops.local_optimizer([weight], MethodParams(optimizer="adam", lr=0.1, momentum=0.9))
-    expected, mean, square = 0.0, 0.0, 0.0
+    expected = 0.0
+    mean = 0.0
+    square = 0.0
     for step, gradient in enumerate((0.5, -0.25), 1):
         weight.grad = torch.full_like(weight, gradient)
         optimizer.step()
-        mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient**2
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.999 * square + 0.001 * gradient**2
         expected -= 0.1 * (mean / (1 - 0.9**step)) / ((square / (1 - 0.999**step)) ** 0.5 + 1e-8)
     assert weight.item() == pytest.approx(expected, rel=1e-9)
 

@@ -66,7 +66,8 @@ def test_three_positives_and_a_singleton(variant, expected):
 )
 def test_any_batch_agrees_with_the_definition(n, variant, temperature, seed, classes):
     rng = np.random.default_rng(seed)
-    features, labels = rng.normal(size=(n, 3)), rng.integers(0, classes, n)
+    features = rng.normal(size=(n, 3))
+    labels = rng.integers(0, classes, n)
     found = supervised_contrastive(torch.from_numpy(features), torch.from_numpy(labels), temperature, variant, "none")
     np.testing.assert_allclose(found.numpy(), brute_force(features, labels, temperature, variant), atol=1e-8)
 
@@ -74,7 +75,8 @@ def test_any_batch_agrees_with_the_definition(n, variant, temperature, seed, cla
 @given(st.integers(2, 10), st.integers(0, 2**32 - 1))
 def test_the_inner_form_is_never_above_the_outer(n, seed):
     rng = np.random.default_rng(seed)
-    features, labels = torch.from_numpy(rng.normal(size=(n, 4))), torch.from_numpy(rng.integers(0, 3, n))
+    features = torch.from_numpy(rng.normal(size=(n, 4)))
+    labels = torch.from_numpy(rng.integers(0, 3, n))
     inner, outer = (supervised_contrastive(features, labels, 0.3, v, "none") for v in ("in", "out"))
     assert (inner <= outer + 1e-9).all()
 
@@ -145,7 +147,8 @@ def test_balanced_softmax_by_hand():
 
 
 def test_balanced_softmax_with_equal_counts_is_cross_entropy():
-    logits, labels = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1])
+    logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([0, 1, 2, 0, 1])
     torch.testing.assert_close(
         balanced_softmax(logits, labels, torch.tensor([7, 7, 7])), torch.nn.functional.cross_entropy(logits, labels)
     )
@@ -171,14 +174,16 @@ def test_entropy_by_hand():
 
 def test_symmetric_divergence_by_hand():
     # .7 ln(.7/.5) + .3 ln(.3/.5) + .5 ln(.5/.7) + .5 ln(.5/.3) = .169460
-    p, q = torch.log(torch.tensor([[0.7, 0.3]])), torch.zeros(1, 2)
+    p = torch.log(torch.tensor([[0.7, 0.3]]))
+    q = torch.zeros(1, 2)
     assert float(symmetric_divergence(p, q)) == pytest.approx(0.169460, abs=1e-6)
     assert float(symmetric_divergence(q, p)) == pytest.approx(0.169460, abs=1e-6)
     assert float(symmetric_divergence(p, p + 3.0)) == pytest.approx(0, abs=1e-7)
 
 
 def test_detached_targets_leave_each_side_one_gradient():
-    p, q = torch.tensor([[0.4, -1.0, 0.2]], requires_grad=True), torch.tensor([[0.0, 0.3, 1.0]], requires_grad=True)
+    p = torch.tensor([[0.4, -1.0, 0.2]], requires_grad=True)
+    q = torch.tensor([[0.0, 0.3, 1.0]], requires_grad=True)
     symmetric_divergence(p, q, detach_first=True).backward()
     # KL(p || q) by the logits of q is softmax(q) - softmax(p), and the other way round.
     apart = (torch.softmax(q, dim=1) - torch.softmax(p, dim=1)).detach()

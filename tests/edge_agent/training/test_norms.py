@@ -9,7 +9,7 @@ from torch import nn
 
 from edge_agent import methods
 from edge_agent.client import Arrays, ClientState, Session
-from edge_agent.task import Task, WindowInput
+from edge_agent.core.task import Task, WindowInput
 from edge_agent.training.parts import MOST_ROWS, Parts, own_layers, statistics_of, take_statistics
 
 VALUES = torch.tensor([[1.0, 0.0], [3.0, 0.0], [5.0, 6.0], [7.0, 6.0]])
@@ -60,7 +60,8 @@ def test_one_sample_has_no_variance_and_changes_nothing():
 
 
 def test_a_part_of_many_samples_is_taken_evenly():
-    model, seen = nn.Sequential(nn.BatchNorm1d(1)).eval(), []
+    model = nn.Sequential(nn.BatchNorm1d(1)).eval()
+    seen = []
     rows = torch.arange(5000.0).reshape(-1, 1)
     take_statistics(layers(model), lambda piece: (seen.append(piece), model(piece)), rows)
     taken = torch.cat(seen)

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from edge_agent.errors import StateError
+from edge_agent.core.errors import StateError
+from edge_agent.core.task import Task, WindowInput
 from edge_agent.methods.values import Client
-from edge_agent.task import Task, WindowInput
 from edge_agent.training.loops import lasting, moments, restore
 from edge_agent.training.parts import Parts, channels_last
 from edge_agent.wire.tensors import decode, encode
@@ -55,7 +55,8 @@ def bits(model: Parts) -> bytes:
 
 @every_optimizer
 def test_going_on_from_kept_moments_is_the_same_as_never_having_stopped(make):
-    whole, stopped = small_model(), small_model()
+    whole = small_model()
+    stopped = small_model()
     take_steps(whole, make(whole.parameters()), range(6))
     client = client_of(stopped)
     for seeds in (range(3), range(3, 6)):
@@ -68,7 +69,8 @@ def test_going_on_from_kept_moments_is_the_same_as_never_having_stopped(make):
 
 @every_optimizer
 def test_reset_starts_afresh_and_keeps_nothing(make):
-    whole, stopped = small_model(), small_model()
+    whole = small_model()
+    stopped = small_model()
     take_steps(whole, make(whole.parameters()), range(4))
     client = client_of(stopped)
     for seeds in (range(2), range(2, 4)):
@@ -82,7 +84,8 @@ def test_reset_starts_afresh_and_keeps_nothing(make):
 @every_optimizer
 def test_moments_survive_a_round_trip_bit_for_bit(make):
     model = small_model()
-    optimizer, other = make(model.parameters()), make(model.parameters())
+    optimizer = make(model.parameters())
+    other = make(model.parameters())
     take_steps(model, optimizer, range(3))
     kept = moments(optimizer, model, "main")
     restore(other, model, decode(encode(kept)), "main")
@@ -125,7 +128,8 @@ def test_moments_are_copies():
 
 def test_a_round_that_fails_keeps_the_moments_of_the_one_before():
     model = small_model()
-    client, optimizer = client_of(model), torch.optim.Adam(model.parameters())
+    client = client_of(model)
+    optimizer = torch.optim.Adam(model.parameters())
     with lasting(client, optimizer, "main", "persist"):
         take_steps(model, optimizer, [0])
     before = encode(client.memory)
@@ -144,7 +148,8 @@ def test_moments_of_another_model_are_refused():
 
 def test_the_learning_rate_is_that_of_the_new_optimizer():
     model = small_model()
-    old, new = torch.optim.Adam(model.parameters(), lr=0.5), torch.optim.Adam(model.parameters(), lr=0.1)
+    old = torch.optim.Adam(model.parameters(), lr=0.5)
+    new = torch.optim.Adam(model.parameters(), lr=0.1)
     take_steps(model, old, [0])
     restore(new, model, moments(old, model, "main"), "main")
     assert new.param_groups[0]["lr"] == 0.1

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from edge_agent.errors import TensorsError, UnknownName
+from edge_agent.core.errors import TensorsError, UnknownName
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.methods.base import pooled_norm
-from edge_agent.task import ImageInput, Task
 from edge_agent.training.parts import (
     Parts,
     encoder_alone,
@@ -101,7 +101,8 @@ def test_arrays_are_copies_in_plain_layout():
 
 def test_loading_what_was_saved_restores_every_bit():
     torch.manual_seed(0)
-    source, target = encoder_and_head(TASK), encoder_and_head(TASK)
+    source = encoder_and_head(TASK)
+    target = encoder_and_head(TASK)
     load_arrays(target, to_arrays(source, source.state_dict()))
     for name, tensor in source.state_dict().items():
         assert torch.equal(tensor, target.state_dict()[name]), name

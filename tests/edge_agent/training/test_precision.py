@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from edge_agent import methods
-from edge_agent.task import ImageInput, Task
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.training import precision
 from edge_agent.training.precision import StepTimes, time_steps
 
@@ -28,7 +28,8 @@ def test_the_quicker_precision_is_chosen_and_float32_where_they_are_equal(float3
 
 def test_steps_are_timed_in_balanced_turns_after_warming_up(model, monkeypatch):
     """Steps on their own clock: 10 and 20 s when cold, then 1 and 2 s, the second turn disturbed by 5 s."""
-    now, order = [0.0], []
+    now = [0.0]
+    order = []
 
     def step(_, inputs, kind):
         order.append(kind)
@@ -45,7 +46,8 @@ def test_steps_are_timed_in_balanced_turns_after_warming_up(model, monkeypatch):
 
 
 def test_slow_steps_are_timed_in_one_turn(model, monkeypatch):
-    now, count = [0.0], [0]
+    now = [0.0]
+    count = [0]
 
     def step(*_):
         count[0] += 1
@@ -70,7 +72,8 @@ def test_timing_leaves_model_and_generators_as_they_were(model, samples):
 
 
 def test_a_step_runs_in_the_precision_that_it_is_timed_for(model, monkeypatch):
-    seen, features = [], model.features
+    seen = []
+    features = model.features
     monkeypatch.setattr(
         model, "features", lambda inputs: seen.append(torch.is_autocast_enabled("cpu")) or features(inputs)
     )

@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 from torch import nn
 
 from edge_agent import methods
-from edge_agent.errors import WeightsError
-from edge_agent.task import ImageInput, Task
+from edge_agent.core.errors import WeightsError
+from edge_agent.core.task import ImageInput, Task
 from edge_agent.training.parts import Parts
 from edge_agent.training.weights import put_weights, read_weights
 
@@ -112,7 +112,8 @@ def test_a_variance_is_never_negative(model, tmp_path):
 
 
 def test_a_name_of_the_encoders_own_comes_before_one_with_a_prefix(model, tmp_path):
-    plain, prefixed = _weights(), {name: array + 1 for name, array in _weights("encoder.").items()}
+    plain = _weights()
+    prefixed = {name: array + 1 for name, array in _weights("encoder.").items()}
     save_file({**plain, **prefixed}, tmp_path / "w.safetensors")
     assert load_weights(model, tmp_path / "w.safetensors") == tuple(sorted(prefixed))
     assert _holds(model.encoder, plain)
@@ -121,7 +122,7 @@ def test_a_name_of_the_encoders_own_comes_before_one_with_a_prefix(model, tmp_pa
 def test_what_is_no_file_is_not_waited_for(model, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
-        with pytest.raises(WeightsError, match="is no file"):
+        with pytest.raises(WeightsError, match="is not a file"):
             load_weights(model, place)
 
 

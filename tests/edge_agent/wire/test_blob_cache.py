@@ -6,10 +6,10 @@ import os
 import numpy as np
 import pytest
 
-from edge_agent.errors import ChunkError, StateError
-from edge_agent.wire import chunks
-from edge_agent.wire.chunks import BlobCache, Outgoing, decode_frame
-from edge_agent.wire.messages import BlobRef
+from edge_agent.core.errors import ChunkError, StateError
+from edge_agent.wire.blobs import chunks
+from edge_agent.wire.blobs.chunks import BlobCache, Outgoing, decode_frame
+from edge_agent.wire.messages.fields import BlobRef
 
 CHUNK = 64
 
@@ -93,7 +93,8 @@ def test_files_of_others_are_left_alone(tmp_path):
 
 
 def test_a_blob_that_arrives_in_chunks_is_kept_when_it_is_whole(tmp_path):
-    cache, data = BlobCache(tmp_path, 10_000), noise(300, 1)
+    cache = BlobCache(tmp_path, 10_000)
+    data = noise(300, 1)
     incoming = arrive(cache, data)
     assert not cache.has(incoming.ref.digest)
     assert cache.finish(incoming).read_bytes() == data
@@ -101,7 +102,8 @@ def test_a_blob_that_arrives_in_chunks_is_kept_when_it_is_whole(tmp_path):
 
 
 def test_a_blob_with_the_wrong_content_is_not_kept(tmp_path):
-    cache, good = BlobCache(tmp_path, 10_000), Outgoing.of(noise(128, 1), CHUNK)
+    cache = BlobCache(tmp_path, 10_000)
+    good = Outgoing.of(noise(128, 1), CHUNK)
     lie = BlobRef(digest=good.ref.digest[:16] + "f" * 48, size_bytes=128, chunk_bytes=CHUNK)
     incoming = cache.receive(lie)
     for index in range(2):
@@ -142,7 +144,8 @@ def test_downloads_that_nobody_goes_on_with_do_not_fill_the_disk(tmp_path):
 
 
 def test_a_download_under_way_is_never_dropped(tmp_path):
-    cache, first = BlobCache(tmp_path, 1000), noise(600, 1)
+    cache = BlobCache(tmp_path, 1000)
+    first = noise(600, 1)
     under_way = arrive(cache, first, how_many=5)
     os.utime(under_way.path, (1.0, 1.0))
     second = arrive(cache, noise(600, 2))

@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from edge_agent.errors import ChunkError
-from edge_agent.wire import chunks as chunks_module
-from edge_agent.wire.chunks import Incoming, Outgoing, decode_frame
+from edge_agent.core.errors import ChunkError
+from edge_agent.wire.blobs import chunks as chunks_module
+from edge_agent.wire.blobs.chunks import Incoming, Outgoing, decode_frame
 
 CHUNK = 64
 
@@ -25,12 +25,15 @@ class Assembly(RuleBasedStateMachine):
     @initialize(count=st.integers(1, 7), rest=st.integers(1, CHUNK), noted_every=st.integers(1, 4))
     def begin(self, count, rest, noted_every):
         self.folder = Path(tempfile.mkdtemp(prefix="headwater-assembly-"))
-        self.noted_every, self.usual = noted_every, chunks_module._SAVE_BYTES
+        self.noted_every = noted_every
+        self.usual = chunks_module._SAVE_BYTES
         chunks_module._SAVE_BYTES = noted_every * CHUNK
         self.data = np.random.default_rng(count * 100 + rest).bytes((count - 1) * CHUNK + rest)
         self.blob = Outgoing.of(self.data, CHUNK)
         self.incoming = Incoming(self.blob.ref, self.folder)
-        self.present, self.noted, self.damaged = set[int](), set[int](), False
+        self.present = set[int]()
+        self.noted = set[int]()
+        self.damaged = False
         self.waiting: list[bytes] = []
 
     @rule(data=st.data())
@@ -108,7 +111,9 @@ class Assembly(RuleBasedStateMachine):
             place.unlink()
         assert not self.incoming.is_open
         assert list(self.folder.iterdir()) == []
-        self.present, self.noted, self.damaged = set(), set(), False
+        self.present = set()
+        self.noted = set()
+        self.damaged = False
         self.incoming = Incoming(self.blob.ref, self.folder)
 
     @invariant()

@@ -10,8 +10,8 @@ from chunked_blobs import CHUNK, blob, frames_of, ranges_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_agent.errors import ChunkError, StateError
-from edge_agent.wire.chunks import (
+from edge_agent.core.errors import ChunkError, StateError
+from edge_agent.wire.blobs.chunks import (
     CHUNK_BYTES,
     FRAME_BYTES,
     HEADER_BYTES,
@@ -101,7 +101,7 @@ def test_a_frame_cut_short_is_refused(cut):
 
 
 def test_a_frame_that_goes_on_is_refused():
-    with pytest.raises(ChunkError, match="promises 5 bytes and holds 6"):
+    with pytest.raises(ChunkError, match="states 5 bytes and holds 6"):
         decode_frame(Frame(7, 1, 3, 64, b"12345").encode() + b"6")
 
 
@@ -126,7 +126,8 @@ spans = st.tuples(st.integers(0, 39), st.integers(1, 40)).map(lambda pair: (min(
 
 @given(st.integers(1, 40), st.lists(spans), spans, st.integers(1, 6))
 def test_chunks_behave_like_a_set(count, adds, between, limit):
-    chunks, twin = Chunks(count), set[int]()
+    chunks = Chunks(count)
+    twin = set[int]()
     for start, stop in adds:
         if stop <= count:
             chunks.add(start, stop)

@@ -7,9 +7,9 @@ from chunked_blobs import CHUNK, blob_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_agent.errors import ChunkError
-from edge_agent.wire.chunks import Incoming, Outgoing, decode_frame
-from edge_agent.wire.flow import (
+from edge_agent.core.errors import ChunkError
+from edge_agent.wire.blobs.chunks import Incoming, Outgoing, decode_frame
+from edge_agent.wire.blobs.flow import (
     FIRST_BYTES,
     IDLE_S,
     MEASURED_S,
@@ -61,7 +61,8 @@ def test_two_chunks_are_sent_first_and_more_with_each_report():
 
 def test_a_link_of_8_kb_a_second_has_one_second_of_it_under_way():
     """A chunk takes 0.512 s; the report comes 0.1 s after it."""
-    way, clock = sending(chunks=100), 0.0
+    way = sending(chunks=100)
+    clock = 0.0
     assert sent(way, clock) == [0, 1]
     for number in range(1, 60):
         clock = number * 0.512 + 0.1
@@ -74,8 +75,10 @@ def test_a_link_of_8_kb_a_second_has_one_second_of_it_under_way():
 @pytest.mark.parametrize("rate, chunks", [(40_000, 9), (200_000, 48)])
 def test_what_is_under_way_follows_the_rate(rate, chunks):
     """Reports come at once, and the queue is never empty: what is under way settles at one second."""
-    way, most = sending(chunks=3000), list[int]()
-    clock, queue = 0.0, list[tuple[int, int]]()
+    way = sending(chunks=3000)
+    most = list[int]()
+    clock = 0.0
+    queue = list[tuple[int, int]]()
     for _ in range(100):
         queue += spans(way, clock)
         most.append(sum(stop - start for start, stop in queue))
@@ -87,7 +90,9 @@ def test_what_is_under_way_follows_the_rate(rate, chunks):
 
 
 def test_a_fast_link_has_the_whole_window_of_large_frames():
-    way, clock, arrived = sending(chunks=2000), 0.0, 0
+    way = sending(chunks=2000)
+    clock = 0.0
+    arrived = 0
     for _ in range(12):
         frames = [decode_frame(frame) for frame in way.due(clock)]
         arrived += sum(len(frame.data) // SIZE for frame in frames)
@@ -106,7 +111,8 @@ def test_reports_are_asked_for_after_each_half_of_the_window_and_at_the_end():
 
 def test_a_rate_that_falls_is_followed_and_one_late_report_is_not_believed_at_once():
     pace = Pace(WINDOW_BYTES)
-    pace.rate, pace.round_trip_s = 100_000.0, 0.05
+    pace.rate = 100_000.0
+    pace.round_trip_s = 0.05
     frame = pace.sent(0, 1, SIZE, 0.0)
     pace.arrived([frame], 4.0)
     assert pace.rate == pytest.approx(70_000)
@@ -166,7 +172,9 @@ def test_a_receiver_that_was_busy_for_long_gets_nothing_twice():
 
 
 def test_the_time_doubles_while_nothing_arrives():
-    way, times, now = sending(chunks=2), [], 0.0
+    way = sending(chunks=2)
+    times = []
+    now = 0.0
     sent(way, now)
     while len(times) < 4:
         now += 0.1
@@ -223,7 +231,8 @@ def test_a_cut_connection_has_everything_under_way_sent_again():
 
 def test_two_blobs_share_the_link():
     pace = Pace(WINDOW_BYTES)
-    first, second = sending(pace=pace), sending(pace=pace)
+    first = sending(pace=pace)
+    second = sending(pace=pace)
     assert sent(first, 0.0) == [0, 1]
     assert sent(second, 0.0) == []
     first.arrived(0.1)
@@ -234,7 +243,10 @@ def test_two_blobs_share_the_link():
 @given(st.data())
 def test_no_more_is_under_way_than_the_window_whatever_is_reported(data):
     """And no chunk is sent twice within the time that the link has for it, unless a later one has arrived."""
-    way, now, lacking, out = sending(chunks=30), 0.0, set(range(30)), dict[tuple[int, int], float]()
+    way = sending(chunks=30)
+    now = 0.0
+    lacking = set(range(30))
+    out = dict[tuple[int, int], float]()
     for _ in range(data.draw(st.integers(1, 30))):
         now += data.draw(st.floats(0, 1))
         largest = 0
@@ -267,7 +279,8 @@ def test_a_meter_knows_the_rate_after_two_seconds_and_leaves_out_interruptions()
 @pytest.mark.parametrize("apart_s", [0.01, 0.3, 1.0, 1.7])
 def test_the_rate_is_that_of_the_last_ten_seconds(apart_s):
     """100 s at 1 kB/s, then 12 s at 100 kB/s: nothing of the slow time is left, whatever comes at once."""
-    meter, now = Meter(), 0.0
+    meter = Meter()
+    now = 0.0
     meter.begin(now)
     for rate, seconds in ((1_000, 100), (100_000, 12)):
         end = now + seconds
@@ -334,7 +347,8 @@ def test_a_chunk_that_comes_twice_is_there_once(receiver):
 def test_silence_is_answered_with_a_question_after_longer_and_longer_pauses(receiver):
     receiving, hear = receiver
     hear(0, now=0.5)
-    now, asked = 0.5, []
+    now = 0.5
+    asked = []
     while now < 30:
         now += 0.01
         if receiving.ask_due(now):
@@ -375,7 +389,9 @@ def test_nothing_is_asked_once_everything_is_there(receiver):
 def test_the_next_moment_of_interest_is_never_missed(receiver):
     receiving, hear = receiver
     hear(0, now=0.0)
-    now, told, questions = 0.0, [], []
+    now = 0.0
+    told = []
+    questions = []
     for _ in range(8):
         now += max(receiving.due_in(now), 1e-9)
         if receiving.ask_due(now):

@@ -12,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.fleet.carousel import Carousel
-from edge_agent.wire.chunks import Incoming, decode_frame
-from edge_agent.wire.flow import REPORT_AFTER_S, UPLOAD_REPORT_BYTES, WINDOW_BYTES, Pace, Receiving, Sending
+from edge_agent.wire.blobs.chunks import Incoming, decode_frame
+from edge_agent.wire.blobs.flow import REPORT_AFTER_S, UPLOAD_REPORT_BYTES, WINDOW_BYTES, Pace, Receiving, Sending
 
 
 class World:
     """A clock, and messages that take 20 ms each way, in order; each is lost with probability ``loss``."""
 
     def __init__(self, loss: float, seed: int) -> None:
-        self.now, self.loss, self.rng = 0.0, loss, np.random.default_rng(seed)
+        self.now = 0.0
+        self.loss = loss
+        self.rng = np.random.default_rng(seed)
         self._queue: list[tuple[float, int, object]] = []
         self._tickets = itertools.count()
 
@@ -41,7 +43,8 @@ class World:
 
 def upload(folder, *, chunks: int, loss: float, seed: int, resume=()) -> tuple[bytes, int, float]:
     """What an agent and a coordinator do with one update, in few lines. Returns what arrived, chunks sent, seconds."""
-    outgoing, world = blob_of(chunks), World(loss, seed)
+    outgoing = blob_of(chunks)
+    world = World(loss, seed)
     if resume:
         begun = Incoming(outgoing.ref, folder)
         for index in resume:
@@ -122,10 +125,13 @@ def test_a_resumed_upload_sends_only_what_is_missing(tmp_path):
 
 def download(folder, *, chunks: int, loss: float, seed: int, count: int) -> tuple[int, int, float]:
     """One blob to ``count`` receivers that share the frames. Returns chunks sent, questions asked, seconds."""
-    outgoing, world = blob_of(chunks), World(loss, seed)
+    outgoing = blob_of(chunks)
+    world = World(loss, seed)
     names = [f"agent{number}" for number in range(count)]
     receivings = {name: Receiving(Incoming(outgoing.ref, folder / name), 0.0, 64 * CHUNK) for name in names}
-    carousel, done, tally = Carousel(outgoing), set[str](), {"chunks": 0, "questions": 0}
+    carousel = Carousel(outgoing)
+    done = set[str]()
+    tally = {"chunks": 0, "questions": 0}
 
     def ask(name):
         tally["questions"] += 1

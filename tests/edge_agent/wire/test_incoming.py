@@ -11,10 +11,10 @@ from chunked_blobs import CHUNK, blob, frames_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_agent.errors import ChunkError
-from edge_agent.wire import chunks as chunks_module
-from edge_agent.wire.chunks import Frame, Incoming, decode_frame, flags_of
-from edge_agent.wire.messages import BlobRef
+from edge_agent.core.errors import ChunkError
+from edge_agent.wire.blobs import chunks as chunks_module
+from edge_agent.wire.blobs.chunks import Frame, Incoming, decode_frame, flags_of
+from edge_agent.wire.messages.fields import BlobRef
 
 
 @given(st.integers(1, 700), st.randoms(use_true_random=False), st.integers(0, 3))
@@ -25,7 +25,8 @@ def test_any_order_with_duplicates_gives_the_blob(tmp_path_factory, size, dice, 
     frames = frames_of(outgoing)
     frames += dice.choices(frames, k=extra)
     dice.shuffle(frames)
-    incoming, seen = Incoming(outgoing.ref, folder), set[int]()
+    incoming = Incoming(outgoing.ref, folder)
+    seen = set[int]()
     for frame in frames:
         assert incoming.add(frame) == 1
         seen.add(frame.index)
@@ -43,7 +44,8 @@ def test_frames_of_several_chunks_that_overlap_give_the_blob(tmp_path_factory, s
     spans = [(start, min(start + count, outgoing.count)) for start, count in cuts if start < outgoing.count]
     spans += [(index, index + 1) for index in range(outgoing.count)]
     dice.shuffle(spans)
-    incoming, seen = Incoming(outgoing.ref, folder), set[int]()
+    incoming = Incoming(outgoing.ref, folder)
+    seen = set[int]()
     for start, stop in spans:
         assert incoming.add(decode_frame(outgoing.frame(start, stop))) == stop - start
         seen.update(range(start, stop))
@@ -263,7 +265,7 @@ def test_a_chunk_for_which_the_disk_has_no_room_can_be_sent_again(tmp_path, monk
 
     incoming.add(frames[0])
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(ChunkError, match="cannot be kept"):
+    with pytest.raises(ChunkError, match="cannot be stored"):
         incoming.add(frames[1])
     assert incoming.chunks.missing() == ((1, 2),)
     monkeypatch.setattr(os, "pwrite", real)

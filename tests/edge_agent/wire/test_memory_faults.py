@@ -12,7 +12,8 @@ COUNT = 2000
 def heard(**probabilities) -> list[bytes]:
     faults = Faults(np.random.default_rng(5), **probabilities)
     broker = FaultyBroker(faults)
-    ears, mouth = broker.transport(), broker.transport()
+    ears = broker.transport()
+    mouth = broker.transport()
     for transport in (ears, mouth):
         transport.subscribe("a") if transport is ears else None
         transport.start()

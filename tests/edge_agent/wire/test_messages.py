@@ -12,14 +12,14 @@ from form_digest import fields_digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_agent.errors import MessageError, ProtocolMismatch
-from edge_agent.task import ImageInput, Task, WindowInput
-from edge_agent.wire import messages
-from edge_agent.wire import messages as wire
-from edge_agent.wire.messages import ConditionName
+from edge_agent.core.errors import MessageError, ProtocolMismatch
+from edge_agent.core.task import ImageInput, Task, WindowInput
+from edge_agent.wire.messages import codec, down, up
+from edge_agent.wire.messages import fields as fields_module
+from edge_agent.wire.messages.fields import ConditionName
 
 DIGEST = "a" * 64
-BLOB = wire.BlobRef(digest=DIGEST, size_bytes=100, chunk_bytes=64)
+BLOB = fields_module.BlobRef(digest=DIGEST, size_bytes=100, chunk_bytes=64)
 TASKS = [
     Task(class_names=("a", "b")),
     Task(input=ImageInput(channels=1, height=28, width=28, mean=(0.1307,), std=(0.3081,)), class_names=("0",)),
@@ -33,21 +33,21 @@ starts = st.from_regex(r"[A-Za-z0-9-]{0,32}", fullmatch=True)
 metric_names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
 counts = st.integers(0, 1_000_000)
 shares = st.none() | st.floats(0, 1)
-ranges = st.lists(st.tuples(counts, counts), max_size=wire.MAX_RANGES).map(tuple)
+ranges = st.lists(st.tuples(counts, counts), max_size=fields_module.MAX_RANGES).map(tuple)
 names = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,20}", fullmatch=True)
 scalars = (
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | text | st.floats(allow_nan=False, allow_infinity=False)
 )
 blobs = st.builds(
-    wire.BlobRef,
+    fields_module.BlobRef,
     digest=st.from_regex(r"[0-9a-f]{64}", fullmatch=True),
     size_bytes=st.integers(1, 1 << 33),
     chunk_bytes=st.integers(64, 1 << 20),
 )
 task_blobs = st.builds(
-    wire.BlobRef,
+    fields_module.BlobRef,
     digest=st.from_regex(r"[0-9a-f]{64}", fullmatch=True),
-    size_bytes=st.integers(1, wire.MAX_TASK_BYTES),
+    size_bytes=st.integers(1, fields_module.MAX_TASK_BYTES),
     chunk_bytes=st.integers(64, 1 << 20),
 )
 FIELDS = {
@@ -76,8 +76,8 @@ FIELDS = {
     "kept": text,
     "channel": names,
     "compare": st.booleans(),
-    "activate_in_s": st.floats(0, wire.MAX_WAIT_S),
-    "activate_within_s": st.none() | st.floats(1e-3, wire.MAX_WAIT_S),
+    "activate_in_s": st.floats(0, fields_module.MAX_WAIT_S),
+    "activate_within_s": st.none() | st.floats(1e-3, fields_module.MAX_WAIT_S),
     "about": text,
     "one_class": st.booleans(),
     "standby": st.booleans(),
@@ -109,7 +109,7 @@ FIELDS = {
     "lease_s": st.floats(1e-3, 1e6),
     "heartbeat_s": st.floats(0, 300),
     "time": text,
-    "purpose": st.sampled_from(get_args(wire.Purpose)),
+    "purpose": st.sampled_from(get_args(fields_module.Purpose)),
     "release": counts,
     "seed": st.integers(0, 2**63 - 1),
     "method": names,
@@ -136,33 +136,36 @@ FIELDS = {
     "refused": text,
     "privacy": st.none()
     | st.builds(
-        wire.Noise,
+        down.Noise,
         clip=st.floats(1e-3, 1e6),
         clip_statistics=st.floats(1e-3, 1e6),
         noise=st.just(0.0) | st.floats(1e-6, 1e6),
     ),
 }
-DIRECTIONS = [(kind, wire.parse_from_agent) for kind in get_args(wire.FromAgent)] + [
-    (kind, wire.parse_from_coordinator) for kind in get_args(wire.FromCoordinator)
+DIRECTIONS = [(kind, codec.parse_from_agent) for kind in get_args(up.FromAgent)] + [
+    (kind, codec.parse_from_coordinator) for kind in get_args(down.FromCoordinator)
 ]
-DIRECTIONS.append((wire.Present, wire.parse_between_coordinators))
+DIRECTIONS.append((down.Present, codec.parse_between_coordinators))
 
 
-def content_of(message: wire.Control) -> dict[str, object]:
+def content_of(message: fields_module.Control) -> dict[str, object]:
     """What travels, read as plain JSON, without the checksum."""
-    content = json.loads(wire.encode(message))
+    content = json.loads(codec.encode(message))
     del content["crc"]
     return content
 
 
-def a_message(kind: type[wire.Control]) -> st.SearchStrategy[wire.Control]:
+def a_message(kind: type[fields_module.Control]) -> st.SearchStrategy[fields_module.Control]:
     known = {name: field for name, field in kind.model_fields.items() if name not in {"v", "type"}}
     fields = {field.alias or name: FIELDS[name] for name, field in known.items()}
-    if kind is wire.Install:
+    if kind is down.Install:
         fields["bundle_id"] = FIELDS["digest"]
-    if kind is wire.Job:  # exchanges of a secure sum have a session, what is none of its jobs has none
-        masked = {"purpose": st.sampled_from(("train", *wire.EXCHANGES)), "session": FIELDS["federation"].filter(bool)}
-        others = [purpose for purpose in get_args(wire.Purpose) if purpose not in wire.EXCHANGES]
+    if kind is down.Job:  # exchanges of a secure sum have a session, what is none of its jobs has none
+        masked = {
+            "purpose": st.sampled_from(("train", *fields_module.EXCHANGES)),
+            "session": FIELDS["federation"].filter(bool),
+        }
+        others = [purpose for purpose in get_args(fields_module.Purpose) if purpose not in fields_module.EXCHANGES]
         fields = fields | {"purpose": st.sampled_from(others), "session": st.just("")}
         return st.builds(kind, **fields) | st.builds(kind, **fields | masked)
     return st.builds(kind, **fields)
@@ -171,7 +174,7 @@ def a_message(kind: type[wire.Control]) -> st.SearchStrategy[wire.Control]:
 def read_or_refused(parse, payload: bytes) -> bool:
     """True where a message was read, or refused in few words; any other error is let through."""
     try:
-        return isinstance(parse(payload), wire.Control)
+        return isinstance(parse(payload), fields_module.Control)
     except (MessageError, ProtocolMismatch) as error:
         return len(str(error)) < 3000
 
@@ -181,13 +184,13 @@ def read_or_refused(parse, payload: bytes) -> bool:
 @given(data=st.data())
 def test_every_message_makes_the_round_trip(kind, parse, data):
     message = data.draw(a_message(kind))
-    payload = wire.encode(message)
+    payload = codec.encode(message)
     assert parse(payload) == message
-    assert len(payload) <= wire.MAX_MESSAGE_BYTES
+    assert len(payload) <= fields_module.MAX_MESSAGE_BYTES
     assert (content_of(message)["v"], content_of(message)["type"]) == (3, message.type)
 
 
-class Later(wire.Receipt):
+class Later(down.Receipt):
     """A message of which version 4 has one field more."""
 
     colour: str = pydantic.Field(default_factory=lambda: "red", json_schema_extra={"since": 4})
@@ -195,15 +198,15 @@ class Later(wire.Receipt):
 
 def test_a_message_to_an_older_side_is_of_its_version():
     receipt = Later(run="r-1", digest=DIGEST, accepted=True)
-    older, newer = (json.loads(wire.unsealed(wire.encode(receipt, protocol))) for protocol in (3, 4))
+    older, newer = (json.loads(codec.unsealed(codec.encode(receipt, protocol))) for protocol in (3, 4))
     assert (older["v"], newer["v"]) == (3, 4)
     assert set(newer) - set(older) == {"colour"}
-    assert wire.parse_from_coordinator(wire.encode(receipt, 3)).accepted
+    assert codec.parse_from_coordinator(codec.encode(receipt, 3)).accepted
 
 
 def test_fields_at_their_default_do_not_travel():
-    assert content_of(wire.Heartbeat()) == {"v": 3, "type": "heartbeat"}
-    assert content_of(wire.Ack(run="r-1", digest=DIGEST, missing=((0, 3),))) == {
+    assert content_of(up.Heartbeat()) == {"v": 3, "type": "heartbeat"}
+    assert content_of(down.Ack(run="r-1", digest=DIGEST, missing=((0, 3),))) == {
         "v": 3,
         "type": "ack",
         "run": "r-1",
@@ -213,18 +216,18 @@ def test_fields_at_their_default_do_not_travel():
 
 
 def test_each_side_refuses_what_only_it_may_say():
-    from_agent = {kind.__name__ for kind in get_args(wire.FromAgent)}
-    from_coordinator = {kind.__name__ for kind in get_args(wire.FromCoordinator)}
+    from_agent = {kind.__name__ for kind in get_args(up.FromAgent)}
+    from_coordinator = {kind.__name__ for kind in get_args(down.FromCoordinator)}
     assert not from_agent & from_coordinator
     with pytest.raises(MessageError, match="'bye' is not one of"):
-        wire.parse_from_coordinator(wire.encode(wire.Bye()))
+        codec.parse_from_coordinator(codec.encode(up.Bye()))
     with pytest.raises(MessageError, match="'who' is not one of"):
-        wire.parse_from_agent(wire.encode(wire.Who()))
+        codec.parse_from_agent(codec.encode(down.Who()))
 
 
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_are_refused_with_our_own_error(payload):
-    for parse in (wire.parse_from_agent, wire.parse_from_coordinator):
+    for parse in (codec.parse_from_agent, codec.parse_from_coordinator):
         with pytest.raises((MessageError, ProtocolMismatch)):
             parse(payload)
 
@@ -246,11 +249,11 @@ def test_any_json_in_any_field_is_accepted_or_refused_with_our_own_error(data):
 
 
 @pytest.mark.parametrize(
-    "message", [wire.Heartbeat(run="r-1", round=12), wire.Ack(run="r-1", digest=DIGEST, missing=((5, 31),))]
+    "message", [up.Heartbeat(run="r-1", round=12), down.Ack(run="r-1", digest=DIGEST, missing=((5, 31),))]
 )
 def test_no_flipped_bit_goes_unnoticed(message):
-    payload = wire.encode(message)
-    parse = wire.parse_from_agent if isinstance(message, wire.Heartbeat) else wire.parse_from_coordinator
+    payload = codec.encode(message)
+    parse = codec.parse_from_agent if isinstance(message, up.Heartbeat) else codec.parse_from_coordinator
     for bit in range(8 * len(payload)):
         damaged = bytearray(payload)
         damaged[bit // 8] ^= 1 << bit % 8
@@ -281,21 +284,21 @@ def update_with(metrics: str) -> bytes:
 
 
 def test_finite_and_absent_metrics_are_read():
-    assert wire.parse_from_agent(update_with('{"a":0.5,"b":null}')).metrics == {"a": 0.5, "b": None}
+    assert codec.parse_from_agent(update_with('{"a":0.5,"b":null}')).metrics == {"a": 0.5, "b": None}
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
 def test_metrics_that_are_not_finite_are_refused_because_no_journal_could_hold_them(value):
     with pytest.raises(MessageError):
-        wire.parse_from_agent(update_with(f'{{"loss":{value}}}'))
+        codec.parse_from_agent(update_with(f'{{"loss":{value}}}'))
     with pytest.raises(MessageError):
-        wire.parse_from_agent(
+        codec.parse_from_agent(
             f'{{"v":3,"type":"hello","software":"x","tier":"head","samples":1,"facts":{{"a":{value}}}}}'.encode()
         )
 
 
 def test_a_message_that_json_cannot_hold_is_refused_where_it_is_made():
-    job = wire.Job(
+    job = down.Job(
         run="r",
         round=1,
         rounds=1,
@@ -307,9 +310,9 @@ def test_a_message_that_json_cannot_hold_is_refused_where_it_is_made():
         deadline_s=1,
     )
     with pytest.raises(MessageError, match="Job cannot be written as JSON"):
-        wire.encode(job)
+        codec.encode(job)
     with pytest.raises(MessageError, match=r"Job of \d+ bytes, at most 49152 are read"):
-        wire.encode(job.model_copy(update={"params": {"x": "y" * wire.MAX_MESSAGE_BYTES}}))
+        codec.encode(job.model_copy(update={"params": {"x": "y" * fields_module.MAX_MESSAGE_BYTES}}))
 
 
 HOSTILE = {
@@ -342,7 +345,7 @@ HOSTILE = {
     "65 ranges": json.dumps({"v": 3, "type": "want", "digest": DIGEST, "ranges": [[0, 1]] * 65}).encode(),
     "a range of three": json.dumps({"v": 3, "type": "want", "digest": DIGEST, "ranges": [[0, 1, 2]]}).encode(),
     "65 metrics": update_with(json.dumps({f"m{n}": 1.0 for n in range(65)})),
-    "too large by one byte": b'{"v":3,"type":"bye"}'.ljust(wire.MAX_MESSAGE_BYTES + 1),
+    "too large by one byte": b'{"v":3,"type":"bye"}'.ljust(fields_module.MAX_MESSAGE_BYTES + 1),
     "a blob of 16 GiB": update_with("{}").replace(b'"size_bytes":100', b'"size_bytes":17179869184'),
     "an empty blob": update_with("{}").replace(b'"size_bytes":100', b'"size_bytes":0'),
     "an accuracy above one": b'{"v":3,"type":"report","run":"r","samples":1,"acc_personal":1.5}',
@@ -357,7 +360,8 @@ STRAYS = {
     "space": "a b",
     "long": "a" * 40_000,
 }
-FAULT, PLAIN = {"error": "X", "message": "m"}, {"software": "x", "tier": "train", "samples": 1}
+FAULT = {"error": "X", "message": "m"}
+PLAIN = {"software": "x", "tier": "train", "samples": 1}
 PLACES = {
     "boot of a hello": lambda evil: {"type": "hello", **PLAIN, "boot": evil},
     "boot of a heartbeat": lambda evil: {"type": "heartbeat", "boot": evil},
@@ -377,7 +381,7 @@ PLACES = {
 def test_names_with_stray_characters_are_refused_and_not_repeated_as_they_are(place, stray):
     payload = json.dumps({"v": 3, **place(stray)}).encode()
     with pytest.raises(MessageError) as caught:
-        wire.parse_from_agent(payload)
+        codec.parse_from_agent(payload)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 1000
 
@@ -396,16 +400,16 @@ FREE = {
 def test_words_of_a_peer_are_bounded_and_made_printable(field):
     fields, limit = FREE[field]
     evil = "a\nb\x1b[31m\u202e\u2028c"
-    message = wire.parse_from_agent(json.dumps({"v": 3, **fields, field: evil}).encode())
+    message = codec.parse_from_agent(json.dumps({"v": 3, **fields, field: evil}).encode())
     assert getattr(message, field) == "a b [31m  c"
     with pytest.raises(MessageError):
-        wire.parse_from_agent(json.dumps({"v": 3, **fields, field: "a" * (limit + 1)}).encode())
+        codec.parse_from_agent(json.dumps({"v": 3, **fields, field: "a" * (limit + 1)}).encode())
 
 
 @pytest.mark.parametrize("facts", [{"k" * 65: 1}, {"rss": "v" * 257}], ids=["name", "value"])
 def test_facts_are_bounded(facts):
     with pytest.raises(MessageError):
-        wire.parse_from_agent(json.dumps({"v": 3, "type": "hello", **PLAIN, "facts": facts}).encode())
+        codec.parse_from_agent(json.dumps({"v": 3, "type": "hello", **PLAIN, "facts": facts}).encode())
 
 
 @pytest.mark.parametrize("place", ["class_names", "encoder"])
@@ -415,64 +419,64 @@ def test_a_task_whose_names_could_steer_a_terminal_is_refused(place, evil):
     assert Task.model_validate(task).class_names[1] == "ice\u00a0cream"
     task[place] = ["a", evil] if place == "class_names" else evil
     with pytest.raises(MessageError) as caught:
-        wire.parse_from_coordinator(json.dumps({"v": 3, "type": "task", "task": task}).encode())
+        codec.parse_from_coordinator(json.dumps({"v": 3, "type": "task", "task": task}).encode())
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("run", ["../x", "a\nb", "run 1"])
 def test_a_job_of_no_possible_run_is_not_named(run):
-    assert wire.named_job(messages.sealed(json.dumps({"v": 3, "type": "job", "run": run, "round": 1}).encode())) is None
+    assert codec.named_job(codec.sealed(json.dumps({"v": 3, "type": "job", "run": run, "round": 1}).encode())) is None
 
 
 def test_a_job_of_a_newer_coordinator_is_named_unless_a_bit_of_it_was_flipped_on_the_way():
     """Whoever names a damaged job as one that failed is left out of the round, which may wait for it for ever."""
-    sent = messages.sealed(b'{"v":3,"type":"job","run":"run-0001","round":1,"new":true}')
-    assert wire.named_job(sent) == ("run-0001", 1, None, "")
+    sent = codec.sealed(b'{"v":3,"type":"job","run":"run-0001","round":1,"new":true}')
+    assert codec.named_job(sent) == ("run-0001", 1, None, "")
     for place, bit in itertools.product(range(len(sent)), range(8)):
         damaged = sent[:place] + bytes([sent[place] ^ 1 << bit]) + sent[place + 1 :]
-        assert wire.named_job(damaged) is None, damaged
+        assert codec.named_job(damaged) is None, damaged
 
 
 @pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_messages_are_refused_shortly(payload):
     began = time.process_time()
     with pytest.raises(MessageError) as caught:
-        wire.parse_from_agent(payload)
+        codec.parse_from_agent(payload)
     assert len(str(caught.value)) < 1000
     assert time.process_time() - began < 1  # in truth some milliseconds
 
 
 def test_the_largest_message_is_read():
-    padded = b'{"v":3,"type":"bye"}'.ljust(wire.MAX_MESSAGE_BYTES)
-    assert wire.parse_from_agent(padded) == wire.Bye()
+    padded = b'{"v":3,"type":"bye"}'.ljust(fields_module.MAX_MESSAGE_BYTES)
+    assert codec.parse_from_agent(padded) == up.Bye()
 
 
 def test_a_newer_peer_is_refused_with_both_versions_and_what_to_upgrade():
     with pytest.raises(ProtocolMismatch, match=r"protocol 99, this side up to 3; upgrade this side"):
-        wire.parse_from_agent(b'{"v":99,"type":"something-new","whatever":[]}')
+        codec.parse_from_agent(b'{"v":99,"type":"something-new","whatever":[]}')
 
 
 def test_an_older_peer_is_refused_with_both_versions_and_what_to_upgrade():
     with pytest.raises(ProtocolMismatch, match=r"protocol 2, this side from 3; upgrade the peer"):
-        wire.parse_from_coordinator(b'{"v":2,"type":"announce"}')
+        codec.parse_from_coordinator(b'{"v":2,"type":"announce"}')
 
 
 def test_mistakes_in_a_message_are_told_by_field_with_the_nearest_name():
     with pytest.raises(MessageError, match=r"Bye: boott: unknown key; did you mean 'boot'\?"):
-        wire.parse_from_agent(b'{"v":3,"type":"bye","boott":"x"}')
+        codec.parse_from_agent(b'{"v":3,"type":"bye","boott":"x"}')
 
 
 def test_a_new_field_or_purpose_of_a_message_raises_the_protocol_number():
     """A peer of the version before then says what to upgrade, not that a key is unknown."""
-    kinds = (*get_args(wire.FromAgent), *get_args(wire.FromCoordinator), wire.Present)
+    kinds = (*get_args(up.FromAgent), *get_args(down.FromCoordinator), down.Present)
     known = (3, "a8e58c23f0ff4664")
-    assert (wire.PROTOCOL, fields_digest(*kinds)) == known, "raise wire.messages.PROTOCOL for changed messages"
+    assert (fields_module.PROTOCOL, fields_digest(*kinds)) == known, "raise wire.messages.PROTOCOL for changed messages"
 
 
 def test_every_text_of_a_peer_is_made_printable_or_held_to_a_pattern():
     """A field that is new and plain text would reach terminals and logs as it comes."""
-    kinds = (*get_args(wire.FromAgent), *get_args(wire.FromCoordinator), wire.Present, wire.BlobRef)
+    kinds = (*get_args(up.FromAgent), *get_args(down.FromCoordinator), down.Present, fields_module.BlobRef)
     plain = [
         f"{kind.__name__}.{name}"
         for kind in kinds
@@ -480,7 +484,8 @@ def test_every_text_of_a_peer_is_made_printable_or_held_to_a_pattern():
         if field.annotation is str
         and name != "type"
         and not any(
-            getattr(rule, "pattern", None) or getattr(rule, "func", None) is wire.printable for rule in field.metadata
+            getattr(rule, "pattern", None) or getattr(rule, "func", None) is fields_module.printable
+            for rule in field.metadata
         )
     ]
     assert plain == []
@@ -490,7 +495,7 @@ def test_every_text_of_a_peer_is_made_printable_or_held_to_a_pattern():
     "character", [*map(chr, range(32)), "\x7f", "\x85", "\x9b", "\u2028", "\u202e", "\u2066", "\ufeff"]
 )
 def test_no_control_escape_or_bidi_character_passes_as_text(character):
-    parsed = wire.parse_from_agent(
-        wire.encode(wire.Fault.model_construct(v=3, type="fault", error="X", message=f"a{character}b"))
+    parsed = codec.parse_from_agent(
+        codec.encode(up.Fault.model_construct(v=3, type="fault", error="X", message=f"a{character}b"))
     )
     assert parsed.message == "a b"

@@ -7,8 +7,8 @@ from mqtt_harness import CONNACK, NEEDS_MOSQUITTO, packet, url_of, wait_for
 
 from coordinator.broker import EmbeddedBroker, MosquittoBroker
 from coordinator.broker.access import set_password
-from edge_agent.config import BrokerConfig
-from edge_agent.errors import ConfigError, UsageError
+from edge_agent.core.config import BrokerConfig
+from edge_agent.core.errors import ConfigError, UsageError
 from edge_agent.wire.transport import Connected, Disconnected
 
 REAL = [

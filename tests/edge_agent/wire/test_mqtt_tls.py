@@ -15,8 +15,8 @@ from cryptography.x509.oid import NameOID
 from mqtt_harness import NEEDS_MOSQUITTO, wait_for
 
 from coordinator.broker import MosquittoBroker
-from edge_agent.config import BrokerConfig, TlsConfig
-from edge_agent.errors import BrokerAway, ConfigError
+from edge_agent.core.config import BrokerConfig, TlsConfig
+from edge_agent.core.errors import BrokerAway, ConfigError
 from edge_agent.wire.transport import Message, Subscribed
 
 
@@ -24,7 +24,8 @@ class Authority:
     """A certificate authority for one test run, with short elliptic keys: they are made in a millisecond."""
 
     def __init__(self, folder, name):
-        self.folder, self.key = folder, ec.generate_private_key(ec.SECP256R1())
+        self.folder = folder
+        self.key = ec.generate_private_key(ec.SECP256R1())
         self.name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         self.ca = folder / f"{name}.pem"
         self.ca.write_bytes(self._signed(self.name, self.key, is_authority=True))
@@ -33,7 +34,8 @@ class Authority:
         """Paths of a certificate and its key for ``name``."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        cert, private = self.folder / f"{name}.crt", self.folder / f"{name}.key"
+        cert = self.folder / f"{name}.crt"
+        private = self.folder / f"{name}.key"
         cert.write_bytes(self._signed(subject, key, addresses=addresses))
         private.write_bytes(
             key.private_bytes(
@@ -89,7 +91,8 @@ class TlsMosquitto(MosquittoBroker):
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory):
     folder = tmp_path_factory.mktemp("certificates")
-    authority, stranger = Authority(folder, "authority"), Authority(folder, "stranger")
+    authority = Authority(folder, "authority")
+    stranger = Authority(folder, "stranger")
     cert, key = authority.issue("broker", "127.0.0.1")
     broker = TlsMosquitto()
     broker.lines = (
@@ -111,7 +114,8 @@ def tls(tmp_path_factory):
 def test_tls_with_an_own_authority_and_a_client_certificate_carries_bulk_in_both_directions(open_transport, tls):
     broker, ours, _, _ = tls
     config = BrokerConfig(url=f"mqtts://127.0.0.1:{broker.port}", tls=ours, wait=False)
-    one, two = open_transport(config, "one"), open_transport(config, "two")
+    one = open_transport(config, "one")
+    two = open_transport(config, "two")
     for transport, name in ((one, "one"), (two, "two")):
         transport.subscribe(f"fl/{name}")
         transport.start()

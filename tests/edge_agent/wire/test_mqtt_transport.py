@@ -15,8 +15,8 @@ import pytest
 from mqtt_harness import CONNACK, NEEDS_MOSQUITTO, PATIENCE_S, packet, url_of, wait_for
 
 from coordinator.broker import MosquittoBroker
-from edge_agent.config import BrokerConfig
-from edge_agent.errors import BrokerAway
+from edge_agent.core.config import BrokerConfig
+from edge_agent.core.errors import BrokerAway
 from edge_agent.wire import mqtt
 from edge_agent.wire.inbox import MESSAGE_BYTES, RESERVED_SHARE, Inbox, Rank
 from edge_agent.wire.mqtt import MqttTransport, longest_pause_s
@@ -124,7 +124,8 @@ def test_two_threads_never_tear_each_others_packets_apart(open_transport, listen
     """The reader is slow, so packets go out in parts: each must be continued with its own rest."""
     transport = open_transport(BrokerConfig(url=url_of(listener)))
     transport.start()
-    count, size = 200, 61_440
+    count = 200
+    size = 61_440
     payloads = queue.SimpleQueue()
 
     def read_slowly(peer):

@@ -15,8 +15,8 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load, save
 from tensor_containers import box, containers, entry, same
 
-from edge_agent.errors import TensorsError
-from edge_agent.task import parse_json
+from edge_agent.core.errors import TensorsError
+from edge_agent.core.task import parse_json
 from edge_agent.wire import tensors as tensors_module
 from edge_agent.wire.tensors import (
     MAX_DIMENSIONS,

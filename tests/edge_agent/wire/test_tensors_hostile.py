@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load
 from tensor_containers import box, containers, entry, same
 
-from edge_agent.errors import TensorsError
+from edge_agent.core.errors import TensorsError
 from edge_agent.wire.tensors import MAX_HEADER_BYTES, decode, encode, inspect
 
 GOOD = {"a": entry([1], 0, 4), "b": entry([2], 4, 12)}

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_agent.errors import MessageError
-from edge_agent.wire.messages import Topics, matches
+from edge_agent.core.errors import MessageError
+from edge_agent.wire.topics import Topics, matches
 
 AGENT = "porch-7"
 DIGEST = "0123456789abcdef" * 4
@@ -143,7 +143,8 @@ levels = st.sampled_from(["a", "b", "", "ab"])
     st.lists(levels, min_size=1, max_size=5),
 )
 def test_matching_agrees_with_regular_expressions(wanted, rest, topic_levels):
-    topic_filter, topic = "/".join([*wanted, *(["#"] if rest else [])]), "/".join(topic_levels)
+    topic_filter = "/".join([*wanted, *(["#"] if rest else [])])
+    topic = "/".join(topic_levels)
     assert matches(topic_filter, topic) is bool(re.fullmatch(as_regex(topic_filter), topic))
 
 

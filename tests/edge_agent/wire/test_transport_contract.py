@@ -14,9 +14,10 @@ import pytest
 from mqtt_harness import NEEDS_MOSQUITTO, PATIENCE_S, wait_for
 
 from coordinator.broker import EmbeddedBroker, MosquittoBroker
-from edge_agent.errors import MessageError
+from edge_agent.core.errors import MessageError
+from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.mqtt import MqttTransport
-from edge_agent.wire.transport import Connected, Disconnected, MemoryBroker, Message, Subscribed, Will, Woken
+from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Will, Woken
 
 OPEN_FILES = Path("/proc/self/fd")
 KINDS = {"embedded": EmbeddedBroker, "mosquitto": MosquittoBroker}
@@ -134,7 +135,8 @@ def heard_until(transport, sentinel):
 
 
 def test_what_one_says_the_other_hears_and_nobody_else(connect, root):
-    alice, bob = connect("alice", f"{root}/alice"), connect("bob", f"{root}/bob")
+    alice = connect("alice", f"{root}/alice")
+    bob = connect("bob", f"{root}/bob")
     alice.publish(f"{root}/bob", b"hello")
     bob.publish(f"{root}/alice", b"hello yourself")
     assert wait_for(bob, Message) == Message(f"{root}/bob", b"hello")
@@ -147,7 +149,8 @@ def test_what_one_says_the_other_hears_and_nobody_else(connect, root):
 @pytest.mark.parametrize("qos", [0, 1])
 @pytest.mark.parametrize("payload", [b"", bytes(range(256)), b"\x00" * 7, b"\xff\xfe{"], ids=["empty", "all", "0", "f"])
 def test_payloads_are_bytes_and_stay_what_they_are(connect, root, payload, qos):
-    ears, mouth = connect("ears", f"{root}/#"), connect("mouth")
+    ears = connect("ears", f"{root}/#")
+    mouth = connect("mouth")
     mouth.publish(f"{root}/x", payload, qos=qos)
     found = wait_for(ears, Message)
     assert found == Message(f"{root}/x", payload)
@@ -155,7 +158,8 @@ def test_payloads_are_bytes_and_stay_what_they_are(connect, root, payload, qos):
 
 
 def test_messages_of_one_sender_arrive_in_order(connect, root):
-    ears, mouth = connect("ears", f"{root}/+/n"), connect("mouth")
+    ears = connect("ears", f"{root}/+/n")
+    mouth = connect("mouth")
     for number in range(400):
         mouth.publish(f"{root}/{number % 3}/n", str(number).encode())
     found = [int(wait_for(ears, Message).payload) for _ in range(400)]
@@ -163,7 +167,8 @@ def test_messages_of_one_sender_arrive_in_order(connect, root):
 
 
 def test_the_largest_payload_goes_through_and_a_larger_one_is_refused_before_it_is_sent(connect, root):
-    ears, mouth = connect("ears", f"{root}/#"), connect("mouth")
+    ears = connect("ears", f"{root}/#")
+    mouth = connect("mouth")
     largest = os.urandom(mouth.max_payload_bytes)
     mouth.publish(f"{root}/x", largest)
     with pytest.raises(MessageError, match=r"payload of 122881 bytes"):
@@ -174,7 +179,9 @@ def test_the_largest_payload_goes_through_and_a_larger_one_is_refused_before_it_
 
 
 def test_a_plus_stands_for_one_level_and_a_hash_for_the_rest(connect, root):
-    plus, rest, mouth = connect("plus", f"{root}/a/+/up"), connect("rest", f"{root}/#"), connect("mouth")
+    plus = connect("plus", f"{root}/a/+/up")
+    rest = connect("rest", f"{root}/#")
+    mouth = connect("mouth")
     for topic in ("a/x/up", "a/x/dn", "a/x/y/up", "a/up"):
         mouth.publish(f"{root}/{topic}", topic.encode())
     mouth.publish(f"{root}/a/y/up", b"end")
@@ -184,14 +191,16 @@ def test_a_plus_stands_for_one_level_and_a_hash_for_the_rest(connect, root):
 
 def test_more_filters_than_fit_into_one_packet_are_all_confirmed(connect, root):
     filters = [f"{root}/{number}" for number in range(20)]
-    ears, mouth = connect("ears", *filters), connect("mouth")
+    ears = connect("ears", *filters)
+    mouth = connect("mouth")
     for topic in filters:
         mouth.publish(topic, topic.encode())
     assert {wait_for(ears, Message).topic for _ in filters} == set(filters)
 
 
 def test_filters_may_be_added_and_taken_back_later(connect, root):
-    ears, mouth = connect("ears", f"{root}/one"), connect("mouth")
+    ears = connect("ears", f"{root}/one")
+    mouth = connect("mouth")
     ears.subscribe(f"{root}/two")
     confirmed_all(ears, [f"{root}/two"])
     mouth.publish(f"{root}/two", b"2")
@@ -212,7 +221,8 @@ def test_a_filter_asked_for_again_is_confirmed_again(connect, root):
 
 @RETAINING
 def test_a_retained_message_is_there_for_those_who_come_later(connect, root):
-    early, mouth = connect("early", f"{root}/ann"), connect("mouth")
+    early = connect("early", f"{root}/ann")
+    mouth = connect("mouth")
     mouth.publish(f"{root}/ann", b"here", retain=True)
     assert wait_for(early, Message) == Message(f"{root}/ann", b"here", retained=False)
     late = connect("late")
@@ -226,7 +236,8 @@ def test_a_retained_message_is_there_for_those_who_come_later(connect, root):
 
 
 def test_what_is_retained_under_the_filters_of_others_is_not_heard(connect, root):
-    early, mouth = connect("early", f"{root}/secret"), connect("mouth")
+    early = connect("early", f"{root}/secret")
+    mouth = connect("mouth")
     mouth.publish(f"{root}/secret", b"kept", retain=True)
     wait_for(early, Message)
     late = connect("late", f"{root}/mine")
@@ -269,7 +280,8 @@ def test_each_connection_has_a_number_which_its_will_has_too(connect, network, r
 
 
 def test_a_client_that_says_goodbye_has_no_will_and_its_last_words_arrive(connect, root):
-    ears, mouth = connect("ears", f"{root}/#"), connect("mouth")
+    ears = connect("ears", f"{root}/#")
+    mouth = connect("mouth")
     device = connect("device", will=lambda _: Will(f"{root}/s", b"offline"))
     device.publish(f"{root}/up", b"bye")
     device.close()
@@ -291,7 +303,8 @@ def test_a_retained_will_is_there_for_those_who_come_later(connect, network, roo
 
 def test_after_a_break_the_filters_are_in_force_again(connect, network, root):
     filters = [f"{root}/{number}" for number in range(10)]
-    ears, mouth = connect("ears", *filters), connect("mouth")
+    ears = connect("ears", *filters)
+    mouth = connect("mouth")
     ears.unsubscribe(filters[0])
     network.cut(ears)
     assert wait_for(ears, Disconnected).reason
@@ -314,7 +327,8 @@ def test_a_transport_that_was_never_started_can_be_closed(network):
 
 
 def test_traffic_is_counted_on_both_sides(connect, root):
-    ears, mouth = connect("ears", f"{root}/#"), connect("mouth")
+    ears = connect("ears", f"{root}/#")
+    mouth = connect("mouth")
     for size in (1, 10, 100):
         mouth.publish(f"{root}/x", bytes(size))
         wait_for(ears, Message)
@@ -324,7 +338,8 @@ def test_traffic_is_counted_on_both_sides(connect, root):
 
 def test_bulk_in_both_directions_at_once_arrives_whole_and_in_order(connect, root):
     """Chunks go out from one thread while others come in on another; neither may tear the other's packets apart."""
-    one, two = connect("one", f"{root}/one"), connect("two", f"{root}/two")
+    one = connect("one", f"{root}/one")
+    two = connect("two", f"{root}/two")
     chunks = [os.urandom(60_000) for _ in range(8)]
     got = {"one": [], "two": []}
     for burst in range(6):
@@ -341,7 +356,8 @@ def test_bulk_in_both_directions_at_once_arrives_whole_and_in_order(connect, roo
 @pytest.mark.parametrize("kind", REAL)
 def test_a_broker_that_is_killed_and_comes_back_is_found_again(kind):
     with KINDS[kind]() as broker:
-        ears, mouth = MqttTransport(broker.config(), "ears"), MqttTransport(broker.config(), "mouth")
+        ears = MqttTransport(broker.config(), "ears")
+        mouth = MqttTransport(broker.config(), "mouth")
         ears.subscribe("fl/1/home/a/+/up", "fl/1/home/ann")
         for transport in (ears, mouth):
             transport.start()

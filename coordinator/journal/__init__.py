@@ -1,0 +1,9 @@
+"""The journal: what happened in a federation, as typed facts in an append-only, hash-chained store.
+
+Here live the facts (one class for each kind of entry), the contract of a store, and the stores behind it. Nothing here
+knows what a run, a fleet or a release currently looks like: that is derived from the facts by the folds in
+`coordinator.views`. Nothing else in the coordinator reads or writes the JSON of an entry.
+
+Read in this order: `kinds` (the names), `entries` (the facts and their fields), `store` (what an entry is, and what
+every store promises about order and durability), `sqlite` (the store of a state folder), `memory` (for tests).
+"""

@@ -1,0 +1,296 @@
+"""What an entry is, and what every store of entries promises.
+
+Writers of several processes append to one store; each entry gets the next number, so the order of numbers is the order
+in which things happened. The time of an entry is only for people. An entry is durable when `JournalStore.append`
+returns: a process that is killed, or a machine that loses its power, right afterwards has not lost it. Only within
+`JournalStore.deferring` it may be lost until `JournalStore.flush` returns, and then all of the deferred ones are lost
+together, never one in their midst.
+
+Each entry's hash covers its content and the hash before it, so that an edited, removed or reordered entry is found by
+`JournalStore.verify`. Entries are never changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from edge_agent.core.errors import StateError, UnknownName
+
+from .entries import Fact, UnknownEntry, fact_of
+from .kinds import KINDS
+
+WHAT_TO_DO = (
+    "Free disk space if it is full; otherwise put back the state folder from a backup ('headwater backup'), "
+    "or start with a new state folder. Nothing was changed."
+)
+
+GENESIS = "0" * 64
+"""What the first entry has for the hash before it."""
+
+AnyFact = TypeVar("AnyFact", bound=Fact)
+
+PAGE = 5000
+"""Entries that `follow` reads at once."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the journal; ``at`` is ISO 8601 UTC and only for people: order is ``id``."""
+
+    id: int
+    at: str
+    kind: str
+    run: str | None
+    round: int | None
+    agent: str | None
+    digest: str | None
+    body: Mapping[str, Any]
+    """The JSON object that is stored; only stores and `coordinator.views` read it, all others read `fact`."""
+
+    previous_hash: str
+    hash: str
+
+    @functools.cached_property
+    def fact(self) -> Fact | UnknownEntry:
+        """What the entry says beside its columns.
+
+        Raises:
+            StateError: A field lacks that every version has written.
+        """
+        try:
+            return fact_of(self.kind, self.body)
+        except StateError as error:
+            raise StateError(f"journal entry {self.id} ({self.kind}): {error}. {WHAT_TO_DO}") from error
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a journal is; of two journals with one beginning, the newer has more entries."""
+
+    entries: int
+    """Its entries, without those of starts: a restart is no progress."""
+
+    newest_run: int
+    """Number of the newest run that it knows; 0: of none."""
+
+
+class JournalStore(Protocol):
+    """An append-only table of entries. Every method but `append` and `flush` leaves the store as it is."""
+
+    def append(
+        self,
+        fact: Fact,
+        *,
+        run: str | None = None,
+        round: int | None = None,  # noqa: A002 - the word of the vocabulary
+        agent: str | None = None,
+        digest: str | None = None,
+    ) -> Entry:
+        """Return the entry as written, after all others. It is durable when this returns, unless it is deferred.
+
+        Raises:
+            UnknownName: The kind of the fact is none of ours.
+            StateError: It has a number that is none, the disk is full, or the store cannot be written.
+        """
+
+    def deferring(self) -> AbstractContextManager[None]:
+        """Inside, entries of this thread are durable after `flush` only.
+
+        They can be read here at once, in their order. Other processes see them after `flush`, which any other entry
+        implies.
+        """
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether entries wait for `flush`."""
+
+    def flush(self) -> None:
+        """Make all deferred entries durable, together.
+
+        Raises:
+            StateError: They could not be written, at any time since the last call; none of them is there.
+            OSError: A file that they are about could not be written, with the same result.
+        """
+
+    def entries(
+        self,
+        run: str | None = None,
+        kinds: Sequence[str] | None = None,
+        after: int = 0,
+        *,
+        round: int | None = None,  # noqa: A002 - the word of the vocabulary
+        agent: str | None = None,
+        limit: int = -1,
+    ) -> list[Entry]:
+        """Return the entries with an id above ``after`` in order, only those with what else is given.
+
+        At most ``limit``, the oldest; -1: all.
+        """
+
+    def entries_with(self, ids: Sequence[int]) -> list[Entry]:
+        """Return the entries with these ids in order; at most a few hundred."""
+
+    def newest_of(self, *kinds: str) -> list[Entry]:
+        """Return the newest entry of each agent and each of these kinds, in order."""
+
+    def last_id(self) -> int:
+        """Return the id of the newest entry; 0 in an empty store."""
+
+    def version(self) -> object:
+        """Return another value whenever entries were appended since it was asked for, by whichever process."""
+
+    def verify(self) -> int:
+        """Return the number of entries, after checking every link of the chain.
+
+        Raises:
+            StateError: An entry was changed, removed or inserted; the first one is named.
+        """
+
+    def copy_to(self, path: Path) -> None:
+        """Write all entries as of now to a new store at ``path``; other processes may append meanwhile.
+
+        Raises:
+            StateError: The store cannot be read, or ``path`` cannot be written.
+        """
+
+    def close(self) -> None:
+        """Close the store; deferred entries are lost, as in a crash: `flush` them before."""
+
+
+def follow(
+    store: JournalStore,
+    run: str | None = None,
+    kinds: Sequence[str] | None = None,
+    after: int = 0,
+    *,
+    round: int | None = None,  # noqa: A002 - the word of the vocabulary
+    page: int = PAGE,
+) -> Iterator[Entry]:
+    """Yield entries with an id above ``after`` in order, a page at a time: a journal may be larger than the memory."""
+    while entries := store.entries(run=run, kinds=kinds, after=after, round=round, limit=page):
+        yield from entries
+        after = entries[-1].id
+
+
+def facts_of(entries: Iterable[Entry], wanted: type[AnyFact]) -> list[AnyFact]:
+    """Return the facts of one class among entries, in their order."""
+    return [entry.fact for entry in entries if entry.kind == wanted.kind and isinstance(entry.fact, wanted)]
+
+
+# --- what stores have in common --------------------------------------------------------------------------------------
+
+HASHED = ("id", "at", "kind", "run", "round", "agent", "digest", "body", "previous_hash")
+"""Columns that the hash of an entry covers, in its order."""
+
+COLUMNS = (*HASHED, "hash")
+
+
+def hash_of(row: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) over an entry's content, id, time and the hash before it."""
+    content = json.dumps([row[name] for name in HASHED], separators=(",", ":"))
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def make_row(
+    fact: Fact | UnknownEntry, columns: Mapping[str, str | int | None], at: datetime, last: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the row of a new entry, with its body as text.
+
+    Args:
+        fact: What the entry says.
+        columns: Its run, round, agent and digest.
+        at: The time now.
+        last: The row of the entry before it; None: it is the first.
+
+    Raises:
+        UnknownName: The kind of the fact is none of ours.
+        StateError: It has a number that is none.
+    """
+    kind: str = fact.name if isinstance(fact, UnknownEntry) else fact.kind
+    if kind not in KINDS:
+        raise UnknownName("journal entry kind", kind, KINDS)
+    try:
+        text = fact.to_json()
+    except (TypeError, ValueError) as error:
+        raise StateError(f"journal entry '{kind}': its body is not JSON ({error}); nothing was written") from error
+    row = {
+        "id": last["id"] + 1 if last else 1,
+        "at": at.isoformat(timespec="milliseconds"),
+        "kind": kind,
+        **columns,
+        "body": text,
+        "previous_hash": last["hash"] if last else GENESIS,
+    }
+    row["hash"] = hash_of(row)
+    return row
+
+
+def read_row(row: Mapping[str, Any]) -> Entry:
+    """Return the entry that a row holds.
+
+    Raises:
+        StateError: Its body is not JSON.
+    """
+    try:
+        return Entry(**{**row, "body": json.loads(row["body"])})
+    except ValueError as error:
+        raise StateError(f"journal entry {row['id']}: its body is not JSON ({error}). {WHAT_TO_DO}") from error
+
+
+def verify_chain(path: object, rows: Iterable[Mapping[str, Any]], highest: int) -> int:
+    """Return the number of entries, after checking every link.
+
+    Args:
+        path: What messages name as the journal.
+        rows: All rows in order.
+        highest: The highest id that was ever given.
+
+    Raises:
+        StateError: An entry was changed, removed or inserted; the first one is named.
+    """
+    count = 0
+    previous = GENESIS
+    for row in rows:
+        count += 1
+        if row["id"] != count:
+            raise _broken(path, count, f"it is missing, the next one is {row['id']}")
+        if row["previous_hash"] != previous:
+            raise _broken(path, count, "it does not follow from the entry before it")
+        try:
+            previous = hash_of(row)
+        except (TypeError, ValueError):  # a flipped bit has turned text into bytes
+            previous = ""
+        if row["hash"] != previous:
+            raise _broken(path, count, "its content was changed")
+    if count != highest:
+        raise _broken(path, count + 1, f"{highest - count} newest entries are missing")
+    return count
+
+
+def _broken(path: object, entry: int, what: str) -> StateError:
+    return StateError(f"{path}: entry {entry} breaks the chain: {what}. {WHAT_TO_DO}")
+
+
+# --- names and times -------------------------------------------------------------------------------------------------
+
+_RUN_NAME = re.compile(r"run-([0-9]{4,9})")
+
+
+def run_number(name: str) -> int | None:
+    """The number in the name of a run, such as ``run-0001``; None for a name of another form."""
+    match = _RUN_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def utc_now() -> datetime:
+    """The wall clock, in UTC."""
+    return datetime.now(timezone.utc)

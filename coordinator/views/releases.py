@@ -1,0 +1,718 @@
+"""What the journal says of releases, pins and the bundles that devices run: a pure function of its entries.
+
+A release is a bundle with a number and a `Plan`. Its stages: ``canary`` (a few devices), ``paused`` (they reported
+success; waits for ``promote``), ``everybody``; besides ``held`` (no further device gets it) and ``rolled back``. A
+rollback is a release as well: of the older bundle, and as old as that, so newer ones stay newer.
+`wanted` says which release a device is to run; the coordinator compares that with what the device runs, so restarts and
+new, late and returning devices need no other code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Literal
+
+from edge_agent.core.errors import StateError, UsageError, nearest
+from edge_agent.core.time_and_text import moment_of
+
+from ..journal.entries import (
+    BundleExported,
+    DevicePinned,
+    DeviceReported,
+    DeviceRetired,
+    DeviceUnpinned,
+    InstallResult,
+    Outcome,
+    ReleaseCanary,
+    ReleaseHeld,
+    ReleaseMade,
+    ReleasePlan,
+    ReleaseResumed,
+    ReleaseSigned,
+    ReleaseStage,
+)
+from ..journal.kinds import Kind
+from ..journal.sqlite import Journal
+from ..journal.store import Entry
+
+if TYPE_CHECKING:
+    from edge_agent.bundle.trust import Scores
+
+RELEASE_KINDS: tuple[Kind, ...] = (
+    "release_made",
+    "release_signed",
+    "release_canary",
+    "release_stage",
+    "release_held",
+    "release_resumed",
+    "device_reported",
+    "device_pinned",
+    "device_unpinned",
+    "device_retired",
+)
+
+HEARD_AGAIN = timedelta(days=7)
+"""A device that is heard gets an entry at least so often, so that the journal knows which ones are gone."""
+
+_AMOUNT = re.compile(r"([1-9][0-9]{0,6}|0)|((?:100|[1-9]?[0-9])(?:\.[0-9]{1,3})?)%")
+_WINDOW = re.compile(r"([01][0-9]|2[0-3]):([0-5][0-9])-([01][0-9]|2[0-3]):([0-5][0-9])")
+
+
+def amount(text: str, total: int, *, up: bool) -> int:
+    """How many devices of ``total`` an amount such as ``2`` or ``10%`` is; a share is rounded ``up``, or down.
+
+    Raises:
+        UsageError: it is none.
+    """
+    match = _AMOUNT.fullmatch(text)
+    if match is None:
+        raise UsageError(f"'{text[:40]}' is no number of devices; expected a number or a share, such as 2 or 10%")
+    if match[1]:
+        return int(match[1])
+    exact = round(float(match[2]) * total / 100, 6)
+    return math.ceil(exact) if up else math.floor(exact)
+
+
+_Change = ReleaseSigned | ReleaseCanary | ReleaseStage | ReleaseHeld | ReleaseResumed
+
+AUTOMATIC = "automatic rollback"
+"""The author of a rollback that no person asked for: the release before it has failed."""
+
+_AUTHORS = {"failures": AUTOMATIC}
+"""As versions before wrote it -> author."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a release goes out. Amounts are texts such as ``2`` or ``10%``; the defaults are a release at once."""
+
+    channel: str = "stable"
+    canary: str = ""
+    """Devices that get it first; empty: everybody at once."""
+
+    success: int = 0
+    """Devices of the canary that have to report success; 0: all of them."""
+
+    max_failed: str = "100%"
+    """More failures among the devices that are to get it stop it."""
+
+    min_gain: float | None = None
+    """Least change of acc.personal on a device; below it the device counts as failed. None: its own comparison does."""
+
+    auto_promote: bool = False
+    window: str = ""
+    """Time of day (UTC) in which devices may switch, such as ``02:00-05:00``; they download before."""
+
+    activate_at: str = ""
+    """Before this time (ISO 8601) no device switches."""
+
+    note: str = ""
+
+    @classmethod
+    def from_fact(cls, fact: ReleasePlan) -> Plan:
+        """Return the plan in an entry of the journal."""
+        return cls(**fact.model_dump())
+
+    def to_fact(self) -> ReleasePlan:
+        """Return the plan for an entry of the journal, without what is as by default."""
+        default = asdict(Plan())
+        return ReleasePlan(**{name: value for name, value in asdict(self).items() if value != default[name]})
+
+    def check(self, now: datetime) -> None:
+        """Return quietly where every field can be understood, and the release can be active within 400 days.
+
+        Raises:
+            UsageError: one cannot.
+        """
+        from edge_agent.core.config import NAME_PATTERN  # not for 'headwater status', which looks often
+        from edge_agent.wire.messages.fields import MAX_WAIT_S
+
+        if not re.fullmatch(NAME_PATTERN, self.channel):
+            raise UsageError(f"channel '{self.channel[:80]}' cannot be that of a device; expected {NAME_PATTERN}")
+        if self.canary and not amount(self.canary, 1000, up=True):
+            raise UsageError("a canary of no device tests nothing; expected 1 or more, or no canary")
+        amount(self.max_failed, 1000, up=False)
+        if self.min_gain is not None and not math.isfinite(self.min_gain):
+            raise UsageError(f"min_gain {self.min_gain} is no number; expected a change of accuracy, such as -0.02")
+        if self.window and (not (match := _WINDOW.fullmatch(self.window)) or match.groups()[:2] == match.groups()[2:]):
+            raise UsageError(f"window '{self.window[:40]}' is none; expected two times of day in UTC, as 02:00-05:00")
+        if self.activation(now)[0] > MAX_WAIT_S:
+            raise UsageError(
+                f"activate_at '{self.activate_at[:40]}' is more than {MAX_WAIT_S / 86400:.0f} days ahead; give a "
+                "nearer date, or release later"
+            )
+        if not self.canary and (self.success or self.auto_promote):
+            raise UsageError("success and auto-promote are about a canary; give --canary, for example 10%")
+        if self.canary.isdecimal() and self.success > int(self.canary):
+            raise UsageError(f"success {self.success} of a canary of {self.canary}; expected at most all of them")
+
+    def activation(self, now: datetime) -> tuple[float, float | None]:
+        """Seconds until a device may switch, and for how many seconds it may then; None: without end.
+
+        Where that is after the last day of the calendar, it is that day.
+        """
+        try:
+            return self._activation(now)
+        except OverflowError:
+            return (datetime.max.replace(microsecond=0, tzinfo=timezone.utc) - now).total_seconds(), None
+
+    def _activation(self, now: datetime) -> tuple[float, float | None]:
+        begin = max(now, moment_of(self.activate_at)) if self.activate_at else now
+        if not (match := _WINDOW.fullmatch(self.window)):
+            return (begin - now).total_seconds(), None
+        day = begin.replace(second=0, microsecond=0) - timedelta(days=1)
+        while True:  # the window that began yesterday may still be open
+            opens = day.replace(hour=int(match[1]), minute=int(match[2]))
+            closes = day.replace(hour=int(match[3]), minute=int(match[4]))
+            closes += timedelta(days=closes <= opens)
+            if closes > begin:
+                first = max(begin, opens)
+                return (first - now).total_seconds(), (closes - first).total_seconds()
+            day += timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a device said about a release."""
+
+    outcome: Outcome
+    reason: str = ""
+    acc: float | None = None
+    """acc.personal with the release's encoder."""
+
+    before: float | None = None
+    """acc.personal with the pair before, on the same held-out samples."""
+
+    support: int = 0
+    at: str = ""
+
+    @classmethod
+    def from_fact(cls, fact: InstallResult, at: str) -> Result:
+        """Return the result in an entry of the journal, which was written at that time."""
+        return cls(fact.outcome, fact.reason, fact.acc, fact.before, fact.support, at)
+
+    def to_fact(self) -> InstallResult:
+        """Return the result for an entry of the journal, which has its time itself."""
+        return InstallResult(
+            outcome=self.outcome, reason=self.reason, acc=self.acc, before=self.before, support=self.support
+        )
+
+
+@dataclass
+class Release:
+    """One release as the journal has it so far."""
+
+    number: int
+    run: str
+    round: int | None
+    digest: str
+    bundle_id: str
+    at: str
+    plan: Plan
+    made: ReleaseMade
+    promoted: bool
+    paused: bool = False
+    held: str = ""
+    """Why no further device gets it; empty: they do."""
+
+    rolls_back: int = 0
+    """Number of the release that this one undoes; 0: none."""
+
+    rolled_back_by: int = 0
+    forgiven: frozenset[str] = frozenset()
+    """Devices whose failure an operator knew of who resumed the release; they do not stop it again."""
+
+    canary: dict[str, None] = field(default_factory=dict)
+    """The devices that get it first, in the order in which they were drawn."""
+
+    results: dict[str, Result] = field(default_factory=dict)
+    count: Counter[str] = field(default_factory=Counter)
+    """Outcome -> devices that are not retired."""
+
+    @property
+    def stage(self) -> str:
+        """Where the release stands, as a word; `Book.stage` also says that it is done."""
+        if self.rolled_back_by:
+            return "rolled back"
+        if self.held:
+            return "held"
+        if self.promoted:
+            return "everybody"
+        return "paused" if self.paused else "canary"
+
+    @property
+    def author(self) -> str:
+        """Who made it, as text; empty: a run did."""
+        by = self.made.by or ""
+        return _AUTHORS.get(by, by)
+
+    @property
+    def note(self) -> str:
+        """What its maker said of it. A rollback has none: its plan says why the release was undone that it undoes."""
+        return "" if self.rolls_back else self.plan.note
+
+    @property
+    def is_open(self) -> bool:
+        """Whether devices still get it or may."""
+        return not self.rolled_back_by and not self.held
+
+    def add_result(self, agent: str, result: Result) -> None:
+        """A device's newest word about this release."""
+        if (before := self.results.get(agent)) is not None:
+            self.count[before.outcome] -= 1
+        self.results[agent] = result
+        self.count[result.outcome] += 1
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A device stays with one release, whatever comes, until a moment (ISO 8601; empty: until it is unpinned)."""
+
+    release: int
+    reason: str
+    until: str
+    at: str
+
+    def holds(self, now: datetime) -> bool:
+        """Whether it counts at that moment."""
+        return not self.until or now < moment_of(self.until)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of tier ``head`` as it was heard last: its bundle, its channel, why it keeps that by its own choice."""
+
+    id: str
+    runs: str = ""
+    channel: str = "stable"
+    kept: str = ""
+
+
+@dataclass
+class Book:
+    """All releases, devices and pins. Call `read` to follow the journal."""
+
+    releases: list[Release] = field(default_factory=list)
+    devices: dict[str, Device] = field(default_factory=dict)
+    channels: dict[str, list[Release]] = field(default_factory=dict)
+    """Channel -> its releases, the newest last; a rollback comes right after the release that it returns to."""
+
+    pins: dict[str, Pin] = field(default_factory=dict)
+    heard: dict[str, str] = field(default_factory=dict)
+    """Device -> time (ISO 8601) of its newest entry; one that is there gets another each `HEARD_AGAIN`."""
+
+    sizes: Counter[str] = field(default_factory=Counter)
+    """Channel -> devices."""
+
+    seen: int = 0
+    """The newest entry that is counted."""
+
+    def read(self, journal: Journal) -> list[Entry]:
+        """Count what has been written since; returns those entries."""
+        entries = journal.entries(kinds=RELEASE_KINDS, after=self.seen)
+        for entry in entries:
+            self.add(entry)
+        return entries
+
+    def add(self, entry: Entry) -> None:
+        """Count one more entry; what contradicts those before it (two commands at once) changes nothing."""
+        self.seen = entry.id
+        fact = entry.fact
+        if isinstance(fact, ReleaseMade):
+            self._made(entry, fact)
+        elif isinstance(fact, ReleaseSigned | ReleaseCanary | ReleaseStage | ReleaseHeld | ReleaseResumed):
+            release = self.get(fact.release)
+            if release is not None:
+                self._changed(release, fact, entry.digest or "")
+        elif entry.agent is not None:
+            self._add_of_device(entry.agent, entry)
+
+    def _add_of_device(self, agent: str, entry: Entry) -> None:
+        """Count an entry about a single device."""
+        fact = entry.fact
+        if isinstance(fact, DeviceReported):
+            self._reported(agent, entry.at, fact)
+        elif isinstance(fact, DevicePinned):
+            self.pins.pop(agent, None)  # the newest pin comes last
+            self.pins[agent] = Pin(fact.release, fact.reason, fact.until, entry.at)
+        elif isinstance(fact, DeviceUnpinned):
+            self.pins.pop(agent, None)
+        elif isinstance(fact, DeviceRetired):
+            self._retired(agent)
+
+    def _changed(self, release: Release, fact: _Change, digest: str) -> None:
+        """Count what was done to a release; ``digest``: of its file, where it was signed again."""
+        if isinstance(fact, ReleaseSigned):
+            release.digest = digest
+            release.made = release.made.changed(signed=fact.signed)
+        elif release.rolled_back_by:
+            return
+        elif isinstance(fact, ReleaseCanary):
+            release.canary = dict.fromkeys(fact.agents)
+        elif isinstance(fact, ReleaseStage):
+            release.paused = True
+            release.promoted = release.promoted or fact.stage == "everybody"
+        elif isinstance(fact, ReleaseHeld) and not release.rolls_back:
+            release.held = fact.reason or "by 'headwater release hold'"
+        elif isinstance(fact, ReleaseResumed):
+            release.held = ""
+            release.forgiven = frozenset(agent for agent, one in release.results.items() if one.outcome == "failed")
+
+    def get(self, number: int) -> Release | None:
+        """The release of that number."""
+        return self.releases[number - 1] if 0 < number <= len(self.releases) else None
+
+    def _made(self, entry: Entry, fact: ReleaseMade) -> None:
+        plan = Plan.from_fact(fact.plan)
+        made = Release(
+            number=len(self.releases) + 1,
+            run=entry.run or "",
+            round=entry.round,
+            digest=entry.digest or "",
+            bundle_id=fact.bundle_id,
+            at=entry.at,
+            plan=plan,
+            made=fact,
+            promoted=not plan.canary,
+            rolls_back=fact.rolls_back,
+        )
+        order = self.channels.setdefault(plan.channel, [])
+        if not made.rolls_back:
+            order.append(made)
+        else:
+            undone = self.get(made.rolls_back)
+            older = None if undone is None or undone.rolled_back_by else self.before(undone)
+            if undone is None or older is None or older.bundle_id != made.bundle_id:
+                return  # another command was faster
+            begin = _index(order, older) + 1
+            for one in order[begin : _index(order, undone) + 1]:
+                if one.bundle_id == undone.bundle_id and not one.rolled_back_by:
+                    one.rolled_back_by = made.number
+            order.insert(begin, made)
+        self.releases.append(made)
+
+    def _reported(self, agent: str, at: str, fact: DeviceReported) -> None:
+        before = self.devices.get(agent)
+        if before is not None:
+            self.sizes[before.channel] -= 1
+        device = Device(agent, fact.runs, fact.channel, fact.kept)
+        self.devices[agent] = device
+        self.heard[agent] = at
+        if before is None:  # it may come back, and what it said counts again
+            self._count(agent, 1)
+        self.sizes[device.channel] += 1
+        release = self.get(fact.release)
+        if release is not None and fact.result is not None:
+            release.add_result(agent, Result.from_fact(fact.result, at))
+
+    def _retired(self, agent: str) -> None:
+        """A device is revoked, or was not heard for long: it counts no more until it is heard again."""
+        if (device := self.devices.pop(agent, None)) is not None:
+            self.sizes[device.channel] -= 1
+            self.heard.pop(agent)
+            self._count(agent, -1)
+
+    def _count(self, agent: str, change: int) -> None:
+        for release in self.releases:
+            if (result := release.results.get(agent)) is not None:
+                release.count[result.outcome] += change
+
+    # --- what follows from it ------------------------------------------------------------------------------------
+
+    def pin(self, agent: str, now: datetime) -> Pin | None:
+        """The pin of a device that counts now."""
+        pin = self.pins.get(agent)
+        return pin if pin is not None and pin.holds(now) else None
+
+    def wanted(self, device: Device, now: datetime) -> Release | None:
+        """The release that a device is to run now; None: it keeps what it has."""
+        if (pin := self.pin(device.id, now)) is not None:
+            return self.get(pin.release)
+        for release in self._of_channel(device.channel):
+            if release.rolled_back_by:
+                continue
+            if release.held:
+                if device.runs == release.bundle_id:
+                    return None
+            elif release.promoted or device.id in release.canary:
+                return release
+        return None
+
+    def before(self, release: Release) -> Release | None:
+        """The release that devices return to when this one is rolled back: the newest for everybody before it."""
+        order = self.channels[release.plan.channel]
+        for other in reversed(order[: _index(order, release)]):
+            if other.promoted and other.is_open and other.bundle_id != release.bundle_id:
+                return other
+        return None
+
+    def returns(self, device: Device, release: Release) -> bool:
+        """Whether a device that is to run a release goes back by that: it runs the bundle of a newer one."""
+        newer = (one for one in self.releases[release.number :] if not one.rolls_back)
+        return bool(release.rolls_back) or any(one.bundle_id == device.runs for one in newer)
+
+    def for_everybody(self, channel: str) -> Release | None:
+        """The newest release that everybody in a channel is to run; it is the parent of the next one."""
+        return next((one for one in self._of_channel(channel) if one.promoted and one.is_open), None)
+
+    def replaced_by(self, release: Release) -> Release | None:
+        """The newer release that everybody in its channel gets instead; None where there is none."""
+        newer = itertools.takewhile(lambda one: one is not release, self._of_channel(release.plan.channel))
+        return next((one for one in newer if one.promoted and one.is_open), None)
+
+    def current(self) -> Iterator[Release]:
+        """The releases that devices may get now: of each channel the newest for everybody, and what came after it."""
+        for channel in sorted(self.channels):
+            for release in self._of_channel(channel):
+                if release.is_open:
+                    yield release
+                    if release.promoted:
+                        break
+
+    def in_use(self) -> list[Release]:
+        """The releases that a device may get, or return to by a rollback; no cleaning takes their files."""
+        result = dict[int, Release]()
+        for channel in self.channels:
+            bundles = set[str]()
+            for release in self._of_channel(channel):
+                if release.promoted and release.is_open:
+                    bundles.add(release.bundle_id)
+                if not release.rolled_back_by:
+                    result[release.number] = release
+                if len(bundles) > 1:
+                    break
+        for pin in self.pins.values():
+            if (pinned := self.get(pin.release)) is not None:
+                result[pinned.number] = pinned
+        return [result[number] for number in sorted(result)]
+
+    def canary_size(self, release: Release) -> int:
+        """How many devices the canary is to have, in a fleet of this size."""
+        return max(1, amount(release.plan.canary, self.sizes[release.plan.channel], up=True))
+
+    def check_channel(self, channel: str) -> None:
+        """Return quietly where a channel has devices or releases, and where no device was heard in any.
+
+        Raises:
+            UsageError: it has neither, as where its name is mistyped: nothing would ever take the release away again.
+        """
+        known = sorted({name for name, heard in self.sizes.items() if heard} | self.channels.keys())
+        if channel in known or not any(self.sizes.values()):
+            return
+        meant = f"did you mean '{one}'? " if (one := nearest(channel, known)) else ""
+        raise UsageError(
+            f"no device of channel '{channel}' was heard, and nothing was released to it; {meant}known: "
+            f"{', '.join(known)}; --new-channel is for devices that are yet to come"
+        )
+
+    def check_fleet(self, plan: Plan) -> None:
+        """Return quietly where the devices that were heard in its channel are enough for a plan; also before any was.
+
+        Raises:
+            UsageError: they are not.
+        """
+        heard = self.sizes[plan.channel]
+        size = max(1, amount(plan.canary, heard, up=True)) if plan.canary else heard
+        if heard and size > heard:
+            raise UsageError(
+                f"a canary of {size}, and {heard} devices were heard in channel '{plan.channel}'; give fewer, or 'all' "
+                "to release to everybody at once"
+            )
+        if heard and plan.success > size:
+            raise UsageError(f"success {plan.success} of a canary of {size}; expected at most all of them")
+
+    def canary(self, release: Release, candidates: Iterable[str], now: datetime) -> list[str]:
+        """The devices that are to be a release's canary, drawn from the candidates, who can be reached now.
+
+        They are drawn by a hash of device and release, so that no device is always the first. A device that is out is
+        replaced, and stays so: it is pinned, in another channel or retired, declines the release, or is unable.
+        """
+        as_it_is = [*release.canary]
+        if release.stage != "canary":
+            return as_it_is
+        counted = [agent for agent in as_it_is if not self._is_out(agent, release, now)]
+        missing = self.canary_size(release) - len(counted)
+        if missing <= 0:
+            return as_it_is
+        free = [agent for agent in candidates if agent not in release.canary and not self._is_out(agent, release, now)]
+        fresh = sorted(free, key=lambda agent: drawn(agent, release.number))[:missing]
+        return [*counted, *fresh] if fresh else as_it_is
+
+    def _is_out(self, agent: str, release: Release, now: datetime) -> bool:
+        result = release.results.get(agent)
+        device = self.devices.get(agent)
+        if device is None or device.channel != release.plan.channel or self.pin(agent, now) is not None:
+            return True
+        return bool(device.kept) if result is None else result.outcome in {"declined", "unable"}
+
+    def has_say(self, agent: str, release: Release) -> bool:
+        """Whether a device is among those that are to get a release, so that what it says of it counts."""
+        device = self.devices.get(agent)
+        is_there = device is not None and device.channel == release.plan.channel
+        return is_there and (release.promoted or agent in release.canary)
+
+    def verdict(self, release: Release, now: datetime) -> tuple[Literal["", "stop", "succeeded"], str]:
+        """What the reports so far say of a release, and why."""
+        if not release.is_open:
+            return "", ""
+        asked = self.sizes[release.plan.channel] if release.promoted else self.canary_size(release)
+        allowed = amount(release.plan.max_failed, asked, up=False)
+        if release.count["failed"] > allowed and len(failed := self._failed(release, now)) > allowed:
+            reason = release.results[failed[0]].reason
+            return "stop", f"{len(failed)} of {asked} devices failed, {allowed} are allowed; {failed[0]}: {reason}"
+        needed = release.plan.success or self.canary_size(release) if release.plan.canary else 0
+        if release.stage == "canary" and release.count["ok"] >= needed:
+            fine = (one for one in release.canary if not self._is_out(one, release, now))
+            succeeded = sum(one in release.results and release.results[one].outcome == "ok" for one in fine)
+            if succeeded >= needed:
+                return "succeeded", f"{succeeded} of the canary's devices reported success"
+        return "", ""
+
+    def _failed(self, release: Release, now: datetime) -> list[str]:
+        """The devices whose failure counts against a release, sorted."""
+        failed = {agent for agent, one in release.results.items() if one.outcome == "failed"} - release.forgiven
+        return sorted(one for one in failed if self.has_say(one, release) and self.pin(one, now) is None)
+
+    def pending(self, release: Release, now: datetime) -> list[str]:
+        """The devices that are to run the release by now and have not answered."""
+        agents = sorted(self.devices if release.promoted else release.canary)
+        return [agent for agent in agents if self._is_meant(agent, release, now)]
+
+    def _is_meant(self, agent: str, release: Release, now: datetime) -> bool:
+        device = self.devices.get(agent)
+        result = release.results.get(agent)
+        is_meant = device is not None and device.channel == release.plan.channel and device.runs != release.bundle_id
+        has_answered = result is not None and result.outcome != "unable"
+        return is_meant and not has_answered and self.pin(agent, now) is None
+
+    def stage(self, release: Release, now: datetime) -> str:
+        """`Release.stage`; ``done`` where a channel's newest for everybody has the answers of all its devices."""
+        is_newest = self.for_everybody(release.plan.channel) is release
+        if release.stage == "everybody" and is_newest and self.sizes[release.plan.channel]:
+            return release.stage if self.pending(release, now) else "done"
+        return release.stage
+
+    def undone_because(self, release: Release) -> str:
+        """Why a release was rolled back, or what it rolls back was; empty where neither is so."""
+        rollback = release if release.rolls_back else self.get(release.rolled_back_by)
+        return "" if rollback is None else rollback.plan.note
+
+    def gone(self, before: datetime) -> list[str]:
+        """The devices whose newest entry is older than that."""
+        return sorted(agent for agent in self.heard if self.is_stale(agent, before))
+
+    def is_stale(self, agent: str, before: datetime) -> bool:
+        """Whether the newest entry of a device is older than that."""
+        return moment_of(self.heard[agent]) < before
+
+    def scores(self, bundle_id: str) -> Scores | None:
+        """acc.personal of the devices that reported a bundle, each by its newest report; None where none did."""
+        from edge_agent.bundle.trust import Scores  # brings more than `headwater status` needs
+
+        results = dict[str, Result]()
+        for release in self.releases:
+            if release.bundle_id == bundle_id:
+                results |= release.results
+        return Scores.of([(one.acc, one.support) for one in results.values() if one.acc is not None])
+
+    def next_change(self, now: datetime) -> datetime | None:
+        """When `wanted` changes by the clock alone: the first end of a pin."""
+        ends = [moment_of(pin.until) for pin in self.pins.values() if pin.until]
+        return min((end for end in ends if end > now), default=None)
+
+    def _of_channel(self, channel: str) -> Iterator[Release]:
+        return reversed(self.channels.get(channel, []))
+
+
+def _index(order: list[Release], release: Release) -> int:
+    return next(index for index, one in enumerate(order) if one is release)
+
+
+def drawn(agent: str, release: int) -> str:
+    """By which devices are sorted for a canary: other ones come first in each release."""
+    return hashlib.sha256(f"{release} {agent}".encode()).hexdigest()
+
+
+def book_of(journal: Journal) -> Book:
+    """The book of a journal as it is now."""
+    book = Book()
+    book.read(journal)
+    return book
+
+
+def releases_in_use(journal: Journal) -> list[Release]:
+    """`Book.in_use` of a journal."""
+    return _without_devices(journal).in_use()
+
+
+def release_blobs(journal: Journal, pruned: Collection[str | None]) -> set[str]:
+    """Digests of the newest file of each release that is in use, or of a run that was not ``pruned``."""
+    book = _without_devices(journal)
+    stay = {one.number for one in book.in_use()}
+    return {one.digest for one in book.releases if one.digest and (one.number in stay or one.run not in pruned)}
+
+
+def released_to_all(journal: Journal, channel: str) -> Release | None:
+    """`Book.for_everybody` of a journal."""
+    return _without_devices(journal).for_everybody(channel)
+
+
+def _without_devices(journal: Journal) -> Book:
+    """What commands and runs have asked for; reports of devices, by far the most entries, are not read."""
+    book = Book()
+    for entry in journal.entries(kinds=[kind for kind in RELEASE_KINDS if kind != "device_reported"]):
+        book.add(entry)
+    return book
+
+
+def rollback_of(book: Book, release: Release, reason: str, by: str) -> tuple[Release, ReleaseMade]:
+    """The older release that a rollback returns to, and what is journaled of the new one.
+
+    Raises:
+        UsageError: there is no older one.
+    """
+    older = book.before(release)
+    if older is None:
+        same = [
+            str(one.number)
+            for one in book.releases[: release.number - 1]
+            if one.plan.channel == release.plan.channel and one.bundle_id == release.bundle_id
+        ]
+        why = f"release {release.number} is the first of channel '{release.plan.channel}' that was for everybody"
+        if same:
+            why = f"release {', '.join(same)} before it has the same bundle {release.bundle_id[:12]}, no other is left"
+        raise UsageError(
+            f"{why}, so there is nothing to return to; 'headwater release hold {release.number}' gives it to no "
+            "further device, a new release replaces it"
+        )
+    plan = ReleasePlan(channel=release.plan.channel, note=reason)
+    return older, older.made.changed(rolls_back=release.number, by=by, plan=plan)
+
+
+def release_of(bundle: object, plan: ReleasePlan, by: str | None, parent: str | None) -> ReleaseMade:
+    """Return what is journaled of a release of a bundle.
+
+    Args:
+        bundle: What is journaled of the bundle: that it was exported, or an earlier release of it.
+        plan: How the release goes out.
+        by: Who releases it; None: a run does.
+        parent: Id of the bundle that everybody was to run before; None: there was none.
+
+    Raises:
+        StateError: The journal does not say what a bundle is.
+    """
+    if isinstance(bundle, ReleaseMade):
+        made = bundle.without("rolls_back", "plan")
+    elif isinstance(bundle, BundleExported):
+        made = ReleaseMade.of_bundle(bundle)
+    else:
+        raise StateError(f"the journal has {type(bundle).__name__} in place of a bundle; export it again")
+    made = made.changed(plan=plan, parent=parent)
+    return made if by is None else made.changed(by=by)

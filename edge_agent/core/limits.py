@@ -1,0 +1,209 @@
+"""Limits of this process: threads of numerical libraries, memory that the C library keeps, total memory and time."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+_NUMPY = ("OPENBLAS_NUM_THREADS", "BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+"""Environment variables that numpy's libraries read, and torch does not."""
+
+_WITH_TORCH = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Environment variables that numpy's libraries and torch read."""
+
+
+def limit_threads(threads: int | None = None, *, spare_torch: bool = False) -> None:
+    """Set the number of threads that numpy, imported after this call, uses here and in child processes.
+
+    Where numpy is loaded already it has made its choice, and nothing is set.
+
+    Args:
+        threads: How many; None: one, unless the environment already names a number; 0: the libraries choose.
+        spare_torch: Leave the variables alone that torch reads as well.
+    """
+    if "numpy" in sys.modules:
+        return
+    names = _NUMPY if spare_torch else (*_NUMPY, *_WITH_TORCH)
+    if threads is None:
+        threads = 0 if any(name in os.environ for name in (*_NUMPY, *_WITH_TORCH)) else 1
+    if threads > 0:
+        os.environ.update(dict.fromkeys(names, str(threads)))
+
+
+def resident_bytes() -> int | None:
+    """Return the bytes of this process that are in RAM; their peak where there is no ``/proc``; else None."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        import resource
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def limit_resources(memory_bytes: int | None, cpu_s: int) -> None:
+    """Limit the memory and processor time that this process may take from now on, where the system can do that.
+
+    Args:
+        memory_bytes: Bytes that it may allocate in addition, beyond which an allocation fails; None: no limit.
+        cpu_s: Seconds of processor time, after which it is killed by SIGXCPU.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    limits = {resource.RLIMIT_CPU: math.ceil(used) + cpu_s, resource.RLIMIT_CORE: 0}
+    # Linux counts data and stack towards this limit, the sixth field of statm in pages, and not mapped files.
+    statm = Path("/proc/self/statm")
+    if memory_bytes is not None and statm.exists():
+        limits[resource.RLIMIT_DATA] = int(statm.read_text().split()[5]) * resource.getpagesize() + memory_bytes
+    # The process that started this one may have been limited itself: no limit is raised.
+    for which, limit in limits.items():
+        inherited = resource.getrlimit(which)
+        finite = [bound for bound in inherited if bound != resource.RLIM_INFINITY]
+        resource.setrlimit(which, (min([limit, *finite]), inherited[1]))
+
+
+def limit_bytes() -> int | None:
+    """Return the bytes that this process may allocate in total; None where it has no limit."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+OPEN_FILES = 65_536
+"""The number of files that a process with thousands of peers may have open, as in the shipped systemd unit."""
+
+
+def allow_open_files(wanted: int) -> int | None:
+    """Let this process and the children it starts have ``wanted`` files open, or as many as the system allows.
+
+    A limit that is higher already stays.
+
+    Returns:
+        The number of files that it may have open now; None where there is no such limit.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if most <= soft:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
+
+
+def available_bytes() -> int | None:
+    """Return the bytes that processes can still take here without one being killed; None where that is not known.
+
+    It is the smaller of what the system and the control groups of this process have left. Caches of files count as
+    available.
+    """
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+        available = [int(fields["MemAvailable"].split()[0]) * 1024]
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError, KeyError):
+        return None
+    # The line of control groups version 2 is "0::/path"; limits of the groups above count, too.
+    path = next((line[3:] for line in groups if line.startswith("0::")), "")
+    lowest = Path("/sys/fs/cgroup") / path.lstrip("/")
+    for group in (lowest, *lowest.parents):
+        with contextlib.suppress(OSError, ValueError):  # no such group, or "max": it has no limit
+            available.append(_available_in_group(group))
+    return max(0, min(available))
+
+
+def _available_in_group(group: Path) -> int:
+    """Return the bytes that processes of a control group can still take.
+
+    Raises:
+        OSError: There is no such group.
+        ValueError: The group has no limit.
+    """
+    limit = int((group / "memory.max").read_text(encoding="ascii"))
+    used = int((group / "memory.current").read_text(encoding="ascii"))
+    stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+    file_caches = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+    return limit - used + file_caches
+
+
+def stand_back(parent: int) -> None:
+    """Give this process less priority than all others, and end it when ``parent``, which has started it, ends.
+
+    It gets a processor where no other process needs it, and is the first to be killed where memory is short.
+    """
+    if hasattr(os, "nice"):
+        os.nice(5)
+    with contextlib.suppress(OSError):  # where each session has an equal share, whatever the niceness of its processes
+        Path("/proc/self/autogroup").write_text("5", encoding="ascii")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    end_with(parent)
+
+
+def end_with(parent: int) -> None:
+    """Have this process killed when ``parent``, the process that has started it, ends; only Linux does that."""
+    prctl = getattr(_c_library(), "prctl", None)
+    if prctl is not None and sys.platform == "linux":
+        prctl(_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+        if os.getppid() != parent:  # it has ended before
+            os._exit(1)
+
+
+_PDEATHSIG = 1
+"""The option PR_SET_PDEATHSIG of ``prctl``: the signal that a process gets when its parent ends."""
+
+_TRIM_THRESHOLD = -1
+"""The option M_TRIM_THRESHOLD of glibc's ``mallopt``."""
+
+_MMAP_THRESHOLD = -3
+"""The option M_MMAP_THRESHOLD of glibc's ``mallopt``."""
+
+LARGEST_BYTES = 32 << 20
+"""The size of the largest block that is kept when it is freed; glibc takes no larger number."""
+
+KEPT_BYTES = 128 << 20
+"""The most bytes of free blocks that are kept."""
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Keep memory that is freed from now on in this process; return False where its allocator is not glibc's."""
+    mallopt = getattr(_c_library(), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, LARGEST_BYTES) and mallopt(_TRIM_THRESHOLD, KEPT_BYTES))
+
+
+def give_freed_memory_back() -> None:
+    """Give memory that was freed and kept back to the system, where the allocator can; called when work is over."""
+    trim = getattr(_c_library(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _c_library() -> Any:
+    """Return the C library that this process runs with; None where Python cannot reach it (Windows)."""
+    try:
+        return ctypes.CDLL(None)
+    except (OSError, TypeError):
+        return None

@@ -1,0 +1,8 @@
+"""The personal model of a device: features from a frozen encoder, a head fitted on them, and how good it is. No torch.
+
+Read in this order: `personalizer` (the interface for Python), `personalize` (one fit from samples to scores), `encoder`
+(the only importer of ONNX Runtime on a device), `self_test`, `precision`, `variants` and `batch_norm` (which variant
+computes right here, and whose statistics), `choice` (which head), `confidence` (how far an answer can be trusted),
+`numeric` (heads that answer numbers), `local` (what the device could do alone). Heads themselves live in `heads`, data
+sources in `data`.
+"""

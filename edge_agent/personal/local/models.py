@@ -1,0 +1,217 @@
+"""The bar that a federation has to clear: the best small model that a device can fit alone on its raw inputs.
+
+Which one is the best is decided by cross-validation on the training samples; the held-out samples are only used to
+score it. So the figure is what the device would really have got, and not the largest of several. Nothing depends on
+the clock: the same samples and seed give the same model on any machine. 600 images of 32 x 32 in colour, or 600 windows
+of 6 x 100, take one to two seconds of a desktop core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from ... import heads
+from ...core.task import ImageInput, InputSpec, Tensors
+from ...data import Samples
+from ...heads import FitData, Head
+from ...heads._features import fit_norm, normalise
+from .features import convolution_features, flattened, image_features, learn_convolutions, window_statistics
+from .validation import Fold, folds, is_better
+
+MOST_SAMPLES = 5000
+"""Samples that a local model learns from, at random where there are more: a small device has no memory for more."""
+
+_FOLDS = 5
+"""How many folds of the training samples the choice is made on."""
+
+_MOST_TO_LEARN = 1000
+"""How many samples a candidate learns from in one fold at most."""
+
+_MOST_TO_TEST = 400
+"""How many samples a candidate answers in one fold at most."""
+
+_AT_ONCE = 128
+"""Inputs whose features are computed at once."""
+
+MAJORITY = "most frequent class"
+"""Name of the model that always answers with the most frequent class."""
+
+
+Refits: TypeAlias = tuple[np.ndarray, Callable[[str, np.ndarray], Head]]
+"""Features (n, d), and a function: any name, and the rows to learn from -> the fitted head."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One kind of model: the head that learns, on ``features`` of inputs with what ``learn`` found in training inputs.
+
+    ``features``: inputs (n, ...), normalised, their spec, and what was learned -> (n, d) float32.
+    """
+
+    head: str
+    features: Callable[[np.ndarray, InputSpec, Tensors], np.ndarray]
+    learn: Callable[[np.ndarray, np.random.Generator], Tensors] = lambda _inputs, _rng: {}
+    params: Mapping[str, str | int] = field(default_factory=dict)
+
+
+def _image_features(images: np.ndarray, spec: InputSpec, _learned: Tensors) -> np.ndarray:
+    mean, std = (np.asarray(values, np.float32).reshape(1, -1, 1, 1) for values in (spec.mean, spec.std))
+    return image_features(images * std + mean)
+
+
+_LR = {"max_iterations": 200}
+_RAW = {
+    "raw inputs + knn": Candidate(
+        "knn", lambda inputs, _spec, _learned: flattened(inputs), params={"feature_norm": "standard", "neighbours": 5}
+    ),
+    "raw inputs + lr": Candidate("lr", lambda inputs, _spec, _learned: flattened(inputs), params=_LR),
+}
+_OF_IMAGES = {"gradients and colours + lr": Candidate("lr", _image_features, params=_LR), **_RAW}
+_OF_WINDOWS = {
+    "window statistics + lr": Candidate("lr", lambda windows, _spec, _learned: window_statistics(windows), params=_LR),
+    "random convolutions + ridge": Candidate(
+        "ridge", lambda windows, _spec, learned: convolution_features(windows, learned), learn_convolutions
+    ),
+    **_RAW,
+}
+"""What is tried for windows: what usually wins comes first, and wins ties."""
+
+
+def candidates(spec: InputSpec) -> Mapping[str, Candidate]:
+    """Name -> what is tried for such inputs, besides the most frequent class."""
+    return _OF_IMAGES if isinstance(spec, ImageInput) else _OF_WINDOWS
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A fitted model of `candidates`, or the most frequent class.
+
+    ``learned``: what its features need. ``cross_validated``: accuracy 0..1 in cross-validation of each kind, over the
+    folds until it was dropped for a better one; empty where there are too few samples for it.
+    """
+
+    name: str
+    head: Head
+    learned: Tensors
+    input: InputSpec
+    cross_validated: Mapping[str, float] = field(default_factory=dict)
+
+    def features(self, inputs: np.ndarray) -> np.ndarray:
+        """Return features (n, d) float32, which ``head`` takes, of preprocessed inputs (n, ...) float32."""
+        if self.name == MAJORITY:
+            return np.zeros((len(inputs), 1), np.float32)
+        return _features(candidates(self.input)[self.name], inputs, self.input, self.learned)
+
+    def predict_proba(self, inputs: np.ndarray) -> np.ndarray:
+        """Return probabilities (n, K) float64 of the classes for preprocessed inputs (n, ...) float32."""
+        return self.head.predict_proba(self.features(inputs))
+
+
+def refitting(model: LocalModel, inputs: np.ndarray, labels: np.ndarray, num_classes: int, seed: int) -> Refits:
+    """Return features (n, d) of preprocessed ``inputs`` (n, ...), and what fits a head like the model's on rows.
+
+    Raises:
+        DataError: inputs with NaN or infinity.
+    """
+    features = model.features(inputs)
+    kind = candidates(model.input)[model.name]
+
+    def fit(_name: str, rows: np.ndarray) -> Head:
+        return fitted(kind, features[rows], labels[rows], num_classes, np.random.default_rng(seed))
+
+    return features, fit
+
+
+def fit_local(
+    samples: Samples, num_classes: int, rng: np.random.Generator, progress: Callable[[int, int], None] | None = None
+) -> LocalModel:
+    """Return the best model for ``samples`` (at least one), chosen by cross-validation and fitted on all of them.
+
+    Args:
+        samples: The device's training samples.
+        num_classes: How many classes there are.
+        rng: Where draws of samples and folds come from.
+        progress: Is called with the number of folds that are done, and that of all folds.
+
+    Raises:
+        DataError: inputs with NaN or infinity.
+    """
+    samples = samples.ready()
+    if len(samples) > MOST_SAMPLES:
+        samples = samples.take(_some(np.arange(len(samples)), MOST_SAMPLES, rng))
+    # Each fold is bounded on both sides, so that the choice takes seconds on a small device.
+    divisions = [
+        Fold(_some(fold.train, _MOST_TO_LEARN, rng), _some(fold.test, _MOST_TO_TEST, rng))
+        for fold in folds(samples, _FOLDS, rng)
+    ]
+    labels = samples.labels
+    kinds = candidates(samples.input)
+    if len(np.unique(labels)) < 2 or not divisions:
+        return LocalModel(MAJORITY, _majority(labels, num_classes), {}, samples.input)
+    # What the kinds take out of inputs does not depend on the fold, so it is computed once.
+    learned = {name: kind.learn(samples.inputs, rng) for name, kind in kinds.items()}
+    features = {name: _features(kind, samples.inputs, samples.input, learned[name]) for name, kind in kinds.items()}
+    right: dict[str, np.ndarray] = {name: np.zeros(0, bool) for name in (MAJORITY, *kinds)}
+    # After each fold those leave that are worse than the best one beyond noise.
+    running = list(right)
+    for number, (train, test) in enumerate((fold.train, fold.test) for fold in divisions):
+        for name in running:
+            if name == MAJORITY:
+                answers = _majority(labels[train], num_classes).predict_proba(np.zeros((len(test), 1), np.float32))
+            else:
+                head = fitted(kinds[name], features[name][train], labels[train], num_classes, rng)
+                answers = head.predict_proba(features[name][test])
+            right[name] = np.concatenate([right[name], answers.argmax(axis=1) == labels[test]])
+        leader = max(running, key=lambda name: int(right[name].sum()))
+        running = [name for name in running if name == leader or not is_better(right[leader], right[name])]
+        if progress is not None:
+            progress(number + 1, len(divisions))
+    # The winner learns from all samples.
+    best = max(running, key=lambda name: int(right[name].sum()))
+    scores = {name: float(answers.mean()) for name, answers in right.items()}
+    if best == MAJORITY:
+        return LocalModel(MAJORITY, _majority(labels, num_classes), {}, samples.input, scores)
+    head = fitted(kinds[best], features[best], labels, num_classes, rng)
+    return LocalModel(best, head, learned[best], samples.input, scores)
+
+
+def _some(rows: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
+    return rows if len(rows) <= most else np.sort(rng.permutation(rows)[:most])
+
+
+def _features(kind: Candidate, inputs: np.ndarray, spec: InputSpec, learned: Tensors) -> np.ndarray:
+    starts = range(0, max(1, len(inputs)), _AT_ONCE)
+    return np.concatenate([kind.features(inputs[start : start + _AT_ONCE], spec, learned) for start in starts])
+
+
+def _majority(labels: np.ndarray, num_classes: int) -> Head:
+    head = heads.create("lr")
+    most_frequent = np.array([np.bincount(labels).argmax()])
+    head.fit(FitData(np.zeros((1, 1), np.float32), most_frequent, num_classes), np.random.default_rng(0))
+    return head
+
+
+def fitted(
+    kind: Candidate, features: np.ndarray, labels: np.ndarray, num_classes: int, rng: np.random.Generator
+) -> Head:
+    """Return the head of that kind, fitted on features (n, d) and labels (n,)."""
+    head = heads.create(kind.head, kind.params)
+    data = FitData(features, labels, num_classes)
+    if kind.head != "lr" or len(features) >= features.shape[1] or len(data.classes) < 2:
+        head.fit(data, rng)
+        return head
+    # With fewer samples than features the solution lies in their span: the same problem, in fewer dimensions.
+    norm = fit_norm(features, head.params.feature_norm)
+    inputs = normalise(features, head.params.feature_norm, norm)
+    values, vectors = np.linalg.eigh(inputs @ inputs.T)
+    is_kept = values > max(float(values[-1]), 1e-30) * 1e-12
+    scale = np.sqrt(values[is_kept])
+    turned = heads.create("lr", {**kind.params, "feature_norm": "none"})
+    turned.fit(FitData(np.asarray(vectors[:, is_kept] * scale, np.float32), labels, num_classes), rng)
+    weight = (turned.arrays["weight"] / scale) @ vectors[:, is_kept].T @ inputs
+    head.load({**turned.arrays, **norm, "weight": weight}, num_classes, features.shape[1])
+    return head

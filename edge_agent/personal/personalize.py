@@ -1,0 +1,710 @@
+"""Personal heads on a device, without torch: a head fitted on the features of a bundle's encoder, and its scores.
+
+The agent and the command line call `personalize` and `evaluate_heads`; `Personalizer` is the interface for Python.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from .. import heads
+from ..bundle.manifest import EncoderPrecision
+from ..bundle.unpacked import Bundle
+from ..core.errors import HeadwaterError, UsageError
+from ..core.task import Tensors
+from ..data import Samples, split
+from ..data.base import same_sitting
+from ..heads import AUTO, FitData, Head, saved
+from ..heads.base import softmax
+from ..heads.saved import SavedHead, SavedNumeric
+from .batch_norm import OwnNorm, grade, remains
+from .choice import FOLDS, HeadChoice, candidates, choose, cross_validated, thinned
+from .confidence import LEAST_FOR_CALIBRATION, Confidence, OutOfFold, estimated, out_of_fold
+from .encoder import Encoder, Progress, features_of
+from .local.details import ClassCount, LabelConflict, WorstSample, class_counts, label_conflicts, worst_samples
+from .local.models import MAJORITY, LocalModel, fit_local, refitting
+from .local.validation import Fold, LearningCurve, folds, is_better, learning_curve, sitting_of
+
+_log = logging.getLogger(__name__)
+Given: TypeAlias = "Samples | tuple[Samples, Samples]"
+"""All samples of a device, or training and held-out samples."""
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How a device fits and scores a personal head; one value for the library, the agent and the command line.
+
+    ``head``: its name, or auto for the best in cross-validation on the training samples, which takes no ``params``.
+    ``params`` win over those that the bundle suggests for ``head``. ``seed`` is that of the split (where samples do not
+    come divided), of folds and of the fit. ``cache``: folder in which computed features are kept; None: they are not.
+    ``unknown``: share of inputs like the training samples, 0..1, that may be called unknown; 0: none ever is.
+    ``local``: whether to find what the device reaches alone, which takes a second or two. ``allow_local``: whether that
+    model is used where it is better than the head beyond noise, or surer than the head in cross-validation.
+    ``progress``: name of a step -> how its progress is reported. ``doubtful_labels``: whether labels that may be wrong
+    are looked for among all samples, which takes a fit for each of five folds and compares all pairs.
+    """
+
+    head: str = "lr"
+    params: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    cache: Path | None = None
+    unknown: float = 0.05
+    progress: Callable[[str], Progress | None] = lambda _step: None
+    local: bool = True
+    allow_local: bool = False
+    doubtful_labels: bool = False
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        """Check the share of unknown inputs.
+
+        Raises:
+            UsageError: it is impossible.
+        """
+        if not 0 <= self.unknown < 1:
+            raise UsageError(f"unknown={self.unknown}: expected a share of inputs, 0 or more and below 1")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Accuracies, 0..1, on the held-out samples; None where there is nothing to score.
+
+    ``personal``: the personal head on the bundle's features. ``overall``: the shared classifier of the bundle
+    (``acc.global``). ``local``: the best model without the bundle, named ``local_model``, fitted on the raw inputs of
+    the same training samples: the bar to beat. ``better_alone``: it beats the personal head beyond noise (McNemar).
+    """
+
+    personal: float | None
+    overall: float | None
+    local: float | None
+    local_model: str = ""
+    better_alone: bool = False
+
+    @classmethod
+    def of(cls, right: np.ndarray | None, overall: float | None, local: Alone | None) -> Scores:
+        """Return the scores for the ``right`` (n,) answers of the personal model.
+
+        ``right`` is None where there are no held-out samples.
+        """
+        if right is None:
+            return cls(None, None, None)
+        if local is None:
+            return cls(float(right.mean()), overall, None)
+        return cls(
+            float(right.mean()), overall, float(local.right.mean()), local.model.name, is_better(local.right, right)
+        )
+
+    def reported(self) -> dict[str, Any]:
+        """Return the fields of a `Report`."""
+        return {
+            "acc_personal": self.personal,
+            "acc_global": self.overall,
+            "acc_local": self.local,
+            "local_model": self.local_model,
+            "better_alone": self.better_alone,
+        }
+
+    def accuracies(self) -> dict[str, float | None]:
+        """Return the accuracies by the names that are reported everywhere."""
+        return {"acc.personal": self.personal, "acc.global": self.overall, "acc.local": self.local}
+
+    def metrics(self) -> dict[str, float | str | None]:
+        """Return everything by the names that are reported everywhere."""
+        return {**self.accuracies(), "local_model": self.local_model, "better_alone": self.better_alone}
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What a device reaches without the federation: the model, and which held-out samples (n,) it answers right."""
+
+    model: LocalModel
+    right: np.ndarray
+
+    @classmethod
+    def of(cls, model: LocalModel, test: Samples) -> Alone:
+        """Return the answers of a model to held-out samples."""
+        return cls(model, model.predict_proba(test.ready().inputs).argmax(axis=1) == test.labels)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A fitted personal head, its scores, and the encoder it belongs to.
+
+    ``seconds`` covers features, fit and scores, and where `with_reading` added it, reading the samples.
+
+    ``fingerprint`` is that of the encoder whose features the head was fitted on, ``norm`` its batch norm where that is
+    not the bundle's.
+
+    ``one_class``: the data have a single class, so the scores are meaningless. ``no_global``: why there is no
+    ``acc.global``; None where there is one. ``false_alarms``: share of the held-out samples, 0..1, that ``confidence``
+    calls unknown; None where it has no rule for that. ``local``: the model that is used instead of encoder and head.
+    ``steps``: seconds of each step. ``classes``, ``worst``, ``conflicts``: what lies behind the accuracy of the head,
+    of the held-out samples alone unless doubtful labels were asked for. ``budget``: what the head costs; measured by
+    `evaluate_heads`. ``choice``: how the head was chosen; None where it was named.
+    ``n_collected``: how many of the samples were added one by one. ``skipped``: as of `Samples`, of all of them.
+    ``learned``: digests of the training samples, as of `SavedHead`. ``same_sitting``: share of the held-out samples,
+    0..1, whose recording is learned from, too, so that the scores say less about a new recording; None without any.
+    """
+
+    head: Head
+    fingerprint: str
+    precision: EncoderPrecision
+    class_names: tuple[str, ...]
+    scores: Scores
+    n_train: int
+    n_test: int
+    exactness: str
+    norm: OwnNorm | None
+    norm_metrics: Mapping[str, float | int | str | None]
+    one_class: bool = False
+    seconds: float = 0.0
+    no_global: str | None = None
+    confidence: Confidence = field(default_factory=Confidence)
+    false_alarms: float | None = None
+    n_collected: int = 0
+    skipped: tuple[str, ...] = ()
+    local: LocalModel | None = None
+    steps: Mapping[str, float] = field(default_factory=dict)
+    classes: tuple[ClassCount, ...] = ()
+    worst: tuple[WorstSample, ...] = ()
+    conflicts: tuple[LabelConflict, ...] = ()
+    budget: Budget | None = None
+    choice: HeadChoice | None = None
+    learned: np.ndarray | None = None
+    same_sitting: float | None = None
+
+    @property
+    def title(self) -> str:
+        """What answers, for people: the head's name, or that of the local model."""
+        return self.head.name if self.local is None else self.local.name
+
+    @property
+    def used_accuracy(self) -> float | None:
+        """Accuracy, 0..1, of what answers: the head, or the local model."""
+        return self.scores.personal if self.local is None else self.scores.local
+
+    def details(self) -> dict[str, Any]:
+        """Return counts of the classes, the worst samples and the doubtful labels, as JSON has them."""
+        return {
+            "per_class": [asdict(row) for row in self.classes],
+            "worst": [asdict(row) for row in self.worst],
+            "conflicts": [asdict(row) for row in self.conflicts],
+        }
+
+    def metrics(self) -> dict[str, float | int | str | None]:
+        """Return everything that is reported about the fit, by name."""
+        return {
+            **self.scores.metrics(),
+            "head": self.title,
+            "exactness": self.exactness,
+            "precision": self.precision,
+            **self.norm_metrics,
+            "n_train": self.n_train,
+            "n_test": self.n_test,
+            "n_collected": self.n_collected,
+            "n_skipped": len(self.skipped),
+            "skipped_first": self.skipped[0][:300] if self.skipped else None,
+            "same_sitting": self.same_sitting,
+            "one_class": self.one_class,
+            "classes": len(self.head.arrays.get("classes", [0])),
+            "no_global": self.no_global,
+            **self.confidence.metrics(),
+            "false_alarms": self.false_alarms,
+            "seconds": round(self.seconds, 3),
+            **{f"{step}_seconds": round(seconds, 3) for step, seconds in self.steps.items()},
+            **(self.choice.metrics() if self.choice is not None else {}),
+        }
+
+    def with_reading(self, seconds: float) -> Result:
+        """Return this result with the seconds that reading its samples took, as the first of its steps."""
+        return replace(self, steps={"read": seconds, **self.steps}, seconds=self.seconds + seconds)
+
+    def save(self, folder: Path) -> Path:
+        """Write the head into ``folder``; returns the path of its JSON file."""
+        head = self.head
+        confidence = self.confidence
+        if self.local is not None:
+            head = self.local.head
+            confidence = Confidence()
+        bound = self.fingerprint, self.precision, self.class_names
+        return saved.save(
+            folder, SavedHead(head, *bound, self.metrics(), confidence, self.norm, self.local, self.learned)
+        )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a head costs a device: peak memory of its fit and its saved size, bytes, and seconds for one answer."""
+
+    fit_bytes: int
+    saved_bytes: int
+    answer_s: float
+
+    def metrics(self) -> dict[str, float]:
+        """Return the budget by the names of JSON, in MB (10^6 bytes), kB and milliseconds."""
+        return {
+            "fit_mb": round(self.fit_bytes / 1e6, 2),
+            "saved_kb": round(self.saved_bytes / 1e3, 1),
+            "answer_ms": round(1e3 * self.answer_s, 4),
+        }
+
+
+@dataclass(frozen=True)
+class Features:
+    """Training and held-out samples with their features, which every head of one bundle is fitted and scored on.
+
+    ``overall`` and ``local`` are the scores that do not depend on the head; see `Scores`. ``steps``: seconds of each
+    step that came before.
+    """
+
+    bundle: Bundle
+    encoder: Encoder
+    options: FitOptions
+    train: Samples
+    test: Samples
+    train_features: np.ndarray
+    test_features: np.ndarray
+    overall: float | None
+    local: Alone | None
+    steps: Mapping[str, float] = field(default_factory=dict)
+
+    def scores(self, probabilities: np.ndarray) -> Scores:
+        """Return the scores for a head's ``probabilities`` (n, K) of the held-out samples."""
+        right = probabilities.argmax(axis=1) == self.test.labels
+        return Scores.of(right if len(right) else None, self.overall, self.local)
+
+
+def personalize(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOptions | None = None) -> Result:
+    """Return a personal head for the bundle's encoder, fitted on one part of ``samples`` and scored on the rest.
+
+    Raises:
+        UnknownName: no such head.
+        ConfigError: impossible parameters of that head.
+        MissingCapability: a package that it needs for fitting is not installed.
+        DataError: samples that do not fit the task.
+    """
+    options = options or FitOptions()
+    started_at = options.clock()
+    features = extract(bundle, samples, encoder, options)
+    fit_begin = options.clock()
+    result = _fit_and_score(features, options)
+    fitted = options.clock()
+    confidence = confidence_of(bundle, result.head, features.train, features.train_features, options)
+    if options.doubtful_labels:
+        result = with_doubtful_labels(features, result)
+    unknown = confidence.is_unknown(features.test_features)
+    false_alarms = None if unknown is None or not len(unknown) else round(float(unknown.mean()), 4)
+    steps = {**features.steps, "head": fitted - fit_begin, "confidence": options.clock() - fitted}
+    if options.allow_local and features.local is not None and _is_used_alone(features, features.local, result):
+        result = replace(result, local=features.local.model)
+    learned = features.train.row_digests()
+    return replace(
+        result,
+        confidence=confidence,
+        false_alarms=false_alarms,
+        steps=steps,
+        learned=learned,
+        seconds=options.clock() - started_at,
+    )
+
+
+def _is_used_alone(features: Features, local: Alone, result: Result) -> bool:
+    """Return whether the local model takes the head's place.
+
+    It has to be better beyond noise, or surer in the head's cross-validation.
+    """
+    if result.scores.better_alone or local.model.name == MAJORITY:
+        return result.scores.better_alone
+    train = features.train.ready()
+    options = features.options
+    names = features.train.class_names
+    divisions = _divisions(train, options)
+
+    def fit_rows(name: str, rows: np.ndarray) -> Head:
+        alike = replace(options, head=name, params=result.head.params.model_dump())
+        return fit(features.bundle, features.train_features[rows], train.labels[rows], alike, names)
+
+    head = cross_validated(result.head.name, fit_rows, features.train_features, train.labels, divisions)
+    rows, refit = refitting(local.model, train.inputs, train.labels, len(names), options.seed)
+    return cross_validated(local.model.name, refit, rows, train.labels, divisions).is_surer_than(head)
+
+
+def evaluate_heads(features: Features, names: Iterable[str] | None = None) -> tuple[list[Result], dict[str, str]]:
+    """Return one result for each head that can be fitted here, best first, and the errors of the others.
+
+    ``names`` None = those that head "auto" compares.
+    """
+    results: list[Result] = []
+    failed: dict[str, str] = {}
+    for name in names if names is not None else heads_to_compare(features.bundle, features.train.class_names):
+        options = replace(features.options, head=name, params={})
+        try:
+            results.append(_measured(features, options))
+        except HeadwaterError as error:
+            _log.warning("head_not_fitted head=%s reason=%s", name, error)
+            failed[name] = str(error)
+    results.sort(key=lambda result: -(result.scores.personal or 0.0))
+    return results, failed
+
+
+def _measured(features: Features, options: FitOptions) -> Result:
+    """Return the result of a head with what it costs; memory is what numpy takes, which is nearly all."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        started_at = options.clock()
+        result = _fit_and_score(features, options)
+        seconds = options.clock() - started_at
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    started_at = options.clock()
+    result.head.predict_proba(features.train_features[:256])
+    answer_s = (options.clock() - started_at) / min(256, len(features.train_features))
+    size = sum(array.nbytes for array in result.head.arrays.values())
+    return replace(result, seconds=seconds, budget=Budget(peak - before, size, answer_s))
+
+
+def with_doubtful_labels(features: Features, result: Result) -> Result:
+    """Return the result of a head with the worst of all samples, and near-duplicates that have different labels."""
+    train = features.train
+    test = features.test
+    try:
+        answers = answers_in_folds(features.bundle, result.head, train, features.train_features, features.options)
+    except HeadwaterError as error:  # a head that needs more samples than a fold has
+        _log.warning("labels_not_looked_at head=%s reason=%s", result.head.name, error)
+        answers = None
+    probabilities = result.head.predict_proba(features.test_features)
+    return replace(
+        result,
+        worst=tuple(worst_samples(train, answers, test, probabilities)),
+        conflicts=tuple(label_conflicts(train, features.train_features, test, features.test_features)),
+    )
+
+
+def curve(features: Features, head: str) -> LearningCurve:
+    """Return the accuracy of a head by number of samples, cross-validated on the training samples."""
+    options = replace(features.options, head=head, params={})
+    labels = features.train.labels
+
+    def score(rows: np.ndarray, tested: np.ndarray) -> int:
+        names = features.train.class_names
+        fitted = fit(features.bundle, features.train_features[rows], labels[rows], options, names)
+        answers = fitted.predict_proba(features.train_features[tested]).argmax(axis=1)
+        return int((answers == labels[tested]).sum())
+
+    return learning_curve(score, features.train, np.random.default_rng(options.seed))
+
+
+def _fit_and_score(features: Features, options: FitOptions) -> Result:
+    """Fit a head on the training samples and score it on the held-out ones.
+
+    Raises:
+        HeadwaterError: as `fit`.
+    """
+    names = features.train.class_names
+    train = features.train
+    encoder = features.encoder
+    options, choice = best_head(features.bundle, train, features.train_features, options)
+    fitted = fit(features.bundle, features.train_features, train.labels, options, names)
+    exactness = "not stated"
+    card = features.bundle.manifest.heads.get(fitted.name)
+    if card is not None:
+        exactness = card.exactness
+    if fitted.uses_shared and shared_classifier(features.bundle, names) is None:
+        exactness = "approximate"  # it answers without the shared classifier
+    answers = fitted.predict_proba(features.test_features)
+    test = features.test
+    return Result(
+        head=fitted,
+        fingerprint=encoder.fingerprint,
+        precision=encoder.precision,
+        class_names=names,
+        scores=features.scores(answers),
+        n_train=len(features.train),
+        n_test=len(features.test),
+        skipped=tuple(dict.fromkeys((*train.skipped, *features.test.skipped))),
+        exactness=grade(exactness, encoder.norm),
+        norm=encoder.norm,
+        norm_metrics=norm_metrics(features.bundle, encoder),
+        one_class=of_one_class(train, features.test),
+        no_global=why_no_global(features.bundle, names),
+        classes=tuple(class_counts(train, test, answers.argmax(axis=1))),
+        worst=tuple(worst_samples(train, None, test, answers)),
+        choice=choice,
+        same_sitting=same_sitting(train, features.test),
+    )
+
+
+def norm_metrics(bundle: Bundle, encoder: Encoder) -> dict[str, float | int | str | None]:
+    """Return what is reported about an encoder's batch norm: whose it is, why, and how it differs from the method's."""
+    return {
+        "norm": "shipped" if encoder.norm is None else "own",
+        "norm_inputs": 0 if encoder.norm is None else encoder.norm.inputs,
+        "norm_why": encoder.why_norm,
+        "norm_remains": remains(bundle.manifest, encoder.norm),
+    }
+
+
+def extract(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOptions | None = None) -> Features:
+    """Return training and held-out samples, with features that come from the cache where they were computed before."""
+    options = options or FitOptions()
+    train, test = samples if isinstance(samples, tuple) else split(samples, 0.25, options.seed)
+    started_at = options.clock()
+    train_features, test_features = (
+        features_of(part, encoder, options.cache, options.progress("features")) for part in (train, test)
+    )
+    computed = options.clock()
+    local = None
+    if options.local:
+        local = alone(train, test, len(train.class_names), options.seed, options.progress("local model"))
+    return Features(
+        bundle,
+        encoder,
+        options,
+        train,
+        test,
+        train_features,
+        test_features,
+        overall=score_global(bundle, test_features, test),
+        local=local,
+        steps={"features": computed - started_at, "local": options.clock() - computed},
+    )
+
+
+def best_head(
+    bundle: Bundle, samples: Samples, features: np.ndarray, options: FitOptions
+) -> tuple[FitOptions, HeadChoice | None]:
+    """Return the options with the head that cross-validation chooses, where they say auto; None where a head is named.
+
+    ``features`` (n, d) are those of ``samples``, which are the training samples alone.
+    """
+    if options.head != AUTO:
+        return options, None
+
+    def fit_rows(name: str, rows: np.ndarray) -> Head:
+        return fit(bundle, features[rows], samples.labels[rows], replace(options, head=name), samples.class_names)
+
+    names = heads_to_compare(bundle, samples.class_names)
+    divisions = _divisions(samples, options)
+    choice = choose(names, fit_rows, features, samples.labels, divisions)
+    choice = replace(choice, same_sitting=sitting_of(samples, divisions))
+    _log.info("head_chosen head=%s of=%d accuracy=%s", choice.name, len(names), choice.why)
+    return replace(options, head=choice.name), choice
+
+
+def heads_to_compare(bundle: Bundle, class_names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the heads that are compared for samples of these classes."""
+    return candidates(bundle.manifest.heads, has_shared=shared_classifier(bundle, class_names) is not None)
+
+
+def _divisions(samples: Samples, options: FitOptions) -> list[Fold]:
+    """Return the folds on which heads are compared."""
+    rng = np.random.default_rng(options.seed)
+    return thinned(samples.labels, folds(samples, FOLDS, rng), rng)
+
+
+def fit(
+    bundle: Bundle,
+    features: np.ndarray,
+    labels: np.ndarray,
+    options: FitOptions,
+    class_names: tuple[str, ...] | None = None,
+) -> Head:
+    """Return a head fitted on features (n, d) and labels (n,).
+
+    Labels are positions in ``class_names``, by default the bundle's. With other classes than these the head learns
+    without the shared classifier.
+
+    Raises:
+        UnknownName: no such head.
+        ConfigError: impossible parameters of that head.
+        MissingCapability: a package that it needs for fitting is not installed.
+    """
+    manifest = bundle.manifest
+    suggested = manifest.heads[options.head].params if options.head in manifest.heads else {}
+    fitted = heads.create(options.head, {**suggested, **options.params})
+    names = manifest.task.class_names if class_names is None else class_names
+    fit_data = FitData(features, labels, len(names), shared_classifier(bundle, names), manifest.method_params)
+    fitted.fit(fit_data, np.random.default_rng(options.seed))
+    return fitted
+
+
+def confidence_of(
+    bundle: Bundle, fitted: Head, samples: Samples, features: np.ndarray, options: FitOptions
+) -> Confidence:
+    """Return the confidence of a fitted head, from heads like it that were fitted on parts of the same samples."""
+    answers = None
+    if len(samples) >= LEAST_FOR_CALIBRATION:
+        answers = answers_in_folds(bundle, fitted, samples, features, options)
+    return estimated(samples, features, answers, options.unknown)
+
+
+def answers_in_folds(
+    bundle: Bundle, fitted: Head, samples: Samples, features: np.ndarray, options: FitOptions
+) -> OutOfFold | None:
+    """Return the answers to training samples of heads like ``fitted`` that were fitted on the other folds.
+
+    None where the samples cannot be divided.
+    """
+    alike = replace(options, head=fitted.name, params=fitted.params.model_dump())
+
+    def fit_rows(rows: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+        return fit(bundle, features[rows], samples.labels[rows], alike, samples.class_names).predict_proba
+
+    return out_of_fold(samples, features, fit_rows, options.seed)
+
+
+def accuracy(predict: Callable[[np.ndarray], np.ndarray], features: np.ndarray, labels: np.ndarray) -> float | None:
+    """Return the share of rows whose most probable class is the label; None without rows."""
+    if not len(labels):
+        return None
+    return float(np.mean(predict(features).argmax(axis=1) == labels))
+
+
+def shared_classifier(bundle: Bundle, class_names: tuple[str, ...]) -> Tensors | None:
+    """Return the bundle's shared classifier; None where it has none, or one for other classes."""
+    return bundle.global_head() if class_names == bundle.manifest.task.class_names else None
+
+
+def why_no_global(bundle: Bundle, class_names: tuple[str, ...]) -> str | None:
+    """Return why samples of these classes have no ``acc.global``; None where they have."""
+    bundle_classes = bundle.manifest.task.class_names
+    if bundle.manifest.global_head is None:
+        return "the bundle has no shared classifier"
+    if class_names == bundle_classes:
+        return None
+    unknown_classes = [name for name in class_names if name not in bundle_classes]
+    more = f" and {len(unknown_classes) - 10} more" if len(unknown_classes) > 10 else ""
+    if not unknown_classes:
+        return "the bundle's shared classifier has its classes in another order"
+    return f"the bundle's shared classifier does not know {', '.join(unknown_classes[:10])}{more}"
+
+
+def score_global(bundle: Bundle, features: np.ndarray, samples: Samples) -> float | None:
+    """Return the accuracy of the bundle's shared classifier; None where the bundle has none that knows the classes."""
+    shared = shared_classifier(bundle, samples.class_names)
+    if shared is None:
+        return None
+    return accuracy(lambda rows: global_probabilities(shared, rows), features, samples.labels)
+
+
+def global_probabilities(shared: Mapping[str, np.ndarray], features: np.ndarray) -> np.ndarray:
+    """Return class probabilities (n, K) of a shared linear classifier."""
+    return softmax(features.astype(np.float64) @ shared["weight"].T + shared["bias"])
+
+
+def saved_features(
+    head: SavedHead | None,
+    encoder: Encoder,
+    samples: Samples,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+) -> np.ndarray:
+    """Return features (n, d) float32 that a saved head takes.
+
+    They are the encoder's, or those of the local model whose head it is.
+    """
+    if head is not None and head.local is not None:
+        return head.local.features(samples.ready().inputs)
+    return features_of(samples, encoder, cache, progress)
+
+
+def score_saved(
+    bundle: Bundle,
+    head: SavedHead,
+    encoder: Encoder,
+    test: Samples,
+    options: FitOptions,
+    train: Samples | None = None,
+) -> tuple[Scores, np.ndarray]:
+    """Return the scores of a saved head on samples that it was not fitted on, and the features (n, d) that it took.
+
+    ``train``: the samples that it was fitted on, from which a device alone would learn; None: they are not at hand, and
+    there is no ``acc.local``.
+    """
+    rows = encoded = features_of(test, encoder, options.cache, options.progress("features"))
+    if head.local is not None:
+        rows = saved_features(head, encoder, test)
+    right = head.head.predict_proba(rows).argmax(axis=1) == test.labels
+    local = None
+    if options.local and train is not None:
+        local = alone(train, test, len(test.class_names), options.seed, options.progress("local model"))
+    return Scores.of(right if len(right) else None, score_global(bundle, encoded, test), local), rows
+
+
+def probabilities(bundle: Bundle, head: SavedHead | None, features: np.ndarray) -> np.ndarray:
+    """Return class probabilities (n, K) of a head, or of the bundle's shared classifier where there is no head.
+
+    Raises:
+        UsageError: there is neither.
+    """
+    if head is not None:
+        return head.predict_proba(features)
+    shared = bundle.global_head()
+    if shared is None:
+        raise UsageError(
+            f"bundle '{bundle.manifest.name}' has no shared classifier; fit a head first, and pass it (--head)"
+        )
+    return global_probabilities(shared, features)
+
+
+def alone(
+    train: Samples, test: Samples, num_classes: int, seed: int = 0, progress: Progress | None = None
+) -> Alone | None:
+    """Return the best local model for ``train``, scored on ``test``; None without samples to score it on.
+
+    Raises:
+        DataError: inputs with NaN or infinity.
+    """
+    if not len(test):
+        return None
+    model = fit_local(train, num_classes, np.random.default_rng(seed), progress)
+    return Alone.of(model, test)
+
+
+def log_if_better_alone(scores: Scores) -> None:
+    """Warn where the local model beats the personal one beyond noise."""
+    if scores.better_alone:
+        text = "better_alone acc.local=%.3f model='%s' acc.personal=%.3f: this device is better off alone"
+        _log.warning(text, scores.local or 0.0, scores.local_model, scores.personal or 0.0)
+
+
+def of_one_class(train: Samples, test: Samples) -> bool:
+    """Return whether training and held-out samples together are of a single class; accuracies are meaningless then."""
+    return len({*train.labels.tolist(), *test.labels.tolist()}) == 1
+
+
+def load_numeric_head(
+    folder: Path, bundle: Bundle, precision: Literal["auto", "fp32", "int8"] = "auto"
+) -> SavedNumeric:
+    """Return the saved numeric head in ``folder``; otherwise as `load_head`."""
+    fingerprints = bundle.fingerprints
+    return saved.load_numeric(
+        folder, fingerprints if precision == "auto" else {precision: bundle.variant(precision).fingerprint}
+    )
+
+
+def load_head(folder: Path, bundle: Bundle, precision: Literal["auto", "fp32", "int8"] = "auto") -> SavedHead:
+    """Return the saved head in ``folder``, if it was fitted on a variant of this bundle's encoder.
+
+    With a ``precision`` it has to be the variant of that precision.
+
+    Its classes are its own: they need not be the bundle's.
+
+    Raises:
+        FingerprintMismatch: it was fitted on another encoder or another variant of it.
+        StateError: no head there, or a damaged one.
+    """
+    fingerprints = bundle.fingerprints
+    return saved.load(
+        folder, fingerprints if precision == "auto" else {precision: bundle.variant(precision).fingerprint}
+    )

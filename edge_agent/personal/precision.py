@@ -1,0 +1,265 @@
+"""Which variant of an encoder a device uses, and whose batch norm statistics.
+
+Statistics of the device's own inputs are taken where a head fitted on local data answers no worse with them, beyond
+noise, than with those of the bundle. int8, which has the bundle's, is taken only where such a head answers as well with
+it as with the better fp32, and where repeated timings in balanced order show that it saves time. Accuracies are those
+of cross-validation on training samples; held-out samples decide nothing here. Timings are saved beside the bundle, for
+this processor and runtime.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from ..bundle.manifest import EncoderPrecision
+from ..bundle.unpacked import Bundle
+from ..core.errors import BundleDamaged, UsageError
+from ..core.storage import read_record, write_record
+from ..data import Samples
+from . import self_test
+from .batch_norm import OwnNorm, changed, own_share, sample, why_not
+from .encoder import Encoder, Progress, arithmetic, features_of, probe_of, run_probe, try_probe
+from .variants import LEAST_GAIN, LEAST_GAIN_MS, MOST_LOSS, Timing, refitted_answers, timed
+
+_log = logging.getLogger(__name__)
+
+Wanted: TypeAlias = Literal["auto", "fp32", "int8"]
+WantedNorm: TypeAlias = Literal["auto", "own", "shipped"]
+
+LEAST_ANSWERS = 200
+"""Least number of answers to compare; with fewer, half a point is less than one answer."""
+
+_PROBE_TOLERANCE = 1e-3
+"""Largest difference between features by the probe and by the changed encoder, as a share of the largest feature."""
+
+
+@dataclass(frozen=True)
+class PrecisionChoice:
+    """A precision, and why."""
+
+    precision: EncoderPrecision
+    why: str
+
+
+@dataclass(frozen=True)
+class Refit:
+    """How heads are refitted to compare encoders: ``cache`` is the folder of cached features, None for no cache."""
+
+    seed: int = 0
+    cache: Path | None = None
+    progress: Progress | None = None
+
+
+def open_encoder(
+    bundle: Bundle,
+    wanted_precision: Wanted,
+    samples: Samples | None,
+    threads: int = 1,
+    *,
+    norm: WantedNorm = "auto",
+    refit: Refit = Refit(),
+    clock: Callable[[], float] | None = None,
+) -> Encoder:
+    """Open the bundle's encoder in the requested precision and with the requested batch norm; ``auto`` chooses.
+
+    Args:
+        bundle: The bundle.
+        wanted_precision: ``fp32``, ``int8`` or ``auto``.
+        samples: Labelled local samples to learn from, none of those held out. Without them ``auto`` is fp32 with the
+            bundle's batch norm.
+        threads: Threads of ONNX Runtime; 0: its own choice.
+        norm: Whose batch norm statistics: ``shipped``, ``own`` or ``auto``.
+        refit: How heads are refitted for the comparison.
+        clock: As in `choose`.
+
+    Raises:
+        BundleDamaged: the self-test of fp32 fails, or that of int8 where it was requested by name.
+        StateError: the bundle has no variant of that precision.
+        UsageError: own batch norm in int8, which there is not.
+    """
+    if wanted_precision == "int8":
+        if norm == "own":
+            raise UsageError(
+                "own batch norm is computed in fp32: int8 has the shipped one; choose precision fp32 or auto"
+            )
+        return replace(Encoder.open(bundle, "int8", threads), why_norm="int8 has the shipped statistics")
+    encoder = with_norm(bundle, norm, samples, threads, refit)
+    if wanted_precision == "fp32" or (norm == "own" and encoder.norm is not None):
+        return encoder
+    choice = choose(bundle, samples, threads, refit, fp32=encoder, clock=clock)
+    _log.info("precision_chosen precision=%s why=%s", choice.precision, choice.why)
+    if choice.precision == "fp32":
+        return encoder
+    why = f"int8 has the shipped statistics and was chosen: {choice.why}"
+    return replace(Encoder.open(bundle, "int8", threads), why_norm=why)
+
+
+def with_norm(
+    bundle: Bundle,
+    wanted_norm: WantedNorm,
+    samples: Samples | None,
+    threads: int = 1,
+    refit: Refit = Refit(),
+) -> Encoder:
+    """Return the fp32 encoder with batch norm statistics of the bundle or of the inputs of ``samples``.
+
+    `open_encoder` says when which ones are asked for.
+
+    With ``auto``, heads answer the same samples with both, and the noise of the difference is the root of the number of
+    answers that differ. Where the method leaves batch norm to its clients, own statistics may be worse by the noise;
+    where it shares batch norm, they have to be better by more than that. Measured on digits of six domains, 3 seeds,
+    one domain for new clients: DualFed, FedPick and FedRIR gain 0.8 points, their new clients 1.9; FedAvg's clients
+    lose 0.9 when they always take their own, and 0.1 so.
+    The bundle's stay where the others cannot be estimated, or fail their self-test.
+
+    Raises:
+        BundleDamaged: the self-test of the encoder as it was shipped fails.
+    """
+    # The bundle's statistics stay where nobody asks for others, or others cannot be estimated or compared.
+    shipped = Encoder.open(bundle, "fp32", threads)
+    if wanted_norm == "shipped" or samples is None:
+        why = "as configured" if wanted_norm == "shipped" else "no local samples to estimate others on"
+        return replace(shipped, why_norm=why)
+    why = why_not(bundle.manifest, len(samples))
+    if not why and wanted_norm == "auto" and (samples.targets is not None or len(np.unique(samples.labels)) == 1):
+        why = "no two classes in the local samples, so there are no accuracies to compare"
+    if why:
+        return replace(shipped, why_norm=why)
+    # Estimated statistics have to pass a self-test of their own.
+    try:
+        own_statistics = estimated(bundle, sample(samples.inputs, np.random.default_rng(refit.seed)))
+        own_encoder = Encoder.open(bundle, "fp32", threads, norm=own_statistics)
+    except BundleDamaged as error:
+        _log.warning("own_norm_not_used bundle=%s reason=%s", bundle.id[:12], error)
+        return replace(shipped, why_norm=f"own statistics do not run here: {error}")
+    if wanted_norm == "own":
+        return replace(own_encoder, why_norm="as configured")
+    # Heads on both encoders answer the same samples.
+    answers = right_answers({"shipped": shipped, "own": own_encoder}, samples, refit)
+    lost = int((answers["shipped"] & ~answers["own"]).sum())
+    gained = int((answers["own"] & ~answers["shipped"]).sum())
+    right = {name: f"{100 * rows.mean():.1f} %" if rows.size else "none" for name, rows in answers.items()}
+    why = f"a head on local data is right on {right['own']} with own statistics, {right['shipped']} with those shipped"
+    noise = (lost + gained) ** 0.5
+    stays_local = bundle.manifest.norm != "global"
+    # Methods that leave batch norm to their clients trained with local statistics: take them unless they are clearly
+    # worse. Others trained with shared ones: take local statistics only where they are clearly better.
+    if not answers["own"].size:
+        use_own = False
+    elif stays_local:
+        use_own = lost - gained <= noise
+    else:
+        use_own = gained - lost > noise
+    result = own_encoder if use_own else shipped
+    _log.info(
+        "norm_chosen norm=%s inputs=%d why=%s",
+        "own" if result is own_encoder else "shipped",
+        own_statistics.inputs,
+        why,
+    )
+    return replace(result, why_norm=why)
+
+
+def estimated(bundle: Bundle, inputs: np.ndarray) -> OwnNorm:
+    """Return batch norm statistics of ``inputs`` (n, *input_shape) float32, blended with those of the bundle.
+
+    Raises:
+        BundleDamaged: the probe does not run, gives impossible statistics, or others than the changed encoder uses.
+    """
+    free = bundle.manifest.free_norm
+    variant = bundle.variant("fp32")
+    if free is None:
+        raise BundleDamaged(why_not(bundle.manifest, len(inputs)))
+    kind = bundle.manifest.task.input.kind
+    try_probe(bundle, len(inputs))
+    statistics, expected = run_probe(probe_of(bundle), kind, inputs, own_share(len(inputs)))
+    forms = (2 * sum(layer.channels for layer in free.layers),), (len(inputs), bundle.manifest.feature_dim)
+    if (statistics.shape, expected.shape) != forms:
+        raise BundleDamaged(f"the probe gives {statistics.shape} and {expected.shape}, expected {forms[0]}, {forms[1]}")
+    if not np.isfinite(statistics).all():
+        raise BundleDamaged("batch norm statistics of the local inputs are not finite")
+    golden = self_test.prepared(bundle.golden()["raw"], bundle.manifest.task.input)
+    few = inputs[: len(golden)]
+    content = changed(bundle, variant.fingerprint, statistics)
+    features = run_probe(probe_of(bundle, content), kind, np.concatenate([golden, few]), 0.0)[1]
+    difference = float(np.abs(features[len(golden) :] - expected[: len(few)]).max(initial=0))
+    if not difference <= _PROBE_TOLERANCE * max(1.0, float(np.abs(expected).max(initial=0))):
+        raise BundleDamaged(f"the encoder with its own batch norm differs from its probe by {difference:.3g}")
+    return OwnNorm(variant.fingerprint, statistics, len(inputs), features[: len(golden)])
+
+
+def choose(
+    bundle: Bundle,
+    samples: Samples | None,
+    threads: int = 1,
+    refit: Refit = Refit(),
+    *,
+    fp32: Encoder | None = None,
+    clock: Callable[[], float] | None = None,
+) -> PrecisionChoice:
+    """Choose int8 where it is faster and as accurate here, else fp32; the cheapest checks come first.
+
+    ``fp32`` is the encoder to compare with, by default the bundle's with the shipped batch norm. ``clock`` gives
+    seconds; by default CPU time where one thread computes, so that other load does not count.
+
+    Raises:
+        BundleDamaged: the self-test of fp32 fails.
+    """
+    # 1. Without the variant, or samples to compare on, there is nothing to choose.
+    if "int8" not in bundle.manifest.variants:
+        return PrecisionChoice("fp32", "the bundle has no int8 variant")
+    if samples is None:
+        return PrecisionChoice("fp32", "no labelled samples to compare the accuracies on")
+    # 2. int8 has to pass its self-test here.
+    encoders = {"fp32": fp32 or Encoder.open(bundle, "fp32", threads)}
+    try:
+        encoders["int8"] = Encoder.open(bundle, "int8", threads)
+    except BundleDamaged as error:
+        return PrecisionChoice("fp32", f"int8 does not run here as it was exported: {error}")
+    # 3. It has to be faster. Times are noted for this processor, runtime and these encoders.
+    providers = {name: list(encoder.providers) for name, encoder in encoders.items()}
+    fingerprints = {name: encoder.fingerprint for name, encoder in encoders.items()}
+    conditions = {**arithmetic(), "providers": providers, "threads": threads, "fingerprints": fingerprints}
+    path = bundle.made / "precision.json"
+    earlier = read_record(path, conditions)
+    if clock is None:  # CPU time of this thread where it does all the work; a GPU's work is no CPU time
+        on_cpu = all(encoder.providers == ("CPUExecutionProvider",) for encoder in encoders.values())
+        clock = time.thread_time if threads == 1 and on_cpu else time.perf_counter
+    timing = Timing(**earlier["timing"]) if "timing" in earlier else timed(encoders, clock)
+    measured = {"timing": asdict(timing), "accuracy": earlier.get("accuracy", {})}
+    shown = f"a batch takes {timing.fp32_ms:.3f} ms in fp32 and {timing.int8_ms:.3f} ms in int8"
+    if not timing.is_faster:
+        write_record(path, conditions, measured)
+        return PrecisionChoice("fp32", f"{shown}; int8 would have to save {LEAST_GAIN:.0%} and {LEAST_GAIN_MS} ms")
+    # 4. Heads on both have to answer alike. That takes the longest, and is noted for these samples.
+    digest = hashlib.sha256(samples.digest.encode() + samples.labels.tobytes()).hexdigest()
+    answers = measured["accuracy"].get(digest) or count_right(encoders, samples, refit)
+    write_record(path, conditions, {**measured, "accuracy": {digest: answers}})
+    right = {name: answers[name] / max(answers["of"], 1) for name in encoders}
+    if answers["of"] < LEAST_ANSWERS:
+        why = f"accuracies could be compared on {answers['of']} answers only, {LEAST_ANSWERS} are needed"
+        return PrecisionChoice("fp32", f"{shown}; {why}")
+    result = f"{shown}; a head on local data is right on {100 * right['fp32']:.1f} % and {100 * right['int8']:.1f} %"
+    is_as_good = answers["fp32"] - answers["int8"] <= MOST_LOSS * answers["of"]
+    limit = "" if is_as_good else f": int8 may lose {100 * MOST_LOSS:.1f} %"
+    return PrecisionChoice("int8" if is_as_good else "fp32", f"{result}{limit}")
+
+
+def count_right(encoders: Mapping[str, Encoder], samples: Samples, refit: Refit = Refit()) -> dict[str, int]:
+    """Return numbers of `right_answers`, and of all answers (``of``)."""
+    answers = right_answers(encoders, samples, refit)
+    return {**{name: int(rows.sum()) for name, rows in answers.items()}, "of": len(next(iter(answers.values())))}
+
+
+def right_answers(encoders: Mapping[str, Encoder], samples: Samples, refit: Refit = Refit()) -> dict[str, np.ndarray]:
+    """Return which answers, (m,) bool, of heads refitted on each encoder are right; see `refitted_answers`."""
+    features = {name: features_of(samples, encoder, refit.cache, refit.progress) for name, encoder in encoders.items()}
+    return refitted_answers(features, samples, refit.seed)

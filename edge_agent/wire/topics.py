@@ -1,0 +1,94 @@
+"""The topics on which messages are published, and the filters that match them."""
+
+from __future__ import annotations
+
+import re
+
+from ..core.config import NAME_PATTERN
+from ..core.errors import MessageError
+
+GENERATION = 1
+"""The level of all topics that changes only when old and new peers must not even receive each other's messages."""
+
+_AGENT = re.compile(NAME_PATTERN)
+
+
+class Topics:
+    """All topics of one federation."""
+
+    def __init__(self, federation: str) -> None:
+        self.federation = federation
+        self.root = f"fl/{GENERATION}/{federation}"
+        """The first levels of every topic of this federation."""
+
+        self.announce = f"{self.root}/ann"
+        """The topic of the coordinator's announcements to all agents."""
+
+        self.coordinators = f"{self.root}/co"
+        """The topic on which coordinators of the same federation detect each other."""
+
+    def up(self, agent: str) -> str:
+        """Return the topic of control messages from an agent."""
+        return f"{self.root}/a/{agent}/up"
+
+    def down(self, agent: str) -> str:
+        """Return the topic of control messages to an agent."""
+        return f"{self.root}/a/{agent}/dn"
+
+    def up_chunks(self, agent: str) -> str:
+        """Return the topic of chunks from an agent."""
+        return f"{self.root}/a/{agent}/ub"
+
+    def down_chunks(self, agent: str) -> str:
+        """Return the topic of chunks to one agent."""
+        return f"{self.root}/a/{agent}/db"
+
+    def broadcast(self, digest: str) -> str:
+        """Return the topic of the chunks of one blob to many agents."""
+        return f"{self.root}/b/{digest[:16]}"
+
+    def presence(self, agent: str) -> str:
+        """Return the topic that says whether an agent is online or offline."""
+        return f"{self.root}/s/{agent}"
+
+    def heartbeat(self, agent: str) -> str:
+        """Return the topic of an agent's heartbeats."""
+        return f"{self.root}/h/{agent}"
+
+    def for_coordinator(self) -> tuple[str, ...]:
+        """Return the filters to which a coordinator subscribes."""
+        from_agents = (f"{self.root}/a/+/up", f"{self.root}/a/+/ub", f"{self.root}/s/+", f"{self.root}/h/+")
+        return (*from_agents, self.coordinators)
+
+    def for_agent(self, agent: str) -> tuple[str, ...]:
+        """Return the filters to which an agent always subscribes."""
+        return (self.down(agent), self.down_chunks(agent), self.announce)
+
+    def sender(self, topic: str) -> tuple[str, str]:
+        """Return the agent that publishes on a topic, and the kind of the topic: ``up``, ``ub``, ``s`` or ``h``.
+
+        Raises:
+            MessageError: The topic is not one of an agent, or the agent's name is invalid.
+        """
+        levels = topic.removeprefix(f"{self.root}/").split("/") if topic.startswith(f"{self.root}/") else []
+        if len(levels) == 3 and levels[0] == "a" and levels[2] in {"up", "ub"}:
+            _, agent, kind = levels
+        elif len(levels) == 2 and levels[0] in {"s", "h"}:
+            kind, agent = levels
+        else:
+            raise MessageError(f"topic {topic[:120]!r} is not one on which agents publish")
+        if not _AGENT.fullmatch(agent):
+            raise MessageError(f"agent name {agent[:80]!r} does not match {NAME_PATTERN}")
+        return agent, kind
+
+
+def matches(topic_filter: str, topic: str) -> bool:
+    """Return whether a filter covers a topic; ``+`` stands for one level, ``#`` for all that follow."""
+    pattern = topic_filter.split("/")
+    levels = topic.split("/")
+    for position, level in enumerate(pattern):
+        if level == "#":
+            return True
+        if position >= len(levels) or level not in {"+", levels[position]}:
+            return False
+    return len(pattern) == len(levels)

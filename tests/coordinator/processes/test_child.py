@@ -1,0 +1,78 @@
+"""Children of this program in a folder where somebody keeps modules named like Python's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import coordinator
+from coordinator.hosted import transport
+from coordinator.processes import compute
+from coordinator.processes.compute import ComputeProcess
+from coordinator.processes.supervisor import ChildProcess, command
+from coordinator.simulation.engines import pool
+from edge_agent.core.errors import RunFailed
+
+HOSTILE = "raise RuntimeError('a file of the working folder was imported')\n"
+ROOT = Path(coordinator.__file__).parent
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    for name in ("queue", "json", "socket", "runpy", "coordinator", "edge_agent"):
+        (tmp_path / f"{name}.py").write_text(HOSTILE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def said(*line, **environment):
+    done = subprocess.run(
+        line, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL, env={**os.environ, **environment}
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_python_itself_would_take_the_working_folders(hostile):
+    code, _, words = said(sys.executable, "-c", "import queue")
+    assert code == 1
+    assert "a file of the working folder was imported" in words
+
+
+@pytest.mark.parametrize("line", [transport.COMMAND, compute.COMMAND, pool.COMMAND])
+def test_children_begin_whatever_lies_in_the_working_folder(hostile, line):
+    """They exit without output when their owner has closed the pipe."""
+    child = ChildProcess(line, hostile / "child.log")
+    child.pipe.close()
+    assert child._process.wait(120) == 0
+    assert (hostile / "child.log").read_text() == ""
+    child.close()
+
+
+def test_a_question_is_answered_there(hostile):
+    asked = ComputeProcess(hostile / "words.log")
+    try:
+        with pytest.raises(RunFailed, match="KeyError: 'do'"):
+            asked.submit({})
+    finally:
+        asked.close()
+
+
+def test_it_is_otherwise_as_with_m(hostile):
+    """The arguments, the name, the packages of this very place, and what PYTHONPATH names before all others."""
+    other = hostile / "elsewhere"
+    other.mkdir()
+    (other / "shown.py").write_text(
+        "import sys, queue, coordinator\nprint(__name__, sys.argv[1:], coordinator.__file__, '' in sys.path)\n"
+    )
+    code, out, words = said(*command("shown", "a b", "-c"), PYTHONPATH=str(other))
+    assert (code, words) == (0, "")
+    assert out == f"__main__ ['a b', '-c'] {coordinator.__file__} False\n"
+
+
+def test_no_child_is_started_in_another_way():
+    found = {path.name for path in ROOT.rglob("*.py") if "sys.executable" in path.read_text(encoding="utf-8")}
+    assert found == {"supervisor.py"}

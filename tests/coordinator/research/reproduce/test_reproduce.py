@@ -1,0 +1,351 @@
+"""A published table made again on small data: what is run, what is kept, and what is said about it."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from reproduction_harness import TABLE
+from safetensors.numpy import save_file
+
+from coordinator.research.reproduce import outcome
+from coordinator.research.reproduce.cells import Column, Reproduction, Row, Table, names, read_table
+from coordinator.research.reproduce.outcome import panel, sentence
+from coordinator.simulation.client_pool import SimulatedClients
+from edge_agent.core.errors import ConfigError, UsageError
+
+# --- the tables that come with the project ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_table_is_about_methods_and_settings_that_exist(name, tmp_path):
+    table = read_table(name)
+    changes = {} if "data" in table.plan else {"data": ("digits",)}
+    cells = Reproduction(name, table, tmp_path, changes).cells()
+    assert len(cells) == len(table.rows) * len(table.columns) * len(table.seeds)
+    assert len({cell.folder for cell in cells}) == len(cells)
+    assert table.get_data
+
+
+def test_the_rows_of_a_table_share_their_settings_and_may_differ(place):
+    cells = Reproduction("t", read_table("t.toml"), place / "out").cells()
+    plans = {(cell.row.name, cell.column.name): cell.plan for cell in cells}
+    assert plans["Local", "even"].params == {"lr": 0.05, "batch_size": 8}
+    assert plans["Fed Avg", "odd"].params == {"lr": 0.01, "batch_size": 8}
+    assert plans["Fed Avg", "odd"].alpha == 0.7
+    assert plans["Fed Avg", "even"].partition == "iid"
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_is_run_written_and_compared_with_the_paper(place, call):
+    code, out, err = call("t.toml", "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    assert [(one["row"], one["column"]) for one in told["cells"]] == [
+        ("Local", "even"), ("Fed Avg", "even"), ("Local", "odd"), ("Fed Avg", "odd"),
+    ]  # fmt: skip
+    folder = place / "reproduce-t"
+    result = json.loads((folder / "local--even--seed0" / "result.json").read_text())
+    ours = 100 * result["last"]["acc"]["personal"]["clients_mean"]
+    assert told["cells"][0]["ours"] == pytest.approx(ours, abs=1e-3)
+    assert told["cells"][0]["difference"] == pytest.approx(ours - 40, abs=1e-3)
+    assert told["cells"][3]["paper"] is None
+    page = (folder / "table.md").read_text()
+    assert f"| Local | 40.00 | {ours:.2f} |" in page
+    assert "*Doubtful:* odd numbers" in page
+    assert "- Fed Avg: smaller steps" in page
+    assert "headwater reproduce t.toml" in page
+    assert json.loads((folder / "table.json").read_text()) == told
+    assert ET.parse(folder / "curves.svg").getroot().tag.endswith("svg")
+
+
+def test_what_is_done_is_not_done_again_and_one_more_seed_is_added(place, call):
+    assert call("t.toml", "--column", "even")[0] == 0
+    _, _, err = call("t.toml", "--column", "even", "--seeds", "0,1")
+    assert [line for line in err.splitlines() if " of 2: " in line and "seed" in line] == [
+        "1 of 2: Local, even, seed 1, 2 rounds",
+        "2 of 2: Fed Avg, even, seed 1, 2 rounds",
+    ]
+    _, out, err = call("t.toml", "--column", "even", "--seeds", "0,1", "--json")
+    assert "seed" not in err
+    both = [
+        100 * json.loads(path.read_text())["last"]["acc"]["personal"]["clients_mean"]
+        for path in sorted(place.glob("reproduce-t/local--even--seed*/result.json"))
+    ]
+    cell = json.loads(out)["cells"][0]
+    assert cell["seeds"] == 2
+    assert cell["ours"] == pytest.approx((both[0] + both[1]) / 2, abs=1e-3)
+    assert cell["std"] == pytest.approx(abs(both[0] - both[1]) / 2**0.5, abs=1e-3)
+
+
+def test_a_stopped_table_goes_on_where_it_was(place, call, monkeypatch):
+    """Ctrl-C in the second round of the second row; afterwards it is the table of an undisturbed run."""
+    whole = json.loads(call("t.toml", "--column", "even", "--out", "whole", "--json")[1])
+    work = SimulatedClients.work
+    done = []
+
+    def interrupted(self):
+        done.append(1)
+        if len(done) == 16:
+            raise KeyboardInterrupt
+        return work(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedClients, "work", interrupted)
+        code, _, err = call("t.toml", "--column", "even", "--out", "cut")
+    assert code == 130
+    assert "the same command resumes" in err
+    assert not (place / "cut" / "fed-avg--even--seed0" / "result.json").exists()
+    assert "| in round 2 |" in (place / "cut" / "table.md").read_text()
+    cut = json.loads(call("t.toml", "--column", "even", "--out", "cut", "--json")[1])
+    assert {**cut, "folder": ""} == {**whole, "folder": ""}
+
+
+def test_a_row_that_fails_is_told_and_the_others_go_on(place, call):
+    text = TABLE.replace('method = "local"', 'method = "local"\nparams = { lr = 1e30 }')
+    (place / "t.toml").write_text(text)
+    code, out, err = call("t.toml", "--column", "even")
+    assert code == 1
+    assert "failed" in err
+    rows = {line.split("  ")[0]: line for line in out.splitlines() if line.startswith(("Local", "Fed Avg"))}
+    assert "failed" in rows["Local"]
+    assert "33.30" in rows["Fed Avg"]
+
+
+def test_a_failed_row_is_run_again_when_that_is_asked_for(place, call):
+    (place / "t.toml").write_text(TABLE.replace('method = "local"', 'method = "local"\nparams = { lr = 1e30 }'))
+    assert call("t.toml", "--row", "local", "--column", "even")[0] == 1
+    (place / "t.toml").write_text(TABLE)
+    assert call("t.toml", "--row", "local", "--column", "even")[0] == 2, "it was asked for otherwise"
+    (place / "t.toml").write_text(TABLE.replace('method = "local"', 'method = "local"\nparams = { lr = 1e30 }'))
+    code, _, err = call("t.toml", "--row", "local", "--column", "even")
+    assert code == 1
+    assert "1 of 1" not in err, "not without --again"
+    assert "1 of 1" in call("t.toml", "--row", "local", "--column", "even", "--again")[2]
+
+
+def test_a_row_that_came_to_a_result_after_all_has_not_failed(place, call):
+    assert call("t.toml", "--row", "local", "--column", "even")[0] == 0
+    (place / "reproduce-t" / "local--even--seed0" / "failed.json").write_text('{"reason": "in use"}')
+    code, out, _ = call("t.toml", "--row", "local", "--column", "even")
+    assert code == 0
+    assert "in use" not in out
+
+
+def test_a_part_of_a_table_leaves_the_rest_of_it_there(place, call):
+    assert call("t.toml", "--column", "even")[0] == 0
+    assert call("t.toml", "--row", "local", "--column", "odd")[0] == 0
+    page = (place / "reproduce-t" / "table.md").read_text()
+    assert "## even" in page
+    assert "| Fed Avg | 33.30 |" in page
+    before = (place / "reproduce-t" / "table.md").stat().st_mtime_ns
+    assert call("t.toml", "--show")[0] == 0
+    assert call("t.toml", "--show", "--out", "nowhere")[0] == 0
+    assert (place / "reproduce-t" / "table.md").stat().st_mtime_ns == before
+    assert not (place / "nowhere").exists()
+
+
+def test_a_table_is_gone_on_with_from_another_folder(place, call, monkeypatch):
+    assert call("t.toml", "--row", "local", "--column", "even", "--data", f"npz:{place}/i.npz")[0] == 0
+    (place / "sub").mkdir()
+    monkeypatch.chdir(place / "sub")
+    words = ("--row", "local", "--column", "even", "--out", "../reproduce-t")
+    assert call("../t.toml", *words, "--data", "npz:../i.npz")[0] == 0
+    assert call("../t.toml", *words, "--data", "npz:i.npz")[0] == 2
+
+
+def test_the_command_in_the_table_says_all_that_was_asked_for(place, call):
+    words = ("--row", "local", "--column", "even", "--seeds", "3", "--rounds", "1", "--data", "npz:i.npz")
+    assert call("t.toml", *words)[0] == 0
+    page = (place / "reproduce-t" / "table.md").read_text()
+    command = page.split("```")[1].split()
+    assert command[:2] == ["headwater", "reproduce"]
+    assert call(*command[2:])[0] == 0
+    assert set(words) <= set(command)
+
+
+def test_best_is_chosen_by_the_tables_own_average_and_among_rounds_with_everybody(place):
+    """Round 3 has the highest samples_mean of those with all three clients; round 4 has one client only."""
+    table = read_table("t.toml").model_copy(update={"average": "samples_mean", "when": "best"})
+
+    def scored(clients, clients_mean, samples_mean):
+        return {"clients": clients, "clients_mean": clients_mean, "samples_mean": samples_mean}
+
+    acc = [scored(3, 0.9, 0.5), scored(3, 0.2, 0.3), scored(3, 0.4, 0.7), scored(1, 1.0, 1.0)]
+    result = {
+        "clients": 3, "new_clients": 0, "last": {"rounds_done": 4, "acc": {"personal": scored(3, 0.6, 0.6)}},
+        "rounds": [{"round": n, "acc": {"personal": one, "after": one}} for n, one in enumerate(acc, 1)],
+    }  # fmt: skip
+    assert outcome._percent(result, "personal", table.when, table.average) == pytest.approx(70.0)
+    assert outcome._percent(result, "after", "last", table.average) == pytest.approx(70.0)
+
+
+def test_runs_that_were_asked_for_otherwise_are_not_mixed_in(place, call):
+    assert call("t.toml", "--row", "local", "--column", "even")[0] == 0
+    code, _, err = call("t.toml", "--rounds", 3)
+    assert code == 2
+    assert "rounds 2, now 3" in err
+    assert "--out" in err
+
+
+def test_missing_data_are_told_with_where_to_get_them(place, call):
+    (place / "i.npz").unlink()
+    code, _, err = call("t.toml")
+    assert code == 2
+    assert "Get it from the shelf." in err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("fedpac-t1-fmnist-2",), "did you mean 'fedpac-t1-fmnist-20'"),
+        (("t.toml", "--row", "loca"), "did you mean 'local'"),
+        (("t.toml", "--seeds", "a"), "--seeds 'a'"),
+        (("t.toml", "--seeds", "1,1"), "given twice"),
+        (("t.toml", "--rounds", "0"), "rounds"),
+        (("absent.toml",), "absent.toml"),
+    ],
+)
+def test_a_request_that_cannot_be_is_told(place, call, words, said):
+    code, _, err = call(*words)
+    assert code == 2
+    assert said in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (('name = "Fed Avg"', 'name = "local"'), "two rows would have the folder local"),
+        (("paper = { even = 33.3 }", "paper = { eve = 33.3 }"), "no column 'eve'"),
+        (('[[promises]]\nrow = "Local"', '[[promises]]\nrow = "Best"'), "'Best', which is no row"),
+        (("tolerance = 5", "tolerance = 0"), "tolerance"),
+    ],
+)
+def test_a_table_with_mistakes_is_refused(place, change, words):
+    (place / "t.toml").write_text(TABLE.replace(*change))
+    with pytest.raises(ConfigError, match=words):
+        read_table("t.toml")
+
+
+def test_a_row_with_a_method_or_parameter_that_is_not_there_is_refused(place):
+    table = read_table("t.toml")
+    for change, words in (({"method": "fedfoo"}, "did you mean 'fedfomo'"), ({"params": {"warmth": 1}}, "warmth")):
+        rows = (table.rows[0].model_copy(update=change),)
+        with pytest.raises(UsageError, match=rf"row 'Local'(.|\n)*{words}"):
+            Reproduction("t", table.model_copy(update={"rows": rows}), place).cells()
+
+
+def test_rows_begin_with_weights_that_are_given_and_are_not_mixed_with_others(place, call):
+    def write(value):
+        save_file({"layers.1.weight": np.full((4, 16), value), "layers.1.bias": np.zeros(4)}, place / "w.safetensors")
+
+    words = ("t.toml", "--row", "Local", "--column", "even", "--weights", "w.safetensors", "--json")
+    write(0.25)
+    code, _, err = call(*words)
+    assert code == 0, err
+    found = json.loads(next((place / "reproduce-t").glob("*/result.json")).read_text())
+    assert found["weights"]["path"] == str(place / "w.safetensors")
+    write(0.5)
+    code, _, err = call(*words)
+    assert (code, "started with other weights" in err) == (2, True)
+    for name, reason in (("absent", "cannot be read"), ("t.toml", "is no safetensors file")):
+        code, _, err = call(*words[:-2], name, "--out", "other")
+        assert code == 2
+        assert reason in err
+        assert "shelf" not in err, "it is not the data that are missing"
+
+
+def test_tables_are_listed(call):
+    code, out, _ = call()
+    assert code == 0
+    assert all(name in out for name in names())
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def found(values, table, **changes):
+    base = outcome.Outcome(table.rows[0], table.columns[0], 1, (2,), None, None, None, None, None, 5.0, **changes)
+    by_name = {row.name: row for row in table.rows}
+    return [replace(base, row=by_name[name], paper=paper, ours=ours) for name, (paper, ours) in values.items()]
+
+
+@pytest.mark.parametrize(
+    "paper, ours, words",
+    [
+        (40.0, 44.9, "within 5"), (40.0, 45.2, "5.20 points above"), (40.0, 30.0, "10.00 points below"),
+        (None, 30.0, "nothing published"), (40.0, None, "not run yet"),
+    ],
+)  # fmt: skip
+def test_verdicts_in_words(place, paper, ours, words):
+    assert found({"Local": (paper, ours)}, read_table("t.toml"))[0].verdict == words
+
+
+def test_fewer_rounds_than_the_tables_are_told(place, call):
+    table = read_table("t.toml")
+    assert found({"Local": (40.0, 30.0)}, table, of_rounds=200)[0].verdict == "10.00 points below, 2 of 200 rounds"
+    code, out, _ = call("t.toml", "--row", "local", "--column", "even", "--rounds", 1)
+    assert code == 0
+    assert "1 of 2 rounds" in out
+
+
+@pytest.mark.parametrize("local, other, holds", [(50, 49, True), (49, 50, False), (50, 50, False), (50, None, None)])
+def test_the_order_that_a_paper_claims_is_looked_at(place, local, other, holds):
+    table = read_table("t.toml")
+    kept = outcome.promises(table, found({"Local": (None, local), "Fed Avg": (None, other)}, table))
+    assert kept[0]["holds"] is holds
+    assert isinstance(table, Table)
+
+
+@pytest.mark.parametrize(
+    "mine, others, words",
+    [
+        (50, {"a": 49, "b": 48}, "The paper's order holds: Best above a, b."),
+        (50, {"a": 51, "b": None}, "The paper's order does **not** hold (Best above a, b): a came out at least as"),
+        (50, {"a": 49, "b": None}, "The paper's order holds so far: Best above a, which are 1 of 2; not there yet: b."),
+        (None, {"a": 49, "b": 48}, "The paper's order (Best above a, b) cannot be checked yet: there is nothing to"),
+    ],
+)
+def test_the_order_in_words(place, mine, others, words):
+    path = place / "order.toml"
+    rows = "".join(f'[[rows]]\nname = "{name}"\nmethod = "local"\n' for name in ("Best", *others))
+    text = (place / "t.toml").read_text()
+    path.write_text(f'{text[: text.index("[[rows]]")]}{rows}[[promises]]\nrow = "Best"\n')
+    table = read_table("order.toml")
+    ours = {name: (None, value) for name, value in {"Best": mine, **others}.items()}
+    assert sentence(outcome.promises(table, found(ours, table))[0]).startswith(words)
+
+
+def curve_of(*means):
+    """A result whose personal accuracy after 0, 1, ... rounds was so."""
+    *before, last = [{"personal": {"clients_mean": mean}} for mean in means]
+    rounds = [{"round": number, "acc": acc} for number, acc in enumerate(before, 1)]
+    return {"rounds": rounds, "last": {"rounds_done": len(before), "acc": last}}
+
+
+def test_curves_have_the_published_value_a_band_over_seeds_and_say_what_they_are_of():
+    column = Column(name="20 clients")
+    rows = [Row(name="FedPAC", method="fedpac", paper={"20 clients": 91.8}), Row(name="Local", method="fedavg")]
+    table = Table(title="T", source="S", measure="M", columns=(column,), rows=tuple(rows))
+    plan = SimpleNamespace(data=("idx:/data/fmnist",))
+    results = {"FedPAC": [curve_of(0.5, 0.7, 0.8), curve_of(0.3, 0.5)], "Local": [curve_of(0.4, 0.6)]}
+    cells = [
+        SimpleNamespace(row=row, column=column, plan=plan, result=result)
+        for row in rows
+        for result in [*results[row.name], None]
+    ]
+    chart = panel(table, column, cells)
+    assert (chart.title, chart.y.text) == ("20 clients: idx", "accuracy, mean over clients (%)")
+    mean, published, local = chart.series
+    assert (mean.name, published.name) == ("FedPAC, mean of 2 seeds", "FedPAC, published 91.8 %")
+    assert mean.points == ((0.0, pytest.approx(40.0)), (1.0, pytest.approx(60.0))), "rounds that both seeds have"
+    assert mean.band == ((pytest.approx(30.0), pytest.approx(50.0)), (pytest.approx(50.0), pytest.approx(70.0)))
+    assert (published.points, published.dashed, published.role) == (((0.0, 91.8), (1.0, 91.8)), True, mean.role)
+    assert (local.name, local.band) == ("Local", ())
