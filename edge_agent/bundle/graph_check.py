@@ -373,10 +373,7 @@ class _Reader:
         if len(typed) > 1 or (typed and content["raw_data"]):
             raise BundleDamaged("a constant has its values twice")
         if not typed:
-            raw = _bytes(content["raw_data"][0]) if content["raw_data"] else memoryview(b"")
-            count = len(raw) // _ITEM_BYTES[kind] if len(raw) % _ITEM_BYTES[kind] == 0 else -1
-            is_known = kind == _INT64 and 0 <= count <= _MOST_KNOWN
-            return count, np.frombuffer(raw, "<i8") if is_known else None
+            return _raw_values(_bytes(content["raw_data"][0]) if content["raw_data"] else memoryview(b""), kind)
         name = typed[0]
         if kind not in _TYPED[name]:
             raise BundleDamaged(f"a constant of element type {kind} has its values as '{name}'")
@@ -463,6 +460,15 @@ def _bytes(value: _Raw) -> memoryview:
     if isinstance(value, int):
         raise BundleDamaged("a number where ONNX has something else")
     return value
+
+
+def _raw_values(raw: memoryview, kind: int) -> tuple[int, np.ndarray | None]:
+    """Return what `_tensor_values` does, of a constant whose values are raw bytes."""
+    count, rest = divmod(len(raw), _ITEM_BYTES[kind])
+    if rest:
+        return -1, None
+    is_known = kind == _INT64 and count <= _MOST_KNOWN
+    return count, np.frombuffer(raw, "<i8") if is_known else None
 
 
 def _shape(sides: Sequence[int]) -> Shape:
