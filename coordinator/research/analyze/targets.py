@@ -25,10 +25,11 @@ from edge_agent.personal.encoder import Encoder
 from edge_agent.personal.personalize import global_probabilities
 from edge_agent.wire.tensors import decode
 
+from ...journal.sqlite import Journal
 from ...runs.release import pooled_before
 from ...runs.request import Request
 from ...state.store import StateFolder, states_of
-from ...views.runs import replay
+from ...views.runs import RunRecord, replay
 from . import measures
 from .settings import Location, Settings
 
@@ -374,6 +375,15 @@ def _opened(path: Path, stack: ExitStack) -> Bundle:
 BATCH = 512
 
 
+def _newest_with_round(journal: Journal, names: Iterable[str]) -> RunRecord | None:
+    """Return the first of these runs that has closed a round; None where none has."""
+    for name in names:
+        record = replay(journal, name)
+        if record.round:
+            return record
+    return None
+
+
 class RunTarget(StoredRun):
     """The coordinator's part of a run; personal parts stay on the devices."""
 
@@ -402,7 +412,7 @@ class RunTarget(StoredRun):
         folder = StateFolder(state)
         with folder.look():
             names = [run] if run else reversed(folder.journal.runs())
-            record = next((one for one in (replay(folder.journal, name) for name in names) if one.round), None)
+            record = _newest_with_round(folder.journal, names)
         if record is None and run:
             raise UsageError(f"{run} has no closed round yet; there is nothing to analyze before the first one")
         if record is None:
