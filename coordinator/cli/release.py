@@ -11,7 +11,7 @@ import typer
 from edge_agent.core.errors import UsageError
 
 from ..fleet import release_commands as commands
-from ..fleet.release_commands import chosen, described, device_rows, tiers_without_releases
+from ..fleet.release_commands import chosen, describe_release, device_rows, tiers_without_releases
 from ..journal.store import utc_now
 from ..state.store import StateFolder
 from ..text import listed
@@ -212,7 +212,7 @@ def status(
         now = utc_now()
     if number is not None:
         chosen(book, number)
-    releases = [described(book, one, now) for one in book.releases]
+    releases = [describe_release(book, one, now) for one in book.releases]
     rows = device_rows(book, now)
     result = {"releases": [one for one in releases if number in {None, one["release"]}], "devices": rows}
     shown = rows[:devices] if devices else rows
@@ -226,7 +226,7 @@ def _show(folder: StateFolder, number: int, *, as_json: bool) -> None:
     now = utc_now()
     if (release := book.get(number)) is None:
         raise UsageError(f"release {number} was not made; 'headwater release status' shows all")
-    result = described(book, release, now)
+    result = describe_release(book, release, now)
     result["notes"] = [*_notes(book, release, folder.path)]
     present(result, [release_line(result), *result["steps"], *result["notes"]], as_json=as_json)
 

@@ -196,7 +196,7 @@ def author() -> str:
 # --- descriptions ----------------------------------------------------------------------------------------------------
 
 
-def described(book: Book, release: Release, now: datetime) -> dict[str, Any]:
+def describe_release(book: Book, release: Release, now: datetime) -> dict[str, Any]:
     """A release as JSON: its plan, where it stands, where it comes from, and what it scored where."""
     made = release.made
     on_devices = book.scores(release.bundle_id)
@@ -364,10 +364,10 @@ def stage_text(release: Mapping[str, Any]) -> str:
 
 
 def releases_of_run(folder: StateFolder, run: str) -> list[dict[str, Any]]:
-    """The releases of a run as JSON, see `described`."""
+    """The releases of a run as JSON, see `describe_release`."""
     book = book_of(folder.journal)
     now = utc_now()
-    return [described(book, one, now) for one in book.releases if one.run == run]
+    return [describe_release(book, one, now) for one in book.releases if one.run == run]
 
 
 # --- inside ----------------------------------------------------------------------------------------------------------

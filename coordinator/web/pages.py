@@ -22,7 +22,7 @@ from edge_agent.core.errors import HeadwaterError, StateError, UnknownName, Usag
 from edge_agent.core.storage import read_json, read_regular
 from edge_agent.core.time_and_text import show_time
 
-from ..fleet.release_commands import described, stage_text, standing, waits_for
+from ..fleet.release_commands import describe_release, stage_text, standing, waits_for
 from ..journal.store import Entry
 from ..runs.result_notes import SHOWN_CLIENTS, spent
 from ..runs.timeline import Event
@@ -339,7 +339,7 @@ def releases(request: Request) -> Response:
         number=number,
         more=chosen[-1].number if number is None and len(older) > len(chosen) else None,
         devices=_devices(book, chosen[0], request, now) if number is not None else None,
-        origin=described(book, chosen[0], now) if number is not None else None,
+        origin=describe_release(book, chosen[0], now) if number is not None else None,
         pins=sorted((name, one) for name, one in book.pins.items() if one.holds(now))[:PAGE_ROWS],
         has_bundles=any(one.bundle for one in view.runs.values()),
     )
