@@ -78,7 +78,7 @@ class Part(BaseModel):
         return json.dumps(given, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     def changed(self, **changes: object) -> Self:
-        """Return the same value with some fields given anew."""
+        """Return a copy of this value in which these fields are replaced."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self).model_validate({**given, **changes})
 
@@ -505,7 +505,7 @@ class ReleaseMade(_OfBundle):
 
 
 class ReleaseSigned(Fact):
-    """A release has another file, which is signed anew; the digest is of that."""
+    """A release was signed again; the entry's digest is that of its new file."""
 
     kind = "release_signed"
 

@@ -104,13 +104,13 @@ def _style() -> Any:
 
 
 _TITLE_CHARS_PER_INCH = 9.5
-"""Of a panel's title in its font, with some room: a longer line would squeeze the panel."""
+"""The characters of a panel's title in an inch of its font, with some room: a longer line would squeeze the panel."""
 
 _PANEL_TITLE_SIZE = 11
-"""Of a panel's title, in points."""
+"""The size of a panel's title, in points."""
 
 _TITLE_SIZE = 12
-"""Of the title above all panels, in points."""
+"""The size of the title above all panels, in points."""
 
 
 def _size(chart: Chart) -> tuple[float, float]:
