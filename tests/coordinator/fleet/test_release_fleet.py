@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-from coordinator.cli.release import described, device_rows
+from coordinator.cli.release import describe_release, device_rows
 from coordinator.fleet.rollout import OFFERS_S, Rollout
 from coordinator.fleet.transfers import Distributor
 from coordinator.journal.entries import BundleExported
@@ -154,7 +154,7 @@ def test_10_000_devices_report_on_one_release(state, canary):
     book = Book()
     book.read(state.journal)
     rows = device_rows(book, NOW)
-    shown = [described(book, release, NOW) for release in book.releases]
+    shown = [describe_release(book, release, NOW) for release in book.releases]
     figures["status, ms"] = 1e3 * (time.perf_counter() - begin)
     print("", f"canary {canary or 'none'}", *(f"  {name:30} {value:9.1f}" for name, value in figures.items()), sep="\n")
     assert len(rows) == 10_000
