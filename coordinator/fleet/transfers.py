@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_high, median_low
+from typing import ClassVar
 
 from edge_agent.core.errors import ChunkError, TensorsError, UpdateRejected, cause
 from edge_agent.core.storage import mapped, sync_folder
@@ -128,6 +129,9 @@ class Collection:
     session: str = ""
     """Attempt at a secure sum that the updates are masked for; empty: none."""
 
+    has_grace_period: ClassVar[bool] = True
+    """Whether members that have not delivered get more time once the quorum has."""
+
     @property
     def outstanding(self) -> tuple[str, ...]:
         """Cohort members that have neither been accepted nor rejected."""
@@ -170,6 +174,10 @@ class Collection:
     def purpose_of(self, agent: str) -> Purpose:
         """What this agent is asked to do."""
         return "contribute" if agent in self.joining else self.purpose
+
+    def asked_in_round(self, agent: str) -> int:  # noqa: ARG002 - in rounds of another kind agents differ
+        """Return the round whose job this agent works on."""
+        return self.round
 
     def takes(self, agent: str, message: UpdateManifest) -> bool:
         """Whether the update was made for this round and purpose."""

@@ -31,10 +31,10 @@ from edge_agent.wire.tensors import decode
 
 from ..config import NO_BOUNDS, AggregationConfig, CoordinatorConfig
 from ..journal.entries import Aggregation
+from ..rounds.staleness import rebased
 from ..state.store import BlobStore
 from . import class_statistics
 from .bounds import find_bounds
-from .buffered import rebased
 from .class_statistics import Correction
 from .repeats import is_repeater
 from .robust import rule_of

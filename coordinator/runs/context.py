@@ -20,6 +20,7 @@ from ..fleet.rollout import Rollout
 from ..fleet.transfers import Collector, Distributor
 from ..processes.compute import Compute, InlineCompute
 from ..state.store import StateFolder
+from .privacy import PrivacyBudget
 from .request import Request
 
 REPORT_DEADLINE_S = 120.0
@@ -216,6 +217,11 @@ class Run:
 
     client_ranges: Tensors = field(default_factory=dict)
     """Client -> ranges (steps, 2) of the activations of this encoder, once they have been collected."""
+
+    @property
+    def privacy_budget(self) -> PrivacyBudget:
+        """What rounds cost under the configuration, and what those in the journal have cost."""
+        return PrivacyBudget(self.context.config, self.context.state.journal, self.method.server_step_is_mean())
 
     def for_compute(self) -> dict[str, Any]:
         """As JSON, for a function in the compute process."""

@@ -20,7 +20,7 @@ from ..views.runs import replay
 from .context import Steps, Waiting
 from .request import Request
 from .results import end_run, requested_cancels
-from .round_loop import RunLoop
+from .run_loop import RunLoop
 
 log = logging.getLogger(__name__)
 

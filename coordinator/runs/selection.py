@@ -26,7 +26,6 @@ from ..journal.sqlite import Journal
 from ..journal.store import facts_of
 from ..text import counted, listed
 from ..views.runs import OpenRound, RunRecord, step
-from .buffered import BufferedCollection
 from .context import RunContext, Waiting
 from .pace import Pace, Times, slowed, times_of
 
@@ -586,7 +585,7 @@ class Selection:
         work: Mapping[str, float],
     ) -> float:
         """Until when the round waits for these agents, by `Roster.heard_s`."""
-        grace_s = self.context.config.round.grace_s if not isinstance(collection, BufferedCollection) else 0.0
+        grace_s = self.context.config.round.grace_s if collection.has_grace_period else 0.0
         until = deadline if quorum_at is None else min(deadline, quorum_at + grace_s)
         if not self._is_adaptive or (quorum_at is None and not self._has_half(collection)):
             return until

@@ -55,7 +55,7 @@ from ..journal.store import utc_now
 from ..processes.compute import Compute, InlineCompute
 from ..runs.context import Reports, Run, RunContext, RunHooks, Waiting
 from ..runs.request import Request
-from ..runs.round_loop import RunLoop
+from ..runs.run_loop import RunLoop
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.backup import MARKER
 from ..state.candidate import accuracies_of

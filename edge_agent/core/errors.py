@@ -30,6 +30,7 @@ HeadwaterError                  exit 1   something failed
 │   └── SumRefused              exit 1   a secure sum would reveal more than the sum, or cannot be shown not to
 │       └── SharesWrong         exit 1   shares of other devices do not open
 ├── RunFailed                   exit 1   a run cannot go on, or has ended without a result
+├── SumMissed                   exit 1   an attempt at a secure sum gave none; the round begins again
 ├── MeasuringFailed             exit 1   what a benchmark measures has ended, or does not answer
 ├── ChildFailed              exit 1   a process that was started for some work has ended without its result
 ├── ExportRejected              exit 1   an export did not pass its gates; the previous bundle stays
@@ -225,6 +226,10 @@ class SharesWrong(SumRefused):
 
 class RunFailed(HeadwaterError):
     """A run cannot go on, or has ended without a result; the message says why."""
+
+
+class SumMissed(HeadwaterError):
+    """An attempt at a secure sum has given none, and revealed nothing; the message says why. The round begins again."""
 
 
 class MeasuringFailed(HeadwaterError):

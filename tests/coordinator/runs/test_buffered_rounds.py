@@ -18,9 +18,10 @@ from coordinator.config import CoordinatorConfig
 from coordinator.fleet import transfers
 from coordinator.fleet.transfers import Collector
 from coordinator.journal.entries import fact_of
+from coordinator.rounds.buffered import BufferedCollection
+from coordinator.rounds.staleness import rebased, staleness_weight
 from coordinator.runs.aggregation import refusal
 from coordinator.runs.audit import audit
-from coordinator.runs.buffered import BufferedCollection, rebased, staleness_weight
 from coordinator.runs.context import Waiting
 from coordinator.service.preflight import checked_method
 from coordinator.state.store import StateFolder, blobs_needed

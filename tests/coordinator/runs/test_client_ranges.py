@@ -42,7 +42,9 @@ def finished(folder, *, tasks=TinyDuties, keep_back=(), kill=False, method="feda
         fed.request(method, rounds=2, params={"local_epochs": 1, "batch_size": 8, "lr": 0.05})
         if kill:
             while not (
-                (loop := fed.coordinator.loop) and loop.asked and loop.asked.spec.purpose == "activation_ranges"
+                (loop := fed.coordinator.loop)
+                and loop.assignment
+                and loop.assignment.spec.purpose == "activation_ranges"
             ):
                 if not fed.step():
                     fed.clock.now += 0.01

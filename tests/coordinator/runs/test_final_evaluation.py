@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from federation_harness import Federation
 
 from coordinator.journal.sqlite import Journal
-from coordinator.runs import context, results, round_loop
+from coordinator.runs import context, results, run_loop
 from coordinator.runs.context import LOOK_AGAIN_S, Reports
 
 AGENTS = 7
@@ -32,7 +32,7 @@ def jobs_under_way(fed):
 
 
 def test_agents_are_asked_in_turn_and_all_of_them_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(round_loop, "ASKED_AT_ONCE", 3)
+    monkeypatch.setattr(run_loop, "ASKED_AT_ONCE", 3)
     with Federation(tmp_path, agents=AGENTS, capture=True) as fed:
         fed.request(rounds=1)
         fed.finish()
@@ -41,13 +41,13 @@ def test_agents_are_asked_in_turn_and_all_of_them_report(tmp_path, monkeypatch):
 
 
 def test_agents_with_slow_links_delay_the_next_ones_by_seconds(tmp_path, monkeypatch):
-    monkeypatch.setattr(round_loop, "ASKED_AT_ONCE", 2)
+    monkeypatch.setattr(run_loop, "ASKED_AT_ONCE", 2)
     with Federation(tmp_path, agents=4, capture=True) as fed:
         monkeypatch.setattr(type(fed.coordinator.distributor), "waiting_for_blobs", lambda *_: 2)
         begin = fed.clock.now
         fed.request(rounds=1)
         fed.finish()
-        assert round_loop.TURN_S <= fed.clock.now - begin < 3 * round_loop.TURN_S
+        assert run_loop.TURN_S <= fed.clock.now - begin < 3 * run_loop.TURN_S
         assert len(fed.entries("release_reported")) == 4
 
 

@@ -163,7 +163,9 @@ def with_head_tier(folder, *, kill_in_round=0, tier="any", method="fedpac"):
         fed.settle()
         fed.request(method, rounds=2, params=FEDPAC)
         if kill_in_round:
-            while not ((loop := fed.coordinator.loop) and loop.asked and loop.asked.spec.round == kill_in_round):
+            while not (
+                (loop := fed.coordinator.loop) and loop.assignment and loop.assignment.spec.round == kill_in_round
+            ):
                 if not fed.step():
                     fed.clock.now += 0.01
             fed.kill_coordinator()

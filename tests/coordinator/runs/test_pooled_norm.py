@@ -153,7 +153,7 @@ def test_a_coordinator_killed_while_it_pools_ends_with_the_same_encoder(tmp_path
         tmp_path / "2",
         LOCAL_STATS,
         kill_at=lambda fed: (
-            (loop := fed.coordinator.loop) and loop.asked and loop.asked.spec.purpose == "batch_norm_stats"
+            (loop := fed.coordinator.loop) and loop.assignment and loop.assignment.spec.purpose == "batch_norm_stats"
         ),
     )
     assert torn.sha == calm.sha

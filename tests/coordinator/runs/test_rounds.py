@@ -87,7 +87,9 @@ def test_head_tier_agents_that_live_through_the_end_of_a_run_are_not_asked_to_tr
         fed.request(rounds=1)
         fed.until(
             lambda: (
-                (loop := fed.coordinator.loop) is not None and loop.asked and loop.asked.spec.purpose == "personalize"
+                (loop := fed.coordinator.loop) is not None
+                and loop.assignment
+                and loop.assignment.spec.purpose == "personalize"
             )
         )
         fed.wait(3)

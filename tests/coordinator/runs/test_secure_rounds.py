@@ -13,11 +13,11 @@ from listed import unlisted
 from scipy import stats
 
 from coordinator.config import NO_BOUNDS, CoordinatorConfig, DifferentialPrivacyConfig
-from coordinator.runs import secure_rounds
+from coordinator.rounds import secure_sum
+from coordinator.rounds.secure import SecureSumRounds
+from coordinator.rounds.secure_sum import SecureSum, disputed
 from coordinator.runs.aggregation import refusal
 from coordinator.runs.audit import audit
-from coordinator.runs.round_loop import RunLoop
-from coordinator.runs.secure_rounds import SecureRound, disputed
 from coordinator.service.preflight import checked_method
 from edge_agent import methods
 from edge_agent.agent import secure
@@ -330,7 +330,7 @@ def test_a_device_reveals_shares_for_one_sum_of_the_same_training_also_after_a_r
         everyone = {name: SecureSums(name, tmp_path) for name in names}
         job = down.Job(run="run-0001", round=number, rounds=9, seed=0, method="fedavg", task=TASK, blobs=(),
                        deadline_s=9, session=session * 32)  # fmt: skip
-        sums = SecureRound("run-0001", number, session * 32, {}, 3)
+        sums = SecureSum("run-0001", number, session * 32, {}, 3)
         sums.take_keys([Update(name, 1.0, one.begin(job)) for name, one in everyone.items()])
         sums.take_shares([Update(name, 1.0, one.shares(job, sums.for_shares())) for name, one in everyone.items()])
         with pytest.raises(PrivacyRefused, match="no update was masked here"):
@@ -377,7 +377,7 @@ def test_a_device_refuses_the_same_training_in_another_run_also_where_the_coordi
         fed.ask(rounds=1)
         fed.finish()
         fed.kill("a0")
-        monkeypatch.setattr(RunLoop, "_origin", "another")
+        monkeypatch.setattr(SecureSumRounds, "_origin", lambda _: "another")
         fed.ask(rounds=1)
         fed.finish()
         assert fed.record.status == "failed"
@@ -530,10 +530,10 @@ def test_batch_norm_of_single_devices_is_not_asked_for(tmp_path):
 def test_weights_that_no_updates_have_are_refused(monkeypatch, weight):
     """An agent can send any integers under its mask; three have up to 10^9 samples each."""
     total = FixedPoint().encode(np.array([weight]), 1)
-    monkeypatch.setattr(secure_rounds, "unmasked", lambda *_: total)
+    monkeypatch.setattr(secure_sum, "unmasked", lambda *_: total)
     masked = [Update(name, 1.0, {MASKED: total.view(np.int64)}) for name in ("a", "b", "c")]
     with pytest.raises(CodecError, match=r"expected 1 to 3e\+09"):
-        SecureRound("run-0001", 1, "1" * 32, {}, 3).mean(masked, [])
+        SecureSum("run-0001", 1, "1" * 32, {}, 3).mean(masked, [])
 
 
 # --- hostile ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from coordinator.fleet import transfers
 from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import Journal
 from coordinator.research.reproduce import outcome
-from coordinator.runs.round_loop import RunLoop
+from coordinator.rounds.server_step import ServerStep
 from coordinator.simulation import results
 from coordinator.simulation.client_pool import SimulatedClients
 from coordinator.simulation.run import open_simulation
@@ -79,7 +79,7 @@ def full_disk(patch, owner, name, after):
         (chunks.os, "pwrite", 1),
         (ClientStateFiles, "write", 4),
         (BlobStore, "put", 1),
-        (RunLoop, "_close", 1),
+        (ServerStep, "close", 1),
     ],
 )
 def test_a_full_disk_stops_a_simulation_at_once_and_it_goes_on_when_there_is_room(

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class SecureRound:
+class SecureSum:
     """One attempt at a round. ``forms``: of the method's updates; ``least``: updates in a sum in any case."""
 
     run: str

@@ -1,0 +1,177 @@
+"""The run that is executed now, as its rounds see it: the state it has reached, its agents, and what these work on.
+
+A round asks agents through it, collects what they send, and calls off the others. It holds what changes while the run
+goes on; what a round needs for itself alone lives in the class of that round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from edge_agent.core.errors import RunFailed
+from edge_agent.core.task import Tensors
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Cancel
+from edge_agent.wire.messages.fields import Purpose
+from edge_agent.wire.tensors import Spec
+
+from ..fleet.transfers import Collection
+from ..journal.sqlite import Journal
+from ..runs.context import Run, Steps, Waiting, computed
+from ..runs.selection import Selection
+from ..runs.server_side import OwnFunctions
+from .assignment import Assignment, JobSpec, make_assignment
+
+Result = TypeVar("Result")
+
+ROUND_IS_OVER = "the round has closed"
+"""The reason that agents get whose job is called off at the end of a round."""
+
+
+@dataclass(frozen=True)
+class UpdateForms:
+    """The tensors that agents of a run send, by name."""
+
+    update: Mapping[str, Spec] = field(default_factory=dict)
+    """Those of an update by an agent that trains."""
+
+    extras: Mapping[str, Spec] = field(default_factory=dict)
+    """Those of them that a device without torch sends."""
+
+    kept_norm: Mapping[str, Spec] = field(default_factory=dict)
+    """Batch norm tensors of the encoder, which stay on devices and are asked for once, to be pooled."""
+
+
+@dataclass
+class ActiveRun:
+    """A run while it is executed."""
+
+    run: Run
+    """The run with the state that its last closed round has left."""
+
+    selection: Selection
+    freeze: Callable[[Run], Generator[Waiting, None, Outgoing]]
+    """Exports the encoder as it is now, for devices without torch that take part in a round."""
+
+    forms: UpdateForms = field(default_factory=UpdateForms)
+    own: OwnFunctions = field(default_factory=OwnFunctions)
+    """What the method computes by functions of its own in another process."""
+
+    assignment: Assignment | None = None
+    """What agents are asked to do now; None between two rounds."""
+
+    frozen: Outgoing | None = None
+    """The encoder of this round for devices without torch, where some take part."""
+
+    members: frozenset[str] = frozenset()
+    """The members of the collection that was opened last."""
+
+    failure: Exception | None = None
+    """The error of a computation for single agents in the worker: the run fails with it, or is stalled."""
+
+    @property
+    def journal(self) -> Journal:
+        """The journal of the state folder."""
+        return self.run.context.state.journal
+
+    @property
+    def open_collection(self) -> Collection | None:
+        """What is being collected now; None where nothing is."""
+        return self.run.context.collector.open_round
+
+    # --- asking and collecting -------------------------------------------------------------------------------------
+
+    def start_collecting(self, collection: Collection) -> None:
+        """Accept updates for this collection from now on."""
+        self.members = frozenset(collection.cohort)
+        self.run.context.collector.open(collection)
+
+    def ask(self, agents: tuple[str, ...], spec: JobSpec) -> Generator[Waiting, None, float]:
+        """Offer the agents the blobs of their jobs, and send them the jobs.
+
+        Returns:
+            The deadline, by `Roster.heard_s`.
+        """
+        assignment = yield from self.assign(self.run, spec)
+        self.assignment = assignment
+        yield from assignment.ask(agents)
+        return assignment.until
+
+    def assign(self, run: Run, spec: JobSpec) -> Generator[Waiting, None, Assignment]:
+        """Return an assignment whose agents start from the state of ``run``; nobody is asked yet."""
+        return (yield from make_assignment(run, spec, self.own, self.frozen, self.fail))
+
+    def exchange(self, collection: Collection, spec: JobSpec) -> Generator[Waiting, None, dict[str, str]]:
+        """Ask all agents of a collection for something beside updates, and wait for it.
+
+        Returns:
+            Agent -> reason, of those that were present and did not answer in time.
+        """
+        self.start_collecting(collection)
+        self.selection.opened(collection)
+        until = yield from self.ask(collection.cohort, spec)
+        late_s = yield from self.selection.collect(collection, until)
+        unanswered = self.selection.unanswered(collection, late_s)
+        self.call_off(collection)
+        return unanswered
+
+    def ask_after_round(self, collection: Collection, given: Tensors | None = None) -> Steps:
+        """Ask the agents of ``collection`` about their data after a round.
+
+        Args:
+            collection: What they are asked for, by its purpose.
+            given: The tensors that they are asked about; None: the state of the run.
+        """
+        yield from self.exchange(collection, JobSpec(collection.round, collection.purpose, given=given))
+
+    # --- calling off -----------------------------------------------------------------------------------------------
+
+    def call_off(self, collection: Collection) -> None:
+        """End a collection: cancel the jobs of those that have not delivered, and withdraw their blobs."""
+        for agent in collection.outstanding:
+            self.cancel(agent, collection.asked_in_round(agent), collection.purpose_of(agent), collection.session)
+        self.run.context.collector.close()
+        self.withdraw()
+
+    def cancel(self, agent: str, number: int, purpose: Purpose, session: str = "", reason: str = ROUND_IS_OVER) -> None:
+        """Tell an agent that its job of round ``number`` is no longer wanted."""
+        cancel = Cancel(run=self.run.id, round=number, purpose=purpose, session=session, reason=reason)
+        self.run.context.send(agent, cancel)
+
+    def withdraw(self) -> None:
+        """End the assignment; agents get no message."""
+        if self.assignment is not None:
+            self.assignment.withdraw()
+        self.assignment = None
+
+    # --- the method's own functions --------------------------------------------------------------------------------
+
+    def compute(self, what: str, job: Callable[[], Result]) -> Generator[Waiting, None, Result]:
+        """Return what a function of the method's own computes in the worker; messages are handled meanwhile."""
+        return (yield from computed(self.run.context.worker, what, job, Waiting(f"the method computes its {what}")))
+
+    def judge(self, path: Path, judged: Callable[[str | None], bool]) -> None:
+        """Ask for the method's own objection to the update in this file, in the worker.
+
+        Args:
+            path: The file of the update.
+            judged: Called with the objection, see `coordinator.fleet.transfers.Judge`.
+        """
+
+        def done(objection: str | None, error: BaseException | None) -> None:
+            is_awaited = judged(objection)
+            if is_awaited and error is not None:
+                self.fail(error)
+
+        self.run.context.worker.submit("objection", partial(self.own.objection, path), done)
+
+    def fail(self, error: BaseException) -> None:
+        """Have the run fail with the error of a computation for single agents."""
+        if isinstance(error, Exception):
+            self.failure = error
+        else:
+            self.failure = RunFailed(f"a computation has exited: {error!r}")
