@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from edge_agent.core.errors import cause
+
 SHOWN = 10
 """Names in one message; of a hundred agents the rest is a number."""
 
@@ -53,6 +55,14 @@ def plain(text: str) -> str:
 def encoder_named(sha256: str) -> str:
     """The shared encoder by the beginning of its hash, or that the method shares none."""
     return f"encoder {sha256[:16]}" if sha256 else "no shared encoder"
+
+
+def reason_of(error: BaseException) -> str:
+    """An error as one line for a journal entry or a table."""
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return f"{where}{cause(error)}"
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 class SaidBefore:

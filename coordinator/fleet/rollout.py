@@ -46,8 +46,8 @@ from ..views.releases import (
     release_of,
     rollback_of,
 )
+from .downloads import Distributor
 from .registry import Roster
-from .transfers import Distributor
 
 log = logging.getLogger(__name__)
 

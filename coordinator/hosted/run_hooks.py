@@ -22,14 +22,13 @@ from edge_agent.core.storage import read_tensors
 from edge_agent.wire.tensors import pieces
 
 from ..config import ProxyConfig, WarmStartConfig
-from ..fleet.transfers import reason_of
 from ..journal.entries import ProxyEvaluated, ProxyFailed, WarmStarted
 from ..journal.store import facts_of
 from ..processes.compute import Compute
 from ..runs.context import Run, RunHooks, Steps, Waiting, computed
 from ..runs.release import encoder_sha256
 from ..state.store import prune_blobs, retain_checkpoint
-from ..text import counted
+from ..text import counted, reason_of
 
 if TYPE_CHECKING:
     from ..state.store import StateFolder

@@ -308,6 +308,12 @@ class UpdateRefused(Fact):
 
     reason: AnyText = ""
     boot: str = Field("", description="start of the agent that sent it; empty: not known")
+    error: str | None = Field(
+        None,
+        description="class of the error by which the agent has no update; empty: it sent one, and the coordinator "
+        "refused it; None: noted by an earlier version, at the beginning of the reason",
+    )
+    accused: tuple[str, ...] = Field((), description="agents whose shares of a secure sum it could not decrypt")
 
 
 class SumRevealed(Fact):

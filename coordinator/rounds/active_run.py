@@ -19,7 +19,7 @@ from edge_agent.wire.messages.down import Cancel
 from edge_agent.wire.messages.fields import Purpose
 from edge_agent.wire.tensors import Spec
 
-from ..fleet.transfers import Collection
+from ..fleet.collection import Collection
 from ..journal.sqlite import Journal
 from ..runs.context import Run, Steps, Waiting, computed
 from ..runs.selection import Selection
@@ -159,7 +159,7 @@ class ActiveRun:
 
         Args:
             path: The file of the update.
-            judged: Called with the objection, see `coordinator.fleet.transfers.Judge`.
+            judged: Called with the objection, see `coordinator.fleet.collection.Judge`.
         """
 
         def done(objection: str | None, error: BaseException | None) -> None:

@@ -18,7 +18,7 @@ from typing import ClassVar
 from edge_agent.wire.messages.up import UpdateManifest
 from edge_agent.wire.tensors import decode
 
-from ..fleet.transfers import Collection
+from ..fleet.collection import Collection
 from ..journal.entries import RoundClosed, RoundOpened
 from ..runs.context import Steps, Waiting
 from ..views.runs import OpenRound

@@ -35,7 +35,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 
-from ..fleet.transfers import Collection
+from ..fleet.collection import Collection
 from ..journal.entries import RoundClosed
 from ..runs.context import Steps, Waiting
 from ..runs.results import Stats
@@ -70,7 +70,6 @@ def with_updates(opened: OpenRound, collection: Collection) -> OpenRound:
         opened,
         updates=collection.accepted,
         rejected=collection.rejected,
-        failed_boots=collection.failed_boots,
         fact=opened.fact.changed(left_out=collection.left_out),
     )
 

@@ -24,7 +24,7 @@ from edge_agent.privacy.secure_sum import tensors as layout
 from edge_agent.wire.messages.fields import Purpose, new_id
 from edge_agent.wire.tensors import pieces
 
-from ..fleet.transfers import Collection, updates_of
+from ..fleet.collection import Collection, updates_of
 from ..journal.entries import RoundOpened, SumRevealed
 from ..journal.store import facts_of
 from ..runs.aggregation import StoredUpdates
@@ -33,7 +33,7 @@ from ..runs.results import Stats
 from ..runs.selection import without
 from ..state.store import BlobStore
 from ..text import listed
-from ..views.runs import OpenRound
+from ..views.runs import OpenRound, Rejection
 from .active_run import ActiveRun
 from .assignment import JobSpec
 from .round import Collecting, Rounds, with_updates
@@ -51,20 +51,19 @@ MOST_LISTED = 100
 class AbsentMembers:
     """Who was asked in an attempt at a secure sum, and has not done its part."""
 
-    failed: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Agent -> why, and in which start of it."""
+    failed: dict[str, Rejection] = field(default_factory=dict)
+    """Agent -> why it could not do its part."""
 
     unanswered: dict[str, str] = field(default_factory=dict)
     """Agent -> why, of those that were present and did not answer in time."""
 
     def note(self, collection: Collection, unanswered: dict[str, str]) -> None:
         """Add whoever has not done its part in one phase."""
-        for agent, why in collection.rejected.items():
-            self.failed[agent] = (why, collection.failed_boots.get(agent, ""))
+        self.failed.update(collection.rejected)
         self.unanswered.update(unanswered)
 
     def __str__(self) -> str:
-        reasons = {agent: why for agent, (why, _) in self.failed.items()}
+        reasons = {agent: rejection.reason for agent, rejection in self.failed.items()}
         reasons.update(self.unanswered)
         some = sorted(reasons.items())[:MOST_LISTED]
         return "; ".join(f"{agent}: {why}" for agent, why in some) or "nobody failed"
@@ -276,13 +275,12 @@ class SecureSumRounds(Rounds):
             joining=opened.joining,
             extras=active.forms.extras,
             on_trial=active.selection.on_trial,
-            failed_boots=dict(opened.failed_boots),
             left_out=dict(opened.fact.left_out),
             session=self._sums.session,
         )
         active.start_collecting(collection)
-        for agent, (reason, boot) in failed.items():
-            active.run.context.collector.failed(agent, reason, boot)
+        for agent, rejection in failed.items():
+            active.run.context.collector.failed(agent, rejection)
         self.log_opening(opened)
         return collection
 
@@ -308,5 +306,5 @@ class SecureSumRounds(Rounds):
 
     def _bar_disputed(self) -> None:
         """Leave those in dispute over shares with most others out of the next attempts."""
-        reasons = {agent: why for agent, (why, _) in self._absent.failed.items()}
-        self._barred |= disputed(reasons, self._sums.members)
+        accusations = {agent: rejection.accused for agent, rejection in self._absent.failed.items()}
+        self._barred |= disputed(accusations, self._sums.members)

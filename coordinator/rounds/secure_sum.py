@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,8 +24,6 @@ from edge_agent.privacy.secure_sum.keys import SECRET_BYTES, PublicKeys, agreed,
 from edge_agent.privacy.secure_sum.server import unmasked
 from edge_agent.wire.messages.fields import MAX_SAMPLES, Purpose
 from edge_agent.wire.tensors import Spec
-
-from ..fleet.transfers import accused
 
 log = logging.getLogger(__name__)
 
@@ -115,16 +113,23 @@ class SecureSum:
         return {who: row.tobytes() for who, row in zip(self.members, rows, strict=True) if who in self.sealed}
 
 
-def disputed(reasons: Mapping[str, str], members: Iterable[str]) -> set[str]:
-    """Those in dispute over shares with most others; ``reasons``: agent -> why it has no update.
+def disputed(accusations: Mapping[str, Collection[str]], members: Iterable[str]) -> set[str]:
+    """Return the agents in dispute over shares with most others; empty where nobody accuses anybody.
 
-    Of two members one of whom accuses the other, one lies. Who sends wrong shares to many, or accuses many, is in
-    dispute with many; of two that are so with each other alone, nobody knows who it is.
+    Of two members one of whom accuses the other, one lies. Whoever sends wrong shares to many, or accuses many, is in
+    dispute with many; of two that are in dispute with each other alone, nobody knows who lies.
+
+    Args:
+        accusations: Agent -> the agents whose shares it could not decrypt.
+        members: The members of the attempt; accusations of others do not count.
     """
-    here = {*members}
-    pairs = {frozenset((one, other)) for one, why in reasons.items() for other in accused(why) & here if other != one}
+    here = frozenset(members)
+    pairs: set[frozenset[str]] = set()
+    for accuser, accused in accusations.items():
+        pairs.update(frozenset((accuser, other)) for other in here.intersection(accused) if other != accuser)
     times = Counter(agent for pair in pairs for agent in pair)
-    return {agent for agent, count in times.items() if count == max(times.values())}
+    most = max(times.values(), default=0)
+    return {agent for agent, count in times.items() if count == most}
 
 
 def keys_objection(tensors: Tensors) -> str:

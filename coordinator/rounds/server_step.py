@@ -18,7 +18,7 @@ from edge_agent.core.task import State
 from edge_agent.wire.tensors import decode, pieces
 
 from ..config import AggregationConfig
-from ..fleet.transfers import Collection
+from ..fleet.collection import Collection
 from ..journal.entries import Aggregation, AggregationSettings, Restored, RoundClosed
 from ..runs.aggregation import StoredUpdates, notes
 from ..runs.context import Waiting

@@ -12,7 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 
 from edge_agent import heads
 
-from ..fleet.transfers import Collection
+from ..fleet.collection import Collection
 from ..journal.entries import RoundOpened
 from ..runs.context import Steps, Waiting
 from ..runs.results import Stats
@@ -103,7 +103,6 @@ class SynchronousRounds(Rounds):
             joining=opened.joining,
             extras=active.forms.extras,
             on_trial=active.selection.on_trial,
-            failed_boots=dict(opened.failed_boots),
             left_out=dict(opened.fact.left_out),
             late=list(late),
         )

@@ -15,9 +15,10 @@ from edge_agent.wire.messages.up import Report
 from edge_agent.wire.tensors import pieces
 
 from ..config import CoordinatorConfig
+from ..fleet.downloads import Distributor
 from ..fleet.registry import Roster
 from ..fleet.rollout import Rollout
-from ..fleet.transfers import Collector, Distributor
+from ..fleet.uploads import Collector
 from ..processes.compute import Compute, InlineCompute
 from ..state.store import StateFolder
 from .privacy import PrivacyBudget

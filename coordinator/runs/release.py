@@ -25,11 +25,12 @@ from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.messages.up import Report
 from edge_agent.wire.tensors import Spec, decode, encode, pieces
 
-from ..fleet.transfers import Collection, reason_of, updates_of
+from ..fleet.collection import Collection, updates_of
 from ..journal.entries import BundleExported, NormPooled, RangesCollected
 from ..journal.store import utc_now
 from ..state.release_keys import ReleaseKeys, signature_of
 from ..state.store import StateFolder, prune_blobs
+from ..text import reason_of
 from .context import Run, Steps, Waiting
 from .lineage import lineage_of
 

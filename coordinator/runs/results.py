@@ -10,12 +10,13 @@ from typing import Any, Literal
 from edge_agent.core.errors import ExportRejected, HeadwaterError, StateError
 from edge_agent.wire.messages.up import Report
 
-from ..fleet.transfers import Collection, is_by_policy, reason_of
+from ..fleet.collection import Collection
 from ..journal import entries as facts
 from ..journal.entries import CancelRequested, ReleaseReported, RoundClosed, RunCancelled, RunFinished
 from ..journal.kinds import FINAL
 from ..journal.store import facts_of, utc_now
 from ..state.store import StateFolder
+from ..text import reason_of
 from ..views.runs import OpenRound, RunRecord, replay, step
 from .aggregation import notes
 from .context import Run, RunContext, Steps, Waiting
@@ -99,8 +100,11 @@ def round_record(closed: OpenRound, fact: RoundClosed) -> dict[str, Any]:
     def reasons(agents: Mapping[str, str]) -> list[dict[str, str]]:
         return [{"agent": agent, "reason": why} for agent, why in sorted(agents.items())]
 
-    refused = {agent: why for agent, why in closed.rejected.items() if is_by_policy(why)}
-    rejected = {agent: why for agent, why in closed.rejected.items() if agent not in refused}
+    refused: dict[str, str] = {}
+    rejected: dict[str, str] = {}
+    for agent, rejection in closed.rejected.items():
+        group = refused if rejection.is_by_policy else rejected
+        group[agent] = rejection.reason
     busy = fact.busy
     stale = sorted(closed.fact.asked.keys() & closed.updates.keys())
     late = None if fact.late is None else [update.model_dump() for update in fact.late]

@@ -21,7 +21,7 @@ from edge_agent.wire.messages.up import Fault, Heartbeat
 from edge_agent.wire.tensors import decode
 
 from ..config import CoordinatorConfig
-from ..fleet.transfers import Collection
+from ..fleet.collection import Collection
 from ..journal.entries import RoundClosed, RoundOpened, RunStarted
 from ..journal.sqlite import Journal
 from ..journal.store import facts_of
@@ -32,7 +32,7 @@ from ..rounds.round import Rounds
 from ..rounds.server_step import ServerStep
 from ..rounds.synchronous import SynchronousRounds
 from ..state.store import retain_checkpoint
-from ..views.runs import RunRecord, replay
+from ..views.runs import Rejection, RunRecord, replay
 from .aggregation import refusal
 from .context import Run, RunHooks, Steps, Waiting
 from .pace import Pace
@@ -141,14 +141,14 @@ class RunLoop:
         assignment = self._rounds.assignment_of(agent)
         if not _is_about(message, agent, assignment):
             return
-        reason = f"{message.error}: {message.message}"
+        rejection = Rejection.from_fault(message)
         if self._active.open_collection is not None:
-            self.run.context.collector.failed(agent, reason, message.boot)
+            self.run.context.collector.failed(agent, rejection)
             return
         # Nothing is collected: agents evaluate the final model, or a bundle that is being released.
         is_awaited = self.run.reports.is_asked(agent) if assignment is None else self._concerns(agent)
         if is_awaited:
-            self.run.reports.fault(agent, reason)
+            self.run.reports.fault(agent, rejection.reason)
 
     def on_heartbeat(self, agent: str, message: Heartbeat) -> None:
         """Ask an agent again that does not work on its task: it did not receive it."""
@@ -193,7 +193,7 @@ class RunLoop:
             "cohort_size": len(collection.cohort) if collection else 0,
             "accepted": sorted(islice(collection.accepted, MOST_LISTED)) if collection else [],
             "accepted_count": len(collection.accepted) if collection else 0,
-            "rejected": dict(islice(collection.rejected.items(), MOST_LISTED)) if collection else {},
+            "rejected": _reasons(collection) if collection else {},
             "left_out": self.selection.status(number),
             "bounded": self._server.bounded,
             "privacy": self._server.spent,
@@ -377,6 +377,11 @@ def _rounds_of(active: ActiveRun, server: ServerStep, record: RunRecord, closed:
     if config.round.mode == "buffered" or is_open_buffered or has_busy_agents:
         return BufferedRounds(active, server)
     return SynchronousRounds(active, server)
+
+
+def _reasons(collection: Collection) -> dict[str, str]:
+    """Return agent -> why it has no update, of some of those that were rejected."""
+    return {agent: rejection.reason for agent, rejection in islice(collection.rejected.items(), MOST_LISTED)}
 
 
 def _is_about(message: Fault, agent: str, assignment: Assignment | None) -> bool:

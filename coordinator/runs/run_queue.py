@@ -11,11 +11,11 @@ from typing import Any
 from edge_agent.core.errors import HeadwaterError, StateError
 
 from ..fleet.registry import Rejections
-from ..fleet.transfers import reason_of
 from ..journal.entries import PruneRequested
 from ..journal.store import facts_of
 from ..state.retention import prune_runs, runs_beyond
 from ..state.store import StateFolder
+from ..text import reason_of
 from ..views.runs import replay
 from .context import Steps, Waiting
 from .request import Request

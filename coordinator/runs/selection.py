@@ -19,8 +19,8 @@ import numpy as np
 from edge_agent.core.errors import RunFailed
 
 from ..config import CohortConfig, CoordinatorConfig
+from ..fleet.collection import Collection
 from ..fleet.registry import RETURN_S
-from ..fleet.transfers import Collection, accused, is_by_policy
 from ..journal.entries import RoundClosed, RoundOpened
 from ..journal.sqlite import Journal
 from ..journal.store import facts_of
@@ -149,20 +149,22 @@ class Exclusions:
                 known.misses = 0
                 excluded[agent] = self._exclude(known, done.round)
                 continue
-            if is_by_policy(reason := done.rejected.get(agent, "")):
-                self._refusals[agent] = reason, done.failed_boots.get(agent, "")
+            rejection = done.rejected.get(agent)
+            if rejection is not None and rejection.is_by_policy:
+                self._refusals[agent] = rejection.reason, rejection.boot
                 rounds, _ = self._rounds.get(agent, (set(), ""))
-                self._rounds[agent] = ({*rounds, done.round}, reason)
-                excluded[agent] = f"until it is restarted: {reason}"
+                self._rounds[agent] = ({*rounds, done.round}, rejection.reason)
+                excluded[agent] = f"until it is restarted: {rejection.reason}"
                 continue
-            is_excused = agent in excused and agent not in done.rejected and agent not in unanswered
-            if is_excused or accused(reason):  # it says that others have failed
+            is_excused = agent in excused and rejection is None and agent not in unanswered
+            has_accused_others = rejection is not None and rejection.accused
+            if is_excused or has_accused_others:
                 continue
             known = self._failures.setdefault(agent, _Failures())
-            known.misses = 0 if agent in done.rejected else known.misses + 1
-            if agent in done.rejected:
-                known.reason = done.rejected[agent]
-                known.boot = done.failed_boots.get(agent, "")
+            known.misses = 0 if rejection is not None else known.misses + 1
+            if rejection is not None:
+                known.reason = rejection.reason
+                known.boot = rejection.boot
             elif agent in unanswered:
                 known.reason = unanswered[agent]
                 known.boot = boots.get(agent, "")
@@ -535,8 +537,9 @@ class Selection:
 
         ``until_round`` is None where an agent's own policy does not allow the run's jobs.
         """
+        refusing = self.exclusions.refusing(self.boot)
         return {
-            agent: {"until_round": None if is_by_policy(why) else self.exclusions.asked_again_in(agent), "reason": why}
+            agent: {"until_round": None if agent in refusing else self.exclusions.asked_again_in(agent), "reason": why}
             for agent, why in self.left_out(number).items()
         }
 
@@ -615,8 +618,11 @@ class Selection:
         roster = self.context.roster
         again = tuple[str, ...]()
         if self.context.excludes_failing:  # members that were restarted after they failed: they may be repaired
-            boots = collection.failed_boots
-            again = tuple(a for a in collection.rejected if boots.get(a) and self.boot(a) not in {"", boots[a]})
+            again = tuple(
+                agent
+                for agent, rejection in collection.rejected.items()
+                if rejection.boot and self.boot(agent) not in {"", rejection.boot}
+            )
         awaited = [agent for agent in self.awaited(collection) if agent in roster.ready]
         others = without(self.willing(), set(collection.cohort))
         least = max(1, self.context.config.cohort.min_agents)
@@ -646,7 +652,8 @@ def aim(cohort: int, over_selection: float) -> int:
 
 def failures(collection: Collection) -> str:
     """The agents that failed in a round with reasons, on one line."""
-    return "; ".join(f"{agent}: {why}" for agent, why in sorted(collection.rejected.items()))
+    rejected = sorted(collection.rejected.items())
+    return "; ".join(f"{agent}: {rejection.reason}" for agent, rejection in rejected)
 
 
 def choose(available: Sequence[str], config: CohortConfig, *, seed: int, round_number: int) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
 
 from ..config import CoordinatorConfig
+from ..fleet.downloads import Distributor
 from ..fleet.rate_limits import RateLimits
 from ..fleet.refusals import Refusals
 from ..fleet.registry import (
@@ -49,7 +50,7 @@ from ..fleet.registry import (
     RunIds,
 )
 from ..fleet.rollout import Rollout
-from ..fleet.transfers import Collector, Distributor, reason_of
+from ..fleet.uploads import Collector
 from ..hosted.transport import CombinedTransport
 from ..journal.store import utc_now
 from ..processes.compute import Compute, InlineCompute
@@ -64,6 +65,7 @@ from ..state.fault_log import FaultLog
 from ..state.fleet_rows import REPORTS, reported_by
 from ..state.starts import EPOCHS_OF_A_COPY, Takeover, record_start
 from ..state.store import MOST_LISTED, StateFolder
+from ..text import reason_of
 from ..views.releases import book_of
 from .peers import PROBE_S, Peers
 from .status import AgentStatus, StatusReport, StatusWriter

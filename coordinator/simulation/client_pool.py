@@ -25,8 +25,8 @@ from edge_agent.wire.messages import codec, down, fields, up
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message
 
+from ..fleet.downloads import Distributor
 from ..fleet.registry import Roster
-from ..fleet.transfers import Distributor
 from .client_tasks import NOT_KEPT
 from .engines.base import Done, Engine, Work
 

@@ -33,7 +33,7 @@ from edge_agent.wire.messages import down, up
 from edge_agent.wire.messages import fields as fields_module
 from edge_agent.wire.tensors import pieces
 
-from ..fleet.transfers import reason_of
+from ..text import reason_of
 from .datasets import Pools
 from .failures import NONE, Failure
 from .plan import Plan

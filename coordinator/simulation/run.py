@@ -26,7 +26,6 @@ from edge_agent.wire.tensors import encode
 from edge_agent.wire.transport import Message
 
 from ..fleet.registry import RunNames
-from ..fleet.transfers import reason_of
 from ..journal.entries import RoundOpened
 from ..journal.store import facts_of
 from ..runs.context import RunContext
@@ -34,7 +33,7 @@ from ..runs.run_queue import Runs
 from ..service.coordinator import Coordinator
 from ..service.status import STATUS_EVERY_S
 from ..state.store import StateFolder
-from ..text import listed
+from ..text import listed, reason_of
 from ..views.runs import replay
 from .client_pool import RESUMABLE, Dropouts, SimulatedClients
 from .client_tasks import Sessions, Shared

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from edge_agent.core.errors import StateError, UnknownName
+from edge_agent.wire.faults import accused_by, names_before_colon
+from edge_agent.wire.messages.fields import PRIVACY_REFUSED, REFUSALS, SHARES_WRONG
+from edge_agent.wire.messages.up import Fault
 
 from ..journal.entries import (
     RoundClosed,
@@ -35,6 +38,55 @@ class Accepted:
 
 
 @dataclass(frozen=True)
+class Rejection:
+    """Why an agent has no update in a round, and will send none."""
+
+    reason: str
+    """The reason for people, on one line."""
+
+    error: str = ""
+    """The class of the agent's own error; empty where it sent an update, and the coordinator refused that."""
+
+    accused: frozenset[str] = frozenset()
+    """Agents whose shares of a secure sum it could not decrypt: then it has not failed itself."""
+
+    boot: str = ""
+    """The start of the agent when it failed; one that was restarted since has another."""
+
+    @property
+    def is_by_policy(self) -> bool:
+        """Whether the agent's own ``[privacy]`` does not allow the job, which is no failure of it."""
+        return self.error == PRIVACY_REFUSED
+
+    @classmethod
+    def from_fault(cls, message: Fault) -> Rejection:
+        """Return the rejection of an agent that could not do its job."""
+        reason = f"{message.error}: {message.message}"
+        return cls(reason, message.error, accused_by(message), message.boot)
+
+    @classmethod
+    def from_fact(cls, fact: UpdateRefused) -> Rejection:
+        """Return the rejection that the journal has noted."""
+        if fact.error is not None:
+            return cls(fact.reason, fact.error, frozenset(fact.accused), fact.boot)
+        # Earlier versions have noted an agent's error, and whom it accuses, in the text alone.
+        error, _, message = fact.reason.partition(": ")
+        if error not in REFUSALS:
+            return cls(fact.reason, boot=fact.boot)
+        accused = names_before_colon(message) if error == SHARES_WRONG else frozenset[str]()
+        return cls(fact.reason, error, accused, fact.boot)
+
+    def to_fact(self) -> UpdateRefused:
+        """Return the rejection for an entry of the journal."""
+        fact = UpdateRefused(reason=self.reason[:MAX_REASON_CHARS], boot=self.boot, error=self.error)
+        return fact.changed(accused=tuple(sorted(self.accused))) if self.accused else fact
+
+
+MAX_REASON_CHARS = 1000
+"""The most characters of a reason in the journal and in the receipt of a refused update."""
+
+
+@dataclass(frozen=True)
 class OpenRound:
     """A round that was opened and not closed. A later attempt at it keeps the updates of the earlier ones."""
 
@@ -45,9 +97,7 @@ class OpenRound:
     """What is journaled of the newest attempt, but for the attempt and the cohort, which are those above."""
 
     updates: dict[str, Accepted] = field(default_factory=dict)
-    rejected: dict[str, str] = field(default_factory=dict)
-    failed_boots: dict[str, str] = field(default_factory=dict)
-    """The start of each agent that was rejected, when it failed; an agent that was restarted since has another."""
+    rejected: dict[str, Rejection] = field(default_factory=dict)
 
     @property
     def joining(self) -> tuple[str, ...]:
@@ -206,9 +256,7 @@ def _with_update(opened: OpenRound, entry: Entry) -> OpenRound:
     if entry.agent is None:
         return opened
     if isinstance(fact, UpdateRefused):
-        rejected = {**opened.rejected, entry.agent: fact.reason}
-        boots = {**opened.failed_boots, entry.agent: fact.boot}
-        return replace(opened, rejected=rejected, failed_boots=boots)
+        return replace(opened, rejected={**opened.rejected, entry.agent: Rejection.from_fact(fact)})
     if not isinstance(fact, UpdateAccepted) or entry.agent in opened.updates or entry.digest is None:
         return opened  # the first one was acknowledged
     update = Accepted(entry.digest, float(fact.samples), dict(fact.metrics))

@@ -221,7 +221,11 @@ class SumRefused(PrivacyRefused):
 
 
 class SharesWrong(SumRefused):
-    """Encrypted shares of other devices cannot be decrypted; the message begins with the devices' names."""
+    """Encrypted shares of other devices cannot be decrypted; ``clients`` are those devices, or the first of many."""
+
+    def __init__(self, message: str, clients: Iterable[str]) -> None:
+        super().__init__(message)
+        self.clients = tuple(clients)
 
 
 class RunFailed(HeadwaterError):

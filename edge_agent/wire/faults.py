@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..core import errors
 from ..core.errors import HeadwaterError, cause
-from .messages.fields import printable
+from .messages.fields import SHARES_WRONG, printable
 from .messages.up import Fault
 
 LOGIN_REFUSED = "LoginRefused"
@@ -166,6 +166,24 @@ def whole_message(error: BaseException) -> str:
         return str(error)[:2000] or "no message"
     named = getattr(error, "filename", None) if isinstance(error, OSError) else None
     return (f"{named}: " if named is not None else "") + cause(error)[:1800]
+
+
+def accused_by(message: Fault) -> frozenset[str]:
+    """Return the agents whose shares of a secure sum the sender could not decrypt, where that is its error.
+
+    A device of an earlier version names them at the beginning of the message alone.
+    """
+    if message.error != SHARES_WRONG:
+        return frozenset()
+    if message.accused:
+        return frozenset(message.accused)
+    return names_before_colon(message.message)
+
+
+def names_before_colon(text: str) -> frozenset[str]:
+    """Return the names at the beginning of a text that earlier versions have written: ``a, b: what is wrong``."""
+    names, colon, _ = text.partition(":")
+    return frozenset(names.split(", ")) if colon else frozenset()
 
 
 def fault(error: BaseException, run: str, number: int) -> Fault:

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.fleet.transfers import Collection, Collector, Distributor
+from coordinator.fleet.collection import Collection
+from coordinator.fleet.downloads import Distributor
+from coordinator.fleet.uploads import Collector
 from coordinator.journal.entries import fact_of
 from coordinator.research.bench.measuring import lines, send_line
 from coordinator.research.bench.workloads import NOOP

@@ -10,7 +10,7 @@ from faulty_broker import Faults
 from federation_duties import WIDE_TASK
 from slow_link import LinkedFederation
 
-from coordinator.fleet import transfers
+from coordinator.fleet import uploads
 from edge_agent.wire.blobs.chunks import decode_frame
 from edge_agent.wire.messages import down as down_module
 from edge_agent.wire.messages import up as up_module
@@ -266,8 +266,8 @@ def test_a_transfer_that_cannot_be_over_in_time_is_refused_within_seconds_with_t
 
 def test_uploads_beyond_the_budget_wait_for_their_turn_and_nothing_is_sent_twice(tmp_path, monkeypatch):
     """Room for two full windows: of eight fast agents some send at a time, and the others know why they wait."""
-    monkeypatch.setattr(transfers, "BUDGET_BYTES", 2 << 20)
-    monkeypatch.setattr(transfers, "LEAST_BUDGET_BYTES", 1 << 20)
+    monkeypatch.setattr(uploads, "BUDGET_BYTES", 2 << 20)
+    monkeypatch.setattr(uploads, "LEAST_BUDGET_BYTES", 1 << 20)
     names = [f"a{number}" for number in range(8)]
     with federation(tmp_path, dict.fromkeys(names, 200_000), capture=True) as fed:
         fed.settle()
@@ -292,7 +292,7 @@ def test_uploads_beyond_the_budget_wait_for_their_turn_and_nothing_is_sent_twice
 
 def test_slow_uploads_and_dead_ones_leave_room_for_others(tmp_path, monkeypatch):
     """An agent at 8 kB/s, and one that is gone without a word, would each take the whole budget for minutes."""
-    monkeypatch.setattr(transfers, "BUDGET_BYTES", 1 << 20)
+    monkeypatch.setattr(uploads, "BUDGET_BYTES", 1 << 20)
     rates = {"dead": 200_000, "slow": 8_000, "a2": 1e6, "a3": 1e6}
     with federation(tmp_path, rates, round={"quorum": 0.5, "grace_s": 600, "deadline_s": 3000}) as fed:
         for name, rate in rates.items():

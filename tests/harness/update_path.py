@@ -26,7 +26,7 @@ BESIDE = {
     "coordinator/service/peers.py": {"tick", "is_serving"},
     "coordinator/fleet/registry.py": {"expire"},
     "coordinator/fleet/rollout.py": {"tick", "heartbeat"},
-    "coordinator/fleet/transfers.py": {"pump", "have", "progress", "withdraw"},
+    "coordinator/fleet/downloads.py": {"pump", "have", "progress", "withdraw"},
     "coordinator/runs/context.py": {"collect"},
     "coordinator/views/releases.py": {"release_blobs"},
     "coordinator/runs/results.py": {"requested_cancels"},

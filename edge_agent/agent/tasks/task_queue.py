@@ -17,6 +17,7 @@ from ...core.children import Done, Worker
 from ...core.errors import (
     HeadwaterError,
     PrivacyRefused,
+    SharesWrong,
     StateError,
     SumRefused,
     TrainingCancelled,
@@ -462,8 +463,11 @@ class TaskQueue:
             remedy = "the next attempt at the sum has fresh keys; where this repeats, look for who is named"
         else:
             remedy = "[privacy] in the device's configuration decides; change the run, or leave the device out of it"
+        accused = error.clients if isinstance(error, SharesWrong) else ()
         about = job_key(job)._asdict()
-        self._link.send(up.Fault(error=type(error).__name__, message=str(error)[:2000], remedy=remedy, **about))
+        self._link.send(
+            up.Fault(error=type(error).__name__, message=str(error)[:2000], remedy=remedy, accused=accused, **about)
+        )
 
     def _report(self, error: BaseException, about: JobKey | None = None, kind: Kind = "work", release: int = 0) -> None:
         """Send a `Fault`, and continue: a job that cannot be done here must not end the agent."""

@@ -139,7 +139,8 @@ class Participant:
             else:
                 opened[other] = shares
         if wrong:
-            raise SharesWrong(f"{', '.join(sorted(wrong)[:MOST_NAMED])}: no shares for '{self.client}' in this round")
+            named = sorted(wrong)[:MOST_NAMED]
+            raise SharesWrong(f"{', '.join(named)}: no shares for '{self.client}' in this round", named)
         self._shares.update(opened)
         self._received = dict(sealed)
 

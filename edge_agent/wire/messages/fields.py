@@ -60,7 +60,7 @@ PRIVACY_REFUSED = PrivacyRefused.__name__
 """The error of a `Fault` that says that the device's own policy does not allow the job."""
 
 SHARES_WRONG = SharesWrong.__name__
-"""The error of a `Fault` whose message begins with the names of the agents whose shares are wrong, and a colon."""
+"""The error of a `Fault` of a device that cannot decrypt shares of others, which it names as ``accused``."""
 
 REFUSALS = frozenset({PRIVACY_REFUSED, SumRefused.__name__, SHARES_WRONG})
 """The errors of a `Fault` by which a device refuses a job without being at fault itself."""

@@ -130,6 +130,9 @@ class Fault(Control):
     )
     session: Session = Field("", description="of the job, where it is part of a secure sum")
     release: int = Field(0, ge=0, description="number of the release whose bundle could not be installed; 0: of none")
+    accused: tuple[Name, ...] = Field(
+        (), max_length=64, description="the agents whose shares of a secure sum cannot be decrypted"
+    )
 
 
 class Heartbeat(Control):

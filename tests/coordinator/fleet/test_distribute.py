@@ -8,7 +8,7 @@ from federation_disturbances import Stranger
 from federation_duties import WIDE_TASK
 from federation_harness import Federation
 
-from coordinator.fleet.transfers import GATHER_S, LONGEST_GATHER_S, SWEEP_S, Distributor
+from coordinator.fleet.downloads import GATHER_S, LONGEST_GATHER_S, SWEEP_S, Distributor
 from edge_agent.core.errors import ChunkError
 from edge_agent.wire.blobs.chunks import Outgoing, decode_frame
 from edge_agent.wire.blobs.flow import REPORT_AFTER_S, STALL_S

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from federation_harness import Federation
 
+from coordinator.fleet.collection import Collection
 from coordinator.fleet.message_ranks import rank_by
-from coordinator.fleet.transfers import Collection, Collector
+from coordinator.fleet.uploads import Collector
 from coordinator.journal.entries import fact_of
 from coordinator.state.store import StateFolder
 from edge_agent.wire.blobs.chunks import Outgoing

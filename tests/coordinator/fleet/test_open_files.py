@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.fleet.transfers import MOST_OPEN_UPLOADS, Collection, Collector
+from coordinator.fleet.collection import Collection
+from coordinator.fleet.uploads import MOST_OPEN_UPLOADS, Collector
 from coordinator.journal.entries import fact_of
 from coordinator.state.store import StateFolder
 from edge_agent.core import storage

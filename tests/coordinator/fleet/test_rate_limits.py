@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from federation_harness import Clock, Federation
 
-from coordinator.fleet import transfers
+from coordinator.fleet import uploads
 from coordinator.fleet.rate_limits import LEAST_BUCKETS, OTHER, RATES, RateLimits
 from edge_agent.wire.messages import codec, down, fields, up
 from edge_agent.wire.topics import Topics
@@ -262,7 +262,7 @@ def test_a_repeated_manifest_of_an_old_round_gets_its_receipt_from_memory(fed, m
     fed.broker.captured.clear()
     fed.coordinator.handle(agent, "up", payload)
     monkeypatch.setattr(fed.state.journal, "entries", lambda *_, **__: pytest.fail("the journal is read"))
-    monkeypatch.setattr(transfers, "replay", lambda *_, **__: pytest.fail("the journal is read"))
+    monkeypatch.setattr(uploads, "replay", lambda *_, **__: pytest.fail("the journal is read"))
     fed.coordinator.handle(agent, "up", payload)
     first, second = fed.messages(fed.topics.down(agent), down.Receipt)
     assert first.accepted == second.accepted == is_accepted

@@ -9,8 +9,8 @@ from datetime import datetime, timezone
 import pytest
 
 from coordinator.cli.release import describe_release, device_rows
+from coordinator.fleet.downloads import Distributor
 from coordinator.fleet.rollout import OFFERS_S, Rollout
-from coordinator.fleet.transfers import Distributor
 from coordinator.journal.entries import BundleExported
 from coordinator.state.store import StateFolder
 from coordinator.views.releases import Book, Plan

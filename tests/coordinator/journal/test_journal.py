@@ -19,7 +19,7 @@ from coordinator.journal.entries import RunRequested, UpdateAccepted, UpdateRefu
 from coordinator.journal.kinds import KINDS
 from coordinator.journal.sqlite import Journal
 from coordinator.journal.store import Entry
-from coordinator.views.runs import Accepted, RunRecord, replay, step
+from coordinator.views.runs import Accepted, Rejection, RunRecord, replay, step
 from edge_agent.core.errors import StateError, UnknownName
 from edge_agent.core.storage import without_syncs
 
@@ -255,7 +255,7 @@ def test_replay_follows_a_run_through_its_life(journal):
     assert record.open_round is not None
     assert record.open_round.cohort == ("a", "b", "c")
     assert record.open_round.updates == {"b": Accepted("bb" * 32, 5.0, {"loss": 0.5})}
-    assert record.open_round.rejected == {"c": "not finite"}
+    assert record.open_round.rejected == {"c": Rejection("not finite")}
     assert record.open_round.fact.wanted == 2
     journal.append(fact_of("round_closed", {}), run=run, round=1, digest="11" * 32)
     record = replay(journal, run)
@@ -284,7 +284,7 @@ def test_new_attempt_keeps_the_updates_of_the_earlier_one(journal):
     open_round = replay(journal, run).open_round
     assert (open_round.attempt, open_round.cohort) == (2, ("a", "b", "d", "e", "c"))
     assert open_round.updates == {"a": Accepted("aa" * 32, 1.0, {})}
-    assert open_round.rejected == {"d": "not finite"}
+    assert open_round.rejected == {"d": Rejection("not finite")}
 
 
 def test_update_of_a_round_that_is_not_open_changes_nothing(journal):

@@ -15,8 +15,8 @@ from federation_harness import Federation, Killed
 from sklearn.datasets import load_digits
 
 from coordinator.config import CoordinatorConfig
-from coordinator.fleet import transfers
-from coordinator.fleet.transfers import Collector
+from coordinator.fleet import uploads
+from coordinator.fleet.uploads import Collector
 from coordinator.journal.entries import fact_of
 from coordinator.rounds.buffered import BufferedCollection
 from coordinator.rounds.staleness import rebased, staleness_weight
@@ -222,7 +222,7 @@ def test_the_next_round_goes_on_with_the_uploads_of_those_that_work_on_alone(
         collector = Collector(state.blobs, state.journal, lambda *about: said.append(about), lambda: 0.0)
         collector.open(BufferedCollection(run, 1, ("x", "y"), expected))
         with monkeypatch.context() as patch:
-            patch.setattr(transfers, "BUDGET_BYTES", 0 if is_queued else transfers.BUDGET_BYTES)
+            patch.setattr(uploads, "BUDGET_BYTES", 0 if is_queued else uploads.BUDGET_BYTES)
             collector.manifest("x", UpdateManifest(run=run, round=1, blob=blob.ref, samples=3))
         if not is_queued:
             collector.chunk("x", decode_frame(blob.frame(0)))

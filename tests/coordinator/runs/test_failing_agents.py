@@ -17,7 +17,7 @@ from coordinator.cli.run import result_parts
 from coordinator.config import RoundConfig
 from coordinator.journal.entries import RoundOpened, fact_of
 from coordinator.runs.selection import Exclusions
-from coordinator.views.runs import Accepted, OpenRound
+from coordinator.views.runs import Accepted, OpenRound, Rejection
 from edge_agent.core.errors import TrainingFailed
 from edge_agent.wire.messages import up
 
@@ -293,7 +293,7 @@ def test_when_only_those_remain_who_fail_the_run_waits_for_the_one_that_has_deli
 def closed(number, delivered=(), rejected=(), missing=()):
     updates = {agent: Accepted("00" * 32, 1.0, {}) for agent in delivered}
     cohort = (*delivered, *rejected, *missing)
-    return OpenRound(number, 1, cohort, RoundOpened(), updates, dict.fromkeys(rejected, "not finite"))
+    return OpenRound(number, 1, cohort, RoundOpened(), updates, dict.fromkeys(rejected, Rejection("not finite")))
 
 
 def test_pauses_double_up_to_sixteen_rounds_and_one_update_settles_everything():

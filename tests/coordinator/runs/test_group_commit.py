@@ -14,7 +14,7 @@ from federation_harness import Federation, Killed
 
 from coordinator.journal.entries import UpdateAccepted, fact_of
 from coordinator.journal.sqlite import Journal
-from coordinator.views.runs import replay
+from coordinator.views.runs import Rejection, replay
 from edge_agent.core import storage as storage_module
 from edge_agent.core.errors import StateError
 from edge_agent.core.storage import PendingSyncs, sync, sync_folder, syncs_into, without_syncs
@@ -196,7 +196,7 @@ def test_an_update_that_another_entry_could_not_take_to_disk_gets_no_receipt_whe
         with monkeypatch.context() as patch:
             patch.setattr(storage_module.PendingSyncs, "finish", full)
             with pytest.raises(OSError, match="No space left"):
-                collector.failed(failed, "TrainingFailed: the loss became nan", "")
+                collector.failed(failed, Rejection("TrainingFailed: the loss became nan", "TrainingFailed"))
             fed.coordinator.handle(accepted, "up", offer)
         assert not journal.entries(fed.run, ("update_accepted",))
         assert not fed.messages(fed.topics.down(accepted), down.Receipt)

@@ -13,12 +13,14 @@ from listed import unlisted
 from scipy import stats
 
 from coordinator.config import NO_BOUNDS, CoordinatorConfig, DifferentialPrivacyConfig
+from coordinator.journal.entries import UpdateRefused
 from coordinator.rounds import secure_sum
 from coordinator.rounds.secure import SecureSumRounds
 from coordinator.rounds.secure_sum import SecureSum, disputed
 from coordinator.runs.aggregation import refusal
 from coordinator.runs.audit import audit
 from coordinator.service.preflight import checked_method
+from coordinator.views.runs import Rejection
 from edge_agent import methods
 from edge_agent.agent import secure
 from edge_agent.agent.secure import SUMS_FILE, SecureSums
@@ -616,15 +618,39 @@ def test_a_victim_of_wrong_shares_for_it_alone_has_not_failed(tmp_path):
     assert all(entry.body["reason"].startswith("SharesWrong: a1: no shares for 'a0'") for entry in faults)
 
 
-@pytest.mark.parametrize("reasons, expected", [
-    ({"a": "SharesWrong: d: x", "b": "SharesWrong: d: x", "d": "SharesWrong: c: x"}, "d"),  # the liar accuses one
-    ({"d": "SharesWrong: a, b, c: x"}, "d"),  # the liar accuses everybody
-    ({"a": "SharesWrong: d: x"}, "ad"),  # one of the two
-    ({"a": "SharesWrong: d: x", "d": "SharesWrong: a: x", "b": "TrainingFailed: c: x"}, "ad"),
-    ({"a": "SharesWrong: a, nobody: x", "b": "DataError: d: x"}, ""),
+@pytest.mark.parametrize("accusations, expected", [
+    ({"a": ["d"], "b": ["d"], "d": ["c"]}, "d"),  # the liar accuses one
+    ({"d": ["a", "b", "c"]}, "d"),  # the liar accuses everybody
+    ({"a": ["d"]}, "ad"),  # one of the two
+    ({"a": ["d"], "d": ["a"], "b": []}, "ad"),
+    ({"a": ["a", "nobody"], "b": []}, ""),
 ])  # fmt: skip
-def test_whoever_is_in_dispute_with_most_is_left_out(reasons, expected):
-    assert disputed(reasons, "abcd") == {*expected}
+def test_whoever_is_in_dispute_with_most_is_left_out(accusations, expected):
+    assert disputed(accusations, "abcd") == {*expected}
+
+
+@pytest.mark.parametrize("fault, expected", [
+    (up.Fault(error="SharesWrong", message="b, c: no shares for 'a' in this round", accused=("b", "c")), "bc"),
+    (up.Fault(error="SharesWrong", message="b, c: no shares for 'a' in this round"), "bc"),  # of an earlier version
+    (up.Fault(error="SharesWrong", message="no shares"), ""),
+    (up.Fault(error="TrainingFailed", message="b: the loss became nan", accused=("b",)), ""),
+])  # fmt: skip
+def test_whom_a_device_accuses_is_known_by_a_field_of_its_fault(fault, expected):
+    rejection = Rejection.from_fault(fault)
+    assert rejection.accused == {*expected}
+    assert Rejection.from_fact(rejection.to_fact()) == rejection
+
+
+@pytest.mark.parametrize("reason, rejection", [
+    ("SharesWrong: b, c: no shares for 'a'", Rejection(
+        "SharesWrong: b, c: no shares for 'a'", "SharesWrong", frozenset("bc"))),
+    ("PrivacyRefused: no noise", Rejection("PrivacyRefused: no noise", "PrivacyRefused")),
+    ("tensor 'w' holds NaN", Rejection("tensor 'w' holds NaN")),
+    ("", Rejection("")),
+])  # fmt: skip
+def test_rejections_in_journals_of_earlier_versions_are_read_as_they_were_meant(reason, rejection):
+    assert Rejection.from_fact(UpdateRefused(reason=reason)) == rejection
+    assert UpdateRefused(reason=reason).to_body() == {"reason": reason}, "earlier versions have no field for it"
 
 
 def test_a_cohort_is_no_larger_than_devices_accept_in_a_sum(tmp_path, monkeypatch):

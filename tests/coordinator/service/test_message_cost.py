@@ -11,8 +11,8 @@ import pytest
 from federation_duties import WIDE_TASK
 from federation_harness import Clock, Federation
 
+from coordinator.fleet.downloads import SLOW_SAMPLES
 from coordinator.fleet.registry import Roster
-from coordinator.fleet.transfers import SLOW_SAMPLES
 from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import Journal
 from coordinator.runs.request import Request

@@ -13,7 +13,7 @@ from federation_duties import SMALL, quick_params
 from simulation_harness import learned, run, small_plan, write_images
 
 from coordinator.cli.simulate import reading
-from coordinator.fleet import transfers
+from coordinator.fleet import uploads
 from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import Journal
 from coordinator.research.reproduce import outcome
@@ -75,7 +75,7 @@ def full_disk(patch, owner, name, after):
 @pytest.mark.parametrize(
     "owner, name, after",
     [
-        (transfers, "sync_folder", 1),
+        (uploads, "sync_folder", 1),
         (chunks.os, "pwrite", 1),
         (ClientStateFiles, "write", 4),
         (BlobStore, "put", 1),

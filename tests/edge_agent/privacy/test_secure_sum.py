@@ -207,8 +207,9 @@ def test_shares_that_were_swapped_or_changed_are_noticed(change):
 def test_shares_of_another_round_do_not_open():
     (first, _) = shared(4)
     (_, other) = shared(4, context=b"federation run-1 round 4")
-    with pytest.raises(SharesWrong, match=r"^c01, c02, c03: no shares"):
+    with pytest.raises(SharesWrong, match=r"^c01, c02, c03: no shares") as told:
         first.receive(other)
+    assert told.value.clients == ("c01", "c02", "c03")
 
 
 def test_a_wrong_share_of_a_mask_key_is_found_before_a_sum_comes_out():

@@ -1,0 +1,414 @@
+"""Downloads: blobs are offered to agents, and sent to those that ask, by broadcast where several need the same.
+
+A blob that several agents ask for is broadcast once; an agent with a slow or far link gets it for itself.
+`fleet.carousel` has the order of the chunks of a broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from statistics import median_high, median_low
+
+from edge_agent.wire.blobs import chunks
+from edge_agent.wire.blobs.flow import AHEAD_BYTES, STALL_S, Pace, Sending
+from edge_agent.wire.messages.down import Listen
+from edge_agent.wire.messages.fields import Command, Ranges
+from edge_agent.wire.messages.up import Progress, Want
+from edge_agent.wire.topics import Topics
+
+from .carousel import Carousel, bits_of
+
+Send = Callable[[str, Command], None]
+
+GATHER_S = 0.05
+"""A blob that several agents need waits for the next one so long, unless all agents with the offer have answered."""
+
+LONGEST_GATHER_S = 2.0
+OVERSHOOT = 0.1
+"""Share of a blob that an agent may receive by broadcast though it has it."""
+
+SLOW_SHARE, SLOW_SAMPLES = 1 / 8, 4
+"""A link below this share of the median rate, measured so often, is too slow for a broadcast with the others."""
+
+FEW_LISTENERS = 8
+"""Of so few agents most may have bad links by chance."""
+
+
+def _is_general(silent: int, listeners: int) -> bool:
+    """Return whether so many of the listeners to a broadcast are silent that it is not for their links.
+
+    Broker or machine are slow then. Sent to each of them alone, the blob would be published once for every agent.
+    """
+    return silent > FEW_LISTENERS and 2 * silent > listeners
+
+
+LONGEST_JOIN_S = 10.0
+"""How long agents may take to listen where most of them take long; the broadcast waits for them."""
+
+FAR_TIMES = 4
+"""A round trip of so many times the median, that is long for a broadcast besides, keeps an agent out of it."""
+
+SWEEP_S = 0.5
+
+Publish = Callable[[str, bytes], None]
+
+
+@dataclass
+class _Offer:
+    """One blob and the agents that it is offered to."""
+
+    blob: chunks.Outgoing
+    carousel: Carousel
+    unanswered: set[str] = field(default_factory=set)
+    waiting: dict[str, Want] = field(default_factory=dict)
+    start_at: float = 0.0
+    last_start_at: float = 0.0
+    answered_at: float = 0.0
+    direct: dict[str, Sending] = field(default_factory=dict)
+    held: dict[str, Sending] = field(default_factory=dict)
+    """What is under way to agents that wait."""
+
+    apart: set[str] = field(default_factory=set)
+    """Agents that were asked not to listen to the broadcast."""
+
+    invited: set[str] = field(default_factory=set)
+    """Agents that were asked to listen to it; one that requests the blob for itself again cannot."""
+
+    joining: dict[str, float] = field(default_factory=dict)
+    """Those of them that have yet to answer, and when they were asked: they may listen already, over slow links."""
+
+    median_rate: float = 0.0
+    """Bytes per second of the links of all who get it, as of the last sweep or start; 0: unknown."""
+
+    median_trip_s: float = 0.0
+    """The round trip of those links, likewise; 0: unknown."""
+
+    def sending_to(self, agent: str) -> Sending | None:
+        """What is sent to an agent now."""
+        return self.direct.get(agent) or self.carousel.listeners.get(agent) or self.held.get(agent)
+
+    def is_open_for(self, agent: str) -> bool:
+        """Return whether the agent was offered the blob and has not said that it has it."""
+        is_asking = agent in self.unanswered or agent in self.waiting or agent in self.joining
+        return is_asking or self.sending_to(agent) is not None
+
+    @property
+    def sendings(self) -> tuple[Sending, ...]:
+        """What is sent to all agents."""
+        return (*self.direct.values(), *self.carousel.listeners.values(), *self.held.values())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is to be sent, or waits for others."""
+        return bool(self.waiting or self.joining or self.direct or self.carousel.listeners)
+
+
+class Distributor:
+    """All blobs on offer. `pump` does the sending; call it after each event and when it says."""
+
+    def __init__(
+        self,
+        topics: Topics,
+        publish: Publish,
+        send: Send,
+        clock: Callable[[], float],
+        unread_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """``unread_s``: how long the oldest message that has arrived has waited to be handled."""
+        self._topics = topics
+        self._publish = publish
+        self._say = send
+        self._clock = clock
+        self._unread_s = unread_s
+        self._offers: dict[str, _Offer] = {}
+        self._busy: dict[str, _Offer] = {}
+        self._touched: dict[str, _Offer] = {}
+        self._sweep_at = 0.0
+        self._paces: dict[str, Pace] = {}
+        self._listening: set[str] = set()
+        """Agents whose last request was one to listen to a broadcast: the next one will be, too."""
+
+        self.bytes_to: dict[str, int] = {}
+        self.published_bytes = 0
+        """What was published of blobs; a broadcast counts once, however many agents receive it."""
+
+    def offer(self, blob: chunks.Outgoing, agents: Iterable[str]) -> None:
+        """These agents may ask for the blob from now on, and are expected to answer."""
+        offer = self._offers.setdefault(blob.ref.digest, _Offer(blob, Carousel(blob)))
+        offer.unanswered.update(agents)
+
+    def withdraw(self, digests: Iterable[str]) -> None:
+        """These blobs are not needed any more."""
+        for digest in digests:
+            if offer := self._offers.pop(digest, None):
+                for sending in offer.sendings:
+                    sending.cut()
+            self._busy.pop(digest, None)
+            self._touched.pop(digest, None)
+
+    def have(self, agent: str, digest: str) -> None:
+        """An agent has the blob, from its cache or because it has just received it."""
+        if offer := self._offers.get(digest):
+            if sending := offer.sending_to(agent):
+                sending.arrived(self._clock())
+            self._answered(offer, agent)
+            self._leave(offer, agent)
+            self._touch(offer)
+
+    def want(self, agent: str, message: Want) -> bool:
+        """An agent lacks chunks; False when no such blob is on offer.
+
+        Raises:
+            ChunkError: ranges outside the blob.
+        """
+        offer = self._offers.get(message.digest)
+        if offer is None:
+            return False
+        if message.direct and agent in offer.joining:
+            return True  # sent before it was asked to listen
+        sending = offer.sending_to(agent)
+        if sending is not None and agent not in offer.held and (agent in offer.direct) == message.direct:
+            self._lacks(offer, sending, message.ranges)
+        else:
+            chunks.flags_of(message.ranges, offer.blob.count)  # only checks them, before anything is changed
+            if sending is not None:  # what is under way to it arrives also when it listens otherwise from now on
+                offer.direct.pop(agent, None)
+                offer.carousel.leave(agent)
+                offer.held[agent] = sending
+            offer.waiting[agent] = message
+        if message.direct:
+            self._listening.discard(agent)
+        else:
+            self._listening.add(agent)
+        offer.joining.pop(agent, None)
+        self._answered(offer, agent)
+        if not self._pace(agent).is_ready(offer.blob.ref.chunk_bytes):
+            self._leave_abandoned(offer, agent)
+        self._touch(offer)
+        return True
+
+    def waiting_for_blobs(self, agents: Iterable[str]) -> int:
+        """Return how many of these agents have yet to say that they have all that they were offered."""
+        offers = self._offers.values()
+        return sum(any(offer.is_open_for(agent) for offer in offers) for agent in agents)
+
+    def take(self, agent: str, digest: str) -> chunks.Outgoing | None:
+        """The blob, for an agent in this process, counted as if it had been sent; None: not on offer."""
+        offer = self._offers.get(digest)
+        if offer is None:
+            return None
+        self.have(agent, digest)
+        self.bytes_to[agent] = self.bytes_to.get(agent, 0) + offer.blob.wire_bytes
+        return offer.blob
+
+    def progress(self, agent: str, message: Progress) -> None:
+        """An agent reports what has arrived since it asked.
+
+        Raises:
+            ChunkError: ranges outside the blob.
+        """
+        offer = self._offers.get(message.digest)
+        sending = None if offer is None else offer.sending_to(agent)
+        if offer is None or sending is None:
+            return
+        self._lacks(offer, sending, message.missing)
+        if agent in offer.carousel.listeners and self._is_slow(agent, offer):
+            self._separate(offer, agent)
+        self._touch(offer)
+
+    def forget(self, agent: str) -> None:
+        """An agent is offline, or has a new connection: nothing waits for it, and its link may be another one."""
+        for offer in self._offers.values():
+            self._answered(offer, agent)
+            self._leave(offer, agent)
+            offer.apart.discard(agent)
+            offer.invited.discard(agent)
+        self._paces.pop(agent, None)
+        self._listening.discard(agent)
+
+    def disconnected(self) -> None:
+        """The coordinator's own connection is lost, and what was under way with it."""
+        for offer in self._busy.values():
+            for sending in offer.sendings:
+                sending.cut()
+            offer.carousel.changed()
+
+    def pump(self) -> float | None:
+        """Publish what flow control allows; seconds until it wants to be called again, None when only events matter."""
+        now = self._clock()
+        if now >= self._sweep_at:
+            self._sweep_at = now + SWEEP_S
+            self._touched.update(self._busy)
+            for offer in self._busy.values():
+                self._measure(offer)
+        touched = self._touched
+        self._touched = {}
+        for digest, offer in touched.items():
+            if offer.waiting and (not offer.unanswered or now >= self._gathered_at(offer, now)):
+                self._start(offer)
+            self._send(offer, now)
+            if not offer.is_busy:
+                self._busy.pop(digest, None)
+            elif offer.waiting:
+                self._touched[digest] = offer
+        due = [offer.start_at for offer in self._touched.values()]
+        return max(0.0, min([self._sweep_at, *due]) - now) if self._busy else None
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _touch(self, offer: _Offer) -> None:
+        digest = offer.blob.ref.digest
+        self._touched[digest] = offer
+        if offer.is_busy:
+            self._busy[digest] = offer
+
+    def _answered(self, offer: _Offer, agent: str) -> None:
+        """While answers keep coming, the first of those who wait goes on waiting, up to a limit."""
+        now = self._clock()
+        offer.unanswered.discard(agent)
+        if len(offer.waiting) == 1 and agent in offer.waiting:
+            offer.last_start_at = now + LONGEST_GATHER_S
+        offer.answered_at, offer.start_at = now, min(now + GATHER_S, offer.last_start_at)
+
+    def _gathered_at(self, offer: _Offer, now: float) -> float:
+        """Return when to stop waiting for more requests: as long as the longest of them may take to come."""
+        if offer.start_at <= now < offer.last_start_at:
+            longest = max((self._request_takes_s(agent) for agent in offer.unanswered), default=0.0)
+            offer.start_at = min(max(offer.answered_at + longest, offer.start_at), offer.last_start_at)
+        return offer.start_at
+
+    def _request_takes_s(self, agent: str) -> float:
+        """Return how long this agent takes to request a blob; 0 where its round trip is not known.
+
+        One that listens to broadcasts subscribes before it asks, which is one round trip more. Without the time for
+        that, the blob would be broadcast while it is about to ask: it would arrive, and be sent again as requested.
+        """
+        pace = self._paces.get(agent)
+        if pace is None or not pace.samples:
+            return 0.0
+        trips = 2 if agent in self._listening else 1
+        return trips * pace.round_trip_s
+
+    def _leave(self, offer: _Offer, agent: str) -> None:
+        offer.waiting.pop(agent, None)
+        offer.joining.pop(agent, None)
+        for sending in (offer.direct.pop(agent, None), offer.held.pop(agent, None), offer.carousel.leave(agent)):
+            if sending is not None:
+                sending.cut()
+
+    def _leave_abandoned(self, wanted: _Offer, agent: str) -> None:
+        """Another blob that the agent needs no longer takes no part of its link; if it does, it asks for it again."""
+        for offer in self._busy.values():
+            sending = offer.sending_to(agent)
+            if offer is not wanted and sending is not None and sending.is_abandoned(self._clock()):
+                self._leave(offer, agent)
+
+    def _lacks(self, offer: _Offer, sending: Sending, ranges: Ranges) -> None:
+        before = sending.need
+        sending.lacks(ranges, self._clock())
+        if sending.need != before:
+            offer.carousel.changed()
+
+    def _start(self, offer: _Offer) -> None:
+        """Send to all who wait: by broadcast to those who need the same."""
+        self._measure(offer)
+        waiting = offer.waiting
+        offer.waiting = {}
+        others = len(waiting) + len(offer.carousel.listeners) + len(offer.unanswered) - 1
+        needs = {agent: bits_of(chunks.flags_of(want.ranges, offer.blob.count)) for agent, want in waiting.items()}
+        wanted = offer.carousel.wanted
+        for need in needs.values():
+            wanted |= need
+        for agent, want in waiting.items():
+            overshoot = (wanted & ~needs[agent]).bit_count()
+            has_most = overshoot > OVERSHOOT * offer.blob.count
+            is_unlike = self._is_slow(agent, offer) or self._is_far(agent, offer)
+            is_apart = agent in offer.apart or has_most or is_unlike
+            if want.direct and (is_apart or not others or agent in offer.invited):
+                offer.direct[agent] = self._begin(offer, agent, want)
+            elif want.direct:
+                self._say(agent, Listen(digest=want.digest, broadcast=True))
+                offer.invited.add(agent)
+                offer.joining[agent] = self._clock()
+                offer.unanswered.add(agent)
+            elif is_apart and others:
+                offer.apart.discard(agent)  # it asks as a listener: the message to it was lost, so it is sent again
+                self._separate(offer, agent)
+            else:
+                offer.carousel.join(agent, self._begin(offer, agent, want), self._clock())
+
+    def _begin(self, offer: _Offer, agent: str, want: Want) -> Sending:
+        sending = offer.held.pop(agent, None) or Sending(offer.blob, self._pace(agent))
+        sending.lacks(want.ranges, self._clock())
+        return sending
+
+    def _pace(self, agent: str) -> Pace:
+        return self._paces.setdefault(agent, Pace(AHEAD_BYTES))
+
+    def _measure(self, offer: _Offer) -> None:
+        """Compute the median rate of the offer: not for each message, because all its agents count."""
+        agents = {*offer.waiting, *offer.carousel.listeners, *offer.direct}
+        paces = [pace for pace in map(self._paces.get, agents) if pace is not None]
+        rates = [pace.rate for pace in paces if pace.rate]
+        trips_s = [pace.round_trip_s for pace in paces if pace.samples]
+        offer.median_rate = median_high(rates) if rates else 0.0
+        offer.median_trip_s = median_low(trips_s) if trips_s else 0.0
+
+    def _is_slow(self, agent: str, offer: _Offer) -> bool:
+        """Whether the others would have to wait for this agent's link."""
+        mine = self._pace(agent)
+        return mine.samples >= SLOW_SAMPLES and mine.rate < SLOW_SHARE * offer.median_rate
+
+    def _is_far(self, agent: str, offer: _Offer) -> bool:
+        """Return whether the others would get the blob while this agent is still about to listen.
+
+        To be asked, to subscribe, to hear that it has, and to say so takes two round trips. What is broadcast meanwhile
+        reaches it, too, and nobody knows: it would get the blob twice.
+        """
+        mine = self._pace(agent)
+        takes_s = 2 * mine.round_trip_s
+        return mine.samples > 0 and takes_s >= STALL_S and mine.round_trip_s > FAR_TIMES * offer.median_trip_s
+
+    def _late_to_join(self, offer: _Offer, heard_until: float) -> list[str]:
+        """Return the agents that were asked to listen long ago and have not said that they do.
+
+        Where most of those asked are late, it is not their links, and they have more time.
+        """
+        patience_s = max(STALL_S, 3 * offer.median_trip_s)
+        late = [agent for agent, at in offer.joining.items() if heard_until - at >= patience_s]
+        if not _is_general(len(late), len(offer.joining) + len(offer.carousel.listeners)):
+            return late
+        return [agent for agent in late if heard_until - offer.joining[agent] >= LONGEST_JOIN_S]
+
+    def _separate(self, offer: _Offer, agent: str) -> None:
+        """Have an agent request the blob for itself."""
+        if agent not in offer.apart:
+            offer.apart.add(agent)
+            self._say(agent, Listen(digest=offer.blob.ref.digest, broadcast=False))
+
+    def _send(self, offer: _Offer, now: float) -> None:
+        for agent, sending in offer.direct.items():
+            for frame in sending.due(now):
+                self._publish(self._topics.down_chunks(agent), frame)
+                self.published_bytes += len(frame)
+                self.bytes_to[agent] = self.bytes_to.get(agent, 0) + len(frame)
+        # What has waited here unread may be the answer of those that seem silent.
+        heard_until = now - self._unread_s()
+        for agent in self._late_to_join(offer, heard_until):
+            del offer.joining[agent]
+            self._separate(offer, agent)
+        if offer.joining:
+            return
+        listeners = offer.carousel.listeners
+        silent = [agent for agent, sending in listeners.items() if not sending.is_moving(heard_until)]
+        if not _is_general(len(silent), len(listeners)):
+            for agent in silent:
+                self._separate(offer, agent)
+        digest = offer.blob.ref.digest
+        topic = self._topics.down_chunks(*listeners) if len(listeners) == 1 else self._topics.broadcast(digest)
+        for frame in offer.carousel.due(now):
+            self._publish(topic, frame)
+            self.published_bytes += len(frame)
+            for agent in listeners:
+                self.bytes_to[agent] = self.bytes_to.get(agent, 0) + len(frame)

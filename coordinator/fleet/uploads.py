@@ -1,0 +1,489 @@
+"""Uploads: the updates that agents send are collected and checked.
+
+An update is accepted when its bytes are on disk under their hash, its tensors are exactly those that the method
+declares, all of them finite, and the journal says so. Only then does the agent get its receipt. A rejected update costs
+itself and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_agent.core.errors import ChunkError, TensorsError, UpdateRejected
+from edge_agent.core.storage import mapped, sync_folder
+from edge_agent.wire.blobs import chunks
+from edge_agent.wire.blobs.flow import UPLOAD_REPORT_BYTES, WINDOW_BYTES, Receiving
+from edge_agent.wire.messages.down import Ack, Grant, Queued, Receipt
+from edge_agent.wire.messages.fields import (
+    EXCHANGES,
+    MAX_CREDITS,
+    OUTSIDE_ROUNDS,
+    Command,
+)
+from edge_agent.wire.messages.up import UpdateManifest
+from edge_agent.wire.tensors import MAX_HEADER_BYTES, check_specs, decode, first_non_finite, inspect
+
+from ..journal.entries import RoundClosed, RoundOpened, UpdateAccepted
+from ..journal.sqlite import Journal
+from ..journal.store import facts_of
+from ..state.store import BlobStore
+from ..views.runs import MAX_REASON_CHARS, Accepted, Rejection, replay
+from .collection import Collection
+from .registry import Rejections
+
+log = logging.getLogger(__name__)
+
+_UPLOAD_FILE = re.compile(r"[0-9a-f]{64}\.(part|chunks)")
+"""Names of the files of updates that are arriving: no other file below their folders is ours to remove."""
+
+GRANT_APART_S = 1.0
+"""A manifest repeated within this time is a duplicate: a second grant would have all chunks sent twice."""
+
+MIN_CHUNK_BYTES, MAX_SMALL_CHUNKS = 1024, 1024
+"""Smaller chunks than this are accepted up to this number: else a peer could cause lists of millions."""
+
+BUDGET_BYTES = 16 << 20
+"""What all updates under way may have under way together; a broker keeps it in memory while the coordinator is busy."""
+
+MOST_OPEN_UPLOADS = 64
+"""Uploads whose files are open at once; those of others are opened again when a chunk comes."""
+
+LEAST_BUDGET_BYTES = 128 << 10
+LATE_S = 0.05
+"""Where messages wait for so long, more uploads at once would only make each one slower, in more and smaller parts."""
+
+COUNT_AGAIN_S = 0.1
+"""How long the parts that uploads have of the budget count as computed before."""
+
+QUEUED_AGAIN_S = 30.0
+LEAST_UPLOAD_S = 0.01
+SILENT_S = 5.0
+"""An agent that was granted its upload and sends nothing for so long takes no part of the budget."""
+
+Send = Callable[[str, Command], None]
+
+
+@dataclass
+class _Upload:
+    manifest: UpdateManifest
+    receiving: Receiving
+    granted_at: float = float("-inf")
+    heard_at: float = float("-inf")
+    """When it was granted, or a chunk came."""
+
+    begun_at: float = 0.0
+    received_bytes: int = 0
+    counted_bytes: int = 0
+    """Its part of the budget when that was last computed."""
+
+    def budget_bytes(self, now: float, before: float) -> int:
+        """Its part of the budget; ``before``: the rate of the agent's last upload, 0 without one."""
+        if now - self.heard_at > SILENT_S:
+            return 0
+        return budget_bytes(self.manifest, self.receiving.meter.rate, before, self.received_bytes)
+
+
+def budget_bytes(update: UpdateManifest, rate: float, before: float, received: int) -> int:
+    """How much of an update may be under way: what its link takes in two seconds, at most a window.
+
+    While the rate is unknown: as at the last upload, or three times what has arrived, as senders begin slowly.
+    """
+    expected = 2 * rate or max(2 * before, 3 * received, LEAST_BUDGET_BYTES)
+    return min(WINDOW_BYTES, update.blob.size_bytes, int(expected))
+
+
+class Collector:
+    """All uploads of the open round. One coordinator has one."""
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        journal: Journal,
+        send: Send,
+        clock: Callable[[], float],
+        is_stalled: Callable[[], bool] = lambda: False,
+        unread_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """``is_stalled``: whether the run under way cannot open its round for now.
+
+        ``unread_s``: how long the oldest message that has arrived has waited to be handled (`Transport.unread_s`).
+        """
+        self._blobs = blobs
+        self._journal = journal
+        self._send = send
+        self._clock = clock
+        self._is_stalled = is_stalled
+        self._unread_s = unread_s
+        self._uploads: dict[str, _Upload] = {}
+        self._judged: dict[str, _Upload] = {}
+        """Updates that are complete, and wait for their `Judge`."""
+
+        self._queue: dict[str, UpdateManifest] = {}
+        """Updates that wait for their turn, in the order in which they were announced."""
+
+        self._open_files: OrderedDict[str, Receiving] = OrderedDict()
+        """Agents whose uploads have an open file, and what they upload; the one that was heard last comes last."""
+
+        self._unacknowledged: set[str] = set()
+        """Agents whose chunks are acknowledged at the next `tick`, once for all that have come until then."""
+
+        self._rates: dict[str, float] = {}
+        """Bytes per second of each agent's last upload."""
+
+        self._counted_at = float("-inf")
+        """When the parts of all uploads were last computed."""
+
+        self._counted_bytes = 0
+        """What all uploads have of the budget: their ``counted_bytes``."""
+
+        self.open_round: Collection | None = None
+        self.bytes_from: dict[str, int] = {}
+        self.rejected = Rejections(clock)
+        """Refused updates since the start, by ``agent: reason``."""
+
+    def open(self, collection: Collection) -> None:
+        """Accept updates for this round from now on; uploads that are not of it are removed."""
+        self.open_round = collection
+        for agent in [a for a, upload in self._uploads.items() if not collection.awaits(a, upload.manifest)]:
+            self._uploads.pop(agent).receiving.incoming.discard()
+        self._counted_at = float("-inf")
+        self._judged = {a: upload for a, upload in self._judged.items() if collection.awaits(a, upload.manifest)}
+        self._queue = {a: message for a, message in self._queue.items() if collection.awaits(a, message)}
+
+    def close(self) -> None:
+        """Accept no more updates for the open round; incomplete ones are removed, also those of before a pause."""
+        for upload in self._uploads.values():
+            upload.receiving.incoming.discard()
+        self.pause()
+        for path in (self._blobs.folder / "partial").glob("*/*"):
+            if _UPLOAD_FILE.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+
+    def pause(self) -> None:
+        """The coordinator stops, or the run is stalled: incomplete updates stay on disk, to be resumed."""
+        for upload in self._uploads.values():
+            upload.receiving.incoming.close()
+        self._uploads.clear()
+        self._counted_at = float("-inf")
+        self._judged.clear()
+        self._queue.clear()
+        self.open_round = None
+
+    def manifest(self, agent: str, message: UpdateManifest) -> None:
+        """An agent offers an update; it is granted, receipted (again), or rejected with the reason.
+
+        While the run is stalled, or prepares to resume in a round that takes the update, or the update is judged, there
+        is no answer: the agent keeps its update and offers it again.
+        """
+        if self.open_round is None and (self._is_stalled() or self._will_be_awaited(agent, message)):
+            return
+        if agent in self._judged:
+            return
+        try:
+            already = self._already_accepted(agent, message)
+            if not already:
+                self._check_manifest(agent, message)
+        except UpdateRejected as rejection:
+            self._reject(agent, message, str(rejection))
+            return
+        if already:
+            self._send(agent, Receipt(run=message.run, digest=message.blob.digest, accepted=True))
+        else:
+            self._admit(agent, message)
+
+    def chunk(self, agent: str, frame: chunks.Frame) -> None:
+        """One chunk from an agent; acknowledged from time to time; after the last one the update is checked.
+
+        Raises:
+            ChunkError: the agent has no upload under way that this belongs to.
+        """
+        upload = self._uploads.get(agent)
+        if upload is None and agent in self._judged:
+            return
+        if upload is None:
+            raise ChunkError("no upload was granted")
+        self.bytes_from[agent] = self.bytes_from.get(agent, 0) + len(frame.data)
+        upload.heard_at = self._clock()
+        upload.received_bytes += len(frame.data)
+        self._keep_open(agent, upload.receiving)
+        if upload.receiving.add(frame, upload.heard_at):
+            del self._uploads[agent]
+            self._open_files.pop(agent, None)
+            self._counted_bytes -= upload.counted_bytes
+            self._rates[agent] = upload.received_bytes / max(upload.heard_at - upload.begun_at, LEAST_UPLOAD_S)
+            self._finish(agent, upload)
+            self._admit_next()
+        elif upload.receiving.report_due(self._clock()):
+            if self._unread_s() > LATE_S:
+                self._unacknowledged.add(agent)
+            else:
+                self._acknowledge(agent, upload)
+
+    def is_uploading(self, agent: str) -> bool:
+        """Whether an update of this agent is being uploaded or judged, or waits for its turn."""
+        return agent in self._uploads or agent in self._judged or agent in self._queue
+
+    def greet(self, agent: str) -> None:
+        """An agent is online (again): it may have lost its grant, and the chunks under way are lost."""
+        if upload := self._uploads.get(agent):
+            upload.granted_at = float("-inf")
+
+    def failed(self, agent: str, rejection: Rejection) -> None:
+        """An agent could not make an update for the open round: it is not waited for."""
+        collection = self.open_round
+        if collection is None or agent not in collection.outstanding:
+            return
+        if not rejection.is_by_policy:
+            self.rejected.note(f"{agent}: {rejection.reason}")
+        self._note_rejection(collection, agent, rejection)
+
+    def tick(self) -> None:
+        """Acknowledge what has not been acknowledged for a while, and begin uploads for which there is room now."""
+        now = self._clock()
+        unacknowledged = self._unacknowledged
+        self._unacknowledged = set()
+        for agent, upload in self._uploads.items():
+            if upload.receiving.report_due(now) or agent in unacknowledged:
+                self._acknowledge(agent, upload)
+        self._admit_next()
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _will_be_awaited(self, agent: str, message: UpdateManifest) -> bool:
+        """Whether the round in which the run resumes takes the update."""
+        if message.purpose not in {"train", "contribute"}:
+            return False
+        record = replay(self._journal, message.run)
+        if record.open_round is not None:
+            return record.open_round.asked_in(agent) == message.round
+        closed = () if record.is_over else self._journal.entries(record.run, ("round_closed",), round=record.round)
+        return any(fact.busy.get(agent) == message.round for fact in facts_of(closed, RoundClosed))
+
+    def _already_accepted(self, agent: str, message: UpdateManifest) -> bool:
+        collection = self.open_round
+        if collection is not None and collection.takes(agent, message):
+            known = collection.accepted.get(agent)
+            if known is not None and known.digest != message.blob.digest:
+                raise UpdateRejected(f"an update of {agent} for round {message.round} is already accepted; one counts")
+            return known is not None
+        kinds = ("update_accepted",)
+        entries = self._journal.entries(message.run, kinds, round=message.round, agent=agent)
+        same = [entry for entry in entries if entry.digest == message.blob.digest]
+        return any(fact.purpose == _noted(message) for fact in facts_of(same, UpdateAccepted))
+
+    def _check_manifest(self, agent: str, message: UpdateManifest) -> None:
+        collection = self.open_round
+        if collection is None or not collection.takes(agent, message):
+            now = f"round {collection.round} of {collection.run}" if collection else "no round"
+            raise UpdateRejected(f"late: the update is for round {message.round} of {message.run}, open is {now}")
+        if agent not in collection.cohort:
+            raise UpdateRejected(f"{agent} was not asked for an update in round {message.round}")
+        if agent in collection.rejected:
+            raise UpdateRejected(f"already rejected in round {message.round}: {collection.rejected[agent].reason}")
+        if message.samples < 1:
+            raise UpdateRejected("trained on 0 samples; an update needs at least 1")
+        if message.blob.chunk_bytes < MIN_CHUNK_BYTES and chunks.chunk_count(message.blob) > MAX_SMALL_CHUNKS:
+            raise UpdateRejected(
+                f"{chunks.chunk_count(message.blob)} chunks of {message.blob.chunk_bytes} bytes; "
+                f"expected chunks of {MIN_CHUNK_BYTES} bytes or more"
+            )
+        content = sum(spec.nbytes for spec in collection.expects(agent).values())
+        if not content <= message.blob.size_bytes <= content + 8 + MAX_HEADER_BYTES:
+            raise UpdateRejected(f"{message.blob.size_bytes} bytes announced, the method's tensors take {content}")
+
+    def _admit(self, agent: str, message: UpdateManifest) -> None:
+        """Grant an upload, or queue it: what is under way together is bounded."""
+        if agent not in self._uploads and (agent in self._queue or not self._has_room(agent, message)):
+            is_new = agent not in self._queue
+            self._queue[agent] = message
+            position = len(self._queue) - 1 if is_new else list(self._queue).index(agent)
+            before = position + len(self._uploads)
+            digest = message.blob.digest
+            self._send(agent, Queued(run=message.run, digest=digest, before=before, again_s=QUEUED_AGAIN_S))
+        else:
+            self._grant(agent, message)
+
+    def _admit_next(self) -> None:
+        """Grant uploads to those who have waited longest, as long as there is room."""
+        while self._queue and self._has_room(*next(iter(self._queue.items()))):
+            agent = next(iter(self._queue))
+            self._grant(agent, self._queue.pop(agent))
+
+    def _has_room(self, agent: str, message: UpdateManifest) -> bool:
+        if self._uploads and self._unread_s() > LATE_S:
+            return False
+        more = budget_bytes(message, 0.0, self._rates.get(agent, 0.0), 0)
+        if self._clock() - self._counted_at >= COUNT_AGAIN_S:
+            self._count_all()
+        return self._counted_bytes + more <= BUDGET_BYTES
+
+    def _count_all(self) -> None:
+        """Compute the parts of all uploads again: rates change, and some agents fall silent.
+
+        Not for each update, whose cost would grow with the number of those under way.
+        """
+        now = self._clock()
+        self._counted_at = now
+        self._counted_bytes = 0
+        for agent, upload in self._uploads.items():
+            upload.counted_bytes = upload.budget_bytes(now, self._rates.get(agent, 0.0))
+            self._counted_bytes += upload.counted_bytes
+
+    def under_way_bytes(self) -> int:
+        """About how much of all updates may be under way."""
+        now = self._clock()
+        rates = self._rates
+        return sum(upload.budget_bytes(now, rates.get(agent, 0.0)) for agent, upload in self._uploads.items())
+
+    def _grant(self, agent: str, message: UpdateManifest) -> None:
+        upload = self._uploads.get(agent)
+        if upload is None or upload.manifest.blob != message.blob:
+            if upload is not None:
+                upload.receiving.incoming.discard()
+            incoming = chunks.Incoming(message.blob, self._folder(agent))
+            upload = self._uploads[agent] = _Upload(message, Receiving(incoming, self._clock(), UPLOAD_REPORT_BYTES))
+            upload.begun_at = self._clock()
+            self._keep_open(agent, upload.receiving)
+            upload.counted_bytes = budget_bytes(message, 0.0, self._rates.get(agent, 0.0), 0)
+            self._counted_bytes += upload.counted_bytes
+        if self._clock() - upload.granted_at < GRANT_APART_S:
+            return
+        upload.granted_at = upload.heard_at = self._clock()
+        upload.receiving.restart(upload.granted_at)
+        if upload.receiving.incoming.chunks.complete:  # everything was here before a restart
+            del self._uploads[agent]
+            self._counted_at = float("-inf")
+            self._finish(agent, upload)
+            return
+        credit = min(MAX_CREDITS, max(1, WINDOW_BYTES // message.blob.chunk_bytes))
+        missing = upload.receiving.missing
+        self._send(agent, Grant(run=message.run, digest=message.blob.digest, credits=credit, missing=missing))
+
+    def _keep_open(self, agent: str, receiving: Receiving) -> None:
+        """Leave the file of this upload open, and close the one that was not written for the longest time."""
+        self._open_files[agent] = receiving
+        self._open_files.move_to_end(agent)
+        if len(self._open_files) > MOST_OPEN_UPLOADS:
+            _, longest_idle = self._open_files.popitem(last=False)
+            longest_idle.incoming.release_file()
+
+    def _acknowledge(self, agent: str, upload: _Upload) -> None:
+        run = upload.manifest.run
+        digest = upload.manifest.blob.digest
+        receiving = upload.receiving
+        self._send(agent, Ack(run=run, digest=digest, missing=receiving.missing))
+
+    def _finish(self, agent: str, upload: _Upload) -> None:
+        message = upload.manifest
+        collection = self.open_round
+        digest = message.blob.digest
+        arrived = self._folder(agent) / f"{digest}.whole"
+        try:
+            upload.receiving.incoming.finish(arrived, durable=True)
+        except ChunkError as error:
+            log.warning("update_damaged agent=%s reason=%s", agent, error)
+            self._grant(agent, message)
+            return
+        if collection is None:
+            return
+        try:
+            data = mapped(arrived)
+            specs, _ = inspect(data)
+            check_specs(specs, collection.expects(agent))
+            tensors = decode(data)
+            if (bad := first_non_finite(tensors)) is not None:
+                raise UpdateRejected(f"tensor '{bad}' holds NaN or infinity; local training has diverged")
+            for name, array in tensors.items():
+                if name.endswith(".running_var") and (array < 0).any():
+                    raise UpdateRejected(f"tensor '{name}' holds a variance below 0")
+            if objection := collection.objection(tensors):
+                raise UpdateRejected(objection)
+        except (UpdateRejected, TensorsError) as rejection:
+            arrived.unlink(missing_ok=True)
+            self._reject(agent, message, str(rejection))
+            return
+        if collection.judge is None:
+            self._accept(agent, message, collection, arrived)
+            return
+        self._judged[agent] = upload
+        self._acknowledge(agent, upload)  # so that it sends no chunk again meanwhile
+        collection.judge(arrived, functools.partial(self._on_judged, agent, upload, arrived))
+
+    def _on_judged(self, agent: str, upload: _Upload, arrived: Path, objection: str | None) -> bool:
+        """Accept or reject the update, unless its round was closed, or its agent has failed, meanwhile."""
+        collection = self.open_round
+        if collection is None or self._judged.get(agent) is not upload:
+            return False
+        del self._judged[agent]
+        if objection == "" and agent in collection.outstanding:
+            self._accept(agent, upload.manifest, collection, arrived)
+            return True
+        arrived.unlink(missing_ok=True)
+        if objection:
+            self._reject(agent, upload.manifest, objection)
+        return True
+
+    def _accept(self, agent: str, message: UpdateManifest, collection: Collection, arrived: Path) -> None:
+        digest = message.blob.digest
+        arrived.replace(self._blobs.path(digest))  # only now is it a blob of the store
+        sync_folder(self._blobs.folder)
+        metrics = {name: value for name, value in message.metrics.items() if value is not None}
+        fact = UpdateAccepted(samples=message.samples, metrics=metrics)
+        if purpose := _noted(message):
+            fact = fact.changed(purpose=purpose)
+        if message.purpose not in EXCHANGES:  # after a restart a secure sum begins again
+            self._journal.append(fact, run=message.run, round=message.round, agent=agent, digest=digest)
+        collection.accepted[agent] = Accepted(digest, float(message.samples), metrics)
+        self._send(agent, Receipt(run=message.run, digest=digest, accepted=True))
+
+    def _folder(self, agent: str) -> Path:
+        return self._blobs.folder / "partial" / agent
+
+    def _reject(self, agent: str, message: UpdateManifest, reason: str) -> None:
+        times = self.rejected.note(f"{agent}: {reason}")
+        level = logging.DEBUG if times is None else logging.WARNING
+        log.log(level, "update_refused agent=%s run=%s round=%d reason=%s", agent, message.run, message.round, reason)
+        collection = self.open_round
+        if collection is None or not collection.takes(agent, message):
+            self._note_late(agent, message, reason)
+        elif agent in collection.outstanding:
+            self._note_rejection(collection, agent, Rejection(reason, boot=message.boot))
+        receipt = Receipt(run=message.run, digest=message.blob.digest, accepted=False, reason=reason[:MAX_REASON_CHARS])
+        self._send(agent, receipt)
+
+    def _note_late(self, agent: str, message: UpdateManifest, reason: str) -> None:
+        """Count an update of a round that is over: once, and only of those who were asked in it."""
+        journal = self._journal
+        run = message.run
+        number = message.round
+        if message.session and self.open_round is not None and number == self.open_round.round:
+            return  # of an earlier attempt at a secure sum: its agent takes part in this one
+        opened = journal.entries(run, ("round_opened",), round=number)
+        was_asked = any(agent in fact.cohort for fact in facts_of(opened, RoundOpened))
+        if (
+            not was_asked
+            or message.purpose in EXCHANGES
+            or _noted(message)
+            or journal.entries(run, ("update_refused",), round=number, agent=agent)
+        ):
+            return
+        journal.append(Rejection(reason).to_fact(), run=run, round=number, agent=agent)
+        if self.open_round is not None:
+            self.open_round.late.append((agent, number))
+
+    def _note_rejection(self, collection: Collection, agent: str, rejection: Rejection) -> None:
+        """Journal that an agent has no update in the open round; a secure sum begins again after a restart."""
+        if collection.purpose not in EXCHANGES:
+            self._journal.append(rejection.to_fact(), run=collection.run, round=collection.round, agent=agent)
+        collection.rejected[agent] = rejection
+
+
+def _noted(message: UpdateManifest) -> str | None:
+    """The purpose of an update outside the rounds, which the journal notes; None for one of a round."""
+    return message.purpose if message.purpose in OUTSIDE_ROUNDS else None
