@@ -45,24 +45,36 @@ _UPLOAD_FILE = re.compile(r"[0-9a-f]{64}\.(part|chunks)")
 GRANT_APART_S = 1.0
 """A manifest repeated within this time is a duplicate: a second grant would have all chunks sent twice."""
 
-MIN_CHUNK_BYTES, MAX_SMALL_CHUNKS = 1024, 1024
-"""Smaller chunks than this are accepted up to this number: else a peer could cause lists of millions."""
+MIN_CHUNK_BYTES = 1024
+"""Chunks below this size are small."""
+
+MAX_SMALL_CHUNKS = 1024
+"""The most small chunks of one update: without a limit a peer could cause lists of millions."""
 
 BUDGET_BYTES = 16 << 20
-"""What all updates under way may have under way together; a broker keeps it in memory while the coordinator is busy."""
+"""The bytes of all updates that may be under way together; a broker keeps them while the coordinator is busy."""
 
 MOST_OPEN_UPLOADS = 64
 """Uploads whose files are open at once; those of others are opened again when a chunk comes."""
 
 LEAST_BUDGET_BYTES = 128 << 10
+"""The part of the budget that an upload begins with while the rate of its link is not known."""
+
 LATE_S = 0.05
 """Where messages wait for so long, more uploads at once would only make each one slower, in more and smaller parts."""
+
+LENGTH_BYTES = 8
+"""The bytes before the header of a container of tensors, which hold its length."""
 
 COUNT_AGAIN_S = 0.1
 """How long the parts that uploads have of the budget count as computed before."""
 
 QUEUED_AGAIN_S = 30.0
+"""After so long an agent in the queue offers its update again, in case the grant was lost."""
+
 LEAST_UPLOAD_S = 0.01
+"""Faster uploads count as if they took so long, so that no rate is infinite."""
+
 SILENT_S = 5.0
 """An agent that was granted its upload and sends nothing for so long takes no part of the budget."""
 
@@ -71,28 +83,41 @@ Send = Callable[[str, Command], None]
 
 @dataclass
 class _Upload:
+    """An update that is being uploaded. Times are of the collector's clock, in seconds."""
+
     manifest: UpdateManifest
     receiving: Receiving
     granted_at: float = float("-inf")
     heard_at: float = float("-inf")
-    """When it was granted, or a chunk came."""
+    """When the upload was granted, or its last chunk came."""
 
     begun_at: float = 0.0
     received_bytes: int = 0
     counted_bytes: int = 0
-    """Its part of the budget when that was last computed."""
+    """The upload's part of the budget when that was last computed."""
 
     def budget_bytes(self, now: float, before: float) -> int:
-        """Its part of the budget; ``before``: the rate of the agent's last upload, 0 without one."""
+        """Return the upload's part of the budget.
+
+        Args:
+            now: The time.
+            before: The rate of the agent's last upload in bytes per second; 0 where it had none.
+        """
         if now - self.heard_at > SILENT_S:
             return 0
         return budget_bytes(self.manifest, self.receiving.meter.rate, before, self.received_bytes)
 
 
 def budget_bytes(update: UpdateManifest, rate: float, before: float, received: int) -> int:
-    """How much of an update may be under way: what its link takes in two seconds, at most a window.
+    """Return how many bytes of an update may be under way: what its link takes in two seconds, at most a window.
 
-    While the rate is unknown: as at the last upload, or three times what has arrived, as senders begin slowly.
+    While the rate is unknown, the last upload's counts, or three times what has arrived, because senders begin slowly.
+
+    Args:
+        update: The update.
+        rate: Bytes per second as measured; 0 while that is unknown.
+        before: Bytes per second of the agent's last upload; 0 where it had none.
+        received: Bytes that have arrived.
     """
     expected = 2 * rate or max(2 * before, 3 * received, LEAST_BUDGET_BYTES)
     return min(WINDOW_BYTES, update.blob.size_bytes, int(expected))
@@ -110,9 +135,16 @@ class Collector:
         is_stalled: Callable[[], bool] = lambda: False,
         unread_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """``is_stalled``: whether the run under way cannot open its round for now.
+        """Begin without uploads.
 
-        ``unread_s``: how long the oldest message that has arrived has waited to be handled (`Transport.unread_s`).
+        Args:
+            blobs: Where accepted updates are stored.
+            journal: Where they are noted.
+            send: Sends a command to an agent.
+            clock: The time in seconds, which only goes forward.
+            is_stalled: Returns whether the run under way cannot open its round for now.
+            unread_s: Returns how long the oldest message that has arrived has waited to be handled, in seconds
+                (`Transport.unread_s`).
         """
         self._blobs = blobs
         self._journal = journal
@@ -186,13 +218,13 @@ class Collector:
         if agent in self._judged:
             return
         try:
-            already = self._already_accepted(agent, message)
-            if not already:
+            is_accepted = self._is_accepted(agent, message)
+            if not is_accepted:
                 self._check_manifest(agent, message)
         except UpdateRejected as rejection:
             self._reject(agent, message, str(rejection))
             return
-        if already:
+        if is_accepted:  # the receipt was lost
             self._send(agent, Receipt(run=message.run, digest=message.blob.digest, accepted=True))
         else:
             self._admit(agent, message)
@@ -204,19 +236,21 @@ class Collector:
             ChunkError: the agent has no upload under way that this belongs to.
         """
         upload = self._uploads.get(agent)
-        if upload is None and agent in self._judged:
-            return
         if upload is None:
+            if agent in self._judged:  # the update is complete, and this chunk came twice
+                return
             raise ChunkError("no upload was granted")
         self.bytes_from[agent] = self.bytes_from.get(agent, 0) + len(frame.data)
         upload.heard_at = self._clock()
         upload.received_bytes += len(frame.data)
         self._keep_open(agent, upload.receiving)
-        if upload.receiving.add(frame, upload.heard_at):
+        is_complete = upload.receiving.add(frame, upload.heard_at)
+        if is_complete:
             del self._uploads[agent]
             self._open_files.pop(agent, None)
             self._counted_bytes -= upload.counted_bytes
-            self._rates[agent] = upload.received_bytes / max(upload.heard_at - upload.begun_at, LEAST_UPLOAD_S)
+            took_s = max(upload.heard_at - upload.begun_at, LEAST_UPLOAD_S)
+            self._rates[agent] = upload.received_bytes / took_s
             self._finish(agent, upload)
             self._admit_next()
         elif upload.receiving.report_due(self._clock()):
@@ -231,7 +265,8 @@ class Collector:
 
     def greet(self, agent: str) -> None:
         """An agent is online (again): it may have lost its grant, and the chunks under way are lost."""
-        if upload := self._uploads.get(agent):
+        upload = self._uploads.get(agent)
+        if upload is not None:
             upload.granted_at = float("-inf")
 
     def failed(self, agent: str, rejection: Rejection) -> None:
@@ -256,31 +291,44 @@ class Collector:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _will_be_awaited(self, agent: str, message: UpdateManifest) -> bool:
-        """Whether the round in which the run resumes takes the update."""
+        """Return whether the round in which the run resumes takes the update."""
         if message.purpose not in {"train", "contribute"}:
             return False
         record = replay(self._journal, message.run)
         if record.open_round is not None:
             return record.open_round.asked_in(agent) == message.round
-        closed = () if record.is_over else self._journal.entries(record.run, ("round_closed",), round=record.round)
+        if record.is_over:
+            return False
+        # Between two buffered rounds, those who work on are in the entry of the one that has closed.
+        closed = self._journal.entries(record.run, ("round_closed",), round=record.round)
         return any(fact.busy.get(agent) == message.round for fact in facts_of(closed, RoundClosed))
 
-    def _already_accepted(self, agent: str, message: UpdateManifest) -> bool:
+    def _is_accepted(self, agent: str, message: UpdateManifest) -> bool:
+        """Return whether this very update was accepted before, in the open round or in one that is over.
+
+        Raises:
+            UpdateRejected: Another update of the agent was accepted for the same round.
+        """
         collection = self.open_round
         if collection is not None and collection.takes(agent, message):
-            known = collection.accepted.get(agent)
-            if known is not None and known.digest != message.blob.digest:
+            before = collection.accepted.get(agent)
+            if before is not None and before.digest != message.blob.digest:
                 raise UpdateRejected(f"an update of {agent} for round {message.round} is already accepted; one counts")
-            return known is not None
-        kinds = ("update_accepted",)
-        entries = self._journal.entries(message.run, kinds, round=message.round, agent=agent)
-        same = [entry for entry in entries if entry.digest == message.blob.digest]
-        return any(fact.purpose == _noted(message) for fact in facts_of(same, UpdateAccepted))
+            return before is not None
+        entries = self._journal.entries(message.run, ("update_accepted",), round=message.round, agent=agent)
+        same_bytes = [entry for entry in entries if entry.digest == message.blob.digest]
+        purpose = _purpose_outside_rounds(message)
+        return any(fact.purpose == purpose for fact in facts_of(same_bytes, UpdateAccepted))
 
     def _check_manifest(self, agent: str, message: UpdateManifest) -> None:
+        """Return quietly where the open round takes the update, as far as its announcement tells.
+
+        Raises:
+            UpdateRejected: The round does not, or the update cannot be one of the method.
+        """
         collection = self.open_round
         if collection is None or not collection.takes(agent, message):
-            now = f"round {collection.round} of {collection.run}" if collection else "no round"
+            now = "no round" if collection is None else f"round {collection.round} of {collection.run}"
             raise UpdateRejected(f"late: the update is for round {message.round} of {message.run}, open is {now}")
         if agent not in collection.cohort:
             raise UpdateRejected(f"{agent} was not asked for an update in round {message.round}")
@@ -288,34 +336,43 @@ class Collector:
             raise UpdateRejected(f"already rejected in round {message.round}: {collection.rejected[agent].reason}")
         if message.samples < 1:
             raise UpdateRejected("trained on 0 samples; an update needs at least 1")
-        if message.blob.chunk_bytes < MIN_CHUNK_BYTES and chunks.chunk_count(message.blob) > MAX_SMALL_CHUNKS:
+        # Sizes are checked here, before anything is allocated for the upload.
+        blob = message.blob
+        count = chunks.chunk_count(blob)
+        if blob.chunk_bytes < MIN_CHUNK_BYTES and count > MAX_SMALL_CHUNKS:
             raise UpdateRejected(
-                f"{chunks.chunk_count(message.blob)} chunks of {message.blob.chunk_bytes} bytes; "
-                f"expected chunks of {MIN_CHUNK_BYTES} bytes or more"
+                f"{count} chunks of {blob.chunk_bytes} bytes; expected chunks of {MIN_CHUNK_BYTES} bytes or more"
             )
-        content = sum(spec.nbytes for spec in collection.expects(agent).values())
-        if not content <= message.blob.size_bytes <= content + 8 + MAX_HEADER_BYTES:
-            raise UpdateRejected(f"{message.blob.size_bytes} bytes announced, the method's tensors take {content}")
+        content_bytes = sum(spec.nbytes for spec in collection.expects(agent).values())
+        if not content_bytes <= blob.size_bytes <= content_bytes + LENGTH_BYTES + MAX_HEADER_BYTES:
+            raise UpdateRejected(f"{blob.size_bytes} bytes announced, the method's tensors take {content_bytes}")
 
     def _admit(self, agent: str, message: UpdateManifest) -> None:
         """Grant an upload, or queue it: what is under way together is bounded."""
-        if agent not in self._uploads and (agent in self._queue or not self._has_room(agent, message)):
-            is_new = agent not in self._queue
-            self._queue[agent] = message
-            position = len(self._queue) - 1 if is_new else list(self._queue).index(agent)
-            before = position + len(self._uploads)
-            digest = message.blob.digest
-            self._send(agent, Queued(run=message.run, digest=digest, before=before, again_s=QUEUED_AGAIN_S))
-        else:
+        if agent in self._uploads:
             self._grant(agent, message)
+            return
+        is_queued = agent in self._queue
+        if not is_queued and self._has_room(agent, message):
+            self._grant(agent, message)
+            return
+        self._queue[agent] = message
+        position = list(self._queue).index(agent) if is_queued else len(self._queue) - 1
+        before = position + len(self._uploads)
+        digest = message.blob.digest
+        self._send(agent, Queued(run=message.run, digest=digest, before=before, again_s=QUEUED_AGAIN_S))
 
     def _admit_next(self) -> None:
         """Grant uploads to those who have waited longest, as long as there is room."""
-        while self._queue and self._has_room(*next(iter(self._queue.items()))):
-            agent = next(iter(self._queue))
-            self._grant(agent, self._queue.pop(agent))
+        while self._queue:
+            agent, message = next(iter(self._queue.items()))
+            if not self._has_room(agent, message):
+                return
+            del self._queue[agent]
+            self._grant(agent, message)
 
     def _has_room(self, agent: str, message: UpdateManifest) -> bool:
+        """Return whether this upload may begin beside those under way; a single one always may."""
         if self._uploads and self._unread_s() > LATE_S:
             return False
         more = budget_bytes(message, 0.0, self._rates.get(agent, 0.0), 0)
@@ -336,26 +393,25 @@ class Collector:
             self._counted_bytes += upload.counted_bytes
 
     def under_way_bytes(self) -> int:
-        """About how much of all updates may be under way."""
+        """Return about how much of all updates may be under way."""
         now = self._clock()
         rates = self._rates
         return sum(upload.budget_bytes(now, rates.get(agent, 0.0)) for agent, upload in self._uploads.items())
 
     def _grant(self, agent: str, message: UpdateManifest) -> None:
+        """Let the agent send the chunks that are missing; a repeated grant is sent once in `GRANT_APART_S`."""
         upload = self._uploads.get(agent)
-        if upload is None or upload.manifest.blob != message.blob:
-            if upload is not None:
-                upload.receiving.incoming.discard()
-            incoming = chunks.Incoming(message.blob, self._folder(agent))
-            upload = self._uploads[agent] = _Upload(message, Receiving(incoming, self._clock(), UPLOAD_REPORT_BYTES))
-            upload.begun_at = self._clock()
-            self._keep_open(agent, upload.receiving)
-            upload.counted_bytes = budget_bytes(message, 0.0, self._rates.get(agent, 0.0), 0)
-            self._counted_bytes += upload.counted_bytes
-        if self._clock() - upload.granted_at < GRANT_APART_S:
+        if upload is not None and upload.manifest.blob != message.blob:  # it has another update now
+            upload.receiving.incoming.discard()
+            upload = None
+        if upload is None:
+            upload = self._begin(agent, message)
+        now = self._clock()
+        if now - upload.granted_at < GRANT_APART_S:
             return
-        upload.granted_at = upload.heard_at = self._clock()
-        upload.receiving.restart(upload.granted_at)
+        upload.granted_at = now
+        upload.heard_at = now
+        upload.receiving.restart(now)
         if upload.receiving.incoming.chunks.complete:  # everything was here before a restart
             del self._uploads[agent]
             self._counted_at = float("-inf")
@@ -364,6 +420,17 @@ class Collector:
         credit = min(MAX_CREDITS, max(1, WINDOW_BYTES // message.blob.chunk_bytes))
         missing = upload.receiving.missing
         self._send(agent, Grant(run=message.run, digest=message.blob.digest, credits=credit, missing=missing))
+
+    def _begin(self, agent: str, message: UpdateManifest) -> _Upload:
+        """Begin an upload, with the chunks that have arrived before a restart, and with its part of the budget."""
+        now = self._clock()
+        incoming = chunks.Incoming(message.blob, self._folder(agent))
+        upload = _Upload(message, Receiving(incoming, now, UPLOAD_REPORT_BYTES), begun_at=now)
+        self._uploads[agent] = upload
+        self._keep_open(agent, upload.receiving)
+        upload.counted_bytes = budget_bytes(message, 0.0, self._rates.get(agent, 0.0), 0)
+        self._counted_bytes += upload.counted_bytes
+        return upload
 
     def _keep_open(self, agent: str, receiving: Receiving) -> None:
         """Leave the file of this upload open, and close the one that was not written for the longest time."""
@@ -374,12 +441,12 @@ class Collector:
             longest_idle.incoming.release_file()
 
     def _acknowledge(self, agent: str, upload: _Upload) -> None:
-        run = upload.manifest.run
-        digest = upload.manifest.blob.digest
-        receiving = upload.receiving
-        self._send(agent, Ack(run=run, digest=digest, missing=receiving.missing))
+        """Tell the agent which chunks are missing."""
+        manifest = upload.manifest
+        self._send(agent, Ack(run=manifest.run, digest=manifest.blob.digest, missing=upload.receiving.missing))
 
     def _finish(self, agent: str, upload: _Upload) -> None:
+        """Check a complete upload, and accept or reject it, or have its method judge it first."""
         message = upload.manifest
         collection = self.open_round
         digest = message.blob.digest
@@ -393,17 +460,7 @@ class Collector:
         if collection is None:
             return
         try:
-            data = mapped(arrived)
-            specs, _ = inspect(data)
-            check_specs(specs, collection.expects(agent))
-            tensors = decode(data)
-            if (bad := first_non_finite(tensors)) is not None:
-                raise UpdateRejected(f"tensor '{bad}' holds NaN or infinity; local training has diverged")
-            for name, array in tensors.items():
-                if name.endswith(".running_var") and (array < 0).any():
-                    raise UpdateRejected(f"tensor '{name}' holds a variance below 0")
-            if objection := collection.objection(tensors):
-                raise UpdateRejected(objection)
+            _check_tensors(arrived, collection, agent)
         except (UpdateRejected, TensorsError) as rejection:
             arrived.unlink(missing_ok=True)
             self._reject(agent, message, str(rejection))
@@ -430,12 +487,14 @@ class Collector:
         return True
 
     def _accept(self, agent: str, message: UpdateManifest, collection: Collection, arrived: Path) -> None:
+        """Store the update, then journal it, and only then send its receipt."""
         digest = message.blob.digest
         arrived.replace(self._blobs.path(digest))  # only now is it a blob of the store
         sync_folder(self._blobs.folder)
         metrics = {name: value for name, value in message.metrics.items() if value is not None}
         fact = UpdateAccepted(samples=message.samples, metrics=metrics)
-        if purpose := _noted(message):
+        purpose = _purpose_outside_rounds(message)
+        if purpose is not None:
             fact = fact.changed(purpose=purpose)
         if message.purpose not in EXCHANGES:  # after a restart a secure sum begins again
             self._journal.append(fact, run=message.run, round=message.round, agent=agent, digest=digest)
@@ -446,6 +505,7 @@ class Collector:
         return self._blobs.folder / "partial" / agent
 
     def _reject(self, agent: str, message: UpdateManifest, reason: str) -> None:
+        """Tell the agent that its update does not count, and note it where that is of the open round, or was late."""
         times = self.rejected.note(f"{agent}: {reason}")
         level = logging.DEBUG if times is None else logging.WARNING
         log.log(level, "update_refused agent=%s run=%s round=%d reason=%s", agent, message.run, message.round, reason)
@@ -462,16 +522,16 @@ class Collector:
         journal = self._journal
         run = message.run
         number = message.round
-        if message.session and self.open_round is not None and number == self.open_round.round:
-            return  # of an earlier attempt at a secure sum: its agent takes part in this one
+        # What is no update of a round is not noted, nor that of an earlier attempt at a secure sum, whose agent takes
+        # part in the next one.
+        is_of_round = message.purpose not in EXCHANGES and _purpose_outside_rounds(message) is None
+        is_earlier_attempt = bool(message.session) and self.open_round is not None and number == self.open_round.round
+        if not is_of_round or is_earlier_attempt:
+            return
         opened = journal.entries(run, ("round_opened",), round=number)
         was_asked = any(agent in fact.cohort for fact in facts_of(opened, RoundOpened))
-        if (
-            not was_asked
-            or message.purpose in EXCHANGES
-            or _noted(message)
-            or journal.entries(run, ("update_refused",), round=number, agent=agent)
-        ):
+        is_noted = bool(journal.entries(run, ("update_refused",), round=number, agent=agent))
+        if not was_asked or is_noted:
             return
         journal.append(Rejection(reason).to_fact(), run=run, round=number, agent=agent)
         if self.open_round is not None:
@@ -484,6 +544,28 @@ class Collector:
         collection.rejected[agent] = rejection
 
 
-def _noted(message: UpdateManifest) -> str | None:
-    """The purpose of an update outside the rounds, which the journal notes; None for one of a round."""
+def _check_tensors(path: Path, collection: Collection, agent: str) -> None:
+    """Return quietly where the file holds an update that the collection takes from this agent.
+
+    Raises:
+        TensorsError: The file is no container of tensors, or has others than the method declares.
+        UpdateRejected: Some are not finite, a variance is below 0, or the method objects.
+    """
+    data = mapped(path)
+    specs, _ = inspect(data)
+    check_specs(specs, collection.expects(agent))
+    tensors = decode(data)
+    not_finite = first_non_finite(tensors)
+    if not_finite is not None:
+        raise UpdateRejected(f"tensor '{not_finite}' holds NaN or infinity; local training has diverged")
+    for name, array in tensors.items():
+        if name.endswith(".running_var") and (array < 0).any():
+            raise UpdateRejected(f"tensor '{name}' holds a variance below 0")
+    objection = collection.objection(tensors)
+    if objection:
+        raise UpdateRejected(objection)
+
+
+def _purpose_outside_rounds(message: UpdateManifest) -> str | None:
+    """Return the purpose of an update outside the rounds, which the journal notes; None for one of a round."""
     return message.purpose if message.purpose in OUTSIDE_ROUNDS else None
