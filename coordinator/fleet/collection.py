@@ -25,6 +25,11 @@ The answer is whether it was still waited for.
 """
 
 
+def share_of(share: float, agents: int) -> int:
+    """Return how many are ``share`` (0..1) of so many agents, rounded up; an error in the last bits rounds nothing."""
+    return math.ceil(share * agents - 1e-9)
+
+
 @dataclass
 class Collection:
     """What one round has collected so far.
@@ -83,21 +88,24 @@ class Collection:
     @property
     def delivered(self) -> int:
         """How many of those that train have delivered: devices that only contribute deliver at once."""
-        return sum(agent in self.accepted for agent in self.training)
+        return len([agent for agent in self.training if agent in self.accepted])
 
     def needed(self, share: float, least: int) -> int:
-        """How many updates of those that train are a quorum.
+        """Return how many updates of those that train are a quorum.
 
-        That is ``share`` of them, or, if too few of them can still deliver, ``share`` of these, but then not fewer than
-        ``least``. One update is the least in any case.
+        Args:
+            share: The share (0..1) of those that train which has to deliver. Where some of them cannot any more, it is
+                the share of the others.
+            least: The least number that is enough then. One update is the least in any case.
         """
         uncounted = {*self.given_up, *self.on_trial, *self.rejected}
-        counted = [agent for agent in self.training if agent in self.accepted or agent not in uncounted]
-        of_all, of_counted = (math.ceil(share * len(agents) - 1e-9) for agents in (self.training, counted))
-        return max(1, min(of_all, max(least, of_counted)))
+        able = [agent for agent in self.training if agent in self.accepted or agent not in uncounted]
+        of_all = share_of(share, len(self.training))
+        of_able = share_of(share, len(able))
+        return max(1, min(of_all, max(least, of_able)))
 
     def has_quorum(self, share: float, least: int) -> bool:
-        """Whether as many as are `needed` have delivered."""
+        """Return whether as many as are `needed` have delivered."""
         return self.delivered >= self.needed(share, least)
 
     @property
@@ -106,11 +114,11 @@ class Collection:
         return not self.accepted and not self.outstanding
 
     def expects(self, agent: str) -> Mapping[str, Spec]:
-        """The tensors that an update of this agent holds, no more and no less."""
+        """Return the tensors that an update of this agent holds, no more and no less."""
         return self.extras if agent in self.joining else self.expected
 
     def purpose_of(self, agent: str) -> Purpose:
-        """What this agent is asked to do."""
+        """Return what this agent is asked to do."""
         return "contribute" if agent in self.joining else self.purpose
 
     def asked_in_round(self, agent: str) -> int:  # noqa: ARG002 - in rounds of another kind agents differ
@@ -118,23 +126,25 @@ class Collection:
         return self.round
 
     def takes(self, agent: str, message: UpdateManifest) -> bool:
-        """Whether the update was made for this round and purpose."""
+        """Return whether the update was made for this round and purpose."""
         made_for = (message.run, message.round, message.purpose, message.session)
         return made_for == (self.run, self.round, self.purpose_of(agent), self.session)
 
     def awaits(self, agent: str, message: UpdateManifest) -> bool:
-        """Whether the update was made for this round and purpose by an agent that was asked."""
+        """Return whether the update was made for this round and purpose by an agent that was asked."""
         return agent in self.cohort and self.takes(agent, message)
 
     def __str__(self) -> str:
-        about = f"round {self.round}"
+        name = f"round {self.round}"
         if self.purpose == "train":
-            return about
-        return f"{self.purpose.replace('_', ' ')} {'of' if self.purpose in EXCHANGES else 'after'} {about}"
+            return name
+        purpose = self.purpose.replace("_", " ")
+        is_of_round = self.purpose in EXCHANGES
+        return f"{purpose} of {name}" if is_of_round else f"{purpose} after {name}"
 
 
 def updates_of(blobs: BlobStore, collection: Collection) -> Iterator[Update]:
-    """The accepted updates in the order of agent ids, each mapped from disk only when its turn comes."""
+    """Yield the accepted updates in the order of agent ids, each mapped from disk only when its turn comes."""
     for agent in sorted(collection.accepted):
         accepted = collection.accepted[agent]
         yield Update(agent, accepted.samples, decode(mapped(blobs.path(accepted.digest))))

@@ -25,11 +25,16 @@ GATHER_S = 0.05
 """A blob that several agents need waits for the next one so long, unless all agents with the offer have answered."""
 
 LONGEST_GATHER_S = 2.0
+"""The longest that the first agent waits for others, however long these take to answer."""
+
 OVERSHOOT = 0.1
 """Share of a blob that an agent may receive by broadcast though it has it."""
 
-SLOW_SHARE, SLOW_SAMPLES = 1 / 8, 4
-"""A link below this share of the median rate, measured so often, is too slow for a broadcast with the others."""
+SLOW_SHARE = 1 / 8
+"""A link below this share of the median rate is too slow for a broadcast with the others."""
+
+SLOW_SAMPLES = 4
+"""The rate of a link counts for that once it was measured so often."""
 
 FEW_LISTENERS = 8
 """Of so few agents most may have bad links by chance."""
@@ -50,6 +55,7 @@ FAR_TIMES = 4
 """A round trip of so many times the median, that is long for a broadcast besides, keeps an agent out of it."""
 
 SWEEP_S = 0.5
+"""The time between two looks at all offers under way, whether or not a message has come."""
 
 Publish = Callable[[str, bytes], None]
 
@@ -61,13 +67,25 @@ class _Offer:
     blob: chunks.Outgoing
     carousel: Carousel
     unanswered: set[str] = field(default_factory=set)
+    """Agents that were offered the blob and have not said whether they have it."""
+
     waiting: dict[str, Want] = field(default_factory=dict)
+    """Agents that have asked for chunks, until the blob is sent to all who wait."""
+
     start_at: float = 0.0
+    """When to send to those who wait, unless all have answered before."""
+
     last_start_at: float = 0.0
+    """When to do so at the latest."""
+
     answered_at: float = 0.0
+    """When an agent has answered last."""
+
     direct: dict[str, Sending] = field(default_factory=dict)
+    """What is sent to single agents, beside the broadcast."""
+
     held: dict[str, Sending] = field(default_factory=dict)
-    """What is under way to agents that wait."""
+    """What is under way to agents that wait again."""
 
     apart: set[str] = field(default_factory=set)
     """Agents that were asked not to listen to the broadcast."""
@@ -85,7 +103,7 @@ class _Offer:
     """The round trip of those links, likewise; 0: unknown."""
 
     def sending_to(self, agent: str) -> Sending | None:
-        """What is sent to an agent now."""
+        """Return what is sent to an agent now; None where nothing is."""
         return self.direct.get(agent) or self.carousel.listeners.get(agent) or self.held.get(agent)
 
     def is_open_for(self, agent: str) -> bool:
@@ -115,7 +133,15 @@ class Distributor:
         clock: Callable[[], float],
         unread_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """``unread_s``: how long the oldest message that has arrived has waited to be handled."""
+        """Begin without offers.
+
+        Args:
+            topics: The topics of the federation.
+            publish: Publishes a frame on a topic.
+            send: Sends a command to an agent.
+            clock: The time in seconds, which only goes forward.
+            unread_s: Returns how long the oldest message that has arrived has waited to be handled, in seconds.
+        """
         self._topics = topics
         self._publish = publish
         self._say = send
@@ -141,7 +167,8 @@ class Distributor:
     def withdraw(self, digests: Iterable[str]) -> None:
         """These blobs are not needed any more."""
         for digest in digests:
-            if offer := self._offers.pop(digest, None):
+            offer = self._offers.pop(digest, None)
+            if offer is not None:
                 for sending in offer.sendings:
                     sending.cut()
             self._busy.pop(digest, None)
@@ -149,12 +176,15 @@ class Distributor:
 
     def have(self, agent: str, digest: str) -> None:
         """An agent has the blob, from its cache or because it has just received it."""
-        if offer := self._offers.get(digest):
-            if sending := offer.sending_to(agent):
-                sending.arrived(self._clock())
-            self._answered(offer, agent)
-            self._leave(offer, agent)
-            self._touch(offer)
+        offer = self._offers.get(digest)
+        if offer is None:
+            return
+        sending = offer.sending_to(agent)
+        if sending is not None:
+            sending.arrived(self._clock())
+        self._note_answer(offer, agent)
+        self._leave(offer, agent)
+        self._touch(offer)
 
     def want(self, agent: str, message: Want) -> bool:
         """An agent lacks chunks; False when no such blob is on offer.
@@ -182,7 +212,7 @@ class Distributor:
         else:
             self._listening.add(agent)
         offer.joining.pop(agent, None)
-        self._answered(offer, agent)
+        self._note_answer(offer, agent)
         if not self._pace(agent).is_ready(offer.blob.ref.chunk_bytes):
             self._leave_abandoned(offer, agent)
         self._touch(offer)
@@ -190,11 +220,14 @@ class Distributor:
 
     def waiting_for_blobs(self, agents: Iterable[str]) -> int:
         """Return how many of these agents have yet to say that they have all that they were offered."""
-        offers = self._offers.values()
-        return sum(any(offer.is_open_for(agent) for offer in offers) for agent in agents)
+        count = 0
+        for agent in agents:
+            if any(offer.is_open_for(agent) for offer in self._offers.values()):
+                count += 1
+        return count
 
     def take(self, agent: str, digest: str) -> chunks.Outgoing | None:
-        """The blob, for an agent in this process, counted as if it had been sent; None: not on offer."""
+        """Return the blob for an agent in this process, counted as if it had been sent; None: it is not on offer."""
         offer = self._offers.get(digest)
         if offer is None:
             return None
@@ -220,7 +253,7 @@ class Distributor:
     def forget(self, agent: str) -> None:
         """An agent is offline, or has a new connection: nothing waits for it, and its link may be another one."""
         for offer in self._offers.values():
-            self._answered(offer, agent)
+            self._note_answer(offer, agent)
             self._leave(offer, agent)
             offer.apart.discard(agent)
             offer.invited.discard(agent)
@@ -235,8 +268,13 @@ class Distributor:
             offer.carousel.changed()
 
     def pump(self) -> float | None:
-        """Publish what flow control allows; seconds until it wants to be called again, None when only events matter."""
+        """Publish what flow control allows.
+
+        Returns:
+            The seconds until the next call is due; None where only events matter.
+        """
         now = self._clock()
+        # From time to time all offers under way are looked at, otherwise those alone for which something has happened.
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_S
             self._touched.update(self._busy)
@@ -245,15 +283,17 @@ class Distributor:
         touched = self._touched
         self._touched = {}
         for digest, offer in touched.items():
-            if offer.waiting and (not offer.unanswered or now >= self._gathered_at(offer, now)):
+            if offer.waiting and self._has_gathered(offer, now):
                 self._start(offer)
             self._send(offer, now)
             if not offer.is_busy:
                 self._busy.pop(digest, None)
             elif offer.waiting:
                 self._touched[digest] = offer
-        due = [offer.start_at for offer in self._touched.values()]
-        return max(0.0, min([self._sweep_at, *due]) - now) if self._busy else None
+        if not self._busy:
+            return None
+        next_start_at = min((offer.start_at for offer in self._touched.values()), default=self._sweep_at)
+        return max(0.0, min(self._sweep_at, next_start_at) - now)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -263,13 +303,18 @@ class Distributor:
         if offer.is_busy:
             self._busy[digest] = offer
 
-    def _answered(self, offer: _Offer, agent: str) -> None:
+    def _note_answer(self, offer: _Offer, agent: str) -> None:
         """While answers keep coming, the first of those who wait goes on waiting, up to a limit."""
         now = self._clock()
         offer.unanswered.discard(agent)
         if len(offer.waiting) == 1 and agent in offer.waiting:
             offer.last_start_at = now + LONGEST_GATHER_S
-        offer.answered_at, offer.start_at = now, min(now + GATHER_S, offer.last_start_at)
+        offer.answered_at = now
+        offer.start_at = min(now + GATHER_S, offer.last_start_at)
+
+    def _has_gathered(self, offer: _Offer, now: float) -> bool:
+        """Return whether to send to those who wait: all have answered, or the others take too long."""
+        return not offer.unanswered or now >= self._gathered_at(offer, now)
 
     def _gathered_at(self, offer: _Offer, now: float) -> float:
         """Return when to stop waiting for more requests: as long as the longest of them may take to come."""
@@ -311,11 +356,12 @@ class Distributor:
             offer.carousel.changed()
 
     def _start(self, offer: _Offer) -> None:
-        """Send to all who wait: by broadcast to those who need the same."""
+        """Send to all who wait: by broadcast to those who need the same, to the others alone."""
         self._measure(offer)
         waiting = offer.waiting
         offer.waiting = {}
         others = len(waiting) + len(offer.carousel.listeners) + len(offer.unanswered) - 1
+        # The chunks that somebody needs are what a broadcast sends; whoever has most of them already stays out of it.
         needs = {agent: bits_of(chunks.flags_of(want.ranges, offer.blob.count)) for agent, want in waiting.items()}
         wanted = offer.carousel.wanted
         for need in needs.values():
@@ -325,7 +371,8 @@ class Distributor:
             has_most = overshoot > OVERSHOOT * offer.blob.count
             is_unlike = self._is_slow(agent, offer) or self._is_far(agent, offer)
             is_apart = agent in offer.apart or has_most or is_unlike
-            if want.direct and (is_apart or not others or agent in offer.invited):
+            stays_alone = is_apart or not others or agent in offer.invited
+            if want.direct and stays_alone:
                 offer.direct[agent] = self._begin(offer, agent, want)
             elif want.direct:
                 self._say(agent, Listen(digest=want.digest, broadcast=True))
@@ -388,11 +435,11 @@ class Distributor:
             self._say(agent, Listen(digest=offer.blob.ref.digest, broadcast=False))
 
     def _send(self, offer: _Offer, now: float) -> None:
+        """Publish the chunks of one blob that are due: to single agents, then by broadcast."""
         for agent, sending in offer.direct.items():
+            topic = self._topics.down_chunks(agent)
             for frame in sending.due(now):
-                self._publish(self._topics.down_chunks(agent), frame)
-                self.published_bytes += len(frame)
-                self.bytes_to[agent] = self.bytes_to.get(agent, 0) + len(frame)
+                self._publish_frame(topic, frame, (agent,))
         # What has waited here unread may be the answer of those that seem silent.
         heard_until = now - self._unread_s()
         for agent in self._late_to_join(offer, heard_until):
@@ -408,7 +455,11 @@ class Distributor:
         digest = offer.blob.ref.digest
         topic = self._topics.down_chunks(*listeners) if len(listeners) == 1 else self._topics.broadcast(digest)
         for frame in offer.carousel.due(now):
-            self._publish(topic, frame)
-            self.published_bytes += len(frame)
-            for agent in listeners:
-                self.bytes_to[agent] = self.bytes_to.get(agent, 0) + len(frame)
+            self._publish_frame(topic, frame, listeners)
+
+    def _publish_frame(self, topic: str, frame: bytes, agents: Iterable[str]) -> None:
+        """Publish one chunk, and count it once, and for each agent that receives it."""
+        self._publish(topic, frame)
+        self.published_bytes += len(frame)
+        for agent in agents:
+            self.bytes_to[agent] = self.bytes_to.get(agent, 0) + len(frame)

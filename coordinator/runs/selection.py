@@ -19,7 +19,7 @@ import numpy as np
 from edge_agent.core.errors import RunFailed
 
 from ..config import CohortConfig, CoordinatorConfig
-from ..fleet.collection import Collection
+from ..fleet.collection import Collection, share_of
 from ..fleet.registry import RETURN_S
 from ..journal.entries import RoundClosed, RoundOpened
 from ..journal.sqlite import Journal
@@ -642,7 +642,7 @@ class Selection:
 
 def quorum_of(share: float, agents: int) -> int:
     """How many updates are ``share`` of those of so many agents; at least one."""
-    return max(1, math.ceil(share * agents - 1e-9))
+    return max(1, share_of(share, agents))
 
 
 def aim(cohort: int, over_selection: float) -> int:
