@@ -30,14 +30,22 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class SecureSum:
-    """One attempt at a round. ``forms``: of the method's updates; ``least``: updates in a sum in any case."""
+    """One attempt at a secure sum, as the coordinator knows it."""
 
     run: str
     round: int
     session: str
+    """The id of the attempt."""
+
     forms: Mapping[str, Spec]
+    """The tensors of an update of the method, by name."""
+
     least: int
+    """The least number of updates in a sum, however few members there are."""
+
     keys: dict[str, PublicKeys] = field(default_factory=dict)
+    """Member -> its public keys."""
+
     sealed: dict[str, np.ndarray] = field(default_factory=dict)
     """Agent -> its shares (n, 148) for the others, encrypted."""
 
@@ -48,61 +56,74 @@ class SecureSum:
 
     @property
     def needed(self) -> int:
-        """How many of them have to deliver."""
+        """How many of the members have to deliver."""
         return max(self.least, threshold(len(self.keys)))
 
     def expects(self, purpose: Purpose) -> dict[str, Spec]:
-        """The form of what an agent sends."""
+        """Return the form of the one tensor that a member sends in the phase of this purpose."""
         names: dict[Purpose, str] = {
             "secure_keys": layout.KEYS,
             "secure_shares": layout.SHARES,
             "train": layout.MASKED,
             "secure_unmask": layout.REVEALED,
         }
-        return {names[purpose]: layout.specs(len(self.keys), layout.size_of(self.forms))[names[purpose]]}
+        name = names[purpose]
+        forms = layout.specs(len(self.keys), layout.size_of(self.forms))
+        return {name: forms[name]}
 
     def take_keys(self, updates: Iterable[Update]) -> None:
-        """Those whose keys somebody else has, too, are left out: each client refuses such a list."""
+        """Take the members' public keys, but for keys that two agents have sent: each client refuses such a list."""
         keys = {update.client: layout.keys_of(update.tensors[layout.KEYS]) for update in updates}
-        times = Counter(key for both in keys.values() for key in (both.share, both.mask))
-        self.keys = {agent: both for agent, both in keys.items() if times[both.share] == times[both.mask] == 1}
+        senders: Counter[bytes] = Counter()
+        for public in keys.values():
+            senders.update((public.share, public.mask))
+        self.keys = {}
+        for agent, public in keys.items():
+            if senders[public.share] == 1 and senders[public.mask] == 1:
+                self.keys[agent] = public
 
     def take_shares(self, updates: Iterable[Update]) -> None:
-        """Encrypted shares of the members."""
+        """Take the encrypted shares that members have made for each other."""
         self.sealed = {update.client: np.array(update.tensors[layout.SHARES]) for update in updates}
 
     def for_shares(self) -> Tensors:
-        """What all members get, to make their shares."""
-        rows = {agent: layout.keys_as_bytes(both).tobytes() for agent, both in self.keys.items()}
+        """Return what all members get to make their shares: the members, and the public keys of each."""
+        rows = {agent: layout.keys_as_bytes(public).tobytes() for agent, public in self.keys.items()}
         keys = layout.table(rows, self.members, layout.KEY_BYTES)
         return {layout.MEMBERS: layout.members_as_bytes(self.members), layout.KEYS: keys}
 
     def for_training(self, agent: str) -> Tensors:
-        """What this member gets, to put masks on: the shares that the others have made for it."""
+        """Return what this member gets to put masks on: the shares that the others have made for it."""
         members = self.members
-        own = members.index(agent)
-        rows = {sender: sealed[own].tobytes() for sender, sealed in self.sealed.items()}
+        row = members.index(agent)
+        rows = {sender: sealed[row].tobytes() for sender, sealed in self.sealed.items()}
         shares = layout.table(rows, members, layout.SEALED_BYTES)
         return {layout.SHARERS: np.array([member in self.sealed for member in members]), layout.SHARES: shares}
 
     def for_unmasking(self, delivered: Iterable[str]) -> Tensors:
-        """What those who have delivered get, to reveal shares."""
-        here = set(delivered)
-        return {layout.DELIVERED: np.array([member in here for member in self.members])}
+        """Return what those who have delivered get to reveal shares: for each member, whether it has delivered."""
+        delivering = frozenset(delivered)
+        return {layout.DELIVERED: np.array([member in delivering for member in self.members])}
 
     def mean(self, masked: Iterable[Update], revealed: Iterable[Update]) -> Tensors:
-        """The weighted mean of the updates, from what is under masks and what was revealed of these.
+        """Return the weighted mean of the updates.
+
+        Args:
+            masked: The updates under masks.
+            revealed: What those who have delivered have revealed of the masks.
 
         Raises:
-            CodecError: a share was wrong, or the sum is none of weighted updates.
-            TrainingFailed: too few have revealed their shares.
+            CodecError: A share was wrong, or the sum is none of weighted updates.
+            TrainingFailed: Too few have revealed their shares.
         """
         vectors = {update.client: update.tensors[layout.MASKED].view(np.uint64) for update in masked}
         answers = {update.client: self._answer(update.tensors[layout.REVEALED]) for update in revealed}
         context = layout.context_of(self.run, self.round, self.session)
         total = unmasked(vectors, self.keys, answers, context, self._blame)
+        # The last number of the sum is that of the weights.
+        weight = float(layout.FIXED_POINT.decode(total[-1:])[0])
         most = len(vectors) * MAX_SAMPLES
-        if not 0 < (weight := float(layout.FIXED_POINT.decode(total[-1:])[0])) <= most:
+        if not 0 < weight <= most:
             raise CodecError(f"the weights add up to {weight:g}, expected 1 to {most:g}; an agent has sent no update")
         return layout.mean_of(total, self.forms)
 
@@ -110,7 +131,9 @@ class SecureSum:
         log.warning("shares_wrong run=%s round=%d agent=%s", self.run, self.round, agent)
 
     def _answer(self, rows: np.ndarray) -> dict[str, bytes]:
-        return {who: row.tobytes() for who, row in zip(self.members, rows, strict=True) if who in self.sealed}
+        """Return member -> the share of its secret that an agent has revealed, of those who have sent shares."""
+        of_members = zip(self.members, rows, strict=True)
+        return {member: row.tobytes() for member, row in of_members if member in self.sealed}
 
 
 def disputed(accusations: Mapping[str, Collection[str]], members: Iterable[str]) -> set[str]:
@@ -133,19 +156,22 @@ def disputed(accusations: Mapping[str, Collection[str]], members: Iterable[str])
 
 
 def keys_objection(tensors: Tensors) -> str:
-    """Why public keys are none, so that all others would refuse them; empty when they are."""
-    both = layout.keys_of(tensors[layout.KEYS])
+    """Return why these are no public keys, so that all others would refuse them; empty when they are."""
+    public = layout.keys_of(tensors[layout.KEYS])
     trial = private_key(bytes(SECRET_BYTES - 1) + b"\1")
     try:
-        for public in (both.share, both.mask):
-            agreed(trial, public, b"")
+        agreed(trial, public.share, b"")
+        agreed(trial, public.mask, b"")
     except CodecError as error:
         return str(error)
     return ""
 
 
 def negative_variance(mean: Tensors) -> str:
-    """Which tensor of a mean of updates has one, where single updates cannot be looked at; empty where none has."""
+    """Return which tensor of a mean holds a variance below 0, as text; empty where none does.
+
+    Single updates, which are checked for that otherwise, cannot be seen.
+    """
     for name, array in mean.items():
         if name.endswith(".running_var") and (array < 0).any():
             return f"the sum of tensor '{name}' holds a variance below 0"
@@ -153,7 +179,7 @@ def negative_variance(mean: Tensors) -> str:
 
 
 def check_forms(forms: Mapping[str, Spec]) -> str:
-    """Why updates of this form cannot be added up; empty when they can."""
+    """Return why updates of this form cannot be added up; empty when they can."""
     try:
         layout.summed(forms)
     except TensorsError as error:

@@ -14,6 +14,7 @@ Robust Optimization", ICML 2021.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -69,20 +70,20 @@ class Decisions:
     """Agent -> its count of rounds at a bound of size (`repeats`), this round included, of those that have one."""
 
     def body(self) -> dict[str, Any]:
-        """As JSON, without what is empty."""
-        texts = {
+        """Return the decisions as JSON, without what is empty: the fields of `journal.entries.Aggregation`."""
+        fields = {
             "clipped": {agent: float(f"{factor:.3g}") for agent, factor in self.clipped.items()},
-            "capped": {agent: list(both) for agent, both in self.capped.items()},
+            "capped": {agent: [declared, counted] for agent, (declared, counted) in self.capped.items()},
             "unused": list(self.unused),
             "statistics": {agent: correction.body() for agent, correction in self.statistics.items()},
             "suspects": self.suspects,
             "repeats": self.repeats,
         }
-        return {name: value for name, value in texts.items() if value}
+        return {name: value for name, value in fields.items() if value}
 
 
 def refusal(method: Method, config: CoordinatorConfig) -> str:
-    """Why updates of this method cannot be combined as configured; empty where they can."""
+    """Return why updates of this method cannot be combined as configured; empty where they can."""
     if method.server_step_is_mean():
         return ""
     if config.round.mode == "buffered":
@@ -104,24 +105,25 @@ def refusal(method: Method, config: CoordinatorConfig) -> str:
 
 
 def notes(decided: Aggregation) -> dict[str, str]:
-    """Agent -> what was done to its update, from the ``aggregation`` of a closed round."""
-    result: dict[str, list[str]] = {}
+    """Return agent -> what was done to its update, as text, from the ``aggregation`` of a closed round."""
+    texts: defaultdict[str, list[str]] = defaultdict(list)
     for agent, factor in decided.clipped.items():
-        result.setdefault(agent, []).append(f"clipped (x {factor:g})")
+        texts[agent].append(f"clipped (x {factor:g})")
     for agent, (declared, counted) in decided.capped.items():
-        result.setdefault(agent, []).append(f"capped ({declared:g} samples count as {counted:.4g})")
+        texts[agent].append(f"capped ({declared:g} samples count as {counted:.4g})")
+    # By a mean all updates are used, but for those that point against the others.
+    rule = decided.settings.rule
+    not_used = "not used" if rule in _BOUNDED else f"not used by rule {rule}".rstrip()
     for agent in decided.unused:
-        rule = decided.settings.rule
-        # By a mean all updates are used, but for those that point against the others.
-        result.setdefault(agent, []).append("not used" if rule in _BOUNDED else f"not used by rule {rule}".rstrip())
+        texts[agent].append(not_used)
     for agent, correction in decided.statistics.items():
-        result.setdefault(agent, []).append(class_statistics.describe(correction))
+        texts[agent].append(class_statistics.describe(correction))
     for agent, count in decided.repeats.items():
         if is_repeater(count):
-            result.setdefault(agent, []).append(f"near the bound in round after round ({count} more than below)")
+            texts[agent].append(f"near the bound in round after round ({count} more than below)")
     for agent, why in decided.suspects.items():
-        result.setdefault(agent, []).append(f"suspect: {why}")
-    return {agent: ", ".join(texts) for agent, texts in sorted(result.items())}
+        texts[agent].append(f"suspect: {why}")
+    return {agent: ", ".join(of_agent) for agent, of_agent in sorted(texts.items())}
 
 
 def aggregate(
@@ -143,21 +145,26 @@ def aggregate(
         repeats: Agent -> its count of rounds at a bound of size before this one.
 
     Raises:
-        TrainingFailed: no update with a positive weight; more updates than files that may be open, for a robust rule.
+        TrainingFailed: No update has a positive weight; or a robust rule gets more updates than files may be open.
     """
-    rule = None if config.rule in _BOUNDED else rule_of(config)
     has_bounds = any(getattr(config, name) is not None for name in NO_BOUNDS)
     if config.rule == "mean" and not has_bounds:
         return _next_state(method, state, updates()), Decisions()
+    # 1. Measure all updates, and find how far each may move the model, and which point against the others.
     received = method.broadcast(state)
     bounds = find_bounds(method, received, updates, config, start, repeats)
-    if rule is None or bounds.is_small_round:
+    # 2. By a mean, the bounded updates are streamed through the method's own server step. So they are in a round of few
+    #    updates, of which no robust rule can tell which ones are right.
+    is_mean = config.rule in _BOUNDED
+    if is_mean or bounds.is_small_round:
         bounded = bounds.apply(updates(), received, method.bounded_extras)
         clipped = {agent: min(by_group.values()) for agent, by_group in sorted(bounds.factors.items())}
         corrections = dict(bounds.statistics.corrections)
         decisions = Decisions(clipped, bounds.caps, bounds.opposed, bounds.suspects, corrections, bounds.repeats)
         return _next_state(method, state, bounded), decisions
+    # 3. A robust rule looks at all of them at once, and gives one update in place of the mean.
     _allow_open(bounds.count)
+    rule = rule_of(config)
     used = [update for update in updates() if update.client not in bounds.opposed]
     combination = rule.combine(used, received, state)
     after = _next_state(method, state, [Update(config.rule, 1.0, combination.tensors)])
@@ -169,7 +176,7 @@ def _next_state(method: Method, state: State, updates: Iterable[Update]) -> Stat
     """Return what the method makes of the updates.
 
     Raises:
-        TensorsError: it is no state.
+        TensorsError: It is no state.
     """
     return require_arrays(f"{type(method).__name__}.aggregate", method.aggregate(state, updates))
 
@@ -199,7 +206,7 @@ class StoredUpdates:
     def aggregate(
         self, blobs: BlobStore, method: Method, state: State, settings: AggregationConfig
     ) -> tuple[State, Decisions]:
-        """`aggregate` of these updates in the order of agent ids, each mapped only when its turn comes."""
+        """Aggregate these updates in the order of agent ids, each mapped only when its turn comes; see `aggregate`."""
 
         @functools.cache
         def base(number: int) -> State:
@@ -219,13 +226,13 @@ class StoredUpdates:
         return aggregate(method, state, updates, settings, start, self.repeats)
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the updates as JSON, for the compute process."""
         body: dict[str, Any] = _UPDATES.dump_python(self, mode="json")
         return body
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> StoredUpdates:
-        """From JSON."""
+        """Return the updates from the JSON of `as_json`."""
         return _UPDATES.validate_python(body)
 
 
@@ -236,7 +243,7 @@ def _allow_open(updates: int) -> None:
     """Let this process have so many updates mapped at once, each of which takes a descriptor, beside all else.
 
     Raises:
-        TrainingFailed: the system does not allow so many.
+        TrainingFailed: The system does not allow so many.
     """
     needed = updates + OTHER_FILES
     allowed = allow_open_files(needed)

@@ -26,7 +26,7 @@ from .aggregation import StoredUpdates
 from .calibration import own_domains
 from .release import NORM_NOTES
 from .request import Weights
-from .server_side import described, specs_as_json
+from .server_side import describe, specs_as_json
 
 _HOSTED = TypeAdapter(tuple[HostedConfig, ...])
 
@@ -34,9 +34,11 @@ Request = Mapping[str, Any]
 
 
 def begin(request: Request) -> dict[str, Any]:
-    """The method as `server_side.Described` has it, the tensors that travel, and the first state's ``digest``.
+    """Return the method for `server_side.Described`, the forms of what travels, and the first state's ``digest``.
 
-    ``seed`` and ``weights`` are the run's; ``is_new``: whether it has no state yet.
+    Args:
+        request: Names method, task and blob store; ``seed`` and ``weights`` are the run's; ``is_new`` says whether the
+            run has no state yet.
     """
     import torch
 
@@ -51,7 +53,7 @@ def begin(request: Request) -> dict[str, Any]:
     fresh = to_arrays(model, method.shared_names(model))
     norm = to_arrays(model, norm_names(model, fresh)) if "encoder" in method.shared else {}
     return {
-        "method": described(method),
+        "method": describe(method),
         "shared": specs_as_json(specs_of(fresh)),
         "extras": specs_as_json(specs_of(method.sends(model, task))),
         "norm": specs_as_json(specs_of(norm)),
@@ -63,18 +65,18 @@ def begin(request: Request) -> dict[str, Any]:
 
 
 def objection(request: Request) -> dict[str, Any]:
-    """``objection``: why the update in the file ``path`` cannot be honest; empty when it can."""
+    """Return as ``objection`` why the update in the file ``path`` cannot be honest; empty when it can."""
     return {"objection": _method(request).objection(decode(mapped(Path(request["path"]))))}
 
 
 def broadcast(request: Request) -> dict[str, Any]:
-    """What all clients receive, in the file ``into["broadcast"]``."""
+    """Write what all clients receive to the file ``into["broadcast"]``."""
     write_tensors(Path(request["into"]["broadcast"]), _method(request).broadcast(_state(request)), durable=False)
     return {}
 
 
 def downlink(request: Request) -> dict[str, Any]:
-    """What each client of ``into`` alone receives, in the file there."""
+    """Write what each client alone receives to the file that ``into`` has for it."""
     method = _method(request)
     state = _state(request)
     for client, path in request["into"].items():
@@ -83,7 +85,7 @@ def downlink(request: Request) -> dict[str, Any]:
 
 
 def aggregate(request: Request) -> dict[str, Any]:
-    """``digest`` of the next state, and the ``decisions`` about single updates."""
+    """Return the ``digest`` of the next state, and the ``decisions`` about single updates."""
     updates = StoredUpdates.from_json(request["updates"])
     settings = AggregationConfig.model_validate(request["settings"])
     blobs = _blobs(request)
@@ -95,10 +97,10 @@ def aggregate(request: Request) -> dict[str, Any]:
 
 
 def export_bundle(request: Request) -> dict[str, Any]:
-    """The bundle at ``path``: its id, and how far it is from torch.
+    """Write the bundle to ``path``, and return its id and how far its encoder is from torch.
 
     Raises:
-        ExportRejected: a gate failed; an earlier bundle at ``path`` stays.
+        ExportRejected: A gate failed; an earlier bundle at ``path`` stays.
     """
     from export import bundle, synthetic_inputs
 
@@ -136,7 +138,7 @@ def export_bundle(request: Request) -> dict[str, Any]:
 
 
 def count_steps(request: Request) -> dict[str, Any]:
-    """``steps`` of the encoder whose activations have ranges."""
+    """Return the number of ``steps`` of the encoder whose activations have ranges."""
     import torch
 
     from edge_agent.training.ranges import activation_ranges
@@ -163,7 +165,7 @@ def _tensors(request: Request, which: str) -> Tensors:
 
 @functools.lru_cache(maxsize=1)
 def _mapped(path: Path, digest: str) -> State:
-    """A state, which several requests need one after another."""
+    """Return a state; several requests need the same one after another."""
     return decode(mapped(BlobStore(path).check(digest)))
 
 

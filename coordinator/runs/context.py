@@ -54,17 +54,25 @@ Result = TypeVar("Result")
 def computed(
     worker: Worker, name: str, job: Callable[[], Result], waiting: Waiting
 ) -> Generator[Waiting, None, Result]:
-    """Compute ``job`` in the worker; returns its result (as the generator's value), or raises its error."""
+    """Compute ``job`` in the worker, and yield ``waiting`` until it is done.
+
+    Returns:
+        The result of the job.
+
+    Raises:
+        BaseException: Whatever the job raises.
+        RuntimeError: The job has exited, which must not end the coordinator.
+    """
     outcome: list[tuple[Result, BaseException | None]] = []
     worker.submit(name, job, lambda result, error: outcome.append((result, error)))
     while not outcome:
         yield waiting
     result, error = outcome[0]
-    if error is not None and not isinstance(error, Exception):  # a job that exits must not end the coordinator
-        raise RuntimeError(f"{name} has exited: {error!r}") from error
-    if error is not None:
+    if error is None:
+        return result
+    if isinstance(error, Exception):
         raise error
-    return result
+    raise RuntimeError(f"{name} has exited: {error!r}") from error
 
 
 @dataclass
@@ -96,19 +104,25 @@ class RunContext:
     """Whether messages arrive faster than they are handled: then no further agents are asked for anything."""
 
     def ask(self, function: str, request: dict[str, Any], what: str, limit_s: float) -> Generator[Waiting, None, Any]:
-        """The result of a function of `computations`, as the generator's value; messages are handled meanwhile.
+        """Return the result of a function of `computations`; messages are handled meanwhile.
+
+        Args:
+            function: The function's name.
+            request: Its arguments, as JSON.
+            what: What is waited for, for the status.
+            limit_s: How long it may take.
 
         Raises:
-            HeadwaterError, OSError: as `Compute.submit`.
+            HeadwaterError, OSError: See `Compute.submit`.
         """
-        asked = {**request, "do": f"coordinator.runs.computations:{function}"}
+        call = {**request, "do": f"coordinator.runs.computations:{function}"}
         result = None
         waiting = Waiting(what, (), self.clock() + limit_s)
         try:
-            result = yield from computed(self.worker, function, lambda: self.compute.submit(asked, limit_s), waiting)
+            result = yield from computed(self.worker, function, lambda: self.compute.submit(call, limit_s), waiting)
         finally:
             if result is None:  # perhaps the run was cancelled
-                self.compute.cancel(asked)
+                self.compute.cancel(call)
         return result
 
 
@@ -122,9 +136,10 @@ class Reports:
         self._ask: Callable[[str], object] | None = None
         self._asked: frozenset[str] = frozenset()
         self._unanswered: dict[str, None] = {}
-        """Those of ``_asked`` with neither report nor fault, in their order."""
+        """The agents that were asked and have neither reported nor failed, in the order in which they were asked."""
 
         self._bundle_id = ""
+        """The released bundle whose metrics are accepted; empty: those of any."""
 
     def add(self, agent: str, message: Report) -> None:
         """An agent's report; it replaces an earlier one. A report about an earlier release is ignored."""
@@ -150,9 +165,12 @@ class Reports:
     def collect(
         self, agents: tuple[str, ...], ask: Callable[[str], object], limit_s: float = REPORT_DEADLINE_S
     ) -> Steps:
-        """Until each of ``agents`` that is still present has answered, or the time is up.
+        """Wait until each of the agents that is still present has answered, or the time is up.
 
-        ``ask`` is called by `ask_again`.
+        Args:
+            agents: The agents that were asked.
+            ask: Asks one of them again, see `ask_again`.
+            limit_s: How long to wait.
         """
         self._expect_from(agents, ask)
         roster = self._context.roster
@@ -225,22 +243,30 @@ class Run:
         return PrivacyBudget(self.context.config, self.context.state.journal, self.method.server_step_is_mean())
 
     def for_compute(self) -> dict[str, Any]:
-        """As JSON, for a function in the compute process."""
+        """Return what a function in the compute process needs to make the method and its model, as JSON."""
         request = self.request.body()
-        wanted = {name: request[name] for name in ("params", "task", "seed", "weights")}
         return {
-            **wanted,
+            "params": request["params"],
+            "task": request["task"],
+            "seed": request["seed"],
+            "weights": request["weights"],
             "method": self.request.method_reference,
             "run": self.id,
             "blobs": str(self.context.state.blobs.folder),
         }
 
     def model_for_compute(self) -> dict[str, Any]:
-        """As `for_compute`, with the digests of the tensors that the run has reached."""
-        put = self.context.state.blobs.put
-        others = {"pooled": self.pooled, "client_ranges": self.client_ranges}
-        digests = {name: put(*pieces(tensors)) if tensors else "" for name, tensors in others.items()}
-        return {**self.for_compute(), "state": self.checkpoint, **digests}
+        """Return `for_compute` with the digests of the tensors that the run has reached; empty where it has none."""
+        return {
+            **self.for_compute(),
+            "state": self.checkpoint,
+            "pooled": self._put(self.pooled),
+            "client_ranges": self._put(self.client_ranges),
+        }
+
+    def _put(self, tensors: Tensors) -> str:
+        """Put tensors into the blob store and return their digest; empty where there are none."""
+        return self.context.state.blobs.put(*pieces(tensors)) if tensors else ""
 
     @property
     def has_encoder(self) -> bool:

@@ -26,9 +26,10 @@ class GoodState:
 
     @classmethod
     def from_fact(cls, closed: RoundClosed) -> GoodState | None:
-        """What a closed round has journaled; None where it has nothing."""
-        good = closed.good
-        return None if good is None else cls(good.round, good.digest, float(good.loss))
+        """Return the good state that a closed round has journaled; None where it has none."""
+        if closed.good is None:
+            return None
+        return cls(closed.good.round, closed.good.digest, float(closed.good.loss))
 
     def to_fact(self) -> facts.GoodState:
         """Return the state for an entry of the journal."""
@@ -46,34 +47,48 @@ class Explosion:
 def explosion(
     losses: Iterable[float | None], good: GoodState | None, num_classes: int, most: float | None
 ) -> Explosion | None:
-    """Whether these losses of a round exceed ``most`` times both the lowest of the run and that of guessing, log K.
+    """Return the explosion of a round's loss; None where there is none, or nothing to compare it with.
 
-    ``losses`` has one for each accepted update, None where the agent withholds it. The median (of two the lower)
-    counts, and who is silent has not seen an explosion, so that no minority of the round can have a state restored.
+    The median of the losses counts, of two the lower, and whoever is silent has not seen an explosion: so no minority
+    of a round can have a state restored.
+
+    Args:
+        losses: The loss of each accepted update; None where its agent withholds it.
+        good: The last good state, with the lowest median loss of the run.
+        num_classes: K; a model that guesses has a loss of log K.
+        most: The median may be so many times the larger of those two losses; None: it may be anything.
     """
-    known = [-math.inf if loss is None else loss for loss in losses]
-    if most is None or good is None or not known:
+    of_agents = [-math.inf if loss is None else loss for loss in losses]
+    if most is None or good is None or not of_agents:
         return None
-    loss = median_low(known)
-    bound = most * max(good.loss, math.log(max(2, num_classes)))
+    loss = median_low(of_agents)
+    loss_of_guessing = math.log(max(2, num_classes))
+    bound = most * max(good.loss, loss_of_guessing)
     return Explosion(loss, bound) if loss > bound else None
 
 
 def after(good: GoodState | None, losses: Iterable[float | None], number: int, digest: str) -> GoodState | None:
-    """The last good state, when agents have trained without an explosion from that of round ``number``.
+    """Return the last good state, after agents have trained from a state without an explosion.
 
-    Where no more than half of the ``losses`` are known, nobody can tell; it is the one before.
+    Args:
+        good: The last good state before.
+        losses: The loss of each accepted update; None where its agent withholds it. Where no more than half are known,
+            nobody can tell whether the state is good, and the one before stays.
+        number: The round whose state the agents have trained from.
+        digest: The digest of that state.
     """
-    known = list(losses)
-    reported = [loss for loss in known if loss is not None]
-    if 2 * len(reported) <= len(known):
+    of_agents = list(losses)
+    reported = [loss for loss in of_agents if loss is not None]
+    if 2 * len(reported) <= len(of_agents):
         return good
-    loss = median_low(reported)
-    return GoodState(number, digest, loss if good is None else min(loss, good.loss))
+    lowest = median_low(reported)
+    if good is not None:
+        lowest = min(lowest, good.loss)
+    return GoodState(number, digest, lowest)
 
 
 def reason_of_restoration(restored: Mapping[str, Any]) -> str:
-    """Why a round has restored an earlier state, from what it has journaled."""
+    """Return why a round has restored an earlier state, as text, from what it has journaled."""
     what = "the initial state" if restored["round"] == 0 else f"the state of round {restored['round']}"
     return (
         f"{what} was restored: the median training loss rose to {restored['loss']:.4g}, the bound is "

@@ -45,15 +45,17 @@ class PrivacyBudget:
         return max(1, self.config.cohort.min_agents) if self.sums and self.is_on else 1
 
     def asked(self) -> Noise | None:
-        """What each device is asked to do with its update."""
+        """Return what each device is asked to do with its update; None: nothing."""
         privacy = self.config.privacy
         if privacy.clip is None:
             return None
+        # Independent noise of n devices adds up to sqrt(n) times that of one.
         part = privacy.noise / math.sqrt(self.least)
-        return Noise(clip=privacy.clip, clip_statistics=privacy.clip_statistics or privacy.clip, noise=part)
+        clip_statistics = privacy.clip if privacy.clip_statistics is None else privacy.clip_statistics
+        return Noise(clip=privacy.clip, clip_statistics=clip_statistics, noise=part)
 
     def terms(self) -> PrivacyTerms | None:
-        """For the journal, when a round is opened: what its updates are made under; None without clipping."""
+        """Return the terms under which updates are made, for the entry of a round; None without clipping."""
         asked = self.asked()
         return None if asked is None else PrivacyTerms(**asked.model_dump(), least=self.least)
 
@@ -66,7 +68,7 @@ class PrivacyBudget:
         """Return quietly where the updates of round ``number``, journaled as ``opened``, are made as now asked.
 
         Raises:
-            RunFailed: they are not, so nobody can tell what the round would cost.
+            RunFailed: They are not, so nobody can tell what the round would cost.
         """
         then = opened.privacy
         now = self.terms()
@@ -78,28 +80,29 @@ class PrivacyBudget:
             )
 
     def of_round(self, updates: int) -> dict[str, float]:
-        """For the journal: the noise multiplier of a round of so many updates; empty without noise."""
+        """Return the noise multiplier of a round of so many updates, for its entry; empty without noise."""
         if not self.is_on:
             return {}
         more = updates / self.least if self.sums else 1.0
         return {"noise_multiplier": self.config.privacy.noise * math.sqrt(more)}
 
     def spent(self) -> tuple[float, int]:
-        """The cost of all closed rounds with noise, and the number of those without."""
+        """Return the cost of all closed rounds with noise, and the number of those without."""
         closed = self.journal.entries(kinds=("round_closed",))
         noised = [one.noise_multiplier for one in facts_of(closed, RoundClosed) if one.noise_multiplier is not None]
         costs = [cost(multiplier) for multiplier in noised]
         return sum(costs), len(closed) - len(costs)
 
     def figures(self) -> dict[str, Any] | None:
-        """``epsilon`` spent, ``epsilon_left`` (None: no limit), ``delta``, clip, noise, as JSON; None without noise.
+        """Return what was spent of the budget, as JSON for status and summary; None without noise.
 
-        Epsilon does not cover the closed ``rounds_without_noise``. An infinite one is None.
+        ``epsilon`` does not cover the closed ``rounds_without_noise``, and is None where it is infinite;
+        ``epsilon_left`` is None without a limit.
         """
         if not self.is_on:
             return None
         privacy = self.config.privacy
-        (spent, uncovered) = self.spent()
+        spent, uncovered = self.spent()
         epsilon = epsilon_of(spent, privacy.delta)
         return {
             "epsilon": round(epsilon, 4) if math.isfinite(epsilon) else None,
@@ -111,7 +114,7 @@ class PrivacyBudget:
         }
 
     def objection(self, rounds: int = 1) -> str:
-        """Why so many more rounds would exceed the budget; empty where they do not."""
+        """Return why so many more rounds would exceed the budget; empty where they would not."""
         privacy = self.config.privacy
         if privacy.epsilon is None:
             return ""

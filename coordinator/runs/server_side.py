@@ -48,7 +48,7 @@ class Described(Method):
     """A method whose class another process knows: what subclasses of `Method` decide are values here."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        """``values``: those of `described`."""
+        """Make the method of the values that `describe` returns."""
         self._values = values
         self.shared = tuple(values["shared"])
         self.norm = values["norm"]
@@ -58,29 +58,29 @@ class Described(Method):
 
     @property
     def name(self) -> str:
-        """As in the other process."""
+        """The method's name, see `Method.name`."""
         return str(self._values["name"])
 
     @property
     def needs_last_round(self) -> bool:
-        """As in the other process."""
+        """Whether only all rounds together give a result, see `Method.needs_last_round`."""
         return bool(self._values["needs_last_round"])
 
     def all_params(self) -> dict[str, Any]:
-        """As in the other process."""
+        """Return the parameters with their defaults, see `Method.all_params`."""
         return dict(self._values["params"])
 
     def server_step_is_mean(self) -> bool:
-        """As in the other process."""
+        """Return whether the server's step is a mean of the updates, see `Method.server_step_is_mean`."""
         return bool(self._values["server_step_is_mean"])
 
     def one_pass(self) -> bool:
-        """As in the other process."""
+        """Return whether local training can be shortened, see `Method.one_pass`."""
         return bool(self._values["one_pass"])
 
 
-def described(method: Method) -> dict[str, Any]:
-    """The values of a method for `Described`, as JSON; ``own``: what it computes by functions of its own."""
+def describe(method: Method) -> dict[str, Any]:
+    """Return the values of a method for `Described`, as JSON; ``own`` names what it computes by its own functions."""
     kind = type(method)
     return {
         "name": method.name,
@@ -117,7 +117,7 @@ class OwnFunctions:
     """
 
     names: frozenset[str] = frozenset()
-    """Those of `_FUNCTIONS` that it has; the others are the contract's, and called here."""
+    """What the method computes by functions of its own (keys of `_FUNCTIONS`); the contract's are called here."""
 
     request: Mapping[str, Any] = field(default_factory=dict)
     """Method, parameters and blob store, for the compute process."""
@@ -130,29 +130,29 @@ class OwnFunctions:
     _is_cancelled: bool = False
 
     def objection(self, path: Path) -> str:
-        """`Method.objection` to the update in this file."""
+        """Return the method's objection to the update in this file, see `Method.objection`."""
         return str(self._ask("objection", path=str(path))["objection"])
 
     def broadcast(self, state: str) -> Tensors:
-        """`Method.broadcast`."""
+        """Return what all clients receive, see `Method.broadcast`."""
         return self._answers("broadcast", ("broadcast",), state=state)["broadcast"]
 
     def downlinks(self, state: str, clients: tuple[str, ...]) -> dict[str, Tensors]:
-        """`Method.downlink` for each of these clients, by one request."""
+        """Return what each of these clients alone receives (`Method.downlink`), by one request."""
         return self._answers("downlink", clients, state=state)
 
     def aggregate(self, state: str, updates: StoredUpdates, settings: AggregationConfig) -> tuple[str, dict[str, Any]]:
-        """The digest of the next state, and the decisions about single updates as JSON.
+        """Return the digest of the next state, and the decisions about single updates as JSON.
 
         Raises:
-            TrainingFailed: no update with a positive weight.
+            TrainingFailed: No update has a positive weight.
         """
         of_round = {"updates": updates.as_json(), "settings": settings.model_dump(mode="json")}
         result = self._ask("aggregate", state=state, **of_round)
         return result["digest"], result["decisions"]
 
     def cancel(self) -> None:
-        """The run is over: end what is asked now, and ask no more."""
+        """End what is being computed, and compute nothing more: the run is over."""
         self._is_cancelled = True
         if self._asked is not None:
             self.compute.cancel(self._asked)
@@ -179,21 +179,25 @@ class OwnFunctions:
 def method_of(
     values: Mapping[str, Any], request: Mapping[str, Any], compute: Compute, folder: Path
 ) -> tuple[Method, OwnFunctions]:
-    """The method that `described` has described, and its own functions; the method itself where this process computes.
+    """Return a method and its own functions, which the compute process calls; the method itself where that is here.
 
-    ``request`` names method, parameters and blob store; ``folder`` is for files of answers.
+    Args:
+        values: What `describe` has returned in the compute process.
+        request: Names method, parameters and blob store.
+        compute: Calls functions in the compute process.
+        folder: For the files of answers.
     """
     if compute.is_here:
         return methods.create(request["method"], request["params"]), OwnFunctions()
-    about = {name: request[name] for name in ("method", "params", "blobs")}
+    about = {"method": request["method"], "params": request["params"], "blobs": request["blobs"]}
     return Described(values), OwnFunctions(frozenset(values["own"]), about, compute, folder)
 
 
 def specs_as_json(specs: Mapping[str, Spec]) -> dict[str, list[Any]]:
-    """Shapes and dtypes as JSON."""
+    """Return shapes and dtypes as JSON."""
     return {name: [spec.dtype.str, list(spec.shape)] for name, spec in specs.items()}
 
 
 def specs_from_json(body: Mapping[str, Any]) -> dict[str, Spec]:
-    """From JSON."""
+    """Return shapes and dtypes from the JSON of `specs_as_json`."""
     return {name: Spec(np.dtype(dtype), tuple(shape)) for name, (dtype, shape) in body.items()}

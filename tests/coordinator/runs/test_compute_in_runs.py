@@ -16,7 +16,7 @@ from coordinator.processes import compute as compute_module
 from coordinator.processes.compute import ComputeProcess, InlineCompute
 from coordinator.runs import computations
 from coordinator.runs.aggregation import StoredUpdates
-from coordinator.runs.server_side import Described, described, method_of
+from coordinator.runs.server_side import Described, describe, method_of
 from coordinator.state.store import BlobStore
 from edge_agent import methods
 from edge_agent.core.children import InlineWorker
@@ -207,7 +207,7 @@ def test_a_run_that_is_cancelled_while_its_method_computes_asks_no_more(tmp_path
 def test_a_described_method_decides_what_the_method_does():
     for name in methods.names():
         method = methods.create(name, quick_params(name))
-        there = Described(described(method))
+        there = Described(describe(method))
         for value in ("name", "shared", "norm", "weighting", "bounded_extras", "needs_last_round"):
             assert getattr(there, value) == getattr(method, value), (name, value)
         for value in ("all_params", "one_pass", "server_step_is_mean"):
@@ -216,7 +216,7 @@ def test_a_described_method_decides_what_the_method_does():
 
 def functions_of(folder, name):
     request = {"method": name, "params": {}, "blobs": str(folder)}
-    return method_of(described(methods.create(name)), request, There(), folder)[1]
+    return method_of(describe(methods.create(name)), request, There(), folder)[1]
 
 
 class There(InlineCompute):
