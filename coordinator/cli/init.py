@@ -102,51 +102,28 @@ def init(
         )
     if not re.fullmatch(NAME_PATTERN, federation):
         raise UsageError(f"federation '{federation[:80]}' does not match {NAME_PATTERN}")
+    # 1. Everything is checked before the first file is written: options, configuration and keys.
     host = host or socket.gethostname()
-    own, every = ("::1", "::") if ":" in host else ("127.0.0.1", "0.0.0.0")  # noqa: S104 - both ports are of TLS
-    wanted = {"host": host, "bind": own if is_loopback(host) else every, "port": port, "enroll_port": enroll_port}
-    identity = parse(IdentityConfig, wanted, where="options")
-    section = SECTION.format(**{name: json.dumps(value) for name, value in wanted.items()})
-    path = config or (folder or Path()) / "coordinator.toml"
+    values = {"host": host, "bind": _bind_address(host), "port": port, "enroll_port": enroll_port}
+    identity = parse(IdentityConfig, values, where="options")
+    section = SECTION.format(**{name: json.dumps(value) for name, value in values.items()})
     if config is not None:
-        content = read_toml(config)
-        if taken := [name for name in ("identity", "broker", "embedded") if name in content]:
-            raise UsageError(
-                f"{config} has the section [{taken[0]}]; "
-                + (
-                    "its devices have certificates already; change that section in the file"
-                    if taken[0] == "identity"
-                    else "remove it, then run this again"
-                )
-            )
-        text = read_regular_text(config).rstrip("\n") + "\n" + section
+        path = config
+        text = _with_section(config, section)
     else:
-        if path.exists():
-            raise UsageError(
-                f"{path} exists with [identity]; to change it: identity.host in that file; 'headwater serve' makes the "
-                "broker's new certificate at its start"
-                if "identity" in read_toml(path)
-                else f"{path} exists; 'headwater init --config {path}' adds certificates to it"
-            )
+        path = (folder or Path()) / "coordinator.toml"
+        _check_is_new(path)
         text = NEW.format(federation=json.dumps(federation)) + section
-    public = [read_public(file) for file in release_key or ()]
-    role(public or [Public(bytes(32))], threshold)
-    before = read_regular(path) if path.exists() else None
-    made = not path.parent.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    public_keys = [read_public(file) for file in release_key or ()]
+    role(public_keys or [Public(bytes(32))], threshold)
+    # 2. The configuration is written first, because it says where the state folder with the keys is. Where the keys
+    #    cannot be made it is put back, so that the command can be repeated.
+    with _put_back_on_error(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode())
         settings = load_config(path)
-        authority = _make(settings.state, settings.federation, identity, public, threshold)
-    except BaseException:  # the file is as it was, so that the command can be repeated
-        if before is not None:
-            write_atomic(path, before)
-        else:
-            path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # there is more in it now
-                if made:
-                    path.parent.rmdir()
-        raise
+        authority = _make_keys(settings.state, settings.federation, identity, public_keys, threshold)
+    # 3. Say what was made, and what to do next.
     lines = [
         f"federation '{settings.federation}': authority {authority.fingerprint}",
         f"releases: {described(ReleaseKeys(settings.state))}",
@@ -168,6 +145,69 @@ def init(
     present(result, lines, as_json=as_json)
 
 
+def _bind_address(host: str) -> str:
+    """Return the address to listen on: all of the machine's, or its own where nobody else is to connect.
+
+    Both ports are of TLS, and devices have to show a certificate or a token.
+    """
+    is_ipv6 = ":" in host
+    if is_loopback(host):
+        return "::1" if is_ipv6 else "127.0.0.1"
+    return "::" if is_ipv6 else "0.0.0.0"  # noqa: S104 - see above
+
+
+def _with_section(config: Path, section: str) -> str:
+    """Return the text of an existing configuration with the section [identity] at its end.
+
+    Raises:
+        UsageError: It has that section, or another one that says where the broker is.
+    """
+    content = read_toml(config)
+    if "identity" in content:
+        raise UsageError(
+            f"{config} has the section [identity]; its devices have certificates already; change that section in the "
+            "file"
+        )
+    for name in ("broker", "embedded"):
+        if name in content:
+            raise UsageError(f"{config} has the section [{name}]; remove it, then run this again")
+    return read_regular_text(config).rstrip("\n") + "\n" + section
+
+
+def _check_is_new(path: Path) -> None:
+    """Return quietly where there is no configuration at ``path`` yet.
+
+    Raises:
+        UsageError: There is one.
+    """
+    if not path.exists():
+        return
+    if "identity" in read_toml(path):
+        raise UsageError(
+            f"{path} exists with [identity]; to change it: identity.host in that file; 'headwater serve' makes the "
+            "broker's new certificate at its start"
+        )
+    raise UsageError(f"{path} exists; 'headwater init --config {path}' adds certificates to it")
+
+
+@contextlib.contextmanager
+def _put_back_on_error(path: Path) -> Iterator[None]:
+    """Inside, whatever is raised leaves the file at ``path`` as it was before, or removes it with its new folder."""
+    content_before = read_regular(path) if path.exists() else None
+    is_new_folder = not path.parent.exists()
+    try:
+        yield
+    except BaseException:
+        if content_before is not None:
+            write_atomic(path, content_before)
+        else:
+            path.unlink(missing_ok=True)
+            if is_new_folder:
+                with contextlib.suppress(OSError):  # there is more in it by now
+                    path.parent.rmdir()
+        raise
+
+
 def _next_steps(path: Path, *, is_new: bool) -> Iterator[str]:
     """Yield what to do after the files are made; a new configuration has the task of the demonstration."""
     if is_new:
@@ -179,9 +219,16 @@ def _next_steps(path: Path, *, is_new: bool) -> Iterator[str]:
     yield f"then, for each device: headwater enroll NAME --config {path}"
 
 
-def _make(
-    state: Path, federation: str, identity: IdentityConfig, public: Sequence[Public], threshold: int
+def _make_keys(
+    state: Path, federation: str, identity: IdentityConfig, public_keys: Sequence[Public], threshold: int
 ) -> Authority:
+    """Make what a federation with certificates has in its state folder, and return its authority.
+
+    What an earlier try has made is kept: this command may have failed there, or the configuration was lost.
+
+    Raises:
+        UsageError: The folder has the release keys of another federation.
+    """
     from ..identity.authority import Authority
     from ..identity.enrolment import Enrolment
     from ..identity.ledger import identity_folder
@@ -193,16 +240,18 @@ def _make(
     folder = identity_folder(state)
     now = utc_now()
     keys = ReleaseKeys(state)
-    if keys.exist and (other := keys.newest().federation) != federation:
-        raise UsageError(
-            f"{keys.folder} has the release keys of federation '{other}', not of '{federation}'; name that federation, "
-            "or another state folder"
-        )
-    if not (folder / "ca.key").exists():  # else this command failed before, or the configuration was lost
+    if keys.exist:
+        owner = keys.newest().federation
+        if owner != federation:
+            raise UsageError(
+                f"{keys.folder} has the release keys of federation '{owner}', not of '{federation}'; name that "
+                "federation, or another state folder"
+            )
+    if not (folder / "ca.key").exists():
         Authority.create(folder, federation, now)
     CommandKeys.of(state, federation)
     if not keys.exist:
-        keys.create(federation, now, public, threshold)
+        keys.create(federation, now, public_keys, threshold)
     enrolment = Enrolment(state, federation, identity)
     BrokerFiles(enrolment).write(now)
     return enrolment.authority

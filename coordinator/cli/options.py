@@ -62,32 +62,39 @@ def from_model(
     help: Mapping[str, str] = MappingProxyType({}),  # noqa: A002 - as typer calls it
     bounds: bool = False,
 ) -> Callable[[Command], Command]:
-    """A decorator that replaces a command's first argument by one option for each of the model's fields.
+    """Return a decorator that replaces a command's first argument by one option for each of the model's fields.
 
-    The command gets a `Given` there. Names, types, help and defaults are the model's; ``help`` replaces some texts.
-    Values are checked by the model, with all its other mistakes, unless ``bounds`` asks for that at once.
+    The command gets a `Given` there. The options have no defaults: what is not given is left to the model, or to a
+    configuration file.
 
-    The options have no defaults: what is not given is left to the model, or to a configuration file.
+    Args:
+        model: The settings; names, types, help texts and defaults are those of its fields.
+        fields: The fields that get an option; None: all.
+        without: Fields that get none.
+        help: Field -> a help text in place of the model's.
+        bounds: Whether the command line checks bounds of numbers at once. Otherwise the model does, with all its other
+            mistakes.
     """
-    chosen = {
-        name: model.model_fields[name]
-        for name in (model.model_fields if fields is None else fields)
-        if name not in without
-    }
+    names = model.model_fields if fields is None else fields
+    chosen = {name: model.model_fields[name] for name in names if name not in without}
     generated = [_option(name, field, help.get(name), bounds=bounds) for name, field in chosen.items()]
 
     def decorate(command: Command) -> Command:
-        own = list(inspect.signature(command, eval_str=True).parameters.values())
+        _, *others = inspect.signature(command, eval_str=True).parameters.values()
 
         @functools.wraps(command)
         def called(**arguments: Any) -> None:
-            typed = {name: arguments.pop(name) for name in chosen}
-            given = {name: value for name, value in typed.items() if not (value is None or value is False)}
-            given |= {name: False for name in given if chosen[name].default is True}
-            command({name: _value(chosen[name], value) for name, value in given.items() if value != []}, **arguments)
+            given: Given = {}
+            for name, field in chosen.items():
+                typed = arguments.pop(name)
+                if typed is None or typed is False or typed == []:  # the option was not given
+                    continue
+                is_negated = field.default is True  # its option is --no-NAME
+                given[name] = False if is_negated else _value(field, typed)
+            command(given, **arguments)
 
-        parameters = [*generated, *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own[1:])]
-        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in others]
+        called.__signature__ = inspect.Signature([*generated, *keyword_only])  # type: ignore[attr-defined]
         called.__annotations__ = {}
         return called  # type: ignore[return-value]
 
@@ -95,7 +102,7 @@ def from_model(
 
 
 def flag(field: str) -> str:
-    """The flag that a field is usually given by, such as ``--keep-every``."""
+    """Return the flag that a field is usually given by, such as ``--keep-every``."""
     return _flags(field)[0]
 
 
@@ -108,7 +115,7 @@ def one_of(by_position: T | None, by_option: T | None, name: str) -> T | None:
         name: What both name, such as RUN, for the message.
 
     Raises:
-        UsageError: both were given, and differ.
+        UsageError: Both were given, and differ.
     """
     if by_position is not None and by_option is not None and by_position != by_option:
         raise UsageError(f"{name} is given twice, as {by_position} and as {by_option}; give one of them")
@@ -116,35 +123,54 @@ def one_of(by_position: T | None, by_option: T | None, name: str) -> T | None:
 
 
 def state_path(config: Path | None, state: Path | None) -> Path:
-    """The state folder: the one that was given, else that of the configuration.
+    """Return the state folder: the one that was given, else that of the configuration.
 
     Of a configuration that names the folder nothing else is read or checked, so that a look at the state starts fast.
 
     Raises:
-        ConfigError: no folder was given, and the configuration cannot be read.
+        ConfigError: No folder was given, and the configuration cannot be read.
     """
     if state is not None:
         return state.absolute()
     file = config or Path("coordinator.toml")  # as `load_config`, whose models take long to load
-    if file.exists() and isinstance(folder := read_toml(file).get("state"), str):
-        return Path(folder) if Path(folder).is_absolute() else (file.parent / folder).resolve()
+    folder = read_toml(file).get("state") if file.exists() else None
+    if isinstance(folder, str):
+        if Path(folder).is_absolute():
+            return Path(folder)
+        return (file.parent / folder).resolve()
     from ..config import load_config
 
     return load_config(config).state
 
 
 def _option(name: str, field: FieldInfo, text: str | None, *, bounds: bool) -> inspect.Parameter:
+    """Return the parameter by which typer makes a field's option."""
     kind = _type_of(field.annotation)
-    limits: dict[str, Any] = {}
-    for limit in field.metadata if bounds and kind is int else ():
-        limits |= {"min": limit.ge} if hasattr(limit, "ge") else {}
-        limits |= {"max": limit.le} if hasattr(limit, "le") else {}
-        limits |= {"max": limit.lt - 1} if hasattr(limit, "lt") else {}
+    # A flag is there or not; of several values each is given by an option of its own.
+    typed: Any = kind | None
+    default: bool | None = None
+    if kind is bool:
+        typed = bool
+        default = False
+    elif kind in {dict, list, tuple}:
+        typed = list[str] | None
     flags = _flags(f"no_{name}" if field.default is True else name)
-    typed: Any = bool if kind is bool else (list[str] if kind in {dict, list, tuple} else kind) | None
+    limits = _limits_of(field) if bounds and kind is int else {}
     annotation = Annotated[typed, typer.Option(*flags, help=text or _help(field), **limits)]  # a form for typer alone
-    default = False if kind is bool else None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _limits_of(field: FieldInfo) -> dict[str, int]:
+    """Return the bounds of a field of whole numbers, as typer names them."""
+    limits: dict[str, int] = {}
+    for limit in field.metadata:
+        if hasattr(limit, "ge"):
+            limits["min"] = limit.ge
+        if hasattr(limit, "le"):
+            limits["max"] = limit.le
+        if hasattr(limit, "lt"):
+            limits["max"] = limit.lt - 1
+    return limits
 
 
 def _flags(name: str) -> tuple[str, ...]:
@@ -152,17 +178,20 @@ def _flags(name: str) -> tuple[str, ...]:
 
 
 def _type_of(annotation: Any) -> Any:
-    """The type of a field's values; the first one of a union, text for a `Literal`."""
+    """Return the type of a field's values: the first one of a union, text for a `Literal`."""
     origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin in {Union, UnionType}:
-        return _type_of(next(one for one in get_args(annotation) if one is not NoneType))
+        return _type_of(next(argument for argument in arguments if argument is not NoneType))
     if origin is Annotated:
-        return _type_of(get_args(annotation)[0])
-    return str if origin is Literal else origin or annotation
+        return _type_of(arguments[0])
+    if origin is Literal:
+        return str
+    return annotation if origin is None else origin
 
 
 def _help(field: FieldInfo) -> str:
-    """The field's description as a sentence, with its default where that is not said."""
+    """Return the field's description as a sentence, with its default where that is not said."""
     kind = _type_of(field.annotation)
     text = field.description or ""
     if field.default is True:
@@ -171,19 +200,28 @@ def _help(field: FieldInfo) -> str:
         text = f"name=value, repeatable: {text}"
     elif kind in {list, tuple}:
         text = f"{text}; repeatable"
-    else:
-        text = f"{text[:1].upper()}{text[1:]}" if re.match("[a-z]+ ", text) else text
+    elif re.match("[a-z]+ ", text):  # a word, and no name
+        text = f"{text[:1].upper()}{text[1:]}"
     has_default = isinstance(field.default, str | int | float) and not isinstance(field.default, bool)
     return f"{text}; default: {field.default}." if has_default and "default" not in text else f"{text}."
 
 
 def _value(field: FieldInfo, value: Any) -> Any:
-    """A value for the model: ``name=value`` pairs are read as JSON where they are JSON, else as text."""
+    """Return an option's value for the model: in pairs ``name=value``, what is JSON is read as JSON, else as text.
+
+    Raises:
+        UsageError: A pair lacks its name or the sign.
+    """
     kind = _type_of(field.annotation)
+    if kind is tuple:
+        return tuple(value)
+    if isinstance(value, Path):
+        return value.expanduser()
     if kind is not dict:
-        return tuple(value) if kind is tuple else value.expanduser() if isinstance(value, Path) else value
+        return value
     pairs = [pair.partition("=") for pair in value]
-    if wrong := ["".join(pair) for pair in pairs if not (pair[0] and pair[1])]:
+    wrong = ["".join(pair) for pair in pairs if not (pair[0] and pair[1])]
+    if wrong:
         raise UsageError(f"--param {', '.join(wrong)}: expected name=value, for example --param local_epochs=5")
     result: dict[str, Any] = {}
     for name, _, text in pairs:

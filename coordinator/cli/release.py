@@ -212,9 +212,10 @@ def status(
         now = utc_now()
     if number is not None:
         chosen(book, number)
-    releases = [describe_release(book, one, now) for one in book.releases]
+    releases = [describe_release(book, release, now) for release in book.releases]
     rows = device_rows(book, now)
-    result = {"releases": [one for one in releases if number in {None, one["release"]}], "devices": rows}
+    asked_for = [release for release in releases if number in {None, release["release"]}]
+    result = {"releases": asked_for, "devices": rows}
     shown = rows[:devices] if devices else rows
     others = tiers_without_releases(path)
     lines = [*release_lines(releases, number), *(device_lines(shown, len(rows), others) if releases else ())]
@@ -224,22 +225,27 @@ def status(
 def _show(folder: StateFolder, number: int, *, as_json: bool) -> None:
     book = book_of(folder.journal)
     now = utc_now()
-    if (release := book.get(number)) is None:
+    release = book.get(number)
+    if release is None:
         raise UsageError(f"release {number} was not made; 'headwater release status' shows all")
     result = describe_release(book, release, now)
-    result["notes"] = [*_notes(book, release, folder.path)]
+    result["notes"] = [*_obstacles(book, release, folder.path)]
     present(result, [release_line(result), *result["steps"], *result["notes"]], as_json=as_json)
 
 
-def _notes(book: Book, release: Release, path: Path) -> Iterator[str]:
-    """What keeps a release from devices that its operator may expect to get it."""
+def _obstacles(book: Book, release: Release, path: Path) -> Iterator[str]:
+    """Yield what keeps a release from devices that its operator may expect to get it."""
+    if not release.is_open:
+        return
     channel = release.plan.channel
-    if release.is_open and not book.sizes[channel]:
+    if not book.sizes[channel]:
         others = sorted(name for name, size in book.sizes.items() if size)
         yield f"note: no device of channel '{channel}' was heard; channels with devices: {listed(others)}"
-        yield from (f"note: {line}" for line in other_tiers(tiers_without_releases(path)))
-    for other in book.current() if release.is_open else ():
-        if other.number < release.number and other.plan.channel == channel and not other.promoted:
+        for line in other_tiers(tiers_without_releases(path)):
+            yield f"note: {line}"
+    for other in book.current():
+        is_older = other.number < release.number and other.plan.channel == channel
+        if is_older and not other.promoted:
             yield f"note: release {other.number} of channel '{channel}' is at stage '{other.stage}', and is older"
-    if release.is_open and not is_serving(path):
+    if not is_serving(path):
         yield "note: no coordinator serves; 'headwater serve' brings releases to devices"

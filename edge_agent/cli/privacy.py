@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import methods
-from ..core.config import AgentConfig, load, own_methods
+from ..core.config import AgentConfig, PrivacyConfig, load, own_methods
 from ..core.errors import PrivacyRefused, UnknownName
 from ..core.registry import PinnedFile, own_name
 from ..privacy.disclosure import BESIDE, SECURE_SUM, Item, example, messages, tensors, travels
@@ -57,23 +57,38 @@ def privacy(arguments: argparse.Namespace) -> int:
 
 
 def state(config: AgentConfig, item: Item) -> str:
-    """Whether it leaves under this configuration.
+    """Return whether something leaves the device under this configuration, and how.
 
-    ``leaves``, ``rounded``, ``clipped``, ``with noise``, ``withheld``, ``without noise``, so that it is withheld, or
-    ``as named``.
+    One of ``leaves``, ``rounded``, ``clipped``, ``with noise``, ``withheld``, ``without noise`` (it would leave without
+    noise, so it is withheld) and ``as named`` (those metrics that the configuration names).
     """
     policy = config.privacy
     if item.where == "train" and policy.wants_noise:
         return "with noise" if policy.noise else "clipped"
-    if item.where in OUTSIDE_ROUNDS and getattr(policy, item.where):
-        return "without noise" if policy.wants_noise else "leaves"
+    if item.where in OUTSIDE_ROUNDS:
+        return _state_outside_rounds(policy, item)
+    if item.setting == "privacy.metrics":
+        return _state_of_metrics(policy, item)
     if item.setting == "privacy.samples" and policy.samples == "rounded":
         return "rounded"
-    if item.setting == "privacy.metrics":
-        if item.name.endswith(".*"):
-            return "leaves" if "*" in policy.metrics else "as named" if policy.metrics else "withheld"
+    return "leaves"
+
+
+def _state_outside_rounds(policy: PrivacyConfig, item: Item) -> str:
+    """Return the state of what is sent outside the rounds, where the policy has a switch for it."""
+    is_allowed = getattr(policy, item.where)
+    if not is_allowed:
+        return "withheld"
+    return "without noise" if policy.wants_noise else "leaves"
+
+
+def _state_of_metrics(policy: PrivacyConfig, item: Item) -> str:
+    """Return the state of a metric, or of the metrics that begin with a name (``acc.*``)."""
+    if not item.name.endswith(".*"):
         return "leaves" if allows_metric(policy, item.name.replace("acc_", "acc.")) else "withheld"
-    return "withheld" if item.where in OUTSIDE_ROUNDS else "leaves"
+    if "*" in policy.metrics:
+        return "leaves"
+    return "as named" if policy.metrics else "withheld"
 
 
 def of_method(config: AgentConfig, name: str) -> dict[str, Any]:
