@@ -89,8 +89,8 @@ class Carousel:
                 return
             room -= frame_bytes
             self._note_published(start, stop, now)
-            # A report is asked for half a window after the last one, and with the last frame: nothing follows it that
-            # would show the listeners that they lack something.
+            # A report is asked for half a window after the last one, and with the last frame for now: no other frame
+            # would ask for it.
             self._unasked += frame_bytes
             is_last = most_chunks * chunk_bytes > room or not self._wanted >> stop
             asks_for_report = is_last or 2 * self._unasked >= window
