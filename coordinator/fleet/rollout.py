@@ -167,10 +167,10 @@ class Rollout:
         fact = release_of(bundle, plan=plan.to_fact(), by=None, parent=parent)
         self._state.journal.append(fact, run=run, round=number, digest=digest)
         self._follow()
-        made = self.book.releases[-1]
-        asked = tuple(agent for agent in self._roster.present("head") if self._wanted(agent) is made)
-        self._to_offer |= dict.fromkeys(asked, True)
-        return asked
+        new_release = self.book.releases[-1]
+        devices = tuple(agent for agent in self._roster.present("head") if self._wanted(agent) is new_release)
+        self._to_offer |= dict.fromkeys(devices, True)
+        return devices
 
     def hello(self, agent: str, message: Hello) -> None:
         """A device of tier ``head`` says what it runs; it is offered what it is to run."""
@@ -312,9 +312,9 @@ class Rollout:
             content, signed = file_to_release(self._state, release.run, release.bundle_id, release.digest, self._now())
         except (UsageError, BundleError) as error:  # people have to sign it
             return str(error)
-        made = self._state.blobs.put(content)
+        new_digest = self._state.blobs.put(content)
         fact = ReleaseSigned(release=release.number, signed=signed)
-        self._state.journal.append(fact, run=release.run or None, digest=made)
+        self._state.journal.append(fact, run=release.run or None, digest=new_digest)
         self._blobs.pop(digest, None)
         log.info("release_signed release=%d for=%s: it has installed a newer version", release.number, agent)
         self._follow()
@@ -481,9 +481,9 @@ class Rollout:
         from ..state.release_keys import file_to_release  # loads cryptography
 
         try:
-            older, made = rollback_of(self.book, release, reason, AUTOMATIC)
+            older, rollback = rollback_of(self.book, release, reason, AUTOMATIC)
             content, signed = file_to_release(self._state, older.run, older.bundle_id, older.digest, self._now())
-            made = made.changed(signed=signed)
+            rollback = rollback.changed(signed=signed)
             digest = self._state.blobs.put(content)
         except (UsageError, BundleError, StateError, OSError) as error:  # no older one, unsigned, or its file is gone
             running = sum(device.runs == release.bundle_id for device in self.book.devices.values())
@@ -492,7 +492,7 @@ class Rollout:
             journal.append(ReleaseHeld(release=release.number, reason="\n".join(lines)))
             log.error("release_held release=%d reason=%s", release.number, "; ".join(lines))
             return
-        journal.append(made, run=older.run, round=older.round, digest=digest)
+        journal.append(rollback, run=older.run, round=older.round, digest=digest)
         log.error("release_rolled_back release=%d to=%d reason=%s", release.number, older.number, reason)
 
     def _put_on_offer(self, digest: str, agent: str) -> Outgoing:
@@ -500,8 +500,8 @@ class Rollout:
             try:
                 self._state.blobs.check(digest)
             except StateError as error:
-                what = "this is the released bundle, which no device can get now"
-                raise StateError(f"{error}, or make a new release with a run: {what}") from error
+                consequence = "this is the released bundle, which no device can get now"
+                raise StateError(f"{error}, or make a new release with a run: {consequence}") from error
             self._blobs[digest] = Outgoing.open(self._state.blobs.path(digest), digest)
         self._distributor.offer(self._blobs[digest], (agent,))
         return self._blobs[digest]

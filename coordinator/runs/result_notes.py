@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypedDict
 
 from ..journal.entries import ProxyEvaluated, ProxyFailed, RunRequested, WarmStarted
 from ..journal.sqlite import Journal
@@ -41,12 +41,26 @@ PERSONAL_METHODS = ("fedper", "fedrep", "fedavg_ft")
 SHOWN_CLIENTS = 10
 """Clients below their local baseline that get a line each in text and log; the result has all of them."""
 
-
 BELOW_LOCAL = "below_local"
 """The ``kind`` of a warning about a client that is better off alone."""
 
-Warned = dict[str, Any]
-"""One warning: ``kind``, the ``clients`` it is about, and ``message`` for people."""
+
+class Warned(TypedDict):
+    """One warning about a run's result, as the summary has it."""
+
+    kind: str
+    clients: list[str]
+    """The clients that it is about; empty where it is about the run."""
+
+    message: str
+    """For people."""
+
+
+class WarnedOfLeftOut(Warned):
+    """The warning about an agent that failed and was left out."""
+
+    without_reason: str
+    """The message without the reason, which other lines may have."""
 
 
 def warnings_of(
@@ -99,9 +113,14 @@ def absent_of(
             yield {"kind": "offline", "clients": [agent], "message": f"{message}, and its figures are missing here"}
         elif agent in failing:
             message = f"agent '{agent}' failed and was left out at the end, last asked in round {number} of {rounds}"
-            said = f"{message}; {last}"
-            reason = failing[agent]
-            yield {"kind": "left_out", "clients": [agent], "message": f"{said}: {reason}", "without_reason": said}
+            without_reason = f"{message}; {last}"
+            left_out: WarnedOfLeftOut = {
+                "kind": "left_out",
+                "clients": [agent],
+                "message": f"{without_reason}: {failing[agent]}",
+                "without_reason": without_reason,
+            }
+            yield left_out
 
 
 def bounded_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -526,13 +526,18 @@ class Selection:
         self._unreplaced = None
         opened_at = self.context.roster.heard_s()
         quorum_at = None
-        while awaited := self.awaited(collection):
+        while True:
+            awaited = self.awaited(collection)
+            if not awaited:
+                return None
             if self.replacements(collection, wanted):
                 return None
             now = self.context.roster.heard_s()
             self._note_times(collection, now)
-            members = map(self.context.roster.get, collection.cohort)
-            self._stalled.update(one.id for one in members if one is not None and one.condition == "stalled")
+            for agent in collection.cohort:
+                member = self.context.roster.get(agent)
+                if member is not None and member.condition == "stalled":
+                    self._stalled.add(agent)
             if not self.has_quorum(collection):
                 quorum_at = None
             elif quorum_at is None:
@@ -545,7 +550,6 @@ class Selection:
             beside = f", without {listed(offline)}" if offline else ""
             about = str(collection)
             yield Waiting(f"{about}: {got}{beside}", awaited, limit + self.context.roster.deaf_s, about)
-        return None
 
     def is_enough(self, collection: Collection, unanswered: dict[str, str], overdue: int) -> bool:
         """Whether a round without a quorum ends nevertheless, because members did not deliver by the deadline.
@@ -599,8 +603,8 @@ class Selection:
             missing = "a train agent has to come"
             if collection.outstanding:
                 missing = f"{listed(collection.outstanding)} must come back, or another train agent has to come"
-            what = f"{got} (cohort.min_agents) are here{failed}; {missing}"
-            yield Waiting(what, collection.outstanding, None, f"round {number}")
+            text = f"{got} (cohort.min_agents) are here{failed}; {missing}"
+            yield Waiting(text, collection.outstanding, None, f"round {number}")
 
     def closed(self, done: OpenRound, fact: RoundClosed, run: str) -> None:
         """Record the failures and times of a round, and log which agents the next ones leave out.
