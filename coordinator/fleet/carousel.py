@@ -24,8 +24,14 @@ class Carousel:
         self._wanted = 0
         """A bit for each chunk: whether any listener needs it."""
 
-        self._position = self._unasked = 0
+        self._position = 0
+        """The chunk that is looked at next."""
+
+        self._unasked = 0
+        """Bytes that were published since the last chunk that asked for reports."""
+
         self._is_current = True
+        """Whether the bits of needed chunks are right; otherwise they are computed when they are needed."""
 
     @property
     def wanted(self) -> int:
@@ -43,70 +49,95 @@ class Carousel:
         return not self.wanted
 
     def join(self, agent: str, sending: Sending, now: float) -> None:
-        """An agent listens from now on."""
+        """Have an agent listen from now on; ``sending``: what it needs and how fast it can take that."""
         sending.moved_at = now
         self._wanted = self.wanted | bits_of(sending.need)
         self.listeners[agent] = sending
 
     def leave(self, agent: str) -> Sending | None:
-        """An agent has the blob, or listens no longer; returns what was under way to it."""
+        """Drop an agent that has the blob, or listens no longer; returns what was under way to it."""
         sending = self.listeners.pop(agent, None)
         if sending is not None and not sending.is_over:
             self.changed()
         return sending
 
     def changed(self) -> None:
-        """A listener needs other chunks than before."""
+        """Note that a listener needs other chunks than before."""
         self._is_current = False
 
     def due(self, now: float) -> Iterator[bytes]:
-        """Frames that may be published now; reports are asked for after each half of a window."""
-        size = self.blob.ref.chunk_bytes
+        """Yield the frames that may be published now; reports are asked for after each half of a window."""
+        chunk_bytes = self.blob.ref.chunk_bytes
+        # Step 1: how much may be under way. Listeners that have stopped answering hold back nobody, but where all have.
         everyone = list(self.listeners.values())
         moving = [sending for sending in everyone if sending.is_moving(now)] or everyone
-        if not moving or not all(sending.pace.is_ready(size) for sending in moving):
+        is_ready = all(sending.pace.is_ready(chunk_bytes) for sending in moving)
+        if not moving or not is_ready:
             return
-        room = min(sending.pace.room(size) for sending in moving)
-        window = min(sending.pace.window(size) for sending in moving)
-        most = min(sending.frame_chunks for sending in moving)
-        while (start := self._next(now)) is not None:
-            stop = start + min(most, _run(self.wanted >> start))
-            if (stop - start) * size > room:
+        room = min(sending.pace.room(chunk_bytes) for sending in moving)
+        window = min(sending.pace.window(chunk_bytes) for sending in moving)
+        most_chunks = min(sending.frame_chunks for sending in moving)
+        # Step 2: frames of chunks in a row, until there is no room for another one.
+        while True:
+            start = self._next(now)
+            if start is None:
                 return
-            room -= (stop - start) * size
-            for sending in self.listeners.values():
-                sending.sent(start, stop, (stop - start) * size, now)
-            self._wanted &= ~(((1 << (stop - start)) - 1) << start)
-            self._position = stop
-            self._unasked += (stop - start) * size
-            report = 2 * self._unasked >= window or most * size > room or not self._wanted >> stop
-            self._unasked = 0 if report else self._unasked
-            yield self.blob.frame(start, stop, report=report)
+            count = min(most_chunks, _run(self.wanted >> start))
+            stop = start + count
+            frame_bytes = count * chunk_bytes
+            if frame_bytes > room:
+                return
+            room -= frame_bytes
+            self._note_published(start, stop, now)
+            # A report is asked for half a window after the last one, and with the last frame for now: no other frame
+            # would ask for it.
+            self._unasked += frame_bytes
+            is_last = most_chunks * chunk_bytes > room or not self._wanted >> stop
+            asks_for_report = is_last or 2 * self._unasked >= window
+            if asks_for_report:
+                self._unasked = 0
+            yield self.blob.frame(start, stop, report=asks_for_report)
+
+    def _note_published(self, start: int, stop: int, now: float) -> None:
+        """Note that the chunks from ``start`` up to ``stop`` are under way to every listener."""
+        count = stop - start
+        for sending in self.listeners.values():
+            sending.sent(start, stop, count * self.blob.ref.chunk_bytes, now)
+        published = ((1 << count) - 1) << start
+        self._wanted &= ~published
+        self._position = stop
 
     def _next(self, now: float) -> int | None:
-        """The first chunk to publish from the position on; None: none, or those who have all are still listening."""
+        """Return the first chunk to publish from the position on.
+
+        None where no chunk is needed, or where the circle starts again while those who have all are still listening:
+        they would receive the beginning twice.
+        """
         ahead = self.wanted >> self._position
         if ahead:
             return self._position + _lowest(ahead)
-        if not self._wanted or any(
-            sending.is_over and now - sending.moved_at < STALL_S for sending in self.listeners.values()
-        ):
+        if not self._wanted:
             return None
+        for sending in self.listeners.values():
+            if sending.is_over and now - sending.moved_at < STALL_S:
+                return None
         return _lowest(self._wanted)
 
 
 def bits_of(flags: bytes | bytearray) -> int:
-    """A number with bit ``i`` set where byte ``i`` is not 0."""
+    """Return a number with bit ``i`` set where byte ``i`` is not 0."""
     return int(flags[::-1].translate(_DIGITS) or b"0", 2)
 
 
 _DIGITS = bytes([ord("0"), *[ord("1")] * 255])
+"""Byte -> the digit of a binary number: 0 for byte 0, 1 for any other one."""
 
 
 def _lowest(bits: int) -> int:
+    """Return the place of the lowest bit that is set."""
     return (bits & -bits).bit_length() - 1
 
 
 def _run(bits: int) -> int:
-    """How many of the lowest bits are set in a row."""
+    """Return how many of the lowest bits are set in a row."""
     return _lowest(~bits)

@@ -41,50 +41,72 @@ class Refused:
     remedy: str
 
 
+@dataclass(frozen=True)
+class _Noted:
+    """A refusal, and how often and when it happened."""
+
+    refused: Refused
+    times: int
+    seen_at: float
+    """When it happened last, by the monotonic clock."""
+
+    at: str
+    """When it happened last, for people (ISO 8601, UTC)."""
+
+
 class Refusals:
-    """Those of the last minutes, a bounded number. `note` may be called from any thread."""
+    """The refusals of the last minutes, a bounded number. `note` may be called from any thread."""
 
     def __init__(self, clock: Callable[[], float], now: Callable[[], datetime] = utc_now) -> None:
         """``now``: the wall clock."""
         self._clock = clock
         self._now = now
         self._lock = threading.Lock()
-        self._known: dict[tuple[str, str, str], tuple[Refused, int, float, str]] = {}
-        """(agent, by, error) -> the newest, how often, when by the clock, and when for people."""
+        self._noted: dict[tuple[str, str, str], _Noted] = {}
+        """(agent, by, error) -> the newest refusal."""
 
         self._lines = Rejections(clock)
 
     def note(self, name: str, by: By, error: str, message: str, remedy: str) -> None:
         """Note a refusal; ``name``: what the device calls itself."""
-        named = printable(name[:NAME_CHARS])
-        one = Refused(named, by, error, printable(message[:REASON_CHARS]), remedy)
-        key = (one.id, by, error)
+        # Step 1: what unknown senders call themselves is hostile text: bounded, and without control characters.
+        agent = printable(name[:NAME_CHARS])
+        refused = Refused(agent, by, error, printable(message[:REASON_CHARS]), remedy)
+        key = (agent, by, error)
         with self._lock:
+            # Step 2: make room. Random names of a flood come once; a device that is set up wrongly comes again and
+            # again, so the rarest goes, and of equal ones the oldest.
             self._forget()
-            if key not in self._known and len(self._known) >= MOST_LISTED:
-                # Random names of a flood come once; a device that is set up wrongly comes again and again.
-                del self._known[min(self._known, key=lambda known: self._known[known][1:3])]
-            times = self._known.get(key, (one, 0, 0.0, ""))[1] + 1
-            self._known[key] = one, times, self._clock(), self._now().isoformat(timespec="seconds")
-            is_news = self._lines.note(f"{one.id} {by} {error}") is not None
+            if key not in self._noted and len(self._noted) >= MOST_LISTED:
+                rarest = min(self._noted, key=lambda other: (self._noted[other].times, self._noted[other].seen_at))
+                del self._noted[rarest]
+            # Step 3: count it; the log has it where it is none of many of the same.
+            before = self._noted.get(key)
+            times = 1 if before is None else before.times + 1
+            at = self._now().isoformat(timespec="seconds")
+            self._noted[key] = _Noted(refused, times, self._clock(), at)
+            is_news = self._lines.note(f"{agent} {by} {error}") is not None
         if is_news:
             form = "agent_refused agent=%s by=%s times=%d error=%s reason=%s remedy=%s"
-            log.warning(form, one.id or "unknown", by, times, error, one.message, remedy)
+            log.warning(form, agent or "unknown", by, times, error, refused.message, remedy)
 
     def accepted(self, agent: str) -> None:
-        """This agent is let in now."""
+        """Forget the refusals of an agent that is let in now."""
         with self._lock:
-            for key in [key for key in self._known if key[0] == agent]:
-                del self._known[key]
+            for key in list(self._noted):
+                if key[0] == agent:
+                    del self._noted[key]
 
     def body(self) -> list[dict[str, Any]]:
-        """As in ``status.json``, sorted by id: `Refused`, and ``times`` and ``at`` of the last time (ISO 8601, UTC)."""
+        """Return the rows of ``status.json``, sorted by id: `Refused`, and ``times`` and ``at`` of the last time."""
         with self._lock:
             self._forget()
-            known = sorted(self._known.items())
-        return [{**asdict(one), "times": times, "at": at} for _, (one, times, _, at) in known]
+            newest = [self._noted[key] for key in sorted(self._noted)]
+        return [{**asdict(noted.refused), "times": noted.times, "at": noted.at} for noted in newest]
 
     def _forget(self) -> None:
+        """Remove refusals that were not repeated for `FORGOTTEN_S` seconds."""
         before = self._clock() - FORGOTTEN_S
-        for key in [key for key, known in self._known.items() if known[2] < before]:
-            del self._known[key]
+        for key, noted in list(self._noted.items()):
+            if noted.seen_at < before:
+                del self._noted[key]

@@ -43,6 +43,9 @@ LONGEST_HEARTBEAT_S = 120.0
 LEASE_HEARTBEATS = 3
 """A lease is as long as so many heartbeats."""
 
+MOST_RSS_MB = 1e9
+"""No device has a petabyte of memory: a hello that says so is damaged, or hostile."""
+
 RETURN_S = 10.0
 """The same for agents not heard since the coordinator's start: they may be between two tries to connect."""
 
@@ -62,20 +65,29 @@ class Figures:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Figures:
-        """Those of an agent at the end of a run: `coordinator.runs.results`."""
-        acc = {scope: float(value) for scope, value in (record.get("acc") or {}).items() if value is not None}
-        alone = bool(record.get("better_alone"))
-        head = str(record.get("head") or "")
-        return cls(acc, head, alone, record.get("rss_mb") or None, record.get("support") or None)
+        """Return the figures of an agent at the end of a run; ``record``: JSON of `coordinator.runs.results`."""
+        accuracies = record.get("acc") or {}
+        return cls(
+            acc={scope: float(value) for scope, value in accuracies.items() if value is not None},
+            head=str(record.get("head") or ""),
+            better_alone=bool(record.get("better_alone")),
+            rss_mb=record.get("rss_mb") or None,
+            support=record.get("support") or None,
+        )
 
     def of_update(self, metrics: Mapping[str, float | None]) -> Figures:
-        """With the accuracies that came with an update."""
-        named = {scope: metrics.get(f"acc.{scope}") for scope in ("local", "global", "personal")}
-        acc = {scope: value for scope, value in named.items() if value is not None and 0 <= value <= 1}
-        return replace(self, acc={**self.acc, **acc}) if acc else self
+        """Return the figures with the accuracies that came with an update."""
+        acc: dict[str, float] = {}
+        for scope in ("local", "global", "personal"):
+            value = metrics.get(f"acc.{scope}")
+            if value is not None and 0 <= value <= 1:
+                acc[scope] = value
+        if not acc:
+            return self
+        return replace(self, acc={**self.acc, **acc})
 
     def of_report(self, message: up.Report) -> Figures:
-        """With what a report says of the bundle that the agent runs; accuracies on no samples are none."""
+        """Return the figures with what a report says of the bundle that the agent runs."""
         rss_mb = message.rss_mb or self.rss_mb
         if Candidate.from_report(message) is not None:
             # All figures are of a bundle that it went back from, but for that of its own pair beside it.
@@ -83,11 +95,18 @@ class Figures:
             if before is None or not 0 <= before <= 1:
                 return replace(self, rss_mb=rss_mb)
             return replace(self, acc={**self.acc, "personal": before}, rss_mb=rss_mb)
-        acc = {"local": message.acc_local, "global": message.acc_global, "personal": message.acc_personal}
-        known = {scope: value for scope, value in acc.items() if value is not None} if message.samples else {}
-        head = message.head or self.head
-        support = message.support or self.support
-        return Figures({**self.acc, **known}, head, message.better_alone, rss_mb, support)
+        acc = dict(self.acc)
+        # Accuracies on no samples are none.
+        if message.samples:
+            scopes = {"local": message.acc_local, "global": message.acc_global, "personal": message.acc_personal}
+            acc |= {scope: value for scope, value in scopes.items() if value is not None}
+        return Figures(
+            acc,
+            head=message.head or self.head,
+            better_alone=message.better_alone,
+            rss_mb=rss_mb,
+            support=message.support or self.support,
+        )
 
     def to_fact(self) -> RunningFigures:
         """Return the figures for an entry of the journal."""
@@ -100,10 +119,13 @@ class Figures:
         )
 
     def of_facts(self, facts: Mapping[str, object]) -> Figures:
-        """With the memory that a hello says."""
+        """Return the figures with the memory that a hello says; a value that is no size is passed over."""
         rss_mb = facts.get("rss_mb")
-        is_size = isinstance(rss_mb, float | int) and not isinstance(rss_mb, bool) and 0 < rss_mb < 1e9
-        return replace(self, rss_mb=float(rss_mb)) if is_size and isinstance(rss_mb, float | int) else self
+        if not isinstance(rss_mb, float | int) or isinstance(rss_mb, bool):
+            return self
+        if not 0 < rss_mb < MOST_RSS_MB:
+            return self
+        return replace(self, rss_mb=float(rss_mb))
 
 
 @dataclass
@@ -226,14 +248,16 @@ class Roster:
         if self._accuracies is None:
             self._accuracies = {}
             for scope in ("local", "global", "personal"):
-                known = (member.figures.acc.get(scope) for member in self._members.values())
-                if values := sorted(acc for acc in known if acc is not None):
-                    worst = values[: worst_tenth(len(values))]
-                    self._accuracies[scope] = {
-                        "mean": fmean(values),
-                        "worst_tenth": fmean(worst),
-                        "agents": len(values),
-                    }
+                values = [m.figures.acc[scope] for m in self._members.values() if scope in m.figures.acc]
+                if not values:
+                    continue
+                values.sort()
+                worst = values[: worst_tenth(len(values))]
+                self._accuracies[scope] = {
+                    "mean": fmean(values),
+                    "worst_tenth": fmean(worst),
+                    "agents": len(values),
+                }
         return self._accuracies
 
     def reported(self, agent: str, message: up.Report) -> bool:
@@ -343,12 +367,16 @@ class Roster:
         A small fleet sends as many as its agents like; that of thousands about `HEARTBEATS_PER_S` in total.
         """
         stretched_s = min(LONGEST_HEARTBEAT_S, len(self._ready) / HEARTBEATS_PER_S)
-        return stretched_s if stretched_s > self.lease_s / LEASE_HEARTBEATS else 0.0
+        # Where a lease lasts as long anyway, there is nothing to stretch.
+        if stretched_s <= self.lease_s / LEASE_HEARTBEATS:
+            return 0.0
+        return stretched_s
 
     def new_heartbeat_s(self, agent: str) -> float | None:
         """The `heartbeat_s` to send to an agent now; None where the one that it has is about right."""
         member = self._members[agent]
         now_s = self.heartbeat_s()
+        # Each agent that comes or goes changes it a little: half as much more, or less, is not worth a message.
         if 2 / 3 * member.heartbeat_s <= now_s <= 3 / 2 * member.heartbeat_s:
             return None
         self.note_heartbeat_s(agent, now_s)
@@ -397,7 +425,8 @@ class Roster:
     def disconnected(self) -> None:
         """The coordinator receives nothing: it cannot be known who is online, until it is `connected`."""
         if self._connected_at is not None:
-            self._connected_at, self._deaf_since = None, self._clock()
+            self._connected_at = None
+            self._deaf_since = self._clock()
 
     @property
     def deaf_s(self) -> float:
@@ -448,9 +477,14 @@ class Roster:
 
     def _note_ready(self, member: Member) -> None:
         is_ready = member.is_present and member.condition != "stalled"
-        if is_ready != (member.id in self._ready):
-            (self._ready.add if is_ready else self._ready.discard)(member.id)
-            self._sorted.clear()
+        was_ready = member.id in self._ready
+        if is_ready == was_ready:
+            return
+        if is_ready:
+            self._ready.add(member.id)
+        else:
+            self._ready.discard(member.id)
+        self._sorted.clear()
 
 
 ANSWER_S = 1.5

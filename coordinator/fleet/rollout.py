@@ -81,8 +81,12 @@ MOST_SIGNATURES = 3
 
 @dataclass
 class _Offer:
+    """What a device was offered last."""
+
     release: int
     digest: str
+    """Of the file that it was offered; another one where the release was signed again."""
+
     again_at: float | None
     """When the device is asked again; None: it has answered."""
 
@@ -137,7 +141,8 @@ class Rollout:
         """
         if not self._to_offer and self._clock() - self._looked_at < LOOK_S:
             return
-        self._looked_at, version = self._clock(), self._state.journal.version()
+        self._looked_at = self._clock()
+        version = self._state.journal.version()
         is_due = self._change_at is not None and self._now() >= self._change_at
         if version != self._version or is_due:
             self._follow(is_due=is_due)
@@ -146,7 +151,8 @@ class Rollout:
             self._counted_at = self._clock()
             self._count_again()
             self._retire()
-        self._offer_more()  # once it is read what an operator has asked for meanwhile
+        # After the journal is read: an operator may have asked for something else meanwhile.
+        self._offer_more()
 
     def make(
         self, run: str, number: int, digest: str, bundle: BundleExported, plan: Plan | None = None
@@ -161,10 +167,10 @@ class Rollout:
         fact = release_of(bundle, plan=plan.to_fact(), by=None, parent=parent)
         self._state.journal.append(fact, run=run, round=number, digest=digest)
         self._follow()
-        made = self.book.releases[-1]
-        asked = tuple(agent for agent in self._roster.present("head") if self._wanted(agent) is made)
-        self._to_offer |= dict.fromkeys(asked, True)
-        return asked
+        new_release = self.book.releases[-1]
+        devices = tuple(agent for agent in self._roster.present("head") if self._wanted(agent) is new_release)
+        self._to_offer |= dict.fromkeys(devices, True)
+        return devices
 
     def hello(self, agent: str, message: Hello) -> None:
         """A device of tier ``head`` says what it runs; it is offered what it is to run."""
@@ -179,16 +185,23 @@ class Rollout:
         device = self.book.devices.get(agent)
         if device is None:  # it sends a hello first
             return
-        runs = Device(agent, message.bundle_id or device.runs, device.channel, message.kept)
-        release = self._release_of(agent, message)
+        # Step 1: its answer has arrived, so it is not asked again.
         offer = self._offers.get(agent)
         if offer is not None and offer.release == message.release:
             offer.again_at = None
-        self._note(runs, release, None if release is None else _result_of(message, release.plan.min_gain))
+        # Step 2: journal what it runs now, and what that means for the release. A verdict may follow at once.
+        reported_device = Device(agent, message.bundle_id or device.runs, device.channel, message.kept)
+        release = self._release_of(agent, message)
+        result = None if release is None else _judge_report(message, release.plan.min_gain)
+        self._note(reported_device, release, result)
+        # Step 3: offer what it is to run after that, if it is another release than the one that it was offered.
         wanted = self._wanted(agent)
+        if wanted is None:
+            return
         offer = self._offers.get(agent)
-        is_other = release is not None and release is not wanted  # it was at work meanwhile
-        if wanted is not None and (is_other or offer is None or offer.release != wanted.number):
+        is_offered = offer is not None and offer.release == wanted.number
+        was_at_work_on_another = release is not None and release is not wanted
+        if was_at_work_on_another or not is_offered:
             self.offer(agent)
 
     def fault(self, agent: str, message: Fault) -> None:
@@ -196,17 +209,25 @@ class Rollout:
         release = self._release_of(agent, message)
         offer = self._offers.get(agent)
         device = self.book.devices.get(agent)
-        if release is None or device is None or offer is None or offer.release != release.number:
+        if release is None or device is None or offer is None:
             return
-        why = f"{message.error}: {message.message}"
+        if offer.release != release.number:  # it was offered another one meanwhile
+            return
+        reason = f"{message.error}: {message.message}"
         if message.code == "older":
-            if not (why := self._sign_again(agent, release, offer.digest)):
+            # The device goes back to no older version. With a signature of now it installs the same bundle.
+            obstacle = self._sign_again(agent, release, offer.digest)
+            if not obstacle:
                 self.offer(agent)
                 return
-            why = f"has installed a newer release, and this one is not signed again: {why}"
-        is_unable = message.code not in OF_THE_BUNDLE
-        offer.again_at = self._clock() + UNABLE_AGAIN_S if is_unable else None
-        self._note(device, release, Result("unable" if is_unable else "failed", why[:500]))
+            reason = f"has installed a newer release, and this one is not signed again: {obstacle}"
+        # A fault of the bundle is the answer; with one of the device alone, it may be able to install it later.
+        outcome: Outcome = "failed"
+        offer.again_at = None
+        if message.code not in OF_THE_BUNDLE:
+            outcome = "unable"
+            offer.again_at = self._clock() + UNABLE_AGAIN_S
+        self._note(device, release, Result(outcome, reason[:500]))
 
     def heartbeat(self, agent: str) -> None:
         """A device is idle: where its answer is missing for long, it is asked again."""
@@ -224,12 +245,15 @@ class Rollout:
         if release is None or not release.digest:
             return False
         device = self.book.devices[agent]
-        is_unheard = release.stage == "canary" and agent not in release.results  # what it runs already says nothing
-        if device.runs == release.bundle_id and not (anyway or is_unheard):
+        # A canary is to report how the release does, so it is asked for that even where it runs the bundle already.
+        owes_report = release.stage == "canary" and agent not in release.results
+        if device.runs == release.bundle_id and not anyway and not owes_report:
             return False
         wait_s, within_s = release.plan.activation(self._now())
         wait_s = min(wait_s, MAX_WAIT_S)
-        is_ordered = self.book.pin(agent, self._now()) is not None or self.book.returns(device, release)
+        # What an operator has ordered, and a way back, are installed even where they are worse than what runs now.
+        is_pinned = self.book.pin(agent, self._now()) is not None
+        is_ordered = is_pinned or self.book.returns(device, release)
         install = Install(
             run=release.run,
             bundle_id=release.bundle_id,
@@ -253,17 +277,24 @@ class Rollout:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _wanted(self, agent: str) -> Release | None:
+        """Return the release that a device is to run; None for a device that is not known, or has none."""
         device = self.book.devices.get(agent)
-        return None if device is None else self.book.wanted(device, self._now())
+        if device is None:
+            return None
+        return self.book.wanted(device, self._now())
 
     def _release_of(self, agent: str, message: Report | Fault) -> Release | None:
-        """The release that a message is about; None for one that this device was not to get: it has no say in that."""
+        """Return the release that a message is about; None for one that the device was not to get, or has no say in."""
         release = self.book.get(message.release)
-        pin = self.book.pin(agent, self._now())
-        if release is None or (isinstance(message, Report) and message.about != release.bundle_id):
+        if release is None:
             return None
+        if isinstance(message, Report) and message.about != release.bundle_id:
+            return None
+        pin = self.book.pin(agent, self._now())
         is_pinned = pin is not None and pin.release == release.number
-        return release if is_pinned or self.book.has_say(agent, release) else None
+        if is_pinned or self.book.has_say(agent, release):
+            return release
+        return None
 
     def _sign_again(self, agent: str, release: Release, digest: str) -> str:
         """Give a release a version of now, for a device that has installed a newer one than ``digest``.
@@ -281,27 +312,36 @@ class Rollout:
             content, signed = file_to_release(self._state, release.run, release.bundle_id, release.digest, self._now())
         except (UsageError, BundleError) as error:  # people have to sign it
             return str(error)
-        made = self._state.blobs.put(content)
+        new_digest = self._state.blobs.put(content)
         fact = ReleaseSigned(release=release.number, signed=signed)
-        self._state.journal.append(fact, run=release.run or None, digest=made)
+        self._state.journal.append(fact, run=release.run or None, digest=new_digest)
         self._blobs.pop(digest, None)
         log.info("release_signed release=%d for=%s: it has installed a newer version", release.number, agent)
         self._follow()
         return ""
 
     def _note(self, device: Device, release: Release | None = None, result: Result | None = None) -> None:
-        """Journal what is new about a device."""
-        known = None if release is None else release.results.get(device.id)
-        is_new = result is not None and (known is None or asdict(known) | {"at": ""} != asdict(result))
-        is_known = device == self.book.devices.get(device.id)
-        if is_known and not is_new and not self.book.is_stale(device.id, self._now() - HEARD_AGAIN):
-            return
+        """Journal what is new about a device, and act on it.
+
+        Args:
+            device: What it runs now.
+            release: The release that it has answered to; None where it only says what it runs.
+            result: Its answer.
+        """
+        # Step 1: nothing new is not journaled, but now and then, so that it is known that the device is still there.
+        is_same_device = device == self.book.devices.get(device.id)
+        if is_same_device and not _is_new(device, release, result):
+            is_stale = self.book.is_stale(device.id, self._now() - HEARD_AGAIN)
+            if not is_stale:
+                return
+        # Step 2: of a device that changes all the time, only the last change of the hour is journaled, at its end.
         if self._changes[device.id] >= MOST_CHANGES:
             if release is None and device.id in self._late:
                 _, release, result = self._late[device.id]
             self._late[device.id] = (device, release, result)
             return
         self._changes[device.id] += 1
+        # Step 3: the entry has all that is known of the device now, as a restart reads the newest one alone.
         fact = DeviceReported(runs=device.runs, channel=device.channel, kept=device.kept)
         member = self._roster.get(device.id)
         if member is not None:
@@ -341,13 +381,10 @@ class Rollout:
             offer = self._offers.get(agent)
             release = self._wanted(agent)
             self._tell_pin(agent)
-            if (
-                offer is not None
-                and offer.again_at is not None
-                and (release is None or release.number != offer.release)
-            ):
-                self._withdraw(agent, offer)
-            if release is None or release.number in damaged or (offer is not None and offer.release == release.number):
+            is_offered = offer is not None and release is not None and release.number == offer.release
+            if offer is not None and offer.again_at is not None and not is_offered:
+                self._withdraw(agent, offer)  # it has not answered yet
+            if release is None or is_offered or release.number in damaged:
                 continue
             try:
                 self.offer(agent, anyway=anyway)
@@ -401,17 +438,22 @@ class Rollout:
         self._follow()
 
     def _read(self) -> bool:
-        """Count new entries; whether one of them may change what devices are to run."""
+        """Count new entries; return whether one of them may change what devices are to run."""
         is_first = not self._has_read
         self._has_read = True
         entries = self.book.read(self._state.journal)
-        for entry in () if is_first else entries:
-            if isinstance(entry.fact, _Command) and entry.fact.by not in {None, AUTOMATIC}:
-                _log_command(entry, entry.fact)
+        # What was in the journal before this start was logged then.
+        if not is_first:
+            for entry in entries:
+                if isinstance(entry.fact, _Command) and entry.fact.by not in {None, AUTOMATIC}:
+                    _log_command(entry, entry.fact)
         return any(entry.kind != "device_reported" for entry in entries)
 
     def _decide(self, *, draws: bool) -> bool:
-        """Journal the next step of a release, if there is one."""
+        """Journal the next step of a release, if there is one; return whether there was.
+
+        ``draws``: whether a canary is filled, too.
+        """
         now = self._now()
         journal = self._state.journal
         for release in self.book.current():
@@ -424,7 +466,9 @@ class Rollout:
                 journal.append(ReleaseStage(release=release.number, stage=stage, reason=reason))
                 log.info("release_%s release=%d reason=%s", stage, release.number, reason)
                 return True
-            agents = self.book.canary(release, self._roster.present("head"), now) if draws else [*release.canary]
+            if not draws:
+                continue
+            agents = self.book.canary(release, self._roster.present("head"), now)
             if agents != [*release.canary]:
                 journal.append(ReleaseCanary(release=release.number, agents=tuple(agents)))
                 log.info("release_canary release=%d agents=%s", release.number, ",".join(agents))
@@ -437,9 +481,9 @@ class Rollout:
         from ..state.release_keys import file_to_release  # loads cryptography
 
         try:
-            older, made = rollback_of(self.book, release, reason, AUTOMATIC)
+            older, rollback = rollback_of(self.book, release, reason, AUTOMATIC)
             content, signed = file_to_release(self._state, older.run, older.bundle_id, older.digest, self._now())
-            made = made.changed(signed=signed)
+            rollback = rollback.changed(signed=signed)
             digest = self._state.blobs.put(content)
         except (UsageError, BundleError, StateError, OSError) as error:  # no older one, unsigned, or its file is gone
             running = sum(device.runs == release.bundle_id for device in self.book.devices.values())
@@ -448,7 +492,7 @@ class Rollout:
             journal.append(ReleaseHeld(release=release.number, reason="\n".join(lines)))
             log.error("release_held release=%d reason=%s", release.number, "; ".join(lines))
             return
-        journal.append(made, run=older.run, round=older.round, digest=digest)
+        journal.append(rollback, run=older.run, round=older.round, digest=digest)
         log.error("release_rolled_back release=%d to=%d reason=%s", release.number, older.number, reason)
 
     def _put_on_offer(self, digest: str, agent: str) -> Outgoing:
@@ -456,15 +500,28 @@ class Rollout:
             try:
                 self._state.blobs.check(digest)
             except StateError as error:
-                what = "this is the released bundle, which no device can get now"
-                raise StateError(f"{error}, or make a new release with a run: {what}") from error
+                consequence = "this is the released bundle, which no device can get now"
+                raise StateError(f"{error}, or make a new release with a run: {consequence}") from error
             self._blobs[digest] = Outgoing.open(self._state.blobs.path(digest), digest)
         self._distributor.offer(self._blobs[digest], (agent,))
         return self._blobs[digest]
 
 
-def _result_of(report: Report, min_gain: float | None) -> Result:
-    """What a report means for the release that it is about."""
+def _is_new(device: Device, release: Release | None, result: Result | None) -> bool:
+    """Return whether a device's answer to a release differs from the one that the journal has, but for its time."""
+    if release is None or result is None:
+        return result is not None
+    journaled = release.results.get(device.id)
+    return journaled is None or asdict(journaled) | {"at": ""} != asdict(result)
+
+
+def _judge_report(report: Report, min_gain: float | None) -> Result:
+    """Return what a report means for the release that it is about.
+
+    Args:
+        report: The device's report.
+        min_gain: Least gain of acc.personal that the release allows; None: any.
+    """
     acc = report.acc_personal
     before = report.metrics.get("acc.before")
     outcome: Outcome = "ok"

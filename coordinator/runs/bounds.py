@@ -39,26 +39,42 @@ from edge_agent.methods.values import ClassStatistics
 
 from ..config import AggregationConfig
 from .class_statistics import StatisticBounds, find_statistic_bounds
-from .directions import WEIGHTS, Comparison, Direction, extra_group, outliers
+from .directions import WEIGHTS, Comparison, Direction, extra_group, is_extra, outliers
 from .repeats import NEAR_BOUND, count_repeats, is_repeater
 from .robust import LEAST_UPDATES
 from .shares import limit_to_sum
 
-SUSPECT, SUSPECT_SHARE = 10.0, 0.1
+STATISTICS = "statistics"
+"""Group of the running statistics of batch norm."""
+
+SUSPECT = 10.0
 """An update is suspect whose change exceeds the median so many times, or whose sample count its bound.
 
-The change has to exceed that share of the model, too: an honest agent changes it more than most once these have learned
-their samples. Of two updates one is scaled to the other that exceeds it so many times, and the whole model.
+Changes of honest clients were at most 6 times the median (examples/results/poisoning.md). Of two updates, the larger is
+scaled to the other one where it is so many times as large, and larger than the whole model.
+"""
+
+SUSPECT_SHARE = 0.1
+"""A suspect change also exceeds this share of the model.
+
+An honest agent changes the model more than most once these have learned their samples, but never by so much. Where half
+of the updates change nothing, there is no median, and the others are scaled to this share of the model.
 """
 
 STATISTICS_SPREAD = 4.0
 """Running statistics of batch norm of honest agents differ up to 8 times where their weights do up to 3 times.
 
-Their bound is looser, except for an agent whose weights are beyond theirs.
+Their bound is so many times looser, except for an agent whose weights are beyond theirs.
 """
 
 OUTLIER_SHARE = 0.25
-"""What an outlier (`directions.outliers`) adds to the sum at most, in medians of the round."""
+"""What an outlier (`directions.outliers`) adds to the sum at most, in medians of the round.
+
+Of four updates that are alike otherwise it leaves the outlier a thirteenth of the sum.
+"""
+
+ROUNDING = 1e-9
+"""A share of the sum that exceeds its bound by less than this part of it does so by rounding alone."""
 
 Updates = Callable[[], Iterable[Update]]
 """Gives the same updates in the same order each time."""
@@ -101,7 +117,7 @@ class Bounds:
                 continue
             cap = self.caps.get(update.client)
             weighted = update if cap is None else replace(update, weight=cap[1])
-            scaled = _scaled(weighted, received, self.factors.get(update.client, {}), extras)
+            scaled = _scale(weighted, received, self.factors.get(update.client, {}), extras)
             yield self.statistics.apply(scaled)
 
 
@@ -125,116 +141,158 @@ def find_bounds(
     """
     extras = method.bounded_extras
     class_arrays = method.class_statistics if config.max_class_mean is not None else None
-    received = _without_class_arrays(received, class_arrays)
+    received = _drop_class_arrays(received, class_arrays)
     # Step 1: sizes and sample counts, each by itself.
     measured = [_measure(update, received, extras) for update in updates()]
-    factors, suspects = _clip(measured, _sizes(received), config)
-    factors = _without_class_means(factors, class_arrays)
-    caps, overstated = _cap_samples(method, measured, config)
-    suspects |= overstated
+    sizes = _bound_sizes(measured, _measure_model(received), config)
+    factors = _drop_class_means(sizes.factors, class_arrays)
+    samples = _cap_samples(method, measured, config)
+    caps = dict(samples.caps)
+    suspects = {**sizes.suspects, **samples.suspects}
     if len(measured) < LEAST_UPDATES:
-        # Nothing is a bound here, so nobody is at one: counts stay as they are.
-        kept = {one.client: repeats[one.client] for one in measured if one.client in repeats}
-        return Bounds(factors, caps, (), suspects, len(measured), repeats=kept)
-    # Step 2: where they point.
+        # Directions and shares need a median. Nothing is a bound here, so nobody is at one: counts stay as they are.
+        unchanged = {change.client: repeats[change.client] for change in measured if change.client in repeats}
+        return Bounds(factors, caps, (), suspects, len(measured), repeats=unchanged)
+    # Step 2: where the changes point. An update whose size is suspect keeps that reason: it says more than a cosine.
     comparison = Comparison(received, extras, _norms_by_group(measured), start)
-    directions, trusts, opposed = _judge_directions(comparison, updates, len(measured), config)
-    suspects = {**_against(directions, config), **suspects}
-    # Step 3: what each adds to the sum, by all of that.
+    judgement = _judge_directions(comparison, updates, len(measured), config)
+    suspects = {**_explain_directions(judgement.directions, config), **suspects}
+    # Step 3: what each adds to the sum. It comes after both, as it follows from bounded sizes, counts and directions.
     counts: dict[str, int] = {}
     if config.max_share is not None:
         shares = _Shares(method, measured, factors, caps)
         counts = shares.count_repeats(config, repeats)
-        repeaters = shares.repeaters(config, repeats)
-        caps |= shares.caps(config, trusts, opposed, directions.get(WEIGHTS, {}), repeaters)
-    # Step 4: what they say about classes.
+        repeaters = shares.find_repeaters(config, repeats)
+        caps |= shares.bound(config, judgement, repeaters)
+    # Step 4: what the updates say about classes, which no bound on the model sees.
     statistics = StatisticBounds()
     if class_arrays is not None:
         statistics = find_statistic_bounds(class_arrays, updates, config)
     suspects = {**statistics.suspects, **suspects}
-    return Bounds(factors, caps, opposed, suspects, len(measured), statistics, counts)
+    return Bounds(factors, caps, judgement.opposed, suspects, len(measured), statistics, counts)
 
 
-def _without_class_arrays(received: Tensors, class_arrays: ClassStatistics | None) -> Tensors:
+def _drop_class_arrays(received: Tensors, class_arrays: ClassStatistics | None) -> Tensors:
     """Drop class means that travel as a part of the model (FedProto): they have bounds of their own."""
     if class_arrays is None:
         return received
     return {name: array for name, array in received.items() if name not in class_arrays.names}
 
 
-def _without_class_means(
+def _drop_class_means(
     factors: dict[str, dict[str, float]], class_arrays: ClassStatistics | None
 ) -> dict[str, dict[str, float]]:
     """Drop the factors of class means where their lengths are bounded class by class, so that it is not done twice."""
     if class_arrays is None:
         return factors
-    result: dict[str, dict[str, float]] = {}
+    remaining: dict[str, dict[str, float]] = {}
     for agent, by_group in factors.items():
         others = {group: factor for group, factor in by_group.items() if group != CLASS_MEANS}
         if others:
-            result[agent] = others
-    return result
+            remaining[agent] = others
+    return remaining
 
 
-def _cap_samples(
-    method: Method, measured: Sequence[_Measured], config: AggregationConfig
-) -> tuple[dict[str, tuple[float, float]], dict[str, str]]:
-    """Return agent -> declared and counted samples, of those that are capped, and who of them is suspect, and why."""
-    if method.weighting != "samples":
-        return {}, {}
-    caps = _cap({one.client: one.weight for one in measured}, config.max_weight)
+# --- sample counts ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _SampleBounds:
+    """What is done to the sample counts of a round."""
+
+    caps: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Agent -> declared and counted samples, of those that count with fewer."""
+
+    suspects: Mapping[str, str] = field(default_factory=dict)
+    """Agent -> why its sample count is suspect."""
+
+
+def _cap_samples(method: Method, measured: Sequence[_Measured], config: AggregationConfig) -> _SampleBounds:
+    """Bound the sample counts of a round by ``max_weight`` times their median."""
+    if method.weighting != "samples" or config.max_weight is None:
+        return _SampleBounds()
+    declared_samples = {change.client: change.weight for change in measured}
+    # Of fewer updates nobody can tell which count is the usual one.
+    if len(declared_samples) < LEAST_UPDATES:
+        return _SampleBounds()
+    bound = config.max_weight * median(declared_samples.values())
+    caps: dict[str, tuple[float, float]] = {}
     suspects: dict[str, str] = {}
-    for agent, (declared, bound) in caps.items():
-        if declared > SUSPECT * bound:
-            suspects[agent] = f"declared {declared:g} samples, {_times(declared, bound)} the bound of the round"
-    return caps, suspects
+    for agent, declared in sorted(declared_samples.items()):
+        if declared > bound:
+            caps[agent] = (declared, bound)
+            # By default this is 50 times the median; counts of honest clients were at most 12 times it.
+            if declared > SUSPECT * bound:
+                times = _show_times(declared, bound)
+                suspects[agent] = f"declared {declared:g} samples, {times} the bound of the round"
+    return _SampleBounds(caps, suspects)
 
 
-def _judge_directions(
-    comparison: Comparison, updates: Updates, count: int, config: AggregationConfig
-) -> tuple[dict[str, dict[str, Direction]], dict[str, float], tuple[str, ...]]:
-    """Return the directions of ``count`` updates, what weight they leave to some, and who is left out for them."""
+# --- directions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Judgement:
+    """What the directions of a round's updates cost them."""
+
+    directions: Mapping[str, Mapping[str, Direction]] = field(default_factory=dict)
+    """Group of tensors -> agent -> its direction; empty where directions do not count."""
+
+    trusts: Mapping[str, float] = field(default_factory=dict)
+    """Agent -> share (0..1) of its weight that its directions leave it, of those below the limit."""
+
+    opposed: tuple[str, ...] = ()
+    """Agents that are left out of the round."""
+
+
+def _judge_directions(comparison: Comparison, updates: Updates, count: int, config: AggregationConfig) -> _Judgement:
+    """Judge the directions of the ``count`` updates of a round, by the limit ``min_cosine``."""
     if config.min_cosine is None:
-        return {}, {}, ()
+        return _Judgement()
     directions = comparison.directions(updates)
-    trusts = _trusts(directions, config)
+    # An agent is judged by the worst of its groups: one that sends an honest encoder may attack with its classifier.
+    trusts: dict[str, float] = {}
+    for by_agent in directions.values():
+        for agent, direction in by_agent.items():
+            if direction.decisive < config.min_cosine:
+                trusts[agent] = min(trusts.get(agent, 1.0), direction.trust(config.min_cosine))
     opposed = tuple(sorted(agent for agent, trust in trusts.items() if trust == 0))
     if 2 * len(opposed) >= count:
         # Half of the updates point against the rest, and nobody can tell which half is right: no direction counts.
-        return {}, {}, ()
-    return directions, trusts, opposed
+        return _Judgement()
+    return _Judgement(directions, trusts, opposed)
 
 
-def _trusts(directions: Mapping[str, Mapping[str, Direction]], config: AggregationConfig) -> dict[str, float]:
-    """Agent -> share of its weight that its directions leave it, of those below the limit."""
-    trusts: dict[str, float] = {}
-    limit = config.min_cosine
-    for by_agent in directions.values():
-        for agent, direction in by_agent.items():
-            if limit is not None and direction.decisive < limit:
-                trusts[agent] = min(trusts.get(agent, 1.0), direction.trust(limit))
-    return trusts
-
-
-def _against(directions: Mapping[str, Mapping[str, Direction]], config: AggregationConfig) -> dict[str, str]:
+def _explain_directions(directions: Mapping[str, Mapping[str, Direction]], config: AggregationConfig) -> dict[str, str]:
     """Agent -> which of its tensors point against those of the others, of those below the limit."""
     reasons: dict[str, str] = {}
-    limit = config.min_cosine
+    if config.min_cosine is None:
+        return reasons
     for group, by_agent in directions.items():
-        what = "its change of the model points" if group == WEIGHTS else f"its {group} point"
+        subject = "its change of the model points" if group == WEIGHTS else f"its {group} point"
         for agent, direction in by_agent.items():
-            if limit is not None and direction.decisive < limit:
-                reasons.setdefault(agent, f"{what} against those of the others: {_cosines(direction)}")
+            if direction.decisive < config.min_cosine:
+                reason = f"{subject} against those of the others: {_show_cosines(direction)}"
+                reasons.setdefault(agent, reason)
     return reasons
 
 
-def _cosines(direction: Direction) -> str:
-    text = f"cosine {direction.to_others:.2f}"
-    return text if direction.along_way is None else f"{text}, along the way of the run {direction.along_way:.2f}"
+def _show_cosines(direction: Direction) -> str:
+    to_others = f"cosine {direction.to_others:.2f}"
+    if direction.along_way is None:
+        return to_others
+    return f"{to_others}, along the way of the run {direction.along_way:.2f}"
+
+
+# --- shares of the sum -----------------------------------------------------------------------------------------------
 
 
 class _Shares:
-    """What each update adds to the sum of a round: its weight times the norm of its bounded change."""
+    """What each update adds to the sum of a round: its weight times the norm of its bounded change.
+
+    Both factors have bounds of their own, which would multiply: five times the change for five times the samples is 25
+    votes. So their product has one, too.
+    """
 
     def __init__(
         self,
@@ -243,18 +301,29 @@ class _Shares:
         factors: Mapping[str, Mapping[str, float]],
         caps: Mapping[str, tuple[float, float]],
     ) -> None:
+        """``factors`` and ``caps``: the bounds of sizes and sample counts, as in `Bounds`."""
         self._declared: dict[str, float] = {}
+        """Agent -> the weight that it declared."""
+
         self._sent: dict[str, float] = {}
+        """Agent -> what it would add without any bound."""
+
         self._weights: dict[str, float] = {}
+        """Agent -> the weight that it counts with."""
+
         self._shares: dict[str, float] = {}
-        for one in measured:
-            declared = one.weight if method.weighting == "samples" else 1.0
-            weight = caps[one.client][1] if one.client in caps else declared
-            norm = one.norms.get(WEIGHTS, 0.0) * factors.get(one.client, {}).get(WEIGHTS, 1.0)
-            self._declared[one.client] = declared
-            self._sent[one.client] = declared * one.norms.get(WEIGHTS, 0.0)
-            self._weights[one.client] = weight
-            self._shares[one.client] = weight * norm
+        """Agent -> what it adds within the bounds of sizes and sample counts."""
+
+        for change in measured:
+            agent = change.client
+            declared = change.weight if method.weighting == "samples" else 1.0
+            weight = caps[agent][1] if agent in caps else declared
+            sent_norm = change.norms.get(WEIGHTS, 0.0)
+            norm = sent_norm * factors.get(agent, {}).get(WEIGHTS, 1.0)
+            self._declared[agent] = declared
+            self._sent[agent] = declared * sent_norm
+            self._weights[agent] = weight
+            self._shares[agent] = weight * norm
 
     def count_repeats(self, config: AggregationConfig, before: Mapping[str, int]) -> dict[str, int]:
         """Count whose declared samples times their whole change come near to ``max_share`` medians, or exceed them."""
@@ -264,48 +333,66 @@ class _Shares:
         at_bound = frozenset(agent for agent, sent in self._sent.items() if sent >= bound > 0)
         return count_repeats(before, self._sent, at_bound)
 
-    def repeaters(self, config: AggregationConfig, before: Mapping[str, int]) -> frozenset[str]:
+    def find_repeaters(self, config: AggregationConfig, before: Mapping[str, int]) -> frozenset[str]:
         """Return the agents that were at the bound again and again before this round."""
         if config.repeat_share is None:
             return frozenset()
         return frozenset(agent for agent in self._sent if is_repeater(before.get(agent, 0)))
 
-    def caps(
-        self,
-        config: AggregationConfig,
-        trusts: Mapping[str, float],
-        opposed: Sequence[str],
-        directions: Mapping[str, Direction],
-        repeaters: frozenset[str],
+    def bound(
+        self, config: AggregationConfig, judgement: _Judgement, repeaters: frozenset[str]
     ) -> dict[str, tuple[float, float]]:
-        """Agent -> declared and counted weight, of those whose share of the sum is above its bound."""
+        """Agent -> declared and counted weight, of those whose share of the sum is above its bound.
+
+        Args:
+            config: The bounds.
+            judgement: Where the updates point. Those that are left out for it add nothing to the sum.
+            repeaters: `find_repeaters` of the round.
+        """
         middle = median(self._shares.values())
+        # Where half of the updates add nothing there is no unit to bound the others by; the bound of sizes holds.
         if not middle > 0:
             return {}
-        far = outliers(directions)
         # Step 1: each by itself, in medians of the round, by where it points.
+        directions = judgement.directions.get(WEIGHTS, {})
+        far = outliers(directions)
         bounded: dict[str, float] = {}
         for agent, share in self._shares.items():
-            if agent in opposed:
+            if agent in judgement.opposed:
                 continue
-            direction = directions.get(agent)
-            allowed = config.max_share or math.inf
-            if agent in repeaters:
-                allowed = min(allowed, config.repeat_share or math.inf)
-            if agent in far:
-                allowed = OUTLIER_SHARE
-            elif direction is not None and direction.decisive <= 0:
-                allowed = 1.0
-            bounded[agent] = min(share, allowed * middle) * trusts.get(agent, 1.0)
-        # Step 2: one after another against the sum of all.
+            most = _most_medians(config, directions.get(agent), is_outlier=agent in far, is_repeater=agent in repeaters)
+            bounded[agent] = min(share, most * middle) * judgement.trusts.get(agent, 1.0)
+        # Step 2: one after another against the sum of all. Their own bounds hold by now, so no sum is inflated.
         bounded = limit_to_sum(bounded, middle, repeaters)
-        # Step 3: as weights. What rounding alone has changed stays as it is.
+        # Step 3: as weights. What rounding alone has changed stays as it is: honest rounds keep the bits of the mean.
         caps: dict[str, tuple[float, float]] = {}
         for agent, bound in bounded.items():
             share = self._shares[agent]
-            if share > bound * (1 + 1e-9):
+            if share > bound * (1 + ROUNDING):
                 caps[agent] = (self._declared[agent], self._weights[agent] * bound / share)
         return caps
+
+
+def _most_medians(
+    config: AggregationConfig, direction: Direction | None, *, is_outlier: bool, is_repeater: bool
+) -> float:
+    """Return how many medians of the round an update adds to the sum at most.
+
+    Args:
+        config: The bounds.
+        direction: Direction of its weights; None where that is not known.
+        is_outlier: Whether it points against the others as hardly any other does.
+        is_repeater: Whether its agent was at the bound again and again.
+    """
+    if is_outlier:
+        return OUTLIER_SHARE
+    if direction is not None and direction.decisive <= 0:
+        # It pulls the model neither where the others do nor where the run goes: its size gives it no more votes.
+        return 1.0
+    most = math.inf if config.max_share is None else config.max_share
+    if is_repeater and config.repeat_share is not None:
+        most = min(most, config.repeat_share)
+    return most
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
@@ -313,6 +400,8 @@ class _Shares:
 
 @dataclass(frozen=True)
 class _Measured:
+    """The size of one update."""
+
     client: str
     weight: float
     norms: dict[str, float]
@@ -320,19 +409,22 @@ class _Measured:
 
 
 def _group(name: str, array: np.ndarray, received: Tensors, extras: Mapping[str, str]) -> str:
-    """Weights, running statistics and bounded extras have norms of their own size; empty: not bounded."""
+    """Return the group of tensors whose common norm has a bound; empty for an array that has none.
+
+    Weights, running statistics and bounded extras have norms of their own size.
+    """
     if array.dtype.kind != "f":
         return ""
-    if name.startswith("extra."):
+    if is_extra(name):
         return extra_group(name, extras)
     if name not in received:
         return ""
-    return WEIGHTS if is_learned(name, array) else "statistics"
+    return WEIGHTS if is_learned(name, array) else STATISTICS
 
 
 def _origin(name: str, received: Tensors) -> np.ndarray | float:
-    """What an array of an update is a change from; extra arrays are bounded as they are."""
-    return 0.0 if name.startswith("extra.") else received[name]
+    """Return what an array of an update is a change from; extra arrays are bounded as they are."""
+    return 0.0 if is_extra(name) else received[name]
 
 
 def norms_of(method: Method, state: State, updates: Iterable[Update]) -> dict[str, dict[str, float]]:
@@ -343,38 +435,49 @@ def norms_of(method: Method, state: State, updates: Iterable[Update]) -> dict[st
 
 def _norms_by_group(measured: Sequence[_Measured]) -> dict[str, dict[str, float]]:
     """Group of tensors -> agent -> norm."""
-    result: dict[str, dict[str, float]] = {}
-    for one in measured:
-        for group, norm in one.norms.items():
-            result.setdefault(group, {})[one.client] = norm
-    return result
+    norms: dict[str, dict[str, float]] = {}
+    for change in measured:
+        for group, norm in change.norms.items():
+            norms.setdefault(group, {})[change.client] = norm
+    return norms
 
 
 def _measure(update: Update, received: Tensors, extras: Mapping[str, str]) -> _Measured:
+    """Measure the norm of an update's change in each group of tensors."""
     squares: dict[str, float] = {}
     for name, array in update.tensors.items():
-        if group := _group(name, array, received, extras):
-            # Of class means that of the mean class: agents have more or fewer classes.
-            parts = max(1, int(array.any(axis=1).sum())) if group == CLASS_MEANS else 1
-            squares[group] = squares.get(group, 0.0) + _square(array, _origin(name, received)) / parts
-    return _Measured(update.client, update.weight, {group: float(np.sqrt(square)) for group, square in squares.items()})
+        group = _group(name, array, received, extras)
+        if not group:
+            continue
+        square = _square(array, _origin(name, received))
+        if group == CLASS_MEANS:
+            # Agents have more or fewer classes, so it is the norm of the mean class.
+            square /= max(1, int(array.any(axis=1).sum()))
+        squares[group] = squares.get(group, 0.0) + square
+    return _Measured(update.client, update.weight, _roots(squares))
 
 
-def _sizes(received: Tensors) -> dict[str, float]:
+def _measure_model(received: Tensors) -> dict[str, float]:
     """Group of tensors -> norm of what clients received."""
     squares: dict[str, float] = {}
     for name, array in received.items():
-        if group := _group(name, array, received, {}):
+        group = _group(name, array, received, {})
+        if group:
             squares[group] = squares.get(group, 0.0) + _square(array, 0.0)
+    return _roots(squares)
+
+
+def _roots(squares: Mapping[str, float]) -> dict[str, float]:
     return {group: float(np.sqrt(square)) for group, square in squares.items()}
 
 
 def _square(array: np.ndarray, origin: np.ndarray | float, block: int = 1 << 16) -> float:
-    """Sum of squares of array - origin, float64, in blocks that stay in cache."""
+    """Return the sum of squares of array - origin, float64, computed in blocks that stay in cache."""
     flat = array.reshape(-1)
     total = 0.0
     before = origin.reshape(-1) if isinstance(origin, np.ndarray) else None
-    with np.errstate(over="ignore"):  # infinity is a norm, too
+    # An update that is too large for float64 has the norm infinity, and is scaled to nothing.
+    with np.errstate(over="ignore"):
         for begin in range(0, flat.size, block):
             part = flat[begin : begin + block].astype(np.float64)
             if before is not None:
@@ -383,65 +486,128 @@ def _square(array: np.ndarray, origin: np.ndarray | float, block: int = 1 << 16)
     return total
 
 
-def _clip(
-    measured: Sequence[_Measured], sizes: Mapping[str, float], config: AggregationConfig
-) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Agent -> factor of each group of its tensors that is scaled down, and the agents whose changes are suspect.
+@dataclass
+class _SizeBounds:
+    """What is done to the sizes of a round's changes."""
 
-    ``sizes``: norm of each group of what clients received.
+    factors: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Agent -> group of tensors -> the factor (0..1) that its change is scaled by, of those that are scaled down."""
+
+    suspects: dict[str, str] = field(default_factory=dict)
+    """Agent -> why the size of its change is suspect."""
+
+    def scale(self, agent: str, group: str, factor: float) -> None:
+        """Scale an agent's change of a group of tensors by a factor."""
+        self.factors.setdefault(agent, {})[group] = factor
+
+
+def _bound_sizes(
+    measured: Sequence[_Measured], model_norms: Mapping[str, float], config: AggregationConfig
+) -> _SizeBounds:
+    """Scale down changes that are far larger than the others', and name the agents that sent absurd ones.
+
+    Args:
+        measured: The round's changes with the norm of each group of tensors.
+        model_norms: Norm of each group of the model that clients received.
+        config: The bounds.
     """
-    factors: dict[str, dict[str, float]] = {}
-    suspects: dict[str, str] = {}
-    for group in sorted({group for one in measured for group in one.norms}, reverse=True):  # weights come first
-        norms = {one.client: one.norms[group] for one in measured if group in one.norms}
-        size = sizes.get(group, 0.0)
-        looser = STATISTICS_SPREAD if group == "statistics" else 1.0
+    bounds = _SizeBounds()
+    groups = {group for change in measured for group in change.norms}
+    # Weights come first: an agent whose weights are scaled down has no looser bound for its statistics.
+    for group in sorted(groups, reverse=True):
+        norms = {change.client: change.norms[group] for change in measured if group in change.norms}
+        model_norm = model_norms.get(group, 0.0)
+        # Two updates have no median, so only one that is absurd beside the other is touched.
         if len(norms) < LEAST_UPDATES:
-            if len(norms) > 1 and config.max_norm is not None:
-                least = min(norms.values())
-                bound = max(SUSPECT * looser * least, size)
-                absurd = {agent: norm for agent, norm in norms.items() if norm > bound > 0}
-                factors |= {agent: {**factors.get(agent, {}), group: least / norm} for agent, norm in absurd.items()}
-            continue
-        most = 1.0 if config.rule == "clipped" else config.max_norm
-        if most is None:
-            continue
-        # Clients without a change count, or the others' median would be that of few, who may all be hostile.
-        middle = (median_high if 0.0 in norms.values() else median)(norms.values())
-        unit = middle or SUSPECT_SHARE * size
-        what = "its change of the model" if group in {"weights", "statistics"} else f"the norm of its {group}"
-        for agent, norm in norms.items():
-            if norm > unit * (1.0 if agent in factors or not middle else most * looser):
-                factors.setdefault(agent, {})[group] = unit / norm
-            if unit and norm > max(SUSPECT * looser * middle, SUSPECT_SHARE * size):
-                than = "the median of the round" if middle else "the bound of a round in which half change nothing"
-                suspects[agent] = f"{what} is {_times(norm, unit)} {than}"
-    return factors, suspects
+            _bound_pair(bounds, group, norms, model_norm, config)
+        else:
+            _bound_by_median(bounds, group, norms, model_norm, config)
+    return bounds
 
 
-def _cap(weights: Mapping[str, float], most: float | None) -> dict[str, tuple[float, float]]:
-    """Agent -> declared and counted samples, of those that declared more than ``most`` times the median."""
-    if most is None or len(weights) < LEAST_UPDATES:
-        return {}
-    bound = most * median(weights.values())
-    return {agent: (weight, bound) for agent, weight in sorted(weights.items()) if weight > bound}
+def _bound_pair(
+    bounds: _SizeBounds, group: str, norms: Mapping[str, float], model_norm: float, config: AggregationConfig
+) -> None:
+    """Scale the larger of two changes to the other one, where it is absurd beside that and beside the model.
+
+    Nobody is suspect for it: of two agents none can be told to be the honest one. A single change stays as it is.
+    """
+    if len(norms) < 2 or config.max_norm is None:
+        return
+    least = min(norms.values())
+    bound = max(SUSPECT * _spread_of(group) * least, model_norm)
+    for agent, norm in norms.items():
+        if norm > bound > 0:
+            bounds.scale(agent, group, least / norm)
 
 
-def _times(value: float, unit: float) -> str:
+def _bound_by_median(
+    bounds: _SizeBounds, group: str, norms: Mapping[str, float], model_norm: float, config: AggregationConfig
+) -> None:
+    """Scale changes down to the median of the round that exceed it too many times.
+
+    Args:
+        bounds: Gets the factors and the suspects.
+        group: The group of tensors.
+        norms: Agent -> norm of its change of the group, of three or more agents.
+        model_norm: Norm of the group in the model that clients received.
+        config: The bounds.
+    """
+    # By rule "clipped" every change above the median is too large.
+    most_medians = 1.0 if config.rule == "clipped" else config.max_norm
+    if most_medians is None:
+        return
+    # Clients without a change count, or the others' median would be that of few, who may all be hostile. Of two in the
+    # middle the larger is the median then: half way between no change and another one is nobody's change.
+    has_unchanged = 0.0 in norms.values()
+    middle = median_high(norms.values()) if has_unchanged else median(norms.values())
+    unit = middle
+    unit_name = "the median of the round"
+    is_mostly_unchanged = middle == 0
+    if is_mostly_unchanged:
+        # There is no usual change: what others change the model by is measured by the model itself.
+        unit = SUSPECT_SHARE * model_norm
+        unit_name = "the bound of a round in which half change nothing"
+    spread = _spread_of(group)
+    suspect_norm = max(SUSPECT * spread * middle, SUSPECT_SHARE * model_norm)
+    subject = "its change of the model" if group in {WEIGHTS, STATISTICS} else f"the norm of its {group}"
+    for agent, norm in norms.items():
+        # The unit itself is the bound where it is no median, and for whoever is beyond a bound in another group.
+        is_strict = is_mostly_unchanged or agent in bounds.factors
+        bound = unit if is_strict else unit * (most_medians * spread)
+        if norm > bound:
+            bounds.scale(agent, group, unit / norm)
+        # Suspect is what no honest agent sends: far beyond the others, and large beside the model itself.
+        if unit and norm > suspect_norm:
+            bounds.suspects[agent] = f"{subject} is {_show_times(norm, unit)} {unit_name}"
+
+
+def _spread_of(group: str) -> float:
+    """Return how many times looser the bound of a group of tensors is than that of the weights."""
+    return STATISTICS_SPREAD if group == STATISTICS else 1.0
+
+
+def _show_times(value: float, unit: float) -> str:
     return f"{value / unit:.3g} times"
 
 
-def _scaled(update: Update, received: Tensors, factors: Mapping[str, float], extras: Mapping[str, str]) -> Update:
-    """The update with the changes of each group scaled by its factor; itself where there are none."""
+def _scale(update: Update, received: Tensors, factors: Mapping[str, float], extras: Mapping[str, str]) -> Update:
+    """Return the update with the changes of each group scaled by its factor; itself where there are none."""
     if not factors:
         return update
     tensors = {}
     for name, array in update.tensors.items():
         factor = factors.get(_group(name, array, received, extras), 1.0)
         if factor < 1.0:
-            origin = np.asarray(_origin(name, received), np.float64)
-            # Without this order two values of opposite sign near the largest float64 would make an infinity.
-            scaled = origin * (1.0 - factor) + array.astype(np.float64) * factor
-            array = scaled.astype(array.dtype)  # noqa: PLW2901 - the same array, scaled
-        tensors[name] = array
+            tensors[name] = _scale_change(array, _origin(name, received), factor)
+        else:
+            tensors[name] = array
     return replace(update, tensors=tensors)
+
+
+def _scale_change(array: np.ndarray, origin: np.ndarray | float, factor: float) -> np.ndarray:
+    """Return the array with its difference from the origin scaled by a factor (0..1), in the type of the array."""
+    before = np.asarray(origin, np.float64)
+    # Without this order two values of opposite sign near the largest float64 would make an infinity.
+    scaled = before * (1.0 - factor) + array.astype(np.float64) * factor
+    return scaled.astype(array.dtype)

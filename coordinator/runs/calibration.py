@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def own_domains(task: Task, export: ExportConfig, hosted: Sequence[HostedConfig]) -> dict[str, Samples]:
-    """Those of ``export.calibration``, and the training samples of hosted clients; empty where there are neither.
+    """Return the samples of ``export.calibration`` and the training samples of hosted clients, by domain.
 
     A hosted client whose data cannot be read is passed over: no run fails for that.
 
@@ -29,11 +29,12 @@ def own_domains(task: Task, export: ExportConfig, hosted: Sequence[HostedConfig]
     from export import domains_of
     from export.domains import spread_over
 
-    result = domains_of(export.calibration, task, export.folder)
+    domains = domains_of(export.calibration, task, export.folder)
     clients = {client.id: client for client in hosted}
+    # Of many hosted clients some are enough for the ranges.
     for name in spread_over([*clients]):
         try:
-            result[name] = own_samples(clients[name].data, name, task.input, task.class_names)[0]
+            domains[name] = own_samples(clients[name].data, name, task.input, task.class_names)[0]
         except HeadwaterError as error:
             log.warning("no_calibration_data client=%s reason=%s", name, error)
-    return {name: samples for name, samples in result.items() if len(samples)}
+    return {name: samples for name, samples in domains.items() if len(samples)}

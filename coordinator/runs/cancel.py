@@ -16,7 +16,14 @@ from .results import end_run
 
 
 def cancel_run(folder: StateFolder, run: str, wait: Callable[[], object], looks: int, reason: str) -> RunRecord:
-    """Where the run stands after at most ``looks`` looks, with a `wait` between two of them.
+    """Cancel a run, here or through the coordinator at work on the folder; returns where the run stands then.
+
+    Args:
+        folder: The state folder.
+        run: Name of the run.
+        wait: Called between two looks at whether the coordinator has cancelled the run.
+        looks: How often to look at most; after the last one the run may still be unfinished.
+        reason: Why it is cancelled, for the journal.
 
     Raises:
         UnknownName: no such run.
@@ -25,12 +32,13 @@ def cancel_run(folder: StateFolder, run: str, wait: Callable[[], object], looks:
     record = replay(folder.journal, run)
     if record.is_over:
         raise UsageError(f"{run} is {record.status} already; only a queued run or one under way can be cancelled")
-    if _ended_here(folder, run, reason):
+    if _try_to_end(folder, run, reason):
         return replay(folder.journal, run)
+    # A coordinator is at work: it reads the request. If it stops meanwhile, the run is ended here after all.
     folder.journal.append(CancelRequested(reason=reason), run=run)
     for _ in range(looks):
         record = replay(folder.journal, run)
-        if record.is_over or _ended_here(folder, run, reason):
+        if record.is_over or _try_to_end(folder, run, reason):
             break
         wait()
     record = replay(folder.journal, run)
@@ -39,8 +47,11 @@ def cancel_run(folder: StateFolder, run: str, wait: Callable[[], object], looks:
     return record
 
 
-def _ended_here(folder: StateFolder, run: str, reason: str) -> bool:
-    """End the run if no coordinator is at work on the folder: only who holds its lock may end a run."""
+def _try_to_end(folder: StateFolder, run: str, reason: str) -> bool:
+    """End the run if no coordinator is at work on the folder, and return whether none was.
+
+    Only who holds the folder's lock may end a run.
+    """
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(folder_lock(folder.path, "headwater cancel"))

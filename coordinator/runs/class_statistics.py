@@ -40,6 +40,9 @@ from ..config import AggregationConfig
 from ..journal.entries import StatisticsCorrection
 from .shares import limit_to_sum
 
+ROUNDING = 1e-9
+"""A size that exceeds its bound by less than this part of it does so by rounding alone."""
+
 EXCHANGED = -0.5
 """Below this margin a class is passed for another one, and an agent whose mean margin is below it is suspect.
 
@@ -77,25 +80,34 @@ class Correction:
         return self.is_left_out or bool(self.classes_left_out or self.lengths or self.counts) or self.sums < 1.0
 
     def body(self) -> dict[str, Any]:
-        """As JSON, for the journal: classes are numbers, factors have three digits."""
+        """Return the correction as JSON, for the journal: classes are numbers, factors have three digits.
+
+        It has no names of what is not done.
+        """
         if self.is_left_out:
             return {"left_out": "all"}
-        lengths = {str(label): float(f"{factor:.3g}") for label, factor in self.lengths.items()}
-        factors = [*self.counts.values(), self.sums]
-        texts = {
-            "left_out": list(self.classes_left_out),
-            "shortened": lengths,
-            "counted": float(f"{min(factors):.3g}"),
-        }
-        return {name: value for name, value in texts.items() if value not in ([], {}, 1.0)}
+        body: dict[str, Any] = {}
+        if self.classes_left_out:
+            body["left_out"] = list(self.classes_left_out)
+        if self.lengths:
+            body["shortened"] = {str(label): _round_factor(factor) for label, factor in self.lengths.items()}
+        counted = _round_factor(min([*self.counts.values(), self.sums]))
+        if counted != 1.0:
+            body["counted"] = counted
+        return body
 
     def apply(self, declared: ClassStatistics, tensors: Tensors) -> Tensors:
-        """Return the tensors of an update with these changes; arrays that are not changed are the same objects."""
-        result = dict(tensors)
+        """Return the tensors of an update with these changes; arrays that are no class statistics are the same objects.
+
+        Args:
+            declared: Which arrays are class statistics.
+            tensors: Those of the update.
+        """
+        corrected = dict(tensors)
         if self.is_left_out:
             for name in declared.names:
-                result[name] = np.zeros_like(tensors[name])
-            return result
+                corrected[name] = np.zeros_like(tensors[name])
+            return corrected
         for name in (*declared.means, *declared.sums):
             rows = _rows(tensors[name], declared).astype(np.float64)
             rows[list(self.classes_left_out)] = 0.0
@@ -104,17 +116,28 @@ class Correction:
                     rows[label] *= factor
             else:
                 rows *= self.sums
-            result[name] = np.ascontiguousarray(np.moveaxis(rows, 0, declared.class_axis).astype(tensors[name].dtype))
+            by_class = np.moveaxis(rows, 0, declared.class_axis)
+            corrected[name] = np.ascontiguousarray(by_class.astype(tensors[name].dtype))
+        # Moments are sums over all classes of a client: what is left out of single classes cannot be told apart there.
         for name in declared.moments:
-            result[name] = (tensors[name].astype(np.float64) * self.sums).astype(tensors[name].dtype)
+            corrected[name] = (tensors[name].astype(np.float64) * self.sums).astype(tensors[name].dtype)
         if declared.counts:
-            counts = np.array(tensors[declared.counts])
-            for label, factor in self.counts.items():
-                # A class that a client has stays one that it has.
-                counts[label] = max(1, round(counts[label] * factor))
-            counts[list(self.classes_left_out)] = 0
-            result[declared.counts] = counts
-        return result
+            corrected[declared.counts] = self._correct_counts(tensors[declared.counts])
+        return corrected
+
+    def _correct_counts(self, counts: np.ndarray) -> np.ndarray:
+        """Return the sample counts (K,) with these changes."""
+        corrected = np.array(counts)
+        for label, factor in self.counts.items():
+            # A class that a client has stays one that it has.
+            corrected[label] = max(1, round(corrected[label] * factor))
+        corrected[list(self.classes_left_out)] = 0
+        return corrected
+
+
+def _round_factor(factor: float) -> float:
+    """Round a factor to three digits."""
+    return float(f"{factor:.3g}")
 
 
 def describe(correction: StatisticsCorrection) -> str:
@@ -123,7 +146,8 @@ def describe(correction: StatisticsCorrection) -> str:
         return "class statistics not used"
     texts: list[str] = []
     if correction.left_out:
-        texts.append(f"without classes {', '.join(map(str, correction.left_out))}")
+        classes = ", ".join(str(label) for label in correction.left_out)
+        texts.append(f"without classes {classes}")
     if correction.shortened:
         texts.append(f"means of classes {', '.join(correction.shortened)} shortened")
     if correction.counted is not None:
@@ -136,12 +160,13 @@ class StatisticBounds:
     """What is done to the class statistics of a round."""
 
     corrections: Mapping[str, Correction] = field(default_factory=dict)
-    """Agent -> what is done to its statistics, of those to whose something is done."""
+    """Agent -> what is done to its statistics, of those whose statistics are changed."""
 
     suspects: Mapping[str, str] = field(default_factory=dict)
     """Agent -> why its statistics are suspect."""
 
     declared: ClassStatistics = field(default_factory=ClassStatistics)
+    """Which arrays of the updates they are."""
 
     def apply(self, update: Update) -> Update:
         """Return the update with its class statistics within the bounds."""
@@ -164,9 +189,9 @@ def find_statistic_bounds(declared: ClassStatistics, updates: Updates, config: A
     measured = _measure(declared, updates)
     if len(measured) < FEWEST_HOLDERS:
         return StatisticBounds()
-    # Step 1: whose classes are those of the others.
+    # Step 1: whose classes are those of the others. Who is wrong here is in no median of the next step.
     margins, wrong = _find_wrong(declared, updates, len(measured))
-    classes_left_out = _wrong_classes(margins, wrong)
+    classes_left_out = _find_exchanged(margins, wrong)
     # Step 2: lengths and numbers of those that remain.
     remaining = {agent: sizes for agent, sizes in measured.items() if agent not in wrong}
     lengths = _shorten(declared, remaining, config.max_class_mean)
@@ -176,11 +201,11 @@ def find_statistic_bounds(declared: ClassStatistics, updates: Updates, config: A
     corrections: dict[str, Correction] = {}
     for agent in sorted(measured):
         correction = Correction(
-            agent in wrong,
-            classes_left_out.get(agent, ()),
-            lengths.get(agent, {}),
-            counts.get(agent, {}),
-            sums.get(agent, 1.0),
+            is_left_out=agent in wrong,
+            classes_left_out=classes_left_out.get(agent, ()),
+            lengths=lengths.get(agent, {}),
+            counts=counts.get(agent, {}),
+            sums=sums.get(agent, 1.0),
         )
         if correction:
             corrections[agent] = correction
@@ -207,7 +232,7 @@ def _find_wrong(declared: ClassStatistics, updates: Updates, count: int) -> tupl
     """
     wrong: frozenset[str] = frozenset()
     while True:
-        margins = _margins(declared, updates, wrong)
+        margins = _find_margins(declared, updates, wrong)
         means = {agent: _mean_margin(by_array) for agent, by_array in margins.items()}
         remaining = {agent: mean for agent, mean in means.items() if agent not in wrong}
         worst = min(remaining.values(), default=0.0)
@@ -223,12 +248,13 @@ def _find_wrong(declared: ClassStatistics, updates: Updates, count: int) -> tupl
     return margins, frozenset(agent for agent in wrong if means[agent] < 0)
 
 
-def _margins(declared: ClassStatistics, updates: Updates, without: frozenset[str]) -> dict[str, _Margins]:
+def _find_margins(declared: ClassStatistics, updates: Updates, without: frozenset[str]) -> dict[str, _Margins]:
     """Agent -> margins of its classes, by the features of all others but those ``without``."""
     names = (*declared.means, *declared.sums)
+    # Step 1: the sum of all clients' features, by class. Each class of each client counts alike, whatever its length
+    # and sample count.
     sums: dict[str, np.ndarray] = {}
     holders: dict[str, np.ndarray] = {}
-    # Each class of each client counts alike, whatever its length and sample count.
     for update in _with_statistics(declared, updates):
         if update.client in without:
             continue
@@ -236,19 +262,20 @@ def _margins(declared: ClassStatistics, updates: Updates, without: frozenset[str
             directions, has_class = _directions(_rows(update.tensors[name], declared))
             sums[name] = sums.get(name, 0.0) + directions
             holders[name] = holders.get(name, 0) + has_class.astype(np.int64)
-    result: dict[str, _Margins] = {}
+    # Step 2: each client beside that sum without itself. The updates are read again, so that none is kept in memory.
+    margins: dict[str, _Margins] = {}
     for update in _with_statistics(declared, updates):
         by_array: _Margins = {}
-        for name in names if sums else ():
+        # Without anybody else there is nothing to compare with.
+        for name, others in sums.items():
             directions, has_class = _directions(_rows(update.tensors[name], declared))
-            others = sums[name]
             others_holders = holders[name]
-            if update.client not in without:
-                others = others - directions
-                others_holders = others_holders - has_class
-            by_array[name] = _margins_of(directions, has_class, others, others_holders)
-        result[update.client] = by_array
-    return result
+            if update.client in without:
+                by_array[name] = _margins_of(directions, has_class, others, others_holders)
+            else:
+                by_array[name] = _margins_of(directions, has_class, others - directions, others_holders - has_class)
+        margins[update.client] = by_array
+    return margins
 
 
 def _margins_of(
@@ -262,58 +289,71 @@ def _margins_of(
         others: Sum of the others' (K, d).
         others_holders: How many others have each class (K,).
     """
-    known = others_holders > 0
-    common = known & has_class
-    if not common.any() or known.sum() < 2:
+    others_have = others_holders > 0
+    common = others_have & has_class
+    # A margin needs a class to compare with, and another one that it may be taken for.
+    if not common.any() or others_have.sum() < 2:
         return {}
+    # Step 1: move both by the mean of the classes that they share: an encoder may have moved all of its features.
     centres = others / np.maximum(others_holders, 1)[:, None]
     if common.sum() > 1:
         origin = centres[common].mean(axis=0)
         own_origin = directions[common].mean(axis=0)
     else:
         # Of a single class nobody knows how far the client's encoder has moved it: it is compared as it is.
-        origin = centres[known].mean(axis=0)
+        origin = centres[others_have].mean(axis=0)
         own_origin = origin
     centred, _ = _directions(centres - origin)
+    # Step 2: how much nearer each class is to the same class of the others than to the nearest other one.
     margins: dict[int, float] = {}
     for label in np.flatnonzero(common).tolist():
-        own, _ = _directions((directions[label] - own_origin)[None])
-        cosines = centred @ own[0]
-        is_other = known.copy()
+        own_directions, _ = _directions((directions[label] - own_origin)[None])
+        cosines = centred @ own_directions[0]
+        is_other = others_have.copy()
         is_other[label] = False
         margins[label] = float(cosines[label] - cosines[is_other].max())
     return margins
 
 
 def _mean_margin(margins: _Margins) -> float:
-    """The least mean margin over the arrays of a client; 0 where a single class says nothing about the client."""
+    """Return the least mean margin over the arrays of a client; 0 where a single class says nothing about it."""
     means = [float(np.mean(list(by_class.values()))) for by_class in margins.values() if len(by_class) > 1]
     return min(means, default=0.0)
 
 
-def _wrong_classes(margins: Mapping[str, _Margins], wrong: frozenset[str]) -> dict[str, tuple[int, ...]]:
-    """Agent -> its classes passed for others, of agents whose other classes count; none where half of all are."""
-    classes_of: dict[str, tuple[int, ...]] = {}
-    total = 0
+def _find_exchanged(margins: Mapping[str, _Margins], wrong: frozenset[str]) -> dict[str, tuple[int, ...]]:
+    """Agent -> its classes that are passed for others, of agents whose other classes count.
+
+    None where half of all classes are: nobody can tell then which half is right.
+    """
+    exchanged: dict[str, tuple[int, ...]] = {}
+    class_count = 0
+    exchanged_count = 0
     for agent, by_array in margins.items():
         if agent in wrong:
             continue
-        classes = {label for by_class in by_array.values() for label, margin in by_class.items() if margin < EXCHANGED}
-        total += len({label for by_class in by_array.values() for label in by_class})
-        if classes:
-            classes_of[agent] = tuple(sorted(classes))
-    is_half = 2 * sum(map(len, classes_of.values())) >= total
-    return {} if is_half else classes_of
+        compared: set[int] = set()
+        passed_for_others: set[int] = set()
+        for by_class in by_array.values():
+            compared |= by_class.keys()
+            passed_for_others |= {label for label, margin in by_class.items() if margin < EXCHANGED}
+        class_count += len(compared)
+        exchanged_count += len(passed_for_others)
+        if passed_for_others:
+            exchanged[agent] = tuple(sorted(passed_for_others))
+    if 2 * exchanged_count >= class_count:
+        return {}
+    return exchanged
 
 
 def _rows(array: np.ndarray, declared: ClassStatistics) -> np.ndarray:
-    """An array of class statistics as (K, d), one row for each class."""
+    """Return an array of class statistics as (K, d), one row for each class."""
     by_class = np.moveaxis(array, declared.class_axis, 0)
     return by_class.reshape(len(by_class), -1)
 
 
 def _directions(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (K, d) float64 of length 1, zeros where there is nothing; and where there is something (K,) bool."""
+    """Return rows (K, d) float64 of length 1, zeros where there is nothing; and where there is something (K,) bool."""
     values = rows.astype(np.float64)
     lengths = np.linalg.norm(values, axis=1)
     has_length = lengths > 0
@@ -338,10 +378,12 @@ class _Sizes:
 
 
 def _with_statistics(declared: ClassStatistics, updates: Updates) -> Iterable[Update]:
-    """The updates that carry statistics of any class."""
+    """Yield the updates that carry statistics of any class: all arrays, and a feature that is not 0."""
     for update in updates():
-        is_complete = declared.names <= update.tensors.keys()
-        if is_complete and any(update.tensors[name].any() for name in (*declared.means, *declared.sums)):
+        if not declared.names <= update.tensors.keys():
+            continue
+        has_features = any(update.tensors[name].any() for name in (*declared.means, *declared.sums))
+        if has_features:
             yield update
 
 
@@ -362,7 +404,7 @@ def _measure(declared: ClassStatistics, updates: Updates) -> dict[str, _Sizes]:
 
 
 def _lengths(array: np.ndarray, declared: ClassStatistics) -> np.ndarray:
-    """Length (K,) of the features of each class."""
+    """Return the length (K,) of the features of each class."""
     return np.asarray(np.linalg.norm(_rows(array, declared).astype(np.float64), axis=1))
 
 
@@ -371,16 +413,18 @@ def _shorten(declared: ClassStatistics, measured: Mapping[str, _Sizes], most: fl
     factors: dict[str, dict[int, float]] = {}
     for name in declared.means:
         lengths = {agent: sizes.lengths[name] for agent, sizes in measured.items()}
-        every = np.concatenate(list(lengths.values()))
-        of_all = float(np.median(every[every > 0])) if every.any() else 0.0
-        for label in range(len(next(iter(lengths.values()), ()))):
+        all_lengths = np.concatenate(list(lengths.values()))
+        middle_of_all = float(np.median(all_lengths[all_lengths > 0])) if all_lengths.any() else 0.0
+        class_count = len(next(iter(lengths.values()), ()))
+        for label in range(class_count):
             of_class = [by_class[label] for by_class in lengths.values() if by_class[label] > 0]
-            middle = float(median(of_class)) if len(of_class) >= FEWEST_HOLDERS else of_all
+            # A class that few clients have is measured by all classes: of two nobody can tell which is too long.
+            middle = float(median(of_class)) if len(of_class) >= FEWEST_HOLDERS else middle_of_all
             for agent, by_class in lengths.items():
-                if by_class[label] > most * middle:
-                    factor = middle / float(by_class[label])
+                length = float(by_class[label])
+                if length > most * middle:
                     by_agent = factors.setdefault(agent, {})
-                    by_agent[label] = min(factor, by_agent.get(label, 1.0))
+                    by_agent[label] = min(middle / length, by_agent.get(label, 1.0))
     return factors
 
 
@@ -389,26 +433,29 @@ def _bound_counts(measured: Mapping[str, _Sizes], most: float | None) -> dict[st
     counts = {agent: sizes.counts for agent, sizes in measured.items() if sizes.counts.size}
     if most is None or not counts:
         return {}
-    # All classes of a client together, and then each class that enough clients have.
-    overall = _factors({agent: float(by_class.sum()) for agent, by_class in counts.items()}, most)
+    # Step 1: all classes of a client together.
+    totals = {agent: float(by_class.sum()) for agent, by_class in counts.items()}
+    overall = _factors(totals, most)
     factors = {agent: np.full(by_class.shape, overall.get(agent, 1.0)) for agent, by_class in counts.items()}
-    for label in range(len(next(iter(counts.values())))):
-        of_class = {
-            agent: float(by_class[label]) * factors[agent][label]
-            for agent, by_class in counts.items()
-            if by_class[label] > 0
-        }
+    # Step 2: each class that enough clients have, by what is left of the counts. Its share of the sum alone is bounded.
+    class_count = len(next(iter(counts.values())))
+    for label in range(class_count):
+        of_class: dict[str, float] = {}
+        for agent, by_class in counts.items():
+            if by_class[label] > 0:
+                of_class[agent] = float(by_class[label]) * factors[agent][label]
         if len(of_class) < FEWEST_HOLDERS:
             continue
         limited = limit_to_sum(of_class, median(of_class.values()))
         for agent, count in of_class.items():
             factors[agent][label] *= limited[agent] / count
-    result: dict[str, dict[int, float]] = {}
+    # Step 3: what rounding alone has changed stays as it is.
+    lowered: dict[str, dict[int, float]] = {}
     for agent, by_class in factors.items():
-        lowered = np.flatnonzero((by_class < 1 - 1e-9) & (counts[agent] > 0)).tolist()
-        if lowered:
-            result[agent] = {label: float(by_class[label]) for label in lowered}
-    return result
+        labels = np.flatnonzero((by_class < 1 - ROUNDING) & (counts[agent] > 0)).tolist()
+        if labels:
+            lowered[agent] = {label: float(by_class[label]) for label in labels}
+    return lowered
 
 
 def _bound_sums(measured: Mapping[str, _Sizes], most: float | None) -> dict[str, float]:
@@ -418,7 +465,9 @@ def _bound_sums(measured: Mapping[str, _Sizes], most: float | None) -> dict[str,
         return factors
     names = {name for sizes in measured.values() for name in sizes.sums}
     for name in sorted(names):
-        for agent, factor in _factors({agent: sizes.sums[name] for agent, sizes in measured.items()}, most).items():
+        of_array = {agent: sizes.sums[name] for agent, sizes in measured.items()}
+        # Arrays belong together, as feature sums and moments do: the least factor of an agent counts for all of them.
+        for agent, factor in _factors(of_array, most).items():
             factors[agent] = min(factor, factors.get(agent, 1.0))
     return factors
 
@@ -428,5 +477,6 @@ def _factors(sizes: Mapping[str, float], most: float) -> dict[str, float]:
     if not sizes:
         return {}
     middle = median(sizes.values())
-    limited = limit_to_sum({agent: min(size, most * middle) for agent, size in sizes.items()}, middle)
-    return {agent: limited[agent] / size for agent, size in sizes.items() if limited[agent] < size * (1 - 1e-9)}
+    by_median = {agent: min(size, most * middle) for agent, size in sizes.items()}
+    limited = limit_to_sum(by_median, middle)
+    return {agent: limited[agent] / size for agent, size in sizes.items() if limited[agent] < size * (1 - ROUNDING)}

@@ -36,7 +36,11 @@ COMPARED = (WEIGHTS, CLASSIFIERS, CLASS_MEANS)
 """Groups of tensors whose direction is compared."""
 
 RAMP = 0.15
-"""An update this far below the limit counts nothing; between both its weight falls in proportion."""
+"""An update this far below the limit counts nothing; between both its weight falls in proportion.
+
+With the limit of -0.1 that is -0.25: below what honest updates had (-0.16 at the least), and above most that were
+turned round.
+"""
 
 STRAIGHT_BACK = -0.3
 """Below this cosine along the way that to the others does not help: some that act together are aligned with each other.
@@ -44,11 +48,18 @@ STRAIGHT_BACK = -0.3
 Honest clients were above -0.23, but for the second round of FedPAC, whose way is a single step from a random head.
 """
 
-AGAINST_OTHERS, BELOW_MEDIAN = -0.25, 0.5
-"""An update is an outlier whose cosine to the others is below the first, and so far below the median of the round.
+AGAINST_OTHERS = -0.25
+"""An update whose cosine to the others is below this may be an outlier; see `BELOW_MEDIAN`."""
 
-Where all clients differ so much that most have such cosines, nobody is an outlier.
+BELOW_MEDIAN = 0.5
+"""An outlier's cosine to the others is also so far below the median of the round.
+
+Where all clients differ so much that most have cosines below `AGAINST_OTHERS`, nobody is an outlier. Honest clients of
+two classes each have them down to -0.85.
 """
+
+ROUNDING_OF_SUM = 1e-10
+"""A sum of the others whose squared norm is below this part of that of all is nothing but rounding."""
 
 BLOCK = 1 << 16
 """Numbers that are looked at together, so that no copy of a whole tensor is made."""
@@ -80,8 +91,13 @@ class Direction:
         return min(1.0, max(0.0, 1.0 - missing / RAMP))
 
 
+def is_extra(name: str) -> bool:
+    """Return whether an array of an update travels beside the model, and is no change of anything that was received."""
+    return name.startswith("extra.")
+
+
 def extra_group(name: str, extras: Mapping[str, str]) -> str:
-    """The group of an extra array, by the prefixes of `Method.bounded_extras`; empty where it is not bounded."""
+    """Return the group of an extra array by the prefixes of `Method.bounded_extras`; empty where it is not bounded."""
     for prefix, group in extras.items():
         if name.startswith(prefix):
             return group
@@ -90,16 +106,20 @@ def extra_group(name: str, extras: Mapping[str, str]) -> str:
 
 @dataclass
 class Comparison:
-    """The comparison of one round's updates.
-
-    ``received``: what clients started from. ``extras``: `Method.bounded_extras`. ``norms``: group of tensors -> agent
-    -> norm. ``start``: the state that the run began with; None where it is not known.
-    """
+    """The comparison of one round's updates with each other, and with the way of the run."""
 
     received: Tensors
+    """What the clients started from."""
+
     extras: Mapping[str, str]
+    """`Method.bounded_extras`."""
+
     norms: Mapping[str, Mapping[str, float]]
+    """Group of tensors -> agent -> norm of its change."""
+
     start: State | None = None
+    """The state that the run began with; None where it is not known."""
+
     _sums: dict[str, np.ndarray] = field(default_factory=dict)
     """Name of a tensor -> sum of the shortened changes, float32."""
 
@@ -111,28 +131,40 @@ class Comparison:
                 share = self._share(group, update.client)
                 if share:
                     self._add(name, array, share)
-        # Step 2: the inner products of each change with that sum, and with the way.
+        # Step 2: the cosines of each change to that sum without itself, and to the way. They need the whole sum, so
+        # the updates are read a second time.
         way_length = self._length_of_way()
-        result: dict[str, dict[str, Direction]] = {}
-        totals = self._squared_sums()
+        squared_sums = self._squared_sums()
+        directions: dict[str, dict[str, Direction]] = {}
         for update in updates():
-            products: dict[str, float] = {}
-            along = 0.0
-            for group, name, array in self._compared(update):
-                products[group] = products.get(group, 0.0) + self._product(name, array, self._sums[name])
-                if group == WEIGHTS and way_length:
-                    along += self._product_with_way(name, array)
+            products, along_way = self._multiply(update, has_way=way_length > 0)
             for group, product in products.items():
                 norm = self.norms[group][update.client]
-                cosine = _cosine_to_rest(product, norm, self._share(group, update.client), totals[group])
+                share = self._share(group, update.client)
+                cosine = _cosine_to_rest(product, norm, share, squared_sums[group])
                 if cosine is None:
                     continue
-                along_way = along / (norm * way_length) if group == WEIGHTS and way_length else None
-                result.setdefault(group, {})[update.client] = Direction(cosine, along_way)
-        return result
+                direction = Direction(cosine)
+                if group == WEIGHTS and way_length:
+                    direction = Direction(cosine, along_way / (norm * way_length))
+                directions.setdefault(group, {})[update.client] = direction
+        return directions
+
+    def _multiply(self, update: Update, *, has_way: bool) -> tuple[dict[str, float], float]:
+        """Return the inner products of an update's changes with the sums by group, and with the way of the run.
+
+        ``has_way``: whether the second one is computed; it is 0 otherwise.
+        """
+        products: dict[str, float] = {}
+        along_way = 0.0
+        for group, name, array in self._compared(update):
+            products[group] = products.get(group, 0.0) + self._product(name, array, self._sums[name])
+            if group == WEIGHTS and has_way:
+                along_way += self._product_with_way(name, array)
+        return products, along_way
 
     def _compared(self, update: Update) -> Iterator[tuple[str, str, np.ndarray]]:
-        """Group, name and array of the tensors whose direction is compared, of an update of finite norms."""
+        """Yield group, name and array of the tensors whose direction is compared, of groups with a finite norm."""
         for name, array in update.tensors.items():
             group = extra_group(name, self.extras)
             if name in self.received and is_learned(name, array):
@@ -143,25 +175,26 @@ class Comparison:
                 yield group, name, array
 
     def _share(self, group: str, client: str) -> float:
-        """The factor that shortens a client's change to the median length."""
+        """Return the factor that shortens a client's change to the median length; 1 where it is no longer."""
         norm = self.norms[group][client]
         middle = median(self.norms[group].values())
         return 1.0 if norm <= middle else middle / norm
 
     def _add(self, name: str, array: np.ndarray, share: float) -> None:
+        """Add the change of a tensor to the sum of the changes, shortened by a factor."""
         total = self._sums.setdefault(name, np.zeros(array.size, np.float32))
         for begin, change in self._blocks(name, array):
             total[begin : begin + BLOCK] += share * change
 
     def _product(self, name: str, array: np.ndarray, other: np.ndarray) -> float:
-        """Inner product of the change of a tensor with another array (n,)."""
-        products = [
-            change @ other[begin : begin + BLOCK].astype(np.float64) for begin, change in self._blocks(name, array)
-        ]
-        return float(sum(products))
+        """Return the inner product of the change of a tensor with another array (n,)."""
+        total = 0.0
+        for begin, change in self._blocks(name, array):
+            total += float(change @ other[begin : begin + BLOCK].astype(np.float64))
+        return total
 
     def _product_with_way(self, name: str, array: np.ndarray) -> float:
-        """Inner product of the change of a tensor with what the run has changed it by."""
+        """Return the inner product of the change of a tensor with what the run has changed it by since its start."""
         if self.start is None or name not in self.start:
             return 0.0
         now = self.received[name].reshape(-1)
@@ -173,13 +206,14 @@ class Comparison:
         return total
 
     def _length_of_way(self) -> float:
-        """Norm of what the run has changed the weights by; 0 where that is not known."""
+        """Return the norm of what the run has changed the weights by; 0 where that is not known."""
         if self.start is None:
             return 0.0
         total = 0.0
         for name, array in self.received.items():
-            if name in self.start and is_learned(name, array):
-                total += sum(float(part @ part) for _, part in _differences(array, self.start[name]))
+            if name not in self.start or not is_learned(name, array):
+                continue
+            total += sum(float(part @ part) for _, part in _differences(array, self.start[name]))
         return float(np.sqrt(total))
 
     def _squared_sums(self) -> dict[str, float]:
@@ -192,12 +226,13 @@ class Comparison:
         return totals
 
     def _blocks(self, name: str, array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Begin and values (float64) of the blocks of a change; extra arrays are compared as they are."""
-        return _differences(array, None if name.startswith("extra.") else self.received[name])
+        """Yield begin and values (float64) of the blocks of a change; extra arrays are compared as they are."""
+        origin = None if is_extra(name) else self.received[name]
+        return _differences(array, origin)
 
 
 def _differences(array: np.ndarray, origin: np.ndarray | None) -> Iterator[tuple[int, np.ndarray]]:
-    """Begin and values (float64) of the blocks of array - origin; of the array itself without an origin."""
+    """Yield begin and values (float64) of the blocks of array - origin; of the array itself without an origin."""
     flat = array.reshape(-1)
     before = None if origin is None else origin.reshape(-1)
     for begin in range(0, flat.size, BLOCK):
@@ -208,21 +243,26 @@ def _differences(array: np.ndarray, origin: np.ndarray | None) -> Iterator[tuple
 
 
 def _cosine_to_rest(product: float, norm: float, share: float, total: float) -> float | None:
-    """The cosine of a change to the sum of the others', from its product with the sum of all; None where one is 0.
+    """Return the cosine of a change to the sum of the others' changes; None where either is 0, or not finite.
 
-    ``share``: the factor that it is in that sum with, whose squared norm is ``total``.
+    Args:
+        product: Inner product of the change with the sum of all.
+        norm: Norm of the change.
+        share: The factor that the change is in that sum with.
+        total: Squared norm of that sum.
     """
+    # The change itself is taken out of product and sum, so that no third reading of the updates is needed.
     rest_product = product - share * norm**2
     rest_square = total - 2 * share * product + (share * norm) ** 2
     # What is left of a sum that cancels out is rounding, in float32.
-    is_nothing = not norm > 0 or not rest_square > 1e-10 * total
-    if is_nothing or not np.isfinite(rest_product):
+    has_rest = rest_square > ROUNDING_OF_SUM * total
+    if not norm > 0 or not has_rest or not np.isfinite(rest_product):
         return None
     return rest_product / (norm * float(np.sqrt(rest_square)))
 
 
 def outliers(directions: Mapping[str, Direction]) -> frozenset[str]:
-    """Agents whose changes of the weights point against the others' as hardly any other's does."""
+    """Return the agents whose changes of the weights point against the others' as hardly any other's does."""
     if not directions:
         return frozenset()
     typical = median(direction.to_others for direction in directions.values())

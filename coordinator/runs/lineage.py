@@ -24,24 +24,32 @@ def lineage_of(
     encoder_sha256: str,
     reports: Mapping[str, tuple[float | None, int]] | None = None,
 ) -> Lineage:
-    """The lineage of a run's encoder after its last closed round.
+    """Return the lineage of a run's encoder after its last closed round.
 
     ``partition_sha256`` is the hash of the sorted pairs of agent and sample count of all updates in the journal.
-    ``reports``: agent -> acc.personal with this encoder, and held-out samples behind it; default: those in the journal.
-    They count for agents whose updates were accepted; without any, what these measured in the last round does.
+
+    Args:
+        state: The state folder.
+        run: Name of the run.
+        request: What it was requested with.
+        encoder_sha256: Hash of the encoder.
+        reports: Agent -> acc.personal with this encoder, and held-out samples behind it; default: those in the
+            journal. They count for agents whose updates were accepted; without any, what these measured in the last
+            round does.
     """
     entries = state.journal.entries(run, ("update_accepted", "warm_started", "release_reported"))
-    updates = [entry for entry in entries if entry.kind == "update_accepted" and entry.agent is not None]
-    samples: dict[str | None, float | None] = {}
-    last: dict[str | None, float | None] = {}
     number = replay(state.journal, run).round
-    for entry in updates:
-        if not isinstance(entry.fact, UpdateAccepted):
+    # Step 1: who has trained, on how many samples, and what these agents measured in the last round.
+    samples: dict[str, float | None] = {}
+    accuracies_in_round: dict[str, float | None] = {}
+    for entry in entries:
+        if not isinstance(entry.fact, UpdateAccepted) or entry.agent is None:
             continue
         samples[entry.agent] = entry.fact.samples
         if entry.round == number:
-            last[entry.agent] = entry.fact.metrics.get("acc.personal")
-    warm = facts_of(entries, WarmStarted)
+            accuracies_in_round[entry.agent] = entry.fact.metrics.get("acc.personal")
+    warm_starts = facts_of(entries, WarmStarted)
+    # Step 2: what they measured with the final encoder.
     if reports is None:
         reports = {}
         for entry in entries:
@@ -49,7 +57,7 @@ def lineage_of(
                 acc = entry.fact.acc or {}
                 reports[entry.agent] = acc.get("personal"), entry.fact.support or 0
     at_end = [(acc, support) for agent, (acc, support) in reports.items() if agent in samples and acc is not None]
-    in_round = [(share, 0) for share in last.values() if share is not None]
+    in_round = [(acc, 0) for acc in accuracies_in_round.values() if acc is not None]
     older = released_to_all(state.journal, "stable")
     return Lineage(
         run=run,
@@ -59,7 +67,7 @@ def lineage_of(
         partition_sha256=hashlib.sha256(json.dumps(sorted(samples.items())).encode()).hexdigest(),
         encoder_sha256=encoder_sha256,
         weights_sha256=None if request.weights is None else request.weights.sha256,
-        warm_start_sha256=warm[-1].encoder_sha256 if warm else None,
+        warm_start_sha256=warm_starts[-1].encoder_sha256 if warm_starts else None,
         parent=None if older is None else older.bundle_id,
         scores=Scores.of(at_end or in_round),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 from types import MappingProxyType
@@ -25,14 +25,20 @@ QUANTILE = 0.8
 LATE_FACTOR = 4.0
 """An agent without an update when its round closed is taken to need this many times as long as the round was."""
 
-GRACE_FACTOR, GRACE_LEAST_S = 1.5, 1.0
-"""After the quorum an agent is waited for until this many times its expected time, or so many seconds beyond it."""
+GRACE_FACTOR = 1.5
+"""After the quorum an agent is waited for until this many times its expected time; see `GRACE_LEAST_S`."""
+
+GRACE_LEAST_S = 1.0
+"""After the quorum an agent is waited for at least so many seconds beyond its expected time."""
 
 DEADLINE_FACTOR = 3.0
 """Before the quorum, where half of the cohort has delivered."""
 
-SLOW_FACTOR, SLOW_LEAST_S = 2.0, 1.0
-"""A slow agent is expected to take this many times the median of the cohort, and so many seconds more."""
+SLOW_FACTOR = 2.0
+"""A slow agent is expected to take more than this many times the median of the cohort; see `SLOW_LEAST_S`."""
+
+SLOW_LEAST_S = 1.0
+"""A slow agent is expected to take so many seconds more than the median of the cohort, too."""
 
 LATE_ANYWAY = 2
 """Rounds in a row that closed without an agent although it had less to do: later rounds do not wait for it."""
@@ -46,7 +52,11 @@ Times = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class _Time:
+    """How long an agent took in one round."""
+
     seconds: float
+    """From its task to its update, or to the end of the round that closed without it."""
+
     whole_s: float
     """Seconds for all of the work."""
 
@@ -70,59 +80,71 @@ class Pace:
 
     @classmethod
     def replay(cls, journal: Journal, run: str) -> Pace:
-        """After the last closed round of ``run``."""
-        result = cls()
+        """Return the pace of the agents after the last closed round of ``run``."""
+        pace = cls()
         for fact in facts_of(journal.entries(run, ("round_closed",)), RoundClosed):
-            result.closed(fact.times, fact.boots)
-        return result
+            pace.closed(fact.times, fact.boots)
+        return pace
 
     def closed(self, times: Times, boots: Mapping[str, str] = MappingProxyType({})) -> None:
-        """A round has closed. That an agent was late is forgotten when it is known how long it takes.
+        """Note the times of a closed round. That an agent was late is forgotten once it is known how long it takes.
 
         ``boots``: the start of each agent that was late.
         """
         for agent, (seconds, work, late) in times.items():
-            known = self._times.setdefault(agent, deque(maxlen=HISTORY))
+            times_of_agent = self._times.setdefault(agent, deque(maxlen=HISTORY))
             if late:
                 boot = boots.get(agent, "")
                 self.asked(agent, boot)  # a replay does not know when it was asked
                 self._late_boots[agent] = boot
-                known.append(_Time(seconds, LATE_FACTOR * seconds / work, work, is_late=True))
+                times_of_agent.append(_Time(seconds, LATE_FACTOR * seconds / work, work, is_late=True))
             else:
                 self._forget_late(agent)
-                known.append(_Time(seconds, seconds / work, work, is_late=False))
+                times_of_agent.append(_Time(seconds, seconds / work, work, is_late=False))
             self._expect(agent)
 
     def asked(self, agent: str, boot: str) -> None:
-        """An agent is asked; if it was restarted since it was late, that is forgotten: it may have been repaired."""
+        """Note that an agent is asked. If it was restarted since it was late, that is forgotten: it may be repaired."""
         if boot and self._late_boots.get(agent, "") not in {"", boot}:
             self._forget_late(agent)
             self._expect(agent)
 
     def _forget_late(self, agent: str) -> None:
-        known = self._times[agent]
-        kept = [time for time in known if not time.is_late]
-        known.clear()
-        known.extend(kept)
+        """Remove the times of rounds that closed without the agent: they only say that it takes longer than that."""
+        times = self._times[agent]
+        delivered = [time for time in times if not time.is_late]
+        times.clear()
+        times.extend(delivered)
         self._late_boots.pop(agent, None)
 
     def _expect(self, agent: str) -> None:
-        known = self._times[agent]
-        if known:
-            seconds_of_any = _quantile([time.seconds for time in known if not time.is_late])
-            self._expected[agent] = _quantile([time.whole_s for time in known]), seconds_of_any
-        else:
+        """Compute anew what is expected of an agent."""
+        times = self._times[agent]
+        if not times:
             self._expected.pop(agent, None)
+            return
+        whole_s = _quantile([time.whole_s for time in times])
+        any_s = _quantile([time.seconds for time in times if not time.is_late])
+        self._expected[agent] = (whole_s, any_s)
 
     def expected_s(self, agent: str, work: float = 1.0) -> float | None:
-        """Seconds that ``work`` will take the agent, `QUANTILE` of its past times; None for one without a past."""
+        """Return the seconds that ``work`` will take the agent, by `QUANTILE` of its past; None without a past."""
         expected = self._expected.get(agent)
-        return None if expected is None else work * expected[0]
+        if expected is None:
+            return None
+        whole_s, _ = expected
+        return work * whole_s
 
     def wait_s(self, agent: str, work: float) -> float | None:
-        """As `expected_s`, and no less than it took before: on a slow link less work hardly takes less time."""
+        """Return how long to wait for ``work`` of the agent, in seconds; None for one without a past.
+
+        That is `expected_s`, and no less than the agent took before: on a slow link less work hardly takes less time.
+        """
         expected = self._expected.get(agent)
-        return None if expected is None else max(work * expected[0], expected[1])
+        if expected is None:
+            return None
+        whole_s, any_s = expected
+        return max(work * whole_s, any_s)
 
     def work(self, cohort: Iterable[str]) -> dict[str, float]:
         """Slow agent -> the share of local training that it can do in the median time of the cohort.
@@ -130,72 +152,107 @@ class Pace:
         Only of agents that rounds have closed without: one that was restarted and still delivered in time does all of
         its work, so that a run has the same bits as an undisturbed one.
         """
-        expected = {agent: s for agent in cohort if (s := self.expected_s(agent)) is not None}
+        expected: dict[str, float] = {}
+        for agent in cohort:
+            seconds = self.expected_s(agent)
+            if seconds is not None:
+                expected[agent] = seconds
         if not expected:
             return {}
-        usual = median_low(expected.values())
-        return {
-            agent: max(LEAST_WORK, float(f"{usual / seconds:.3g}"))
-            for agent, seconds in expected.items()
-            if seconds > SLOW_FACTOR * usual
-            and seconds > usual + SLOW_LEAST_S
-            and any(time.is_late or time.whole_s > time.seconds for time in self._times[agent])
-        }
+        usual_s = median_low(expected.values())
+        shares: dict[str, float] = {}
+        for agent, seconds in expected.items():
+            # Twice as slow is slow; of rounds of seconds, a second more is nothing that others wait for.
+            is_slow = seconds > SLOW_FACTOR * usual_s and seconds > usual_s + SLOW_LEAST_S
+            if is_slow and self._was_ever_late(agent):
+                # Three digits, as the share is journaled and sent.
+                shares[agent] = max(LEAST_WORK, float(f"{usual_s / seconds:.3g}"))
+        return shares
+
+    def _was_ever_late(self, agent: str) -> bool:
+        """Return whether a round closed without the agent, or asked it for less work because an earlier one had."""
+        return any(time.is_late or time.whole_s > time.seconds for time in self._times[agent])
 
     def stretch(self, took: Mapping[str, float], work: Mapping[str, float]) -> float:
-        """How many times as long as expected those who delivered took, in the median; at least 1."""
-        expected = {agent: self.expected_s(agent, work.get(agent, 1.0)) for agent in took}
-        ratios = [took[agent] / seconds for agent, seconds in expected.items() if seconds]
-        return max(1.0, median_low(ratios)) if ratios else 1.0
+        """Return how many times as long as expected those who delivered took, in the median; at least 1."""
+        ratios: list[float] = []
+        for agent, seconds in took.items():
+            expected_s = self.expected_s(agent, work.get(agent, 1.0))
+            if expected_s:
+                ratios.append(seconds / expected_s)
+        if not ratios:
+            return 1.0
+        return max(1.0, median_low(ratios))
 
     def grace_until(self, asked: Mapping[str, float], work: Mapping[str, float], stretch: float, until: float) -> float:
-        """Until when to wait for these agents after the quorum; ``asked``: when each was. At most ``until``.
+        """Return until when to wait for these agents after the quorum.
 
-        An agent without a past is waited for until then. Not waited for at all is one that is not expected before that,
-        or that came too late with less work in the last `LATE_ANYWAY` rounds: its link is the cause.
+        An agent without a past is waited for until the end. Not waited for at all is one that is not expected before
+        that, or that came too late with less work in the last `LATE_ANYWAY` rounds: its link is the cause.
+
+        Args:
+            asked: Agent -> when it was asked.
+            work: Agent -> its share of local training, of those that do not do all of it.
+            stretch: `stretch` of the round.
+            until: The end of the grace period, which is not exceeded.
         """
-        result = -math.inf
-        for agent, at in asked.items():
+        latest = -math.inf
+        for agent, asked_at in asked.items():
             share = work.get(agent, 1.0)
-            expected = self.expected_s(agent, share)
+            expected_s = self.expected_s(agent, share)
             wait_s = self.wait_s(agent, share)
-            if expected is None or wait_s is None:
+            if expected_s is None or wait_s is None:
                 return until
-            if at + stretch * expected <= until and not self._is_late_anyway(agent):
-                result = max(result, at + stretch * max(GRACE_FACTOR * wait_s, wait_s + GRACE_LEAST_S))
-        return min(until, result)
+            is_expected = asked_at + stretch * expected_s <= until
+            if is_expected and not self._is_late_anyway(agent):
+                grace_s = stretch * max(GRACE_FACTOR * wait_s, wait_s + GRACE_LEAST_S)
+                latest = max(latest, asked_at + grace_s)
+        return min(until, latest)
 
     def _is_late_anyway(self, agent: str) -> bool:
+        """Return whether the last rounds closed without the agent although it had less to do."""
         last = list(self._times[agent])[-LATE_ANYWAY:]
         return len(last) == LATE_ANYWAY and all(time.is_late and time.work < 1 for time in last)
 
     def deadline(
         self, asked: Mapping[str, float], work: Mapping[str, float], stretch: float, least_s: float, until: float
     ) -> float:
-        """The deadline of these agents: at least ``least_s`` after each was asked, at most ``until``."""
-        result = -math.inf
-        for agent, at in asked.items():
-            expected = self.wait_s(agent, work.get(agent, 1.0))
-            if expected is None:
+        """Return the deadline of these agents: at least ``least_s`` after each was asked, at most ``until``.
+
+        The other arguments are those of `grace_until`.
+        """
+        latest = -math.inf
+        for agent, asked_at in asked.items():
+            wait_s = self.wait_s(agent, work.get(agent, 1.0))
+            if wait_s is None:
                 return until
-            result = max(result, at + max(least_s, DEADLINE_FACTOR * stretch * expected))
-        return min(until, result)
+            latest = max(latest, asked_at + max(least_s, DEADLINE_FACTOR * stretch * wait_s))
+        return min(until, latest)
 
 
 def _quantile(times: list[float]) -> float:
-    return sorted(times)[math.ceil(QUANTILE * len(times)) - 1] if times else 0.0
+    """Return `QUANTILE` of these times; 0 where there are none."""
+    if not times:
+        return 0.0
+    return sorted(times)[math.ceil(QUANTILE * len(times)) - 1]
 
 
 def slowed(times: Times) -> frozenset[str]:
-    """Agents that were late in a round and will be asked for less work in the next one."""
+    """Return the agents that were late in a round and will be asked for less work in the next one."""
     return frozenset(agent for agent, (_, work, late) in times.items() if late and work > LEAST_WORK)
 
 
 def times_of(took: Mapping[str, float], late: Mapping[str, float], work: Mapping[str, float]) -> dict[str, list[float]]:
-    """The `Times` of a closed round: seconds of those who delivered, and of the others since they were asked."""
-    both: Collection[tuple[Mapping[str, float], int]] = ((took, 0), (late, 1))
-    return {
-        agent: [round(seconds, 3), work.get(agent, 1.0), is_late]
-        for times, is_late in both
-        for agent, seconds in sorted(times.items())
-    }
+    """Return the `Times` of a closed round.
+
+    Args:
+        took: Agent -> seconds from its task to its update.
+        late: Agent -> seconds since its task, of those that the round closed without.
+        work: Agent -> its share of local training, of those that did not do all of it.
+    """
+    times: dict[str, list[float]] = {}
+    for agent, seconds in sorted(took.items()):
+        times[agent] = [round(seconds, 3), work.get(agent, 1.0), 0]
+    for agent, seconds in sorted(late.items()):
+        times[agent] = [round(seconds, 3), work.get(agent, 1.0), 1]
+    return times

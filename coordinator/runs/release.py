@@ -37,6 +37,8 @@ from .lineage import lineage_of
 log = logging.getLogger(__name__)
 
 EXPORT_LIMIT_S = 900.0
+"""How long the compute process may take to export and check a bundle."""
+
 RELEASE_DEADLINE_S = 180.0
 """How long a run waits for head-tier devices to refit their heads; later ones get the release when they connect."""
 
@@ -73,8 +75,9 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
     config = run.context.config
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.hwb"
-    lineage = _lineage(run) if purpose == "release" else None  # that of one round is removed after it
-    asked = {
+    # A bundle of one round is removed after it: nobody asks where it came from.
+    lineage = _lineage(run) if purpose == "release" else None
+    arguments = {
         **run.model_for_compute(),
         "export": config.export.model_dump(mode="json"),
         "hosted": [client.model_dump(mode="json") for client in config.hosted],
@@ -82,15 +85,18 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
         "purpose": purpose,
         "lineage": lineage,
     }
-    what = "the encoder is being exported and checked"
+    # Step 1: export and check in the compute process. Whatever it raises there costs the bundle, not the run, but for
+    # errors of files, after which the run is tried again.
+    activity = "the encoder is being exported and checked"
     try:
-        exported = yield from run.context.ask("export_bundle", asked, what, EXPORT_LIMIT_S)
+        exported = yield from run.context.ask("export_bundle", arguments, activity, EXPORT_LIMIT_S)
     except RunFailed as error:  # no process could do it
         raise ExportRejected(f"export failed: {error}") from error
     except (HeadwaterError, OSError):
         raise
     except Exception as error:
         raise ExportRejected(f"export failed: {error!r}") from error
+    # Step 2: sign first, as that changes the file; then put it where devices get it from, by its hash.
     is_signed = sign(path, run.context.state.path, purpose) is not None
     digest = run.context.state.blobs.put(read_regular(path))
     fact = BundleExported(path=str(path), bytes=path.stat().st_size, **exported)
@@ -103,12 +109,14 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
 
 
 def sign(path: Path, state: Path, purpose: Purpose = "release") -> int | None:
-    """Sign a bundle with the release key of a state folder; returns the version of its release.
+    """Sign a bundle with the release key of a state folder.
 
-    None, and a warning, where the federation has release keys and people sign, or the key here is none of them; None
-    where it has none.
+    Returns:
+        The version of its release. None where the federation has no release keys; None, and a warning, where it has
+        some and people sign, or the key here is none of them.
     """
-    if not (keys := ReleaseKeys(state)).exist:
+    keys = ReleaseKeys(state)
+    if not keys.exist:
         return None
     try:
         if not keys.online_key.exists():
@@ -126,16 +134,19 @@ def sign(path: Path, state: Path, purpose: Purpose = "release") -> int | None:
 
 
 def _lineage(run: Run) -> dict[str, Any]:
-    said = {
-        agent: (report.acc_personal, report.support)
-        for agent, report in run.reports.reports.items()
-        if not report.about and report.samples and report.acc_personal is not None
-    }
-    return lineage_of(run.context.state, run.id, run.request, encoder_sha256(run), said).model_dump(mode="json")
+    """Return where the encoder of a run comes from, as JSON for the bundle's manifest."""
+    accuracies: dict[str, tuple[float, int]] = {}
+    for agent, report in run.reports.reports.items():
+        # A report about a bundle says how its release does, not what came of the training.
+        is_of_training = report.samples and not report.about
+        if is_of_training and report.acc_personal is not None:
+            accuracies[agent] = (report.acc_personal, report.support)
+    lineage = lineage_of(run.context.state, run.id, run.request, encoder_sha256(run), accuracies)
+    return lineage.model_dump(mode="json")
 
 
 def freeze(run: Run) -> Generator[Waiting, None, Outgoing]:
-    """The current encoder as a blob on disk, for one round; the next round replaces it."""
+    """Export the current encoder as a blob on disk, for one round (the generator's value); the next one replaces it."""
     frozen = yield from export_bundle(run, "round", "round")
     return Outgoing.open(run.context.state.blobs.path(frozen.digest), frozen.digest)
 
@@ -145,9 +156,9 @@ def release(run: Run, released: Released, number: int) -> Steps:
     context = run.context
     run.reports.pop(context.roster.present("head"))
     run.reports.expect(released.bundle_id)
-    asked = context.releases.make(run.id, number, released.digest, released.fact)
-    ask = functools.partial(context.releases.offer, anyway=True)
-    yield from run.reports.collect(asked, ask, RELEASE_DEADLINE_S)
+    devices = context.releases.make(run.id, number, released.digest, released.fact)
+    offer = functools.partial(context.releases.offer, anyway=True)
+    yield from run.reports.collect(devices, offer, RELEASE_DEADLINE_S)
 
 
 def release_during_run(run: Run, number: int) -> Steps:
@@ -173,9 +184,9 @@ def release_during_run(run: Run, number: int) -> Steps:
 
 
 def release_record(number: int, released: Released, reports: dict[str, Report]) -> dict[str, Any]:
-    """A release's line in ``metrics.jsonl``; ``mean`` is that of acc.personal over the devices that report it."""
+    """Return a release's line in ``metrics.jsonl``; ``mean``: that of acc.personal over the devices that report it."""
     acc = {agent: report.acc_personal for agent, report in sorted(reports.items()) if report.samples}
-    known = [value for value in acc.values() if value is not None]
+    values = [value for value in acc.values() if value is not None]
     return {
         "kind": "release",
         "round": number,
@@ -183,61 +194,66 @@ def release_record(number: int, released: Released, reports: dict[str, Report]) 
         "bytes": released.fact.bytes,
         "acc": {"personal": acc},
         "rolled_back": sorted(agent for agent, report in reports.items() if report.rolled_back),
-        "mean": round(sum(known) / len(known), 6) if known else None,
+        "mean": round(sum(values) / len(values), 6) if values else None,
     }
 
 
 def stop_reason(records: Iterable[Mapping[str, Any]], patience: int) -> str:
-    """Why a run should stop, given its metrics so far; empty while it should continue.
+    """Say why a run should stop, given its metrics so far; empty while it should continue.
 
     It stops when the last ``patience`` releases (0: never) brought no better mean acc.personal on head-tier devices
     than the best release before them.
     """
-    means = [
-        (line["round"], line["mean"]) for line in records if line["kind"] == "release" and line["mean"] is not None
-    ]
-    if not patience or len(means) <= patience:
+    releases = [line for line in records if line["kind"] == "release" and line["mean"] is not None]
+    if not patience or len(releases) <= patience:
         return ""
-    best_round, best = max(means[:-patience], key=lambda pair: pair[1])
-    latest = max(mean for _, mean in means[-patience:])
-    if latest > best:
+    best = max(releases[:-patience], key=lambda line: float(line["mean"]))
+    latest_mean = max(line["mean"] for line in releases[-patience:])
+    if latest_mean > best["mean"]:
         return ""
     return (
-        f"head-tier devices got acc.personal {best:.3f} from round {best_round} and at most {latest:.3f} "
-        f"from {patience} releases since"
+        f"head-tier devices got acc.personal {best['mean']:.3f} from round {best['round']} and at most "
+        f"{latest_mean:.3f} from {patience} releases since"
     )
 
 
 def encoder_of(run: Run) -> Tensors:
-    """The tensors of the shared encoder, with pooled batch norm where it has no other."""
-    return {n: array for n, array in {**run.state, **run.pooled}.items() if n.startswith("encoder.")}
+    """Return the tensors of the shared encoder, with pooled batch norm where it has no other."""
+    tensors = {**run.state, **run.pooled}
+    return {name: array for name, array in tensors.items() if name.startswith("encoder.")}
 
 
 def encoder_sha256(run: Run) -> str:
-    """Hash of the shared encoder's tensors, the same on every machine for the same bits; empty without any."""
+    """Return the hash of the shared encoder's tensors; the same bits give the same one. Empty without an encoder."""
     return sha256_of_encoder(encoder_of(run))
 
 
 def sha256_of_encoder(tensors: Tensors) -> str:
-    """`encoder_sha256` of a state, of which only the encoder's tensors count."""
+    """Return `encoder_sha256` of a state, of which only the encoder's tensors count."""
     encoder = {name: array for name, array in tensors.items() if name.startswith("encoder.")}
-    return hashlib.sha256(encode(encoder)).hexdigest() if encoder else ""
+    if not encoder:
+        return ""
+    return hashlib.sha256(encode(encoder)).hexdigest()
 
 
 def with_pooled_norm(
     run: Run, number: int, norm: Mapping[str, Spec], agents: tuple[str, ...], collect: Callable[[Collection], Steps]
 ) -> Generator[Waiting, None, Run]:
-    """The run with batch norm of one common encoder after round ``number`` in ``pooled`` (the generator's value).
+    """Return the run with batch norm of one common encoder after round ``number`` (the generator's value).
 
     ``norm``: the encoder's batch norm tensors that stay on devices. ``pooled`` is empty where there are none, no agent
     sends any, or the configuration turns this off. It changes neither the run's state nor the devices' own models.
     """
     state = run.context.state
     config = run.context.config
-    if not norm or not config.export.pool_norm or config.privacy.secure_sum:  # it would see each device's
+    # In a run with secure sums the coordinator would see the statistics of each device.
+    is_wanted = config.export.pool_norm and not config.privacy.secure_sum
+    if not norm or not is_wanted:
         return replace(run, pooled={})
-    if known := pooled_before(state, run.id, number):
-        return replace(run, pooled=known)
+    # A run that was killed after they were collected does not ask for them again.
+    collected = pooled_before(state, run.id, number)
+    if collected:
+        return replace(run, pooled=collected)
     collection = Collection(run.id, number, agents, norm, purpose="batch_norm_stats")
     yield from collect(collection)
     log.info("norm_pooled run=%s agents=%d of=%d", run.id, len(collection.accepted), len(agents))
@@ -252,7 +268,7 @@ def with_pooled_norm(
 
 
 def pooled_before(state: StateFolder, run: str, number: int) -> Tensors:
-    """The pooled tensors after a round of a run; empty when there are none."""
+    """Return the pooled tensors after a round of a run; empty when there are none."""
     for entry in state.journal.entries(run, ("norm_pooled",), round=number):
         if entry.digest is not None and entry.digest in state.blobs:
             return decode(state.blobs.read(entry.digest))
@@ -262,7 +278,7 @@ def pooled_before(state: StateFolder, run: str, number: int) -> Tensors:
 def with_client_ranges(
     run: Run, number: int, agents: tuple[str, ...], collect: Callable[[Collection], Steps]
 ) -> Generator[Waiting, None, Run]:
-    """The run with the activation ranges of its clients after round ``number`` (the generator's value).
+    """Return the run with the activation ranges of its clients after round ``number`` (the generator's value).
 
     They are those of the encoder that is exported, and empty where the configuration asks for none, there is no such
     encoder, or no agent sends any.
@@ -272,11 +288,13 @@ def with_client_ranges(
     run = replace(run, client_ranges={})
     if not export.client_ranges or not export.int8 or "encoder" not in run.method.shared:
         return run
-    if known := ranges_before(state, run.id, number):
-        return replace(run, client_ranges=known)
-    what = "the steps of the encoder are being counted"
+    # A run that was killed after they were collected does not ask for them again.
+    collected = ranges_before(state, run.id, number)
+    if collected:
+        return replace(run, client_ranges=collected)
+    activity = "the steps of the encoder are being counted"
     try:
-        counted = yield from run.context.ask("count_steps", run.model_for_compute(), what, EXPORT_LIMIT_S)
+        counted = yield from run.context.ask("count_steps", run.model_for_compute(), activity, EXPORT_LIMIT_S)
     except ExportRejected:  # which the export itself reports
         return run
     specs = {"ranges": Spec(np.dtype(np.float32), (counted["steps"], 2))}
@@ -294,14 +312,16 @@ def with_client_ranges(
 
 
 def ranges_objection(tensors: Tensors) -> str:
-    """Why ranges cannot be those of activations; empty when they can. What is merely wrong is outvoted later."""
+    """Say why ranges cannot be those of activations; empty when they can. What is merely wrong is outvoted later."""
     low, high = tensors["ranges"].T
-    wrong = int((low > high).sum())
-    return f"{wrong} of {len(low)} activation ranges end before they begin" if wrong else ""
+    inverted = int((low > high).sum())
+    if not inverted:
+        return ""
+    return f"{inverted} of {len(low)} activation ranges end before they begin"
 
 
 def ranges_before(state: StateFolder, run: str, number: int) -> Tensors:
-    """The activation ranges of clients after a round of a run; empty when there are none."""
+    """Return the activation ranges of clients after a round of a run; empty when there are none."""
     for entry in state.journal.entries(run, ("ranges_collected",), round=number):
         if entry.digest is not None and entry.digest in state.blobs:
             return decode(state.blobs.read(entry.digest))

@@ -54,5 +54,5 @@ def after_round(before: Mapping[str, int], of_round: Mapping[str, int], members:
         members: The agents whose updates were aggregated.
     """
     delivered = frozenset(members)
-    kept = {agent: count for agent, count in before.items() if agent not in delivered}
-    return dict(sorted({**kept, **of_round}.items()))
+    absent = {agent: count for agent, count in before.items() if agent not in delivered}
+    return dict(sorted({**absent, **of_round}.items()))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypedDict
 
 from ..journal.entries import ProxyEvaluated, ProxyFailed, RunRequested, WarmStarted
 from ..journal.sqlite import Journal
@@ -41,58 +41,97 @@ PERSONAL_METHODS = ("fedper", "fedrep", "fedavg_ft")
 SHOWN_CLIENTS = 10
 """Clients below their local baseline that get a line each in text and log; the result has all of them."""
 
+BELOW_LOCAL = "below_local"
+"""The ``kind`` of a warning about a client that is better off alone."""
 
-Warned = dict[str, Any]
-"""One warning: ``kind``, the ``clients`` it is about, and ``message`` for people."""
+
+class Warned(TypedDict):
+    """One warning about a run's result, as the summary has it."""
+
+    kind: str
+    clients: list[str]
+    """The clients that it is about; empty where it is about the run."""
+
+    message: str
+    """For people."""
+
+
+class WarnedOfLeftOut(Warned):
+    """The warning about an agent that failed and was left out."""
+
+    without_reason: str
+    """The message without the reason, which other lines may have."""
 
 
 def warnings_of(
     agents: Sequence[Mapping[str, Any]], losses: Sequence[Mapping[str, float]], num_classes: int
 ) -> list[Warned]:
-    """All warnings about a finished run.
+    """Return all warnings that the figures of a finished run give.
 
-    ``agents``: a record for each client with ``id``, ``acc`` by scope, ``local_model`` and ``better_alone``,
-    ``support`` (held-out samples behind them) and ``one_class``. ``losses``: client -> training loss, for each round in
-    order.
+    Args:
+        agents: A record for each client with ``id``, ``acc`` by scope, ``local_model`` and ``better_alone``,
+            ``support`` (held-out samples behind them) and ``one_class``.
+        losses: Client -> training loss, for each round in order.
+        num_classes: Classes of the task.
     """
-    scored = [one for one in agents if one["acc"].get("personal") is not None and one["support"]]
-    return [*_collapsed(scored), *_below_local(scored), *_exploded(losses, num_classes), *_one_class(agents)]
+    scored = [agent for agent in agents if agent["acc"].get("personal") is not None and agent["support"]]
+    return [
+        *_warn_of_collapse(scored),
+        *_warn_below_local(scored),
+        *_warn_of_exploded_loss(losses, num_classes),
+        *_warn_of_one_class(agents),
+    ]
 
 
 def absent_of(
     records: Sequence[Mapping[str, Any]], rounds: int, offline: Callable[[str], bool], failing: Mapping[str, str]
 ) -> Iterator[Warned]:
-    """A warning for each agent that took part in a run and was offline at its end, or failed and was left out.
+    """Yield a warning for each agent that took part in a run and was offline at its end, or failed and was left out.
 
-    ``records``: the figures of the closed rounds in order. ``failing``: agent -> why it delivers no more.
+    Args:
+        records: The figures of the closed rounds in order.
+        rounds: How many rounds the run has.
+        offline: Whether an agent is offline.
+        failing: Agent -> why it delivers no more.
     """
+    # Step 1: the last round that each agent was asked in, and the last one that has its update.
     heard = dict[str, int]()
     delivered = dict[str, int]()
     for record in records:
-        asked = (*record["agents"], *record["missing"], *(one["agent"] for one in record["rejected"]))
-        heard.update(dict.fromkeys(asked, record["round"]))
-        delivered.update(dict.fromkeys(record["agents"], record["round"]))
+        rejected = [rejection["agent"] for rejection in record["rejected"]]
+        for agent in (*record["agents"], *record["missing"], *rejected):
+            heard[agent] = record["round"]
+        for agent in record["agents"]:
+            delivered[agent] = record["round"]
+    # Step 2: a warning for those that are away now.
     for agent, number in sorted(heard.items()):
-        last = f"its last update is of round {delivered[agent]}" if agent in delivered else "it delivered no update"
+        last = "it delivered no update"
+        if agent in delivered:
+            last = f"its last update is of round {delivered[agent]}"
         if offline(agent):
             message = f"agent '{agent}' went offline during the run, last heard in round {number} of {rounds}; {last}"
             yield {"kind": "offline", "clients": [agent], "message": f"{message}, and its figures are missing here"}
         elif agent in failing:
             message = f"agent '{agent}' failed and was left out at the end, last asked in round {number} of {rounds}"
-            said = f"{message}; {last}"
-            reason = failing[agent]
-            yield {"kind": "left_out", "clients": [agent], "message": f"{said}: {reason}", "without_reason": said}
+            without_reason = f"{message}; {last}"
+            left_out: WarnedOfLeftOut = {
+                "kind": "left_out",
+                "clients": [agent],
+                "message": f"{without_reason}: {failing[agent]}",
+                "without_reason": without_reason,
+            }
+            yield left_out
 
 
 def bounded_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Agent -> the rounds whose aggregate has its update only in part or not at all, and what was done in the last."""
-    result: dict[str, dict[str, Any]] = {}
+    bounded: dict[str, dict[str, Any]] = {}
     for record in records:
         for agent, note in record.get("bounded", {}).items():
-            one = result.setdefault(agent, {"rounds": [], "last": ""})
-            one["rounds"].append(record["round"])
-            one["last"] = note
-    return dict(sorted(result.items()))
+            of_agent = bounded.setdefault(agent, {"rounds": [], "last": ""})
+            of_agent["rounds"].append(record["round"])
+            of_agent["last"] = note
+    return dict(sorted(bounded.items()))
 
 
 @dataclass(frozen=True)
@@ -121,11 +160,13 @@ class LastUpdates:
 
     @classmethod
     def from_records(cls, records: Sequence[Mapping[str, Any]]) -> LastUpdates:
-        """Count those of the last of the records of closed rounds."""
+        """Count the updates of the last one of these records of closed rounds."""
         if not records:
             return cls(round=0, accepted=0, expected=0, left_out=())
         record = records[-1]
-        reasons = {one["agent"]: str(one["reason"]) for one in (*record["left_out"], *record["rejected"])}
+        reasons: dict[str, str] = {}
+        for exclusion in (*record["left_out"], *record["rejected"]):
+            reasons[exclusion["agent"]] = str(exclusion["reason"])
         agents_by_reason: dict[str, list[str]] = {}
         for agent, reason in sorted(reasons.items()):
             agents_by_reason.setdefault(reason, []).append(agent)
@@ -138,13 +179,13 @@ class LastUpdates:
         )
 
     def summary(self) -> dict[str, Any]:
-        """What the summary of a run says of it, as JSON: ``updates``, and the `note` as ``incomplete``."""
-        left_out = [{"agents": [*one.agents], "reason": one.reason} for one in self.left_out]
+        """Return what the summary of a run says of its last round, as JSON: ``updates``, and ``incomplete``: `note`."""
+        left_out = [{"agents": [*group.agents], "reason": group.reason} for group in self.left_out]
         updates = {"round": self.round, "accepted": self.accepted, "expected": self.expected, "left_out": left_out}
         return {"updates": updates, "incomplete": self.note or None}
 
     def reason(self) -> dict[str, Any]:
-        """What the journal says of it at the end of a run: the `note` as ``reason``, which status and pages show."""
+        """Return what the journal says of the last round when a run ends: the `note`, which status and pages show."""
         return {"reason": self.note} if self.left_out else {}
 
     def log(self, run: str) -> None:
@@ -157,14 +198,15 @@ class LastUpdates:
         """How many updates the round lacks, with each reason once; empty where no agent was left out."""
         if not self.left_out:
             return ""
-        reasons = "; ".join(f"without {listed(one.agents)}: {one.reason}" for one in self.left_out)
+        reasons = "; ".join(f"without {listed(group.agents)}: {group.reason}" for group in self.left_out)
         return f"{self.accepted} of {counted(self.expected, 'update')} in round {self.round}, {reasons}"
 
 
 def restored_of(records: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
-    """A warning for each round that restored an earlier state."""
+    """Yield a warning for each round that restored an earlier state."""
     for record in records:
-        if restored := record.get("restored"):
+        restored = record.get("restored")
+        if restored:
             message = f"round {record['round']}: {reason_of_restoration(restored)}"
             yield {"kind": "restored", "clients": [], "message": message}
 
@@ -176,19 +218,38 @@ def lines(warnings: Sequence[Mapping[str, Any]], most_clients: int = SHOWN_CLIEN
         warnings: Those of a run.
         most_clients: Clients below their local baseline that get a line each; 0: one line names all of them.
     """
-    below = [one for one in warnings if one["kind"] == "below_local"]
+    below = [warning for warning in warnings if warning["kind"] == BELOW_LOCAL]
     if most_clients == 0 and len(below) > 1:
-        yield from (str(one["message"]) for one in warnings if one["kind"] != "below_local")
-        clients = [client for one in below for client in one["clients"]]
-        yield (
-            f"{len(clients)} clients are better off alone: acc.local is above acc.personal by more than noise "
-            f"({listed(clients)}); the result has their figures"
-        )
+        yield from _lines_with_one_for_below(warnings, below)
         return
-    unshown = {id(one) for one in below[max(1, most_clients) :]}
-    yield from (str(one["message"]) for one in warnings if id(one) not in unshown)
+    # One of them has a line in any case, so that a person sees what the others are about.
+    shown_below = max(1, most_clients)
+    below_count = 0
+    for warning in warnings:
+        if warning["kind"] == BELOW_LOCAL:
+            below_count += 1
+            if below_count > shown_below:
+                continue
+        yield str(warning["message"])
+    unshown = max(0, below_count - shown_below)
     if unshown:
-        yield f"{counted(len(unshown), 'more client')} below acc.local by more than noise; the result names all of them"
+        yield f"{counted(unshown, 'more client')} below acc.local by more than noise; the result names all of them"
+
+
+def _lines_with_one_for_below(
+    warnings: Sequence[Mapping[str, Any]], below: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Yield one line for each other warning, and one that names all clients below their local baseline."""
+    clients: list[str] = []
+    for warning in below:
+        clients += warning["clients"]
+    for warning in warnings:
+        if warning["kind"] != BELOW_LOCAL:
+            yield str(warning["message"])
+    yield (
+        f"{len(clients)} clients are better off alone: acc.local is above acc.personal by more than noise "
+        f"({listed(clients)}); the result has their figures"
+    )
 
 
 def next_steps(
@@ -205,76 +266,91 @@ def next_steps(
         losses: Client -> training loss, for each round in order.
         warnings: The warnings of the run; without one of a client that is better off alone there is nothing to try.
     """
-    if not any(warning["kind"] == "below_local" for warning in warnings):
+    is_any_better_alone = any(warning["kind"] == BELOW_LOCAL for warning in warnings)
+    if not is_any_better_alone:
         return []
-    result = []
+    steps = []
+    # A loss that still falls: the run was too short.
     means = [fmean(of_round.values()) for of_round in losses if of_round]
     if len(means) > LOSS_ROUNDS:
         before = means[-1 - LOSS_ROUNDS]
         if means[-1] < STILL_FALLING * before:
-            result.append(
+            steps.append(
                 f"more rounds (--rounds): the training loss still falls, from {before:.3g} to {means[-1]:.3g} in the "
                 f"last {LOSS_ROUNDS} rounds"
             )
+    # Few samples: each device has little to train an encoder with.
     samples = sorted(agent["samples"] for agent in agents if agent.get("samples"))
-    if samples and samples[len(samples) // 2] < FEW_SAMPLES:
-        result.append(
-            f"an encoder that is trained already (--weights): half of the devices have {samples[len(samples) // 2]} "
-            "samples or fewer"
-        )
+    if samples:
+        typical_samples = samples[len(samples) // 2]
+        if typical_samples < FEW_SAMPLES:
+            steps.append(
+                f"an encoder that is trained already (--weights): half of the devices have {typical_samples} "
+                "samples or fewer"
+            )
+    # In any case, a method with a larger personal part.
     others = [name for name in PERSONAL_METHODS if name != method]
-    result.append(f"a method that keeps more on the device (--method {' or '.join(others[:2])})")
-    return result
+    steps.append(f"a method that keeps more on the device (--method {' or '.join(others[:2])})")
+    return steps
 
 
 def spent(privacy: dict[str, Any]) -> str:
-    """What is spent of the privacy budget, as a line."""
-    epsilon, left, uncovered = (privacy.get(name) for name in ("epsilon", "epsilon_left", "rounds_without_noise"))
-    rest = "no limit is set" if left is None else f"{left:g} left"
+    """Return what is spent of the privacy budget, as a line; ``privacy``: JSON of the summary or the status."""
+    epsilon = privacy.get("epsilon")
+    left = privacy.get("epsilon_left")
+    uncovered = privacy.get("rounds_without_noise")
     used = "more spent than any epsilon bounds" if epsilon is None else f"epsilon {epsilon:g} spent"
-    beside = f"; {counted(uncovered, 'round')} without noise, which epsilon does not cover" if uncovered else ""
-    return f"differential privacy: {used}, {rest} (delta {privacy['delta']:g}){beside}"
+    rest = "no limit is set" if left is None else f"{left:g} left"
+    line = f"differential privacy: {used}, {rest} (delta {privacy['delta']:g})"
+    if uncovered:
+        return f"{line}; {counted(uncovered, 'round')} without noise, which epsilon does not cover"
+    return line
 
 
 def local_models(agents: Iterable[Mapping[str, Any]]) -> str:
-    """Which models ``acc.local`` is of, with the number of clients of each where they differ; empty: of none."""
-    counts = Counter(one["local_model"] for one in agents if one.get("local_model"))
+    """Return which models ``acc.local`` is of, with the number of clients of each where they differ; empty: of none."""
+    counts = Counter(agent["local_model"] for agent in agents if agent.get("local_model"))
     if len(counts) == 1:
         return str(next(iter(counts)))
     return ", ".join(f"{name} ({number} ×)" for name, number in counts.most_common())
 
 
-def _below_local(scored: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
-    for one in scored:
-        personal = one["acc"]["personal"]
-        local = one["acc"].get("local")
-        if local is not None and one.get("better_alone"):
-            message = (
-                f"client '{one['id']}' is better off alone: acc.local {local:.3f} ({one['local_model']}) is above "
-                f"acc.personal {personal:.3f} by more than noise (McNemar's test on "
-                f"{counted(one['support'], 'held-out sample')})"
-            )
-            yield {"kind": "below_local", "clients": [one["id"]], "message": message}
+def _warn_below_local(scored: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
+    """Yield a warning for each client that is better off alone."""
+    for agent in scored:
+        local = agent["acc"].get("local")
+        if local is None or not agent.get("better_alone"):
+            continue
+        message = (
+            f"client '{agent['id']}' is better off alone: acc.local {local:.3f} ({agent['local_model']}) is above "
+            f"acc.personal {agent['acc']['personal']:.3f} by more than noise (McNemar's test on "
+            f"{counted(agent['support'], 'held-out sample')})"
+        )
+        yield {"kind": BELOW_LOCAL, "clients": [agent["id"]], "message": message}
 
 
-def _collapsed(scored: Sequence[Mapping[str, Any]]) -> Iterator[Warned]:
+def _warn_of_collapse(scored: Sequence[Mapping[str, Any]]) -> Iterator[Warned]:
+    """Yield a warning where the worst tenth of the clients is far below the mean, by more than noise."""
     if len(scored) < 2:
         return
-    mean = fmean(one["acc"]["personal"] for one in scored)
-    ranked = sorted(scored, key=lambda one: (one["acc"]["personal"], -one["support"], one["id"]))
+    mean = fmean(agent["acc"]["personal"] for agent in scored)
+    ranked = sorted(scored, key=lambda agent: (agent["acc"]["personal"], -agent["support"], agent["id"]))
     worst = ranked[: worst_tenth(len(ranked))]
-    theirs = fmean(one["acc"]["personal"] for one in worst)
-    support = sum(one["support"] for one in worst)
-    if adjusted(theirs, support) + STANDARD_ERRORS * standard_error(theirs, support) < COLLAPSED * mean:
-        clients = [one["id"] for one in worst]
+    worst_mean = fmean(agent["acc"]["personal"] for agent in worst)
+    support = sum(agent["support"] for agent in worst)
+    # Even the upper end of what their few samples allow is far below the mean.
+    upper_end = adjusted(worst_mean, support) + STANDARD_ERRORS * standard_error(worst_mean, support)
+    if upper_end < COLLAPSED * mean:
+        clients = [agent["id"] for agent in worst]
         message = (
-            f"the worst tenth of the clients has collapsed: acc.personal {theirs:.3f} ({listed(clients)}), "
+            f"the worst tenth of the clients has collapsed: acc.personal {worst_mean:.3f} ({listed(clients)}), "
             f"{mean:.3f} over all clients"
         )
         yield {"kind": "collapsed_tenth", "clients": clients, "message": message}
 
 
-def _exploded(losses: Sequence[Mapping[str, float]], num_classes: int) -> Iterator[Warned]:
+def _warn_of_exploded_loss(losses: Sequence[Mapping[str, float]], num_classes: int) -> Iterator[Warned]:
+    """Yield a warning where the training loss of clients rose far above its first value and that of guessing."""
     first = dict[str, float]()
     last = dict[str, float]()
     for of_round in losses:
@@ -282,18 +358,20 @@ def _exploded(losses: Sequence[Mapping[str, float]], num_classes: int) -> Iterat
             first.setdefault(client, loss)
             last[client] = loss
     guessing = math.log(max(2, num_classes))
-    result = [client for client, loss in last.items() if loss > EXPLODED * max(first[client], guessing)]
-    if result:
-        most = max(result, key=lambda client: last[client])
-        message = (
-            f"the training loss exploded at {listed(sorted(result))}: at '{most}' it rose from {first[most]:.4g} to "
-            f"{last[most]:.4g}; lower the step size, or the weights of the loss's terms"
-        )
-        yield {"kind": "exploding_loss", "clients": sorted(result), "message": message}
+    exploded = [client for client, loss in last.items() if loss > EXPLODED * max(first[client], guessing)]
+    if not exploded:
+        return
+    worst = max(exploded, key=lambda client: last[client])
+    message = (
+        f"the training loss exploded at {listed(sorted(exploded))}: at '{worst}' it rose from {first[worst]:.4g} to "
+        f"{last[worst]:.4g}; lower the step size, or the weights of the loss's terms"
+    )
+    yield {"kind": "exploding_loss", "clients": sorted(exploded), "message": message}
 
 
-def _one_class(agents: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
-    clients = [one["id"] for one in agents if one.get("one_class")]
+def _warn_of_one_class(agents: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
+    """Yield a warning where clients have data of one class only."""
+    clients = [agent["id"] for agent in agents if agent.get("one_class")]
     if clients:
         message = (
             f"{counted(len(clients), 'client')} with data of one class only ({listed(clients)}): their accuracies say "
@@ -303,15 +381,17 @@ def _one_class(agents: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
 
 
 def coordinator_metrics(journal: Journal, run: str) -> dict[str, Any]:
-    """``weights`` that a run began with and its ``warm_start`` (None: it had none), and two lists.
+    """Return what the coordinator computed on its own samples in a run, as JSON of the summary.
 
-    ``proxy``: one record for each round that was evaluated. ``proxy_failed``: for each reason why one was not, the
-    round when it was first met.
+    Returns:
+        ``weights`` that the run began with and its ``warm_start`` (None: it had none). ``proxy``: one record for each
+        round that was evaluated. ``proxy_failed``: for each reason why one was not, the round when it was first met.
     """
     entries = journal.entries(run, ("run_requested", "warm_started", "proxy_evaluated", "proxy_failed"))
-    asked = facts_of(entries, RunRequested)
-    weights = asked[0].weights if asked else None
-    warm = facts_of(entries, WarmStarted)
+    requests = facts_of(entries, RunRequested)
+    weights = requests[0].weights if requests else None
+    warm_starts = facts_of(entries, WarmStarted)
+    # A round that was evaluated again after a restart counts once, with its last record.
     proxy = {}
     failed = []
     for entry in entries:
@@ -321,31 +401,35 @@ def coordinator_metrics(journal: Journal, run: str) -> dict[str, Any]:
             failed.append({"round": entry.round, **entry.fact.to_body()})
     return {
         "weights": None if weights is None else weights.to_body(),
-        "warm_start": warm[-1].to_body() if warm else None,
+        "warm_start": warm_starts[-1].to_body() if warm_starts else None,
         "proxy": [proxy[n] for n in sorted(proxy, key=lambda n: n or 0)],
         "proxy_failed": failed,
     }
 
 
 def metric_lines(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """`coordinator_metrics` as text, one line each; only the newest proxy metric."""
-    if weights := metrics.get("weights"):
+    """Yield `coordinator_metrics` as text, one line each; only the newest proxy metric."""
+    weights = metrics.get("weights")
+    if weights:
         yield f"the encoder began with {weights['path']} (SHA-256 {weights['sha256'][:16]})"
-    if warm := metrics.get("warm_start"):
-        known = warm.get("accuracy")
-        scored = "not evaluated (no held-out samples)" if known is None else f"acc.warm_start {known:.4f}"
-        yield f"warm start: {warm['samples']} samples of {warm['data']}, {counted(warm['epochs'], 'epoch')}, {scored}"
-    if proxy := metrics.get("proxy"):
+    warm_start = metrics.get("warm_start")
+    if warm_start:
+        accuracy = warm_start.get("accuracy")
+        scored = "not evaluated (no held-out samples)" if accuracy is None else f"acc.warm_start {accuracy:.4f}"
+        epochs = counted(warm_start["epochs"], "epoch")
+        yield f"warm start: {warm_start['samples']} samples of {warm_start['data']}, {epochs}, {scored}"
+    proxy = metrics.get("proxy")
+    if proxy:
         last = proxy[-1]
-        known = last.get("acc")
-        acc = "unknown" if known is None else f"{known:.4f}"
+        accuracy = last.get("acc")
+        acc = "unknown" if accuracy is None else f"{accuracy:.4f}"
         yield f"acc.proxy after round {last['round']}: {acc} on {last['samples']} samples, by {last['by']}"
     for failed in metrics.get("proxy_failed") or ():
         yield f"acc.proxy could not be computed, first after round {failed['round']}: {failed['reason']}"
 
 
 def standing(record: RunRecord) -> str:
-    """How many rounds of a run are closed, as the rest of a sentence."""
+    """Say how many rounds of a run are closed, as the rest of a sentence that begins with its name."""
     rounds = record.request.rounds
     if record.status == "requested":
         return f"has not begun with its {counted(rounds, 'round')}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,7 +49,7 @@ class Stats:
 
     @classmethod
     def begin(cls, context: RunContext, run: str | None = None) -> Stats:
-        """From now on; for a ``run`` together with the rounds that earlier processes have closed.
+        """Begin to count now; for a ``run`` together with the rounds that earlier processes have closed.
 
         What a process did in a round before it was killed does not count, nor does the time until the next process.
         """
@@ -63,23 +63,26 @@ class Stats:
         return stats
 
     def seconds(self, context: RunContext) -> float:
-        """Time since the start, without waiting for agents."""
+        """Return the seconds since the start, without waiting for agents."""
         return context.stopwatch() - self.started_at - self.waiting_s
 
     def traffic(self, context: RunContext, agent: str) -> tuple[int, int]:
-        """Bytes from an agent and to it."""
+        """Return the bytes from an agent and to it since the start."""
         up = context.collector.bytes_from.get(agent, 0) - self.bytes_up.get(agent, 0)
-        return up, context.distributor.bytes_to.get(agent, 0) - self.bytes_down.get(agent, 0)
+        down = context.distributor.bytes_to.get(agent, 0) - self.bytes_down.get(agent, 0)
+        return up, down
 
     def figures(self, context: RunContext, collection: Collection) -> dict[str, Any]:
-        """What only the process that executed the round knows: fields of `coordinator.journal.entries.RoundClosed`.
+        """Return what only the process that executed the round knows, as fields of `RoundClosed` in the journal.
 
         ``seconds`` are from sending the tasks to the end, ``waiting_s`` before that; ``traffic`` are the bytes of each
         agent.
         """
-        agents = sorted({*context.collector.bytes_from, *context.distributor.bytes_to})
-        moved = {agent: list(self.traffic(context, agent)) for agent in agents}
-        traffic = {agent: both for agent, both in moved.items() if any(both)}
+        traffic: dict[str, list[int]] = {}
+        for agent in sorted({*context.collector.bytes_from, *context.distributor.bytes_to}):
+            up, down = self.traffic(context, agent)
+            if up or down:
+                traffic[agent] = [up, down]
         return {
             "seconds": round(self.seconds(context), 4),
             "waiting_s": round(self.waiting_s, 4),
@@ -91,23 +94,24 @@ class Stats:
 
 
 def round_record(closed: OpenRound, fact: RoundClosed) -> dict[str, Any]:
-    """The line of a closed round in ``metrics.jsonl``; ``fact``: what is journaled of its end."""
-
-    def metric(name: str) -> dict[str, float]:
-        updates = sorted(closed.updates.items())
-        return {agent: update.metrics[name] for agent, update in updates if name in update.metrics}
-
-    def reasons(agents: Mapping[str, str]) -> list[dict[str, str]]:
-        return [{"agent": agent, "reason": why} for agent, why in sorted(agents.items())]
-
+    """Return the line of a closed round in ``metrics.jsonl``; ``fact``: what is journaled of its end."""
     refused: dict[str, str] = {}
     rejected: dict[str, str] = {}
     for agent, rejection in closed.rejected.items():
         group = refused if rejection.is_by_policy else rejected
         group[agent] = rejection.reason
-    busy = fact.busy
+    missing: list[str] = []
+    for agent in closed.cohort:
+        has_answered = agent in closed.updates or agent in closed.rejected
+        # Agents of a buffered round that are at work have their updates in a later one.
+        if not has_answered and agent not in fact.busy:
+            missing.append(agent)
     stale = sorted(closed.fact.asked.keys() & closed.updates.keys())
     late = None if fact.late is None else [update.model_dump() for update in fact.late]
+    acc: dict[str, Any] = {scope: _metric_by_agent(closed, f"acc.{scope}") for scope in ("global", "personal")}
+    acc_after = _metric_by_agent(closed, "acc.after.personal")
+    if acc_after:
+        acc["after"] = acc_after
     return {
         "kind": "round",
         "round": closed.round,
@@ -117,23 +121,31 @@ def round_record(closed: OpenRound, fact: RoundClosed) -> dict[str, Any]:
         "bytes_down": fact.bytes_down,
         "late": late,
         "agents": sorted(closed.updates),
-        "missing": [a for a in closed.cohort if a not in closed.updates and a not in closed.rejected and a not in busy],
-        "working": sorted(busy),
-        "rejected": reasons(rejected),
-        "left_out": reasons({**closed.fact.left_out, **refused}),
-        "work": metric("work"),
+        "missing": missing,
+        "working": sorted(fact.busy),
+        "rejected": _list_reasons(rejected),
+        "left_out": _list_reasons({**closed.fact.left_out, **refused}),
+        "work": _metric_by_agent(closed, "work"),
         "staleness": {agent: closed.round - closed.asked_in(agent) for agent in stale},
         "added": sorted(closed.fact.added),
         "bounded": notes(fact.aggregation),
         "restored": None if fact.restored is None else fact.restored.model_dump(),
-        "acc": {
-            **{scope: metric(f"acc.{scope}") for scope in ("global", "personal")},
-            **({"after": after} if (after := metric("acc.after.personal")) else {}),
-        },
-        "loss": metric("loss"),
-        "epsilon": metric("epsilon"),
+        "acc": acc,
+        "loss": _metric_by_agent(closed, "loss"),
+        "epsilon": _metric_by_agent(closed, "epsilon"),
         "noise_multiplier": fact.noise_multiplier,
     }
+
+
+def _metric_by_agent(closed: OpenRound, name: str) -> dict[str, float]:
+    """Agent -> a metric of its update, of those that sent it."""
+    updates = sorted(closed.updates.items())
+    return {agent: update.metrics[name] for agent, update in updates if name in update.metrics}
+
+
+def _list_reasons(reasons: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return agents with reasons as JSON, sorted by agent."""
+    return [{"agent": agent, "reason": reason} for agent, reason in sorted(reasons.items())]
 
 
 def restore(state: StateFolder, run: str) -> None:
@@ -145,16 +157,19 @@ def restore(state: StateFolder, run: str) -> None:
     closed = {entry.round or 0: entry for entry in state.journal.entries(run, ("round_closed",))}
     folder = state.run(run)
     recorded = {int(record.get("round", 0)) for record in folder.metrics() if record.get("kind") == "round"}
-    if later := recorded - closed.keys():
+    later = recorded - closed.keys()
+    if later:
         raise StateError(
             f"{folder.metrics_path} has round {max(later)}, the last closed one in {state.journal.path} is "
             f"{max(closed, default=0)}: the journal is an older copy, or was copied without journal.db-wal. Put the "
             "newer journal back, or the whole state folder from a backup; to repeat those rounds, remove their lines"
         )
     for number in sorted(closed.keys() - recorded):
+        # The record of the open round as it was when it closed, from the entries between the two ends of rounds.
         record = RunRecord(run, round=number - 1)
         before = closed.get(number - 1)
-        for entry in state.journal.entries(run, after=before.id if before is not None else 0):
+        begin = 0 if before is None else before.id
+        for entry in state.journal.entries(run, after=begin):
             if entry.id < closed[number].id:  # what comes after it was late
                 record = step(record, entry)
         for fact in facts_of([closed[number]], RoundClosed):
@@ -169,43 +184,40 @@ RECORDED_AT_ONCE = 500
 def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> Steps:
     """Export, and release, where the configuration says so, then write summary and report.
 
-    ``stopped``: why the run ended before its last round; empty when it did not.
+    Args:
+        run: The run, after its last round.
+        stats: Time and bytes since it began.
+        exclusions: The agents that it has left out.
+        stopped: Why it ended before its last round; empty when it did not.
     """
     from ..report import write_report
 
-    state = run.context.state
-    request = run.request
     context = run.context
-    released: Released | None = None
-    why_not = "export.after_run is false"
-    if context.config.export.after_run and run.has_encoder:
-        try:
-            released = yield from export_bundle(run, run.id)
-        except ExportRejected as error:
-            why_not = reason_of(error)
-            log.error("export_rejected run=%s reason=%s", run.id, why_not)
-    elif context.config.export.after_run:
-        why_not = f"method '{run.method.name}' shares no encoder"
-    if released is not None:
-        state.journal.append(released.fact, run=run.id, round=run.request.rounds, digest=released.digest)
-        if context.config.export.release == "each_run":
-            yield from release(run, released, run.request.rounds)
-    for member in context.roster.members():
-        if member.condition == "stalled" and member.id not in run.reports.reports:
-            reason = (member.fault or {}).get("message", "its disk cannot be written")
-            run.reports.fault(member.id, f"no report of the final model, it was not waited for: {reason}")
+    state = context.state
+    request = run.request
     folder = state.run(run.id)
+    # Step 1: the bundle. Its release waits for reports of head-tier devices, which belong into the results.
+    export = yield from _export_after_run(run)
+    # Step 2: what each agent reports of the final model, before the summary that says so.
+    _note_stalled(run)
     agents = [_agent_record(run, stats, agent, report) for agent, report in sorted(run.reports.reports.items())]
     yield from _record_agents(run, agents)
-    sha = encoder_sha256(run)
+    # Step 3: warnings, from the figures of all rounds.
     records = [record for record in folder.metrics() if record.get("kind") == "round"]
     losses = [record["loss"] for record in records]
     present = {*run.reports.reports, *(member.id for member in context.roster.members() if member.is_present)}
-    absent = absent_of(records, request.rounds, lambda agent: agent not in present, exclusions.failing)
-    warnings = [*absent, *restored_of(records), *warnings_of(agents, losses, request.task.num_classes)]
-    shown_clients = 0 if context.is_simulation else SHOWN_CLIENTS  # one has many clients, and its result has them all
+    warnings = [
+        *absent_of(records, request.rounds, lambda agent: agent not in present, exclusions.failing),
+        *restored_of(records),
+        *warnings_of(agents, losses, request.task.num_classes),
+    ]
+    # A simulation has many clients, and its result has all of them.
+    shown_clients = 0 if context.is_simulation else SHOWN_CLIENTS
     for line in lines(warnings, shown_clients):
         log.warning("result_warning run=%s: %s", run.id, line)
+    # Step 4: summary and report first, the journal last: a kill before that repeats this function, and nobody who sees
+    # that the run is finished misses its summary.
+    sha256 = encoder_sha256(run)
     updates = LastUpdates.from_records(records)
     folder.write_summary(
         {
@@ -219,7 +231,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             **updates.summary(),
             "at": utc_now().isoformat(timespec="seconds"),
             "seconds": round(stats.seconds(context), 3),
-            "encoder_sha256": sha,
+            "encoder_sha256": sha256,
             "agents": agents,
             "left_out": exclusions.body(),
             "bounded": bounded_of(records),
@@ -228,15 +240,56 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             "faults": dict(sorted(run.reports.faults.items())),
             "stopped": stopped or None,
             "privacy": PrivacyBudget(context.config, state.journal, run.method.server_step_is_mean()).figures(),
-            "bundle": released.fact.to_body() if released else None,
-            "bundle_why_not": None if released else why_not,
+            "bundle": None if export.released is None else export.released.fact.to_body(),
+            "bundle_why_not": export.why_not,
             **coordinator_metrics(state.journal, run.id),
         },
     )
     write_report(folder)
-    state.journal.append(RunFinished(encoder_sha256=sha, **updates.reason()), run=run.id)
-    log.info("run_finished run=%s encoder_sha256=%s", run.id, sha[:12] or "none")
+    state.journal.append(RunFinished(encoder_sha256=sha256, **updates.reason()), run=run.id)
+    log.info("run_finished run=%s encoder_sha256=%s", run.id, sha256[:12] or "none")
     updates.log(run.id)
+
+
+@dataclass(frozen=True)
+class _Export:
+    """The bundle of a run that has ended, or why there is none."""
+
+    released: Released | None = None
+    why_not: str | None = None
+
+
+def _export_after_run(run: Run) -> Generator[Waiting, None, _Export]:
+    """Export the encoder of a run that has ended, and release it, where the configuration says so.
+
+    A rejected export costs the bundle, not the run (the generator's value is an `_Export`).
+    """
+    config = run.context.config.export
+    if not config.after_run:
+        return _Export(why_not="export.after_run is false")
+    if not run.has_encoder:
+        return _Export(why_not=f"method '{run.method.name}' shares no encoder")
+    try:
+        released = yield from export_bundle(run, run.id)
+    except ExportRejected as error:
+        why_not = reason_of(error)
+        log.error("export_rejected run=%s reason=%s", run.id, why_not)
+        return _Export(why_not=why_not)
+    journal = run.context.state.journal
+    journal.append(released.fact, run=run.id, round=run.request.rounds, digest=released.digest)
+    if config.release == "each_run":
+        yield from release(run, released, run.request.rounds)
+    return _Export(released)
+
+
+def _note_stalled(run: Run) -> None:
+    """Note a fault of each agent that was not waited for because its disk cannot be written."""
+    for member in run.context.roster.members():
+        if member.condition != "stalled" or member.id in run.reports.reports:
+            continue
+        fault = member.fault or {}
+        reason = fault.get("message", "its disk cannot be written")
+        run.reports.fault(member.id, f"no report of the final model, it was not waited for: {reason}")
 
 
 def _record_agents(run: Run, agents: Sequence[dict[str, Any]]) -> Steps:
@@ -247,17 +300,17 @@ def _record_agents(run: Run, agents: Sequence[dict[str, Any]]) -> Steps:
     """
     state = run.context.state
     for begin in range(0, len(agents), RECORDED_AT_ONCE):
-        some = agents[begin : begin + RECORDED_AT_ONCE]
+        part = agents[begin : begin + RECORDED_AT_ONCE]
         with state.journal.deferring():
-            for record in some:
+            for record in part:
                 state.journal.append(ReleaseReported(**record), run=run.id, agent=record["id"])
-            state.run(run.id).append_metrics(*({"kind": "agent", **record} for record in some))
+            state.run(run.id).append_metrics(*({"kind": "agent", **record} for record in part))
         state.journal.flush()
         yield Waiting(f"{run.id}: the results of its agents are written", about="results")
 
 
 def _agent_record(run: Run, stats: Stats, agent: str, report: Report) -> dict[str, Any]:
-    """The metrics of one device; all are of the run's encoder, even if the device now runs another one."""
+    """Return the metrics of one device; all are of the run's encoder, even if the device now runs another one."""
     member = run.context.roster.get(agent)
     up, down = stats.traffic(run.context, agent)
     acc = {"local": report.acc_local, "global": report.acc_global, "personal": report.acc_personal}
@@ -312,7 +365,12 @@ def end_run(state: StateFolder, run: str, kind: Literal["run_failed", "run_cance
 
 
 def requested_cancels(state: StateFolder, after: int) -> tuple[dict[str, str], int]:
-    """Run -> reason of the unfinished runs whose cancellation was requested, and the latest journal entry read."""
+    """Return run -> reason of the unfinished runs that are to be cancelled, and the id of the last entry that was read.
+
+    Args:
+        state: The state folder.
+        after: Id of the last entry that was read before.
+    """
     entries = state.journal.entries(kinds=("cancel_requested",), after=after)
     if not entries:
         return {}, after

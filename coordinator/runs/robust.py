@@ -39,6 +39,8 @@ BLOCK_BYTES = 8 << 20
 """All updates' parts of a tensor that are looked at together, as float64."""
 
 WEISZFELD_STEPS = 16
+"""Steps to the geometric median."""
+
 SMOOTHING = 1e-6
 """Least distance in a Weiszfeld step, as a share of the median change."""
 
@@ -65,7 +67,13 @@ class Rule(Protocol):
     """A way to combine the updates of a round."""
 
     def combine(self, updates: Sequence[Update], received: Tensors, state: State) -> Combination:
-        """Combine the updates. ``received``: what their clients started from; ``state``: that of the run."""
+        """Combine the updates.
+
+        Args:
+            updates: Those of the round.
+            received: What their clients started from.
+            state: The state of the run.
+        """
 
 
 @dataclass(frozen=True)
@@ -88,10 +96,14 @@ class Krum:
 
     def combine(self, updates: Sequence[Update], received: Tensors, state: State) -> Combination:  # noqa: ARG002 - the contract's
         """Combine the chosen updates; the others are unused."""
+        # A small round spares fewer than the configuration names, so that each update has a neighbour to be judged by.
         attackers = min(self.attackers, len(updates) - LEAST_UPDATES)
         count = 1 if self.only_best else len(updates) - attackers
-        chosen = closest(distances(gram(updates, received)), attackers)[:count]
-        return mean_by_shares(updates, [1.0 if index in chosen else 0.0 for index in range(len(updates))])
+        ranking = closest(distances(gram(updates, received)), attackers)
+        shares = [0.0] * len(updates)
+        for index in ranking[:count]:
+            shares[index] = 1.0
+        return mean_by_shares(updates, shares)
 
 
 class GeometricMedian:
@@ -107,21 +119,22 @@ class CenteredClipping:
 
     def combine(self, updates: Sequence[Update], received: Tensors, state: State) -> Combination:
         """Combine the updates around the centre in the state, and make what results the next centre."""
+        # Step 1: the share of each update. The centre is one more "update", so that it has inner products, too.
         centre = centre_of(state, received)
         reference = Update(CENTRE, 1.0, {name: received[name] + centre[name] for name in centre})
-        products = gram([*updates, reference], received)
-        *shares, of_centre = centered_clipping_shares(products)
-        weighted = [(share, update.tensors) for share, update in zip(shares, updates, strict=True) if share]
-        mean = weighted_mean(iter(weighted))
-        # The shares and that of the centre add up to 1: what the updates lack of it is the centre's part.
+        *shares, centre_share = centered_clipping_shares(gram([*updates, reference], received))
+        # Step 2: the mean of the updates by their shares.
+        combination = mean_by_shares(updates, shares)
+        mean = combination.tensors
+        # Step 3: the shares and that of the centre add up to 1, so what the updates lack of it is the centre's part.
         tensors = dict(mean)
         memory: Tensors = {}
         for name in centre:
-            change = (1.0 - of_centre) * (mean[name].astype(np.float64) - received[name]) + of_centre * centre[name]
+            mean_change = mean[name].astype(np.float64) - received[name]
+            change = (1.0 - centre_share) * mean_change + centre_share * centre[name]
             tensors[name] = (received[name] + change).astype(mean[name].dtype)
             memory[f"{CENTRE}{name}"] = change.astype(np.float32)
-        unused = tuple(update.client for share, update in zip(shares, updates, strict=True) if not share)
-        return Combination(tensors, unused, memory)
+        return Combination(tensors, combination.unused, memory)
 
 
 def rule_of(config: AggregationConfig) -> Rule:
@@ -138,43 +151,53 @@ def rule_of(config: AggregationConfig) -> Rule:
 
 
 def mean_by_shares(updates: Sequence[Update], shares: Sequence[float]) -> Combination:
-    """The mean of the updates weighted by ``shares``; those of share 0 are unused."""
-    weighted = ((share, update.tensors) for share, update in zip(shares, updates, strict=True) if share)
-    mean = weighted_mean(weighted)
-    unused = tuple(update.client for share, update in zip(shares, updates, strict=True) if not share)
-    return Combination(mean, unused)
+    """Return the mean of the updates weighted by ``shares``; those of share 0 are unused."""
+    weighted: list[tuple[float, Tensors]] = []
+    unused: list[str] = []
+    for update, share in zip(updates, shares, strict=True):
+        if share:
+            weighted.append((share, update.tensors))
+        else:
+            unused.append(update.client)
+    return Combination(weighted_mean(iter(weighted)), tuple(unused))
 
 
 def centre_of(state: State, received: Tensors) -> Tensors:
-    """The last combined change of each array of weights; zeros in the first round.
+    """Return the last combined change of each array of weights; zeros in the first round.
 
     Running statistics of batch norm have none: a step beyond their mean could make a variance negative.
     """
-    return {
-        name: state.get(f"{CENTRE}{name}", np.zeros(array.shape, np.float32))
-        for name, array in received.items()
-        if is_learned(name, array)
-    }
+    centre: Tensors = {}
+    for name, array in received.items():
+        if is_learned(name, array):
+            zeros = np.zeros(array.shape, np.float32)
+            centre[name] = state.get(f"{CENTRE}{name}", zeros)
+    return centre
 
 
 def centered_clipping_shares(products: np.ndarray) -> list[float]:
-    """Shares (n + 1,) of n updates and of the centre in the mean that centred clipping ends with; they add up to 1.
+    """Return the shares of n updates and of the centre in the mean that centred clipping ends with; they add up to 1.
 
-    ``products`` (n + 1, n + 1) float64: inner products of the changes, the centre last. The radius is the median of the
-    distances from the centre. Shares are rounded to float32, as those of `geometric_median_shares`.
+    The radius is the median of the distances from the centre.
+
+    Args:
+        products: Inner products (n + 1, n + 1) float64 of the changes, the centre last.
+
+    Returns:
+        n + 1 shares, rounded to float32 as those of `geometric_median_shares`.
     """
     count = len(products) - 1
-    usable = np.isfinite(np.diag(products))
-    finite = np.where(usable[:, None] & usable[None], products, 0.0)
+    usable, finite = _drop_infinite(products)
+    # The first point is the centre itself.
     shares = np.zeros(count + 1)
     shares[count] = 1.0
     radius = 0.0
     for step in range(CLIPPING_STEPS):
-        toward = finite @ shares
-        squared = np.maximum(shares @ toward - 2 * toward + np.diag(finite), 0.0)[:count]
+        squared = _squared_distances_from(shares, finite)[:count]
         lengths = np.where(usable[:count], np.sqrt(squared), np.inf)
         if step == 0:
             radius = float(np.median(lengths))
+        # Half of the updates overflow: there is no radius, and the centre stays where it is.
         if not np.isfinite(radius):
             break
         # An update within the radius moves the centre by its whole difference, another by that of median length.
@@ -187,85 +210,124 @@ def centered_clipping_shares(products: np.ndarray) -> list[float]:
 
 
 def by_coordinate(updates: Sequence[Update], trim: int | None) -> Tensors:
-    """Of each coordinate the median over the updates, or their mean without the ``trim`` largest and smallest ones.
+    """Combine the updates coordinate by coordinate.
 
-    Where that many cannot be spared, it is the median. Integer arrays (counters) take the lower median.
+    Args:
+        updates: Those of the round; each array counts over the updates that have it.
+        trim: How many of the largest and of the smallest values the mean leaves out; None: the median is taken, as
+            where that many cannot be spared.
+
+    Returns:
+        Name -> array. Integer arrays (counters) have the lower median, which is a value that a client has sent.
     """
-    result: Tensors = {}
-    for name in sorted({name for update in updates for name in update.tensors}):
+    combined: Tensors = {}
+    names = {name for update in updates for name in update.tensors}
+    for name in sorted(names):
         arrays = [update.tensors[name] for update in updates if name in update.tensors]
-        out = np.empty(arrays[0].size, arrays[0].dtype)
-        for begin, end in _blocks(out.size, len(arrays)):
-            block = np.stack([array.reshape(-1)[begin:end] for array in arrays])
-            block.sort(axis=0)
-            if block.dtype.kind != "f":
-                out[begin:end] = block[(len(arrays) - 1) // 2]
-            else:
-                cut = (len(arrays) - 1) // 2 if trim is None else min(trim, (len(arrays) - 1) // 2)
-                out[begin:end] = block[cut : len(arrays) - cut].astype(np.float64).mean(axis=0)
-        result[name] = out.reshape(arrays[0].shape)
-    return result
+        combined[name] = _combine_coordinates(arrays, trim)
+    return combined
+
+
+def _combine_coordinates(arrays: Sequence[np.ndarray], trim: int | None) -> np.ndarray:
+    """Combine arrays of one shape coordinate by coordinate, as `by_coordinate` says."""
+    count = len(arrays)
+    # What is left out at each end for the median: all but the one or two values in the middle.
+    most_trim = (count - 1) // 2
+    trimmed = most_trim if trim is None else min(trim, most_trim)
+    combined = np.empty(arrays[0].size, arrays[0].dtype)
+    for begin, end in _blocks(combined.size, count):
+        block = np.stack([array.reshape(-1)[begin:end] for array in arrays])
+        block.sort(axis=0)
+        if block.dtype.kind == "f":
+            combined[begin:end] = block[trimmed : count - trimmed].astype(np.float64).mean(axis=0)
+        else:
+            combined[begin:end] = block[most_trim]
+    return combined.reshape(arrays[0].shape)
 
 
 def gram(updates: Sequence[Update], received: Tensors) -> np.ndarray:
-    """Inner products (n, n) float64 of the updates' changes; infinite where an update overflows."""
-    result = np.zeros((len(updates), len(updates)))
+    """Return the inner products (n, n) float64 of the updates' changes; infinite where an update overflows."""
+    products = np.zeros((len(updates), len(updates)))
     with np.errstate(over="ignore", invalid="ignore"):
         for name in sorted(received):
+            # An update without an array has not changed it.
             arrays = [update.tensors.get(name, received[name]).reshape(-1) for update in updates]
-            if not all(array.dtype.kind == "f" for array in arrays):
-                continue
+            is_float = all(array.dtype.kind == "f" for array in arrays)
+            if not is_float:
+                continue  # counters are no direction
             before = received[name].reshape(-1)
             for begin, end in _blocks(before.size, len(arrays)):
                 block = np.stack([array[begin:end] for array in arrays]).astype(np.float64)
                 block -= before[begin:end]
-                result += block @ block.T
-    return result
+                products += block @ block.T
+    return products
 
 
 def distances(products: np.ndarray) -> np.ndarray:
-    """Squared distances (n, n) by inner products; infinite to an update that is too large for float64."""
+    """Return the squared distances (n, n) by inner products; infinite to an update that is too large for float64."""
     with np.errstate(over="ignore", invalid="ignore"):
-        squares = np.diag(products)
-        result = squares[:, None] + squares[None] - 2 * products
-    return np.where(np.isfinite(result), np.maximum(result, 0.0), np.inf)
+        norms = np.diag(products)
+        squares = norms[:, None] + norms[None] - 2 * products
+    # Rounding makes some of them a little less than 0.
+    return np.where(np.isfinite(squares), np.maximum(squares, 0.0), np.inf)
 
 
 def closest(squares: np.ndarray, attackers: int) -> list[int]:
-    """Indices of the updates by Krum's score, the sum over the n - f - 2 nearest others; ties by index.
+    """Return the indices of the updates by Krum's score, the best first; ties by index.
 
-    ``squares`` (n, n): squared distances, of which f = ``attackers`` updates are taken to be hostile. Source: Blanchard
-    et al., "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS 2017.
+    Source: Blanchard et al., "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS 2017.
+
+    Args:
+        squares: Squared distances (n, n).
+        attackers: How many of the updates are taken to be hostile (f).
     """
     count = len(squares)
     others = np.where(np.eye(count, dtype=bool), np.inf, squares)
     others.sort(axis=1)
-    scores = others[:, : max(1, count - attackers - 2)].sum(axis=1)
+    # The score is the sum over the n - f - 2 nearest others.
+    neighbours = max(1, count - attackers - 2)
+    scores = others[:, :neighbours].sum(axis=1)
     return [int(index) for index in np.argsort(scores, kind="stable")]
 
 
 def geometric_median_shares(products: np.ndarray) -> list[float]:
-    """Shares (n,) of the updates in the mean that is the geometric median of their changes.
+    """Return the n shares of the updates in the mean that is the geometric median of their changes.
 
     Each iterate of Weiszfeld's steps is a mean of the updates, so that inner products are all that it takes: the model
     is read twice, however many steps there are. The shares are rounded to float32, so that another order of sums in
     the inner products (another number of threads) gives the same bits.
     """
-    squares = np.diag(products)
-    usable = np.isfinite(squares)
-    finite = np.where(usable[:, None] & usable[None], products, 0.0)
+    usable, finite = _drop_infinite(products)
     # The median is 0 where half change nothing; the other half, which may be hostile, does not choose the scale then.
-    least = SMOOTHING * float(np.median(np.sqrt(squares[usable])) or 1.0)
-    shares = np.zeros(len(products))  # the state itself: the first step is the mean of the directions
+    typical_norm = float(np.median(np.sqrt(np.diag(products)[usable])))
+    if typical_norm == 0:
+        typical_norm = 1.0
+    least_distance = max(SMOOTHING * typical_norm, np.finfo(np.float64).tiny)
+    # The first point is the state itself, so that the first step is the mean of the directions.
+    shares = np.zeros(len(products))
     for _ in range(WEISZFELD_STEPS):
-        toward = finite @ shares
-        squared = np.maximum(shares @ toward - 2 * toward + np.diag(finite), 0.0)
-        shares = usable / np.maximum(np.sqrt(squared), max(least, np.finfo(np.float64).tiny))
+        lengths = np.sqrt(_squared_distances_from(shares, finite))
+        shares = usable / np.maximum(lengths, least_distance)
         shares /= shares.sum()
     return [float(share) for share in shares.astype(np.float32)]
 
 
+def _drop_infinite(products: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which changes (n,) bool are finite, and their inner products (n, n) with 0 for all others."""
+    usable = np.isfinite(np.diag(products))
+    finite = np.where(usable[:, None] & usable[None], products, 0.0)
+    return usable, finite
+
+
+def _squared_distances_from(shares: np.ndarray, products: np.ndarray) -> np.ndarray:
+    """Return the squared distance (n,) of each change from their mean by ``shares`` (n,), by inner products (n, n)."""
+    toward = products @ shares
+    # Rounding makes some of them a little less than 0.
+    return np.asarray(np.maximum(shares @ toward - 2 * toward + np.diag(products), 0.0))
+
+
 def _blocks(size: int, count: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of the parts of ``size`` numbers that are looked at together, of ``count`` updates."""
     step = max(1024, BLOCK_BYTES // (8 * count))
     for begin in range(0, size, step):
         yield begin, min(size, begin + step)

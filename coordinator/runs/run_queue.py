@@ -61,8 +61,9 @@ class Runs:
 
     @property
     def waiting(self) -> Waiting:
-        """What is waited for now."""
-        return self._waiting if self._storage.stall is None else self._storage.stall.waiting()
+        """What is waited for now: by the active run, or by the one that is stalled."""
+        stall = self._storage.stall
+        return self._waiting if stall is None else stall.waiting()
 
     def advance(self) -> None:
         """Cancel runs on request, start the next one, and continue the active one."""
@@ -95,7 +96,7 @@ class Runs:
             self.fail(loop.run.id, error)
 
     def fail(self, run: str, error: BaseException) -> None:
-        """The run has failed: end it for good."""
+        """End a run for good that has failed."""
         reason = reason_of(error)
         log.error("run_failed run=%s reason=%s", run, reason)
         try:
@@ -108,12 +109,12 @@ class Runs:
         self._end()
 
     def stall(self, run: str, error: BaseException) -> None:
-        """The run waits until files can be read and written again. Agents continue their tasks."""
+        """Have the run wait until files can be read and written again. Agents continue their tasks."""
         self._storage.stall_run(run, error)
         self._steps = None
 
     def trouble(self, error: StateError | OSError) -> None:
-        """The journal could not be read or written, which is retried soon."""
+        """Note that the journal could not be read or written, which is retried soon."""
         self._storage.note(error, "the journal")
 
     # --- inside ----------------------------------------------------------------------------------------------------
@@ -147,17 +148,24 @@ class Runs:
         requests = self._state.journal.entries(kinds=("prune_requested",), after=self._prunes_seen)
         if self._is_pruned and not requests:
             return
-        requested = {run for fact in facts_of(requests, PruneRequested) for run in fact.runs}
-        beyond = {*runs_beyond(self._state, self._keep_runs)}
-        prune_runs(self._state, [run for run in runs_beyond(self._state, 0) if run in requested | beyond])
+        to_prune = set(runs_beyond(self._state, self._keep_runs))
+        for fact in facts_of(requests, PruneRequested):
+            to_prune.update(fact.runs)
+        # A command may name a run that has not ended: such a one keeps its files.
+        ended_runs = runs_beyond(self._state, 0)
+        prune_runs(self._state, [run for run in ended_runs if run in to_prune])
         self._is_pruned = True
-        self._prunes_seen = requests[-1].id if requests else self._prunes_seen
+        if requests:
+            self._prunes_seen = requests[-1].id
 
     def _begin(self, run: str) -> None:
+        """Begin a run, or resume it from the journal."""
         try:
             record = replay(self._state.journal, run)
-            for update in record.open_round.updates.values() if record.open_round is not None else ():
-                self._state.blobs.check(update.digest)  # its agent has the receipt, and has removed it
+            if record.open_round is not None:
+                # The agents of these updates have receipts, and have removed them: they cannot be sent again.
+                for update in record.open_round.updates.values():
+                    self._state.blobs.check(update.digest)
             self.loop = self._make(run, Request.from_fact(record.request))
         except (StateError, OSError) as error:
             self.stall(run, error)
@@ -167,9 +175,11 @@ class Runs:
             self._steps = self.loop.steps()
 
     def _end(self) -> None:
+        """Forget the active run, which has ended, and look for the next one at once."""
         if self.loop is not None:
             self.loop.hooks.on_end(self.loop.run.id)
-        self.loop = self._steps = None
+        self.loop = None
+        self._steps = None
         self._waiting = NO_RUN
         self._storage.resume()
         self._storage.wrote()  # its end is in the journal
@@ -177,8 +187,11 @@ class Runs:
         self._is_pruned = False
 
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
-"""Pauses between two tries double from the first to the longest."""
+FIRST_PAUSE_S = 1.0
+"""The pause before the first new try; each following one is twice as long, up to `LONGEST_PAUSE_S`."""
+
+LONGEST_PAUSE_S = 15.0
+"""The longest pause between two tries: a person who has made room on the disk does not wait for longer."""
 
 OVER_S = 120.0
 """A resumed run that is stalled again within this time continues the series of growing pauses."""
@@ -202,12 +215,12 @@ class Stall:
     until: float
 
     def waiting(self) -> Waiting:
-        """As text."""
-        what = f"{self.run} is stalled: {self.reason} Nothing is lost; it is retried and resumes by itself"
-        return Waiting(what, (), self.until, "stalled")
+        """Return what is waited for, as text with the time of the next try."""
+        text = f"{self.run} is stalled: {self.reason} Nothing is lost; it is retried and resumes by itself"
+        return Waiting(text, (), self.until, "stalled")
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return reason and number of tries as JSON, for the status."""
         return {"reason": self.reason, "times": self.times}
 
 
@@ -241,14 +254,16 @@ class Storage:
         """Retry ``run`` after a pause, which grows with each failed try."""
         reason = self.note(error, run)
         now = self._clock()
-        self._times = self._times if now - self._stalled_at < OVER_S else 0
+        is_over = now - self._stalled_at >= OVER_S
+        if is_over:
+            self._times = 0
         self._stalled_at = now
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self._times, 10))
         self._times += 1
         self.stall = Stall(run, reason, self._times, now + pause_s)
 
     def resume(self) -> None:
-        """The run continues, or has ended."""
+        """Note that the run continues, or has ended."""
         if self.stall is not None:
             log.info("run_resumed run=%s after=%s", self.stall.run, self.stall.reason)
         self.stall = None
@@ -261,18 +276,22 @@ class Storage:
 
     def note(self, error: BaseException, what: str) -> str:
         """Record an error; returns it as text, which is logged at most once a minute for each cause."""
-        reason = f"{reason_of(error) if isinstance(error, OSError) else error}".rstrip(".")
+        message = reason_of(error) if isinstance(error, OSError) else str(error)
         self._is_full = getattr(error, "errno", None) in _NO_ROOM
-        reason += ": make room on that disk." if self._is_full else "."
+        remedy = ": make room on that disk." if self._is_full else "."
+        reason = message.rstrip(".") + remedy
         self._last = (self._clock(), reason)
-        if (times := self._logged.note(reason)) is not None:
+        times = self._logged.note(reason)
+        if times is not None:
             log.warning("files_unusable for=%s times=%d reason=%s", what, times, reason)
         return reason
 
 
 def of_storage(error: BaseException) -> HeadwaterError | OSError | None:
-    """The file error that an error is or was caused by; None where there is none."""
-    for one in (error, error.__cause__):
-        if isinstance(one, OSError | StateError) and not isinstance(one, ConnectionError | TimeoutError):
-            return one
+    """Return the file error that an error is or was caused by; None where there is none."""
+    for candidate in (error, error.__cause__):
+        # Errors of connections are OSErrors, too.
+        is_of_connection = isinstance(candidate, ConnectionError | TimeoutError)
+        if isinstance(candidate, OSError | StateError) and not is_of_connection:
+            return candidate
     return None

@@ -25,7 +25,7 @@ from ..journal.entries import RoundClosed, RoundOpened
 from ..journal.sqlite import Journal
 from ..journal.store import facts_of
 from ..text import counted, listed
-from ..views.runs import OpenRound, RunRecord, step
+from ..views.runs import OpenRound, Rejection, RunRecord, step
 from .context import RunContext, Waiting
 from .pace import Pace, Times, slowed, times_of
 
@@ -55,16 +55,25 @@ Boots = Callable[[str], str]
 
 @dataclass
 class _Failures:
-    """The failures of one agent since its last accepted update."""
+    """The failures of one agent since its last accepted update that was not suspect."""
 
     failures: int = 0
+    """How often the agent was left out for some rounds."""
+
     misses: int = 0
+    """Rounds in a row that closed without the agent."""
+
     suspects: int = 0
     """Updates in a row that were accepted and are suspect."""
 
     until: int = 0
+    """The first round that the agent is asked in again."""
+
     reason: str = ""
+    """Why it is left out."""
+
     boot: str = ""
+    """The start in which it failed: another one may have been repaired. Empty where that makes no difference."""
 
 
 @dataclass
@@ -87,29 +96,33 @@ class Exclusions:
     """Agents of which the run has accepted an update."""
 
     _failures: dict[str, _Failures] = field(default_factory=dict)
+    """Agent -> its failures, of those that have any."""
+
     _refusals: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Agent -> reason and start, of those whose policy does not allow the job."""
 
     _rounds: dict[str, tuple[set[int], str]] = field(default_factory=dict)
+    """Agent -> the rounds that have left it out, and the reason for the last of them."""
 
     @classmethod
     def replay(cls, journal: Journal, run: str) -> Exclusions:
-        """The exclusions after the last entry of ``run``."""
-        result = cls()
+        """Return the exclusions after the last entry of ``run``."""
+        exclusions = cls()
         record = RunRecord(run)
         for entry in journal.entries(run):
+            # A round's end is noted before the record goes on: the record then still has the round's updates.
             for fact in facts_of([entry], RoundClosed):
                 if record.open_round is not None:
                     suspects = fact.aggregation.suspects
-                    result.closed(record.open_round, fact.unanswered, fact.boots, frozenset(fact.excused), suspects)
+                    exclusions.closed(record.open_round, fact.unanswered, fact.boots, frozenset(fact.excused), suspects)
             record = step(record, entry)
             for opened in facts_of([entry], RoundOpened):
                 if entry.round is not None:
-                    result.opened(entry.round, opened.left_out)
-        return result
+                    exclusions.opened(entry.round, opened.left_out)
+        return exclusions
 
     def opened(self, number: int, left_out: Mapping[str, str]) -> None:
-        """Round ``number``, or another attempt at it, leaves out exactly these agents."""
+        """Note that round ``number``, or another attempt at it, leaves out exactly these agents."""
         for agent in self._rounds.keys() - left_out.keys():
             rounds, reason = self._rounds[agent]
             self._rounds[agent] = (rounds - {number}, reason)
@@ -125,86 +138,130 @@ class Exclusions:
         excused: Container[str] = (),
         suspects: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, str]:
-        """A round has closed. ``unanswered``: agent -> reason, of those that were present and did not deliver.
+        """Note what the members of a closed round have done.
 
-        ``boots``: the starts of those that are present and have not delivered; ``done`` has those of rejected agents.
-        To have missed a round is no failure of those ``excused``: they get less work, or their round is buffered.
-        ``suspects``: agent -> reason, of those whose updates are suspect.
-        Returns the agents that are left out from now on, each with duration and reason as text.
+        Args:
+            done: The round with its updates and rejections, and the starts of the agents that were rejected.
+            unanswered: Agent -> reason, of those that were present and did not deliver.
+            boots: The starts of those that are present and have not delivered.
+            excused: To have missed the round is no failure of these: they get less work, or their round is buffered.
+            suspects: Agent -> reason, of those whose updates are suspect.
+
+        Returns:
+            The agents that are left out from now on, each with duration and reason as text.
         """
         excluded = {}
         for agent in done.cohort:
-            if agent in done.updates:
-                self.delivered.add(agent)
-                self._refusals.pop(agent, None)
-                if agent not in suspects:
-                    self._failures.pop(agent, None)
-                    continue
-                known = self._failures.setdefault(agent, _Failures())
-                known.suspects += 1
-                if known.suspects <= SUSPECTS_TOLERATED:
-                    continue
-                known.reason = f"suspect update {counted(known.suspects, 'time')} in a row: {suspects[agent]}"
-                known.boot = ""
-                known.misses = 0
-                excluded[agent] = self._exclude(known, done.round)
-                continue
             rejection = done.rejected.get(agent)
-            if rejection is not None and rejection.is_by_policy:
-                self._refusals[agent] = rejection.reason, rejection.boot
-                rounds, _ = self._rounds.get(agent, (set(), ""))
-                self._rounds[agent] = ({*rounds, done.round}, rejection.reason)
-                excluded[agent] = f"until it is restarted: {rejection.reason}"
-                continue
-            is_excused = agent in excused and rejection is None and agent not in unanswered
-            has_accused_others = rejection is not None and rejection.accused
-            if is_excused or has_accused_others:
-                continue
-            known = self._failures.setdefault(agent, _Failures())
-            known.misses = 0 if rejection is not None else known.misses + 1
-            if rejection is not None:
-                known.reason = rejection.reason
-                known.boot = rejection.boot
+            if agent in done.updates:
+                pause = self._note_update(agent, done, suspects)
+            elif rejection is not None and rejection.is_by_policy:
+                pause = self._note_refusal(agent, done.round, rejection)
+            elif rejection is not None:
+                pause = self._note_rejection(agent, done.round, rejection)
             elif agent in unanswered:
-                known.reason = unanswered[agent]
-                known.boot = boots.get(agent, "")
-            elif known.failures or known.misses > MISSES_TOLERATED:
-                known.reason = f"no update in {counted(known.misses, 'round')} in a row"
-                known.boot = known.boot if known.boot == boots.get(agent) else ""
+                pause = self._note_silence(agent, done.round, unanswered[agent], boots.get(agent, ""))
+            elif agent in excused:
+                pause = ""
             else:
-                continue
-            excluded[agent] = self._exclude(known, done.round)
+                pause = self._note_absence(agent, done.round, boots.get(agent))
+            if pause:
+                excluded[agent] = pause
         return excluded
 
+    def _note_update(self, agent: str, done: OpenRound, suspects: Mapping[str, str]) -> str:
+        """Note an accepted update; returns for how long the agent is left out for it, empty where it is not."""
+        self.delivered.add(agent)
+        self._refusals.pop(agent, None)
+        if agent not in suspects:
+            self._failures.pop(agent, None)
+            return ""
+        # A suspect update clears nothing, but it is a failure only if the agent goes on with them.
+        failures = self._failures.setdefault(agent, _Failures())
+        failures.suspects += 1
+        if failures.suspects <= SUSPECTS_TOLERATED:
+            return ""
+        failures.reason = f"suspect update {counted(failures.suspects, 'time')} in a row: {suspects[agent]}"
+        failures.boot = ""  # a restart does not help it
+        failures.misses = 0
+        return self._exclude(failures, done.round)
+
+    def _note_refusal(self, agent: str, number: int, rejection: Rejection) -> str:
+        """Note that the agent's own policy refuses the job; returns for how long it is left out."""
+        self._refusals[agent] = (rejection.reason, rejection.boot)
+        rounds, _ = self._rounds.get(agent, (set(), ""))
+        self._rounds[agent] = ({*rounds, number}, rejection.reason)
+        return f"until it is restarted: {rejection.reason}"
+
+    def _note_rejection(self, agent: str, number: int, rejection: Rejection) -> str:
+        """Note that the agent could not make an update, or sent one that does not count.
+
+        Returns:
+            For how long it is left out; empty where it is not, because it says that others have failed.
+        """
+        if rejection.accused:
+            return ""
+        failures = self._failures.setdefault(agent, _Failures())
+        failures.misses = 0
+        failures.reason = rejection.reason
+        failures.boot = rejection.boot
+        return self._exclude(failures, number)
+
+    def _note_silence(self, agent: str, number: int, reason: str, boot: str) -> str:
+        """Note that the agent was present and did not deliver; returns for how long it is left out."""
+        failures = self._failures.setdefault(agent, _Failures())
+        failures.misses += 1
+        failures.reason = reason
+        failures.boot = boot
+        return self._exclude(failures, number)
+
+    def _note_absence(self, agent: str, number: int, boot: str | None) -> str:
+        """Note that a round closed without the agent, which was offline or was not waited for.
+
+        Returns:
+            For how long it is left out; empty where it is not, because it may miss a round.
+        """
+        failures = self._failures.setdefault(agent, _Failures())
+        failures.misses += 1
+        if not failures.failures and failures.misses <= MISSES_TOLERATED:
+            return ""
+        # It was offline for the second time, or has failed before. It may be crashing, so that a new start is no sign
+        # of a repair; the start of its failure counts only while the agent still has it.
+        failures.reason = f"no update in {counted(failures.misses, 'round')} in a row"
+        if failures.boot != boot:
+            failures.boot = ""
+        return self._exclude(failures, number)
+
     @staticmethod
-    def _exclude(known: _Failures, number: int) -> str:
+    def _exclude(failures: _Failures, number: int) -> str:
         """Count one more failure, of round ``number``; returns for how long the agent is left out, and why."""
-        known.failures += 1
-        pause = min(2 ** (known.failures - 1), LONGEST_PAUSE_ROUNDS)
-        known.until = number + 1 + pause
-        return f"for {counted(pause, 'round')}: {known.reason}"
+        failures.failures += 1
+        pause = min(2 ** (failures.failures - 1), LONGEST_PAUSE_ROUNDS)
+        failures.until = number + 1 + pause
+        return f"for {counted(pause, 'round')}: {failures.reason}"
 
     def left_out(self, number: int, boots: Boots = lambda _: "") -> dict[str, str]:
         """Agent -> reason, of those that round ``number`` leaves out."""
-        result = self.refusing(boots)
-        for agent, known in sorted(self._failures.items()):
-            is_restarted = known.boot and boots(agent) not in {"", known.boot}
-            if known.until > number and not is_restarted:
-                result[agent] = known.reason
-        return result
+        reasons = self.refusing(boots)
+        for agent, failures in sorted(self._failures.items()):
+            is_restarted = failures.boot and boots(agent) not in {"", failures.boot}
+            if failures.until > number and not is_restarted:
+                reasons[agent] = failures.reason
+        return reasons
 
     def refusing(self, boots: Boots = lambda _: "") -> dict[str, str]:
         """Agent -> reason, of those whose policy does not allow the job, and that were not restarted since."""
-        return {
-            agent: reason
-            for agent, (reason, boot) in sorted(self._refusals.items())
-            if not boot or boots(agent) in {"", boot}
-        }
+        reasons: dict[str, str] = {}
+        for agent, (reason, boot) in sorted(self._refusals.items()):
+            is_restarted = boot and boots(agent) not in {"", boot}
+            if not is_restarted:
+                reasons[agent] = reason
+        return reasons
 
     def asked_again_in(self, agent: str) -> int:
-        """The first round that an agent is asked in again; 0 for one that is not left out."""
-        known = self._failures.get(agent)
-        return known.until if known is not None else 0
+        """Return the first round that an agent is asked in again; 0 for one that is not left out."""
+        failures = self._failures.get(agent)
+        return 0 if failures is None else failures.until
 
     @property
     def on_trial(self) -> frozenset[str]:
@@ -214,19 +271,19 @@ class Exclusions:
     @property
     def failing(self) -> dict[str, str]:
         """Agent -> reason, of those that have failed and have not delivered since."""
-        return {agent: known.reason for agent, known in sorted(self._failures.items()) if known.failures}
+        return {agent: failures.reason for agent, failures in sorted(self._failures.items()) if failures.failures}
 
     def body(self) -> dict[str, Any]:
         """Agent -> the rounds that left it out and the reason for the last of them, as JSON."""
-        return {
-            agent: {"rounds": sorted(rounds), "reason": reason}
-            for agent, (rounds, reason) in sorted(self._rounds.items())
-            if rounds
-        }
+        body: dict[str, Any] = {}
+        for agent, (rounds, reason) in sorted(self._rounds.items()):
+            if rounds:
+                body[agent] = {"rounds": sorted(rounds), "reason": reason}
+        return body
 
 
 def without(agents: Iterable[str], left_out: Container[str]) -> list[str]:
-    """The ``agents`` that are not left out, in their order."""
+    """Return the ``agents`` that are not left out, in their order."""
     return [agent for agent in agents if agent not in left_out]
 
 
@@ -311,18 +368,24 @@ class Selection:
         def can_return(agent: str) -> bool:
             return roster.get(agent) is None and (roster.patience(agent) or 0) > 0
 
-        while returning := tuple(filter(can_return, sorted(self.exclusions.delivered))):
+        while True:
+            returning = tuple(agent for agent in sorted(self.exclusions.delivered) if can_return(agent))
+            if not returning:
+                break
             yield Waiting(f"round {number}: agents of this run get {RETURN_S:g} s to come back", returning)
         while True:
-            if chosen := self.chosen(number):
+            chosen = self.chosen(number)
+            if chosen:
                 return chosen
             yield Waiting(f"round {number} needs {lack(self.willing(), self.context.config)}")
 
     def chosen(self, number: int) -> tuple[str, ...]:
-        """The cohort of those who are present now; empty while they are too few."""
+        """Return the cohort of those who are present now; empty while they are too few."""
         present = self.willing()
+        # Agents that have failed are asked only where the others are too few: then a trial costs nothing.
         for available in (without(present, self.left_out(number)), present):
-            if chosen := choose(available, self.context.config.cohort, seed=self.seed, round_number=number):
+            chosen = choose(available, self.context.config.cohort, seed=self.seed, round_number=number)
+            if chosen:
                 return chosen
         return ()
 
@@ -333,42 +396,60 @@ class Selection:
         return self.draw(idle, len(chosen) - at_work, number)
 
     def awaited(self, collection: Collection) -> tuple[str, ...]:
-        """Cohort members that may still deliver. The others are given up: the quorum does not count them.
+        """Return the cohort members that may still deliver; the others are given up: the quorum does not count them.
 
         Members that are present and do not start the task are given up only where the others are enough. One that lost
         its connection and is back counts again, because it has continued; one that was restarted starts again.
         """
         roster = self.context.roster
         outstanding = collection.outstanding
-        given_up = collection.given_up
+        # Step 1: who is online, or was until a moment ago, and who of them does the work. This runs after each event of
+        # rounds with thousands of agents, so tuples are made only where they differ.
         ready = roster.ready
-        stuck = self._stuck
         able = tuple(agent for agent in outstanding if agent in ready or (roster.patience(agent) or 0) > 0)
-        working = tuple(agent for agent in able if agent not in stuck) if stuck else able
-        awaited = working if collection.delivered + len(working) >= self.context.config.cohort.min_agents else able
-        if given_up:
-            for agent in given_up.keys() & set(working):
-                if self.boot(agent) and given_up[agent] in {"", self.boot(agent)}:
-                    del given_up[agent]
+        working = able
+        if self._stuck:
+            working = tuple(agent for agent in able if agent not in self._stuck)
+        # Step 2: where those at work are too few, the idle ones are waited for, too: nobody could take their place.
+        are_enough = collection.delivered + len(working) >= self.context.config.cohort.min_agents
+        awaited = working if are_enough else able
+        self._take_back(collection, working)
         if len(awaited) < len(outstanding):
-            for agent in without(outstanding, set(awaited)):
-                member = roster.get(agent)
-                given_up.setdefault(agent, member.boot if member is not None else "")
+            self._give_up(collection, without(outstanding, set(awaited)))
         return awaited
+
+    def _take_back(self, collection: Collection, working: Sequence[str]) -> None:
+        """Count members again that were given up and are back in the start in which they were asked."""
+        given_up = collection.given_up
+        if not given_up:
+            return
+        for agent in given_up.keys() & set(working):
+            boot = self.boot(agent)
+            # A start that was not known when the agent was given up is taken for the same one.
+            if boot and given_up[agent] in {"", boot}:
+                del given_up[agent]
+
+    def _give_up(self, collection: Collection, agents: Iterable[str]) -> None:
+        """Count no longer on these members, and note their starts."""
+        for agent in agents:
+            member = self.context.roster.get(agent)
+            boot = "" if member is None else member.boot
+            collection.given_up.setdefault(agent, boot)
 
     def unanswered(self, collection: Collection, late_s: float | None) -> dict[str, str]:
         """Agent -> reason, of those that are present and have not delivered by the deadline, ``late_s`` seconds.
 
         An agent that was restarted during the round is not among them.
         """
-        waited = f"no update within {late_s or 0:.3g} s"
-        idle = f"did not take up the work of round {collection.round}"
-        return {
-            agent: idle if agent in self._stuck else waited
-            for agent in collection.outstanding
-            if agent in self.context.roster.ready
-            and (agent in self._stuck or (late_s is not None and agent not in collection.given_up))
-        }
+        reasons: dict[str, str] = {}
+        for agent in collection.outstanding:
+            if agent not in self.context.roster.ready:
+                continue
+            if agent in self._stuck:
+                reasons[agent] = f"did not take up the work of round {collection.round}"
+            elif late_s is not None and agent not in collection.given_up:
+                reasons[agent] = f"no update within {late_s:.3g} s"
+        return reasons
 
     def replacements(self, collection: Collection, wanted: int) -> tuple[str, ...]:
         """Agents to ask in place of members that failed, were rejected or are offline; empty where nobody is needed.
@@ -376,31 +457,39 @@ class Selection:
         ``wanted``: how many updates the round aims for. Nobody is asked once their quorum has delivered, because the
         round would wait for a whole training, nor an agent that this round leaves out.
         """
-        if not (self.context.excludes_failing and (collection.rejected or collection.given_up)):
+        has_failures = bool(collection.rejected or collection.given_up)
+        if not self.context.excludes_failing or not has_failures:
             return ()
-        ready = self.context.roster.ready
-        sizes = map(len, (collection.cohort, collection.rejected, ready, self._stuck))
-        state = (*sizes, *sorted(collection.given_up))
-        if state == self._unreplaced:  # after each event: only what may have changed is looked at
+        # This runs after each event. Where nothing has changed since nobody was found, nobody is found now.
+        state = (
+            len(collection.cohort),
+            len(collection.rejected),
+            len(self.context.roster.ready),
+            len(self._stuck),
+            *sorted(collection.given_up),
+        )
+        if state == self._unreplaced:
             return ()
         awaited = set(self.awaited(collection))
         lacking = wanted - collection.delivered - sum(agent in awaited for agent in collection.training)
         quorum = max(self.fewest, quorum_of(self.context.config.round.quorum, wanted))
         if lacking > 0 and collection.delivered < quorum:
             others = without(self.willing(), set(collection.cohort))
-            if chosen := self.draw(without(others, self.left_out(collection.round)), lacking, collection.round):
+            chosen = self.draw(without(others, self.left_out(collection.round)), lacking, collection.round)
+            if chosen:
                 return chosen
         self._unreplaced = state
         return ()
 
     def asked(self, agents: Iterable[str]) -> None:
-        """These members of the open round are asked now."""
+        """Note that these members of the open round are asked now."""
         now = self.context.roster.heard_s()
         deaf_s = self.context.roster.deaf_s
-        self._asked.update((agent, (now, self.boot(agent), deaf_s)) for agent in agents)
+        for agent in agents:
+            self._asked[agent] = (now, self.boot(agent), deaf_s)
 
     def opened(self, collection: Collection) -> None:
-        """A round is opened, or resumed: nobody has been asked yet."""
+        """Begin a round that is opened, or resumed: nobody has been asked yet."""
         self._asked.clear()
         self._took.clear()
         self._stretched = (None, 1.0)
@@ -425,11 +514,16 @@ class Selection:
         now = self.context.roster.heard_s()
         ready = self.context.roster.ready
         self._note_times(collection, now)
+        # Who was offline, idle or had a full disk says nothing about its pace.
         absent = {*collection.given_up, *self._stuck, *self._stalled}
-        working = [a for a in collection.outstanding if a in self._asked and a in ready and a not in absent]
+        late: dict[str, float] = {}
+        for agent in collection.outstanding:
+            is_working = agent in self._asked and agent in ready and agent not in absent
+            if is_working:
+                late[agent] = now - self._asked[agent][0]
         took = {agent: seconds for agent, seconds in self._took.items() if agent not in self._stalled}
         self._stalled.clear()
-        return times_of(took, {agent: now - self._asked[agent][0] for agent in working}, work)
+        return times_of(took, late, work)
 
     def collect(
         self, collection: Collection, deadline: float, wanted: int = 0, work: Mapping[str, float] | None = None
@@ -444,13 +538,18 @@ class Selection:
         self._unreplaced = None
         opened_at = self.context.roster.heard_s()
         quorum_at = None
-        while awaited := self.awaited(collection):
+        while True:
+            awaited = self.awaited(collection)
+            if not awaited:
+                return None
             if self.replacements(collection, wanted):
                 return None
             now = self.context.roster.heard_s()
             self._note_times(collection, now)
-            members = map(self.context.roster.get, collection.cohort)
-            self._stalled.update(one.id for one in members if one is not None and one.condition == "stalled")
+            for agent in collection.cohort:
+                member = self.context.roster.get(agent)
+                if member is not None and member.condition == "stalled":
+                    self._stalled.add(agent)
             if not self.has_quorum(collection):
                 quorum_at = None
             elif quorum_at is None:
@@ -463,7 +562,6 @@ class Selection:
             beside = f", without {listed(offline)}" if offline else ""
             about = str(collection)
             yield Waiting(f"{about}: {got}{beside}", awaited, limit + self.context.roster.deaf_s, about)
-        return None
 
     def is_enough(self, collection: Collection, unanswered: dict[str, str], overdue: int) -> bool:
         """Whether a round without a quorum ends nevertheless, because members did not deliver by the deadline.
@@ -475,18 +573,23 @@ class Selection:
             RunFailed: it was the last one, and too few have delivered.
         """
         is_last = overdue >= self.context.config.round.max_attempts
-        if unanswered and (self._has_half(collection) or (is_last and self._has_least(collection))):
+        # Half of the cohort is enough after any deadline; after the last one, what the round needs in any case.
+        if unanswered and self._has_half(collection):
             return True
-        if is_last or not (unanswered or self.context.excludes_failing):
-            quorum = collection.needed(self.context.config.round.quorum, self.least(collection))
-            needed = counted(max(self.fewest, quorum), "update")
-            times = f" {counted(overdue, 'time')}" if overdue else ""
-            raise RunFailed(
-                f"round {collection.round} missed its quorum{times}: {collection.delivered} of {needed}; missing: "
-                f"{listed(collection.outstanding)}; rejected: {failures(collection) or 'none'}; "
-                f"{SIMULATED if self.context.is_simulation else REPAIR}"
-            )
-        return False
+        if unanswered and is_last and self._has_least(collection):
+            return True
+        # Another deadline helps only if somebody may be slow, or may take the place of those that have failed.
+        can_go_on = bool(unanswered) or self.context.excludes_failing
+        if can_go_on and not is_last:
+            return False
+        quorum = collection.needed(self.context.config.round.quorum, self.least(collection))
+        needed = counted(max(self.fewest, quorum), "update")
+        times = f" {counted(overdue, 'time')}" if overdue else ""
+        remedy = SIMULATED if self.context.is_simulation else REPAIR
+        raise RunFailed(
+            f"round {collection.round} missed its quorum{times}: {collection.delivered} of {needed}; missing: "
+            f"{listed(collection.outstanding)}; rejected: {failures(collection) or 'none'}; {remedy}"
+        )
 
     def more(self, collection: Collection) -> Generator[Waiting, None, Addition]:
         """Wait until the round has enough members that can deliver; returns the new ones (as the generator's value).
@@ -497,7 +600,8 @@ class Selection:
         while True:
             if self.has_quorum(collection):  # late updates have arrived
                 return Addition()
-            if (addition := self._addition(collection)) is not None:
+            addition = self._find_addition(collection)
+            if addition is not None:
                 return addition
             others = self.exclusions.delivered - collection.rejected.keys()
             if collection.is_hopeless and not others:
@@ -511,8 +615,8 @@ class Selection:
             missing = "a train agent has to come"
             if collection.outstanding:
                 missing = f"{listed(collection.outstanding)} must come back, or another train agent has to come"
-            what = f"{got} (cohort.min_agents) are here{failed}; {missing}"
-            yield Waiting(what, collection.outstanding, None, f"round {number}")
+            text = f"{got} (cohort.min_agents) are here{failed}; {missing}"
+            yield Waiting(text, collection.outstanding, None, f"round {number}")
 
     def closed(self, done: OpenRound, fact: RoundClosed, run: str) -> None:
         """Record the failures and times of a round, and log which agents the next ones leave out.
@@ -613,25 +717,31 @@ class Selection:
             return self.pace.grace_until(asked, work, stretch, until)
         return self.pace.deadline(asked, work, stretch, self.context.config.round.grace_s, until)
 
-    def _addition(self, collection: Collection) -> Addition | None:
-        """The agents to ask in addition, if any; None while the round would still have too few members."""
-        roster = self.context.roster
-        again = tuple[str, ...]()
-        if self.context.excludes_failing:  # members that were restarted after they failed: they may be repaired
-            again = tuple(
-                agent
-                for agent, rejection in collection.rejected.items()
-                if rejection.boot and self.boot(agent) not in {"", rejection.boot}
-            )
-        awaited = [agent for agent in self.awaited(collection) if agent in roster.ready]
+    def _find_addition(self, collection: Collection) -> Addition | None:
+        """Return the agents to ask in addition, if any; None while the round would still have too few members."""
+        again = self._find_restarted(collection)
+        awaited = [agent for agent in self.awaited(collection) if agent in self.context.roster.ready]
         others = without(self.willing(), set(collection.cohort))
         least = max(1, self.context.config.cohort.min_agents)
+        coming = len(awaited) + len(again)
+        # Agents that this round leaves out are asked only where the others are too few.
         for new in (without(others, self.left_out(collection.round)), others):
-            able = len(awaited) + len(again) + len(new)
+            able = coming + len(new)
             if able and collection.delivered + able >= least:
-                lacking = max(least, len(collection.training)) - collection.delivered - len(awaited) - len(again)
+                wanted = max(least, len(collection.training))
+                lacking = wanted - collection.delivered - coming
                 return Addition(self.draw(new, lacking, collection.round), again)
         return None
+
+    def _find_restarted(self, collection: Collection) -> tuple[str, ...]:
+        """Return the members that were restarted after they failed in this round: they may be repaired."""
+        if not self.context.excludes_failing:
+            return ()
+        restarted: list[str] = []
+        for agent, rejection in collection.rejected.items():
+            if rejection.boot and self.boot(agent) not in {"", rejection.boot}:
+                restarted.append(agent)
+        return tuple(restarted)
 
     def draw(self, agents: Sequence[str], size: int, number: int) -> tuple[str, ...]:
         """At most ``size`` of the agents, sorted; the same ones for the same seed, round and agents."""
@@ -641,23 +751,23 @@ class Selection:
 
 
 def quorum_of(share: float, agents: int) -> int:
-    """How many updates are ``share`` of those of so many agents; at least one."""
+    """Return how many updates are ``share`` of those of so many agents; at least one."""
     return max(1, share_of(share, agents))
 
 
 def aim(cohort: int, over_selection: float) -> int:
-    """How many updates a round aims for that asks ``cohort`` agents; the inverse of `choose`."""
+    """Return how many updates a round aims for that asks ``cohort`` agents; the inverse of `choose`."""
     return max(1, math.floor(cohort / over_selection + 1e-9))
 
 
 def failures(collection: Collection) -> str:
-    """The agents that failed in a round with reasons, on one line."""
+    """Return the agents that failed in a round with reasons, on one line."""
     rejected = sorted(collection.rejected.items())
     return "; ".join(f"{agent}: {rejection.reason}" for agent, rejection in rejected)
 
 
 def choose(available: Sequence[str], config: CohortConfig, *, seed: int, round_number: int) -> tuple[str, ...]:
-    """The cohort, sorted; the same agents, seed and round give the same cohort. Empty when too few are available.
+    """Draw the cohort, sorted; the same agents, seed and round give the same one. Empty when too few are available.
 
     ``fraction`` of the available agents, at least ``min_agents`` and at most ``max_agents``, times ``over_selection``.
     With ``fraction_max`` the number is drawn uniformly between the two shares.
@@ -677,7 +787,7 @@ def choose(available: Sequence[str], config: CohortConfig, *, seed: int, round_n
 
 
 def lack(present: Sequence[str], config: CoordinatorConfig) -> str:
-    """How many train agents a round needs and lacks, which are present, and which hosted ones are offline."""
+    """Say how many train agents a round needs and lacks, which are present, and which hosted ones are offline."""
     least = config.cohort.min_agents
     away = [client.id for client in config.hosted if client.id not in present]
     hosted = f"; hosted, but away: {listed(away)}" if away else ""

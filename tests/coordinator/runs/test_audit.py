@@ -136,7 +136,7 @@ def test_a_run_under_way_and_one_that_was_killed_are_ok(tmp_path):
 READS = [
     *((Journal, name) for name in ("verify", "entries")),
     *((BlobStore, name) for name in ("__contains__", "check", "read")),
-    *((audits, name) for name in ("replay", "_receipts", "blobs_needed")),
+    *((audits, name) for name in ("replay", "_read_receipts", "blobs_needed")),
     (aggregation, "mapped"),
     (RunFolder, "metrics"),
 ]
