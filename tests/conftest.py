@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
+import io
+import json
 import os
 import random
 import subprocess
 import tempfile
-from collections.abc import Generator, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -17,6 +24,8 @@ from hypothesis import settings
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Children import compiled modules: without them each of some hundred compiles the packages again, 0.1 s and more.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Folders of tests are in memory where there is room: a disk takes some 10 ms for each of thousands of syncs, and no
 # test depends on it. A place named by TMPDIR or --basetemp is taken as it is.
@@ -42,6 +51,28 @@ LONG = {  # files with tests of some ten seconds
     "test_guides.py",
     "test_papers_over_mosquitto.py",
 }
+
+
+_ANSWERING = threading.Lock()
+"""Held while a function answers in the place of a child: agents of some tests work in threads."""
+
+
+def answer_here(module: str, name: str, question: Any, _limit_s: float) -> dict[str, Any]:
+    """Answer as `edge_agent.core.children.answer_of_child` would, without a child: the same JSON goes in and comes out.
+
+    Raises:
+        subprocess.SubprocessError: The function raised an error, which would have ended the child.
+    """
+    program = importlib.import_module(module)
+    streams = SimpleNamespace(stdin=io.StringIO(json.dumps(question)), stdout=io.StringIO())
+    with _ANSWERING, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "sys", streams)
+        try:
+            getattr(program, name)()
+        except Exception as error:
+            raise subprocess.CalledProcessError(1, [module, name]) from error
+    answer: dict[str, Any] = json.loads(streams.stdout.getvalue().splitlines()[-1])
+    return answer
 
 
 def pytest_report_header() -> str:
@@ -87,6 +118,37 @@ def _no_trials(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def trials() -> None:
     """Encoders are tried as on a device."""
+
+
+@pytest.fixture(autouse=True)
+def _answers_here(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    advice_of_torchvision: Callable[[], tuple[str, ...]],
+) -> None:
+    """Local data are checked and certificates renewed in this process, unless a test asks for ``children``.
+
+    A device does both in a new interpreter, which takes 0.3 s for each of many agents. Whether torchvision can be
+    imported is tried once for all tests, because that takes 2 s.
+    """
+    if "children" in request.fixturenames:
+        return
+    monkeypatch.setattr("edge_agent.agent.data_check.answer_of_child", answer_here)
+    monkeypatch.setattr("edge_agent.identity.renewal.answer_of_child", answer_here)
+    monkeypatch.setattr("edge_agent.core.capabilities.torchvision_advice", advice_of_torchvision)
+
+
+@pytest.fixture
+def children() -> None:
+    """Children of agents and commands are processes, as on a device."""
+
+
+@pytest.fixture(scope="session")
+def advice_of_torchvision() -> Callable[[], tuple[str, ...]]:
+    """Return `torchvision_advice` in a form that tries the import once."""
+    from edge_agent.core import capabilities
+
+    return functools.cache(capabilities.torchvision_advice)
 
 
 @pytest.fixture

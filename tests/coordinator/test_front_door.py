@@ -113,7 +113,7 @@ def test_parts_in_a_file_are_the_same_on_the_command_line_and_in_worker_processe
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.py").write_text(OWN, encoding="utf-8")
     words = ["--method", "my.py:Plain", "--encoder", "my.py:Net", "--data", "my.py:load?n=40", "-n", "2", "-r", "1"]
-    code, out, err = call("simulate", *words, "--engine", "pool", "--workers", "2", "--out", "a", "--json")
+    code, out, err = call("simulate", *words, "--engine", "pool", "--workers", "1", "--out", "a", "--json")
     assert code == 0, err
     result = coordinator.simulate(
         "my.py:Plain", encoder="my.py:Net", data="my.py:load?n=40", clients=2, rounds=1, engine="serial", out="b"
@@ -355,7 +355,7 @@ class Broken(FedAvg):
 """
 
 
-@pytest.mark.parametrize("engine", [{"engine": "serial"}, {"engine": "pool", "workers": 2}])
+@pytest.mark.parametrize("engine", [{"engine": "serial"}, {"engine": "pool", "workers": 1}])
 def test_an_error_in_an_own_method_has_its_place_its_traceback_and_its_log(engine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import io
 import os
 import re
 import shutil
@@ -247,7 +249,7 @@ def test_each_block_is_run_or_says_why_not(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_that_are_not_run_exist_with_their_options(page, helped):
+def test_commands_that_are_not_run_exist_with_their_options(page, help_of):
     unrun = [block.text for block in blocks(page) if block.unrun and not block.language]
     lines = [line for text in unrun for line in re.split(r"\n| && | \| ", text)]
     for line in lines:
@@ -260,22 +262,25 @@ def test_commands_that_are_not_run_exist_with_their_options(page, helped):
             if module and re.fullmatch(r"[a-z]+", command):
                 assert command in commands, line
                 options = [one for one in words[position + 2 :] if re.fullmatch(r"--[a-z-]+", one)]
-                assert all(option in helped(module, command, words[position + 2 :]) for option in options), line
+                assert all(option in help_of(module, command, words[position + 2 :]) for option in options), line
 
 
 @pytest.fixture(scope="module")
-def helped():
-    """``--help`` of a command, or of its sub-command."""
-    known = {}
+def help_of():
+    """Return a function that gives the ``--help`` of a command, or of its sub-command."""
+    texts = {}
 
-    def shown(module, command, after):
-        key = (module, command, *after[: command in {"release", "keys"}])
-        if key not in known:
-            ask = [sys.executable, "-m", *key, "--help"]
-            known[key] = subprocess.run(ask, check=True, capture_output=True, text=True, timeout=60).stdout
-        return known[key]
+    def show_help(module, command, after):
+        words = (command, *after[: command in {"release", "keys"}])
+        if (module, words) not in texts:
+            shown = io.StringIO()
+            with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as ended:
+                importlib.import_module(f"{module}.cli").main([*words, "--help"])
+            assert not ended.value.code, words
+            texts[module, words] = shown.getvalue()
+        return texts[module, words]
 
-    return shown
+    return show_help
 
 
 STAND_INS = {

@@ -38,6 +38,7 @@ from edge_agent.wire.tensors import decode
 from edge_agent.wire.topics import Topics
 
 LONGEST_PAUSE_S = 0.5
+"""The most seconds by which the clock moves at once, unless a federation says otherwise."""
 NOON = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
 """The wall clock of a federation when it begins."""
 
@@ -128,6 +129,7 @@ class Federation:
         self.make_tasks = tasks
         self.heartbeat_s = heartbeat_s
         self.clock = Clock()
+        self.longest_pause_s = LONGEST_PAUSE_S
         self.probe_s = probe_s
         self.keyed = keyed
         self.compute = compute
@@ -329,7 +331,7 @@ class Federation:
 
     def _pause(self) -> float:
         parties = [*self.agents.values(), *([self.coordinator] if self.coordinator else [])]
-        return min(LONGEST_PAUSE_S, max(0.01, min((party.idle_s() for party in parties), default=1.0)))
+        return min(self.longest_pause_s, max(0.01, min((party.idle_s() for party in parties), default=1.0)))
 
     def _step_coordinator(self) -> bool:
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections import Counter
 
+from syntax import dotted
+
 REMOVING_METHODS = {"unlink", "rmdir", "rename", "truncate", "ftruncate"}
 """Methods of paths and files, and functions of ``os``, by which something goes, or gets another name."""
 
@@ -12,6 +14,9 @@ REMOVING_FUNCTIONS = {
     *("os.remove", "os.removedirs", "os.renames", "os.replace", "shutil.rmtree", "shutil.move"),
     *("tempfile.TemporaryDirectory", "tempfile.NamedTemporaryFile", "tempfile.mkdtemp", "tempfile.TemporaryFile"),
 }
+
+NAMES_HANDED_ON = {*REMOVING_FUNCTIONS, "RotatingFileHandler"}
+"""What counts where it is named without being called."""
 
 CHILD_FILES = "a temporary folder of this process alone, made by `tempfile`"
 STATE_FILE = "a file of a fixed name in the program's own folder"
@@ -232,10 +237,8 @@ def _places(source):
                 called = _removes(child)
                 if called:
                     yield ".".join(inside), called
-            elif isinstance(child, ast.Attribute | ast.Name) and not isinstance(node, ast.Call | ast.ImportFrom):
-                name = ast.unparse(child)
-                if name in REMOVING_FUNCTIONS or name == "RotatingFileHandler":
-                    yield ".".join(inside), name
+            elif dotted(child) in NAMES_HANDED_ON and not isinstance(node, ast.Call | ast.ImportFrom):
+                yield ".".join(inside), dotted(child)
             yield from visit(child, inside)
 
     yield from visit(source.tree, [])
@@ -243,7 +246,7 @@ def _places(source):
 
 def _removes(call):
     """Return what a call removes or renames by; None where it does neither."""
-    name = ast.unparse(call.func)
+    name = dotted(call.func)
     if name in REMOVING_FUNCTIONS or name == "remove_folder":
         return name
     if not isinstance(call.func, ast.Attribute):

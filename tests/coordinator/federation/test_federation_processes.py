@@ -24,29 +24,43 @@ from coordinator.state.store import StateFolder, read_status
 pytestmark = pytest.mark.broker
 
 
-def test_killed_coordinators_agents_and_brokers_change_no_bit(tmp_path):
+class ExportingSite(Site):
+    """A site whose coordinator exports the model after each run."""
+
+    def coordinator_toml(self):
+        return super().coordinator_toml().replace("after_run = false", 'after_run = true\nexporter = "legacy"')
+
+
+@pytest.fixture(scope="module")
+def exporting(tmp_path_factory):
+    """One site for all tests that leave it whole: its four processes take 10 s to start."""
+    with ExportingSite(tmp_path_factory.mktemp("exporting"), DIGITS) as site:
+        yield site
+
+
+def test_killed_coordinators_agents_and_brokers_change_no_bit(exporting):
     """One undisturbed run; then the same run with each of the three killed by ``kill -9``, one after another."""
-    with Site(tmp_path, DIGITS) as site:
-        undisturbed = site.finish(site.request(6, local_epochs=6))
-        run = site.request(6, local_epochs=6)
+    site = exporting
+    undisturbed = site.finish(site.request(6, local_epochs=6))
+    run = site.request(6, local_epochs=6)
 
-        def next_round(seen):
-            site.until(lambda: len(site.opened(run)) > seen, f"round {seen + 1} opens")
+    def next_round(seen):
+        site.until(lambda: len(site.opened(run)) > seen, f"round {seen + 1} opens")
 
-        next_round(1)
-        site.kill("serve")
-        before = site.entries(run)
-        site.serve()
-        next_round(len(site.opened(run)))
-        site.kill("a1")
-        site.agent("a1")
-        next_round(len(site.opened(run)))
-        assert not site.entries(run, "run_finished"), "killed too late for this test to say anything"
-        os.kill(site.broker.pid, signal.SIGKILL)
-        assert site.finish(run) == undisturbed
-        assert site.opened(run) == [(number, 1) for number in range(1, 7)], "no round was opened again"
-        assert [entry.id for entry in site.entries(run)][: len(before)] == [entry.id for entry in before]
-        assert site.broker.restarts == 1
+    next_round(1)
+    site.kill("serve")
+    before = site.entries(run)
+    site.serve()
+    next_round(len(site.opened(run)))
+    site.kill("a1")
+    site.agent("a1")
+    next_round(len(site.opened(run)))
+    assert not site.entries(run, "run_finished"), "killed too late for this test to say anything"
+    os.kill(site.broker.pid, signal.SIGKILL)
+    assert site.finish(run) == undisturbed
+    assert site.opened(run) == [(number, 1) for number in range(1, 7)], "no round was opened again"
+    assert [entry.id for entry in site.entries(run)][: len(before)] == [entry.id for entry in before]
+    assert site.broker.restarts == 1
 
 
 @pytest.mark.slow
@@ -321,13 +335,19 @@ def test_a_removed_state_folder_and_a_second_coordinator(tmp_path):
         assert site.finish(site.request(1, lr=0.05))
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-@pytest.mark.parametrize("method", ["fedavg", pytest.param("own_sums", marks=pytest.mark.slow)])
-def test_a_coordinator_has_no_torch_in_memory_before_during_and_after_runs(tmp_path, monkeypatch, method):
-    """It has checked its configuration, built a model and exported it; 90 MB are its budget.
+NEEDS_MAPS = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 
-    ``own_sums`` is in a user's file that imports torch and aggregates by it, known by the entry point of a package.
-    """
+
+@NEEDS_MAPS
+def test_a_coordinator_has_no_torch_in_memory_before_during_and_after_runs(exporting):
+    """It has checked its configuration, built a model and exported it; 90 MB are its budget."""
+    check_memory_around_a_run(exporting, "fedavg")
+
+
+@NEEDS_MAPS
+@pytest.mark.slow
+def test_a_coordinator_has_no_torch_in_memory_although_a_users_method_imports_it(tmp_path, monkeypatch):
+    """``own_sums`` is in a user's file that imports torch and aggregates by it, known by a package's entry point."""
     package = tmp_path / "packages"
     installed = package / "own_sums-1.0.dist-info"
     installed.mkdir(parents=True)
@@ -335,31 +355,31 @@ def test_a_coordinator_has_no_torch_in_memory_before_during_and_after_runs(tmp_p
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: own_sums\nVersion: 1.0\n")
     (installed / "entry_points.txt").write_text("[headwater.methods]\nown_sums = own_sums:OwnSums\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(package), os.environ.get("PYTHONPATH", ""))))
-
-    class ExportingSite(Site):
-        def coordinator_toml(self):
-            return super().coordinator_toml().replace("after_run = false", 'after_run = true\nexporter = "legacy"')
-
     with ExportingSite(tmp_path, DIGITS) as site:
+        check_memory_around_a_run(site, "own_sums")
 
-        def present():
-            return [agent for agent in read_status(tmp_path / "state").get("agents", ()) if agent["present"]]
 
-        def check():
-            process = Path("/proc") / str(site.processes["serve"].pid)
-            assert "libtorch" not in (process / "maps").read_text()
-            (resident,) = (line for line in (process / "status").read_text().splitlines() if line.startswith("VmRSS"))
-            assert int(resident.split()[1]) * 1024 < 90e6
+def check_memory_around_a_run(site, method):
+    """Look at the memory of the coordinator before, during and after a run that ends with a bundle."""
 
-        site.until(lambda: len(present()) == len(AGENTS), "all agents are here")
-        check()
-        run = site.request(3, method, local_epochs=6)
-        site.until(lambda: (2, 1) in site.opened(run), "round 2 opens")
-        check()
-        site.finish(run)
-        check()
-        with site.state.look() as state:
-            assert state.run(run).summary()["bundle"]["bytes"] > 1000
+    def present():
+        return [agent for agent in read_status(site.folder / "state").get("agents", ()) if agent["present"]]
+
+    def check():
+        process = Path("/proc") / str(site.processes["serve"].pid)
+        assert "libtorch" not in (process / "maps").read_text()
+        (resident,) = (line for line in (process / "status").read_text().splitlines() if line.startswith("VmRSS"))
+        assert int(resident.split()[1]) * 1024 < 90e6
+
+    site.until(lambda: len(present()) == len(AGENTS), "all agents are here")
+    check()
+    run = site.request(3, method, local_epochs=6)
+    site.until(lambda: (2, 1) in site.opened(run), "round 2 opens")
+    check()
+    site.finish(run)
+    check()
+    with site.state.look() as state:
+        assert state.run(run).summary()["bundle"]["bytes"] > 1000
 
 
 OWN_METHOD = """

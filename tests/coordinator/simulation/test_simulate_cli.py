@@ -317,7 +317,7 @@ def test_saved_partition_of_the_run_can_be_given_to_another(call, images):
     second = json.loads(out)
     assert second["partition_hash"] == first["partition_hash"]
     assert second["partition"] == "dirichlet"
-    code, out, err = call(*images, *given, "--engine", "pool", "--workers", 2, "--out", "c", "--json")
+    code, out, err = call(*images, *given, "--engine", "pool", "--workers", 1, "--out", "c", "--json")
     assert code == 0, err
     assert json.loads(out)["rounds"][0]["acc"] == second["rounds"][0]["acc"]
     for folder in ("b", "c"):

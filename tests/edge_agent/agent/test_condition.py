@@ -394,7 +394,7 @@ def pictures(folder: Path, *classes: str) -> str:
     ],
     ids=["right", "class", "head", "task"],
 )
-def test_data_and_head_are_looked_at_in_a_process_of_its_own(tmp_path, classes, head, task, error, words):
+def test_data_and_head_are_looked_at_in_a_process_of_its_own(children, tmp_path, classes, head, task, error, words):
     source = pictures(tmp_path / "pictures", *classes)
     config = AgentConfig(state=tmp_path, data=DataConfig(source=source), head=HeadConfig(name=head))
     with pytest.raises(error, match=words) if error else contextlib.nullcontext():

@@ -23,9 +23,9 @@ code = main(json.loads(sys.argv[1]))
 tasks = len(os.listdir("/proc/self/task"))
 print("\\n" + json.dumps([code, tasks, time.process_time(), time.thread_time()]))
 """
-FIT = ("fit", "--bundle", "b.hwb", "--data", "digits?n=200", "--cache", "cache", "--out", "head")
-PREDICT = ("predict", "--bundle", "b.hwb", "--data", "digits?n=200", "--cache", "cache", "--head", "head")
-EVALUATE = ("evaluate", "--bundle", "b.hwb", "--data", "digits?n=200", "--cache", "cache", "--heads", "lr,mlp")
+FIT = ("fit", "--bundle", "b.hwb", "--data", "digits?n=80", "--cache", "cache", "--out", "head")
+PREDICT = ("predict", "--bundle", "b.hwb", "--data", "digits?n=80", "--cache", "cache", "--head", "head")
+EVALUATE = ("evaluate", "--bundle", "b.hwb", "--data", "digits?n=80", "--cache", "cache", "--heads", "lr,mlp")
 
 
 def counted(words, folder, told=None):

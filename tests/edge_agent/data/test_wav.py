@@ -245,9 +245,9 @@ def test_hostile_sounds_are_refused_before_they_take_memory(tmp_path, suffix, ma
 
 def test_a_small_file_of_hours_of_silence_is_not_decoded(tmp_path, monkeypatch):
     """Nothing of 4.5 hours of silence is read, also not to count the images that they would give."""
-    path = tmp_path / "silence" / "bomb.ogg"
+    path = tmp_path / "silence" / "bomb.flac"  # which is written ten times as fast as Vorbis
     path.parent.mkdir()
-    with soundfile.SoundFile(path, "w", 8000, 1, format="OGG") as file:
+    with soundfile.SoundFile(path, "w", 8000, 1, format="FLAC") as file:
         minute = np.zeros(8000 * 60, np.float32)
         for _ in range(270):
             file.write(minute)
