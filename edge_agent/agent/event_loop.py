@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from .. import __version__
 from ..core.children import InlineWorker, Worker, is_stopped
 from ..core.config import AgentConfig
 from ..core.disk import disk_error
@@ -36,6 +35,7 @@ from ..core.storage import read_json, write_atomic
 from ..core.task import Task
 from ..identity.renewal import Renewal, Step, renew_beside
 from ..privacy.policy import sample_count, without_withheld
+from ..version import __version__
 from ..wire.blobs.chunks import BlobCache, decode_frame
 from ..wire.messages import codec, down, fields, up
 from ..wire.messages.codec import SPOKEN

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from .. import __version__
 from ..core.config import AgentConfig
 from ..core.errors import cause
 from ..core.storage import Access, write_atomic
+from ..version import __version__
 from ..wire.faults import CODES
 
 log = logging.getLogger(__name__)
