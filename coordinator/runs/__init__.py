@@ -4,8 +4,7 @@ The same code carries rounds of devices and of a simulation. What is asked of ag
 through `coordinator.fleet`; nothing here knows a broker, a socket or a page.
 
 Read in this order: `run_queue` (runs one after another), `request` and `context` (what a run is, and what it may use),
-`round_loop` (one round after another), `selection` and `pace` (who is asked, and for how long a round waits),
-`aggregation` with `bounds`, `robust` and `directions` (what becomes of the updates), `results` and `result_notes`
-(figures), `release` (the bundle at the end), `buffered`, `secure_rounds` and `privacy` (options of a run), then the
-rest by name.
+`selection` and `pace` (who is asked, and for how long a round waits), `aggregation` with `bounds`, `robust` and
+`directions` (what becomes of the updates), `results` and `result_notes` (figures), `release` (the bundle at the end),
+`privacy` (the budget of all runs), then the rest by name.
 """
