@@ -44,7 +44,7 @@ from ..wire.seal import Guard, read_key
 from ..wire.topics import Topics
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
 from .data_check import note_task
-from .health import FINAL_S, HELLO_AGAIN_S, Disk, Mismatch, OtherClock, Problem, Silence
+from .health import FINAL_S, HELLO_AGAIN_S, WAITS_FOR_RELEASE, Disk, Mismatch, OtherClock, Problem, Silence
 from .local_state import Membership
 from .new_samples import NewSamples
 from .release_record import PROVEN_S, Trial
@@ -508,6 +508,8 @@ class Agent:
             log.info("welcomed coordinator=%s federation=%s epoch=%d", message.software, federation, message.epoch)
             self.uploads.offer_again()
             self.disk.safely(self.jobs.forget_candidate)
+            if self._lacks_release():
+                log.info("idle agent=%s %s", self.config.id, WAITS_FOR_RELEASE)
         if (problem := self.condition.problem) is not None:  # this may be another coordinator than the one informed
             self.link.send(problem.to_coordinator())
 
@@ -579,6 +581,20 @@ class Agent:
             return self.condition.problem
         return self._other_clock.problem() if self.welcomed else self._silence.problem()
 
+    def _waits_for(self) -> str | None:
+        """Return what this agent waits for; None while it works, or has all that it is to have."""
+        if not self.welcomed:
+            return self._silence.waits_for(self.config)
+        if self.uploads.waits_for:
+            return self.uploads.waits_for
+        return WAITS_FOR_RELEASE if self._lacks_release() else None
+
+    def _lacks_release(self) -> bool:
+        """Return whether this agent trains nothing, and has no bundle and none on its way: it may wait for days."""
+        has_bundle = bool(self.tasks.bundles.bundle_id) or self.tasks.bundles.lacks_head
+        has_work = self.jobs.job is not None or self.jobs.is_working or self.jobs.candidate() is not None
+        return self.tasks.tier == "head" and not has_bundle and not has_work
+
     def write_status(self) -> None:
         """Write status.json for ``edge-agent status`` (a cache: not synced)."""
         job = self.jobs.job
@@ -590,7 +606,7 @@ class Agent:
             "version": __version__,
             "tier": self.tasks.tier,
             "welcomed": self.welcomed,
-            "waits_for": self.uploads.waits_for or None if self.welcomed else self._silence.waits_for(self.config),
+            "waits_for": self._waits_for(),
             "federation_id": membership.federation or None,
             "epoch": membership.epoch,
             "other_coordinator": membership.note(),

@@ -235,6 +235,15 @@ ALONE_AGAIN_S = 60.0
 """Seconds after which it logs it again."""
 
 
+WAITS_FOR_RELEASE = (
+    "waits for a release: an agent of tier 'head' trains no encoder, it installs the one that a run releases. Rounds "
+    "ask it only where the coordinator has cohort.tier = 'any' and the method has a task for devices without torch; a "
+    "method from a file (headwater run --method FILE:CLASS) has none, unless a head of the same name is installed. To "
+    "take part in every round, install torch on this device and set tier = 'train' in the agent's file"
+)
+"""What a welcomed agent of tier ``head`` waits for while it has no bundle and no job."""
+
+
 class Silence:
     """How long an agent has had no answer, from the moment that it could have had one, and why as far as is known."""
 
