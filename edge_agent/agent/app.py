@@ -23,8 +23,9 @@ from ..identity.certificates import check_name
 from ..identity.renewal import Renewal, renew_beside
 from ..wire.mqtt import MqttTransport, refused_topics
 from .data_check import check
-from .event_loop import Agent, RefusedTopics, will_of
+from .event_loop import Agent, will_of
 from .health import problem_of
+from .runtime import AgentRuntime, RefusedTopics
 from .tasks.runner import TaskRunner
 from .textfile import TextFile
 
@@ -71,15 +72,13 @@ def _run(config: AgentConfig, tier: str) -> None:
         if renewal.is_enrolled:
             _renew_expired(renewal)
         transport = MqttTransport(config.broker, config.id, will=will_of(config, boot))
-        agent = Agent(
-            config,
-            transport,
-            TaskRunner(config, tier, beside=True),
+        runtime = AgentRuntime(
             worker=ThreadWorker(transport.wake),
             boot=boot,
             renewal=renewal if renewal.is_enrolled else None,
             refused_topics=refused_topics_of(config),
         )
+        agent = Agent(config, transport, TaskRunner(config, tier, beside=True), runtime)
         try:
             agent.start()
             _notify("READY=1")
