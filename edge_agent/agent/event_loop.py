@@ -340,15 +340,12 @@ class Agent:
 
     def _on_message(self, event: Message) -> None:
         """Handle what has arrived on a topic; whatever is wrong with it costs that message alone."""
-        if event.retained:  # a coordinator never asks a broker to retain a message, so another client did
+        # A coordinator never asks a broker to retain a message, so another client did.
+        if event.retained:
             log.warning("retained_refused topic=%s; clear it at the broker", fields.printable(event.topic))
             return
         try:
-            if event.topic in {self.topics.down(self.config.id), self.topics.announce}:
-                if self.guard.lets_in(event.payload, to_all=event.topic == self.topics.announce):
-                    self._on_words(event.payload)
-            elif event.topic == self.topics.down_chunks(self.config.id) or event.topic.startswith(self._broadcasts):
-                self._on_chunk(event.payload)
+            self._dispatch(event.topic, event.payload)
         except ProtocolMismatch as error:
             self._on_mismatch(str(error))
         except HeadwaterError as error:
@@ -359,6 +356,20 @@ class Agent:
             self.disk.failed(error, f"message_failed topic={fields.printable(event.topic)}")
         except Exception:  # a bug: no single message may end the agent
             log.exception("message_broke topic=%s", fields.printable(event.topic))
+
+    def _dispatch(self, topic: str, payload: bytes) -> None:
+        """Hand a payload to what reads it, by its topic; one on another topic is ignored.
+
+        Raises:
+            HeadwaterError: The payload is malformed.
+            OSError: A chunk cannot be stored.
+        """
+        is_for_all = topic == self.topics.announce
+        if is_for_all or topic == self.topics.down(self.config.id):
+            if self.guard.lets_in(payload, to_all=is_for_all):
+                self._on_words(payload)
+        elif topic == self.topics.down_chunks(self.config.id) or topic.startswith(self._broadcasts):
+            self._on_chunk(payload)
 
     def _on_words(self, payload: bytes) -> None:
         try:
@@ -450,7 +461,9 @@ class Agent:
             self.disk.safely(self.jobs.forget_candidate)
             if self._lacks_release():
                 log.info("idle agent=%s %s", self.config.id, WAITS_FOR_RELEASE)
-        if (problem := self.condition.problem) is not None:  # this may be another coordinator than the one informed
+        # This may be another coordinator than the one that was informed of a problem.
+        problem = self.condition.problem
+        if problem is not None:
             self.link.send(problem.to_coordinator())
 
     # --- whose commands count --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ from ..run_folder.layout import RUN_FOLDER
 from ..wire.faults import public_text
 from ..wire.messages.down import Install, Job
 from ..wire.messages.up import Report
-from .new_samples import file_mark, is_settled, samples_folder
+from .new_samples import FileMark, file_mark, is_settled, samples_folder
 from .release_record import CANDIDATE_FOLDER, candidate_folder, clean
 
 log = logging.getLogger(__name__)
@@ -466,8 +466,10 @@ def collect(
     if config.data.watch is not None:
         _take_in(collection, config.data.watch, manifest.task, config.data.budget, now)
     index = collection.index()
-    first = lacks_head and (index.samples or not is_collected(config.data))
-    return refit_current(config) if first or index.version != index.fitted else None
+    has_samples = bool(index.samples) or not is_collected(config.data)
+    is_first_fit = lacks_head and has_samples
+    has_news = index.version != index.fitted
+    return refit_current(config) if is_first_fit or has_news else None
 
 
 def _take_in(collection: Collection, folder: Path, task: Task, budget: int, now: Callable[[], float]) -> None:
@@ -475,34 +477,69 @@ def _take_in(collection: Collection, folder: Path, task: Task, budget: int, now:
 
     Files that cannot be used stay, and are logged. Those that change now stay as well: they are not whole yet.
     """
-    folders = visible(folder) if folder.is_dir() else ()
-    for path in folders:
-        # 1. Files that have stopped changing; one that is copied here now is not whole yet.
-        paths = [file for file in visible(path) if file.is_file()] if path.is_dir() else []
-        marks = {str(file): mark for file in paths if (mark := file_mark(file)) is not None and is_settled(mark, now())}
-        # 2. Some at a time: a folder may hold more pictures than fit into memory.
-        files = [*marks]
-        for start in range(0, len(files), _AT_ONCE):
+    class_folders = visible(folder) if folder.is_dir() else ()
+    for class_folder in class_folders:
+        marks = _settled_files(class_folder, now)
+        # Some at a time: a folder may hold more pictures than fit into memory.
+        paths = [*marks]
+        for start in range(0, len(paths), _AT_ONCE):
+            batch = {path: marks[path] for path in paths[start : start + _AT_ONCE]}
             try:
-                samples = from_files(files[start : start + _AT_ONCE], task.input, strict=False, compact=True)
-                # 3. A file that has changed while it was read waits for the next time.
-                unchanged = [file_mark(Path(name)) == marks[name] for name in samples.names]
-                samples = samples.take(np.flatnonzero(unchanged))
-                if not len(samples):
-                    continue
-                added = collection.add(labelled(samples, path.name), budget)
+                taken_in = _take_in_batch(collection, class_folder.name, batch, task, budget)
             except DataError as error:
-                log.warning("not_taken_in folder=%s reason=%s", path, error)
+                log.warning("not_taken_in folder=%s reason=%s", class_folder, error)
                 continue
-            log.info(
-                "taken_in class=%s added=%d known=%d dropped=%d", path.name, added.added, added.known, added.dropped
-            )
-            # 4. What is in the collection is removed from the folder; the collection is on disk by now.
-            for name in {*samples.names}:
-                try:
-                    Path(name).unlink(missing_ok=True)
-                except OSError as error:  # it is known now, and not learned from twice
-                    log.warning("not_removed file=%s reason=%s", name, cause(error))
+            # What is in the collection is removed from the folder; the collection is on disk by now.
+            _remove_files(taken_in)
+
+
+def _settled_files(folder: Path, now: Callable[[], float]) -> dict[str, FileMark]:
+    """Return the marks of the files in a folder that have stopped changing, by path; those copied now are not whole."""
+    marks: dict[str, FileMark] = {}
+    files = visible(folder) if folder.is_dir() else ()
+    for file in files:
+        mark = file_mark(file) if file.is_file() else None
+        if mark is not None and is_settled(mark, now()):
+            marks[str(file)] = mark
+    return marks
+
+
+def _take_in_batch(
+    collection: Collection, class_name: str, marks: Mapping[str, FileMark], task: Task, budget: int
+) -> set[str]:
+    """Add files of one class to the collection.
+
+    Args:
+        collection: The samples that were labelled on this device.
+        class_name: The class of all of them.
+        marks: Path of each file, and its mark before it is read.
+        task: The task, for the form of the samples.
+        budget: How many samples the collection may hold.
+
+    Returns:
+        The paths of the files that are in the collection now.
+
+    Raises:
+        DataError: None of the files can be used, or the collection does not take them.
+    """
+    samples = from_files([*marks], task.input, strict=False, compact=True)
+    # A file that has changed while it was read waits for the next time.
+    is_unchanged = [file_mark(Path(name)) == marks[name] for name in samples.names]
+    samples = samples.take(np.flatnonzero(is_unchanged))
+    if not len(samples):
+        return set()
+    added = collection.add(labelled(samples, class_name), budget)
+    log.info("taken_in class=%s added=%d known=%d dropped=%d", class_name, added.added, added.known, added.dropped)
+    return {*samples.names}
+
+
+def _remove_files(names: Iterable[str]) -> None:
+    """Remove files of the watch folder; one that stays is known by now, and not learned from twice."""
+    for name in names:
+        try:
+            Path(name).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("not_removed file=%s reason=%s", name, cause(error))
 
 
 _SAMPLES_REPORT_S = 1.0
