@@ -116,6 +116,7 @@ def install_bundle(
         BundleError: damaged, or not the one announced; without an old pair also one that fails its trial.
         DataError: local data do not fit the task; the old pair stays.
     """
+    # 1. The bundle is the announced one, and this device may install it.
     opened = archive.open_bundle(path)
     root = config.state / "bundles"
     if opened.manifest.bundle_id != message.bundle_id:
@@ -125,9 +126,12 @@ def install_bundle(
     first = admit(config, opened)
     member = installed_module.admitted(opened, root, now(), first)
     clean(config)
+    prepare = prepare_here if prepare is None else prepare
     try:
-        candidate = (prepare or prepare_here)(config, message, path, now())
+        # 2. A head is fitted and compared beside the pair in use, which goes on serving.
+        candidate = prepare(config, message, path, now())
         report = candidate.report
+        # 3. Encoder and head are switched together, unless the owner keeps the pair in use from this moment on.
         if not candidate.rejection:
             bundle = installed_module.staged(opened, root)
             with switching() as why_kept:
@@ -146,9 +150,9 @@ def install_bundle(
 
 def _not_taken(report: Report, runs: str, why_kept: str) -> Report:
     log.info("not_installed bundle=%s why=%s", report.about[:12], why_kept)
-    why = why_kept[:1000]
+    reason = why_kept[:1000]
     metrics = {**report.metrics, "rolled_back": 1.0}
-    return report.model_copy(update={"bundle_id": runs, "rolled_back": why, "kept": why, "metrics": metrics})
+    return report.model_copy(update={"bundle_id": runs, "rolled_back": reason, "kept": reason, "metrics": metrics})
 
 
 def prepare_here(
@@ -304,7 +308,8 @@ def rejected(config: AgentConfig, message: Install, error: BundleError) -> Candi
     if old is None or old[0].id == message.bundle_id:
         raise error
     log.warning("rolled_back tried=%s keeps=%s reason=%s", message.bundle_id[:12], old[0].id[:12], error)
-    samples = 0 if (n_train := old[1].metrics.get("n_train")) is None else int(n_train)
+    n_train = old[1].metrics.get("n_train")
+    samples = 0 if n_train is None else int(n_train)
     report = Report(
         run=message.run,
         about=message.bundle_id,
@@ -329,12 +334,14 @@ def trust_configured(config: AgentConfig) -> TrustStore:
         ConfigError: that is no root, or another one is trusted already.
     """
     store = TrustStore(config.state / "bundles")
-    if (path := config.bundle.trust) is not None:
-        try:
-            *older_roots, root = roots_in(path)
-            store.anchor(root, older_roots)
-        except (OSError, BundleUntrusted, StateError) as error:
-            raise ConfigError("bundle.trust", [f"{path}: {cause(error)}"]) from error
+    path = config.bundle.trust
+    if path is None:
+        return store
+    try:
+        *older_roots, root = roots_in(path)
+        store.anchor(root, older_roots)
+    except (OSError, BundleUntrusted, StateError) as error:
+        raise ConfigError("bundle.trust", [f"{path}: {cause(error)}"]) from error
     return store
 
 
@@ -628,10 +635,12 @@ def _remove_features(config: AgentConfig) -> None:
         log.warning("features_not_removed reason=%s", error)
         return
     fingerprints = [variant.fingerprint for manifest in installed for variant in manifest.variants.values()]
-    if removed := remove_features(config.state / "features", fingerprints):
-        log.info("features_removed files=%d: of encoders that are not installed", removed)
-    if removed := trim_features(config.state / "features", config.features_bytes, fingerprint):
-        log.info("features_removed files=%d: beyond features_bytes = %d", removed, config.features_bytes)
+    removed_files = remove_features(config.state / "features", fingerprints)
+    if removed_files:
+        log.info("features_removed files=%d: of encoders that are not installed", removed_files)
+    trimmed_files = trim_features(config.state / "features", config.features_bytes, fingerprint)
+    if trimmed_files:
+        log.info("features_removed files=%d: beyond features_bytes = %d", trimmed_files, config.features_bytes)
 
 
 def _old_pair(config: AgentConfig) -> Pair | None:

@@ -41,7 +41,7 @@ class Link:
         self._seq = 0
 
     def send(self, message: fields.Control) -> None:
-        """Publish a control message."""
+        """Publish a control message, stamped with the start of this agent and the federation that it follows."""
         self._publish(self.topics.up(self._agent), message)
 
     def beat(self, message: up.Heartbeat) -> None:
@@ -49,15 +49,15 @@ class Link:
         self._publish(self.topics.heartbeat(self._agent), message, qos=0)
 
     def send_chunk(self, frame: bytes) -> None:
-        """Publish a chunk."""
+        """Publish one frame of chunks of the update."""
         self._transport.publish(self.topics.up_chunks(self._agent), frame)
 
     def listen(self, digest: str) -> None:
-        """Receive the broadcast of a blob."""
+        """Begin to receive the broadcast of a blob."""
         self._transport.subscribe(self.topics.broadcast(digest))
 
     def unlisten(self, digest: str) -> None:
-        """Receive it no longer."""
+        """Stop receiving the broadcast of a blob."""
         self._transport.unsubscribe(self.topics.broadcast(digest))
 
     def _publish(self, topic: str, message: fields.Control, qos: int = 1) -> None:
@@ -332,7 +332,7 @@ class Uploads:
         return self._budget.objection("the update cannot arrive in time", size, left_s, now)
 
     def tick(self) -> None:
-        """Announce again after silence."""
+        """Announce the update again, where its coordinator has been silent for long."""
         if self._manifest is not None and self._clock() >= self._again_at:
             self.offer_again()
 

@@ -273,7 +273,10 @@ class ThreadWorker:
         self._jobs.put(None)
 
     def _run(self) -> None:
-        while (item := self._jobs.get()) is not None:
+        while True:
+            item = self._jobs.get()
+            if item is None:
+                return
             name, job, done = item
             log.debug("work_started name=%s", name)
             try:

@@ -175,13 +175,13 @@ class TaskQueue:
         self._judged_at = now
         left_s = self._closes_at - now
         if self._uploads.holds(job_key(job)):
-            why = self._uploads.objection(left_s)
+            objection = self._uploads.objection(left_s)
         else:
-            why = self._downloads.objection(job.refs, left_s)
-        if why:
+            objection = self._downloads.objection(job.refs, left_s)
+        if objection:
             self._uploads.drop(job_key(job))
             self.job = None
-            self._report(TransferTooSlow(why, is_public=True), job_key(job))
+            self._report(TransferTooSlow(objection, is_public=True), job_key(job))
             self._fetch()
 
     def on_receipt(self, message: down.Receipt) -> None:
@@ -256,8 +256,9 @@ class TaskQueue:
         self._install = message
         self._waiting = waiting
         self._switches_at = self._downloads.clock() + START_GRACE_S
-        if why := waiting.why_not(self._tasks.now()):
-            self._report(StateError(why, is_public=True), JobKey(message.run, purpose=None), "bundle")
+        objection = waiting.why_not(self._tasks.now())
+        if objection:
+            self._report(StateError(objection, is_public=True), JobKey(message.run, purpose=None), "bundle")
         else:
             log.info("waits bundle=%s until=%s", message.bundle_id[:12], utc_text(waiting.opens))
 
@@ -303,8 +304,8 @@ class TaskQueue:
         elif not self._downloads.has_all((install.blob,)):
             state = "is downloaded"
         elif self._waiting is not None:
-            why = self._waiting.why_not(self._tasks.now())
-            state = why or f"switches at {utc_text(self._waiting.opens)}"
+            objection = self._waiting.why_not(self._tasks.now())
+            state = objection or f"switches at {utc_text(self._waiting.opens)}"
         else:
             state = f"switches in {max(0.0, self._switches_at - self._downloads.clock()):.0f} s"
         return {"bundle_id": install.bundle_id, "release": install.release, "state": state}
