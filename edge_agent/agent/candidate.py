@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import errors
-from ..core.children import answer_of_watched
+from ..core.children import Watch, answer_of_watched
 from ..core.config import AgentConfig
 from ..core.errors import BundleError, ChildFailed, HeadwaterError
 from ..core.limits import available_bytes, limit_resources, stand_back
@@ -90,9 +90,7 @@ def prepare_beside(
         peak_mb = max(peak_mb, own_mb + child_mb)
 
     try:
-        answer = answer_of_watched(
-            __name__, main.__name__, question, on_line, silent_s=SILENT_S, limit_s=LIMIT_S, look=look
-        )
+        answer = answer_of_watched(__name__, main.__name__, question, on_line, Watch(SILENT_S, LIMIT_S, look))
     except ChildFailed as error:
         if error.tail:
             log.error("candidate_failed bundle=%s stderr=%s", message.bundle_id[:12], error.tail)

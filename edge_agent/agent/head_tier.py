@@ -166,26 +166,32 @@ def prepare_here(
         BundleError: damaged; without an old pair also one that fails its test.
         DataError: local data do not fit the task.
     """
+    # 1. The bundle, checked once more: this may be another process than the one that admitted it.
     progress("unpack")
     opened = archive.open_bundle(path)
     bundle = installed_module.staged(opened, config.state / "bundles")
-    if config.head.precision != "int8":  # before the samples take memory beside that of the trial
+    # 2. The trial of its encoder, before the samples take memory beside that of the trial.
+    if config.head.precision != "int8":
         progress("trial")
         try:
             Encoder.open(bundle, "fp32", config.training.threads)
         except BundleError as error:
             return rejected(config, message, error)
+    # 3. A head on the device's samples. Those in the watch folder may be the first that it has.
     progress("samples")
     old = _old_pair(config)
     task = bundle.manifest.task
     collection = collection_of(config)
-    if config.data.watch is not None:  # of a device without any other samples these are its first
+    if config.data.watch is not None:
         _take_in(collection, config.data.watch, task, config.data.budget, lambda: now)
     version = collection.index().version
     started_at = time.perf_counter()
     samples = _samples(config, task, progress)
     read_s = time.perf_counter() - started_at
-    trial = _try_head(config, message, bundle, old, samples, read_s, progress)
+    trial = _try_head(config, message, bundle, old, samples, progress)
+    if trial.result is not None:
+        trial = replace(trial, result=trial.result.with_reading(read_s))
+    # 4. The new head waits beside the pair in use until both are switched.
     if trial.result is not None:
         log_if_better_alone(trial.result.scores)
         if not trial.rejection:
@@ -257,7 +263,6 @@ def _try_head(
     bundle: Bundle,
     old: Pair | None,
     samples: Split,
-    read_s: float,
     progress: Progress,
 ) -> _Trial:
     """Fit a head on the new bundle's features and compare it with the old pair, where the coordinator wants that.
@@ -268,7 +273,6 @@ def _try_head(
         bundle: The new bundle.
         old: The pair in use.
         samples: The parts to fit and to score on.
-        read_s: How long reading them took, in seconds.
         progress: Is told the step that begins.
 
     Raises:
@@ -277,7 +281,7 @@ def _try_head(
     result = None
     before = None
     try:
-        result = _refit(config, bundle, samples, progress).with_reading(read_s)
+        result = _refit(config, bundle, samples, progress)
         progress("compare")
         if old is not None:
             before = _score(config, old, samples)
@@ -497,7 +501,7 @@ def _take_in(collection: Collection, folder: Path, task: Task, budget: int, now:
                 log.warning("not_taken_in folder=%s reason=%s", class_folder, error)
                 continue
             # What is in the collection is removed from the folder; the collection is on disk by now.
-            _remove_files(taken_in)
+            _remove_taken_in(taken_in)
 
 
 def _settled_files(folder: Path, now: Callable[[], float]) -> dict[str, FileMark]:
@@ -540,7 +544,7 @@ def _take_in_batch(
     return {*samples.names}
 
 
-def _remove_files(names: Iterable[str]) -> None:
+def _remove_taken_in(names: Iterable[str]) -> None:
     """Remove files of the watch folder; one that stays is known by now, and not learned from twice."""
     for name in names:
         try:
