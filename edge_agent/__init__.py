@@ -9,13 +9,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from . import heads, methods
     from .agent.event_loop import Agent
     from .data import load as load_data
     from .personal.personalizer import Personalizer, load_bundle
-
-__version__ = "0.1.0"
 
 __all__ = ["Agent", "Personalizer", "__version__", "heads", "load_bundle", "load_data", "methods"]
 

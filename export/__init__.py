@@ -1,6 +1,10 @@
 """From a trained encoder to a bundle for devices: ONNX, int8, parity gates, manifest.
 
 ``bundle`` writes one. All names are imported when they are first used.
+
+Here lives all that needs ``onnx``, and nothing that a device imports. Read in this order: `build` (the way from a model
+to a bundle), `encoder` and `batch_norm` (its graphs), `quantize` (the int8 variant), `parity` (what has to agree before
+a bundle is written), `domains` (samples by domain, to compare on).
 """
 
 from __future__ import annotations

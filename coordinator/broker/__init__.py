@@ -1,7 +1,10 @@
 """MQTT brokers that this machine can run: the embedded one, and mosquitto where it is installed.
 
 Both run in a child process that is restarted when it exits and ends with its parent. Federations that outgrow one host
-use their own broker and name it in ``[broker]``.
+use their own broker and name it in ``[broker]``. Nothing here connects as a client: that is `edge_agent.wire.mqtt`.
+
+This file starts and supervises a broker; `access` holds who may connect and speak on which topics, for every broker
+alike, and `serve` is the process of the embedded one.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Each command is one module here, imported only when it is requested. Errors of our tree become one message on stderr and
 their exit code; ``--json`` prints one JSON object on stdout, and nothing else goes there.
+
+Read `options` (options made from the configuration's models) and `output` (tables, JSON and messages) first. A command
+computes nothing: it reads options, calls what does the work, and prints the result.
 """
 
 from __future__ import annotations

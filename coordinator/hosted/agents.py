@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from edge_agent.agent.event_loop import Agent, will_of
 from edge_agent.agent.own_method import method_for
+from edge_agent.agent.runtime import AgentRuntime
 from edge_agent.agent.tasks.resources import Resources
 from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.core.children import ThreadWorker, Worker
@@ -135,7 +136,8 @@ class HostedAgents:
             boot = secrets.token_hex(8)
             tasks = HostedTaskRunner(config, shared, note)
             transport = self.broker.transport(will_of(config, boot))
-            self.agents.append(Agent(config, transport, tasks, clock=clock, worker=worker, boot=boot))
+            runtime = AgentRuntime(clock=clock, worker=worker, boot=boot)
+            self.agents.append(Agent(config, transport, tasks, runtime))
 
     def start(self) -> None:
         """Connect all agents."""

@@ -1,4 +1,11 @@
-"""One page about one run: ``report.html`` beside its figures, self-contained, readable on a phone and in the dark."""
+"""One page about one run: ``report.html`` beside its figures, self-contained, readable on a phone and in the dark.
+
+This room shows what the files of a run say, and computes nothing that they do not hold. It knows no coordinator that
+serves: the page of a finished run can be written anywhere.
+
+Read in this order: `figures` (what the page shows, from the run's files), `charts` (charts as plain values, and their
+HTML), `run_charts` (those of a run), `page` (all of it in one page), `pictures` (the same charts for documents).
+"""
 
 from __future__ import annotations
 

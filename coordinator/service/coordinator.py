@@ -52,7 +52,7 @@ from ..fleet.registry import (
 from ..fleet.rollout import Rollout
 from ..fleet.uploads import Collector
 from ..hosted.transport import CombinedTransport
-from ..journal.store import utc_now
+from ..journal.store import follow, utc_now
 from ..processes.compute import Compute, InlineCompute
 from ..runs.context import Reports, Run, RunContext, RunHooks, Waiting
 from ..runs.request import Request
@@ -67,6 +67,7 @@ from ..state.starts import EPOCHS_OF_A_COPY, Takeover, record_start
 from ..state.store import MOST_LISTED, StateFolder
 from ..text import reason_of
 from ..views.releases import book_of
+from ..views.traffic import AgentTraffic
 from .peers import PROBE_S, Peers
 from .status import AgentStatus, StatusReport, StatusWriter
 
@@ -213,6 +214,7 @@ class Coordinator:
         if start.epoch >= EPOCHS_OF_A_COPY:  # there may be runs that were requested after the backup
             self._run_ids.skip_names_that_agents_know()
         self._remember_reports()
+        self._remember_traffic()
         self.hooks.start(self.state)
         self.roster.disconnected()
         self.transport.subscribe(*self.topics.for_coordinator())
@@ -227,6 +229,14 @@ class Coordinator:
         }
         candidates = {agent: one.candidate for agent, one in reported.items() if one.candidate is not None}
         self.roster.remember(figures, candidates)
+
+    def _remember_traffic(self) -> None:
+        """Continue the counts of each agent's bytes with what the journal has of the time before this start."""
+        traffic = AgentTraffic()
+        for entry in follow(self.state.journal, kinds=AgentTraffic.KINDS):
+            traffic.add(entry)
+        self.collector.bytes_from.update(traffic.bytes_from())
+        self.distributor.bytes_to.update(traffic.bytes_to())
 
     def serve(self, stop: threading.Event) -> None:
         """`step` until ``stop`` is set.

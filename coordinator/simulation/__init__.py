@@ -1,5 +1,9 @@
 """A whole federation on one machine: the coordinator's own round loop, its journal, and clients that an engine serves.
 
-`plan` has the settings, `prepared` the data and models made from them, `run` the simulation itself. Nothing is imported
-here: the settings are needed where torch is not.
+Nothing here repeats what rounds do: this room replaces only devices and the network. Nothing is imported by this file:
+the settings are needed where torch is not.
+
+Read in this order: `plan` (the settings), `setup` with `datasets` and `own_parts` (data and models made from them),
+`run` (the simulation itself), `client_pool` and `client_tasks` (the clients), `engines` (where they compute),
+`results` and `failures`.
 """

@@ -1,1 +1,9 @@
-"""What survives a restart: journal, checkpoints, blobs, run folders."""
+"""What survives a restart: the files of a state folder, and the values that are read back from them.
+
+The journal itself is in `coordinator.journal` and what follows from its entries in `coordinator.views`; here lie the
+files beside it. Nothing here decides what a run or a release does next.
+
+Read in this order: `store` (the state folder), `starts` (federation id and epochs), `retention` and `backup`,
+`release_keys` and `command_keys`, `fleet_rows`, `history` and `candidate` (the fleet as it is shown), `noise`,
+`log_file`, `fault_log` and `values`.
+"""

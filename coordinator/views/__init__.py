@@ -5,5 +5,5 @@ nothing and writes nothing, so that a restart, a second process or a test that f
 same result. Files beside the journal, messages and settings have no place here.
 
 Read in this order: `runs` (where a run stands, round by round), `releases` (which bundle each device is to run),
-`spans` (a run as a trace).
+`traffic` (bytes of each agent), `spans` (a run as a trace).
 """

@@ -23,8 +23,9 @@ from ..identity.certificates import check_name
 from ..identity.renewal import Renewal, renew_beside
 from ..wire.mqtt import MqttTransport, refused_topics
 from .data_check import check
-from .event_loop import Agent, RefusedTopics, will_of
+from .event_loop import Agent, will_of
 from .health import problem_of
+from .runtime import AgentRuntime, RefusedTopics
 from .tasks.runner import TaskRunner
 from .textfile import TextFile
 
@@ -65,21 +66,20 @@ def _run(config: AgentConfig, tier: str) -> None:
     boot = secrets.token_hex(8)
     with folder_lock(config.state, f"edge-agent {config.id}"), stop_on_signals() as stop:
         check_own_folder(config.state / "bundles")
-        if count := sweep(config.state):
-            log.info("swept files=%d: temporary files of an earlier start", count)
+        swept_files = sweep(config.state)
+        if swept_files:
+            log.info("swept files=%d: temporary files of an earlier start", swept_files)
         renewal = Renewal(config.state)
         if renewal.is_enrolled:
             _renew_expired(renewal)
         transport = MqttTransport(config.broker, config.id, will=will_of(config, boot))
-        agent = Agent(
-            config,
-            transport,
-            TaskRunner(config, tier, beside=True),
+        runtime = AgentRuntime(
             worker=ThreadWorker(transport.wake),
             boot=boot,
             renewal=renewal if renewal.is_enrolled else None,
             refused_topics=refused_topics_of(config),
         )
+        agent = Agent(config, transport, TaskRunner(config, tier, beside=True), runtime)
         try:
             agent.start()
             _notify("READY=1")
@@ -127,14 +127,17 @@ def choose_tier(config: AgentConfig) -> str:
     Raises:
         MissingCapability: it needs packages that are not installed.
     """
-    able = capabilities.find()
-    tier = able.tier if config.tier == "auto" else config.tier
-    if config.tier == "auto" and config.head.own_classes:
+    device = capabilities.find()
+    # A class that no other device knows has no place in a shared model, so a device with such classes does not train.
+    if config.tier != "auto":
+        tier: str = config.tier
+    elif config.head.own_classes:
         tier = "head"
-    if tier == "train" and "torch" not in able.packages:
-        raise MissingCapability.package("torch", "train", f"agent '{config.id}' of tier 'train'")
-    if tier != "train" and "onnxruntime" not in able.packages:
-        raise MissingCapability.package("onnxruntime", "agent", f"agent '{config.id}' of tier 'head'")
+    else:
+        tier = device.tier
+    module, extra = ("torch", "train") if tier == "train" else ("onnxruntime", "agent")
+    if module not in device.packages:
+        raise MissingCapability.package(module, extra, f"agent '{config.id}' of tier '{tier}'")
     return tier
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import errors
-from ..core.children import answer_of_watched
+from ..core.children import Watch, answer_of_watched
 from ..core.config import AgentConfig
 from ..core.errors import BundleError, ChildFailed, HeadwaterError
 from ..core.limits import available_bytes, limit_resources, stand_back
@@ -85,19 +85,20 @@ def prepare_beside(
 
     def look(process: int) -> None:
         nonlocal peak_mb
-        peak_mb = max(peak_mb, resident_mb_of(os.getpid()) + resident_mb_of(process, *children_of(process)))
+        own_mb = resident_mb_of(os.getpid())
+        child_mb = resident_mb_of(process, *children_of(process))
+        peak_mb = max(peak_mb, own_mb + child_mb)
 
     try:
-        answer = answer_of_watched(
-            __name__, main.__name__, question, on_line, silent_s=SILENT_S, limit_s=LIMIT_S, look=look
-        )
+        answer = answer_of_watched(__name__, main.__name__, question, on_line, Watch(SILENT_S, LIMIT_S, look))
     except ChildFailed as error:
         if error.tail:
             log.error("candidate_failed bundle=%s stderr=%s", message.bundle_id[:12], error.tail)
         limits = f"{CPU_S} s of a processor"
-        limits += "" if memory is None else f" and {memory >> 20} MiB of memory"
-        why = f"the process that prepares it failed in step '{step}': {error}; {limits} are allowed"
-        return rejected(config, message, BundleError(why, is_public=True))
+        if memory is not None:
+            limits += f" and {memory >> 20} MiB of memory"
+        reason = f"the process that prepares it failed in step '{step}': {error}; {limits} are allowed"
+        return rejected(config, message, BundleError(reason, is_public=True))
     if "error" in answer:
         raise _error_of(answer)
     log.info("prepared bundle=%s peak_mb=%.0f", message.bundle_id[:12], peak_mb)
@@ -108,7 +109,8 @@ def prepare_beside(
 
 def _error_of(answer: dict[str, Any]) -> Exception:
     """Return what went wrong in the child, as it would have been raised here."""
-    if (number := answer["errno"]) is not None:
+    number = answer["errno"]
+    if number is not None:
         return OSError(number, os.strerror(number), answer["filename"] or None)
     kind = _KINDS.get(answer["error"], HeadwaterError)
     rebuilt = kind.__new__(kind, answer["message"])  # some make their message from parts, which it is made of already

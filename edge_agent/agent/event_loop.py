@@ -9,23 +9,18 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import random
 import secrets
 import shutil
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .. import __version__
-from ..core.children import InlineWorker, Worker, is_stopped
 from ..core.config import AgentConfig
 from ..core.disk import disk_error
 from ..core.errors import (
     ChunkError,
     DuplicateId,
-    EnrolmentRefused,
     HeadwaterError,
     MessageError,
     ProtocolMismatch,
@@ -34,8 +29,8 @@ from ..core.errors import (
 from ..core.limits import resident_bytes
 from ..core.storage import read_json, write_atomic
 from ..core.task import Task
-from ..identity.renewal import Renewal, Step, renew_beside
 from ..privacy.policy import sample_count, without_withheld
+from ..version import __version__
 from ..wire.blobs.chunks import BlobCache, decode_frame
 from ..wire.messages import codec, down, fields, up
 from ..wire.messages.codec import SPOKEN
@@ -43,11 +38,13 @@ from ..wire.messages.fields import run_name
 from ..wire.seal import Guard, read_key
 from ..wire.topics import Topics
 from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
+from .certificate import CertificateRenewal
 from .data_check import note_task
-from .health import FINAL_S, HELLO_AGAIN_S, Disk, Mismatch, OtherClock, Problem, Silence
+from .health import FINAL_S, HELLO_AGAIN_S, WAITS_FOR_RELEASE, Disk, Mismatch, OtherClock, Problem, Silence
+from .heartbeat import HeartbeatTimer
 from .local_state import Membership
 from .new_samples import NewSamples
-from .release_record import PROVEN_S, Trial
+from .runtime import AgentRuntime, RefusedTopics
 from .tasks.runner import TaskRunner
 from .tasks.task_queue import TaskQueue
 from .textfile import Figures
@@ -57,16 +54,6 @@ log = logging.getLogger(__name__)
 
 HELLO_APART_S = 0.5
 MAX_TICK_S = 0.5
-
-ASK_AFTER = 3
-"""Failed connections in a row after which an enrolled agent asks whether its certificate counts."""
-
-ASK_AGAIN_S = 300.0
-"""Pause in seconds until it asks again."""
-
-
-RefusedTopics = Callable[[Mapping[str, bytes]], "dict[str, str] | None"]
-"""See `edge_agent.wire.mqtt.refused_topics`."""
 
 
 def will_of(config: AgentConfig, boot: str) -> WillOf:
@@ -79,77 +66,81 @@ class Agent:
     """One device's agent. `start`, then `step` again and again (or `serve`), then `close`."""
 
     def __init__(
-        self,
-        config: AgentConfig,
-        transport: Transport,
-        tasks: TaskRunner,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        worker: Worker | None = None,
-        boot: str | None = None,
-        rng: random.Random | None = None,
-        renewal: Renewal | None = None,
-        refused_topics: RefusedTopics | None = None,
-        now: Callable[[], float] = time.time,
+        self, config: AgentConfig, transport: Transport, tasks: TaskRunner, runtime: AgentRuntime | None = None
     ) -> None:
-        """``rng`` spreads the hellos of a fleet whose coordinator speaks another protocol.
+        """Prepare an agent; nothing is sent before `start`.
 
-        ``renewal``: of this agent's certificate, where it has one. ``refused_topics``: asks the broker which of these
-        messages it does not let this agent publish, for when no coordinator answers. ``now``: the device's wall clock,
-        which is compared with the coordinator's.
+        Args:
+            config: The device's configuration.
+            transport: The connection to the broker, with the last will of `will_of`.
+            tasks: What does the work that a coordinator asks for.
+            runtime: Clocks, worker and identity of this start; None: the defaults of `AgentRuntime`.
 
         Raises:
-            ConfigError: the file of the key of its commands cannot be used.
+            ConfigError: The file of the key of its commands cannot be used.
         """
+        runtime = AgentRuntime() if runtime is None else runtime
         self.config = config
         self.transport = transport
         self.tasks = tasks
-        self.clock = clock
-        self.worker = worker or InlineWorker()
-        self.boot = boot or secrets.token_hex(8)
-        self.membership = Membership(config.state / "federation.json", clock)
+        self.clock = runtime.clock
+        self.worker = runtime.worker
+        self.boot = runtime.boot
+        self.refused_topics = runtime.refused_topics
+
+        # Whom the agent follows, and how it speaks to it.
+        self.membership = Membership(config.state / "federation.json", self.clock)
         self.guard = Guard(read_key(config), self.boot)
         self.link = Link(config, transport, self.membership, self.boot)
         self.topics = self.link.topics
         self._broadcasts = self.topics.broadcast("")
+
+        # What is moved, and what is worked on.
         self.cache = BlobCache(config.state / "cache", config.cache_bytes)
-        self.downloads = Downloads(self.cache, self.link, clock)
-        self.uploads = Uploads(tasks.outbox, self.link, clock)
+        self.downloads = Downloads(self.cache, self.link, self.clock)
+        self.uploads = Uploads(tasks.outbox, self.link, self.clock)
         self.jobs = TaskQueue(tasks, self.downloads, self.uploads, self.worker, self.link)
+        self._new_samples = NewSamples(config, self.clock)
+        self._checked: Task | None = None
+        """The task that the local data were checked for last."""
+
+        # What keeps it from its work.
         self.condition = self.jobs.condition
         self.disk = Disk(
             config.state,
-            self.jobs.condition,
+            self.condition,
             self.link.send,
             stall=self.jobs.stall,
             room_bytes=lambda: self.jobs.room_bytes,
             resume=self._hello,
         )
-        self.renewal = renewal
-        self._is_renewing = False
-        self._refused_topics = refused_topics
-        self._failed_connects = 0
-        self._ask_at = float("-inf")
+        self.certificate = CertificateRenewal(config, runtime, self.link, self.condition)
+        self._mismatch = Mismatch(self.clock, runtime.rng)
+        self._silence = Silence(self._mismatch, self.clock)
+        self._other_clock = OtherClock(runtime.now, self.clock)
+
+        # How the coordinator answers.
         self.welcomed = False
         self.rejected: HeadwaterError | None = None
-        self._mismatch = Mismatch(clock, rng or random.Random())  # noqa: S311 - spreads hellos, guards nothing
+        """Why no coordinator will ever accept this agent; None: it may."""
+
         self._connection = 0
-        self._trial: tuple[Trial, float] | None = None
+        """The number of the connection to the broker, which tells hellos of two connections apart."""
+
+        self._hello_at = float("-inf")
         self._sent_kept = ""
-        self._beat_at = self._hello_at = float("-inf")
-        self._idle_heartbeat_s = 0.0
-        self._was_busy = False
-        self._silence = Silence(self._mismatch, clock)
-        self._other_clock = OtherClock(now, clock)
-        self._new_samples = NewSamples(config, clock)
-        self._sent_condition = self.condition.name
-        self._checked: Task | None = None
+        """Why this device keeps its bundle, as the last hello said."""
+
+        self._heartbeat = HeartbeatTimer(config.heartbeat_s)
         self._operator_pin: down.Pinned | None = None
+
         self._introductions: dict[type[fields.Command], Callable[[Any], None]] = {
             down.Announce: self._on_announce,
             down.Welcome: self._on_welcome,
             down.Who: lambda message: self._hello(message.question),
         }
+        """Commands that any coordinator of the federation may send."""
+
         self._work: dict[type[fields.Command], Callable[[Any], None]] = {
             down.TaskNotice: self._on_task,
             down.Job: self.jobs.on_job,
@@ -160,9 +151,10 @@ class Agent:
             down.Queued: self.uploads.queued,
             down.Ack: self.uploads.ack,
             down.Receipt: self.jobs.on_receipt,
-            down.Renewed: self._on_renewed,
+            down.Renewed: self.certificate.receive,
             down.Pinned: self._on_pinned,
         }
+        """Commands of the coordinator that has welcomed this agent last."""
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -210,22 +202,11 @@ class Agent:
         if isinstance(event, Message):
             self._on_message(event)
         elif isinstance(event, Connected):
-            log.info("connected broker=%s", self.config.broker.url)
-            self._connection = event.connection
-            self._failed_connects = 0
-            self.condition.clear("identity")
-            self._hello_at = self.clock()  # sent as soon as an answer can be received
-            self._begin_alone()
+            self._on_connected(event)
         elif isinstance(event, Subscribed):
-            if self.topics.down(self.config.id) in event.filters:
-                self._hello()
-            self.disk.safely(partial(self.downloads.listening, event.filters))
-            self.disk.safely(self.jobs.go_on)  # everything may be on disk from before a restart
+            self._on_subscribed(event)
         elif isinstance(event, Disconnected):
-            self.welcomed = False
-            self._failed_connects += 1
-            self._silence.broker_away(event, self.config)
-            self.membership.answered()
+            self._on_disconnected(event)
         self.worker.collect()
         self._tick()
         return event is not None
@@ -234,23 +215,43 @@ class Agent:
         """Return how long `step` may wait for an event before something else is due."""
         return max(0.0, min(MAX_TICK_S, self.downloads.due_in()))
 
+    # --- connection ------------------------------------------------------------------------------------------------
+
+    def _on_connected(self, event: Connected) -> None:
+        log.info("connected broker=%s", self.config.broker.url)
+        self._connection = event.connection
+        self.certificate.connected()
+        # Hello is sent as soon as an answer can be received, which is when the subscriptions are confirmed.
+        self._hello_at = self.clock()
+        self._begin_alone()
+
+    def _on_subscribed(self, event: Subscribed) -> None:
+        if self.topics.down(self.config.id) in event.filters:
+            self._hello()
+        self.disk.safely(partial(self.downloads.listening, event.filters))
+        # Everything that a job needs may be on the disk from before a restart.
+        self.disk.safely(self.jobs.go_on)
+
+    def _on_disconnected(self, event: Disconnected) -> None:
+        self.welcomed = False
+        self.certificate.disconnected()
+        self._silence.broker_away(event, self.config)
+        self.membership.answered()
+
     # --- timers ----------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         """Do what is due by time alone: transfers, new samples, and what the coordinator is to hear."""
-        # What needs the disk waits while that cannot be written.
         now = self.clock()
+        # What needs the disk waits while that cannot be written.
         self.disk.tick(now)
         self.disk.safely(self.downloads.tick)
         self.disk.safely(self.uploads.tick)
         self.disk.safely(self.jobs.give_up_late)
         self.disk.safely(self.jobs.switch_when_due)
-        self.disk.safely(partial(self._note_trial, now))
-        self.disk.safely(self._renew)
-        # New samples are learned from while the worker has nothing else to do, and there is a bundle to fit a head for.
-        is_ready = self.tasks.tier == "head" and not self.jobs.is_working
-        if is_ready and (self.tasks.bundles.bundle_id or self.tasks.bundles.lacks_head) and self._new_samples.is_due():
-            self.jobs.collect(self._hello, self._new_samples.tried)
+        self.disk.safely(partial(self.tasks.bundles.note_life, now))
+        self.disk.safely(partial(self.certificate.tick, is_welcomed=self.welcomed))
+        self._learn_from_new_samples()
         # A hello is repeated after one of another version, and where another federation is followed from now on.
         if self._mismatch.is_due():
             self._hello()
@@ -259,76 +260,27 @@ class Agent:
             self._follow(*federation_and_epoch)
             self._begin_alone()
             self._hello()
-        # Without a welcome the agent says hello again, says in its log what it waits for, and asks the broker once.
+        # A coordinator that has welcomed this agent hears from it regularly; before that, it is asked again.
         if not self.welcomed:
-            if not self._mismatch.reason and now - self._hello_at >= HELLO_AGAIN_S:
-                self._hello()
-            self._silence.tell(self.config)
-            if self._refused_topics is not None and self._silence.asks_rules():
-                self._ask_rules(self._refused_topics)
-        elif self._beat_is_due(now):
-            self._beat()
+            self._repeat_hello(now)
+        elif self._heartbeat.is_due(now, self.condition.name, is_busy=self.jobs.job is not None):
+            self._beat(now)
 
-    def _note_trial(self, now: float) -> None:
-        """Note when this agent has lived with a new bundle for long enough; the time of another one begins again."""
-        trial = self.tasks.bundles.on_trial
-        if trial is None:
-            self._trial = None
-        elif self._trial is None or self._trial[0] != trial:
-            self._trial = trial, now
-        elif now - self._trial[1] >= PROVEN_S:
-            self._trial = trial, now  # where this cannot be written, it is tried again later
-            self.tasks.bundles.proved(trial)
-
-    def _renew(self) -> None:
-        """Ask for a new certificate, when half of the life of this one is over."""
-        renewal = self.renewal
-        if renewal is None or self._is_renewing:  # perhaps behind a long training
+    def _learn_from_new_samples(self) -> None:
+        """Have the worker fit the head on samples that were added, while it has nothing else to do."""
+        if self.tasks.tier != "head" or self.jobs.is_working:
             return
-        try:
-            if self._failed_connects >= ASK_AFTER and self.clock() >= self._ask_at:
-                self._ask_at = self.clock() + ASK_AGAIN_S
-                self._renew_beside("standing")
-                return
-            if not renewal.is_due(self.clock()):
-                return
-            if self.welcomed:
-                self._renew_beside("message")
-            elif renewal.is_expired():
-                self._renew_beside("by_port")
-        except HeadwaterError as error:
-            self._not_renewed(str(error))
+        has_bundle = bool(self.tasks.bundles.bundle_id) or self.tasks.bundles.lacks_head
+        if has_bundle and self._new_samples.is_due():
+            self.jobs.collect(self._hello, self._new_samples.tried)
 
-    def _renew_beside(self, step: Step, certificate: str = "") -> None:
-        """Have the worker do one step of a renewal, and send, note or log what came of it."""
-
-        def done(result: Any, error: BaseException | None) -> None:
-            self._is_renewing = False
-            if isinstance(error, EnrolmentRefused):  # by the coordinator itself: the broker will not let this agent in
-                self.condition.note("identity", error)
-            if step == "standing":
-                if isinstance(error, EnrolmentRefused):
-                    log.error("certificate_refused agent=%s reason=%s", self.config.id, error)
-            elif error is not None and is_stopped(error):  # as this agent is about to be
-                log.info("certificate_renewal_stopped agent=%s: the next start asks again", self.config.id)
-            elif error is not None:
-                self._not_renewed(str(error))
-            elif step == "message":
-                self.link.send(up.Renew(**result))
-            else:
-                log.info("certificate_renewed agent=%s until=%s", self.config.id, result["until"])
-
-        self._is_renewing = True
-        self.worker.submit("renew", lambda: renew_beside(self.config.state, step, certificate), done)
-
-    def _on_renewed(self, message: down.Renewed) -> None:
-        if message.refused:
-            self._not_renewed(message.refused)
-        elif self.renewal is not None and message.certificate:
-            self._renew_beside("received", message.certificate)
-
-    def _not_renewed(self, reason: str) -> None:
-        log.error("certificate_not_renewed agent=%s reason=%s", self.config.id, reason)
+    def _repeat_hello(self, now: float) -> None:
+        """Say hello again to a coordinator that does not answer, log what is waited for, and ask the broker once."""
+        if not self._mismatch.reason and now - self._hello_at >= HELLO_AGAIN_S:
+            self._hello()
+        self._silence.tell(self.config)
+        if self.refused_topics is not None and self._silence.asks_rules():
+            self._ask_rules(self.refused_topics)
 
     def _ask_rules(self, refused_topics: RefusedTopics) -> None:
         """Find out whether the broker lets this agent speak: what it refuses to MQTT 3.1.1 it drops without a word."""
@@ -342,18 +294,6 @@ class Agent:
                 self._silence.rules_refuse(refused or {}, self.config)
 
         self.worker.submit("topics", lambda: refused_topics(spoken), done)
-
-    def _beat_is_due(self, now: float) -> bool:
-        """Return whether to send a heartbeat.
-
-        It is sent less often without a job, where the coordinator of a large fleet asks for that.
-        """
-        is_idle = self.jobs.job is None
-        is_stretched = self._idle_heartbeat_s > self.config.heartbeat_s
-        has_finished = is_idle and is_stretched and self._was_busy  # the coordinator expects the next one later
-        self._was_busy = not is_idle
-        pause_s = self._idle_heartbeat_s if is_idle and is_stretched else self.config.heartbeat_s
-        return has_finished or now - self._beat_at >= pause_s or self.condition.name != self._sent_condition
 
     def _begin_alone(self) -> None:
         self.welcomed = False
@@ -384,30 +324,28 @@ class Agent:
         )
         self.link.send(hello)
 
-    def _beat(self) -> None:
-        self._beat_at = self.clock()
-        self._sent_condition = self.condition.name
-        busy = self.jobs.job
-        beat = up.Heartbeat(condition=self._sent_condition)
-        if busy is not None:
-            beat = beat.model_copy(update={"run": busy.run, "round": busy.round, "purpose": busy.purpose})
+    def _beat(self, now: float) -> None:
+        condition = self.condition.name
+        self._heartbeat.note_sent(now, condition)
+        beat = up.Heartbeat(condition=condition)
+        job = self.jobs.job
+        if job is not None:
+            beat = beat.model_copy(update={"run": job.run, "round": job.round, "purpose": job.purpose})
         self.link.beat(beat)
-        if self.tasks.tier == "head" and self.tasks.bundles.kept() != self._sent_kept:  # pinned or unpinned meanwhile
+        # Its owner has pinned or unpinned a bundle meanwhile, which only a hello says.
+        if self.tasks.tier == "head" and self.tasks.bundles.kept() != self._sent_kept:
             self._hello()
 
     # --- what arrives ----------------------------------------------------------------------------------------------
 
     def _on_message(self, event: Message) -> None:
         """Handle what has arrived on a topic; whatever is wrong with it costs that message alone."""
-        if event.retained:  # a coordinator never asks a broker to retain a message, so another client did
+        # A coordinator never asks a broker to retain a message, so another client did.
+        if event.retained:
             log.warning("retained_refused topic=%s; clear it at the broker", fields.printable(event.topic))
             return
         try:
-            if event.topic in {self.topics.down(self.config.id), self.topics.announce}:
-                if self.guard.lets_in(event.payload, to_all=event.topic == self.topics.announce):
-                    self._on_words(event.payload)
-            elif event.topic == self.topics.down_chunks(self.config.id) or event.topic.startswith(self._broadcasts):
-                self._on_chunk(event.payload)
+            self._dispatch(event.topic, event.payload)
         except ProtocolMismatch as error:
             self._on_mismatch(str(error))
         except HeadwaterError as error:
@@ -418,6 +356,20 @@ class Agent:
             self.disk.failed(error, f"message_failed topic={fields.printable(event.topic)}")
         except Exception:  # a bug: no single message may end the agent
             log.exception("message_broke topic=%s", fields.printable(event.topic))
+
+    def _dispatch(self, topic: str, payload: bytes) -> None:
+        """Hand a payload to what reads it, by its topic; one on another topic is ignored.
+
+        Raises:
+            HeadwaterError: The payload is malformed.
+            OSError: A chunk cannot be stored.
+        """
+        is_for_all = topic == self.topics.announce
+        if is_for_all or topic == self.topics.down(self.config.id):
+            if self.guard.lets_in(payload, to_all=is_for_all):
+                self._on_words(payload)
+        elif topic == self.topics.down_chunks(self.config.id) or topic.startswith(self._broadcasts):
+            self._on_chunk(payload)
 
     def _on_words(self, payload: bytes) -> None:
         try:
@@ -497,18 +449,21 @@ class Agent:
         is_news = not self.welcomed or not self.membership.is_current(message)
         self._follow(message.federation, message.epoch)
         self.welcomed = True
-        self._idle_heartbeat_s = message.heartbeat_s
         self._other_clock.heard(message.time)
         self._operator_pin = None  # where there is one, it follows
         self.membership.answered()
         self._mismatch.clear()
-        self._beat_at = self.clock()
+        self._heartbeat.welcomed(self.clock(), message.heartbeat_s)
         if is_news:
             federation = message.federation[:12]
             log.info("welcomed coordinator=%s federation=%s epoch=%d", message.software, federation, message.epoch)
             self.uploads.offer_again()
             self.disk.safely(self.jobs.forget_candidate)
-        if (problem := self.condition.problem) is not None:  # this may be another coordinator than the one informed
+            if self._lacks_release():
+                log.info("idle agent=%s %s", self.config.id, WAITS_FOR_RELEASE)
+        # This may be another coordinator than the one that was informed of a problem.
+        problem = self.condition.problem
+        if problem is not None:
             self.link.send(problem.to_coordinator())
 
     # --- whose commands count --------------------------------------------------------------------------------------
@@ -579,6 +534,20 @@ class Agent:
             return self.condition.problem
         return self._other_clock.problem() if self.welcomed else self._silence.problem()
 
+    def _waits_for(self) -> str | None:
+        """Return what this agent waits for; None while it works, or has all that it is to have."""
+        if not self.welcomed:
+            return self._silence.waits_for(self.config)
+        if self.uploads.waits_for:
+            return self.uploads.waits_for
+        return WAITS_FOR_RELEASE if self._lacks_release() else None
+
+    def _lacks_release(self) -> bool:
+        """Return whether this agent trains nothing, and has no bundle and none on its way: it may wait for days."""
+        has_bundle = bool(self.tasks.bundles.bundle_id) or self.tasks.bundles.lacks_head
+        has_work = self.jobs.job is not None or self.jobs.is_working or self.jobs.candidate() is not None
+        return self.tasks.tier == "head" and not has_bundle and not has_work
+
     def write_status(self) -> None:
         """Write status.json for ``edge-agent status`` (a cache: not synced)."""
         job = self.jobs.job
@@ -590,7 +559,7 @@ class Agent:
             "version": __version__,
             "tier": self.tasks.tier,
             "welcomed": self.welcomed,
-            "waits_for": self.uploads.waits_for or None if self.welcomed else self._silence.waits_for(self.config),
+            "waits_for": self._waits_for(),
             "federation_id": membership.federation or None,
             "epoch": membership.epoch,
             "other_coordinator": membership.note(),

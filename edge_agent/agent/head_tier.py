@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ from ..run_folder.layout import RUN_FOLDER
 from ..wire.faults import public_text
 from ..wire.messages.down import Install, Job
 from ..wire.messages.up import Report
-from .new_samples import file_mark, is_settled, samples_folder
+from .new_samples import FileMark, file_mark, is_settled, samples_folder
 from .release_record import CANDIDATE_FOLDER, candidate_folder, clean
 
 log = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ def install_bundle(
         BundleError: damaged, or not the one announced; without an old pair also one that fails its trial.
         DataError: local data do not fit the task; the old pair stays.
     """
+    # 1. The bundle is the announced one, and this device may install it.
     opened = archive.open_bundle(path)
     root = config.state / "bundles"
     if opened.manifest.bundle_id != message.bundle_id:
@@ -125,9 +126,12 @@ def install_bundle(
     first = admit(config, opened)
     member = installed_module.admitted(opened, root, now(), first)
     clean(config)
+    prepare = prepare_here if prepare is None else prepare
     try:
-        candidate = (prepare or prepare_here)(config, message, path, now())
+        # 2. A head is fitted and compared beside the pair in use, which goes on serving.
+        candidate = prepare(config, message, path, now())
         report = candidate.report
+        # 3. Encoder and head are switched together, unless the owner keeps the pair in use from this moment on.
         if not candidate.rejection:
             bundle = installed_module.staged(opened, root)
             with switching() as why_kept:
@@ -146,9 +150,9 @@ def install_bundle(
 
 def _not_taken(report: Report, runs: str, why_kept: str) -> Report:
     log.info("not_installed bundle=%s why=%s", report.about[:12], why_kept)
-    why = why_kept[:1000]
+    reason = why_kept[:1000]
     metrics = {**report.metrics, "rolled_back": 1.0}
-    return report.model_copy(update={"bundle_id": runs, "rolled_back": why, "kept": why, "metrics": metrics})
+    return report.model_copy(update={"bundle_id": runs, "rolled_back": reason, "kept": reason, "metrics": metrics})
 
 
 def prepare_here(
@@ -162,26 +166,32 @@ def prepare_here(
         BundleError: damaged; without an old pair also one that fails its test.
         DataError: local data do not fit the task.
     """
+    # 1. The bundle, checked once more: this may be another process than the one that admitted it.
     progress("unpack")
     opened = archive.open_bundle(path)
     bundle = installed_module.staged(opened, config.state / "bundles")
-    if config.head.precision != "int8":  # before the samples take memory beside that of the trial
+    # 2. The trial of its encoder, before the samples take memory beside that of the trial.
+    if config.head.precision != "int8":
         progress("trial")
         try:
             Encoder.open(bundle, "fp32", config.training.threads)
         except BundleError as error:
             return rejected(config, message, error)
+    # 3. A head on the device's samples. Those in the watch folder may be the first that it has.
     progress("samples")
     old = _old_pair(config)
     task = bundle.manifest.task
     collection = collection_of(config)
-    if config.data.watch is not None:  # of a device without any other samples these are its first
+    if config.data.watch is not None:
         _take_in(collection, config.data.watch, task, config.data.budget, lambda: now)
     version = collection.index().version
     started_at = time.perf_counter()
     samples = _samples(config, task, progress)
     read_s = time.perf_counter() - started_at
-    trial = _try_head(config, message, bundle, old, samples, read_s, progress)
+    trial = _try_head(config, message, bundle, old, samples, progress)
+    if trial.result is not None:
+        trial = replace(trial, result=trial.result.with_reading(read_s))
+    # 4. The new head waits beside the pair in use until both are switched.
     if trial.result is not None:
         log_if_better_alone(trial.result.scores)
         if not trial.rejection:
@@ -253,7 +263,6 @@ def _try_head(
     bundle: Bundle,
     old: Pair | None,
     samples: Split,
-    read_s: float,
     progress: Progress,
 ) -> _Trial:
     """Fit a head on the new bundle's features and compare it with the old pair, where the coordinator wants that.
@@ -264,7 +273,6 @@ def _try_head(
         bundle: The new bundle.
         old: The pair in use.
         samples: The parts to fit and to score on.
-        read_s: How long reading them took, in seconds.
         progress: Is told the step that begins.
 
     Raises:
@@ -273,7 +281,7 @@ def _try_head(
     result = None
     before = None
     try:
-        result = _refit(config, bundle, samples, progress).with_reading(read_s)
+        result = _refit(config, bundle, samples, progress)
         progress("compare")
         if old is not None:
             before = _score(config, old, samples)
@@ -304,7 +312,8 @@ def rejected(config: AgentConfig, message: Install, error: BundleError) -> Candi
     if old is None or old[0].id == message.bundle_id:
         raise error
     log.warning("rolled_back tried=%s keeps=%s reason=%s", message.bundle_id[:12], old[0].id[:12], error)
-    samples = 0 if (n_train := old[1].metrics.get("n_train")) is None else int(n_train)
+    n_train = old[1].metrics.get("n_train")
+    samples = 0 if n_train is None else int(n_train)
     report = Report(
         run=message.run,
         about=message.bundle_id,
@@ -329,12 +338,14 @@ def trust_configured(config: AgentConfig) -> TrustStore:
         ConfigError: that is no root, or another one is trusted already.
     """
     store = TrustStore(config.state / "bundles")
-    if (path := config.bundle.trust) is not None:
-        try:
-            *older_roots, root = roots_in(path)
-            store.anchor(root, older_roots)
-        except (OSError, BundleUntrusted, StateError) as error:
-            raise ConfigError("bundle.trust", [f"{path}: {cause(error)}"]) from error
+    path = config.bundle.trust
+    if path is None:
+        return store
+    try:
+        *older_roots, root = roots_in(path)
+        store.anchor(root, older_roots)
+    except (OSError, BundleUntrusted, StateError) as error:
+        raise ConfigError("bundle.trust", [f"{path}: {cause(error)}"]) from error
     return store
 
 
@@ -466,8 +477,10 @@ def collect(
     if config.data.watch is not None:
         _take_in(collection, config.data.watch, manifest.task, config.data.budget, now)
     index = collection.index()
-    first = lacks_head and (index.samples or not is_collected(config.data))
-    return refit_current(config) if first or index.version != index.fitted else None
+    has_samples = bool(index.samples) or not is_collected(config.data)
+    is_first_fit = lacks_head and has_samples
+    has_news = index.version != index.fitted
+    return refit_current(config) if is_first_fit or has_news else None
 
 
 def _take_in(collection: Collection, folder: Path, task: Task, budget: int, now: Callable[[], float]) -> None:
@@ -475,34 +488,69 @@ def _take_in(collection: Collection, folder: Path, task: Task, budget: int, now:
 
     Files that cannot be used stay, and are logged. Those that change now stay as well: they are not whole yet.
     """
-    folders = visible(folder) if folder.is_dir() else ()
-    for path in folders:
-        # 1. Files that have stopped changing; one that is copied here now is not whole yet.
-        paths = [file for file in visible(path) if file.is_file()] if path.is_dir() else []
-        marks = {str(file): mark for file in paths if (mark := file_mark(file)) is not None and is_settled(mark, now())}
-        # 2. Some at a time: a folder may hold more pictures than fit into memory.
-        files = [*marks]
-        for start in range(0, len(files), _AT_ONCE):
+    class_folders = visible(folder) if folder.is_dir() else ()
+    for class_folder in class_folders:
+        marks = _settled_files(class_folder, now)
+        # Some at a time: a folder may hold more pictures than fit into memory.
+        paths = [*marks]
+        for start in range(0, len(paths), _AT_ONCE):
+            batch = {path: marks[path] for path in paths[start : start + _AT_ONCE]}
             try:
-                samples = from_files(files[start : start + _AT_ONCE], task.input, strict=False, compact=True)
-                # 3. A file that has changed while it was read waits for the next time.
-                unchanged = [file_mark(Path(name)) == marks[name] for name in samples.names]
-                samples = samples.take(np.flatnonzero(unchanged))
-                if not len(samples):
-                    continue
-                added = collection.add(labelled(samples, path.name), budget)
+                taken_in = _take_in_batch(collection, class_folder.name, batch, task, budget)
             except DataError as error:
-                log.warning("not_taken_in folder=%s reason=%s", path, error)
+                log.warning("not_taken_in folder=%s reason=%s", class_folder, error)
                 continue
-            log.info(
-                "taken_in class=%s added=%d known=%d dropped=%d", path.name, added.added, added.known, added.dropped
-            )
-            # 4. What is in the collection is removed from the folder; the collection is on disk by now.
-            for name in {*samples.names}:
-                try:
-                    Path(name).unlink(missing_ok=True)
-                except OSError as error:  # it is known now, and not learned from twice
-                    log.warning("not_removed file=%s reason=%s", name, cause(error))
+            # What is in the collection is removed from the folder; the collection is on disk by now.
+            _remove_taken_in(taken_in)
+
+
+def _settled_files(folder: Path, now: Callable[[], float]) -> dict[str, FileMark]:
+    """Return the marks of the files in a folder that have stopped changing, by path; those copied now are not whole."""
+    marks: dict[str, FileMark] = {}
+    files = visible(folder) if folder.is_dir() else ()
+    for file in files:
+        mark = file_mark(file) if file.is_file() else None
+        if mark is not None and is_settled(mark, now()):
+            marks[str(file)] = mark
+    return marks
+
+
+def _take_in_batch(
+    collection: Collection, class_name: str, marks: Mapping[str, FileMark], task: Task, budget: int
+) -> set[str]:
+    """Add files of one class to the collection.
+
+    Args:
+        collection: The samples that were labelled on this device.
+        class_name: The class of all of them.
+        marks: Path of each file, and its mark before it is read.
+        task: The task, for the form of the samples.
+        budget: How many samples the collection may hold.
+
+    Returns:
+        The paths of the files that are in the collection now.
+
+    Raises:
+        DataError: None of the files can be used, or the collection does not take them.
+    """
+    samples = from_files([*marks], task.input, strict=False, compact=True)
+    # A file that has changed while it was read waits for the next time.
+    is_unchanged = [file_mark(Path(name)) == marks[name] for name in samples.names]
+    samples = samples.take(np.flatnonzero(is_unchanged))
+    if not len(samples):
+        return set()
+    added = collection.add(labelled(samples, class_name), budget)
+    log.info("taken_in class=%s added=%d known=%d dropped=%d", class_name, added.added, added.known, added.dropped)
+    return {*samples.names}
+
+
+def _remove_taken_in(names: Iterable[str]) -> None:
+    """Remove files of the watch folder; one that stays is known by now, and not learned from twice."""
+    for name in names:
+        try:
+            Path(name).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("not_removed file=%s reason=%s", name, cause(error))
 
 
 _SAMPLES_REPORT_S = 1.0
@@ -591,10 +639,12 @@ def _remove_features(config: AgentConfig) -> None:
         log.warning("features_not_removed reason=%s", error)
         return
     fingerprints = [variant.fingerprint for manifest in installed for variant in manifest.variants.values()]
-    if removed := remove_features(config.state / "features", fingerprints):
-        log.info("features_removed files=%d: of encoders that are not installed", removed)
-    if removed := trim_features(config.state / "features", config.features_bytes, fingerprint):
-        log.info("features_removed files=%d: beyond features_bytes = %d", removed, config.features_bytes)
+    removed_files = remove_features(config.state / "features", fingerprints)
+    if removed_files:
+        log.info("features_removed files=%d: of encoders that are not installed", removed_files)
+    trimmed_files = trim_features(config.state / "features", config.features_bytes, fingerprint)
+    if trimmed_files:
+        log.info("features_removed files=%d: beyond features_bytes = %d", trimmed_files, config.features_bytes)
 
 
 def _old_pair(config: AgentConfig) -> Pair | None:

@@ -115,7 +115,8 @@ def problem_of(kind: Kind, error: BaseException, at: datetime | None = None) -> 
     """
     whole = whole_message(error)
     moment = (at or datetime.now(timezone.utc)).isoformat(timespec="seconds")
-    if (reason := disk_error(error)) is not None:
+    reason = disk_error(error)
+    if reason is not None:
         remedy = "free space on the device's disk, or mount it for writing; the agent resumes by itself"
         return Problem(
             "disk",
@@ -142,7 +143,8 @@ def try_disk(folder: Path, needed_bytes: int = 0) -> None:
     finally:
         probe.unlink(missing_ok=True)
     needed = max(needed_bytes, LEAST_FREE_BYTES)
-    if (free := shutil.disk_usage(folder).free) < needed:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
         raise OSError(errno.ENOSPC, f"{free} bytes are free, {needed} are needed", str(folder))
 
 
@@ -206,7 +208,8 @@ class Disk:
         if self._again_at is None:
             self._pause_s = AGAIN_S
             self._again_at = now + AGAIN_S
-            if (problem := self._condition.problem) is not None:
+            problem = self._condition.problem
+            if problem is not None:
                 log.error("stalled reason=%s; %s", problem.message, problem.remedy)
                 self._send(problem.to_coordinator())
             self.safely(self._stall)
@@ -233,6 +236,15 @@ ALONE_S = 10.0
 
 ALONE_AGAIN_S = 60.0
 """Seconds after which it logs it again."""
+
+
+WAITS_FOR_RELEASE = (
+    "waits for a release: an agent of tier 'head' trains no encoder, it installs the one that a run releases. Rounds "
+    "ask it only where the coordinator has cohort.tier = 'any' and the method has a task for devices without torch; a "
+    "method from a file (headwater run --method FILE:CLASS) has none, unless a head of the same name is installed. To "
+    "take part in every round, install torch on this device and set tier = 'train' in the agent's file"
+)
+"""What a welcomed agent of tier ``head`` waits for while it has no bundle and no job."""
 
 
 class Silence:
@@ -322,9 +334,9 @@ class Silence:
     def waits_for(self, config: AgentConfig) -> str:
         """Return what the agent waits for, and until when."""
         if self._since is None:
-            why = f" ({self._away})" if self._away else ""
+            reason = f" ({self._away})" if self._away else ""
             return (
-                f"waits for the broker {config.broker.url}{why}; tries until it is stopped. "
+                f"waits for the broker {config.broker.url}{reason}; tries until it is stopped. "
                 "'edge-agent doctor --config FILE' tries the way to it"
             )
         if self._mismatch.reason:
@@ -370,11 +382,14 @@ class OtherClock:
         """Return why one of the two clocks has to be set; None from the moment on when this one was set right."""
         if abs(self._off_s) <= MOST_OFF_S:
             return None
-        was_set = self._now() - self._read - (self._clock() - self._read_at)
-        if abs(off := self._off_s + was_set) <= MOST_OFF_S:
+        # The wall clock has moved further than time has passed: somebody has set it since the coordinator was heard.
+        set_by_s = self._now() - self._read - (self._clock() - self._read_at)
+        off_s = self._off_s + set_by_s
+        if abs(off_s) <= MOST_OFF_S:
             return None
-        far = f"{abs(off) / 86_400:.1f} days" if abs(off) > 86_400 else f"{abs(off) / 3600:.1f} hours"
-        message = f"this device's clock is {far} {'ahead of' if off > 0 else 'behind'} the coordinator's"
+        difference = f"{abs(off_s) / 86_400:.1f} days" if abs(off_s) > 86_400 else f"{abs(off_s) / 3600:.1f} hours"
+        direction = "ahead of" if off_s > 0 else "behind"
+        message = f"this device's clock is {difference} {direction} the coordinator's"
         at = datetime.fromtimestamp(self._read, timezone.utc).isoformat(timespec="seconds")
         return Problem("connection", WRONG_CLOCK, "connection", message, "", SET_CLOCK, at)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -29,6 +28,10 @@ New samples end a pause, at most once in `REFIT_AGAIN_S`: a camera that adds som
 """
 
 
+FileMark = tuple[int, int]
+"""Time of the last change, in nanoseconds, and size of a file."""
+
+
 def samples_folder(config: AgentConfig) -> Path:
     """Return where samples are that were labelled on this device.
 
@@ -38,8 +41,8 @@ def samples_folder(config: AgentConfig) -> Path:
     return config.data.folder / Path(path).expanduser() if kind == "collected" else config.state / "samples"
 
 
-def file_mark(path: Path) -> tuple[int, int] | None:
-    """Return the time of the last change, nanoseconds, and size of a file; None where it is gone."""
+def file_mark(path: Path) -> FileMark | None:
+    """Return by what a change of a file is noticed; None where the file is gone."""
     try:
         status = path.stat()
     except OSError:
@@ -47,7 +50,7 @@ def file_mark(path: Path) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
-def is_settled(mark: tuple[int, int], now: float) -> bool:
+def is_settled(mark: FileMark, now: float) -> bool:
     """Return whether a file did not change lately.
 
     ``now`` is as `time.time`. A clock that was set leaves no file waiting.
@@ -66,7 +69,7 @@ class NewSamples:
         self._watch = config.data.watch
         self._clock = clock
         self._now = now
-        self._seen: tuple[tuple[str, tuple[int, int]], ...] = ()
+        self._seen: tuple[tuple[str, FileMark], ...] = ()
         self._looked_at = float("-inf")
         self._failures = 0
         self._reason = ""
@@ -78,28 +81,44 @@ class NewSamples:
 
         At most every `COLLECT_EVERY_S`. Call `tried` with what came out.
         """
+        now = self._clock()
         # The folder is looked at from time to time, but not again soon after new samples have ended a pause of tries.
-        if self._clock() - self._looked_at < COLLECT_EVERY_S:
+        if now - self._looked_at < COLLECT_EVERY_S:
             return False
-        now = self._looked_at = self._clock()
-        if self._failures and now < self._again_at and now < self._early_at + REFIT_AGAIN_S:
+        self._looked_at = now
+        is_pause = self._failures > 0 and now < self._again_at
+        if is_pause and now < self._early_at + REFIT_AGAIN_S:
             return False
-        with contextlib.suppress(OSError):  # a folder that goes while it is looked at: next time
-            files = sorted(self._watch.glob("[!.]*/[!.]*")) if self._watch is not None else []
-            marks = {path: mark for path in (self._index, *files) if (mark := file_mark(path)) is not None}
-            # The index of collected samples counts at once, files of the watch folder when they stop changing.
-            present = tuple(
-                (str(path), mark)
-                for path, mark in marks.items()
-                if path == self._index or is_settled(mark, self._now())
-            )
-            # New samples end a pause; an empty folder is no reason for a fit.
-            if present != self._seen:
-                self._seen = present
-                if self._failures and present:
-                    self._early_at = now
-                return bool(present)
-        return now >= self._again_at
+        try:
+            present = self._look()
+        except OSError:  # a folder that goes while it is looked at: next time
+            return now >= self._again_at
+        if present == self._seen:
+            return now >= self._again_at
+        # New samples end a pause; an empty folder is no reason for a fit.
+        self._seen = present
+        if self._failures and present:
+            self._early_at = now
+        return bool(present)
+
+    def _look(self) -> tuple[tuple[str, FileMark], ...]:
+        """Return the files with samples that are there now, with their marks.
+
+        The index of collected samples counts at once, files of the watch folder when they stop changing.
+
+        Raises:
+            OSError: The watch folder cannot be read.
+        """
+        present: list[tuple[str, FileMark]] = []
+        index_mark = file_mark(self._index)
+        if index_mark is not None:
+            present.append((str(self._index), index_mark))
+        watched = () if self._watch is None else sorted(self._watch.glob("[!.]*/[!.]*"))
+        for path in watched:
+            mark = file_mark(path)
+            if mark is not None and is_settled(mark, self._now()):
+                present.append((str(path), mark))
+        return tuple(present)
 
     def tried(self, error: BaseException | None) -> None:
         """Note to what end a fit came; None: it is done, or nothing was to be fitted."""

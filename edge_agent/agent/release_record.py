@@ -66,6 +66,12 @@ class RolledBack(Frozen):
     runs: str
     """Id of the bundle that is to stay."""
 
+    def is_over_with(self, message: Install) -> bool:
+        """Return whether a release ends the rollback: a newer one, of another bundle."""
+        # The numbers of another federation say nothing about those of this one.
+        newest = self.source.release if self.source.federation == message.federation else 0
+        return message.bundle_id != self.source.bundle_id and message.release > newest
+
     def __str__(self) -> str:
         source = self.source
         by_release = f" (release {source.release})" if source.release else ""
@@ -82,6 +88,11 @@ class Refused(_Released):
     at: str
     crashed: bool = False
     """Whether the agent did not live with it; it is not tried again then."""
+
+    def ends_agent_in(self, message: Install) -> bool:
+        """Return whether a release holds this bundle, with which the agent has ended; a newer release may be tried."""
+        is_same_bundle = self.crashed and self.bundle_id == message.bundle_id
+        return is_same_bundle and self.federation == message.federation and message.release <= self.release
 
 
 class Trial(_Released):
@@ -319,18 +330,13 @@ class ReleaseRecord:
         pin = self.pinned()
         if pin is not None and pin.holds(now):
             return "" if message.bundle_id == pin.bundle_id else str(pin)
-        # A bundle with which the agent has ended is not tried again, unless a newer release has it.
         for refused in record.refused:
-            is_known = refused.crashed and refused.bundle_id == message.bundle_id
-            if is_known and refused.federation == message.federation and message.release <= refused.release:
+            if refused.ends_agent_in(message):
                 return refused.reason
         # After a rollback by hand a newer release of another bundle is taken.
-        if record.rolled_back is None:
+        if record.rolled_back is None or record.rolled_back.is_over_with(message):
             return ""
-        source = record.rolled_back.source
-        newest = source.release if source.federation == message.federation else 0
-        is_newer = message.bundle_id != source.bundle_id and message.release > newest
-        return "" if is_newer else str(record.rolled_back)
+        return str(record.rolled_back)
 
     def kept(self, now: float) -> str:
         """Return why this device keeps its bundle by its owner's choice; empty where it does not."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from .. import __version__
 from ..core.config import AgentConfig
 from ..core.errors import cause
 from ..core.storage import Access, write_atomic
+from ..version import __version__
 from ..wire.faults import CODES
 
 log = logging.getLogger(__name__)
@@ -128,8 +128,10 @@ class TextFile:
     def _write(self, path: Path, figures: Callable[[], Figures]) -> None:
         try:
             write(path, replace(figures(), written_at=self._now()))
-        except OSError as error:  # the collector's folder is no part of the agent's state: the agent works without it
-            if self._failure != (reason := cause(error)):
+        # The collector's folder is no part of the agent's state, and the agent works without it.
+        except OSError as error:
+            reason = cause(error)
+            if self._failure != reason:
                 log.warning("metrics_not_written path=%s reason=%s", path, reason)
             self._failure = reason
         else:

@@ -41,7 +41,7 @@ class Link:
         self._seq = 0
 
     def send(self, message: fields.Control) -> None:
-        """Publish a control message."""
+        """Publish a control message, stamped with the start of this agent and the federation that it follows."""
         self._publish(self.topics.up(self._agent), message)
 
     def beat(self, message: up.Heartbeat) -> None:
@@ -49,15 +49,15 @@ class Link:
         self._publish(self.topics.heartbeat(self._agent), message, qos=0)
 
     def send_chunk(self, frame: bytes) -> None:
-        """Publish a chunk."""
+        """Publish one frame of chunks of the update."""
         self._transport.publish(self.topics.up_chunks(self._agent), frame)
 
     def listen(self, digest: str) -> None:
-        """Receive the broadcast of a blob."""
+        """Begin to receive the broadcast of a blob."""
         self._transport.subscribe(self.topics.broadcast(digest))
 
     def unlisten(self, digest: str) -> None:
-        """Receive it no longer."""
+        """Stop receiving the broadcast of a blob."""
         self._transport.unsubscribe(self.topics.broadcast(digest))
 
     def _publish(self, topic: str, message: fields.Control, qos: int = 1) -> None:
@@ -332,7 +332,7 @@ class Uploads:
         return self._budget.objection("the update cannot arrive in time", size, left_s, now)
 
     def tick(self) -> None:
-        """Announce again after silence."""
+        """Announce the update again, where its coordinator has been silent for long."""
         if self._manifest is not None and self._clock() >= self._again_at:
             self.offer_again()
 
@@ -436,9 +436,11 @@ class Downloads:
 
     def listening(self, filters: Iterable[str]) -> None:
         """Request what comes on the topics of these filters, which the broker has confirmed."""
-        ends = {f.rsplit("/", 1)[-1] for f in filters}
+        last_levels = {topic_filter.rsplit("/", 1)[-1] for topic_filter in filters}
         for download in list(self._under_way.values()):
-            if ("db" if download.is_direct else download.ref.digest[:16]) in ends:
+            # Chunks for this agent alone have one topic, those of a broadcast the topic of their blob.
+            level = "db" if download.is_direct else download.ref.digest[:16]
+            if level in last_levels:
                 download.is_listening = not download.is_direct
                 download.listening_at = self.clock()
                 self._ask(download)
@@ -480,19 +482,25 @@ class Downloads:
         The rate of a broadcast is that of its slowest listener: where it is too low, the blob is requested for this
         agent alone, which shows the rate of its own link.
         """
-        size = 0
         now = self.clock()
+        missing_bytes = 0
         for download in self._under_way.values():
             if download.ref not in refs:
                 continue
-            rate = download.receiving.meter.rate
-            missing = download.receiving.missing_bytes
             if download.is_direct:
-                size += missing
-                self._budget.note(rate, now)
-            elif download.is_listening and now - download.listening_at >= SETTLED_S and missing > rate * left_s > 0:
+                missing_bytes += download.receiving.missing_bytes
+                self._budget.note(download.receiving.meter.rate, now)
+            elif self._is_too_slow(download, left_s, now):
                 self._separate(download)
-        return self._budget.objection("the model cannot arrive in time", size, left_s, now) if size else ""
+        if not missing_bytes:
+            return ""
+        return self._budget.objection("the model cannot arrive in time", missing_bytes, left_s, now)
+
+    def _is_too_slow(self, download: _Download, left_s: float, now: float) -> bool:
+        """Return whether a broadcast that has settled would take longer than ``left_s`` seconds at its rate."""
+        has_settled = download.is_listening and now - download.listening_at >= SETTLED_S
+        bytes_in_time = download.receiving.meter.rate * left_s
+        return has_settled and download.receiving.missing_bytes > bytes_in_time > 0
 
     def tick(self) -> None:
         """Report progress, and request again what does not arrive."""

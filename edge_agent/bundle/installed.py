@@ -28,7 +28,6 @@ from edge_agent.bundle.manifest import (
 )
 from edge_agent.bundle.unpacked import BUNDLE_FOLDER, Bundle, open_folder, read_part, release_in, unpack
 
-from .. import __version__
 from ..core.errors import BundleError, StateError
 from ..core.own_folders import check_own_folder, remove_folder
 from ..core.storage import (
@@ -38,6 +37,7 @@ from ..core.storage import (
     write_atomic,
     write_json,
 )
+from ..version import __version__
 from .trust import (
     Envelope,
     Member,

@@ -17,10 +17,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .. import __version__
 from ..core.errors import HeadwaterError, UsageError, cause, nearest, remedy, without_home
 from ..core.limits import limit_threads
 from ..core.logs import TEXT
+from ..version import __version__
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("agent", "run", "run the agent: join a federation until stopped"),

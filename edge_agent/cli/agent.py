@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from .. import __version__
 from ..agent.health import look_at_disk, problem_of
 from ..bundle.trust import TrustStore
 from ..core.config import AgentConfig, check_tls, load, read_file
@@ -20,6 +19,7 @@ from ..core.locks import folder_lock
 from ..core.logs import LogFormat, log_json
 from ..core.storage import read_json
 from ..core.time_and_text import show_time
+from ..version import __version__
 from ..wire.seal import key_file
 from . import output
 from .where import add_agent, check_exists, config_of_folder

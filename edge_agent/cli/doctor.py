@@ -166,10 +166,10 @@ def _look_at_running_agent(config: AgentConfig) -> Iterator[Step]:
 
     Its status file is renewed every few seconds, so what it says of a running agent is true now.
     """
-    from .. import __version__
     from ..core import errors
     from ..core.locks import lock_holder
     from ..core.storage import read_json
+    from ..version import __version__
 
     try:
         holder = lock_holder(config.state)

@@ -1,4 +1,8 @@
-"""A client's part of a run: training session of one client, and of many clients at once."""
+"""A client's part of a run: the training session of one client, and of many clients at once.
+
+This file holds the session that a device and a simulation share: it brings data, model and the client half of a method
+together for one round. `stacked` trains many clients in one pass. Nothing here sends or receives messages.
+"""
 
 from __future__ import annotations
 

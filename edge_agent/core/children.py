@@ -16,8 +16,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from .errors import ChildFailed
 
@@ -100,16 +101,41 @@ _MOST_LINE = 1 << 22
 """The most bytes of one line that a watched child writes."""
 
 
+def _look_at_nothing(_process: int) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The limits under which a child process works, and what looks at it meanwhile."""
+
+    silent_s: float
+    """Seconds without a line after which the child counts as hanging."""
+
+    limit_s: float
+    """Seconds that the child may take in all."""
+
+    look: Callable[[int], object] = _look_at_nothing
+    """Receives the process id of the child every `LOOK_S` seconds or more often."""
+
+    clock: Callable[[], float] = time.monotonic
+    """The time in seconds."""
+
+    def check(self, begin: float, last_line_at: float) -> None:
+        """Return quietly while a child that wrote its last line then is within its limits.
+
+        Raises:
+            ChildFailed: It took longer than ``limit_s``, or wrote nothing for ``silent_s``.
+        """
+        now = self.clock()
+        if now - begin > self.limit_s:
+            raise ChildFailed(f"it took longer than {self.limit_s:g} s")
+        if now - last_line_at > self.silent_s:
+            raise ChildFailed(f"it made no progress for {self.silent_s:g} s")
+
+
 def answer_of_watched(
-    module: str,
-    name: str,
-    question: Any,
-    heard: Callable[[dict[str, Any]], object],
-    *,
-    silent_s: float,
-    limit_s: float,
-    look: Callable[[int], object] = lambda _process: None,
-    clock: Callable[[], float] = time.monotonic,
+    module: str, name: str, question: Any, heard: Callable[[dict[str, Any]], object], watch: Watch
 ) -> dict[str, Any]:
     """Return the answer of a child process that reports its progress, and kill it with its own children at the end.
 
@@ -120,14 +146,11 @@ def answer_of_watched(
         name: The function's name; it is called without arguments.
         question: What the function reads as JSON from stdin.
         heard: Receives every line of progress.
-        silent_s: Seconds without a line after which the child counts as hanging.
-        limit_s: Seconds that the child may take in all.
-        look: Receives the process id of the child every `LOOK_S` seconds or more often.
-        clock: The time in seconds.
+        watch: The limits of the child.
 
     Raises:
         OSError: The process cannot be started.
-        ChildFailed: The child ended without an answer, wrote nothing for ``silent_s``, or took longer than ``limit_s``.
+        ChildFailed: The child ended without an answer, or exceeded a limit of ``watch``.
     """
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
@@ -143,33 +166,40 @@ def answer_of_watched(
             if child.stdin is not None:
                 with contextlib.suppress(BrokenPipeError), child.stdin:
                     child.stdin.write(json.dumps(question).encode())
-            begin = clock()
-            last_line_at = begin
-            while True:
-                look(child.pid)
-                # An empty line stands for silence; no bytes at all for the end of the child's output.
-                try:
-                    line = lines.get(timeout=LOOK_S)
-                except queue.Empty:
-                    line = b"\n"
-                now = clock()
-                if not line:
-                    code = child.wait()
-                    how = f"it ended by signal {-code}" if code < 0 else f"it ended with code {code}"
-                    raise ChildFailed(how, _tail_of(errors))
-                if line.strip():
-                    last_line_at = now
-                    message = _object(line)
-                    if message.keys() == {"answer"}:
-                        answer: dict[str, Any] = message["answer"]
-                        return answer
-                    heard(message)
-                if now - begin > limit_s:
-                    raise ChildFailed(f"it took longer than {limit_s:g} s")
-                if now - last_line_at > silent_s:
-                    raise ChildFailed(f"it made no progress for {silent_s:g} s")
+            return _await_answer(child, lines, errors, heard, watch)
         finally:
             _end(child)
+
+
+def _await_answer(
+    child: subprocess.Popen[bytes],
+    lines: queue.SimpleQueue[bytes],
+    errors: IO[bytes],
+    heard: Callable[[dict[str, Any]], object],
+    watch: Watch,
+) -> dict[str, Any]:
+    """Hand on the progress of a child until its answer comes; see `answer_of_watched`."""
+    begin = watch.clock()
+    last_line_at = begin
+    while True:
+        watch.look(child.pid)
+        # An empty line stands for silence; no bytes at all for the end of the child's output.
+        try:
+            line = lines.get(timeout=LOOK_S)
+        except queue.Empty:
+            line = b"\n"
+        if not line:
+            code = child.wait()
+            how = f"it ended by signal {-code}" if code < 0 else f"it ended with code {code}"
+            raise ChildFailed(how, _tail_of(errors))
+        if line.strip():
+            last_line_at = watch.clock()
+            message = _object(line)
+            if message.keys() == {"answer"}:
+                answer: dict[str, Any] = message["answer"]
+                return answer
+            heard(message)
+        watch.check(begin, last_line_at)
 
 
 def _read_lines(child: subprocess.Popen[bytes], lines: queue.SimpleQueue[bytes]) -> None:
@@ -273,7 +303,10 @@ class ThreadWorker:
         self._jobs.put(None)
 
     def _run(self) -> None:
-        while (item := self._jobs.get()) is not None:
+        while True:
+            item = self._jobs.get()
+            if item is None:
+                return
             name, job, done = item
             log.debug("work_started name=%s", name)
             try:

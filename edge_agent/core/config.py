@@ -74,9 +74,9 @@ class BrokerConfig(Frozen):
         parts = urlsplit(url)
         if parts.username is not None or parts.password is not None:
             raise ValueError("holds a user or a password, which would end up in logs; use user and password_file")
-        has_known_scheme = parts.scheme in {"mqtt", "mqtts"}
+        has_address = parts.scheme in {"mqtt", "mqtts"} and bool(parts.hostname)
         has_extras = bool(parts.path.strip("/") or parts.query or parts.fragment)
-        if not has_known_scheme or not parts.hostname or has_extras:
+        if not has_address or has_extras:
             raise ValueError(f"'{url}' is not mqtt://host[:port] or mqtts://host[:port]")
         if parts.port == 0:  # reading it raises ValueError on a port that is not a number below 65536
             raise ValueError(f"port 0 of '{url}' cannot be connected to; expected 1..65535")
@@ -626,13 +626,19 @@ def _anchor(model: Model, base: Path) -> Model:
     changes: dict[str, Any] = {}
     for name in type(model).model_fields:
         value = getattr(model, name)
-        if isinstance(value, Path) and not value.is_absolute():
-            changes[name] = (base / value).resolve()  # shown to people: without dots on the way
-        elif isinstance(value, BaseModel):
-            anchored = _anchor(value, base)
-            # A table without paths stays as it is: a changed field counts as given, also where it has its default.
-            if anchored is not value:
-                changes[name] = anchored
-        elif isinstance(value, tuple) and any(isinstance(item, BaseModel) for item in value):
-            changes[name] = tuple(_anchor(item, base) for item in value)
+        anchored = _anchor_value(value, base)
+        # A table without paths stays as it is: a changed field counts as given, also where it has its default.
+        if anchored is not value:
+            changes[name] = anchored
     return model.model_copy(update=changes) if changes else model
+
+
+def _anchor_value(value: Any, base: Path) -> Any:
+    """Return the value of a field with its paths counted from ``base``; the same object where it has no such path."""
+    if isinstance(value, Path) and not value.is_absolute():
+        return (base / value).resolve()  # shown to people: without dots on the way
+    if isinstance(value, BaseModel):
+        return _anchor(value, base)
+    if isinstance(value, tuple) and any(isinstance(item, BaseModel) for item in value):
+        return tuple(_anchor(item, base) for item in value)
+    return value

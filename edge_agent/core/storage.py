@@ -134,10 +134,16 @@ def without_syncs(folder: Path | None = None) -> Iterator[None]:
     finally:
         _syncs.reset(token)
         if folder is not None and is_synced():
-            for path in [folder, *folder.rglob("*")]:
-                with contextlib.suppress(PermissionError, FileNotFoundError):
-                    if path.is_dir() or (path.is_file() and not path.is_symlink()):
-                        _sync_path(path)
+            _sync_below(folder)
+
+
+def _sync_below(folder: Path) -> None:
+    """Wait until a folder and all files and folders below it are on the disk; links are not followed to files."""
+    for path in [folder, *folder.rglob("*")]:
+        with contextlib.suppress(PermissionError, FileNotFoundError):
+            is_own_file = path.is_file() and not path.is_symlink()
+            if path.is_dir() or is_own_file:
+                _sync_path(path)
 
 
 def _sync_path(path: Path) -> None:

@@ -5,6 +5,10 @@ A source is ``kind:where?option=value&option=value``: ``images:photos``, ``npz:d
 public sets by their names: ``cifar:cifar-10-batches-bin``, ``pacs:PACS?domain=sketch``, ``ucihar:DIR?subject=3``. A
 kind is a file in this folder with a `DataSource` called ``SOURCE``; other packages add kinds by the entry-point group
 ``headwater.data``, which names a `DataSource` or such a module.
+
+This file finds and loads a source. Read in this order: `base` (the contract), `preprocess` (an input spec, executed),
+`images` (a short source), `partition` (which client gets which samples), then the kind that you look for. Nothing here
+knows a model, a method or a message.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 ``fit`` and ``predict_proba`` work on cached features (n, d) float32. Nothing here imports torch; scikit-learn is
 imported inside ``fit`` of those heads that use it, and only there.
+
+Read in this order: `base` (the contract), `lr` (a short head), `saved` (how a head is stored and read without pickle),
+then the head that you look for. Which head is best on a device's samples is decided in `edge_agent.personal.choice`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 Others' packages add methods through the entry-point group ``headwater.methods``. The contract is imported when it is
 first used: names alone need neither numpy nor pydantic.
+
+Read in this order: `base` (the contract), `values` (what passes between its halves), `fedavg` and `fedrep` (two short
+methods), `families` (what groups of methods share), then the method that you look for. A method does not know that a
+broker or an agent exists.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Each is an `Encoder` in one of the files in ``FAMILIES``, or in its own file with its name. Others' packages add
 encoders through the entry-point group ``headwater.encoders``. Importing this module imports no torch.
+
+Read in this order: `base` (the contract), `small` (two short encoders), `papers`, `torchvision_networks`. How an
+encoder is trained is not said here.
 """
 
 from __future__ import annotations

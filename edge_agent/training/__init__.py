@@ -1,1 +1,9 @@
-"""Torch pieces that client halves are composed of: named parts, loops, losses, augmentations."""
+"""Torch pieces that methods are composed of: named parts, loops, losses and augmentations.
+
+Here lives what several methods share. What belongs to one method alone is in that method's file, and nothing here knows
+a method, a message or a run.
+
+Read in this order: `parts` (models of named parts, and which tensors travel), `loops` (seeded training and evaluation),
+`losses`, `augment`, `finetune` (personal copies of a model), `networks` (small networks of single methods), `weights`
+(where training starts from), `precision` and `ranges`.
+"""

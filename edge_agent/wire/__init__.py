@@ -1,1 +1,10 @@
-"""The protocol between coordinator and agents: topics, messages, tensors, blobs, and the transports that carry them."""
+"""The protocol between coordinator and agents: topics, messages, tensors, blobs, and the transports that carry them.
+
+Both sides use this room, so nothing here knows what a coordinator or an agent does with a message. Paho is imported in
+`mqtt` alone. What is sent may be lost, repeated or sent by somebody else: everything that arrives is checked here
+before it is used.
+
+Read in this order: `topics`, `messages` (their form), `tensors` (arrays as bytes), `blobs` (large files in chunks),
+`seal` (which commands are authentic), `faults` (errors that cross the wire), `transport` (the contract), `memory` and
+`mqtt` (its two implementations) and `inbox` (events that wait between a network thread and the program).
+"""

@@ -134,7 +134,7 @@ KNOWN_ERRORS = (
 )
 """Known classes of errors; the first that fits counts."""
 
-CODES = frozenset({DISK_CODE, OTHER_ERROR.code, *(known.code for known in KNOWN_ERRORS)})
+CODES = frozenset({DISK_CODE, OTHER_ERROR.code, *(description.code for description in KNOWN_ERRORS)})
 """All codes that faults have."""
 
 _NAMED = tuple(vars(errors).values())
@@ -142,7 +142,10 @@ _NAMED = tuple(vars(errors).values())
 
 def known_error(error: BaseException) -> KnownError:
     """Return what the coordinator gets of an error of this class."""
-    return next((known for known in KNOWN_ERRORS if isinstance(error, known.kind)), OTHER_ERROR)
+    for description in KNOWN_ERRORS:
+        if isinstance(error, description.kind):
+            return description
+    return OTHER_ERROR
 
 
 def nearest_class(error: BaseException) -> str:

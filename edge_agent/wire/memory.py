@@ -90,7 +90,7 @@ class MemoryTransport:
     """Always 0 unless a test sets it: both sides share one process."""
 
     def start(self) -> None:
-        """Connect at once."""
+        """Connect to the broker in memory, which is there at once."""
         self._connected = True
         self.connection += 1
         self.broker.attach(self)
@@ -99,7 +99,7 @@ class MemoryTransport:
             self._confirm(tuple(self._filters))
 
     def close(self) -> None:
-        """Disconnect without a will."""
+        """Disconnect on purpose, so that the broker publishes no will."""
         self._connected = False
         self.broker.detach(self, politely=True)
 

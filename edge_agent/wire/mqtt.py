@@ -131,11 +131,12 @@ class MqttTransport:
         """Disconnect, after sending the messages that were published before."""
         client = self._client
         last = self._last_sent
+        # 1. Wait for the last acknowledgement. While one is unread, closing the socket would reset it: messages are
+        # lost, and the broker publishes the will.
         if client is not None and last is not None and self._up.is_set():
-            # With an acknowledgement still unread, closing the socket would reset it: messages are lost, and the broker
-            # publishes the will.
             with contextlib.suppress(ValueError, RuntimeError):  # it was never sent
                 last.wait_for_publish(LEAVE_TIMEOUT_S)
+        # 2. End the session, and then the thread that serves it.
         self._stopping.set()
         if client is not None:
             client.disconnect()
@@ -211,19 +212,12 @@ class MqttTransport:
             client = self._new_client()
             self._client = client
             client.connect(self.config.host, self.config.port, keepalive=self.config.keepalive_s)
-            code = paho.MQTT_ERR_SUCCESS
-            until = float("inf")
-            while code == paho.MQTT_ERR_SUCCESS and time.monotonic() < until:
-                code = client.loop(timeout=1.0)
-                if self._stopping.is_set() and until == float("inf"):
-                    until = time.monotonic() + LEAVE_TIMEOUT_S
-                    client.disconnect()  # `close` may have come before there was a client
-            reason = paho.error_string(code)
-            if not self._up.is_set() and self.config.tls is not None and self.config.tls.cert is not None:
-                reason = f"{reason.rstrip('.')}; the broker may refuse this certificate"
-        except HeadwaterError as error:  # a password or certificate that was being replaced just then
+            reason = self._serve(client)
+        # A password or certificate that was being replaced just then.
+        except HeadwaterError as error:
             reason = str(error)
-        except Exception as error:  # noqa: BLE001 - a broken packet makes paho raise anything; a new session is the cure
+        # A broken packet makes paho raise anything; a new session is the cure.
+        except Exception as error:  # noqa: BLE001 - see above
             reason = cause(error)
             self._clocks_differ = is_of_another_time(error)
             self._remedy = SET_CLOCK if self._clocks_differ else ""
@@ -232,6 +226,22 @@ class MqttTransport:
         self._client = None  # its sockets close with it
         self._last_sent = None
         return self._rejection or reason, was_up
+
+    def _serve(self, client: paho.Client) -> str:
+        """Handle what a connected client receives and sends until the connection ends, and return why it ended."""
+        code = paho.MQTT_ERR_SUCCESS
+        until = float("inf")
+        while code == paho.MQTT_ERR_SUCCESS and time.monotonic() < until:
+            code = client.loop(timeout=1.0)
+            # `close` may have come before there was a client, so it is looked for here as well.
+            if self._stopping.is_set() and until == float("inf"):
+                until = time.monotonic() + LEAVE_TIMEOUT_S
+                client.disconnect()
+        reason = paho.error_string(code)
+        has_certificate = self.config.tls is not None and self.config.tls.cert is not None
+        if has_certificate and not self._up.is_set():
+            reason = f"{reason.rstrip('.')}; the broker may refuse this certificate"
+        return reason
 
     def _new_client(self) -> paho.Client:
         """Return a client for the next connection, with its callbacks and will."""
@@ -291,7 +301,7 @@ class MqttTransport:
     def _on_message(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
         # amqtt greets each new session with whatever is retained under the filters of others, past all its rules.
         topic = message.topic
-        if not any(matches(wanted, topic) for wanted in self._filters):
+        if not any(matches(topic_filter, topic) for topic_filter in self._filters):
             return
         payload = bytes(message.payload)
         if not self._admits(topic, payload):

@@ -70,13 +70,15 @@ class Topics:
         Raises:
             MessageError: The topic is not one of an agent, or the agent's name is invalid.
         """
-        levels = topic.removeprefix(f"{self.root}/").split("/") if topic.startswith(f"{self.root}/") else []
-        if len(levels) == 3 and levels[0] == "a" and levels[2] in {"up", "ub"}:
-            _, agent, kind = levels
-        elif len(levels) == 2 and levels[0] in {"s", "h"}:
-            kind, agent = levels
-        else:
-            raise MessageError(f"topic {topic[:120]!r} is not one on which agents publish")
+        prefix = f"{self.root}/"
+        levels = topic.removeprefix(prefix).split("/") if topic.startswith(prefix) else []
+        match levels:
+            case ["a", agent, "up" | "ub" as kind]:
+                pass
+            case ["s" | "h" as kind, agent]:
+                pass
+            case _:
+                raise MessageError(f"topic {topic[:120]!r} is not one on which agents publish")
         if not _AGENT.fullmatch(agent):
             raise MessageError(f"agent name {agent[:80]!r} does not match {NAME_PATTERN}")
         return agent, kind

@@ -16,6 +16,7 @@ from proxy import Proxy
 
 from coordinator.broker import MosquittoBroker
 from edge_agent.agent.event_loop import Agent, will_of
+from edge_agent.agent.runtime import AgentRuntime
 from edge_agent.core.config import AgentConfig, BrokerConfig, DataConfig
 from edge_agent.wire.messages import down as down_module
 from edge_agent.wire.mqtt import MqttTransport
@@ -62,7 +63,7 @@ class Linked(FederationInRealTime):
         url = f"mqtt://127.0.0.1:{self.proxies[name].port}"
         transport = MqttTransport(BrokerConfig(url=url, keepalive_s=self.keepalive_s), name, will=will_of(config, boot))
         tasks = self.tasks[name] = self.make_tasks(config, tier, **options)
-        agent = self.agents[name] = Agent(config, transport, tasks, boot=boot)
+        agent = self.agents[name] = Agent(config, transport, tasks, AgentRuntime(boot=boot))
         agent.start()
         return agent
 

@@ -71,13 +71,15 @@ class FakeDuties:
         return self
 
     lacks_head = False
-    on_trial = None
     now = staticmethod(time.time)
 
     def started(self) -> None:
         pass
 
-    stopped = proved = started
+    stopped = started
+
+    def note_life(self, now: float) -> None:
+        pass
 
     def kept(self) -> str:
         return ""

@@ -28,6 +28,7 @@ from coordinator.state.starts import Takeover
 from coordinator.state.store import StateFolder
 from coordinator.views.runs import replay
 from edge_agent.agent.event_loop import Agent, will_of
+from edge_agent.agent.runtime import AgentRuntime
 from edge_agent.core.children import InlineWorker, Worker
 from edge_agent.core.config import AgentBrokerConfig, AgentConfig, DataConfig
 from edge_agent.core.errors import TrainingCancelled
@@ -272,7 +273,8 @@ class Federation:
         if training_s is not None:
             worker = TrainingWorker(self.clock, training_s, tasks)
         transport = self.broker.transport(will_of(config, boot))
-        agent = self.agents[name] = Agent(config, transport, tasks, clock=self.clock, worker=worker, boot=boot)
+        runtime = AgentRuntime(clock=self.clock, worker=worker, boot=boot)
+        agent = self.agents[name] = Agent(config, transport, tasks, runtime)
         agent.start()
         return agent
 

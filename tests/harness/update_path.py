@@ -30,6 +30,8 @@ BESIDE = {
     "coordinator/runs/context.py": {"collect"},
     "coordinator/views/releases.py": {"release_blobs"},
     "coordinator/runs/results.py": {"requested_cancels"},
+    "edge_agent/agent/certificate.py": {"tick"},
+    "edge_agent/agent/heartbeat.py": {"is_due"},
     "edge_agent/agent/transfers.py": {"tick"},
     "edge_agent/agent/tasks/runner.py": {"release_memory"},
     "edge_agent/run_folder/receipts.py": {"note_receipt"},  # when the receipt comes, before the checkpoint or after it

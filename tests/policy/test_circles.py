@@ -60,13 +60,13 @@ def reach(graph: Graph, start: str) -> set[str]:
 def modules(sources) -> dict[str, set[str]]:
     """Module -> the modules of ours that it imports at any time.
 
-    ``from package import name`` means the package, unless ``name`` is a module of it. The packages' front doors import
-    what they offer only when somebody asks for it, so their imports do not count.
+    ``from package import name`` means the package, unless ``name`` is a module of it. The packages' front doors count
+    like every other module: they import what they offer for type checkers, and so nothing below imports a front door.
     """
     names = {source.name for source in sources}
     graph = {source.name: set() for source in sources}
     for source in sources:
-        for imported in source.imports if "." in source.name else ():
+        for imported in source.imports:
             target = imported.name
             while target not in names and "." in target:
                 target = target.rpartition(".")[0]
@@ -111,6 +111,16 @@ def test_circles_are_found():
 
 def test_no_modules_import_each_other(sources):
     assert [group for group in circles(modules(sources)) if not KNOWN_CIRCLES & set(group)] == []
+
+
+def test_no_module_of_edge_agent_imports_its_front_door(sources):
+    importers = [
+        f"{source.name}:{imported.line}"
+        for source in sources
+        for imported in source.imports
+        if imported.name == "edge_agent" and source.name.startswith("edge_agent.")
+    ]
+    assert importers == [], "import the module that defines the name; the version is in `edge_agent.version`"
 
 
 def test_the_coordinator_has_few_floors(sources):

@@ -136,7 +136,11 @@ REMOVALS = {
     ("coordinator.fleet.uploads", "Collector._accept", ".replace"): "the upload becomes the blob of its SHA-256",
     ("coordinator.state.fault_log", "FaultLog.note", ".replace"): STATE_FILE,
     # --- files of a state folder
-    ("edge_agent.agent.head_tier", "_take_in", ".unlink"): "the owner's files in [data] watch, which says that they go",
+    (
+        "edge_agent.agent.head_tier",
+        "_remove_taken_in",
+        ".unlink",
+    ): "the owner's files in [data] watch, which says that they go",
     ("edge_agent.agent.health", "try_disk", ".unlink"): STATE_FILE,
     ("edge_agent.agent.local_state", "make_room", ".unlink"): "cached features in the state folder, by whole names",
     ("edge_agent.run_folder.receipts", "note_receipt", ".truncate"): "the line that this call could not write whole",

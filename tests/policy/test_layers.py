@@ -11,7 +11,7 @@ import pytest
 FLOORS = [
     (
         "L0",
-        r"edge_agent|edge_agent\.(core|wire|run_folder|bundle|identity|privacy)(\..+)?|edge_agent\.methods(\.(base|values))?",
+        r"edge_agent|edge_agent\.version|edge_agent\.(core|wire|run_folder|bundle|identity|privacy)(\..+)?|edge_agent\.methods(\.(base|values))?",
     ),
     ("L3", r"edge_agent\.(training|models|client)(\..+)?|edge_agent\.methods\..+"),
     ("L1", r"edge_agent\.(heads|data|personal)(\..+)?"),
@@ -74,6 +74,7 @@ def also_allowed(module: str) -> set[str]:
     "module, name",
     [
         ("edge_agent", "L0"),
+        ("edge_agent.version", "L0"),
         ("edge_agent.wire.tensors", "L0"),
         ("edge_agent.methods", "L0"),
         ("edge_agent.methods.base", "L0"),

@@ -23,6 +23,7 @@ from pydantic import Field
 
 from edge_agent import methods, models
 from edge_agent.agent.event_loop import Agent, will_of
+from edge_agent.agent.runtime import AgentRuntime
 from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.core.children import ThreadWorker
 from edge_agent.core.config import AgentConfig, load
@@ -186,7 +187,7 @@ def _run_agent(config: AgentConfig, *, trains: bool) -> None:
         register()
     tasks = TaskRunner(config, "train") if trains else NoopTasks(config, "train")
     transport = MqttTransport(config.broker, config.id, will=will_of(config, boot))
-    agent = Agent(config, transport, tasks, worker=ThreadWorker(transport.wake), boot=boot)
+    agent = Agent(config, transport, tasks, AgentRuntime(worker=ThreadWorker(transport.wake), boot=boot))
     agent.start()
     agent.serve(stop)
     agent.close()

@@ -1,1 +1,8 @@
-"""Where the clients of a simulation compute: in this process, or in several at once."""
+"""Where the clients of a simulation compute: in this process, or in several at once.
+
+An engine decides where and when a client computes, never what: all engines end in the same bits on one machine, but for
+those that say otherwise.
+
+Read in this order: `base` (the contract, the choice, and the engine ``serial``), `pool` (worker processes), `stacked`
+(a cohort at once on one device), `ray_cluster` (several machines).
+"""

@@ -11,7 +11,7 @@ from ...core.errors import HeadwaterError, StateError
 from ...privacy.policy import public_report
 from ...wire.messages.down import Install
 from ...wire.messages.up import Report
-from ..release_record import MOST_STARTS, ReleaseRecord, Trial, clean
+from ..release_record import MOST_STARTS, PROVEN_S, ReleaseRecord, Trial, clean
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,9 @@ class BundleInUse:
         self.bundle_id = self._running_bundle()
         """Id of the bundle in use; empty where there is none, or it and its head cannot be used together."""
 
+        self._lived_with: Trial | None = None
+        self._lived_since = 0.0
+
     def started(self) -> None:
         """Note that the agent starts: where it did not live with the bundle in use, use the one before again."""
         if self._tier != "head" or not (self._config.state / "bundles").is_dir():
@@ -59,6 +62,25 @@ class BundleInUse:
     def on_trial(self) -> Trial | None:
         """The bundle in use, where it has yet to show that the agent lives with it: call `proved` then."""
         return self.releases.on_trial
+
+    def note_life(self, now: float) -> None:
+        """Note that the agent is alive; a bundle with which it was for `PROVEN_S` is on trial no longer.
+
+        The time of another bundle begins again. Where the end of a trial cannot be written, it is tried again after as
+        long.
+
+        Args:
+            now: The time on the agent's clock, in seconds.
+        """
+        trial = self.on_trial
+        if trial is None:
+            self._lived_with = None
+        elif self._lived_with is None or self._lived_with != trial:
+            self._lived_with = trial
+            self._lived_since = now
+        elif now - self._lived_since >= PROVEN_S:
+            self._lived_since = now
+            self.proved(trial)
 
     def proved(self, trial: Trial) -> None:
         """Note that the agent lives with the bundle that is, or was, in use."""

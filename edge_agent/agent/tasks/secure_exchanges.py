@@ -59,7 +59,7 @@ class SecureSharesTask(_ExchangeTask):
     """Send shares of this device's secrets, encrypted for each of the others."""
 
     def answer(self, device: Device, job: Job, received: Tensors) -> Tensors:
-        """Return the encrypted shares."""
+        """Return the shares of this device's secrets, each encrypted for another device."""
         return device.secure_sums.shares(job, received)
 
 

@@ -104,7 +104,8 @@ class TaskQueue:
                 self._uploads.offer_again()
                 return
             self._uploads.drop(key)  # another noise is asked for now
-        if (error := self._cannot_hold(job.refs)) is not None:
+        error = self._cannot_hold(job.refs)
+        if error is not None:
             self._report(error, key)
             return
         if self.job is None or job_key(self.job) != key:
@@ -112,31 +113,40 @@ class TaskQueue:
             log.info("job run=%s %s", fields.run_name(job.run), where)
         self.job = job
         if self._working_on != key:
-            if isinstance(self._working_on, JobKey) and self._working_on.session:  # a secure sum that was restarted
+            # A secure sum that was restarted: what is done for the earlier attempt is of no use to anybody.
+            if isinstance(self._working_on, JobKey) and self._working_on.session:
                 self._tasks.cancel(self._working_on)
             self._fetch()
         self.go_on()
 
     def on_install(self, message: down.Install) -> None:
         """Take a bundle that the coordinator offers; of one that has just been tried, the report is sent again."""
+        # It is being tried right now.
         if self._install is not None and self._working_on == self._install.blob.digest == message.blob.digest:
             return
         about = JobKey(message.run, purpose=None)
+        # 1. A bundle that this device does not try. A release that was rolled back must not return because the record
+        # of releases is damaged, so such a record declines all of them.
         try:
             declined = self._declined(message)
-        except StateError as damage:  # a release that was rolled back must not return because the record is damaged
+        except StateError as damage:
             self._report(damage, about, "bundle", message.release)
             return
         if declined is not None:
             log.info("release_declined bundle=%s why=%s", message.bundle_id[:12], declined.rolled_back)
             self._link.send(declined)
             return
+        # 2. One that was just tried: its report may have been lost.
         if self._installed is not None and self._installed[0] == (message.blob.digest, message.release):
             self._link.send(self._installed[1].model_copy(update={"run": message.run}))
             return
-        if (error := self._cannot_hold((message.blob,))) is not None:
+        # 3. One that this device has no room for.
+        error = self._cannot_hold((message.blob,))
+        if error is not None:
             self._report(error, about, "bundle", message.release)
             return
+        # 4. A new one takes the place of any other that waits. Its time is noted on the disk, so that it is switched to
+        # then, also by an agent that does not reach its coordinator.
         self._drop_install()
         self._install = message
         self._switches_at = self._downloads.clock() + message.activate_in_s
@@ -166,45 +176,61 @@ class TaskQueue:
         self._judged_at = now
         left_s = self._closes_at - now
         if self._uploads.holds(job_key(job)):
-            why = self._uploads.objection(left_s)
+            objection = self._uploads.objection(left_s)
         else:
-            why = self._downloads.objection(job.refs, left_s)
-        if why:
+            objection = self._downloads.objection(job.refs, left_s)
+        if objection:
             self._uploads.drop(job_key(job))
             self.job = None
-            self._report(TransferTooSlow(why, is_public=True), job_key(job))
+            self._report(TransferTooSlow(objection, is_public=True), job_key(job))
             self._fetch()
 
     def on_receipt(self, message: down.Receipt) -> None:
         """Drop a job that is done: the coordinator has its update, or has rejected it."""
         if not message.accepted:
             log.warning("update_refused reason=%s", message.reason)
-        config = self._tasks.config
-
-        def note(manifest: up.UpdateManifest) -> None:
-            if not TASKS[manifest.purpose].is_recorded:
-                return
-            self.answered["accepted" if message.accepted else "rejected"] += 1
-            note_receipt(config.state / "runs" / manifest.run, config.id, manifest, accepted=message.accepted)
-
-        # A kill between the two costs a second line, which means the same.
-        if (manifest := self._uploads.receipt(message, note)) is not None:
+        # The receipt is noted before the update is forgotten. A kill between the two costs a second line, which means
+        # the same.
+        manifest = self._uploads.receipt(message, partial(self._note_receipt, accepted=message.accepted))
+        if manifest is not None:
             self._drop(manifest)
             self._fetch_bundle()
             self.go_on()
 
+    def _note_receipt(self, manifest: up.UpdateManifest, *, accepted: bool) -> None:
+        """Count an update that the coordinator has answered, and write the answer into the folder of its run."""
+        if not TASKS[manifest.purpose].is_recorded:
+            return
+        outcome = "accepted" if accepted else "rejected"
+        self.answered[outcome] += 1
+        config = self._tasks.config
+        note_receipt(config.state / "runs" / manifest.run, config.id, manifest, accepted=accepted)
+
     def go_on(self) -> None:
-        """Begin the work whose blobs are all here."""
-        job = self.job
-        install = self._install
+        """Begin the work whose blobs are all here, jobs first: their rounds end, and a bundle can wait."""
         if self.is_working:
             return
-        if job is not None and not self._uploads.holds(job_key(job)) and self._downloads.has_all(job.refs):
-            self._tasks.cancel(None)  # here, not in the worker: a Cancel that arrives before the first step counts
-            self._begin("job", job_key(job), partial(self._do, job), partial(self._after_job, job))
-        elif install is not None and self._may_switch() and self._downloads.has_all((install.blob,)):
-            work = partial(self._tasks.install, install, self._cache.path(install.blob.digest))
-            self._begin("install", install.blob.digest, work, partial(self._after_install, install))
+        if self.job is not None and self._can_begin(self.job):
+            self._begin_job(self.job)
+        elif self._install is not None and self._can_switch_to(self._install):
+            self._begin_install(self._install)
+
+    def _can_begin(self, job: down.Job) -> bool:
+        """Return whether a job's blobs are here, and its update is not."""
+        return not self._uploads.holds(job_key(job)) and self._downloads.has_all(job.refs)
+
+    def _begin_job(self, job: down.Job) -> None:
+        # An earlier Cancel is forgotten here, not in the worker: one that arrives before the first step counts.
+        self._tasks.cancel(None)
+        self._begin("job", job_key(job), partial(self._do, job), partial(self._after_job, job))
+
+    def _can_switch_to(self, install: down.Install) -> bool:
+        """Return whether a bundle is here, and its time has come."""
+        return self._may_switch() and self._downloads.has_all((install.blob,))
+
+    def _begin_install(self, install: down.Install) -> None:
+        work = partial(self._tasks.install, install, self._cache.path(install.blob.digest))
+        self._begin("install", install.blob.digest, work, partial(self._after_install, install))
 
     def forget_candidate(self) -> None:
         """Drop a bundle that is not tried yet: a coordinator offers it again after its welcome."""
@@ -231,8 +257,9 @@ class TaskQueue:
         self._install = message
         self._waiting = waiting
         self._switches_at = self._downloads.clock() + START_GRACE_S
-        if why := waiting.why_not(self._tasks.now()):
-            self._report(StateError(why, is_public=True), JobKey(message.run, purpose=None), "bundle")
+        objection = waiting.why_not(self._tasks.now())
+        if objection:
+            self._report(StateError(objection, is_public=True), JobKey(message.run, purpose=None), "bundle")
         else:
             log.info("waits bundle=%s until=%s", message.bundle_id[:12], utc_text(waiting.opens))
 
@@ -278,8 +305,8 @@ class TaskQueue:
         elif not self._downloads.has_all((install.blob,)):
             state = "is downloaded"
         elif self._waiting is not None:
-            why = self._waiting.why_not(self._tasks.now())
-            state = why or f"switches at {utc_text(self._waiting.opens)}"
+            objection = self._waiting.why_not(self._tasks.now())
+            state = objection or f"switches at {utc_text(self._waiting.opens)}"
         else:
             state = f"switches in {max(0.0, self._switches_at - self._downloads.clock()):.0f} s"
         return {"bundle_id": install.bundle_id, "release": install.release, "state": state}
@@ -358,17 +385,28 @@ class TaskQueue:
 
     def _fetch(self) -> None:
         """Download what is needed now, and nothing else: job and bundle at once only where both fit."""
-        job = self.job.refs if self.job else ()
-        bundle = (self._install.blob,) if self._install else ()
-        refs = (*job, *bundle)
-        self.room_bytes = sum(ref.size_bytes for ref in refs) or self.room_bytes
-        if job and self._cannot_hold(refs) is not None:
-            refs = job
+        refs = self._needed_blobs()
+        # What was downloaded before, and is not needed now, makes room for what is missing.
         self._downloads.keep_only(refs)
         refs_by_digest = {ref.digest: ref for ref in refs}
-        if (missing := sum(map(self._cache.missing_bytes, refs_by_digest.values()))) > 0:
-            make_room(self._tasks.config, self._cache, missing, refs_by_digest)
+        missing_bytes = sum(self._cache.missing_bytes(ref) for ref in refs_by_digest.values())
+        if missing_bytes > 0:
+            make_room(self._tasks.config, self._cache, missing_bytes, refs_by_digest)
         self._downloads.fetch(refs)
+
+    def _needed_blobs(self) -> tuple[fields.BlobRef, ...]:
+        """Return the blobs to download now, and note how many bytes the job and the bundle take together."""
+        of_job = () if self.job is None else self.job.refs
+        of_bundle = () if self._install is None else (self._install.blob,)
+        refs = (*of_job, *of_bundle)
+        # The last size stays where nothing is needed: a disk that was full is tried with it.
+        size_bytes = sum(ref.size_bytes for ref in refs)
+        if size_bytes:
+            self.room_bytes = size_bytes
+        # The job goes first: its round ends, and the bundle can come afterwards.
+        if of_job and self._cannot_hold(refs) is not None:
+            return of_job
+        return refs
 
     def _fetch_bundle(self) -> None:
         """Download a bundle that had to wait for the job's blobs."""
@@ -418,43 +456,67 @@ class TaskQueue:
             result: The update or the report; None where there is an ``error``.
             error: Why it failed.
         """
-        # Asked for again with another noise, it is done again.
+        # A job that was asked for again with another noise is done again.
         is_wanted = self.job is not None and (job_key(self.job), self.job.privacy) == (job_key(job), job.privacy)
-        # A report is sent at once; an update goes through the outbox until its receipt, if it is still asked for.
         if error is None:
-            self.condition.clear("work", "data")
-            if isinstance(result, up.Report):
-                self.last_report = result
-                self._link.send(result)
-            elif is_wanted:
-                self._uploads.offer(result)
-        elif is_wanted and not self._downloads.has_all(job.refs):  # damaged on this disk, not wrong: download it again
-            log.warning("blob_damaged run=%s round=%d reason=%s", fields.run_name(job.run), job.round, error)
-            self._fetch()
-            return
-        elif isinstance(error, TrainingCancelled):
-            log.info("training_cancelled run=%s round=%d", fields.run_name(job.run), job.round)
-            return  # where the job was asked for again, it begins again
-        elif isinstance(error, PrivacyRefused):
-            self._refuse(error, job)
+            self._send_result(result, is_wanted=is_wanted)
+            # An update is over with its receipt, a report at once.
+            is_over = isinstance(result, up.Report)
         else:
-            self._report(error, job_key(job))
-        is_over = error is not None or isinstance(result, up.Report)  # an update is over with its receipt
+            is_over = self._handle_failure(job, error, is_wanted=is_wanted)
         if is_wanted and is_over:
             self.job = None
             self._fetch_bundle()
 
-    def _after_install(self, install: down.Install, result: Any, error: BaseException | None) -> None:
-        if self._install is not None and self._install.blob == install.blob:
-            self._drop_install()  # a newer one that has arrived meanwhile is still to be done
-        if error is None:
-            self.condition.clear("bundle", "data")
+    def _send_result(self, result: up.UpdateManifest | up.Report, *, is_wanted: bool) -> None:
+        """Send a report at once; an update goes through the outbox until its receipt, if it is still asked for."""
+        self.condition.clear("work", "data")
+        if isinstance(result, up.Report):
             self.last_report = result
-            if not result.kept:  # otherwise it is tried when its owner lets it
-                self._installed = ((install.blob.digest, install.release), result)
             self._link.send(result)
+        elif is_wanted:
+            self._uploads.offer(result)
+
+    def _handle_failure(self, job: down.Job, error: BaseException, *, is_wanted: bool) -> bool:
+        """Repair or report what ended a job early.
+
+        Args:
+            job: The job.
+            error: Why it ended.
+            is_wanted: Whether it is still asked for.
+
+        Returns:
+            Whether the job is over; one that begins again is not.
+        """
+        # A blob that is damaged on this disk, and not wrong, is downloaded again.
+        if is_wanted and not self._downloads.has_all(job.refs):
+            log.warning("blob_damaged run=%s round=%d reason=%s", fields.run_name(job.run), job.round, error)
+            self._fetch()
+            return False
+        # A training that was cancelled begins again where the job was asked for again.
+        if isinstance(error, TrainingCancelled):
+            log.info("training_cancelled run=%s round=%d", fields.run_name(job.run), job.round)
+            return False
+        if isinstance(error, PrivacyRefused):
+            self._refuse(error, job)
         else:
+            self._report(error, job_key(job))
+        return True
+
+    def _after_install(self, install: down.Install, result: Any, error: BaseException | None) -> None:
+        """Send what came of a bundle that was tried: its report, or why it failed."""
+        # A newer bundle that has arrived meanwhile is still to be tried.
+        if self._install is not None and self._install.blob == install.blob:
+            self._drop_install()
+        if error is not None:
             self._report(error, JobKey(install.run, purpose=None), "bundle", install.release)
+            return
+        self.condition.clear("bundle", "data")
+        self.last_report = result
+        # One that the owner keeps from being used is tried again when it is offered again.
+        if not result.kept:
+            self._installed = ((install.blob.digest, install.release), result)
+        self._link.send(result)
 
     def _refuse(self, error: PrivacyRefused, job: down.Job) -> None:
         """Say that this device does not do the job, which is no fault of its own."""

@@ -6,9 +6,9 @@ import json
 import time
 from typing import TYPE_CHECKING
 
-from ... import __version__
 from ...privacy.policy import check_update
 from ...run_folder.checkpoint import TrainingCheckpointFile
+from ...version import __version__
 from ...wire.messages.down import Job, job_key
 from ...wire.messages.up import UpdateManifest
 from .purpose import Device, Inputs, PurposeTask, require_training_tier

@@ -274,10 +274,10 @@ class Sending:
         """
         # 1. The chunks to send: those reported as missing, and behind the report those that were to be sent before.
         missing = flags_of(ranges, self.blob.count)
-        known = self.blob.count if len(ranges) < MAX_RANGES else ranges[-1][1]
-        missing[known:] = self.need[known:]
+        reported_until = self.blob.count if len(ranges) < MAX_RANGES else ranges[-1][1]
+        missing[reported_until:] = self.need[reported_until:]
         # 2. The frames under way: arrived, lost because later ones have passed them, or still coming.
-        arrived = [frame for frame in self._flight if frame.start < known and not missing[frame.start]]
+        arrived = [frame for frame in self._flight if frame.start < reported_until and not missing[frame.start]]
         lost, coming = self._pass_by(arrived)
         # The frames still coming were behind those that have arrived, also if the receiver was busy for long.
         if arrived:
@@ -291,8 +291,8 @@ class Sending:
             else:
                 waiting.append(frame)
         for frame in (*lost, *late):
-            unknown = max(frame.start, known)
-            missing[unknown : frame.stop] = b"\1" * (frame.stop - unknown)
+            first_unreported = max(frame.start, reported_until)
+            missing[first_unreported : frame.stop] = b"\1" * (frame.stop - first_unreported)
         for frame in waiting:
             missing[frame.start : frame.stop] = bytes(frame.stop - frame.start)
         self._flight = deque(waiting)

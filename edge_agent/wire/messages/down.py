@@ -157,8 +157,8 @@ class Job(Command):
         try:
             return self.model_copy(update={"given": Task.model_validate(parse_json(raw))})
         except (ValueError, RecursionError) as error:
-            why = mistakes_of(error, Task)[0] if isinstance(error, ValidationError) else cause(error)
-            raise MessageError(f"the blob of the task holds no valid task: {why}", is_public=True) from error
+            reason = mistakes_of(error, Task)[0] if isinstance(error, ValidationError) else cause(error)
+            raise MessageError(f"the blob of the task holds no valid task: {reason}", is_public=True) from error
 
     @model_validator(mode="after")
     def _check_session(self) -> Job:

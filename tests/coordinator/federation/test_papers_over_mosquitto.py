@@ -19,6 +19,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 from coordinator.broker import MosquittoBroker, find_mosquitto
 from edge_agent import methods
 from edge_agent.agent.event_loop import Agent, will_of
+from edge_agent.agent.runtime import AgentRuntime
 from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig
 from edge_agent.core.storage import read_tensors
@@ -187,7 +188,8 @@ class RealFederation(FederationInRealTime):
             head=HeadConfig(name=HEADS[self.method] if name == "h0" else "lr", precision="fp32"),
         )
         tasks = self.tasks[name] = WatchedDuties(config, tier)
-        agent = Agent(config, self.broker.transport(will_of(config, name)), tasks, boot=f"boot-{name}")
+        transport = self.broker.transport(will_of(config, name))
+        agent = Agent(config, transport, tasks, AgentRuntime(boot=f"boot-{name}"))
         self.agents[name] = agent
         agent.start()
 

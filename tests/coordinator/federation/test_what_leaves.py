@@ -14,10 +14,10 @@ from PIL import Image
 
 from edge_agent import methods
 from edge_agent.agent.event_loop import Agent, will_of
+from edge_agent.agent.runtime import AgentRuntime
 from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.cli import main
 from edge_agent.cli.privacy import of_method
-from edge_agent.core.children import InlineWorker
 from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig, PrivacyConfig
 from edge_agent.privacy.disclosure import EVERY, messages, tensors
 from edge_agent.privacy.policy import Ledger
@@ -69,7 +69,7 @@ class OverImages(Federation):
         )
         self.tasks[name] = tasks = TaskRunner(config, tier)
         transport = self.broker.transport(will_of(config, f"b-{name}"))
-        agent = Agent(config, transport, tasks, clock=self.clock, worker=InlineWorker(), boot=f"b-{name}")
+        agent = Agent(config, transport, tasks, AgentRuntime(clock=self.clock, boot=f"b-{name}"))
         self.agents[name] = agent
         agent.start()
 

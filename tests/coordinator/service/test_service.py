@@ -57,6 +57,26 @@ def test_each_start_has_a_higher_epoch(tmp_path):
         assert epochs == sorted(set(epochs))
 
 
+def test_what_agents_sent_before_a_restart_is_counted_after_it(tmp_path):
+    def moved():
+        return {agent["id"]: (agent["bytes_up"], agent["bytes_down"]) for agent in fed.coordinator.status()["agents"]}
+
+    with Federation(tmp_path) as fed:
+        fed.request(rounds=1)
+        fed.finish()
+        before = moved()
+        assert all(up_bytes > 0 and down_bytes > 0 for up_bytes, down_bytes in before.values())
+        fed.kill_coordinator()
+        fed.start_coordinator()
+        fed.settle()
+        assert moved() == before
+        fed.request(rounds=1)
+        fed.finish()
+        assert all(moved()[agent][0] > up_bytes for agent, (up_bytes, _) in before.items())
+        first, second = (entry.fact.bytes_up for entry in fed.state.journal.entries(kinds=("round_closed",)))
+        assert first == second, "a round counts its own bytes alone"
+
+
 def test_an_agent_that_the_coordinator_does_not_know_is_asked_who_it_is(tmp_path):
     with Federation(tmp_path, agents=0) as fed:
         stranger = Stranger(fed, "a7")

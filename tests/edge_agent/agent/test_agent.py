@@ -75,6 +75,26 @@ def test_an_agent_that_nobody_answers_says_so_after_a_while_and_then_rarely(fed,
     assert json.loads((agent.config.state / "status.json").read_bytes())["waits_for"] is None
 
 
+def waits_for(agent):
+    agent.write_status()
+    return json.loads((agent.config.state / "status.json").read_bytes())["waits_for"]
+
+
+def test_an_agent_that_rounds_do_not_ask_says_what_it_waits_for_and_what_would_help(fed, caplog):
+    caplog.set_level(logging.INFO, "edge_agent")
+    with_torch = fed.add("a0")
+    without_torch = fed.add("h0", tier="head")
+    fed.request(rounds=1)
+    fed.until(lambda: trained(fed))
+    said = waits_for(without_torch)
+    assert said.startswith("waits for a release")
+    assert "--method FILE:CLASS" in said
+    assert "set tier = 'train'" in said
+    assert waits_for(with_torch) is None
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("idle ")]
+    assert line == f"idle agent=h0 {said}"
+
+
 def test_the_silence_is_counted_from_the_coordinator_that_was_there_last(fed, caplog):
     """A new one announces itself after ten minutes and then does not answer: that is no silence of ten minutes."""
 

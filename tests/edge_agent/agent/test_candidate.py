@@ -304,7 +304,7 @@ def test_row_37_a_preparation_that_goes_wrong_is_refused_with_its_reason(
         clock.now += 240.0 if trouble.startswith("hangs") and "samples" in begun else 0.0
         return clock()
 
-    monkeypatch.setattr(module, "answer_of_watched", partial(children.answer_of_watched, clock=time_of_hanging))
+    monkeypatch.setattr(module, "Watch", partial(children.Watch, clock=time_of_hanging))
     tasks = TaskRunner(bad, "head", beside=True)
     monkeypatch.setattr(module, "prepare_beside", lambda *given: prepare_beside(*given, heard))
     report = tasks.install(order(new), new.path)
@@ -440,7 +440,7 @@ def test_a_child_that_answers_otherwise_has_failed(tmp_path, monkeypatch, lines,
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     heard = []
     with pytest.raises(children.ChildFailed, match=words):
-        children.answer_of_watched("child_module", "main", {}, heard.append, silent_s=60, limit_s=60)
+        children.answer_of_watched("child_module", "main", {}, heard.append, children.Watch(60, 60))
     assert heard == [json.loads(line) for line in lines[:1] if line.startswith("{")]
 
 
@@ -450,8 +450,7 @@ def test_a_child_that_talks_for_too_long_is_ended(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     seen = set()
     with contextlib.suppress(AssertionError), pytest.raises(children.ChildFailed, match="it took longer than 1 s"):
-        children.answer_of_watched(
-            "child_module", "main", {}, lambda _: None, silent_s=60, limit_s=1, look=lambda process: seen.add(process)
-        )
+        watch = children.Watch(silent_s=60, limit_s=1, look=lambda process: seen.add(process))
+        children.answer_of_watched("child_module", "main", {}, lambda _: None, watch)
     assert len(seen) == 1
     assert not is_alive(*seen)

@@ -22,7 +22,7 @@ from mqtt_harness import PATIENCE_S
 
 from coordinator.broker import EmbeddedBroker
 from coordinator.cli import main as headwater
-from edge_agent.agent import event_loop
+from edge_agent.agent import certificate
 from edge_agent.agent.data_check import check_beside, last_task
 from edge_agent.agent.health import Condition, look_at_disk, problem_of, try_disk
 from edge_agent.agent.tasks.runner import TaskRunner
@@ -330,8 +330,8 @@ def test_agent_that_the_broker_refuses_asks_why_and_shows_it_until_it_is_let_in(
         asked.append(what)
         raise EnrolmentRefused("certificate: it was revoked at 2026-11-22; 'headwater enroll a0' makes a token")
 
-    monkeypatch.setattr(event_loop, "renew_beside", answer)
-    agent.renewal = SimpleNamespace(is_due=lambda _: False, is_expired=lambda: False)
+    monkeypatch.setattr(certificate, "renew_beside", answer)
+    agent.certificate.renewal = SimpleNamespace(is_due=lambda _: False, is_expired=lambda: False)
     monkeypatch.setattr(agent.transport, "receive", lambda _: events.pop() if events else None)
     for _ in range(2):
         agent.step(0.0)

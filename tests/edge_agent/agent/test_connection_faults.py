@@ -14,7 +14,7 @@ import pytest
 from federation_disturbances import Stranger
 from federation_harness import Federation
 
-from edge_agent.agent import event_loop
+from edge_agent.agent import certificate, event_loop
 from edge_agent.agent.app import refused_topics_of
 from edge_agent.agent.health import ASK_RULES_S, OtherClock
 from edge_agent.cli import main as edge_agent
@@ -79,7 +79,7 @@ def test_broker_is_asked_for_its_rules_once_in_a_silence(fed, answer):
         asked.append(sorted(messages))
         return answer
 
-    agent._refused_topics = refused
+    agent.refused_topics = refused
     fed.kill_coordinator()
     agent._begin_alone()
     fed.wait(ASK_RULES_S - 1)
@@ -163,8 +163,8 @@ def test_stop_during_a_renewal_is_no_error(fed, monkeypatch, caplog, signal, lev
         raise failure
 
     agent = fed.agents["a0"]
-    monkeypatch.setattr(event_loop, "renew_beside", renew)
-    agent.renewal = SimpleNamespace(is_due=lambda _: True, is_expired=lambda: False)
+    monkeypatch.setattr(certificate, "renew_beside", renew)
+    agent.certificate.renewal = SimpleNamespace(is_due=lambda _: True, is_expired=lambda: False)
     with caplog.at_level("INFO", logger="edge_agent"):
         agent.step(0)
     assert {record.levelname for record in caplog.records if "certificate" in record.message} == {level}

@@ -98,6 +98,8 @@ def test_a_bundle_is_downloaded_at_once_and_used_in_its_window(site, made):
     released(site, made[0])
     site.device("porch")
     site.until(lambda: site.running() == {"porch": 1}, limit_s=30)
+    site.agents["porch"].write_status()
+    assert json.loads((site.folder / "porch" / "status.json").read_text())["waits_for"] is None, "it has a bundle"
     released(site, made[1], "--canary", "all", "--window", "02:00-03:00")
     site.wait(60)
     assert site.running() == {"porch": 1}
