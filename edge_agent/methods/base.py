@@ -238,9 +238,9 @@ class Method:
         Raises:
             TrainingFailed: The loss is not finite, or the data do not allow a step.
         """
-        from ..training.loops import train
+        from ..training.loops import TrainingOptions, train
 
-        train(client, self.loss(client, received), self.params, frozen=self.frozen)
+        train(client, self.loss(client, received), self.params, options=TrainingOptions(frozen=self.frozen))
         return self.sent(client)
 
     def sent(self, client: Client) -> Tensors:

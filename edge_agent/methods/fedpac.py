@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from ..core.errors import TrainingFailed
 from ..core.task import State, Task, Tensors
 from ..heads import fedpac as steps
-from ..training.loops import Loss, cross_entropy, features_of, train
+from ..training.loops import Loss, TrainingOptions, cross_entropy, features_of, train
 from ..training.parts import Parts, to_arrays
 from . import Client, Method, MethodParams, Update, grades
 from ._simplex import best_weights, combined, gram, pruned, soft_smallest
@@ -157,7 +157,12 @@ class FedPAC(Method):
             chosen = np.where(counts[:, None] > 0, received["extra.centroids"], own)
             targets = torch.from_numpy(chosen.astype(np.float32)).to(client.device)
         loss = self.aligned_loss(client.model, targets)
-        train(client, loss, params, frozen=("head",), weights={"alignment_weight (lambda)": params.alignment_weight})
+        train(
+            client,
+            loss,
+            params,
+            options=TrainingOptions(frozen=("head",), suspects={"alignment_weight (lambda)": params.alignment_weight}),
+        )
         after = features_of(client.model, client.train_inputs).cpu().numpy() if params.local_epochs else before
         require_finite(client, "features", after)
         head = to_arrays(client.model, _HEAD)
@@ -172,7 +177,13 @@ class FedPAC(Method):
         params = self.params
         inputs = torch.from_numpy(features).to(client.device)
         cached = replace(client, model=Parts(head=head), train_inputs=inputs)
-        train(cached, cross_entropy(head), params, lr=params.head_lr, epochs=params.head_epochs, log="head_loss")
+        train(
+            cached,
+            cross_entropy(head),
+            params,
+            lr=params.head_lr,
+            options=TrainingOptions(epochs=params.head_epochs, log="head_loss"),
+        )
 
     def aligned_loss(self, model: Parts, targets: torch.Tensor | None) -> Loss:
         """Return the loss of Eq.

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from ..core.task import State, Task, Tensors
 from ..heads.fedpac import class_means
-from ..training.loops import Loss, evaluate, features_of, optimizer_of, train
+from ..training.loops import Loss, TrainingOptions, evaluate, features_of, optimizer_of, train
 from ..training.parts import Parts, encoder_and_head
 from . import Client, Method, MethodParams, Update
 from .families import objection_to, require_finite
@@ -124,7 +124,7 @@ class FedProto(Method):
         weights = {"alignment_weight (lambda)": params.alignment_weight}
         for epochs in (max(params.local_epochs - 1, 0), min(params.local_epochs, 1)):
             batches.clear()
-            train(client, loss, params, optimizer=optimizer, epochs=epochs, weights=weights)
+            train(client, loss, params, optimizer=optimizer, options=TrainingOptions(epochs=epochs, suspects=weights))
         features, labels = (
             (features_of(client.model, client.train_inputs), client.train_labels)
             if params.prototypes == "after" or not batches

@@ -26,7 +26,7 @@ from torch import nn
 
 from ..core.errors import ConfigError
 from ..core.task import State, Tensors
-from ..training.loops import cross_entropy, train
+from ..training.loops import TrainingOptions, cross_entropy, train
 from ..training.parts import load_arrays, to_arrays
 from . import Client, Method, MethodParams, Update, grades
 from .base import is_learned
@@ -179,7 +179,7 @@ class PFedHN(Method):
         def clip() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), params.clip)
 
-        train(client, cross_entropy(model), params, before_step=clip, steps=params.local_steps)
+        train(client, cross_entropy(model), params, before_step=clip, options=TrainingOptions(steps=params.local_steps))
         return self.sent(client)
 
     def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ..core.task import State, Tensors
 from ..training.finetune import copy_tensors, pairs, second
-from ..training.loops import local_optimizer, train_by_steps
+from ..training.loops import TrainingOptions, local_optimizer, train_by_steps
 from ..training.losses import proximal_gradient
 from . import Client, MethodParams, Update
 from .families import TwoNetworks, towards
@@ -74,7 +74,7 @@ class PFedMe(TwoNetworks):
             return values[0]
 
         suspects = {"personal_lr": params.personal_lr, "proximal_weight (lambda)": params.proximal_weight}
-        train_by_steps(client, step, params, steps=params.local_steps, suspects=suspects)
+        train_by_steps(client, step, params, options=TrainingOptions(steps=params.local_steps, suspects=suspects))
         for part in ("encoder", "head"):
             copy_tensors(network.part(part), model.part(part), buffers_only=True)
         return self.sent(client)
