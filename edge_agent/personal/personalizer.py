@@ -330,8 +330,9 @@ class Personalizer:
 
         ``kind``: what their labels were given as.
         """
-        if len(held := np.unique(samples.labels)) == 1:
-            _log.warning("one_class class=%s: the head can only answer that", samples.class_names[held[0]])
+        present = np.unique(samples.labels)
+        if len(present) == 1:
+            _log.warning("one_class class=%s: the head can only answer that", samples.class_names[present[0]])
         chosen, self.choice = best_head(self.bundle, samples, samples.inputs, options)
         fitted = fit(self.bundle, samples.inputs, samples.labels, chosen, samples.class_names)
         confidence = confidence_of(self.bundle, fitted, samples, samples.inputs, chosen)
