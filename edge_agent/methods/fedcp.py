@@ -91,8 +91,10 @@ class FedCP(Method):
         )
         sent = self.sent(client)
         heads = list(client.model.head.state_dict())
-        own = to_arrays(client.model, [f"personal_head.{name}" for name in heads])
-        return {**sent, **{f"head.{name}": (own[f"personal_head.{name}"] + sent[f"head.{name}"]) / 2 for name in heads}}
+        personal = to_arrays(client.model, [f"personal_head.{name}" for name in heads])
+        for name in heads:
+            sent[f"head.{name}"] = (personal[f"personal_head.{name}"] + sent[f"head.{name}"]) / 2
+        return sent
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Return class probabilities of both heads together."""

@@ -123,7 +123,9 @@ class FedPick(Method):
             options=TrainingOptions(suspects={"irrelevant_weight": params.irrelevant_weight}, terms=selected),
         )
         share = client.log.get("mask.selected", 0.5)
-        if params.selector == "learned" and params.mask == "hard" and (mistake := mistake_of_share(share)):
+        has_hard_mask = params.selector == "learned" and params.mask == "hard"
+        mistake = mistake_of_share(share) if has_hard_mask else ""
+        if mistake:
             _log.warning("mask_extreme client=%s selected=%.4f: %s", client.id, share, mistake)
         return self.sent(client)
 

@@ -106,11 +106,11 @@ class FedProto(Method):
             sums += share[:, None] * update.tensors[_MEANS]
             total += share
             most = np.maximum(most, counts)
-        known = total > 0
-        means = (sums / np.where(known, total, 1.0)[:, None]).astype(np.float32)
+        is_known = total > 0
+        means = (sums / np.where(is_known, total, 1.0)[:, None]).astype(np.float32)
         return {
-            _MEANS: np.where(known[:, None], means, state[_MEANS]),
-            _COUNTS: np.where(known, most, state[_COUNTS]),
+            _MEANS: np.where(is_known[:, None], means, state[_MEANS]),
+            _COUNTS: np.where(is_known, most, state[_COUNTS]),
         }
 
     # --- client ----------------------------------------------------------------------------------------------------

@@ -103,8 +103,15 @@ class FedRIR(Method):
         self.distills = not (self.params.without_id or self.params.without_mcsl)
 
     def check(self, task: Task) -> None:
-        """Return where images can be masked and redrawn, or need not be."""
-        if not self.params.without_mcsl and (mistakes := unfit_images(task, self.params.patch)):
+        """Require images that can be masked and redrawn, unless the parameters leave that out.
+
+        Raises:
+            ConfigError: The task's inputs cannot be masked and redrawn; all reasons are listed.
+        """
+        if self.params.without_mcsl:
+            return
+        mistakes = unfit_images(task, self.params.patch)
+        if mistakes:
             raise ConfigError("method 'fedrir'", mistakes)
 
     def build(self, task: Task) -> Parts:

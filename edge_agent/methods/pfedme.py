@@ -58,9 +58,9 @@ class PFedMe(TwoNetworks):
         model = client.model
         network = second(client.model)
         copy_tensors(model, network)
-        own, shared = zip(*pairs(model), strict=True)
-        optimizer = local_optimizer(own, params, lr=params.personal_lr)
-        pull = proximal_gradient(own, shared, params.proximal_weight)
+        personal, shared = zip(*pairs(model), strict=True)
+        optimizer = local_optimizer(personal, params, lr=params.personal_lr)
+        pull = proximal_gradient(personal, shared, params.proximal_weight)
 
         def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             values = []
@@ -70,7 +70,7 @@ class PFedMe(TwoNetworks):
                 torch.autograd.backward(values[-1])
                 pull()
                 optimizer.step()
-            follow(shared, own, params.lr * params.proximal_weight)
+            follow(shared, personal, params.lr * params.proximal_weight)
             return values[0]
 
         suspects = {"personal_lr": params.personal_lr, "proximal_weight (lambda)": params.proximal_weight}

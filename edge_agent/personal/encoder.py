@@ -294,6 +294,11 @@ def trial() -> None:
 
 
 def _run_encoder(runtime: ModuleType, bundle: Bundle, precision: EncoderPrecision) -> None:
+    """Run the self-test of an encoder on the CPU, then its largest batch, which takes the most memory.
+
+    Raises:
+        BundleDamaged: The self-test fails.
+    """
     file = bundle.folder / bundle.variant(precision).file
     session = _onnx_session(runtime, _Model(file, "", bundle.made), ["CPUExecutionProvider"], 1)
     shape = bundle.manifest.task.input_shape

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -167,9 +168,9 @@ def _is_own_norm_better(answers: Mapping[str, np.ndarray], *, stays_local: bool)
     """
     if not answers["own"].size:
         return False
-    lost = int((answers["shipped"] & ~answers["own"]).sum())
-    gained = int((answers["own"] & ~answers["shipped"]).sum())
-    noise = (lost + gained) ** 0.5
+    lost: int = (answers["shipped"] & ~answers["own"]).sum().item()
+    gained: int = (answers["own"] & ~answers["shipped"]).sum().item()
+    noise = math.sqrt(lost + gained)
     # Methods that leave batch norm to their clients trained with local statistics: take them unless they are clearly
     # worse. Others trained with shared ones: take local statistics only where they are clearly better.
     if stays_local:
