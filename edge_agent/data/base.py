@@ -41,32 +41,51 @@ class PartOptions(Options):
 
 @dataclass(frozen=True)
 class Raw:
-    """Raw samples of a source, before preprocessing.
-
-    ``items``: images (Pillow images, or arrays (H, W), (H, W, C) or (C, H, W), 0..255 or floats 0..1), recordings
-    (time, channels) that are still to be cut, or windows (channels, length). They may be read lazily, and reading one
-    may raise DataError. ``labels`` (n,) are positions in ``class_names``. ``groups`` (n,) join items that were recorded
-    together, in time order. ``natural`` is the spec to use where the task does not bring one. ``unlabelled``: why these
-    data have no labels, as an error says it where labels are needed; ``labels`` is not looked at then. ``are_whole``:
-    a group is held out as a whole, not its end. ``targets``: numbers to predict, one for an item, or (time,).
-    ``name_at``: row and sample of a recording -> name of the window that begins there; None: that of the recording.
-    ``skipped``: what is there beside the items and cannot be used, each with the reason. ``short_advice``: samples that
-    a window needs -> what to do about a recording with fewer, as the end of a message; None: record longer.
-    """
+    """Raw samples of a source, before preprocessing."""
 
     kind: Literal["image", "recording", "window"]
     items: Sequence[Any]
+    """The items, which may be read lazily; reading one may raise DataError.
+
+    They are images (Pillow images, or arrays (H, W), (H, W, C) or (C, H, W), 0..255 or floats 0..1), recordings
+    (time, channels) that are still to be cut, or windows (channels, length).
+    """
+
     labels: np.ndarray
+    """The positions (n,) of the items' classes in ``class_names``."""
+
     class_names: tuple[str, ...]
     groups: np.ndarray | None = None
+    """Numbers (n,) that join items which were recorded together, in time order."""
+
     natural: InputSpec | None = None
+    """The spec to use where the task does not bring one."""
+
     names: tuple[str, ...] = ()
     unlabelled: str = ""
+    """The reason why these data have no labels, as an error says it where labels are needed; empty where they have.
+
+    Where there is a reason, ``labels`` is not looked at.
+    """
+
     are_whole: bool = False
+    """Whether a group is held out as a whole, not its end."""
+
     targets: Sequence[Any] | None = None
+    """Numbers to predict, one for an item, or (time,) for a recording."""
+
     name_at: Callable[[int, int], str] | None = None
+    """A function from row and sample of a recording to the name of the window that begins there; None: the row's name.
+    """
+
     skipped: tuple[str, ...] = ()
+    """What is there beside the items and cannot be used, each with the reason."""
+
     short_advice: Callable[[int], str] | None = None
+    """A function from the samples that a window needs to the advice about a shorter recording; None: record longer.
+
+    The advice is the end of a message.
+    """
 
 
 class FileItems(Sequence[Any]):
@@ -95,43 +114,54 @@ class DataSource:
     """A kind of data source: the ``SOURCE`` of a module in this folder, or what an entry point names.
 
     All functions take the location, which is the text between ``:`` and ``?``, and validated options.
-
-    - ``read`` returns the raw samples.
-    - ``needs_path``: the location is a file or folder; relative ones are resolved, and it is checked before reading.
-    - ``inspect`` checks that the location holds such data and raises DataError; it reads no samples.
-    - ``domains``, of a set of several domains: domain -> the location and the options to change that select it alone.
-    - ``subjects``, of a source with an option ``subject``: the numbers of all people in it.
     """
 
     options: type[Options]
     read: Callable[[str, Any], Raw]
+    """A function that returns the raw samples."""
+
     needs_path: bool = False
+    """Whether the location is a file or folder: relative ones are resolved, and it is checked before reading."""
+
     inspect: Callable[[str, Any], object] | None = None
+    """A function that checks, without reading samples, that the location holds such data, and raises DataError."""
+
     domains: Callable[[str, Any], Mapping[str, tuple[str, Mapping[str, Any]]]] | None = None
+    """A function that returns, for each domain of a set of several, the location and options that select it alone."""
+
     subjects: Callable[[str, Any], Sequence[int]] | None = None
+    """A function that returns the numbers of all people in a source with an option ``subject``."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Inputs with labels, ready for an encoder.
-
-    ``inputs`` (n, *input.shape) float32, preprocessed; or uint8, images that are not normalised yet, to save
-    memory (`ready` normalises them, with the same bits). ``labels`` (n,) int64,
-    positions in ``class_names``, or -1 where they are not known; ``groups`` (n,) int64 recording of each window,
-    windows of one recording in time order, or None; ``names`` (n or none) are the origins of the inputs. ``skipped``:
-    what was left out because it cannot be used, each with the reason. ``are_whole``: `split` holds out whole groups.
-    ``targets`` (n,) float64: numbers to predict, or None.
-    """
+    """Inputs with labels, ready for an encoder."""
 
     inputs: np.ndarray
+    """Preprocessed inputs (n, *input.shape) float32; or uint8, images that are not normalised yet, to save memory.
+
+    `ready` normalises those, with the same bits.
+    """
+
     labels: np.ndarray
+    """Positions (n,) int64 in ``class_names``, or -1 where they are not known."""
+
     class_names: tuple[str, ...]
     input: InputSpec
     groups: np.ndarray | None = None
+    """The number (n,) int64 of the recording of each window, windows of one in time order; None without recordings."""
+
     names: tuple[str, ...] = ()
+    """The origins of the inputs; n of them, or none."""
+
     skipped: tuple[str, ...] = ()
+    """What was left out because it cannot be used, each with the reason."""
+
     are_whole: bool = False
+    """Whether `split` holds out whole groups."""
+
     targets: np.ndarray | None = None
+    """Numbers to predict (n,) float64; None where there are none."""
 
     def __len__(self) -> int:
         return len(self.labels)
