@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m export",
         description="Write the frozen encoder of a run as a bundle for devices.",
@@ -84,6 +85,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _export(options: argparse.Namespace) -> Report:
+    """Export the state that the command line names.
+
+    Raises:
+        HeadwaterError: An option, a file or the export is at fault.
+    """
     try:
         text = read_regular_text(options.task)
     except (OSError, UnicodeDecodeError) as error:
@@ -108,6 +114,11 @@ def _export(options: argparse.Namespace) -> Report:
 
 
 def _object(text: str, where: str) -> dict[str, Any]:
+    """Return the JSON object in a text.
+
+    Raises:
+        ConfigError: The text is not JSON, or not an object.
+    """
     try:
         content = json.loads(text)
     except ValueError as error:

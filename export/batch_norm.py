@@ -73,50 +73,69 @@ def adaptable(encoder: nn.Module, task: Task) -> Adaptable | None:
     return Adaptable(replace(exported, model=model), probe, FreeNorm(probe=PROBE_FILE, layers=layers))
 
 
-def _constant(layer: int, what: str) -> str:
-    return f"norm.{layer}.{what}"
+def _constant(layer: int, statistic: str) -> str:
+    """Return the name of the constant that holds a layer's ``mean`` or ``var``."""
+    return f"norm.{layer}.{statistic}"
+
+
+_MEAN_INPUT = 3
+_VARIANCE_INPUT = 4
+"""The positions of the stored statistics among the inputs of a batch norm node."""
 
 
 def _own_constants(model: Any) -> list[int]:
     """Give each batch norm of the graph its own constants for mean and variance; returns the channels of each.
 
-    The exporter shares equal constants between layers by Identity nodes.
+    The exporter shares equal constants between layers by Identity nodes; a device could not change those of one layer.
     """
     from onnx import numpy_helper
 
     graph = model.graph
-    values = {constant.name: constant for constant in graph.initializer}
-    shared = {
-        node.output[0]: node.input[0] for node in graph.node if node.op_type == "Identity" and node.input[0] in values
-    }
-    nodes = [copy.deepcopy(node) for node in graph.node if node.output[0] not in shared]
-    channels: list[int] = []
+    constants = {constant.name: constant for constant in graph.initializer}
+    # 1. Identity nodes of constants go, and whoever reads one reads the constant itself.
+    source_of: dict[str, str] = {}
+    for node in graph.node:
+        if node.op_type == "Identity" and node.input[0] in constants:
+            source_of[node.output[0]] = node.input[0]
+    nodes = [copy.deepcopy(node) for node in graph.node if node.output[0] not in source_of]
     for node in nodes:
         for position, name in enumerate(node.input):
-            node.input[position] = shared.get(name, name)
-        if node.op_type == "BatchNormalization":
-            for position, what in ((3, "mean"), (4, "var")):
-                array = numpy_helper.to_array(values[node.input[position]]).astype(np.float32)
-                node.input[position] = _constant(len(channels), what)
-                graph.initializer.append(numpy_helper.from_array(array.copy(), node.input[position]))
-            channels.append(len(array))
+            node.input[position] = source_of.get(name, name)
+    # 2. Each batch norm gets copies of its statistics, under names that say which layer they belong to.
+    channels: list[int] = []
+    for node in nodes:
+        if node.op_type != "BatchNormalization":
+            continue
+        layer = len(channels)
+        for position, statistic in ((_MEAN_INPUT, "mean"), (_VARIANCE_INPUT, "var")):
+            array = numpy_helper.to_array(constants[node.input[position]]).astype(np.float32)
+            node.input[position] = _constant(layer, statistic)
+            graph.initializer.append(numpy_helper.from_array(array.copy(), node.input[position]))
+        channels.append(len(array))
+    # 3. Constants that nobody reads any more go, too.
     used = {name for node in nodes for name in node.input}
-    constants = [constant for constant in graph.initializer if constant.name in used]
-    for field, kept in ((graph.node, nodes), (graph.initializer, constants)):
-        del field[:]
-        field.extend(kept)
+    used_constants = [constant for constant in graph.initializer if constant.name in used]
+    _replace_all(graph.node, nodes)
+    _replace_all(graph.initializer, used_constants)
     return channels
 
 
-def _place(model: bytes, layer: int, what: str, channels: int) -> int:
+def _replace_all(repeated: Any, messages: list[Any]) -> None:
+    """Replace the messages of a repeated protobuf field."""
+    del repeated[:]
+    repeated.extend(messages)
+
+
+def _place(model: bytes, layer: int, statistic: str, channels: int) -> int:
     """Return the byte of the serialised model at which a constant of `_own_constants` begins."""
-    name = _constant(layer, what).encode()
-    left = 4 * channels
+    name = _constant(layer, statistic).encode()
+    # The length is a variable-length integer: seven bits in each byte, the highest bit says that more follow.
+    remaining = 4 * channels
     length = b""
-    while left > 127:  # seven bits in each byte, the highest bit says that more follow
-        length = length + bytes([left % 128 + 128])
-        left = left // 128
-    before = _NAME_TAG + bytes([len(name)]) + name + _DATA_TAG + length + bytes([left])
+    while remaining > 127:
+        length = length + bytes([remaining % 128 + 128])
+        remaining = remaining // 128
+    before = _NAME_TAG + bytes([len(name)]) + name + _DATA_TAG + length + bytes([remaining])
     return model.index(before) + len(before)
 
 
@@ -127,63 +146,111 @@ def _probe(model: Any, image: str) -> bytes:
     of the batch with these statistics.
     """
     import onnx
-    from onnx import helper, numpy_helper
 
     inferred = onnx.shape_inference.infer_shapes(model).graph
     ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in (*inferred.value_info, *inferred.input)}
-    constants = {constant.name for constant in model.graph.initializer} | {image, ""}
-    graph = onnx.GraphProto()
-    graph.initializer.append(numpy_helper.from_array(np.array([-1], np.int64), _FLAT))
+    # Both graphs read the same constants and the same inputs; an empty name stands for an input that is left out.
+    common_names = {constant.name for constant in model.graph.initializer} | {image, ""}
+    probe = _Probe(common_names)
+    # 1. Every node of the encoder once more, batch norm by steps that show its statistics.
+    for node in model.graph.node:
+        if node.op_type == "BatchNormalization":
+            probe.add_batch_norm(node, ranks[node.input[0]])
+        else:
+            probe.add_copy(node)
+    # 2. The outputs.
+    probe.add_outputs()
+    return bytes(onnx.ModelProto(graph=probe.graph).SerializeToString(deterministic=True))
 
-    def own(name: str) -> str:
-        return name if name in constants else f"{PREFIX}{name}"
 
-    def add(operator: str, inputs: list[str], output: str, **attributes: Any) -> str:
+class _Probe:
+    """The graph of a probe while it is written, in the order in which its nodes run."""
+
+    def __init__(self, common_names: set[str]) -> None:
+        from onnx import GraphProto
+
+        self.graph: Any = GraphProto()
+        self._common_names = common_names
+        self._statistics: list[str] = []
+        """The names of the flat statistics of the layers so far."""
+
+        self._layers = 0
+        self._add_constant(np.array([-1], np.int64), _FLAT)
+
+    def add_copy(self, node: Any) -> None:
+        """Add a node of the encoder that reads and writes the probe's own values."""
+        twin = copy.deepcopy(node)
+        twin.name = f"{PREFIX}{node.name}"
+        twin.input[:] = map(self._name_of, node.input)
+        twin.output[:] = map(self._name_of, node.output)
+        self.graph.node.append(twin)
+
+    def add_batch_norm(self, node: Any, rank: int) -> None:
+        """Add the steps of a batch norm over an input with ``rank`` axes, with blended statistics."""
+        inputs, weight, bias, stored_mean, stored_variance = map(self._name_of, node.input)
+        layer = f"norm.{self._layers}"
+        self._layers += 1
+        to_rank = f"{PREFIX}{layer}.shape"
+        epsilon = f"{PREFIX}{layer}.epsilon"
+        epsilon_value = next(attribute.f for attribute in node.attribute if attribute.name == "epsilon")
+        self._add_constant(np.array([1, -1, *[1] * (rank - 2)], np.int64), to_rank)
+        self._add_constant(np.array(epsilon_value, np.float32), epsilon)
+        # 1. Mean and variance of the batch, over all axes but that of the channels.
+        axes = [0, *range(2, rank)]
+        batch_mean = self._add("ReduceMean", [inputs], f"{layer}.batch_mean", axes=axes, keepdims=1)
+        centred = self._add("Sub", [inputs, batch_mean], f"{layer}.centred")
+        square = self._add("Mul", [centred, centred], f"{layer}.square")
+        batch_variance = self._add("ReduceMean", [square], f"{layer}.batch_variance", axes=axes, keepdims=1)
+        # 2. Blended with those of the file.
+        mean = self._add_blended(batch_mean, stored_mean, to_rank, f"{layer}.mean")
+        variance = self._add_blended(batch_variance, stored_variance, to_rank, f"{layer}.var")
+        # 3. Batch norm with the blended ones: (x - mean) / sqrt(variance + epsilon) * weight + bias.
+        shifted = self._add("Sub", [inputs, mean], f"{layer}.shifted")
+        positive = self._add("Add", [variance, epsilon], f"{layer}.positive")
+        deviation = self._add("Sqrt", [positive], f"{layer}.deviation")
+        scaled = self._add("Div", [shifted, deviation], f"{layer}.scaled")
+        weight_of_rank = self._add("Reshape", [weight, to_rank], f"{layer}.weight")
+        gain = self._add("Mul", [scaled, weight_of_rank], f"{layer}.gain")
+        shift = self._add("Reshape", [bias, to_rank], f"{layer}.bias")
+        self._add_node("Add", [gain, shift], self._name_of(node.output[0]), f"{PREFIX}{layer}.output")
+
+    def add_outputs(self) -> None:
+        """Add the nodes and declarations of the outputs, and that of the share of the batch's statistics."""
+        from onnx import TensorProto, helper
+
+        self._add_node("Concat", self._statistics, "statistics", f"{PREFIX}statistics", axis=0)
+        self._add_node("Identity", [f"{PREFIX}features"], "own_features", f"{PREFIX}own_features")
+        self.graph.input.append(helper.make_tensor_value_info("own_share", TensorProto.FLOAT, []))
+        for name, shape in (("statistics", ["statistics"]), ("own_features", ["batch", "features"])):
+            self.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+
+    def _add_blended(self, of_batch: str, of_file: str, to_rank: str, output: str) -> str:
+        """Add file + own_share * (batch - file), note its flat form as a statistic, and return its name."""
+        stored = self._add("Reshape", [of_file, to_rank], f"{output}.known")
+        change = self._add("Sub", [of_batch, stored], f"{output}.change")
+        part = self._add("Mul", [change, "own_share"], f"{output}.part")
+        blended = self._add("Add", [stored, part], f"{output}.blended")
+        self._statistics.append(self._add("Reshape", [blended, _FLAT], output))
+        return blended
+
+    def _name_of(self, name: str) -> str:
+        """Return the probe's name for a value of the encoder."""
+        return name if name in self._common_names else f"{PREFIX}{name}"
+
+    def _add(self, operator: str, inputs: list[str], output: str, **attributes: Any) -> str:
+        """Add a node with one result, named like it, and return that name."""
         name = f"{PREFIX}{output}"
-        graph.node.append(helper.make_node(operator, inputs, [name], name=name, **attributes))
+        self._add_node(operator, inputs, name, name, **attributes)
         return name
 
-    statistics: list[str] = []
-    layers = 0
-    for node in model.graph.node:
-        if node.op_type != "BatchNormalization":
-            twin = copy.deepcopy(node)
-            twin.name = f"{PREFIX}{node.name}"
-            twin.input[:] = map(own, node.input)
-            twin.output[:] = map(own, node.output)
-            graph.node.append(twin)
-            continue
-        rank = ranks[node.input[0]]
-        inputs, weight, bias, *stored = map(own, node.input)
-        at = f"norm.{layers}"
-        axes = [0, *range(2, rank)]
-        epsilon = next(attribute.f for attribute in node.attribute if attribute.name == "epsilon")
-        to_rank = np.array([1, -1, *[1] * (rank - 2)], np.int64)
-        graph.initializer.append(numpy_helper.from_array(to_rank, f"{PREFIX}{at}.shape"))
-        graph.initializer.append(numpy_helper.from_array(np.array(epsilon, np.float32), f"{PREFIX}{at}.epsilon"))
-        mean = add("ReduceMean", [inputs], f"{at}.batch_mean", axes=axes, keepdims=1)
-        centred = add("Sub", [inputs, mean], f"{at}.centred")
-        square = add("Mul", [centred, centred], f"{at}.square")
-        variance = add("ReduceMean", [square], f"{at}.batch_variance", axes=axes, keepdims=1)
-        blended = []
-        for what, of_batch, of_file in (("mean", mean, stored[0]), ("var", variance, stored[1])):
-            known = add("Reshape", [of_file, f"{PREFIX}{at}.shape"], f"{at}.{what}.known")
-            change = add("Sub", [of_batch, known], f"{at}.{what}.change")
-            part = add("Mul", [change, "own_share"], f"{at}.{what}.part")
-            blended.append(add("Add", [known, part], f"{at}.{what}.blended"))
-            statistics.append(add("Reshape", [blended[-1], _FLAT], f"{at}.{what}"))
-        shifted = add("Sub", [inputs, blended[0]], f"{at}.shifted")
-        positive = add("Add", [blended[1], f"{PREFIX}{at}.epsilon"], f"{at}.positive")
-        scaled = add("Div", [shifted, add("Sqrt", [positive], f"{at}.deviation")], f"{at}.scaled")
-        gain = add("Mul", [scaled, add("Reshape", [weight, f"{PREFIX}{at}.shape"], f"{at}.weight")], f"{at}.gain")
-        shift = add("Reshape", [bias, f"{PREFIX}{at}.shape"], f"{at}.bias")
-        graph.node.append(helper.make_node("Add", [gain, shift], [own(node.output[0])], name=f"{PREFIX}{at}.output"))
-        layers += 1
-    graph.node.append(helper.make_node("Concat", statistics, ["statistics"], name=f"{PREFIX}statistics", axis=0))
-    graph.input.append(helper.make_tensor_value_info("own_share", onnx.TensorProto.FLOAT, []))
-    graph.node.append(
-        helper.make_node("Identity", [f"{PREFIX}features"], ["own_features"], name=f"{PREFIX}own_features")
-    )
-    for name, shape in (("statistics", ["statistics"]), ("own_features", ["batch", "features"])):
-        graph.output.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))
-    return bytes(onnx.ModelProto(graph=graph).SerializeToString(deterministic=True))
+    def _add_node(self, operator: str, inputs: list[str], output: str, name: str, **attributes: Any) -> None:
+        """Add a node with one result."""
+        from onnx import helper
+
+        self.graph.node.append(helper.make_node(operator, inputs, [output], name=name, **attributes))
+
+    def _add_constant(self, array: np.ndarray, name: str) -> None:
+        """Add a constant."""
+        from onnx import numpy_helper
+
+        self.graph.initializer.append(numpy_helper.from_array(array, name))

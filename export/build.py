@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from torch import nn
 
 import edge_agent
 from edge_agent.bundle.archive import pack
-from edge_agent.bundle.manifest import DomainAnswers, EncoderPrecision, HeadCard, Lineage, Manifest, Quantization
+from edge_agent.bundle.manifest import EncoderPrecision, HeadCard, Lineage, Manifest, Parity, Quantization
 from edge_agent.core.errors import ExportRejected
 from edge_agent.core.task import State, Task, Tensors
 from edge_agent.data import Samples
@@ -30,16 +30,18 @@ from edge_agent.training.parts import Parts, feature_dim, load_arrays
 from edge_agent.wire.tensors import encode
 
 from .batch_norm import PROBE_FILE, Adaptable, adaptable
-from .domains import chosen, compared, objection, range_inputs
-from .encoder import Exporter, to_onnx
-from .parity import Gate, graph_gates, mean_cosine, parity_gate, run, session
-from .quantize import LEAST_CLIENTS, MAX_WEIGHT, MIN_COSINE, Quantizer, common, largest_weight, ranges_of_clients
+from .calibration import Calibration
+from .encoder import Exported, Exporter, to_onnx
+from .int8 import Int8Variant, make_int8_variant
+from .parity import Gate, graph_gates, parity_gate, run, session
 
 _log = logging.getLogger(__name__)
 
 _GRAPHS: dict[EncoderPrecision, str] = {"fp32": "encoder.onnx", "int8": "encoder.int8.onnx"}
 _GOLDEN = "golden.safetensors"
 _HEAD = "global_head.safetensors"
+_MOST_NOTE = 2000
+"""The most characters of the manifest's note about int8."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,54 @@ class Report:
     seconds: dict[str, float]
     gates: tuple[Gate, ...]
     int8_note: str = ""
+
+
+@dataclass(frozen=True)
+class TrainedEncoder:
+    """The result of a training as a bundle needs it: the model, how it was trained, and for which task."""
+
+    model: Parts
+    method: Method
+    task: Task
+
+    global_head: Tensors | None = None
+    """The shared linear classifier: ``weight`` (K, d) and ``bias`` (K,); None where the method has none."""
+
+    norm_note: str = ""
+    """A sentence on how batch norm was settled for one common encoder."""
+
+    lineage: Lineage | None = None
+    """The run that the model comes from; None where that is not known."""
+
+    @property
+    def encoder(self) -> nn.Module:
+        """The part of the model that is exported."""
+        return self.model.part("encoder")
+
+    @property
+    def feature_dim(self) -> int:
+        """The number of features of an input."""
+        return feature_dim(self.encoder)
+
+
+@dataclass(frozen=True)
+class BundleOptions:
+    """The choices for a bundle that do not depend on the model."""
+
+    name: str
+    """The name of the bundle for people."""
+
+    created: str = ""
+    """The time of the export as ISO 8601 UTC; empty: now."""
+
+    exporter: Exporter | Literal["auto"] = "auto"
+    """The exporter of torch."""
+
+    int8: bool = True
+    """Whether to make an int8 variant."""
+
+    own_norm: bool = True
+    """Whether devices may estimate batch norm statistics on their own inputs, if the method allows it."""
 
 
 def bundle(
@@ -100,83 +150,166 @@ def bundle(
         ExportRejected: A gate failed; all failures are listed and a bundle already at ``out`` stays as it is.
         MissingCapability: The package onnx or onnxruntime is not installed.
     """
-    domains = {} if isinstance(calibration, np.ndarray) else chosen(calibration)
-    observed = {"": calibration} if isinstance(calibration, np.ndarray) else range_inputs(domains)
-    inputs = _checked(observed, task)
-    encoder = model.part("encoder")
+    if isinstance(calibration, np.ndarray):
+        inputs = Calibration.from_inputs(calibration, client_ranges)
+    else:
+        inputs = Calibration.from_domains(calibration, client_ranges)
+    trained = TrainedEncoder(model, method, task, global_head, norm_note, lineage)
+    options = BundleOptions(name, created, exporter, int8, own_norm)
+    return build_bundle(trained, inputs, out, options)
+
+
+def build_bundle(trained: TrainedEncoder, calibration: Calibration, out: Path, options: BundleOptions) -> Report:
+    """Export an encoder as `bundle` does, and write its bundle to ``out``.
+
+    Raises:
+        ExportRejected: A gate failed; all failures are listed and a bundle already at ``out`` stays as it is.
+        MissingCapability: The package onnx or onnxruntime is not installed.
+    """
+    inputs = calibration.joined_inputs(trained.task)
     seconds = dict[str, float]()
     # 1. The fp32 graph, with batch norm left free where devices may estimate it again.
     with _timed(seconds, "onnx"):
-        free = None
-        if own_norm and method.own_norm and exporter != "dynamo":
-            free = _free_norm(encoder, task)
-        exported = to_onnx(encoder, task, exporter) if free is None else free.exported
-    # 2. Its gates.
+        graphs = _Graphs.from_encoder(trained, options)
+    # 2. Its gates: a graph that fails one is neither quantized nor packed.
     with _timed(seconds, "gates"):
-        gates = [*_head_gates(global_head, task, feature_dim(encoder)), *graph_gates(exported.model, task)]
-        _check_passed(gates, task)  # before ONNX Runtime opens the graph
-        gate, parity = parity_gate(exported.model, encoder, inputs)
-        gates.append(gate)
-        _check_passed(gates, task)
-    graphs: dict[EncoderPrecision, bytes] = {"fp32": exported.model}
-    quantization = None
-    int8_note = "not asked for"
+        gates, parity = _check_fp32(graphs.fp32, trained, inputs)
     # 3. The int8 variant; without it a device uses fp32.
-    if int8:
+    if options.int8:
         with _timed(seconds, "int8"):
-            variant = _Int8.of(exported.model, encoder, task, inputs, observed, domains, client_ranges or {})
-            gates += variant.gates
-            if variant.graph is not None:
-                graphs["int8"] = variant.graph
+            variant = make_int8_variant(graphs.fp32.model, trained.encoder, trained.task, inputs, calibration)
+            gates = [*gates, *variant.gates]
+            graphs = replace(graphs, int8=variant.graph)
             int8_note = variant.note
             parity = parity.model_copy(update={"int8_cosine": variant.cosine})
-            quantization = Quantization(
-                ranges=variant.origin,
-                held_out=variant.answers,
-                note=(int8_note or variant.not_measured)[:2000],
-                latency_ms=_latencies(graphs, inputs, feature_dim(encoder)),
-            )
+            quantization = _describe_int8(variant, graphs, inputs, trained.feature_dim)
+    else:
+        int8_note = "not asked for"
+        quantization = None
     # 4. The bundle, with golden inputs and what these graphs compute from them, for the self-test of devices.
     with _timed(seconds, "pack"):
-        files: dict[str, bytes | Path] = {_GRAPHS[precision]: graph for precision, graph in graphs.items()}
-        head: Tensors | None = None
-        if global_head:
-            head = {key: global_head[key].astype(np.float32) for key in ("weight", "bias")}
-            files[_HEAD] = encode(head)
-        if free is not None:
-            files[PROBE_FILE] = free.probe
-        raw = self_test.prepared(self_test.raw_inputs(task.input), task.input)
-        features = {precision: run(graph, raw) for precision, graph in graphs.items()}
-        files[_GOLDEN] = encode(self_test.golden(task.input, task.class_names, features, head))
-        fields = {
-            "headwater_version": edge_agent.__version__,
-            "name": name,
-            "created": created or datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "method": method.name,
-            "method_params": method.params.model_dump(mode="json"),
-            "norm": method.norm,
-            "norm_note": norm_note,
-            "task": task.model_dump(mode="json"),
-            "feature_dim": feature_dim(encoder),
-            "variants": {precision: _GRAPHS[precision] for precision in graphs},
-            "opset": exported.opset,
-            "exporter": exported.exporter,
-            "parity": parity.model_dump(mode="json"),
-            "calibration_sha256": _digest(inputs) if "int8" in graphs else None,
-            "quantization": quantization,
-            "golden": _GOLDEN,
-            "global_head": None if head is None else _HEAD,
-            "heads": {kind: _card(method, kind) for kind in method.heads},
-            "free_norm": None if free is None else free.free_norm.model_dump(mode="json"),
-            "requires": {"onnxruntime": "1.18"},
-            "lineage": lineage,
-        }
-        manifest = pack(out, fields, files)
+        calibration_sha256 = None if graphs.int8 is None else _digest(inputs)
+        measured = _Measured(parity, quantization, calibration_sha256)
+        manifest = _pack(trained, graphs, measured, out, options)
     return Report(manifest, out, seconds, tuple(gates), int8_note)
 
 
+@dataclass(frozen=True)
+class _Graphs:
+    """The graphs of one bundle."""
+
+    fp32: Exported
+
+    free_norm: Adaptable | None
+    """The parts by which a device estimates batch norm again; None where batch norm is folded or there is none."""
+
+    int8: bytes | None = None
+    """The int8 graph; None where there is none."""
+
+    @classmethod
+    def from_encoder(cls, trained: TrainedEncoder, options: BundleOptions) -> _Graphs:
+        """Export the encoder in fp32; exporter ``auto`` is ``legacy`` where batch norm stays free."""
+        may_estimate = options.own_norm and trained.method.own_norm and options.exporter != "dynamo"
+        free_norm = None
+        if may_estimate:
+            free_norm = _free_norm(trained.encoder, trained.task)
+        if free_norm is not None:
+            return cls(free_norm.exported, free_norm)
+        return cls(to_onnx(trained.encoder, trained.task, options.exporter), None)
+
+    def by_precision(self) -> dict[EncoderPrecision, bytes]:
+        """Return the graphs that devices choose from."""
+        graphs: dict[EncoderPrecision, bytes] = {"fp32": self.fp32.model}
+        if self.int8 is not None:
+            graphs["int8"] = self.int8
+        return graphs
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The parts of a manifest that an export has measured."""
+
+    parity: Parity
+    quantization: Quantization | None
+    calibration_sha256: str | None
+
+
+def _check_fp32(exported: Exported, trained: TrainedEncoder, inputs: np.ndarray) -> tuple[list[Gate], Parity]:
+    """Return the gates of the fp32 graph, which have all passed, and how far its features are from torch's.
+
+    Raises:
+        ExportRejected: A gate failed.
+    """
+    task = trained.task
+    gates = [*_head_gates(trained.global_head, task, trained.feature_dim), *graph_gates(exported.model, task)]
+    # ONNX Runtime opens only a graph that has passed the checks that read it.
+    _check_passed(gates, task)
+    gate, parity = parity_gate(exported.model, trained.encoder, inputs)
+    gates.append(gate)
+    _check_passed(gates, task)
+    return gates, parity
+
+
+def _describe_int8(variant: Int8Variant, graphs: _Graphs, inputs: np.ndarray, size: int) -> Quantization:
+    """Return the manifest's part about the int8 variant of an encoder with ``size`` features."""
+    note = variant.note or variant.not_measured
+    return Quantization(
+        ranges=variant.origin,
+        held_out=variant.answers,
+        note=note[:_MOST_NOTE],
+        latency_ms=_latencies(graphs.by_precision(), inputs, size),
+    )
+
+
+def _pack(trained: TrainedEncoder, graphs: _Graphs, measured: _Measured, out: Path, options: BundleOptions) -> Manifest:
+    """Write the bundle's files and its manifest to ``out``; returns the manifest."""
+    task = trained.task
+    method = trained.method
+    models = graphs.by_precision()
+    files: dict[str, bytes | Path] = {_GRAPHS[precision]: model for precision, model in models.items()}
+    # 1. The shared classifier, where the method has one.
+    head: Tensors | None = None
+    if trained.global_head:
+        head = {key: trained.global_head[key].astype(np.float32) for key in ("weight", "bias")}
+        files[_HEAD] = encode(head)
+    # 2. The graph by which a device estimates batch norm again.
+    free_norm = None
+    if graphs.free_norm is not None:
+        files[PROBE_FILE] = graphs.free_norm.probe
+        free_norm = graphs.free_norm.free_norm.model_dump(mode="json")
+    # 3. The golden tensors, which come last: they are what the graphs above compute.
+    raw = self_test.prepared(self_test.raw_inputs(task.input), task.input)
+    features = {precision: run(model, raw) for precision, model in models.items()}
+    files[_GOLDEN] = encode(self_test.golden(task.input, task.class_names, features, head))
+    # 4. The manifest, whose digests of the files `pack` adds.
+    fields = {
+        "headwater_version": edge_agent.__version__,
+        "name": options.name,
+        "created": options.created or datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "method": method.name,
+        "method_params": method.params.model_dump(mode="json"),
+        "norm": method.norm,
+        "norm_note": trained.norm_note,
+        "task": task.model_dump(mode="json"),
+        "feature_dim": trained.feature_dim,
+        "variants": {precision: _GRAPHS[precision] for precision in models},
+        "opset": graphs.fp32.opset,
+        "exporter": graphs.fp32.exporter,
+        "parity": measured.parity.model_dump(mode="json"),
+        "calibration_sha256": measured.calibration_sha256,
+        "quantization": measured.quantization,
+        "golden": _GOLDEN,
+        "global_head": None if head is None else _HEAD,
+        "heads": {kind: _card(method, kind) for kind in method.heads},
+        "free_norm": free_norm,
+        "requires": {"onnxruntime": "1.18"},
+        "lineage": trained.lineage,
+    }
+    return pack(out, fields, files)
+
+
 def _free_norm(encoder: nn.Module, task: Task) -> Adaptable | None:
-    """Return the encoder with batch norm that devices may estimate again; None if it has none of the usual kind."""
+    """Return the encoder with batch norm that devices may estimate again; None if it has none that allows it."""
     try:
         return adaptable(encoder, task)
     except ExportRejected as error:
@@ -197,10 +330,13 @@ def model_from_state(method: Method, task: Task, state: State) -> Parts:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = method.build(task)
-    known = model.state_dict().keys()
-    load_arrays(model, {name: array for name, array in state.items() if name in known})
-    needed = {name for name in known if name.startswith("encoder.") and not name.endswith("num_batches_tracked")}
-    if missing := sorted(needed - state.keys()):
+    names = model.state_dict().keys()
+    load_arrays(model, {name: array for name, array in state.items() if name in names})
+    # Counters of batches have no influence on the encoder in eval mode.
+    encoder_names = {name for name in names if name.startswith("encoder.")}
+    needed = {name for name in encoder_names if not name.endswith("num_batches_tracked")}
+    missing = sorted(needed - state.keys())
+    if missing:
         raise ExportRejected(
             f"{len(missing)} tensors of the encoder are not in the state, '{missing[0]}' for one (method "
             f"'{method.name}', norm {method.norm}); they stay on devices and were not pooled: see export.pool_norm"
@@ -214,112 +350,21 @@ def synthetic_inputs(task: Task, count: int = 128, seed: int = 0) -> np.ndarray:
 
 
 def _head_gates(head: Tensors | None, task: Task, size: int) -> list[Gate]:
+    """Check that a shared classifier takes ``size`` features and is finite; without one there is no gate."""
     if head is None:
         return []
     shapes = {name: array.shape for name, array in head.items()}
     expected = {"weight": (task.num_classes, size), "bias": (task.num_classes,)}
-    passed = shapes == expected and all(np.isfinite(array).all() for array in head.values())
-    return [Gate("global head", passed, f"shapes {shapes}, expected {expected}, all finite")]
+    is_finite = all(np.isfinite(array).all() for array in head.values())
+    return [Gate("global head", shapes == expected and is_finite, f"shapes {shapes}, expected {expected}, all finite")]
 
 
 def _check_passed(gates: Sequence[Gate], task: Task) -> None:
-    if failed := [f"  - {gate.name}: {gate.detail}" for gate in gates if not gate.passed]:
+    """Raise `ExportRejected` with all failures unless every gate has passed."""
+    failed = [f"  - {gate.name}: {gate.detail}" for gate in gates if not gate.passed]
+    if failed:
         lines = "\n".join(failed)
         raise ExportRejected(f"encoder '{task.encoder}': {len(failed)} gate(s) failed; nothing was written\n{lines}")
-
-
-def _checked(observed: Mapping[str, np.ndarray], task: Task) -> np.ndarray:
-    """Return the calibration inputs of all domains, in one array.
-
-    Raises:
-        ExportRejected: The calibration inputs are not inputs of this task.
-    """
-    for name, array in observed.items():
-        if array.shape[1:] != task.input_shape or not len(array) or not np.isfinite(array).all():
-            expected = f"finite [n, {', '.join(map(str, task.input_shape))}] with n >= 1"
-            raise ExportRejected(
-                f"calibration inputs{f' of {name}' if name else ''} are {list(array.shape)}, expected {expected}; "
-                "give preprocessed inputs of this task"
-            )
-    if not observed:
-        raise ExportRejected("calibration has no domain; give samples of one at least, or inputs without labels")
-    return np.ascontiguousarray(np.concatenate([*observed.values()]), dtype=np.float32)
-
-
-@dataclass(frozen=True)
-class _Int8:
-    """The int8 variant, with the gates it went through; ``graph`` is None, and ``note`` says why, where one failed."""
-
-    graph: bytes | None
-    gates: tuple[Gate, ...]
-    cosine: float | None
-    answers: Mapping[str, DomainAnswers]
-    note: str
-    origin: str = ""
-
-    @classmethod
-    def of(
-        cls,
-        model: bytes,
-        encoder: nn.Module,
-        task: Task,
-        inputs: np.ndarray,
-        observed: Mapping[str, np.ndarray],
-        domains: Mapping[str, Samples],
-        client_ranges: Mapping[str, np.ndarray],
-    ) -> _Int8:
-        """Make the int8 variant of the fp32 graph ``model`` by ranges of each domain's inputs and of clients."""
-        count = sum(map(len, observed.values()))
-        origin = f"{count} inputs {'without labels' if '' in observed else f'of {len(observed)} domain(s)'}"
-        try:
-            quantizer = Quantizer(model)
-            ranges = {name: quantizer.ranges(array) for name, array in observed.items()}
-            graph = quantizer.int8(common([*ranges.values()]))
-            gate, cosine = _int8_gate(graph, model, task, inputs)
-            stated: float | None = cosine
-            clients = ranges_of_clients(quantizer, encoder, inputs, client_ranges)
-            if 0 < len(clients) < LEAST_CLIENTS:
-                origin += f"; ranges of {len(clients)} client(s) left out: one in {LEAST_CLIENTS} can be outvoted"
-            elif clients:
-                # Random inputs lie elsewhere than clients' samples: they try the quantizer out, and set no range.
-                ranges = {**clients, **{name: own for name, own in ranges.items() if name}}
-                graph = quantizer.int8(common([*ranges.values()]))
-                stated = None
-                if domains:
-                    gate, stated = _int8_gate(graph, model, task, inputs)
-                own = f"{origin} and " if domains else ""
-                origin = f"{own}activation ranges of {len(clients)} client(s)"
-        except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
-            return cls(None, (), None, {}, f"left out: the quantizer failed: {error}")
-        if not gate.passed:
-            return cls(None, (gate,), stated, {}, f"left out: {gate.detail}", origin)
-        answers = compared(quantizer, model, domains, ranges)
-        if not answers:
-            return cls(graph, (gate,), stated, {}, "", origin)
-        loses = objection(answers)
-        total = sum(one.support for one in answers.values())
-        accuracy = Gate("int8 accuracy", not loses, loses or f"no loss beyond noise on {total} held-out answers")
-        note = f"left out: {loses}" if loses else ""
-        return cls(None if loses else graph, (gate, accuracy), stated, answers, note, origin)
-
-    @property
-    def not_measured(self) -> str:
-        """Why no accuracies were compared; empty where they were."""
-        if self.answers:
-            return ""
-        return (
-            "accuracies not measured: labelled samples of two domains or more are needed; each device compares its own"
-        )
-
-
-def _int8_gate(quantized: bytes, model: bytes, task: Task, inputs: np.ndarray) -> tuple[Gate, float]:
-    """Return whether the int8 variant can be used in place of ``model``, and the mean cosine of their features."""
-    failed = [f"{gate.name}: {gate.detail}" for gate in graph_gates(quantized, task) if not gate.passed]
-    if (largest := largest_weight(quantized)) > MAX_WEIGHT:
-        failed.append(f"int8 weights up to {largest}, at most {MAX_WEIGHT} cannot saturate; shorten their range")
-    cosine = mean_cosine(run(quantized, inputs), run(model, inputs)) if not failed else 0.0
-    detail = "; ".join(failed) or f"mean cosine to fp32 {cosine:.4f}, at least {MIN_COSINE} is required"
-    return Gate("int8", not failed and cosine >= MIN_COSINE, detail), min(cosine, 1.0)
 
 
 def _latencies(
@@ -347,17 +392,20 @@ def _latencies(
 
 
 def _card(method: Method, head: str) -> dict[str, object]:
+    """Return the card of a kind of head, as the manifest has it: how exact the head is on a device, and why."""
     exactness, reason = method.card(head)
     card = HeadCard.model_validate({"exactness": exactness, "reason": reason, "params": method.head_params(head)})
     return card.model_dump(mode="json")
 
 
 def _digest(inputs: np.ndarray) -> str:
+    """Return the SHA-256 of the shape and the values of an array."""
     return hashlib.sha256(repr(inputs.shape).encode() + inputs.tobytes()).hexdigest()
 
 
 @contextmanager
 def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
+    """Note the seconds that the block takes, as ``step``."""
     begin = time.perf_counter()
     yield
     seconds[step] = round(time.perf_counter() - begin, 3)

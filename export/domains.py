@@ -95,32 +95,47 @@ def compared(
     """
     result: dict[str, DomainAnswers] = {}
     for turn in _turns([*domains]):
-        others = [own for name, own in ranges.items() if name not in turn]
-        if not others:
+        other_ranges = [ends for name, ends in ranges.items() if name not in turn]
+        if not other_ranges:
             continue
-        int8 = quantizer.int8(common(others))
+        int8 = quantizer.int8(common(other_ranges))
         for name in turn:
-            samples = domains[name]
-            if len(samples) < _LEAST_SAMPLES or len(np.unique(samples.labels)) < 2:
-                continue
-            features = {precision: run(graph, samples.inputs) for precision, graph in (("fp32", model), ("int8", int8))}
-            right = refitted_answers(features, samples)
-            if support := len(right["fp32"]):
-                both = int((right["fp32"] & right["int8"]).sum())
-                counts = {precision: int(answers.sum()) for precision, answers in right.items()}
-                result[name] = DomainAnswers(support=support, both=both, **counts)
+            answers = _compare_on(domains[name], model, int8)
+            if answers is not None:
+                result[name] = answers
     return result
+
+
+def _compare_on(samples: Samples, model: bytes, int8: bytes) -> DomainAnswers | None:
+    """Return how heads answer on a domain with each graph; None where the domain is too small to tell anything."""
+    if len(samples) < _LEAST_SAMPLES or len(np.unique(samples.labels)) < 2:
+        return None
+    features = {"fp32": run(model, samples.inputs), "int8": run(int8, samples.inputs)}
+    is_right = refitted_answers(features, samples)
+    support = len(is_right["fp32"])
+    if not support:
+        return None
+    return DomainAnswers(
+        support=support,
+        both=int((is_right["fp32"] & is_right["int8"]).sum()),
+        fp32=int(is_right["fp32"].sum()),
+        int8=int(is_right["int8"].sum()),
+    )
 
 
 def objection(answers: Mapping[str, DomainAnswers]) -> str:
     """Return why int8 is not used: it loses more than noise explains on one domain or on all; empty: it is used."""
-    total = sum(answers.values(), DomainAnswers(support=0, fp32=0, int8=0, both=0))
-    lost = [
-        f"{name} {100 * one.loss:.1f} ± {100 * one.noise:.1f} points of {one.support} answers"
-        for name, one in {**answers, **({"all domains": total} if len(answers) > 1 else {})}.items()
-        if one.loss - one.noise > MOST_LOSS
-    ]
-    return f"heads lose more than {MOST_LOSS:.1%} on held-out domains: {'; '.join(lost)}" if lost else ""
+    judged = dict(answers)
+    if len(answers) > 1:
+        judged["all domains"] = sum(answers.values(), DomainAnswers(support=0, fp32=0, int8=0, both=0))
+    losses: list[str] = []
+    for name, domain in judged.items():
+        if domain.loss - domain.noise > MOST_LOSS:
+            points = f"{100 * domain.loss:.1f} ± {100 * domain.noise:.1f} points"
+            losses.append(f"{name} {points} of {domain.support} answers")
+    if not losses:
+        return ""
+    return f"heads lose more than {MOST_LOSS:.1%} on held-out domains: {'; '.join(losses)}"
 
 
 def _turns(names: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -43,45 +43,81 @@ def to_onnx(
         MissingCapability: The package onnx is not installed, or onnxscript is not and ``dynamo`` is requested.
         ExportRejected: The exporter cannot translate this encoder.
     """
-    for package in ("onnx", *(("onnxscript",) if exporter == "dynamo" else ())):
-        if importlib.util.find_spec(package) is None:
-            raise MissingCapability.package(package, "export", "exporting an encoder")
-    has_dynamo = importlib.util.find_spec("onnxscript") is not None
-    chosen: Exporter = exporter if exporter != "auto" else ("dynamo" if has_dynamo else "legacy")
+    chosen = _choose_exporter(exporter)
     frozen = copy.deepcopy(encoder).cpu().eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    # Not 1: the dynamo exporter would take a batch of one for a constant.
-    example = torch.zeros(2, *task.input_shape)
-    settings: dict[str, Any] = {
-        "input_names": [task.input.kind],
-        "output_names": ["features"],
-        "opset_version": _OPSET[chosen],
-    }
     try:
         with quiet("torch.onnx"), torch.no_grad():
-            if chosen == "dynamo":
-                shapes = ({0: torch.export.Dim("batch")},)
-                program: Any = torch.onnx.export(
-                    frozen,
-                    (example,),
-                    dynamo=True,
-                    dynamic_shapes=shapes,
-                    external_data=False,
-                    verbose=False,
-                    **settings,
-                )
-                raw = program.model_proto.SerializeToString()
-            else:
-                buffer = io.BytesIO()
-                axes = {name: {0: "batch"} for name in (task.input.kind, "features")}
-                if keep_norm:
-                    settings["training"] = torch.onnx.TrainingMode.PRESERVE
-                # The annotation of the file knows paths only; both work.
-                torch.onnx.export(frozen, (example,), buffer, dynamo=False, dynamic_axes=axes, **settings)  # type: ignore[arg-type]
-                raw = buffer.getvalue()
+            raw = _run_exporter(chosen, frozen, task, keep_norm=keep_norm)
     except (RuntimeError, ValueError, TypeError) as error:
-        advice = "write it with operators that ONNX has" if exporter != "auto" else "try exporter 'legacy'"
+        advice = "try exporter 'legacy'" if exporter == "auto" else "write it with operators that ONNX has"
         raise ExportRejected(f"encoder '{task.encoder}': the {chosen} exporter failed: {error}; {advice}") from error
     return Exported(strip_opsets(raw), chosen, _OPSET[chosen])
+
+
+def _choose_exporter(exporter: Exporter | Literal["auto"]) -> Exporter:
+    """Return the exporter that is used; ``auto`` is dynamo where its package is installed.
+
+    Raises:
+        MissingCapability: A package of the requested exporter is not installed.
+    """
+    needed = ["onnx"]
+    if exporter == "dynamo":
+        needed.append("onnxscript")
+    for package in needed:
+        if importlib.util.find_spec(package) is None:
+            raise MissingCapability.package(package, "export", "exporting an encoder")
+    if exporter != "auto":
+        return exporter
+    has_dynamo = importlib.util.find_spec("onnxscript") is not None
+    return "dynamo" if has_dynamo else "legacy"
+
+
+def _run_exporter(exporter: Exporter, encoder: nn.Module, task: Task, *, keep_norm: bool) -> bytes:
+    """Return the graph that an exporter of torch makes of an encoder."""
+    if exporter == "dynamo":
+        return _run_dynamo(encoder, task)
+    return _run_legacy(encoder, task, keep_norm=keep_norm)
+
+
+def _example(task: Task) -> torch.Tensor:
+    """Return inputs to trace an encoder with; the dynamo exporter would take a batch of one for a constant."""
+    return torch.zeros(2, *task.input_shape)
+
+
+def _run_dynamo(encoder: nn.Module, task: Task) -> bytes:
+    """Return the graph that torch's dynamo exporter makes of an encoder."""
+    program: Any = torch.onnx.export(
+        encoder,
+        (_example(task),),
+        dynamo=True,
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        external_data=False,
+        verbose=False,
+        input_names=[task.input.kind],
+        output_names=["features"],
+        opset_version=_OPSET["dynamo"],
+    )
+    return bytes(program.model_proto.SerializeToString())
+
+
+def _run_legacy(encoder: nn.Module, task: Task, *, keep_norm: bool) -> bytes:
+    """Return the graph that torch's older exporter makes of an encoder, with batch norm as nodes if they are kept."""
+    settings: dict[str, Any] = {}
+    if keep_norm:
+        settings["training"] = torch.onnx.TrainingMode.PRESERVE
+    buffer = io.BytesIO()
+    torch.onnx.export(
+        encoder,
+        (_example(task),),
+        buffer,  # type: ignore[arg-type]  # the annotation of the file knows paths only; both work
+        dynamo=False,
+        dynamic_axes={name: {0: "batch"} for name in (task.input.kind, "features")},
+        input_names=[task.input.kind],
+        output_names=["features"],
+        opset_version=_OPSET["legacy"],
+        **settings,
+    )
+    return buffer.getvalue()
 
 
 def strip_opsets(model: bytes) -> bytes:
@@ -104,7 +140,7 @@ def strip_opsets(model: bytes) -> bytes:
 
 @contextmanager
 def quiet(logger_name: str | None) -> Iterator[None]:
-    """Without what exporters log and warn about their own internals; the checks afterwards decide."""
+    """Silence what exporters log and warn about their own internals; the checks afterwards decide."""
     logger = logging.getLogger(logger_name)
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -96,11 +96,11 @@ def parity_gate(model: bytes, encoder: nn.Module, inputs: np.ndarray) -> tuple[G
     return Gate("parity", worst <= allowed, detail), Parity(max_abs=worst, scale=scale, batches=BATCHES)
 
 
-def mean_cosine(one: np.ndarray, other: np.ndarray) -> float:
+def mean_cosine(first: np.ndarray, second: np.ndarray) -> float:
     """Return the mean cosine of the rows of two sets of features (n, d); a zero row agrees only with a zero row."""
-    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    both_zero = (np.linalg.norm(one, axis=1) == 0) & (np.linalg.norm(other, axis=1) == 0)
-    products = np.einsum("nd,nd->n", one.astype(np.float64), other.astype(np.float64))
+    lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+    both_zero = (np.linalg.norm(first, axis=1) == 0) & (np.linalg.norm(second, axis=1) == 0)
+    products = np.einsum("nd,nd->n", first.astype(np.float64), second.astype(np.float64))
     return float(np.where(both_zero, 1.0, products / np.where(lengths > 0, lengths, 1.0)).mean())
 
 

@@ -15,7 +15,7 @@ import copy
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ Ranges: TypeAlias = Mapping[str, tuple[float, float]]
 
 _POOLING = {"Flatten", "GlobalAveragePool", "ReduceMean", "Reshape", "Squeeze"}
 _SHARES = {"HardSigmoid", "Sigmoid", "Softmax"}
+_LINEAR = {"Gemm", "MatMul"}
+_WITH_WEIGHTS = {"Conv", *_LINEAR}
 _BATCH_VALUES = 1 << 16
 """Input values of one calibration batch, at most: all tensors of the graph are in memory at once."""
 
@@ -51,7 +53,8 @@ class Quantizer:
         from onnxruntime.quantization.shape_inference import quant_pre_process
 
         with tempfile.TemporaryDirectory() as folder, quiet(None):
-            source, prepared = (Path(folder) / name for name in ("fp32.onnx", "prepared.onnx"))
+            source = Path(folder) / "fp32.onnx"
+            prepared = Path(folder) / "prepared.onnx"
             source.write_bytes(model)
             quant_pre_process(str(source), str(prepared))
             self._graph = onnx.load(str(prepared))
@@ -121,17 +124,19 @@ class Quantizer:
         An activation right behind a convolution is part of it and stays int8; pooling behind it averages in float.
         """
         producers = {name: node for node in self._graph.graph.node for name in node.output}
-        behind = []
+        # From the output backwards, as long as there is one way.
+        tail = []
         node = producers.get(self._graph.graph.output[0].name)
-        while node is not None and node.op_type not in {"Conv", "Gemm", "MatMul"} and _inputs(node, producers) == 1:
-            behind.append(node)
-            node = next(producers[name] for name in node.input if name in producers)
-        is_linear = node is not None and node.op_type in {"Gemm", "MatMul"}
-        return [one.name for one in behind if is_linear or one.op_type in _POOLING], is_linear
-
-
-def _inputs(node: Any, producers: Mapping[str, Any]) -> int:
-    return sum(name in producers for name in node.input)
+        while node is not None and node.op_type not in _WITH_WEIGHTS:
+            computed_inputs = [name for name in node.input if name in producers]
+            if len(computed_inputs) != 1:
+                break
+            tail.append(node)
+            node = producers[computed_inputs[0]]
+        is_linear = node is not None and node.op_type in _LINEAR
+        if is_linear:
+            return [node_behind.name for node_behind in tail], True
+        return [node_behind.name for node_behind in tail if node_behind.op_type in _POOLING], False
 
 
 LEAST_CLIENTS = 3
@@ -147,31 +152,46 @@ def ranges_of_clients(
     few of ``inputs`` (n, ...) float32. Empty where a tensor of the graph is none of the steps.
     """
     few = inputs[:4]
-    seen = list[np.ndarray]()
-    steps(encoder, torch.from_numpy(few), lambda tensor: seen.append(tensor.detach().cpu().numpy().ravel().copy()))
-    where: dict[str, int] = {}
+    # 1. The values of each step in torch, for a few inputs.
+    values_of_steps: list[np.ndarray] = []
+
+    def note(tensor: torch.Tensor) -> None:
+        values_of_steps.append(tensor.detach().cpu().numpy().ravel().copy())
+
+    steps(encoder, torch.from_numpy(few), note)
+    # 2. The step that computes each tensor of the graph.
+    step_of_tensor: dict[str, int] = {}
     for name, array in quantizer.values(few).items():
         if name in quantizer.shares:
             continue
-        values = array.ravel()
-        alike = (row for row, one in enumerate(seen) if one.shape == values.shape and _is_equal(one, values))
-        if (row := next(alike, None)) is None:
+        step = _find_step(values_of_steps, array.ravel())
+        if step is None:
             return {}
-        where[name] = row
-    fitting = {client: ends for client, ends in each.items() if ends.shape == (len(seen), 2)}
-    return {
-        client: {
-            **dict.fromkeys(quantizer.shares, (0.0, 1.0)),
-            **{name: (float(ends[row, 0]), float(ends[row, 1])) for name, row in where.items()},
-        }
-        for client, ends in fitting.items()
-    }
+        step_of_tensor[name] = step
+    # 3. The ranges of each client that has one for every step.
+    ranges: dict[str, Ranges] = {}
+    for client, ends in each.items():
+        if ends.shape != (len(values_of_steps), 2):
+            continue
+        of_client = dict.fromkeys(quantizer.shares, (0.0, 1.0))
+        for name, step in step_of_tensor.items():
+            of_client[name] = (float(ends[step, 0]), float(ends[step, 1]))
+        ranges[client] = of_client
+    return ranges
 
 
-def _is_equal(one: np.ndarray, other: np.ndarray) -> bool:
+def _find_step(values_of_steps: Sequence[np.ndarray], values: np.ndarray) -> int | None:
+    """Return the number of the first step with these values (m,); None where there is none."""
+    for number, step_values in enumerate(values_of_steps):
+        if step_values.shape == values.shape and _is_equal(step_values, values):
+            return number
+    return None
+
+
+def _is_equal(expected: np.ndarray, values: np.ndarray) -> bool:
     """Return whether two tensors are the same up to rounding."""
-    scale = max(1.0, float(np.abs(one).max(initial=0)))
-    return float(np.abs(one - other).max(initial=0)) <= TOLERANCE * scale
+    scale = max(1.0, float(np.abs(expected).max(initial=0)))
+    return float(np.abs(expected - values).max(initial=0)) <= TOLERANCE * scale
 
 
 def common(each: Sequence[Ranges]) -> Ranges:
@@ -180,10 +200,13 @@ def common(each: Sequence[Ranges]) -> Ranges:
     The widest quarter of them, of three or more at least one, is left out at either end: the largest of the others is
     the limit. So one client in four cannot widen a range, and what little lies outside of it saturates.
     """
-    left_out = max(1, len(each) // 4) if len(each) > 2 else 0
+    left_out = 0
+    if len(each) > 2:
+        left_out = max(1, len(each) // 4)
     result = {}
     for name in each[0]:
-        lows, highs = (np.sort([ranges[name][end] for ranges in each]) for end in (0, 1))
+        lows = np.sort([ranges[name][0] for ranges in each])
+        highs = np.sort([ranges[name][1] for ranges in each])
         result[name] = float(lows[left_out]), float(highs[len(each) - 1 - left_out])
     return result
 

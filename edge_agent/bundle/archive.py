@@ -273,13 +273,15 @@ def _content(file: BinaryIO, path: Path, name: str, entry: FileEntry) -> Iterato
         BundleDamaged: The content is truncated, or has another hash than the manifest.
     """
     digest = hashlib.sha256()
-    left = entry.size_bytes
-    while left:
-        block = file.read(min(left, _COPY_BYTES))
+    remaining_bytes = entry.size_bytes
+    while remaining_bytes:
+        block = file.read(min(remaining_bytes, _COPY_BYTES))
         if not block:
-            raise BundleDamaged(f"{path}: truncated inside '{name}', {left} bytes missing; fetch the bundle again")
+            raise BundleDamaged(
+                f"{path}: truncated inside '{name}', {remaining_bytes} bytes missing; fetch the bundle again"
+            )
         digest.update(block)
-        left -= len(block)
+        remaining_bytes -= len(block)
         yield block
     if digest.hexdigest() != entry.sha256:
         raise BundleDamaged(

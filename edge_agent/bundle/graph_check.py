@@ -138,8 +138,8 @@ def check(content: bytes | memoryview, inputs: Sequence[Shape], *, where: str = 
         budget = _Budget()
         cost = _cost(_Reader(budget).model(memoryview(content)), inputs, budget)
     except (BundleDamaged, ArithmeticError, IndexError, ValueError) as error:
-        why = str(error)[:400] if isinstance(error, BundleDamaged) else f"malformed ({str(error)[:200]})"
-        raise BundleDamaged(f"{where}: {why}; refused before it is run; export it again", is_public=True) from error
+        reason = str(error)[:400] if isinstance(error, BundleDamaged) else f"malformed ({str(error)[:200]})"
+        raise BundleDamaged(f"{where}: {reason}; refused before it is run; export it again", is_public=True) from error
     limit = most_bytes or budget_bytes()
     if cost.memory_bytes > limit:
         raise BundleDamaged(
@@ -652,7 +652,8 @@ def _first(node: _Node, state: _State) -> list[Shape]:
 
 
 def _cast(node: _Node, state: _State) -> list[Shape]:
-    if (kind := node.int("to", 0)) not in _ITEM_BYTES:
+    kind = node.int("to", 0)
+    if kind not in _ITEM_BYTES:
         raise BundleDamaged(f"Cast to element type {kind}")
     return [state.shape(node, 0)]
 
@@ -708,6 +709,7 @@ def _windows(node: _Node, shape: Shape, kernel: Sequence[int]) -> Shape:
 
 
 def _conv(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape of a convolution: a channel for each kernel, over the windows of the input."""
     shape = state.shape(node, 0)
     weight = state.shape(node, 1)
     group = node.int("group", 1)
@@ -718,6 +720,7 @@ def _conv(node: _Node, state: _State) -> list[Shape]:
 
 
 def _conv_transpose(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape of a transposed convolution, with pads and strides that the node states."""
     shape = state.shape(node, 0)
     weight = state.shape(node, 1)
     group = node.int("group", 1)
@@ -751,34 +754,35 @@ def _global_pool(node: _Node, state: _State) -> list[Shape]:
 
 
 def _gemm(node: _Node, state: _State) -> list[Shape]:
-    left = state.shape(node, 0)
-    right = state.shape(node, 1)
-    if len(left) != 2 or len(right) != 2:
-        raise BundleDamaged(f"Gemm of {left} and {right}")
+    """Return the shape of a matrix product, either side of which may be transposed."""
+    left_shape = state.shape(node, 0)
+    right_shape = state.shape(node, 1)
+    if len(left_shape) != 2 or len(right_shape) != 2:
+        raise BundleDamaged(f"Gemm of {left_shape} and {right_shape}")
     if node.int("transA", 0):
-        left = left[::-1]
+        left_shape = left_shape[::-1]
     if node.int("transB", 0):
-        right = right[::-1]
-    if left[1] != right[0]:
-        raise BundleDamaged(f"Gemm of {left} and {right}")
-    return [(left[0], right[1])]
+        right_shape = right_shape[::-1]
+    if left_shape[1] != right_shape[0]:
+        raise BundleDamaged(f"Gemm of {left_shape} and {right_shape}")
+    return [(left_shape[0], right_shape[1])]
 
 
 def _matmul(node: _Node, state: _State) -> list[Shape]:
     """Return the shape of a product as NumPy's ``matmul`` has it."""
-    left = state.shape(node, 0)
-    right = state.shape(node, 1)
-    if not left or not right:
+    left_shape = state.shape(node, 0)
+    right_shape = state.shape(node, 1)
+    if not left_shape or not right_shape:
         raise BundleDamaged("MatMul of a scalar")
     # A vector counts as a row on the left and as a column on the right; its side is not in the result.
-    rows = left if len(left) > 1 else (1, *left)
-    columns = right if len(right) > 1 else (*right, 1)
+    rows = left_shape if len(left_shape) > 1 else (1, *left_shape)
+    columns = right_shape if len(right_shape) > 1 else (*right_shape, 1)
     if rows[-1] != columns[-2]:
-        raise BundleDamaged(f"MatMul of {left} and {right}")
+        raise BundleDamaged(f"MatMul of {left_shape} and {right_shape}")
     sides = _common([rows[:-2], columns[:-2]])
-    if len(left) > 1:
+    if len(left_shape) > 1:
         sides = (*sides, rows[-2])
-    if len(right) > 1:
+    if len(right_shape) > 1:
         sides = (*sides, columns[-1])
     return [sides]
 
@@ -791,6 +795,7 @@ def _flatten(node: _Node, state: _State) -> list[Shape]:
 
 
 def _concat(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape of the inputs one behind the other along an axis."""
     shapes = [state.shape(node, position) for position in range(len(node.inputs))]
     axis = _axis(node.int("axis", 0), len(shapes[0]))
     if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) != 1 or len(set(map(len, shapes))) != 1:
@@ -799,6 +804,7 @@ def _concat(node: _Node, state: _State) -> list[Shape]:
 
 
 def _split(node: _Node, state: _State) -> list[Shape]:
+    """Return the shapes of the parts: as stated, or as equal as can be."""
     shape = state.shape(node, 0)
     axis = _axis(node.int("axis", 0), len(shape))
     count = len(node.outputs)
@@ -847,6 +853,7 @@ def _axes(node: _Node, state: _State) -> list[int]:
 
 
 def _squeeze(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape without the given axes of one value, or without all of these."""
     shape = state.shape(node, 0)
     axes = {_axis(axis, len(shape)) for axis in _axes(node, state)}
     if not axes:
@@ -857,6 +864,7 @@ def _squeeze(node: _Node, state: _State) -> list[Shape]:
 
 
 def _unsqueeze(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape with axes of one value at the given places of the result."""
     shape = state.shape(node, 0)
     axes = _axes(node, state)
     rank = len(shape) + len(axes)
@@ -876,6 +884,7 @@ def _transpose(node: _Node, state: _State) -> list[Shape]:
 
 
 def _reshape(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape that the node asks for, with its 0 and -1 replaced by numbers."""
     shape = state.shape(node, 0)
     sides = state.numbers_of(node, 1)
     if sides is None or min(sides, default=0) < -1 or sides.count(-1) > 1:
@@ -899,6 +908,7 @@ def _expand(node: _Node, state: _State) -> list[Shape]:
 
 
 def _pad(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape with the pads of each axis, before and behind."""
     shape = state.shape(node, 0)
     pads = state.numbers_of(node, 1) or node.ints("pads")
     axes = state.numbers_of(node, 3) or list(range(len(shape)))
@@ -911,6 +921,7 @@ def _pad(node: _Node, state: _State) -> list[Shape]:
 
 
 def _gather(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape with the axis replaced by that of the indices."""
     shape = state.shape(node, 0)
     indices = state.shape(node, 1)
     axis = _axis(node.int("axis", 0), len(shape))
@@ -918,6 +929,7 @@ def _gather(node: _Node, state: _State) -> list[Shape]:
 
 
 def _reduce(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape without the axes that are reduced, or with one value in each."""
     shape = state.shape(node, 0)
     axes = {_axis(axis, len(shape)) for axis in _axes(node, state)}
     if not axes and not node.int("noop_with_empty_axes", 0):

@@ -322,16 +322,16 @@ def followed(trusted: Sequence[Envelope], offered: Iterable[Envelope]) -> list[E
     newest = read(Root, result[-1], "trusted root")
     for envelope in offered:
         root = read(Root, envelope, "root")
-        what = f"root {root.version}"
+        root_name = f"root {root.version}"
         if root.federation != newest.federation:
             raise BundleUntrusted(
-                f"{what} is of federation '{root.federation}', trusted is '{newest.federation}'; expected a bundle or "
-                "root of that one",
+                f"{root_name} is of federation '{root.federation}', trusted is '{newest.federation}'; expected a "
+                "bundle or root of that one",
                 is_public=True,
             )
         if trusted_by_version.get(root.version, envelope).signed != envelope.signed:
             raise BundleUntrusted(
-                f"{what} of federation '{root.federation}' differs from the trusted one: it is of another "
+                f"{root_name} of federation '{root.federation}' differs from the trusted one: it is of another "
                 "federation of that name; expected one that the trusted keys have signed",
                 is_public=True,
             )
@@ -339,9 +339,11 @@ def followed(trusted: Sequence[Envelope], offered: Iterable[Envelope]) -> list[E
             continue
         # A change of keys counts only if the keys before and the keys after it have signed the new root.
         if root.version != newest.version + 1:
-            raise BundleUntrusted(f"{what} follows root {newest.version}: those between are missing", is_public=True)
-        check_signed(envelope, newest, "root", what)
-        check_signed(envelope, root, "root", what)
+            raise BundleUntrusted(
+                f"{root_name} follows root {newest.version}: those between are missing", is_public=True
+            )
+        check_signed(envelope, newest, "root", root_name)
+        check_signed(envelope, root, "root", root_name)
         result.append(envelope)
         newest = root
     return result
@@ -548,8 +550,8 @@ class TrustStore:
 
     def newest_root(self) -> Root | None:
         """Return the root that counts now; None where nothing is trusted."""
-        known = self.known()
-        return None if known is None else read(Root, known.roots[-1], str(self._roots))
+        known_roots = self.known()
+        return None if known_roots is None else read(Root, known_roots.roots[-1], str(self._roots))
 
     def anchor(self, root: Envelope, between: Iterable[Envelope] = ()) -> None:
         """Trust this root, of whose origin the caller is sure; bundles that are here already may go on serving.

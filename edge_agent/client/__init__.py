@@ -287,6 +287,10 @@ class Session:
         return self._scored(client)[0]
 
     def _scored(self, client: Client) -> tuple[dict[str, float], np.ndarray | None]:
+        """Return accuracies on the held-out samples, and which of them (n,) the personal model answers right.
+
+        Both are empty, or None, without held-out samples.
+        """
         inputs, labels = self._test
         if not len(labels):
             return {}, None
@@ -302,10 +306,12 @@ class Session:
         return scores, (personal.argmax(dim=1) == labels).cpu().numpy()
 
     def _outcome(self, client: Client, update: Tensors, metrics: dict[str, float]) -> Outcome:
+        """Return the result of a round, with the metrics that the method has logged."""
         kept = ClientState(to_arrays(self._model, self._personal), client.memory)
         return Outcome(update, kept, {**metrics, **client.log}, client.samples)
 
     def _on_device(self, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs (n, ...) float32 and labels (n,) int64 on the client's device."""
         inputs = torch.from_numpy(np.ascontiguousarray(arrays.inputs, dtype=np.float32)).to(self.device)
         return inputs, torch.from_numpy(np.ascontiguousarray(arrays.labels, dtype=np.int64)).to(self.device)
 

@@ -252,7 +252,7 @@ class _NormLayers:
 
 @contextlib.contextmanager
 def _stackable(model: Parts, convolutions: Convolutions) -> Iterator[_NormLayers]:
-    """Inside, batch norm in train mode reports its statistics and leaves them, and convolutions are as requested."""
+    """Let batch norm in train mode report its statistics without changing them, and convolutions run as requested."""
     layers = _NormLayers()
     changed = list[nn.Module]()
     for name, module in model.named_modules():
@@ -279,6 +279,7 @@ def has_unfolding(model: nn.Module) -> bool:
 
 
 def _unfolds(layer: nn.Module) -> bool:
+    """Return whether a layer is a convolution that `_unfolded` can compute."""
     if not isinstance(layer, nn.Conv2d):
         return False
     return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)

@@ -240,7 +240,8 @@ def _samples(
     labels, names = _match_names(raw, class_names, source, own_classes=own_classes)
     done = _execute(raw, spec, source, compact=compact, strict=strict, progress=progress)
     used = np.unique(labels[done.rows])
-    if lost := [names[label] for label in np.setdiff1d(np.unique(labels), used)]:
+    lost = [names[label] for label in np.setdiff1d(np.unique(labels), used)]
+    if lost:
         _log.warning("class_without_samples source=%s classes=%s: nothing of them can be used", source, _listed(lost))
     return done.samples(raw, labels[done.rows], names, spec)
 
@@ -332,10 +333,10 @@ def probe(source: str, folder: Path | None = None) -> None:
 
 def _check_kind(raw: Raw, spec: InputSpec, source: str) -> None:
     """Check that images are given for a task of images, and recordings or windows for one of windows."""
-    wanted = "images" if isinstance(spec, ImageInput) else "windows"
-    if (raw.kind == "image") != (wanted == "images"):
+    expected = "images" if isinstance(spec, ImageInput) else "windows"
+    if (raw.kind == "image") != (expected == "images"):
         raise DataError(
-            f"{source} holds {raw.kind}s, the task needs {wanted} {spec.shape}; choose data that fit the task"
+            f"{source} holds {raw.kind}s, the task needs {expected} {spec.shape}; choose data that fit the task"
         )
 
 
@@ -427,8 +428,10 @@ def location(source: str, folder: Path | None = None) -> tuple[str, str, dict[st
         UnknownName: No kind of source has this name.
         ConfigError: ``source`` does not have the form kind:where?option=value.
     """
-    kind, where, given = parse_source(source)
-    return kind, str(_path(where, folder).resolve()) if source_kind(kind).needs_path else absolute(where, folder), given
+    kind, where, options = parse_source(source)
+    if source_kind(kind).needs_path:
+        return kind, str(_path(where, folder).resolve()), options
+    return kind, absolute(where, folder), options
 
 
 def domains(source: str, *, seed: int = 0, folder: Path | None = None) -> dict[str, str]:
@@ -443,10 +446,10 @@ def domains(source: str, *, seed: int = 0, folder: Path | None = None) -> dict[s
     kind = resolved.kind
     if kind.domains is None:
         return {}
-    given = {**({"seed": str(seed)} if "seed" in kind.options.model_fields else {}), **resolved.given}
+    texts = {**({"seed": str(seed)} if "seed" in kind.options.model_fields else {}), **resolved.given}
     location = str(Path(resolved.location).absolute()) if kind.needs_path else resolved.location
     result = kind.domains(location, resolved.options)
-    return {name: with_options(resolved.name, own, {**given, **changed}) for name, (own, changed) in result.items()}
+    return {name: with_options(resolved.name, own, {**texts, **changed}) for name, (own, changed) in result.items()}
 
 
 def subjects(source: str, *, folder: Path | None = None) -> dict[int, str]:
@@ -457,12 +460,12 @@ def subjects(source: str, *, folder: Path | None = None) -> dict[int, str]:
     """
     resolved = _resolve(source, folder)
     kind = resolved.kind
-    given = resolved.given
-    if kind.subjects is None or "subject" in given:
+    texts = resolved.given
+    if kind.subjects is None or "subject" in texts:
         return {}
-    given = {**({"split": "all"} if "split" in kind.options.model_fields else {}), **given}
-    people = kind.subjects(resolved.location, _options(kind.options, given, source))
-    return {number: with_options(resolved.name, resolved.where, {**given, "subject": number}) for number in people}
+    texts = {**({"split": "all"} if "split" in kind.options.model_fields else {}), **texts}
+    people = kind.subjects(resolved.location, _options(kind.options, texts, source))
+    return {number: with_options(resolved.name, resolved.where, {**texts, "subject": number}) for number in people}
 
 
 @dataclass(frozen=True)
@@ -489,7 +492,7 @@ class _Resolved:
 
 def _resolve(source: str, folder: Path | None) -> _Resolved:
     """Return the source with its kind; an error names the likely kind where a path was given without one."""
-    name, where, given = parse_source(source)
+    name, where, texts = parse_source(source)
     try:
         kind = source_kind(name)
     except UnknownName as error:
@@ -501,7 +504,7 @@ def _resolve(source: str, folder: Path | None) -> _Resolved:
             f"{', '.join(error.known)}; images are given as a folder of them, or to 'edge-agent predict' as --input"
         ) from error
     anchored = str(_path(where, folder)) if kind.needs_path else absolute(where, folder)
-    return _Resolved(source, name, kind, where, anchored, given)
+    return _Resolved(source, name, kind, where, anchored, texts)
 
 
 def _likely_kind(path: Path) -> str:
@@ -513,14 +516,21 @@ def _likely_kind(path: Path) -> str:
 
 
 def _path(where: str, folder: Path | None) -> Path:
+    """Return a location as a path; a relative one counts from ``folder``."""
     return (folder or Path()) / Path(where).expanduser()
 
 
 def _options(model: type[Options], given: Mapping[str, str], source: str) -> Options:
+    """Return validated options of a source from their texts.
+
+    Raises:
+        ConfigError: An option does not exist, or has an impossible value; all mistakes are listed.
+    """
     return parse(model, given, where=f"data source '{source}'")
 
 
 def _natural(raw: Raw) -> InputSpec:
+    """Return the spec that fits raw samples for which the task brings none: their own, or that of the first item."""
     if raw.natural is not None:
         return raw.natural
     if raw.kind == "image":  # of the size of the first one, within 4..224
@@ -591,6 +601,11 @@ def _execute(
 def _execute_windows(
     raw: Raw, spec: WindowInput, source: str, *, strict: bool | None, progress: Progress | None
 ) -> _Executed:
+    """Return recordings cut into windows, or windows as they are, normalised.
+
+    Raises:
+        DataError: See `_for_all`.
+    """
     advice = {} if raw.short_advice is None else {"short_advice": raw.short_advice}
     result: list[np.ndarray] = []
     targets: list[np.ndarray] = []
@@ -695,7 +710,8 @@ def _match_names(
     if own_classes:
         class_names = with_own_classes(class_names, held)
     position = {name: index for index, name in enumerate(class_names)}
-    if extra := [name for name in held if name not in position]:
+    extra = [name for name in held if name not in position]
+    if extra:
         missing = [name for name in class_names if name not in set(held)]
         shown = [f"'{name}'{near(name, missing)}" for name in extra]
         raise DataError(
@@ -709,6 +725,7 @@ def _match_names(
 
 
 def _listed(names: Iterable[str]) -> str:
+    """Return the first names for a message, and how many more there are."""
     names = list(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (", ".join(names[:_SHOWN]) or "none") + more

@@ -17,6 +17,7 @@ from .preprocess import normalise_images, windows_apart
 
 
 def _split(value: object) -> object:
+    """Return the parts of a text with commas, without blanks and empty ones; anything else as it is."""
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
@@ -40,32 +41,51 @@ class PartOptions(Options):
 
 @dataclass(frozen=True)
 class Raw:
-    """Raw samples of a source, before preprocessing.
-
-    ``items``: images (Pillow images, or arrays (H, W), (H, W, C) or (C, H, W), 0..255 or floats 0..1), recordings
-    (time, channels) that are still to be cut, or windows (channels, length). They may be read lazily, and reading one
-    may raise DataError. ``labels`` (n,) are positions in ``class_names``. ``groups`` (n,) join items that were recorded
-    together, in time order. ``natural`` is the spec to use where the task does not bring one. ``unlabelled``: why these
-    data have no labels, as an error says it where labels are needed; ``labels`` is not looked at then. ``are_whole``:
-    a group is held out as a whole, not its end. ``targets``: numbers to predict, one for an item, or (time,).
-    ``name_at``: row and sample of a recording -> name of the window that begins there; None: that of the recording.
-    ``skipped``: what is there beside the items and cannot be used, each with the reason. ``short_advice``: samples that
-    a window needs -> what to do about a recording with fewer, as the end of a message; None: record longer.
-    """
+    """Raw samples of a source, before preprocessing."""
 
     kind: Literal["image", "recording", "window"]
     items: Sequence[Any]
+    """The items, which may be read lazily; reading one may raise DataError.
+
+    They are images (Pillow images, or arrays (H, W), (H, W, C) or (C, H, W), 0..255 or floats 0..1), recordings
+    (time, channels) that are still to be cut, or windows (channels, length).
+    """
+
     labels: np.ndarray
+    """The positions (n,) of the items' classes in ``class_names``."""
+
     class_names: tuple[str, ...]
     groups: np.ndarray | None = None
+    """Numbers (n,) that join items which were recorded together, in time order."""
+
     natural: InputSpec | None = None
+    """The spec to use where the task does not bring one."""
+
     names: tuple[str, ...] = ()
     unlabelled: str = ""
+    """The reason why these data have no labels, as an error says it where labels are needed; empty where they have.
+
+    Where there is a reason, ``labels`` is not looked at.
+    """
+
     are_whole: bool = False
+    """Whether a group is held out as a whole, not its end."""
+
     targets: Sequence[Any] | None = None
+    """Numbers to predict, one for an item, or (time,) for a recording."""
+
     name_at: Callable[[int, int], str] | None = None
+    """A function from row and sample of a recording to the name of the window that begins there; None: the row's name.
+    """
+
     skipped: tuple[str, ...] = ()
+    """What is there beside the items and cannot be used, each with the reason."""
+
     short_advice: Callable[[int], str] | None = None
+    """A function from the samples that a window needs to the advice about a shorter recording; None: record longer.
+
+    The advice is the end of a message.
+    """
 
 
 class FileItems(Sequence[Any]):
@@ -94,43 +114,54 @@ class DataSource:
     """A kind of data source: the ``SOURCE`` of a module in this folder, or what an entry point names.
 
     All functions take the location, which is the text between ``:`` and ``?``, and validated options.
-
-    - ``read`` returns the raw samples.
-    - ``needs_path``: the location is a file or folder; relative ones are resolved, and it is checked before reading.
-    - ``inspect`` checks that the location holds such data and raises DataError; it reads no samples.
-    - ``domains``, of a set of several domains: domain -> the location and the options to change that select it alone.
-    - ``subjects``, of a source with an option ``subject``: the numbers of all people in it.
     """
 
     options: type[Options]
     read: Callable[[str, Any], Raw]
+    """A function that returns the raw samples."""
+
     needs_path: bool = False
+    """Whether the location is a file or folder: relative ones are resolved, and it is checked before reading."""
+
     inspect: Callable[[str, Any], object] | None = None
+    """A function that checks, without reading samples, that the location holds such data, and raises DataError."""
+
     domains: Callable[[str, Any], Mapping[str, tuple[str, Mapping[str, Any]]]] | None = None
+    """A function that returns, for each domain of a set of several, the location and options that select it alone."""
+
     subjects: Callable[[str, Any], Sequence[int]] | None = None
+    """A function that returns the numbers of all people in a source with an option ``subject``."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Inputs with labels, ready for an encoder.
-
-    ``inputs`` (n, *input.shape) float32, preprocessed; or uint8, images that are not normalised yet, to save
-    memory (`ready` normalises them, with the same bits). ``labels`` (n,) int64,
-    positions in ``class_names``, or -1 where they are not known; ``groups`` (n,) int64 recording of each window,
-    windows of one recording in time order, or None; ``names`` (n or none) are the origins of the inputs. ``skipped``:
-    what was left out because it cannot be used, each with the reason. ``are_whole``: `split` holds out whole groups.
-    ``targets`` (n,) float64: numbers to predict, or None.
-    """
+    """Inputs with labels, ready for an encoder."""
 
     inputs: np.ndarray
+    """Preprocessed inputs (n, *input.shape) float32; or uint8, images that are not normalised yet, to save memory.
+
+    `ready` normalises those, with the same bits.
+    """
+
     labels: np.ndarray
+    """Positions (n,) int64 in ``class_names``, or -1 where they are not known."""
+
     class_names: tuple[str, ...]
     input: InputSpec
     groups: np.ndarray | None = None
+    """The number (n,) int64 of the recording of each window, windows of one in time order; None without recordings."""
+
     names: tuple[str, ...] = ()
+    """The origins of the inputs; n of them, or none."""
+
     skipped: tuple[str, ...] = ()
+    """What was left out because it cannot be used, each with the reason."""
+
     are_whole: bool = False
+    """Whether `split` holds out whole groups."""
+
     targets: np.ndarray | None = None
+    """Numbers to predict (n,) float64; None where there are none."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -175,8 +206,10 @@ def with_own_classes(known: Sequence[str], held: Sequence[str]) -> tuple[str, ..
 
     Where the data hold none of the known classes these are left out.
     """
-    own = [name for name in held if name not in known]
-    return tuple(own if len(own) == len(held) else [*known, *own])
+    new_classes = [name for name in held if name not in known]
+    if len(new_classes) == len(held):
+        return tuple(new_classes)
+    return (*known, *new_classes)
 
 
 def labels_by_name(values: np.ndarray, class_names: Sequence[str], where: str) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -231,30 +264,61 @@ def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, S
     nothing held out then, the end of its part of one recording is, where that leaves some to train.
     """
     if samples.groups is None:
-        rng = np.random.default_rng(seed)
-        is_test = np.zeros(len(samples), bool)
-        for label in np.unique(samples.labels):
-            rows = rng.permutation(np.flatnonzero(samples.labels == label))
-            is_test[rows[: _test_count(len(rows), test_fraction)]] = True
-        return samples.take(np.flatnonzero(~is_test)), samples.take(np.flatnonzero(is_test))
+        return _split_by_class(samples, test_fraction, seed)
+    # 1. Whole recordings, of the classes that have enough of them.
     is_test = np.isin(samples.groups, sorted(_test_groups(samples, test_fraction, seed)))
     is_train = ~is_test
-    tested = np.unique(samples.labels[is_test])
-    gap = windows_apart(samples.input) if isinstance(samples.input, WindowInput) else 0
+    gap = 0
+    if isinstance(samples.input, WindowInput):
+        gap = windows_apart(samples.input)
     recordings = [np.flatnonzero(samples.groups == group) for group in np.unique(samples.groups)]
-    for rows in () if samples.are_whole else recordings:
-        if not is_test[rows[0]] and len(rows) >= gap + 2 and not np.isin(samples.labels[rows], tested).any():
-            begin = max(min(len(rows) - _test_count(len(rows), test_fraction), len(rows) - 1), gap + 1)
-            if np.isin(samples.labels[rows], samples.labels[rows[: begin - gap]]).all():
-                is_train[rows[begin - gap :]] = False
-                is_test[rows[begin:]] = True
+    # 2. The ends of the other recordings.
+    if not samples.are_whole:
+        tested = np.unique(samples.labels[is_test])
+        for rows in recordings:
+            if not is_test[rows[0]] and not np.isin(samples.labels[rows], tested).any():
+                _cut_recording(samples.labels, rows, is_train, is_test, gap, test_fraction)
+    # 3. Of a class that has nothing held out yet, the end of its part of one recording; the rarest class first.
     missing = np.setdiff1d(samples.labels, samples.labels[is_test]).tolist()
-    for label in sorted(missing, key=samples.labels.tolist().count):  # the rarest first
+    for label in sorted(missing, key=samples.labels.tolist().count):
         _hold_out_end(samples.labels, label, recordings, is_train, is_test, gap, test_fraction)
     if not is_test.any():
         count = len(np.unique(samples.groups))
         _log.warning("no_test_samples recordings=%d: none can be held out, whole or in part; record more", count)
     return samples.take(np.flatnonzero(is_train)), samples.take(np.flatnonzero(is_test))
+
+
+def _split_by_class(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, Samples]:
+    """Return training and test samples without recordings: a random share of each class tests."""
+    rng = np.random.default_rng(seed)
+    is_test = np.zeros(len(samples), bool)
+    for label in np.unique(samples.labels):
+        rows = rng.permutation(np.flatnonzero(samples.labels == label))
+        is_test[rows[: _test_count(len(rows), test_fraction)]] = True
+    return samples.take(np.flatnonzero(~is_test)), samples.take(np.flatnonzero(is_test))
+
+
+def _cut_recording(
+    labels: np.ndarray, rows: np.ndarray, is_train: np.ndarray, is_test: np.ndarray, gap: int, fraction: float
+) -> None:
+    """Hold out the last share of a recording, if it is long enough and all of its classes are left to train.
+
+    Args:
+        labels: The labels (n,) of all samples.
+        rows: The rows (m,) of the recording, in time order.
+        is_train: Which samples (n,) train; it is changed in place.
+        is_test: Which samples (n,) test; it is changed in place.
+        gap: The windows between both parts that are left out, because they would overlap them.
+        fraction: The share that tests.
+    """
+    if len(rows) < gap + 2:
+        return
+    begin = min(len(rows) - _test_count(len(rows), fraction), len(rows) - 1)
+    begin = max(begin, gap + 1)
+    labels_that_train = labels[rows[: begin - gap]]
+    if np.isin(labels[rows], labels_that_train).all():
+        is_train[rows[begin - gap :]] = False
+        is_test[rows[begin:]] = True
 
 
 def numbered_apart(train: Samples, test: Samples) -> Samples:
@@ -287,15 +351,15 @@ def _hold_out_end(
 
     ``recordings``: the rows of each, in time order. ``gap``: windows on either side that are left out.
     """
-    own = [rows[is_train[rows] & (labels[rows] == label)] for rows in recordings]
-    most = int(np.argmax([len(rows) for rows in own]))
-    rows = recordings[most]
-    count = len(own[most])
+    counts = [int((is_train[rows] & (labels[rows] == label)).sum()) for rows in recordings]
+    rows = recordings[int(np.argmax(counts))]
     positions = np.flatnonzero(is_train[rows] & (labels[rows] == label))
-    wanted = _test_count(count, fraction)
-    while wanted:
+    count = len(positions)
+    # As many as the share says, or half of that, and so on, until something is left to train.
+    size = _test_count(count, fraction)
+    while size:
         for end in (count, count - gap):  # behind the end the only windows of another class may begin
-            held = positions[max(0, end - wanted) : max(0, end)]
+            held = positions[max(0, end - size) : max(0, end)]
             trains = is_train.copy()
             for position in held:
                 trains[rows[max(0, position - gap) : position + gap + 1]] = False
@@ -304,7 +368,7 @@ def _hold_out_end(
                 is_train[:] = trains
                 is_test[rows[held]] = True
                 return
-        wanted //= 2
+        size //= 2
 
 
 def _test_groups(samples: Samples, test_fraction: float, seed: int) -> set[int]:
@@ -360,4 +424,5 @@ def _rounded(values: np.ndarray) -> tuple[float, ...]:
 
 
 def _test_count(count: int, fraction: float) -> int:
+    """Return how many of ``count`` test: at least one, and one is left to train; none of a single one."""
     return min(max(round(count * fraction), 1), count - 1) if count > 1 else 0

@@ -112,29 +112,37 @@ class Collection:
             index = self.index()
             entries = {entry.id: entry for entry in index.samples}
             before = len(entries)
+            # 1. Inputs are written first: a file that no entry names is removed, an entry without its file is damage.
             new = self._entries(samples, index)
             moved = 0
             for row, entry in new:
-                if entry.id not in entries:
+                earlier = entries.get(entry.id)
+                if earlier is None:
                     write_tensors(self.folder / _file(entry), {"input": _raw(samples.inputs[row], samples.input)})
                     entries[entry.id] = entry if entry.recording else _dealt(entry, entries.values())
-                else:
-                    moved += entries[entry.id].label != entry.label
-                    entries[entry.id] = entries[entry.id].model_copy(update={"label": entry.label})
+                    continue
+                if earlier.label != entry.label:
+                    moved += 1
+                entries[entry.id] = earlier.model_copy(update={"label": entry.label})
+            # 2. What is beyond the budget goes.
             added = len(entries) - before
             dropped = _surplus(list(entries.values()), budget)
             for entry in dropped:
                 del entries[entry.id]
+            # 3. A class that was removed and is added again is no longer a removed one.
             labels = dict.fromkeys(entry.label for _, entry in new)
-            kept = tuple(entries.values())
             change = {
-                "samples": kept,
+                "samples": tuple(entries.values()),
                 "classes": tuple(dict.fromkeys([*index.classes, *labels])),
                 "renamed": {old: name for old, name in index.renamed.items() if name is not None or old not in labels},
             }
             self._write(index, change)
-        given = (samples.class_names[label] for label in np.unique(samples.labels))
-        renamed = {label: name for label in given if (name := index.name_of(label)) not in {label, None}}
+        renamed: dict[str, str] = {}
+        for number in np.unique(samples.labels):
+            label = samples.class_names[number]
+            name = index.name_of(label)
+            if name is not None and name != label:
+                renamed[label] = name
         return Added(added, len(new) - added, len(dropped), moved, renamed)
 
     def rename(self, old: str, new: str, known: Sequence[str] = ()) -> None:
@@ -218,6 +226,7 @@ class Collection:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _names(self, known: Sequence[str]) -> list[str]:
+        """Return the present names of the ``known`` classes and of the collection's own."""
         index = self.index()
         names = (index.name_of(label) for label in [*known, *index.classes])
         return list(dict.fromkeys(name for name in names if name is not None))
@@ -249,7 +258,8 @@ class Collection:
                 new_label = changes.get(entry.label, entry.label)
                 if new_label is not None:
                     samples.append(entry.model_copy(update={"label": new_label}))
-            classes = dict.fromkeys([*(changes.get(label, label) for label in index.classes), *changes.values()])
+            present_classes = [changes.get(label, label) for label in index.classes]
+            classes = dict.fromkeys([*present_classes, *changes.values()])
             change = {
                 "renamed": {old: new for old, new in {**renamed, **changes}.items() if old not in targets},
                 "samples": tuple(samples),
@@ -271,35 +281,47 @@ class Collection:
 
     def _entries(self, samples: Samples, index: Index) -> list[tuple[int, Entry]]:
         """Return the row and entry of each sample that is to be kept: of overlapping windows at the division none."""
-        rows = range(len(samples))
-        held = dict.fromkeys(range(len(samples)), False)
+        # 1. Which rows are held out; single samples are dealt later, when all others are known.
+        is_held_out = dict.fromkeys(range(len(samples)), False)
         recordings = [""] * len(samples)
         if samples.groups is not None:
             numbered = replace(samples, inputs=np.arange(len(samples))[:, None], names=())
-            train, test = (part.inputs[:, 0].tolist() for part in split(numbered, 1 / _EVERY, 0))
-            held = dict.fromkeys(train, False) | dict.fromkeys(test, True)
-            rows = range(len(samples))
-            first = {group: _digest(samples.inputs[samples.groups == group][0]) for group in np.unique(samples.groups)}
-            recordings = [first[group] for group in samples.groups]
+            train, test = split(numbered, 1 / _EVERY, 0)
+            is_held_out = dict.fromkeys(train.inputs[:, 0].tolist(), False)
+            is_held_out |= dict.fromkeys(test.inputs[:, 0].tolist(), True)
+            # A recording is known again by its first window.
+            name_of_recording = {}
+            for group in np.unique(samples.groups):
+                first_window = samples.inputs[samples.groups == group][0]
+                name_of_recording[group] = _digest(first_window)
+            recordings = [name_of_recording[group] for group in samples.groups]
+        # 2. An entry for each; of equal inputs the last one counts.
         result = {}
-        for row in rows:
-            if row in held:
-                label = samples.class_names[samples.labels[row]]
-                entry = Entry(
-                    id=_digest(samples.inputs[row]),
-                    label=index.name_of(label) or label,
-                    held_out=held[row],
-                    recording=recordings[row],
-                )
-                result[entry.id] = (row, entry)
+        for row in range(len(samples)):
+            if row not in is_held_out:
+                continue
+            label = samples.class_names[samples.labels[row]]
+            entry = Entry(
+                id=_digest(samples.inputs[row]),
+                label=index.name_of(label) or label,
+                held_out=is_held_out[row],
+                recording=recordings[row],
+            )
+            result[entry.id] = (row, entry)
         return list(result.values())
 
     def _samples(self, index: Index, spec: InputSpec) -> Samples:
+        """Return the samples of all entries, in their order, preprocessed for a task.
+
+        Raises:
+            StateError: The inputs are of another form than the task's, or a file is damaged.
+        """
         inputs = [self._input(entry) for entry in index.samples]
-        if other := [str(array.shape) for array in inputs if array.shape != spec.shape]:
+        other_shapes = [array.shape for array in inputs if array.shape != spec.shape]
+        if other_shapes:
             raise StateError(
-                f"{self.folder}: {len(other)} samples of form {other[0]}, the task has {spec.shape}; the bundle is of "
-                "another task: move the folder away and add the samples again"
+                f"{self.folder}: {len(other_shapes)} samples of form {other_shapes[0]}, the task has {spec.shape}; the "
+                "bundle is of another task: move the folder away and add the samples again"
             )
         position = {label: number for number, label in enumerate(index.classes)}
         labels = np.array([position[entry.label] for entry in index.samples], np.int64)
@@ -311,6 +333,7 @@ class Collection:
         return Samples(array, labels, index.classes, spec, _groups(index)).ready()
 
     def _input(self, entry: Entry) -> np.ndarray:
+        """Return the input of an entry as it was added, before normalisation."""
         result = read_tensors(self.folder / _file(entry)).get("input")
         if result is None:
             raise StateError(f"{self.folder / _file(entry)}: holds no input; remove the sample's file and its entry")

@@ -63,8 +63,8 @@ def on_photo(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
     """|patch - digit| for a random patch that lies wholly inside a photo, (32, 32, 3)."""
     rng = np.random.default_rng([seed, number, 2])
     photo = _photos()[int(rng.integers(2))]
-    top, left = (int(rng.integers(side - SIDE + 1)) for side in photo.shape[:2])
-    patch = photo[top : top + SIDE, left : left + SIDE].astype(np.int16)
+    first_row, first_column = (int(rng.integers(side - SIDE + 1)) for side in photo.shape[:2])
+    patch = photo[first_row : first_row + SIDE, first_column : first_column + SIDE].astype(np.int16)
     return np.asarray(np.abs(patch - _large(digit)[:, :, None].astype(np.int16)), np.uint8)
 
 
@@ -85,12 +85,12 @@ def striped(digit: np.ndarray, seed: int, number: int) -> np.ndarray:
     """Return the digit (32, 32, 3) on coloured stripes with noise, darker or lighter than these."""
     rng = np.random.default_rng([seed, number, 4])
     ink = rng.uniform(0, 255, 3)
-    one = rng.uniform(60, 200, 3)
+    colour = rng.uniform(60, 200, 3)
     other = rng.uniform(60, 200, 3)
-    ink = np.where(np.abs(ink - (one + other) / 2) < 60, 255 - ink, ink)
+    ink = np.where(np.abs(ink - (colour + other) / 2) < 60, 255 - ink, ink)
     rows, columns = np.mgrid[:SIDE, :SIDE]
     wave = 0.5 + 0.5 * np.sin((rows * rng.uniform(-1, 1) + columns * rng.uniform(-1, 1)) * 1.2 + rng.uniform(0, 6))
-    paper = wave[:, :, None] * one + (1 - wave[:, :, None]) * other + rng.normal(0, 12, (SIDE, SIDE, 3))
+    paper = wave[:, :, None] * colour + (1 - wave[:, :, None]) * other + rng.normal(0, 12, (SIDE, SIDE, 3))
     share = _large(digit)[:, :, None] / 255.0
     return np.asarray(np.clip(share * ink + (1 - share) * paper, 0, 255), np.uint8)
 
@@ -232,8 +232,8 @@ def domains(where: str, options: DigitsOptions) -> dict[str, tuple[str, dict[str
     """Yield the name of each style and the options that give it its own digits; nothing where one style was named."""
     if where:
         return {}
-    own = not options.model_fields_set & {"client", "clients"}
-    parts = [{"client": number, "clients": len(DOMAINS)} if own else {} for number in range(len(DOMAINS))]
+    is_default = not options.model_fields_set & {"client", "clients"}
+    parts = [{"client": number, "clients": len(DOMAINS)} if is_default else {} for number in range(len(DOMAINS))]
     return {name: (name, part) for name, part in zip(DOMAINS, parts, strict=True)}
 
 

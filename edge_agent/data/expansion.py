@@ -28,10 +28,10 @@ MEMORY_SHARE = 4
 
 def memory_budget_bytes() -> int:
     """Return how many bytes of memory the data of one file may take: a share of what this process can still have."""
-    known = [count for count in (available_bytes(), limit_bytes()) if count is not None]
-    if not known:  # no system that says so
+    limits = [count for count in (available_bytes(), limit_bytes()) if count is not None]
+    if not limits:  # no system that says so
         return sys.maxsize
-    return min(known) // MEMORY_SHARE
+    return min(limits) // MEMORY_SHARE
 
 
 def most_content_bytes(compressed_bytes: int) -> int:

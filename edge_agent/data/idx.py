@@ -79,6 +79,11 @@ def _find(folder: Path, stem: str, dimensions: int) -> Path | None:
 
 
 def _parse(file: BinaryIO, dimensions: int, path: Path) -> np.ndarray:
+    """Return the array uint8 in an idx file that has so many dimensions.
+
+    Raises:
+        DataError: The file has another form, declares too much, or holds another number of bytes than it declares.
+    """
     header = file.read(4 + 4 * dimensions)
     if len(header) != 4 + 4 * dimensions or header[:4] != bytes([0, 0, 8, dimensions]):
         raise DataError(f"idx: '{path}' does not begin as an idx file of bytes in {dimensions} dimensions")
@@ -87,10 +92,13 @@ def _parse(file: BinaryIO, dimensions: int, path: Path) -> np.ndarray:
     if size > MAX_BYTES:
         raise DataError(f"idx: '{path}' declares {size} bytes, at most {MAX_BYTES} are read")
     blocks: list[bytes] = []  # memory grows with what is really there, not with what a header promises
-    left = size
-    while left and (block := file.read(min(left, 1 << 20))):
+    missing_bytes = size
+    while missing_bytes:
+        block = file.read(min(missing_bytes, 1 << 20))
+        if not block:
+            break
         blocks.append(block)
-        left -= len(block)
+        missing_bytes -= len(block)
     data = b"".join(blocks)
     if len(data) != size or file.read(1):
         held = "more" if len(data) == size else len(data)

@@ -171,9 +171,9 @@ class _Folder:
                     folders.append(entry.name)
         files.sort()
         foreign_suffixes = tuple(_FOREIGN.get(kind, ("", ""))[1].split())
-        wanted = [name for name in files if name.lower().endswith(suffixes)]
+        usable = [name for name in files if name.lower().endswith(suffixes)]
         foreign = [name for name in files if name.lower().endswith(foreign_suffixes)]
-        return cls(wanted, foreign, sorted(folders))
+        return cls(usable, foreign, sorted(folders))
 
 
 def _unread(

@@ -69,8 +69,8 @@ def _missing_labels(arrays: Mapping[str, np.ndarray], options: NpzOptions, where
     Raises:
         DataError: The archive lacks an array that was named, or that of the inputs.
     """
-    wanted = [options.inputs, options.labels, *filter(None, [options.groups, options.class_names])]
-    missing = [name for name in wanted if name not in arrays]
+    needed = [options.inputs, options.labels, *filter(None, [options.groups, options.class_names])]
+    missing = [name for name in needed if name not in arrays]
     if not missing:
         return ""
     reason = f"npz: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}"

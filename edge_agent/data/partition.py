@@ -134,11 +134,11 @@ class Division(Frozen):
         """
         tested = self.pool.test_samples
         for name, share in self.clients.items():
-            both = share.train + share.test if tested is None else share.test
-            beyond = max(share.train) >= self.pool.train_samples or max(both, default=-1) >= (
+            tested_rows = share.train + share.test if tested is None else share.test
+            beyond = max(share.train) >= self.pool.train_samples or max(tested_rows, default=-1) >= (
                 self.pool.train_samples if tested is None else tested
             )
-            if beyond or len(set(share.train)) < len(share.train) or len(set(both)) < len(both):
+            if beyond or len(set(share.train)) < len(share.train) or len(set(tested_rows)) < len(tested_rows):
                 raise DataError(f"{where}: client '{name}' has a row twice, or one that the pool does not have")
 
     def check_pool(self, pool: Pool, where: str) -> None:
@@ -302,10 +302,10 @@ def own_samples(
             or test samples are cut from the same images or recordings as training samples.
     """
     if config.partition is not None:
-        own = Own.of(config.partition, config.client or client)
+        assignment = Own.of(config.partition, config.client or client)
         strict = bool(config.strict)
         pools = read_pools(config.source, spec, class_names, folder=config.folder, strict=strict, progress=progress)
-        return own.taken_from(pools)
+        return assignment.taken_from(pools)
     read = functools.partial(load, folder=config.folder, strict=config.strict, labelled=labelled, progress=progress)
     samples = read(config.source, spec, class_names, own_classes=own_classes)
     if config.test is None:
@@ -318,15 +318,15 @@ def own_samples(
 def _check_apart(config: DataConfig, train: Samples, test: Samples) -> None:
     """Check that the test set holds no image and no recording that trains, and warn where some inputs are equal."""
     places = [location(source, config.folder)[:2] for source in (config.source, config.test or "")]
-    if places[0] == places[1] and (both := sorted({*train.names} & {*test.names})):
-        raise DataError(
-            f"{config.test}: {len(both)} of its inputs ('{both[0]}' …) are also in {config.source}; "
-            "samples that train say nothing about new ones, give others for testing"
-        )
-    known, tested = (
-        {hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in part.inputs} for part in (train, test)
-    )
-    if equal := len(known & tested):
+    if places[0] == places[1]:
+        common_names = sorted({*train.names} & {*test.names})
+        if common_names:
+            raise DataError(
+                f"{config.test}: {len(common_names)} of its inputs ('{common_names[0]}' …) are also in "
+                f"{config.source}; samples that train say nothing about new ones, give others for testing"
+            )
+    equal = len(_digests_of(train) & _digests_of(test))
+    if equal:
         _log.warning(
             "shared_samples test=%s equal=%d of=%d: these inputs are also among the training samples, so accuracies on "
             "them are flattered",
@@ -334,6 +334,11 @@ def _check_apart(config: DataConfig, train: Samples, test: Samples) -> None:
             equal,
             len(test),
         )
+
+
+def _digests_of(samples: Samples) -> set[bytes]:
+    """Return a digest of each input."""
+    return {hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in samples.inputs}
 
 
 def is_collected(config: DataConfig) -> bool:
@@ -521,7 +526,8 @@ def pathological(
         needs[chosen] -= 1
     result = [np.concatenate(pieces) for pieces in dealt]
     least = max(1, min_size)
-    if short := [client for client, rows in enumerate(result) if len(rows) < least]:
+    short = [client for client, rows in enumerate(result) if len(rows) < least]
+    if short:
         raise DataError(
             f"partition pathological: client {short[0]} gets {len(result[short[0]])} samples, expected at least "
             f"{least} ({len(short)} of {clients} clients fall short); use more data, fewer clients or a lower "

@@ -50,8 +50,10 @@ _MOST_MISTAKES = 20
 """Mistakes that are listed; the others are like them."""
 
 _LONGEST_NAME = 256
+"""The most characters of a label or of the name of a recording; arrays take as many for each row as the longest has."""
+
 _LARGEST = float(np.finfo(np.float32).max)
-"""Characters of a label or the name of a recording, of which arrays take the longest for each row."""
+"""The largest value of a cell."""
 
 _LONGEST_STEP = 3.0
 """A time step longer than this many usual ones ends a recording."""
@@ -83,6 +85,7 @@ class _Segment:
     lines: np.ndarray
 
     def name_at(self, row: int) -> str:
+        """Return the name of a row for people: its file and its line there."""
         return f"{self.file} line {self.lines[row]}"
 
 
@@ -102,24 +105,36 @@ def read(where: str, options: CsvOptions) -> Raw:
         reason = f"csv: '{where}': no column of labels is named (label=COLUMN)"
         files = ClassFiles([root], np.full(1, -1), (), (root.name,), reason)
     segments = _segments_of_files(files, options, where)
+    # The classes that occur; a table of numbers to predict has none, nor has one without a column of labels.
     is_labelled = options.target is None and bool(segments[0].label)
-    class_names, labels = np.unique([segment.label for segment in segments], return_inverse=True)
+    names, labels = np.unique([segment.label for segment in segments], return_inverse=True)
+    class_names: tuple[str, ...] = ()
+    if is_labelled:
+        class_names = tuple(map(str, names))
+    targets = None
+    if options.target:
+        targets = [np.asarray(segment.targets) for segment in segments]
+    # Recordings are held out whole where the user tells them apart, by files or by a column; else by their ends.
     are_apart = len(files.paths) > 1 or options.recording is not None
-    groups = np.unique([segment.recording for segment in segments], return_inverse=True)[1]
+    groups = np.arange(len(segments))
+    if are_apart:
+        groups = np.unique([segment.recording for segment in segments], return_inverse=True)[1]
     raw = Raw(
         "recording",
         [segment.values for segment in segments],
         labels.astype(np.int64),
-        tuple(map(str, class_names)) if is_labelled else (),
-        groups if are_apart else np.arange(len(segments)),
+        class_names,
+        groups,
         names=tuple(segment.name_at(0) for segment in segments),
         unlabelled="" if is_labelled else files.unlabelled,
         are_whole=are_apart,
-        targets=[np.asarray(segment.targets) for segment in segments] if options.target else None,
+        targets=targets,
         name_at=lambda number, row: segments[number].name_at(row),
         skipped=files.skipped,
     )
-    return raw if options.row == "sample" else _rows_as_inputs(raw, segments, options, where)
+    if options.row == "sample":
+        return raw
+    return _rows_as_inputs(raw, segments, options, where)
 
 
 def _segments_of_files(files: ClassFiles, options: CsvOptions, where: str) -> list[_Segment]:
@@ -231,45 +246,66 @@ def _table(path: Path, options: CsvOptions) -> _Table:
 
 
 def _segments(path: Path, name: str, table: _Table) -> list[_Segment]:
-    """Return the rows of a file, sorted, and cut wherever a window must not reach over."""
+    """Return the rows of a file, sorted, and cut wherever a window must not reach over.
+
+    Raises:
+        DataError: Two rows of one recording have the same time.
+    """
     options = table.options
     count = len(table.lines)
-    labels, recordings = (
-        np.array(table.texts[column], np.str_) if column else np.full(count, "")
-        for column in (options.label, options.recording)
-    )
-    times = np.array(table.numbers[options.time]) if options.time else np.arange(count, dtype=np.float64)
+    labels = _texts_of(table, options.label)
+    recordings = _texts_of(table, options.recording)
+    times = np.arange(count, dtype=np.float64)
+    if options.time:
+        times = np.array(table.numbers[options.time])
+    # 1. Recording after recording, each in the order of time.
     order = np.lexsort((times, recordings))
     is_usable = table.is_usable()[order]
     labels = labels[order]
     recordings = recordings[order]
     times = times[order]
+    # 2. A stretch ends where another recording, another class or unusable rows begin, or time leaps.
     same = recordings[1:] == recordings[:-1]
     breaks = ~same | (labels[1:] != labels[:-1]) | (is_usable[1:] != is_usable[:-1])
     if options.time and same.any():
         steps = np.diff(times)
-        if (twice := same & (steps <= 0)).any():
-            line = table.lines[order[1:][twice][0]]
+        repeated = same & (steps <= 0)
+        if repeated.any():
+            line = table.lines[order[1:][repeated][0]]
             raise DataError(
-                f"csv: '{path}': {twice.sum()} rows have the time of another one, first in line {line}; name the "
+                f"csv: '{path}': {repeated.sum()} rows have the time of another one, first in line {line}; name the "
                 "column that tells recordings apart (recording=COLUMN), or remove them"
             )
         breaks |= same & (steps > _LONGEST_STEP * np.median(steps[same]))
+    # 3. The stretches of usable rows.
     values = np.stack([np.array(table.numbers[column]) for column in table.columns], axis=1)
-    targets = np.array(table.numbers[options.target]) if options.target else None
+    targets = None
+    if options.target:
+        targets = np.array(table.numbers[options.target])
     lines = np.array(table.lines, np.int32)
-    return [
-        _Segment(
-            values[order[rows]].astype(np.float32),
-            None if targets is None else targets[order[rows]],
-            str(labels[rows[0]]),
-            f"{name} {recordings[rows[0]]}",
-            name,
-            lines[order[rows]],
+    segments: list[_Segment] = []
+    for rows in np.split(np.arange(count), np.flatnonzero(breaks) + 1):
+        if not len(rows) or not is_usable[rows[0]]:
+            continue
+        rows_in_file = order[rows]
+        segments.append(
+            _Segment(
+                values=values[rows_in_file].astype(np.float32),
+                targets=None if targets is None else targets[rows_in_file],
+                label=str(labels[rows[0]]),
+                recording=f"{name} {recordings[rows[0]]}",
+                file=name,
+                lines=lines[rows_in_file],
+            )
         )
-        for rows in np.split(np.arange(count), np.flatnonzero(breaks) + 1)
-        if len(rows) and is_usable[rows[0]]
-    ]
+    return segments
+
+
+def _texts_of(table: _Table, column: str | None) -> np.ndarray:
+    """Return the texts (n,) of a column; empty ones where no column is named."""
+    if not column:
+        return np.full(len(table.lines), "")
+    return np.array(table.texts[column], np.str_)
 
 
 class _Table:
@@ -326,17 +362,21 @@ class _Table:
                 self.mistakes.append(f"more than {_MAX_ROWS} rows; cut it into several files")
                 return
             self.lines.append(line)
-            for name, position, write in texts:
-                write(cell := cells[position].strip())
-                if len(cell) > _LONGEST_NAME:
-                    self._note(name, f"longer than {_LONGEST_NAME} characters", line, cell)
+            for name, position, append_text in texts:
+                text = cells[position].strip()
+                append_text(text)
+                if len(text) > _LONGEST_NAME:
+                    self._note(name, f"longer than {_LONGEST_NAME} characters", line, text)
             for name, position, append in numbers:
                 cell = cells[position]
                 try:
                     value = float(cell)
                 except ValueError:
                     value = math.nan
-                append(value if abs(value) <= _LARGEST and "_" not in cell else self._unusual(name, cell.strip(), line))
+                # Nearly all cells are plain numbers; only the others take the slow way.
+                if not abs(value) <= _LARGEST or "_" in cell:
+                    value = self._unusual(name, cell.strip(), line)
+                append(value)
 
     def _unusual(self, name: str, cell: str, line: int) -> float:
         """Return the value of a cell that is not a plain number: a date of the column of times, or a missing value."""
@@ -409,6 +449,7 @@ class _Table:
         return not self.options.label and name not in named and count == len(self.lines)
 
     def _missing(self, columns: Iterable[str]) -> Iterator[str]:
+        """Yield a mistake for each of these columns with missing values, and for missing labels."""
         for name in columns:
             gaps = np.flatnonzero(~np.isfinite(np.array(self.numbers[name])))
             if len(gaps):
@@ -440,6 +481,7 @@ def _opened(path: Path) -> TextIO:
 
 
 def _unpacked(file: BinaryIO, path: Path) -> BinaryIO:
+    """Return the content of a compressed file, which stops where it expands beyond its limit."""
     advice = "if it is meant so, unpack it first (gunzip)"
     # Its length is counted before a row is read: unpacking takes a small part of the time of reading cells.
     count_content(cast("BinaryIO", gzip.GzipFile(fileobj=file)), file, path, advice)
@@ -454,6 +496,7 @@ def _lines(file: TextIO) -> Iterator[str]:
 
 
 def _is_number(cell: str) -> bool:
+    """Return whether Python reads a cell as a number, also as an infinite one or none."""
     try:
         float(cell)
     except ValueError:

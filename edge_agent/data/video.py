@@ -58,15 +58,15 @@ class Frames:
 
     def read(self, number: int) -> np.ndarray:
         """Return pixels (height, width, 3) uint8 of a chosen frame."""
-        wanted = number * self._step
-        if wanted < self._next:
+        position = number * self._step
+        if position < self._next:
             self._capture = opened(str(self.path))
             self._next = 0
-        while self._next <= wanted:
+        while self._next <= position:
             if not self._capture.grab():
-                raise DataError(f"ends before frame {wanted}")
+                raise DataError(f"ends before frame {position}")
             self._next += 1
-        return pixels(self._capture.retrieve(), f"frame {wanted}")
+        return pixels(self._capture.retrieve(), f"frame {position}")
 
 
 def opencv() -> Any:
@@ -133,10 +133,10 @@ def read(where: str, options: VideoOptions) -> Raw:
     )
     labels = files.labels[rows]
     reason = files.unlabelled
-    left = files.skipped
+    skipped = files.skipped
     items = FileItems(keys, frame)
     return Raw(
-        "image", items, labels, files.class_names, rows, names=names, unlabelled=reason, are_whole=True, skipped=left
+        "image", items, labels, files.class_names, rows, names=names, unlabelled=reason, are_whole=True, skipped=skipped
     )
 
 

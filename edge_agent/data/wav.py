@@ -70,7 +70,8 @@ def mel_bands(options: WavOptions) -> np.ndarray:
     bands = np.maximum(np.minimum(rising, falling), 0)
     if high > options.rate / 2 or options.low_hz >= high:
         raise DataError(f"wav: bands from {options.low_hz:g} to {high:g} Hz, expected within 0..{options.rate / 2:g}")
-    if empty := int((bands.sum(axis=1) == 0).sum()):
+    empty = int((bands.sum(axis=1) == 0).sum())
+    if empty:
         raise DataError(
             f"wav: {empty} of {options.mels} bands are narrower than the steps of {options.rate / size:g} Hz of a "
             "frame; give fewer mels or a longer frame_ms"

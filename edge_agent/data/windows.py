@@ -82,8 +82,14 @@ def subjects(where: str, options: WindowsOptions) -> tuple[int, ...]:
 
 
 def _arrays(where: str) -> dict[str, np.ndarray]:
+    """Return the arrays of an archive of recordings.
+
+    Raises:
+        DataError: An array is missing, or has another form than the others; all mistakes are listed.
+    """
     arrays = load_arrays(Path(where).expanduser())
-    if missing := [name for name in ("samples", "lengths") if name not in arrays]:
+    missing = [name for name in ("samples", "lengths") if name not in arrays]
+    if missing:
         raise DataError(f"windows: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}")
     samples = arrays["samples"]
     lengths = arrays["lengths"]

@@ -133,10 +133,10 @@ def ensemble(personal: np.ndarray, shared: np.ndarray | None, kind: str) -> np.n
     ``kind``: "probs", the mean of both softmaxes; "logits", the softmax of the sum; "none", the shared one alone. Where
     there is no shared classifier the personal one answers.
     """
-    own = personal.astype(np.float64)
+    personal_logits = personal.astype(np.float64)
     if shared is None:
-        return softmax(own)
+        return softmax(personal_logits)
     other = shared.astype(np.float64)
     if kind == "none":
         return softmax(other)
-    return softmax(own + other) if kind == "logits" else (softmax(own) + softmax(other)) / 2
+    return softmax(personal_logits + other) if kind == "logits" else (softmax(personal_logits) + softmax(other)) / 2

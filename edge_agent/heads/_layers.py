@@ -251,7 +251,8 @@ def train(
             for rows in batches(samples, params.batch_size, rng, smallest):
                 check_time()
                 loss += len(rows) * (step(rows) or 0.0)
-            if not np.isfinite(total := loss / samples + squares(tensors.values())):
+            total = loss / samples + squares(tensors.values())
+            if not np.isfinite(total):
                 values = " and ".join(f"{name} {value:g}" for name, value in suspects.items())
                 raise TrainingFailed(
                     f"head '{head}': loss or weights became {total} in epoch {epoch} of {params.epochs} at {values}; "

@@ -57,11 +57,11 @@ class FedPACHead(Head):
         start = _start(data, {})
         if self.params.c is None:
             return train(start, data.features, data.labels, self.params, rng)
-        own = {name: np.array(array, np.float32) for name, array in start.items()}
-        moved = tuned(data, {name: array[classes] for name, array in own.items()}, self.params.c)
+        personal = {name: np.array(array, np.float32) for name, array in start.items()}
+        moved = tuned(data, {name: array[classes] for name, array in personal.items()}, self.params.c)
         for name, rows in moved.items():
-            own[name][classes] = rows
-        return own
+            personal[name][classes] = rows
+        return personal
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
         logits = features.astype(np.float64) @ self.arrays["weight"].T + self.arrays["bias"]

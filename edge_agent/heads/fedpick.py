@@ -92,17 +92,18 @@ class FedPickHead(Head):
         inputs = np.ascontiguousarray(data.features, np.float32)
         labels = np.searchsorted(classes, data.labels)
         logits = shared_logits(shared, inputs)
-        known = None if logits is None else layers.log_softmax(logits)
+        log_shared = None if logits is None else layers.log_softmax(logits)
         trainer = Trainer(tensors, params, min(len(inputs), params.batch_size + 1))
 
         def step(rows: np.ndarray) -> float:
             noise = logistic_noise(np.empty((len(rows), inputs.shape[1]), np.float32), rng)
-            return trainer.step(inputs[rows], labels[rows], None if known is None else known[rows], noise)
+            return trainer.step(inputs[rows], labels[rows], None if log_shared is None else log_shared[rows], noise)
 
         suspects = {"lr": params.lr, "irrelevant_weight": params.irrelevant_weight}
         layers.train("fedpick", tensors, step, len(labels), params, rng, suspects=suspects)
         _, share = answers(tensors, inputs, params)
-        if params.mask == "hard" and (mistake := mistake_of_share(share)):
+        mistake = mistake_of_share(share) if params.mask == "hard" else ""
+        if mistake:
             _log.warning("mask_extreme selected=%.4f: %s", share, mistake)
         return {**tensors, **shared}
 

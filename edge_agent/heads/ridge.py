@@ -46,25 +46,26 @@ def fit_ridge(inputs: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.n
     center = inputs.mean(axis=0)
     middle = targets.mean(axis=0)
     rows = inputs - center
-    wanted = targets - middle
+    centred_targets = targets - middle
     if len(rows) <= rows.shape[1]:
-        values, left = np.linalg.eigh(rows @ rows.T)
-        known = values > max(float(values[-1]), 1e-30) * 1e-12
-        values = values[known]
-        left = left[:, known]
+        values, left_vectors = np.linalg.eigh(rows @ rows.T)
+        is_known = values > max(float(values[-1]), 1e-30) * 1e-12
+        values = values[is_known]
+        left_vectors = left_vectors[:, is_known]
     else:
         values, right = np.linalg.eigh(rows.T @ rows)
-        known = values > max(float(values[-1]), 1e-30) * 1e-12
-        values = values[known]
-        left = rows @ right[:, known] / np.sqrt(values)
-    projected = left.T @ wanted
-    squares = left**2
+        is_known = values > max(float(values[-1]), 1e-30) * 1e-12
+        values = values[is_known]
+        left_vectors = rows @ right[:, is_known] / np.sqrt(values)
+    projected = left_vectors.T @ centred_targets
+    squares = left_vectors**2
     tried: list[tuple[float, float, np.ndarray]] = []
     for penalty in PENALTIES:
         kept = values / (values + penalty)
         leverage = 1 / len(rows) + squares @ kept
-        errors = (wanted - left @ (kept[:, None] * projected)) / np.maximum(1 - leverage, 1e-9)[:, None]
+        residuals = centred_targets - left_vectors @ (kept[:, None] * projected)
+        errors = residuals / np.maximum(1 - leverage, 1e-9)[:, None]
         tried.append((float((errors**2).mean()), penalty, errors))
     _, penalty, errors = min(tried, key=lambda one: one[0])
-    weight = (rows.T @ (left @ (projected / (values + penalty)[:, None]))).T
+    weight = (rows.T @ (left_vectors @ (projected / (values + penalty)[:, None]))).T
     return weight, middle - weight @ center, targets - errors

@@ -141,10 +141,17 @@ def _store(
     answers: Literal["classes", "numbers"],
     local: LocalCard | None = None,
 ) -> Path:
+    """Write a head and its card into ``folder``, where it becomes the head in use; returns the path of the card.
+
+    Raises:
+        StateError: The head has not been fitted, or holds numbers that are not finite.
+    """
     head = saved.head
-    if not head.arrays or (name := first_non_finite(head.arrays)) is not None:
-        what = f"array '{name}' holds NaN or infinity" if head.arrays else "it has not been fitted"
-        raise StateError(f"head '{head.name}' cannot be saved: {what}")
+    if not head.arrays:
+        raise StateError(f"head '{head.name}' cannot be saved: it has not been fitted")
+    broken_array = first_non_finite(head.arrays)
+    if broken_array is not None:
+        raise StateError(f"head '{head.name}' cannot be saved: array '{broken_array}' holds NaN or infinity")
     norm = {} if saved.norm is None else saved.norm.arrays()
     learned = {} if saved.learned is None else {_LEARNED: saved.learned}
     data = encode({**arrays, **norm, **learned})
@@ -326,9 +333,14 @@ def _taken(arrays: Tensors, prefix: str) -> Tensors:
 
 
 def _local_model(folder: Path, head: Head, card: LocalCard, learned: Tensors) -> LocalModel:
+    """Return the local model of a saved head.
+
+    Raises:
+        StateError: No kind of local model has its name.
+    """
     if card.name != MAJORITY and card.name not in candidates(card.input):
-        known = ", ".join((MAJORITY, *candidates(card.input)))
-        raise StateError(f"{folder}: local model '{card.name}', expected one of {known}; fit it again")
+        known_names = ", ".join((MAJORITY, *candidates(card.input)))
+        raise StateError(f"{folder}: local model '{card.name}', expected one of {known_names}; fit it again")
     result = LocalModel(card.name, head, learned, card.input)
     try:
         result.predict_proba(np.zeros((1, *card.input.shape), np.float32))
@@ -338,6 +350,11 @@ def _local_model(folder: Path, head: Head, card: LocalCard, learned: Tensors) ->
 
 
 def _read_card(path: Path) -> SavedCard:
+    """Return the card of the head in a folder.
+
+    Raises:
+        StateError: There is none, or it is damaged.
+    """
     raw = _read(path, MAX_CARD_BYTES)
     try:
         content = json.loads(raw)
@@ -352,13 +369,19 @@ def _read_card(path: Path) -> SavedCard:
 
 
 def _read_arrays(folder: Path, card: SavedCard) -> Tensors:
+    """Return the arrays that belong to a card.
+
+    Raises:
+        StateError: They are missing or damaged, or hold NaN or infinity.
+    """
     path = folder / card.arrays_file
     data = _read(path, MAX_ARRAYS_BYTES)
     digest = hashlib.sha256(data).hexdigest()
     if digest != card.arrays_sha256:
         raise StateError(f"{path}: SHA-256 {digest[:16]}…, expected {card.arrays_sha256[:16]}…; fit the head again")
     arrays = decode(data)
-    if (name := first_non_finite(arrays)) is not None:
+    name = first_non_finite(arrays)
+    if name is not None:
         raise StateError(f"{path}: array '{name}' holds NaN or infinity; fit the head again")
     return arrays
 

@@ -135,20 +135,20 @@ def _main(options: str) -> None:
     from sklearn.svm import SVC
 
     data = read_tensors(Path("in.safetensors"))
-    wanted = json.loads(options)
+    settings = json.loads(options)
     inputs = data["inputs"]
     labels = data["labels"]
     classes = int(labels.max()) + 1
     dual = np.zeros((classes, len(inputs)))
     bias = np.zeros(classes)
     for label in range(classes):
-        machine = SVC(C=wanted["c"], kernel="rbf", gamma=wanted["gamma"]).fit(inputs, labels == label)
+        machine = SVC(C=settings["c"], kernel="rbf", gamma=settings["gamma"]).fit(inputs, labels == label)
         dual[label, machine.support_] = machine.dual_coef_[0]
         bias[label] = machine.intercept_[0]
     # Support vectors are shared between the machines, one for each class against the rest.
     used = np.flatnonzero(np.any(dual != 0, axis=0))
     fitted = {"support": inputs[used], "dual": np.ascontiguousarray(dual[:, used]), "bias": bias}
-    write_tensors(Path("out.safetensors"), {**fitted, "gamma": np.array([wanted["gamma"]], np.float64)})
+    write_tensors(Path("out.safetensors"), {**fitted, "gamma": np.array([settings["gamma"]], np.float64)})
 
 
 if __name__ == "__main__":

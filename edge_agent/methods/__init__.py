@@ -103,8 +103,8 @@ def create(name: str, params: Mapping[str, Any] | None = None, *, paper: bool = 
     from .values import paper_values
 
     kind = get(name)
-    given = {**(paper_values(kind.Params) if paper else {}), **(params or {})}
-    return kind(parse(kind.Params, given, where=f"parameters of method '{name}'"))
+    values = {**(paper_values(kind.Params) if paper else {}), **(params or {})}
+    return kind(parse(kind.Params, values, where=f"parameters of method '{name}'"))
 
 
 def __getattr__(name: str) -> Any:

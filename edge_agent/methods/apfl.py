@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from ..core.task import Task, Tensors
 from ..training.finetune import pairs, probabilities_with, second
-from ..training.loops import local_optimizer, train_by_steps
+from ..training.loops import TrainingOptions, local_optimizer, train_by_steps
 from . import Client, MethodParams, grades
 from .families import TwoNetworks
 
@@ -72,7 +72,7 @@ class APFL(TwoNetworks):
                 alpha.clamp_(0.0, 1.0)
             return value
 
-        train_by_steps(client, step, params, suspects={"lr": params.lr})
+        train_by_steps(client, step, params, options=TrainingOptions(suspects={"lr": params.lr}))
         client.log["alpha"] = float(alpha.detach())
         return self.sent(client)
 

@@ -159,7 +159,7 @@ class Method:
         return encoder_and_head(task)
 
     def shared_names(self, model: Parts) -> tuple[str, ...]:
-        """Names of the tensors that travel both ways, sorted: the shared parts under this method's norm policy."""
+        """Return names of the tensors that travel both ways, sorted: the shared parts under this norm policy."""
         from ..training.parts import names_that_travel
 
         return names_that_travel(model, self.shared, self.norm)
@@ -191,17 +191,19 @@ class Method:
         its ``extra.`` arrays by their names without that word: a view would keep the whole update open.
         """
 
-        def weighted() -> Iterator[tuple[float, Tensors]]:
+        def read_weighted() -> Iterator[tuple[float, Tensors]]:
             for update in updates:
-                tensors = update.tensors
-                if note is not None:
-                    extras = {name: array for name, array in tensors.items() if name.startswith("extra.")}
-                    note(update, {name.removeprefix("extra."): np.array(array) for name, array in extras.items()})
-                    tensors = {name: array for name, array in tensors.items() if name not in extras}
-                if tensors or note is None:
-                    yield (update.weight if self.weighting == "samples" else 1.0), tensors
+                weight = update.weight if self.weighting == "samples" else 1.0
+                if note is None:
+                    yield weight, update.tensors
+                    continue
+                tensors, extras = _split_extras(update.tensors)
+                note(update, extras)
+                # An update of extras alone takes no part in the mean of the model's tensors.
+                if tensors:
+                    yield weight, tensors
 
-        return weighted_mean(weighted(), **options)
+        return weighted_mean(read_weighted(), **options)
 
     def server_step_is_mean(self) -> bool:
         """Return whether `aggregate` depends on the updates' mean alone, so that they may be of several rounds."""
@@ -238,9 +240,9 @@ class Method:
         Raises:
             TrainingFailed: The loss is not finite, or the data do not allow a step.
         """
-        from ..training.loops import train
+        from ..training.loops import TrainingOptions, train
 
-        train(client, self.loss(client, received), self.params, frozen=self.frozen)
+        train(client, self.loss(client, received), self.params, options=TrainingOptions(frozen=self.frozen))
         return self.sent(client)
 
     def sent(self, client: Client) -> Tensors:
@@ -285,17 +287,29 @@ class Method:
         Where batch norm stays with clients no head is exact: a device gets the pooled one.
         """
         other = f"not part of {self.name}: another classifier on its frozen features"
-        grade, why = self.exactness.get(head, ("approximate", other))
+        grade, reason = self.exactness.get(head, ("approximate", other))
         if self.norm == "global":
-            return grade, why
+            return grade, reason
         pooled = f"the exported encoder has batch norm pooled over the clients (norm = {self.norm})"
-        return "same form" if grade == "exact" else grade, f"{why}; {pooled}, where a client of the run has its own"
+        return "same form" if grade == "exact" else grade, f"{reason}; {pooled}, where a client of the run has its own"
 
     def global_head(self, state: State) -> Tensors | None:
         """Return the shared linear classifier (``weight`` (K, d), ``bias`` (K,)) on raw features, or None."""
         if "head.weight" not in state:
             return None
         return {"weight": state["head.weight"], "bias": state["head.bias"]}
+
+
+def _split_extras(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Return an update's tensors of the model, and copies of its extra arrays by their names without ``extra.``."""
+    of_model: Tensors = {}
+    extras: Tensors = {}
+    for name, array in tensors.items():
+        if name.startswith("extra."):
+            extras[name.removeprefix("extra.")] = np.array(array)
+        else:
+            of_model[name] = array
+    return of_model, extras
 
 
 def is_learned(name: str, array: np.ndarray) -> bool:
@@ -343,13 +357,15 @@ def weighted_mean(weighted: Iterable[tuple[float, Tensors]], *, may_be_empty: bo
         total += weight
         for name, array in tensors.items():
             dtypes.setdefault(name, array.dtype)
-            if array.dtype.kind != "f":
-                sums[name] = np.maximum(sums[name], array) if name in sums else array.copy()
-            elif name in sums:
-                _add_scaled(sums[name], array, weight)
+            is_counter = array.dtype.kind != "f"
+            if name not in sums:
+                sums[name] = array.copy() if is_counter else array.astype(np.float64) * weight
+            elif is_counter:
+                sums[name] = np.maximum(sums[name], array)
             else:
-                sums[name] = array.astype(np.float64) * weight
-    if not total > 0 and (sums or not may_be_empty):
+                _add_scaled(sums[name], array, weight)
+    is_empty_mean = not sums and may_be_empty
+    if not total > 0 and not is_empty_mean:
         raise TrainingFailed("no update with a positive weight to average; the round keeps its state")
     # Each sum goes as its mean comes: a 45 MB model would else lie here three times over.
     means: Tensors = {}
@@ -389,8 +405,10 @@ def pooled_norm(weighted: Iterable[tuple[float, Tensors]]) -> Tensors:
     if not total > 0:
         raise TensorsError(f"batch norm of {len(sums)} tensors has total weight {total}, expected more than 0")
     means = {name: array / total for name, array in sums.items()}
-    for name in [name for name in means if name.endswith(".running_var")]:
-        means[name] = np.maximum(means[name] - _squared_mean(name, means), 0.0)
+    # From second moments back to variances; of other tensors nothing is subtracted.
+    for name, array in means.items():
+        if name.endswith(".running_var"):
+            means[name] = np.maximum(array - _squared_mean(name, means), 0.0)
     return {name: array.astype(np.float32) for name, array in means.items()}
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..core.task import Tensors
 from ..training.finetune import pairs, second
-from ..training.loops import local_optimizer, train_by_steps
+from ..training.loops import TrainingOptions, local_optimizer, train_by_steps
 from ..training.losses import proximal_gradient
 from . import Client, MethodParams
 from .families import TwoNetworks
@@ -57,5 +57,5 @@ class Ditto(TwoNetworks):
             return value
 
         suspects = {"lr": params.lr, "proximal_weight (lambda)": params.proximal_weight}
-        train_by_steps(client, step, params, suspects=suspects)
+        train_by_steps(client, step, params, options=TrainingOptions(suspects=suspects))
         return self.sent(client)

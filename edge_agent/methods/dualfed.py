@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from ..core.task import Task, Tensors
 from ..heads.dualfed import DualFedCommonParams, DualFedHeadParams
 from ..training.augment import flips_and_turns
-from ..training.loops import Loss, OptimizerState, evaluate, train_parts
+from ..training.loops import Loss, OptimizerState, TrainingOptions, evaluate, train_parts
 from ..training.losses import supervised_contrastive
 from ..training.networks import ensemble
 from ..training.parts import Parts, encoder_and_head
@@ -105,11 +105,16 @@ class DualFed(Method):
         return self.sent(client)
 
     def _train(self, client: Client, trained: Sequence[Part], loss: Loss, log: str = "loss") -> None:
+        """Train some parts while the others are frozen; moments are kept under the name of the first one."""
         params = self.params
-        weights = {"contrastive_weight (lambda)": self.params.contrastive_weight}
-        options: dict[str, Any] = {"smallest_batch": params.smallest_batch, "weights": weights, "log": log}
-        frozen = [part for part in PARTS if part not in trained]
-        train_parts(client, loss, params, trained, trained[0], frozen=frozen, frozen_norm=params.stage2_bn, **options)
+        options = TrainingOptions(
+            smallest_batch=params.smallest_batch,
+            frozen=[part for part in PARTS if part not in trained],
+            frozen_norm=params.stage2_bn,
+            log=log,
+            suspects={"contrastive_weight (lambda)": params.contrastive_weight},
+        )
+        train_parts(client, loss, params, trained, trained[0], options)
 
     def personal_loss(self, client: Client) -> Loss:
         """Return the loss of Eq.

@@ -12,7 +12,7 @@ import numpy as np
 from ..core.errors import TrainingFailed
 from ..core.task import State, Task, Tensors
 from ..training.finetune import PERSONAL, has_copy, make_copy, on_features, second, two_networks, with_copy_loaded
-from ..training.loops import cross_entropy, features_of, predict_probabilities, train
+from ..training.loops import TrainingOptions, cross_entropy, features_of, predict_probabilities, train
 from . import Client, Method, Update, grades
 from .base import SERVER_ONLY, is_learned
 
@@ -185,4 +185,6 @@ class FineTuned(Tuned):
         params = self.params
         tuned = client if self.params.tune == "all" else on_features(client)
         model = tuned.model if params.tune == "all" else tuned.model.head
-        train(tuned, cross_entropy(model), params, epochs=params.tune_epochs, lr=params.tune_lr)
+        train(
+            tuned, cross_entropy(model), params, lr=params.tune_lr, options=TrainingOptions(epochs=params.tune_epochs)
+        )

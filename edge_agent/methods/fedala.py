@@ -68,7 +68,7 @@ class FedALA(Method):
         return self.sent(client)
 
     def personalize(self, client: Client, received: Tensors) -> None:
-        """Mix."""
+        """Mix the final shared tensors with the client's own."""
         self._mixed(client)
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
@@ -83,16 +83,20 @@ class FedALA(Method):
         names = upper(client.model, self.params.upper_tensors)
         memory = client.memory
         stamp = fingerprint(client.model)
-        if not np.array_equal(memory.get(_STAMP, ()), stamp):
-            received = to_arrays(client.model, names)
-            own = {name: memory.get(_OWN + name, array) for name, array in received.items()}
-            shares = {name: memory.get(_SHARES + name, np.ones_like(array)) for name, array in received.items()}
-            if client.samples and any(not np.array_equal(own[name], received[name]) for name in names):
-                rng = np.random.default_rng(int.from_bytes(stamp[:8].tobytes(), "little"))
-                shares = self._learned(client, own, received, shares, rng)
-                memory.update({_NEXT + name: share for name, share in shares.items()})
-            memory[_STAMP] = stamp
-            memory.update({_MIXED + name: mix(own[name], received[name], shares[name]) for name in names})
+        # The mixture of this very model was made before.
+        if np.array_equal(memory.get(_STAMP, ()), stamp):
+            return {name: memory[_MIXED + name] for name in names}
+        received = to_arrays(client.model, names)
+        personal = {name: memory.get(_OWN + name, array) for name, array in received.items()}
+        shares = {name: memory.get(_SHARES + name, np.ones_like(array)) for name, array in received.items()}
+        # Shares are learned only where both sides differ: otherwise they have no influence.
+        differs = any(not np.array_equal(personal[name], received[name]) for name in names)
+        if client.samples and differs:
+            rng = np.random.default_rng(int.from_bytes(stamp[:8].tobytes(), "little"))
+            shares = self._learned(client, personal, received, shares, rng)
+            memory.update({_NEXT + name: share for name, share in shares.items()})
+        memory[_STAMP] = stamp
+        memory.update({_MIXED + name: mix(personal[name], received[name], shares[name]) for name in names})
         return {name: memory[_MIXED + name] for name in names}
 
     def _learned(
@@ -138,13 +142,13 @@ def one_pass(
     model: Parts, sides: Sequence[Weights], data: Sequence[torch.Tensor], params: FedALAParams
 ) -> tuple[Weights, float]:
     """Return the shares, the third of ``sides`` (own, received, shares), after one step a batch, and the last loss."""
-    own, received, shares = sides
+    personal, received, shares = sides
     held = {name: weight.detach() for name, weight in model.named_parameters()}
     for inputs, labels in zip(*(torch.split(part, params.batch_size) for part in data), strict=True):
-        mixed = {n: (received[n] + (s - 1) * (received[n] - own[n])).requires_grad_() for n, s in shares.items()}
+        mixed = {n: (received[n] + (s - 1) * (received[n] - personal[n])).requires_grad_() for n, s in shares.items()}
         value = F.cross_entropy(functional_call(model, {**held, **mixed}, (inputs,)), labels)
         slopes = dict(zip(mixed, torch.autograd.grad(value, list(mixed.values())), strict=True))
-        shares = stepped(own, received, shares, slopes, params.ala_lr)
+        shares = stepped(personal, received, shares, slopes, params.ala_lr)
     return shares, float(value.detach())
 
 

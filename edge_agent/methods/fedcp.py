@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..core.task import Task, Tensors
-from ..training.loops import Loss, evaluate, train
+from ..training.loops import Loss, TrainingOptions, evaluate, train
 from ..training.networks import gumbel
 from ..training.parts import Parts, encoder_and_head, to_arrays
 from . import Client, Method, MethodParams, grades
@@ -83,11 +83,18 @@ class FedCP(Method):
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Run E epochs of encoder, gate and personal head; returns the mean of both heads as the head."""
         weights = {"alignment_weight (lambda)": self.params.alignment_weight}
-        train(client, self.loss(client, received), self.params, frozen=self.frozen, weights=weights)
+        train(
+            client,
+            self.loss(client, received),
+            self.params,
+            options=TrainingOptions(frozen=self.frozen, suspects=weights),
+        )
         sent = self.sent(client)
         heads = list(client.model.head.state_dict())
-        own = to_arrays(client.model, [f"personal_head.{name}" for name in heads])
-        return {**sent, **{f"head.{name}": (own[f"personal_head.{name}"] + sent[f"head.{name}"]) / 2 for name in heads}}
+        personal = to_arrays(client.model, [f"personal_head.{name}" for name in heads])
+        for name in heads:
+            sent[f"head.{name}"] = (personal[f"personal_head.{name}"] + sent[f"head.{name}"]) / 2
+        return sent
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Return class probabilities of both heads together."""

@@ -122,7 +122,7 @@ def tune_only(client: Client, weights: list[nn.Parameter], params: MethodParams,
     head = client.model.head
     learned = {weight: weight.requires_grad for weight in head.parameters()}
     for weight in learned:
-        weight.requires_grad_(any(weight is one for one in weights))
+        weight.requires_grad_(any(weight is tuned_weight for tuned_weight in weights))
     try:
         train(client, cross_entropy(head), params, lr=lr)
     finally:

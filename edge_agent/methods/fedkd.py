@@ -51,12 +51,12 @@ def truncated(array: np.ndarray, energy: float) -> tuple[np.ndarray, int]:
     if array.ndim < 2 or not array.size or array.dtype.kind != "f":
         return array, array.nbytes
     matrix = array.reshape(len(array), -1)
-    left, singular, right = np.linalg.svd(matrix, full_matrices=False)
+    left_vectors, singular, right_vectors = np.linalg.svd(matrix, full_matrices=False)
     rank = smallest_rank(singular, energy)
     factors = rank * (sum(matrix.shape) + 1) * array.itemsize
     if rank == len(singular):
         return array, min(factors, array.nbytes)
-    low = (left[:, :rank] * singular[:rank]) @ right[:rank]
+    low = (left_vectors[:, :rank] * singular[:rank]) @ right_vectors[:rank]
     return low.reshape(array.shape).astype(array.dtype), min(factors, array.nbytes)
 
 

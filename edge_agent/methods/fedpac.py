@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from ..core.errors import TrainingFailed
 from ..core.task import State, Task, Tensors
 from ..heads import fedpac as steps
-from ..training.loops import Loss, cross_entropy, features_of, train
+from ..training.loops import Loss, TrainingOptions, cross_entropy, features_of, train
 from ..training.parts import Parts, to_arrays
 from . import Client, Method, MethodParams, Update, grades
 from ._simplex import best_weights, combined, gram, pruned, soft_smallest
@@ -117,12 +117,12 @@ class FedPAC(Method):
     def from_noise(self, noisy: Tensors) -> Tensors:
         """Return counts rounded to thousandths, no means of classes whose count is 0, no negative variances."""
         counts = np.maximum(0, np.rint(1000 * noisy["extra.counts"])).astype(np.int64)
-        made = {**noisy, "extra.counts": counts}
+        result = {**noisy, "extra.counts": counts}
         for name in noisy.keys() & {"extra.centroids", "extra.weighted_means"}:
-            made[name] = np.where(counts[:, None] > 0, noisy[name], 0.0)
+            result[name] = np.where(counts[:, None] > 0, noisy[name], 0.0)
         if "extra.variance" in noisy:
-            made["extra.variance"] = np.maximum(0, noisy["extra.variance"])
-        return made
+            result["extra.variance"] = np.maximum(0, noisy["extra.variance"])
+        return result
 
     def objection(self, tensors: Tensors) -> str:
         """Return an objection to negative variances or counts, absurd sizes, and means of classes whose count is 0."""
@@ -130,7 +130,8 @@ class FedPAC(Method):
         if not 0 <= variance <= _LARGEST_VARIANCE:
             return f"variance V is {variance:g}, expected 0 to {_LARGEST_VARIANCE:g}"
         for name in ("extra.head.weight", "extra.head.bias"):
-            if (largest := np.abs(tensors[name]).max(initial=0.0)) > LARGEST:
+            largest = np.abs(tensors[name]).max(initial=0.0)
+            if largest > LARGEST:
                 return f"'{name}' reaches {largest:g}, expected at most {LARGEST:g}"
         means = {name: a for name, a in sorted(tensors.items()) if name in {"extra.centroids", "extra.weighted_means"}}
         return objection_to(tensors["extra.counts"], means)
@@ -153,11 +154,16 @@ class FedPAC(Method):
         counts = received.get("extra.counts")
         targets = None
         if counts is not None and counts.any() and params.alignment_weight:
-            own, _ = steps.class_means(before, labels, client.task.num_classes)
-            chosen = np.where(counts[:, None] > 0, received["extra.centroids"], own)
+            own_means, _ = steps.class_means(before, labels, client.task.num_classes)
+            chosen = np.where(counts[:, None] > 0, received["extra.centroids"], own_means)
             targets = torch.from_numpy(chosen.astype(np.float32)).to(client.device)
         loss = self.aligned_loss(client.model, targets)
-        train(client, loss, params, frozen=("head",), weights={"alignment_weight (lambda)": params.alignment_weight})
+        train(
+            client,
+            loss,
+            params,
+            options=TrainingOptions(frozen=("head",), suspects={"alignment_weight (lambda)": params.alignment_weight}),
+        )
         after = features_of(client.model, client.train_inputs).cpu().numpy() if params.local_epochs else before
         require_finite(client, "features", after)
         head = to_arrays(client.model, _HEAD)
@@ -172,7 +178,13 @@ class FedPAC(Method):
         params = self.params
         inputs = torch.from_numpy(features).to(client.device)
         cached = replace(client, model=Parts(head=head), train_inputs=inputs)
-        train(cached, cross_entropy(head), params, lr=params.head_lr, epochs=params.head_epochs, log="head_loss")
+        train(
+            cached,
+            cross_entropy(head),
+            params,
+            lr=params.head_lr,
+            options=TrainingOptions(epochs=params.head_epochs, log="head_loss"),
+        )
 
     def aligned_loss(self, model: Parts, targets: torch.Tensor | None) -> Loss:
         """Return the loss of Eq.
@@ -256,10 +268,10 @@ class FedPAC(Method):
         counted = np.stack([member.tensors["counts"] for member in members])
         sums = np.zeros(members[0].tensors["centroids"].shape)
         total = np.zeros(counted.shape[1])
-        for member, own in zip(members, counted, strict=True):
+        for member, member_counts in zip(members, counted, strict=True):
             # By samples a client counts for no more than those that its update was trained on.
-            share = own.astype(np.float64) * min(1.0, member.weight / max(float(own.sum()), 1.0))
-            share = share if self.params.centroid_weighting == "samples" else own > 0
+            share = member_counts.astype(np.float64) * min(1.0, member.weight / max(float(member_counts.sum()), 1.0))
+            share = share if self.params.centroid_weighting == "samples" else member_counts > 0
             sums += share[:, None] * member.tensors["centroids"]
             total += share
         means = (sums / np.where(total > 0, total, 1.0)[:, None]).astype(np.float32)

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from ..core.task import Task, Tensors
 from ..heads._features import fisher_score, keep_top, mistake_of_share
 from ..heads.fedpick import FedPickCommonParams, FedPickHeadParams
-from ..training.loops import evaluate, features_of, train
+from ..training.loops import TrainingOptions, evaluate, features_of, train
 from ..training.losses import negative_entropy, symmetric_divergence
 from ..training.networks import ensemble, feature_mask, mask_noise
 from ..training.parts import Parts, encoder_and_head
@@ -116,9 +116,16 @@ class FedPick(Method):
             )
             return terms
 
-        train(client, loss, params, weights={"irrelevant_weight": params.irrelevant_weight}, terms=selected)
+        train(
+            client,
+            loss,
+            params,
+            options=TrainingOptions(suspects={"irrelevant_weight": params.irrelevant_weight}, terms=selected),
+        )
         share = client.log.get("mask.selected", 0.5)
-        if params.selector == "learned" and params.mask == "hard" and (mistake := mistake_of_share(share)):
+        has_hard_mask = params.selector == "learned" and params.mask == "hard"
+        mistake = mistake_of_share(share) if has_hard_mask else ""
+        if mistake:
             _log.warning("mask_extreme client=%s selected=%.4f: %s", client.id, share, mistake)
         return self.sent(client)
 

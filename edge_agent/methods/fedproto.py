@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from ..core.task import State, Task, Tensors
 from ..heads.fedpac import class_means
-from ..training.loops import Loss, evaluate, features_of, optimizer_of, train
+from ..training.loops import Loss, TrainingOptions, evaluate, features_of, optimizer_of, train
 from ..training.parts import Parts, encoder_and_head
 from . import Client, Method, MethodParams, Update
 from .families import objection_to, require_finite
@@ -106,11 +106,11 @@ class FedProto(Method):
             sums += share[:, None] * update.tensors[_MEANS]
             total += share
             most = np.maximum(most, counts)
-        known = total > 0
-        means = (sums / np.where(known, total, 1.0)[:, None]).astype(np.float32)
+        is_known = total > 0
+        means = (sums / np.where(is_known, total, 1.0)[:, None]).astype(np.float32)
         return {
-            _MEANS: np.where(known[:, None], means, state[_MEANS]),
-            _COUNTS: np.where(known, most, state[_COUNTS]),
+            _MEANS: np.where(is_known[:, None], means, state[_MEANS]),
+            _COUNTS: np.where(is_known, most, state[_COUNTS]),
         }
 
     # --- client ----------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class FedProto(Method):
         weights = {"alignment_weight (lambda)": params.alignment_weight}
         for epochs in (max(params.local_epochs - 1, 0), min(params.local_epochs, 1)):
             batches.clear()
-            train(client, loss, params, optimizer=optimizer, epochs=epochs, weights=weights)
+            train(client, loss, params, optimizer=optimizer, options=TrainingOptions(epochs=epochs, suspects=weights))
         features, labels = (
             (features_of(client.model, client.train_inputs), client.train_labels)
             if params.prototypes == "after" or not batches

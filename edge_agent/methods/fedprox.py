@@ -15,7 +15,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from ..core.task import Tensors
-from ..training.loops import cross_entropy, train
+from ..training.loops import TrainingOptions, cross_entropy, train
 from . import Client, Method, MethodParams
 
 
@@ -46,5 +46,7 @@ class FedProx(Method):
 
         loss = cross_entropy(client.model)
         mu = self.params.mu
-        train(client, loss, self.params, before_step=add_proximal_gradient, weights={"mu": mu})
+        train(
+            client, loss, self.params, before_step=add_proximal_gradient, options=TrainingOptions(suspects={"mu": mu})
+        )
         return self.sent(client)

@@ -11,13 +11,14 @@ Differs from the paper: the encoder is in eval mode while the head trains, so it
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 from pydantic import Field
 
 from ..core.task import Tensors
 from ..training.finetune import on_features
-from ..training.loops import cross_entropy, train
+from ..training.loops import TrainingOptions, cross_entropy, train
 from . import Client, MethodParams, grades
 from .fedper import FedPer
 
@@ -55,14 +56,17 @@ class FedRep(FedPer):
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Train the head for ``head_epochs`` with a frozen encoder, then the encoder for E epochs, the head frozen."""
         self.train_head(client)
-        train(client, cross_entropy(client.model), self.params, frozen=("head",))
+        train(client, cross_entropy(client.model), self.params, options=TrainingOptions(frozen=("head",)))
         return self.sent(client)
 
     def train_head(self, client: Client) -> None:
         """Train the head, on features that are computed once, or behind an encoder in train mode."""
         params = self.params
-        options: dict[str, Any] = {"epochs": params.head_epochs, "lr": params.head_lr, "log": "loss.head"}
+        options = TrainingOptions(epochs=params.head_epochs, log="loss.head")
         if params.frozen_norm == "eval":
-            train(on_features(client), cross_entropy(client.model.head), params, **options)
-        else:
-            train(client, cross_entropy(client.model), params, frozen=("encoder",), frozen_norm="train", **options)
+            on_head = on_features(client)
+            train(on_head, cross_entropy(client.model.head), params, options=options, lr=params.head_lr)
+            return
+        # In train mode the encoder's features change with each batch: they cannot be computed once.
+        options = replace(options, frozen=("encoder",), frozen_norm="train")
+        train(client, cross_entropy(client.model), params, options=options, lr=params.head_lr)

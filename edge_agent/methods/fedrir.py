@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -35,7 +36,17 @@ from ..core.errors import ConfigError
 from ..core.task import Task, Tensors
 from ..models import create
 from ..training.augment import mask_patches
-from ..training.loops import Loss, OptimizerState, cross_entropy, evaluate, lasting, optimizer_of, train_parts
+from ..training.loops import (
+    DEFAULT_OPTIONS,
+    Loss,
+    OptimizerState,
+    TrainingOptions,
+    cross_entropy,
+    evaluate,
+    lasting,
+    optimizer_of,
+    train_parts,
+)
 from ..training.losses import GaussianPredictor, gaussian_misfit, vclub
 from ..training.networks import Generator, SpecificEncoder, kl_to_standard_normal, sample, unfit_images
 from ..training.parts import Parts, channels_last, encoder_and_head, feature_dim
@@ -92,8 +103,15 @@ class FedRIR(Method):
         self.distills = not (self.params.without_id or self.params.without_mcsl)
 
     def check(self, task: Task) -> None:
-        """Return where images can be masked and redrawn, or need not be."""
-        if not self.params.without_mcsl and (mistakes := unfit_images(task, self.params.patch)):
+        """Require images that can be masked and redrawn, unless the parameters leave that out.
+
+        Raises:
+            ConfigError: The task's inputs cannot be masked and redrawn; all reasons are listed.
+        """
+        if self.params.without_mcsl:
+            return
+        mistakes = unfit_images(task, self.params.patch)
+        if mistakes:
             raise ConfigError("method 'fedrir'", mistakes)
 
     def build(self, task: Task) -> Parts:
@@ -141,17 +159,24 @@ class FedRIR(Method):
             redrawn = generator(sample(mean, logvar, client.generator))
             return F.mse_loss(redrawn, images) + kld_weight * kl_to_standard_normal(mean, logvar)
 
-        weights = {"kld_weight": kld_weight}
-        self._train(client, loss, ("specific", "generator"), "mcsl", log="loss.mcsl", weights=weights)
+        options = TrainingOptions(log="loss.mcsl", suspects={"kld_weight": kld_weight})
+        self._train(client, loss, ("specific", "generator"), "mcsl", options)
 
     def distill(self, client: Client) -> None:
         """Run information distillation: encoder, head and IDM learn beside the frozen CSFE, L = CE + weight L_id."""
         model = client.model
         params = self.params
         terms = dict[str, torch.Tensor]()
-        fits_idm = self.distills and params.id_mode == "vclub"  # on its own, before each step of the encoder
-        trained = ["encoder", "head", *(["distiller"] if self.distills and not fits_idm else [])]
-        idm = optimizer_of(model, ["distiller"], params) if fits_idm else None
+        # In mode "vclub" the IDM has an optimizer of its own and is fitted before each step of the encoder.
+        idm: torch.optim.Optimizer | None = None
+        trained = ["encoder", "head"]
+        suspects: dict[str, float] = {}
+        if self.distills:
+            suspects["id_weight"] = float(params.id_weight)
+            if params.id_mode == "vclub":
+                idm = optimizer_of(model, ["distiller"], params)
+            else:
+                trained.append("distiller")
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             g = model.features(inputs)
@@ -166,12 +191,17 @@ class FedRIR(Method):
                 terms["loss.id"] = self._vclub(client, g, c, idm)
             return value + float(params.id_weight) * terms["loss.id"]
 
-        options: dict[str, Any] = {"terms": terms, "log": "loss.total"}  # "loss" is the cross entropy, as elsewhere
-        options["frozen"] = ("specific",) if params.frozen_bn == "eval" else ()
-        options["weights"] = {"id_weight": params.id_weight} if self.distills else {}
-        options["beside"] = idm
-        with contextlib.nullcontext() if idm is None else lasting(client, idm, "idm", params.optimizer_state):
-            self._train(client, loss, trained, "id", **options)
+        options = TrainingOptions(
+            frozen=("specific",) if params.frozen_bn == "eval" else (),
+            log="loss.total",  # "loss" is the cross entropy, as in other methods
+            terms=terms,
+            suspects=suspects,
+            beside=idm,
+        )
+        with contextlib.ExitStack() as stack:
+            if idm is not None:
+                stack.enter_context(lasting(client, idm, "idm", params.optimizer_state))
+            self._train(client, loss, trained, "id", options)
 
     def _vclub(self, client: Client, g: torch.Tensor, c: torch.Tensor, idm: torch.optim.Optimizer) -> torch.Tensor:
         """Return Eq. 7, an upper bound of I(g; c), from q(g | c), which ``idm`` has fitted to this batch before."""
@@ -188,8 +218,17 @@ class FedRIR(Method):
         bound = vclub(g, mean, logvar, others)
         return bound.clamp(min=0.0) if params.id_floor else bound
 
-    def _train(self, client: Client, loss: Loss, trained: Iterable[str], label: str, **options: Any) -> None:
-        train_parts(client, loss, self.params, trained, label, drop_last=self.params.drop_last, **options)
+    def _train(
+        self,
+        client: Client,
+        loss: Loss,
+        trained: Iterable[str],
+        label: str,
+        options: TrainingOptions = DEFAULT_OPTIONS,
+    ) -> None:
+        """Train some parts as `train_parts` does, without a last batch that is not whole if ``drop_last`` says so."""
+        options = replace(options, drop_last=self.params.drop_last)
+        train_parts(client, loss, self.params, trained, label, options)
 
     def views(self, client: Client, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the shared features, and the client's own where it has any."""

@@ -59,7 +59,7 @@ class FedRoD(Method):
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             features = model.features(inputs)
             generic = model.head(features)
-            both = generic.detach() + personal(features.detach())
-            return balanced_softmax(generic, labels, counts) + F.cross_entropy(both, labels)
+            both_logits = generic.detach() + personal(features.detach())
+            return balanced_softmax(generic, labels, counts) + F.cross_entropy(both_logits, labels)
 
         return loss

@@ -103,16 +103,16 @@ class KNNPer(Method):
         held = round(params.held_back * total)
         if len(offered) == 1 or not 0 < held < total:
             return float(params.neighbours[0]), params.scales[0], 0.5 if params.mix is None else params.mix
-        asked = order[:held]
+        held_out = order[:held]
         rest = order[held:]
-        queries = features[asked].astype(np.float64)
-        shared = _probabilities(client, features[asked])
+        queries = features[held_out].astype(np.float64)
+        shared = _probabilities(client, features[held_out])
 
         def near(neighbours: int, scale: float) -> np.ndarray:
             return votes(queries, features[rest], labels[rest], client.task.num_classes, neighbours, scale)
 
         answers = {pair: near(*pair) for pair in itertools.product(params.neighbours, params.scales)}
-        best = max(offered, key=lambda one: quality(answers[one[:2]], shared, labels[asked], one[2]))
+        best = max(offered, key=lambda one: quality(answers[one[:2]], shared, labels[held_out], one[2]))
         return float(best[0]), float(best[1]), float(best[2])
 
 

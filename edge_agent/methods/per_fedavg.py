@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from ..core.task import Tensors
-from ..training.loops import cross_entropy, local_optimizer, train, train_by_steps
+from ..training.loops import TrainingOptions, cross_entropy, local_optimizer, train, train_by_steps
 from . import Client, MethodParams, grades
 from .families import Tuned
 
@@ -80,9 +80,11 @@ class PerFedAvg(Tuned):
             client,
             step,
             params,
-            batch_size=2 * params.batch_size,
-            smallest_batch=4,
-            suspects={"lr": params.lr, "adapt_lr": params.adapt_lr},
+            options=TrainingOptions(
+                batch_size=2 * params.batch_size,
+                smallest_batch=4,
+                suspects={"lr": params.lr, "adapt_lr": params.adapt_lr},
+            ),
         )
         model.zero_grad(set_to_none=True)
         return self.sent(client)
@@ -94,7 +96,13 @@ class PerFedAvg(Tuned):
         optimizer = torch.optim.SGD(model.parameters(), lr=params.adapt_lr)
         weights = {"adapt_lr": params.adapt_lr}
         steps = params.adapt_steps
-        train(client, cross_entropy(model), params, optimizer=optimizer, epochs=1, steps=steps, weights=weights)
+        train(
+            client,
+            cross_entropy(model),
+            params,
+            optimizer=optimizer,
+            options=TrainingOptions(epochs=1, steps=steps, suspects=weights),
+        )
 
 
 def halves(samples: int) -> tuple[slice, slice]:

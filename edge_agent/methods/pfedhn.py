@@ -26,7 +26,7 @@ from torch import nn
 
 from ..core.errors import ConfigError
 from ..core.task import State, Tensors
-from ..training.loops import cross_entropy, train
+from ..training.loops import TrainingOptions, cross_entropy, train
 from ..training.parts import load_arrays, to_arrays
 from . import Client, Method, MethodParams, Update, grades
 from .base import is_learned
@@ -120,8 +120,8 @@ class PFedHN(Method):
         """Return H(e) for this client."""
         network = self._network(state)
         with torch.no_grad():
-            made = network(torch.from_numpy(self._embedding(state, client)))
-        return {name: tensor.numpy() for name, tensor in made.items()}
+            weights = network(torch.from_numpy(self._embedding(state, client)))
+        return {name: tensor.numpy() for name, tensor in weights.items()}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         """Take one step of the hypernetwork and of the embeddings of the round's clients."""
@@ -137,8 +137,8 @@ class PFedHN(Method):
             *products, slope = clipped(pull_back(network, embedding, update.tensors, weights), self.params.clip)
             for total, product in zip(summed, products, strict=True):
                 total.add_(product)
-            known = update.client in before
-            speed = state[_EMBEDDING_SPEED][before.index(update.client)] if known else np.zeros_like(old)
+            is_known = update.client in before
+            speed = state[_EMBEDDING_SPEED][before.index(update.client)] if is_known else np.zeros_like(old)
             moved = self._step(old, speed, slope.numpy())
             embeddings[update.client] = dict(zip((_EMBEDDING, _EMBEDDING_SPEED), moved, strict=True))
 
@@ -179,7 +179,7 @@ class PFedHN(Method):
         def clip() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), params.clip)
 
-        train(client, cross_entropy(model), params, before_step=clip, steps=params.local_steps)
+        train(client, cross_entropy(model), params, before_step=clip, options=TrainingOptions(steps=params.local_steps))
         return self.sent(client)
 
     def predict_global(self, client: Client, inputs: torch.Tensor) -> torch.Tensor | None:
@@ -213,17 +213,17 @@ class Hypernetwork(nn.Module):
     def forward(self, embedding: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors, by name."""
         hidden = self.body(embedding)
-        made = zip(self.shapes.items(), self.outputs, strict=True)
-        return {name: layer(hidden).reshape(shape) for (name, shape), layer in made}
+        layers = zip(self.shapes.items(), self.outputs, strict=True)
+        return {name: layer(hidden).reshape(shape) for (name, shape), layer in layers}
 
 
 def pull_back(
     network: nn.Module, embedding: torch.Tensor, trained: Tensors, weights: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Return the gradients by ``weights`` of <H(e), H(e) before training - trained>, towards the trained ones."""
-    made = network(embedding)
-    changes = [tensor.detach() - torch.from_numpy(np.array(trained[name])) for name, tensor in made.items()]
-    return list(torch.autograd.grad(list(made.values()), weights, changes))
+    generated = network(embedding)
+    changes = [tensor.detach() - torch.from_numpy(np.array(trained[name])) for name, tensor in generated.items()]
+    return list(torch.autograd.grad(list(generated.values()), weights, changes))
 
 
 def clipped(slopes: Sequence[torch.Tensor], most: float) -> list[torch.Tensor]:

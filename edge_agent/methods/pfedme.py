@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ..core.task import State, Tensors
 from ..training.finetune import copy_tensors, pairs, second
-from ..training.loops import local_optimizer, train_by_steps
+from ..training.loops import TrainingOptions, local_optimizer, train_by_steps
 from ..training.losses import proximal_gradient
 from . import Client, MethodParams, Update
 from .families import TwoNetworks, towards
@@ -58,9 +58,9 @@ class PFedMe(TwoNetworks):
         model = client.model
         network = second(client.model)
         copy_tensors(model, network)
-        own, shared = zip(*pairs(model), strict=True)
-        optimizer = local_optimizer(own, params, lr=params.personal_lr)
-        pull = proximal_gradient(own, shared, params.proximal_weight)
+        personal, shared = zip(*pairs(model), strict=True)
+        optimizer = local_optimizer(personal, params, lr=params.personal_lr)
+        pull = proximal_gradient(personal, shared, params.proximal_weight)
 
         def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             values = []
@@ -70,11 +70,11 @@ class PFedMe(TwoNetworks):
                 torch.autograd.backward(values[-1])
                 pull()
                 optimizer.step()
-            follow(shared, own, params.lr * params.proximal_weight)
+            follow(shared, personal, params.lr * params.proximal_weight)
             return values[0]
 
         suspects = {"personal_lr": params.personal_lr, "proximal_weight (lambda)": params.proximal_weight}
-        train_by_steps(client, step, params, steps=params.local_steps, suspects=suspects)
+        train_by_steps(client, step, params, options=TrainingOptions(steps=params.local_steps, suspects=suspects))
         for part in ("encoder", "head"):
             copy_tensors(network.part(part), model.part(part), buffers_only=True)
         return self.sent(client)

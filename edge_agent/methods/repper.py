@@ -93,8 +93,8 @@ class RepPer(Method):
         shrink = params.lr_decay ** sum(client.round > share * client.rounds for share in params.decay_at)
         optimizer = local_optimizer(model.encoder.parameters(), params, lr=params.lr * shrink)
         if params.global_head:
-            own = {"params": list(model.head.parameters()), "lr": params.global_head_lr * shrink}
-            optimizer.add_param_group(own)
+            head_group = {"params": list(model.head.parameters()), "lr": params.global_head_lr * shrink}
+            optimizer.add_param_group(head_group)
         train(client, self.loss(client, received), params, optimizer=optimizer)
         return self.sent(client)
 
@@ -144,8 +144,8 @@ class RepPer(Method):
 
         For its own head all parameters.
         """
-        known = heads.get(head).Params.model_fields
-        norm = {"feature_norm": self.params.feature_norm} if "feature_norm" in known else {}
+        fields = heads.get(head).Params.model_fields
+        norm = {"feature_norm": self.params.feature_norm} if "feature_norm" in fields else {}
         return {**norm, **self.params.head_params} if head == self.params.head else norm
 
     def _head(self) -> Head:

@@ -73,10 +73,10 @@ class Scaffold(Method):
                 yield update
 
         mean = self.mean(noted())
-        known = names_in(state, _SEEN)
-        clients = sorted({*known, *seen})
+        seen_clients = names_in(state, _SEEN)
+        clients = sorted({*seen_clients, *seen})
         for name in [name for name in mean if name.startswith(_SENT)]:
-            summed = len(known) * state[name].astype(np.float64) + len(seen) * mean[name].astype(np.float64)
+            summed = len(seen_clients) * state[name].astype(np.float64) + len(seen) * mean[name].astype(np.float64)
             mean[name] = (summed / len(clients)).astype(np.float32)
         return {**state, **towards(state, mean, self.params.server_lr), _SEEN: packed(clients)}
 
@@ -85,11 +85,11 @@ class Scaffold(Method):
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Run E epochs of corrected SGD; then the control variate becomes the mean gradient of these steps."""
         controls = {name.removeprefix(_SENT): array for name, array in received.items() if name.startswith(_SENT)}
-        own = {name: client.memory.get(_OWN + name, np.zeros_like(array)) for name, array in controls.items()}
+        own_controls = {name: client.memory.get(_OWN + name, np.zeros_like(array)) for name, array in controls.items()}
         weights = dict(client.model.named_parameters())
         steps = 0
         shifts = [
-            (weights[name], torch.from_numpy(control - own[name]).to(client.device))
+            (weights[name], torch.from_numpy(control - own_controls[name]).to(client.device))
             for name, control in controls.items()
             if name in weights
         ]
@@ -108,7 +108,7 @@ class Scaffold(Method):
             # Option II: c_i+ - c_i = (x - y_i) / (K lr) - c; without any step nothing is known and nothing changes.
             change = (received[name] - sent[name]) * pace - control if steps else np.zeros_like(control)
             sent[_SENT + name] = change.astype(np.float32)
-            client.memory[_OWN + name] = own[name] + sent[_SENT + name]
+            client.memory[_OWN + name] = own_controls[name] + sent[_SENT + name]
         return sent
 
 

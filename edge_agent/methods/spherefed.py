@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from ..core.errors import ConfigError
 from ..core.task import State, Task, Tensors
 from ..heads import get as head_called
-from ..training.loops import Loss, features_of, train
+from ..training.loops import Loss, TrainingOptions, features_of, train
 from ..training.networks import orthonormal
 from ..training.parts import Parts, encoder_and_head
 from . import Client, Method, MethodParams, Update
@@ -166,7 +166,12 @@ class SphereFed(Method):
         labels = client.train_labels
         classes = client.task.num_classes
         calibrates = params.calibrate and client.round >= client.rounds > 1
-        train(client, self.loss(client, received), params, epochs=0 if calibrates else None, frozen=self.frozen)
+        train(
+            client,
+            self.loss(client, received),
+            params,
+            options=TrainingOptions(epochs=0 if calibrates else None, frozen=self.frozen),
+        )
         if not calibrates:
             return {**self.sent(client), **self.sends(client.model, client.task)}
         # Under the encoder in eval mode, summed in float64, of classes of enough samples.

@@ -166,13 +166,16 @@ def choose(
     Without folds (one sample of each class) the first one that can be fitted is taken.
     """
     trials = [Trial(name) for name in names]
-    on = _CrossValidation(fit, features, labels, divisions, clock)
+    comparison = _CrossValidation(fit, features, labels, divisions, clock)
+    # 1. Without folds, or where none can be fitted on them, the simplest head that works is taken.
     if not divisions:
-        return HeadChoice(on.first_that_fits(trials), tuple(trials), "too few samples to compare heads")
-    running, slow = on.race(trials, budget_s)
+        return HeadChoice(comparison.first_that_fits(trials), tuple(trials), "too few samples to compare heads")
+    running, slow = comparison.race(trials, budget_s)
     if not running and not slow:
-        return HeadChoice(on.first_that_fits(trials), tuple(trials), "no head could be cross-validated")
+        return HeadChoice(comparison.first_that_fits(trials), tuple(trials), "no head could be cross-validated")
+    # 2. The surest of the heads that were tried on all folds.
     best = min(running, key=lambda trial: trial.loss(len(trial.right))) if running else slow.pop(0)
+    # 3. A slow head is compared on fewer folds, so it has to be better by more than chance.
     for trial in slow:
         common_folds = min(len(trial.right), len(best.right))
         gains = best.each_loss(common_folds) - trial.each_loss(common_folds)
@@ -181,8 +184,8 @@ def choose(
     other_trials = [trial for trial in trials if trial is not best]
     other_trials.sort(key=lambda trial: (-len(trial.right), -(trial.accuracy or 0.0)))
     low, high = interval(int(best.all_right.sum()), len(best.all_right))
-    why = f"{best.accuracy:.3f} on {len(best.right)} folds of its training samples (95 %: {low:.3f} to {high:.3f})"
-    return HeadChoice(best.name, (best, *other_trials), why)
+    reason = f"{best.accuracy:.3f} on {len(best.right)} folds of its training samples (95 %: {low:.3f} to {high:.3f})"
+    return HeadChoice(best.name, (best, *other_trials), reason)
 
 
 def cross_validated(
@@ -196,16 +199,16 @@ def cross_validated(
 ) -> Trial:
     """Return how one head fares on all folds; ``dropped`` says why where a fit fails. Arguments as for `choose`."""
     trial = Trial(name)
-    on = _CrossValidation(fit, features, labels, divisions, clock)
+    comparison = _CrossValidation(fit, features, labels, divisions, clock)
     for fold in divisions:
-        if not on.tried(trial, fold):
+        if not comparison.try_fold(trial, fold):
             break
     return trial
 
 
 @dataclass(frozen=True)
 class _CrossValidation:
-    """What heads are tried on: features (n, d), labels (n,) and their divisions; ``clock`` times it, in seconds."""
+    """A comparison of heads on features (n, d), labels (n,) and their divisions; ``clock`` gives seconds."""
 
     fit: Fit
     features: np.ndarray
@@ -233,7 +236,7 @@ class _CrossValidation:
                     trial.dropped = f"no time for more than {number} of {folds} folds"
                     slow.append(trial)
                     running.remove(trial)
-                elif not self.tried(trial, fold):
+                elif not self.try_fold(trial, fold):
                     running.remove(trial)
             if not running:
                 break
@@ -244,8 +247,8 @@ class _CrossValidation:
                 running.remove(trial)
         return running, slow
 
-    def tried(self, trial: Trial, fold: Fold) -> bool:
-        """Try a head on one fold and return whether it could be fitted; why not is in ``trial.dropped``."""
+    def try_fold(self, trial: Trial, fold: Fold) -> bool:
+        """Try a head on one fold and return whether it could be fitted; ``trial.dropped`` has the reason if not."""
         started_at = self.clock()
         labels = self.labels[fold.test]
         try:
@@ -261,7 +264,11 @@ class _CrossValidation:
         return True
 
     def first_that_fits(self, trials: Sequence[Trial]) -> str:
-        """Name of the first head that can be fitted on all samples."""
+        """Return the name of the first head that can be fitted on all samples.
+
+        Raises:
+            HeadwaterError: No head can be fitted; all reasons are listed.
+        """
         for trial in trials:
             try:
                 with time_limit(LONGEST_FIT_S, self.clock):

@@ -50,10 +50,14 @@ class UnknownRule:
         """
         if len(features) < least_for(rate):
             return None
-        row_groups = np.arange(len(features)) if groups is None or len(np.unique(groups)) < 2 else groups
+        # Without several recordings each sample is a group of its own.
+        row_groups = groups
+        if row_groups is None or len(np.unique(row_groups)) < 2:
+            row_groups = np.arange(len(features))
         # Less their mean, AUROC rises by 0.02, but samples of one class no longer tell what is far from all of them.
         rows = _unit(features)
-        if len(rows) > (most := max(MOST_ROWS, least_for(rate))):
+        most = max(MOST_ROWS, least_for(rate))
+        if len(rows) > most:
             part = np.random.default_rng(0).choice(len(rows), most, replace=False)
             rows = rows[part]
             row_groups = row_groups[part]
@@ -110,13 +114,20 @@ def calibrate(probabilities: np.ndarray, labels: np.ndarray, folds: np.ndarray) 
     """
     if len(labels) < LEAST_FOR_CALIBRATION:
         return None
+    # The temperature of a fold comes from the other folds, so that the error after it is that on new samples.
     after = np.empty_like(probabilities)
     for fold in np.unique(folds):
         is_tested = folds == fold
-        learns = ~is_tested if (~is_tested).any() else is_tested
-        after[is_tested] = tempered(probabilities[is_tested], best_temperature(probabilities[learns], labels[learns]))
-    errors = calibration_error(probabilities, labels), calibration_error(after, labels)
-    return Calibration(best_temperature(probabilities, labels), *errors) if errors[1] < errors[0] else None
+        learns = ~is_tested
+        if not learns.any():
+            learns = is_tested
+        temperature = best_temperature(probabilities[learns], labels[learns])
+        after[is_tested] = tempered(probabilities[is_tested], temperature)
+    error_before = calibration_error(probabilities, labels)
+    error_after = calibration_error(after, labels)
+    if error_after >= error_before:
+        return None
+    return Calibration(best_temperature(probabilities, labels), error_before, error_after)
 
 
 def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
@@ -126,10 +137,9 @@ def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
     """
     confidence = probabilities.max(axis=1)
     right = probabilities.argmax(axis=1) == labels
-    parts = np.array_split(np.argsort(confidence, kind="stable"), _BINS)
-    return float(
-        sum(abs(confidence[part].mean() - right[part].mean()) * len(part) for part in parts if len(part)) / len(labels)
-    )
+    bins = np.array_split(np.argsort(confidence, kind="stable"), _BINS)
+    weighted = [abs(confidence[rows].mean() - right[rows].mean()) * len(rows) for rows in bins if len(rows)]
+    return float(sum(weighted) / len(labels))
 
 
 def tempered(probabilities: np.ndarray, temperature: float) -> np.ndarray:
@@ -170,11 +180,14 @@ class Confidence:
     def arrays(self) -> Tensors:
         """Return everything as named arrays, for `of`."""
         result: Tensors = {}
-        if (calibration := self.calibration) is not None:
+        calibration = self.calibration
+        if calibration is not None:
             errors = (calibration.error_before, calibration.error_after)
             result["calibration"] = np.array([calibration.temperature, *errors])
-        if (rule := self.unknown) is not None:
-            result |= {"unknown_rows": rule.rows, "unknown": np.array([rule.threshold, rule.rate])}
+        rule = self.unknown
+        if rule is not None:
+            result["unknown_rows"] = rule.rows
+            result["unknown"] = np.array([rule.threshold, rule.rate])
         return result
 
     @classmethod
@@ -271,10 +284,14 @@ def estimated(samples: Samples, features: np.ndarray, answers: OutOfFold | None,
     calibration = None
     if answers is not None:
         calibration = calibrate(answers.probabilities, samples.labels[answers.rows], answers.folds)
-    return Confidence(calibration, UnknownRule.fit(features, rate, samples.groups) if rate else None)
+    unknown = None
+    if rate:
+        unknown = UnknownRule.fit(features, rate, samples.groups)
+    return Confidence(calibration, unknown)
 
 
 def _unit(features: np.ndarray) -> np.ndarray:
+    """Return the rows of features (n, d), scaled to length 1; rows of zeros stay."""
     rows = np.asarray(features, np.float32)
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return np.asarray(rows / np.where(lengths > 0, lengths, 1.0), np.float32)
@@ -287,12 +304,12 @@ def _distances(queries: np.ndarray, rows: np.ndarray, groups: np.ndarray | None 
     """
     result = np.empty(len(queries))
     step = max(1, _CELLS // len(rows))
+    rank = min(NEIGHBOURS, len(rows)) - 1
     for start in range(0, len(queries), step):
-        squares = np.maximum(
-            2.0 - 2.0 * queries[start : start + step].astype(np.float64) @ rows.T.astype(np.float64), 0.0
-        )
+        block = slice(start, start + step)
+        # Rows have length 1, so the square of a distance is 2 - 2 times their product.
+        squares = np.maximum(2.0 - 2.0 * queries[block].astype(np.float64) @ rows.T.astype(np.float64), 0.0)
         if groups is not None:
-            squares[groups[start : start + step, None] == groups[None, :]] = 4.0
-        rank = min(NEIGHBOURS, len(rows)) - 1
-        result[start : start + step] = np.sqrt(np.partition(squares, rank, axis=1)[:, rank])
+            squares[groups[block, None] == groups[None, :]] = 4.0
+        result[block] = np.sqrt(np.partition(squares, rank, axis=1)[:, rank])
     return result

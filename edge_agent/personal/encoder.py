@@ -20,7 +20,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -263,9 +263,9 @@ def try_out(folder: Path, precision: EncoderPrecision, memory_bytes: int, probed
     except subprocess.TimeoutExpired as error:
         raise BundleDamaged(f"{where}: it did not end within {TRIAL_S:g} s; export it again", is_public=True) from error
     except (subprocess.SubprocessError, ValueError, IndexError) as error:
-        why = f"it ended with {getattr(error, 'returncode', 'no answer')}"
+        ending = f"it ended with {getattr(error, 'returncode', 'no answer')}"
         limits = f"{memory_bytes >> 20} MiB of memory and {TRIAL_CPU_S} s of a processor are allowed"
-        raise BundleDamaged(f"{where}: {why}; {limits}; export it again", is_public=True) from error
+        raise BundleDamaged(f"{where}: {ending}; {limits}; export it again", is_public=True) from error
     except OSError as error:
         raise StateError(f"{where}: no process can be started: {error}; free memory, then try again") from error
     if result:
@@ -294,6 +294,11 @@ def trial() -> None:
 
 
 def _run_encoder(runtime: ModuleType, bundle: Bundle, precision: EncoderPrecision) -> None:
+    """Run the self-test of an encoder on the CPU, then its largest batch, which takes the most memory.
+
+    Raises:
+        BundleDamaged: The self-test fails.
+    """
     file = bundle.folder / bundle.variant(precision).file
     session = _onnx_session(runtime, _Model(file, "", bundle.made), ["CPUExecutionProvider"], 1)
     shape = bundle.manifest.task.input_shape
@@ -323,49 +328,71 @@ def features_of(
     """
     if cache is None or not len(samples):
         return encoder.features(samples.inputs, progress)
-    # Features depend on the encoder with its batch norm, and on the library that runs it.
-    providers = hashlib.sha256(",".join(encoder.providers).encode()).hexdigest()[:4]
-    # Each estimate of a device's own batch norm has another fingerprint: their files are one family, of which few stay.
-    family = f"features-{encoder.fingerprint[:32] if encoder.norm is None else f'{encoder.norm.variant[:32]}-own'}"
-    stem = f"{family}-{providers}" if encoder.norm is None else f"{family}-{encoder.fingerprint[:32]}-{providers}"
-    path = cache / f"{stem}-{samples.digest[:32]}.safetensors"
-    shape = len(samples), encoder.feature_dim
+    names = _FeatureNames.of_encoder(encoder)
+    path = cache / f"{names.stem}-{samples.digest[:32]}.safetensors"
     # 1. The same samples as before are found by the digest of them all.
     cached = _read_features(path, encoder.feature_dim)[1]
-    if cached.shape == shape:
+    if cached.shape == (len(samples), encoder.feature_dim):
         with contextlib.suppress(OSError):
             os.utime(path)  # most recently used
         return cached
-    # 2. Otherwise files of other samples, the newest first, are searched for each of these inputs.
+    # 2. Otherwise files of other samples are searched for each of these inputs.
     digests = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in samples.inputs]
-    rows = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
-    stored: dict[bytes, np.ndarray] = {}
-    missing_digests = set(digests)
-    older_files = oldest_first(cache.glob(f"{stem}-*.safetensors"))
-    for older_file in reversed(older_files):
-        names, features = _read_features(older_file, encoder.feature_dim)
-        for name, row in zip(map(bytes, names), features, strict=True):
-            if name in missing_digests:
-                missing_digests.remove(name)
-                stored[name] = row.copy()  # a view would keep the whole file in memory
-        if not missing_digests:
-            break
+    older_files = oldest_first(cache.glob(f"{names.stem}-*.safetensors"))
+    stored = _find_rows(older_files, set(digests), encoder.feature_dim)
     # 3. The encoder runs for those that are in none of them.
     missing = [number for number, digest in enumerate(digests) if digest not in stored]
-    result = np.empty(shape, np.float32)
+    result = np.empty((len(samples), encoder.feature_dim), np.float32)
     result[missing] = encoder.features(samples.inputs[missing], progress)
-    for number in set(range(len(digests))) - set(missing):
-        result[number] = stored[digests[number]]
+    for number, digest in enumerate(digests):
+        if digest in stored:
+            result[number] = stored[digest]
     # 4. All of them are saved as one file.
+    rows = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
     with private_files():  # features are made from private samples; the folder may be one of many people
         write_tensors(path, {"features": result, "rows": rows})
     # 5. The oldest files go: of this encoder, or of all estimates for it, and of all encoders together.
     if encoder.norm is not None:
-        older_files = [path for path in feature_files(cache) if path.name.startswith(f"{family}-")]
-    every = feature_files(cache)
-    for old in (*older_files[:-_FEATURE_FILES], *every[:-_ALL_FEATURE_FILES]):
+        older_files = [path for path in feature_files(cache) if path.name.startswith(f"{names.family}-")]
+    all_files = feature_files(cache)
+    for old in (*older_files[:-_FEATURE_FILES], *all_files[:-_ALL_FEATURE_FILES]):
         old.unlink(missing_ok=True)
     return result
+
+
+@dataclass(frozen=True)
+class _FeatureNames:
+    """The beginnings of the names of an encoder's files of cached features."""
+
+    family: str
+    """The same for all estimates of a device's own batch norm for one encoder, of which few files stay."""
+
+    stem: str
+    """The same for one encoder with its batch norm, on one library that runs it."""
+
+    @classmethod
+    def of_encoder(cls, encoder: Encoder) -> _FeatureNames:
+        """Return the names for an encoder."""
+        providers = hashlib.sha256(",".join(encoder.providers).encode()).hexdigest()[:4]
+        if encoder.norm is None:
+            family = f"features-{encoder.fingerprint[:32]}"
+            return cls(family, f"{family}-{providers}")
+        # Each estimate of a device's own batch norm has another fingerprint.
+        family = f"features-{encoder.norm.variant[:32]}-own"
+        return cls(family, f"{family}-{encoder.fingerprint[:32]}-{providers}")
+
+
+def _find_rows(older_files: Sequence[Path], digests: set[bytes], feature_dim: int) -> dict[bytes, np.ndarray]:
+    """Return the features (d,) of inputs by digest, as far as they are in one of the files; the newest file counts."""
+    stored: dict[bytes, np.ndarray] = {}
+    for older_file in reversed(older_files):
+        names, features = _read_features(older_file, feature_dim)
+        for name, row in zip(map(bytes, names), features, strict=True):
+            if name in digests and name not in stored:
+                stored[name] = row.copy()  # a view would keep the whole file in memory
+        if len(stored) == len(digests):
+            break
+    return stored
 
 
 def feature_files(cache: Path) -> list[Path]:

@@ -55,37 +55,58 @@ def score_numeric(
     Raises:
         DataError: the samples name no numbers for a head that predicts them.
     """
-    answers = head.predict(features) if len(test) else np.empty(0)
-    # A head for anomalies is scored by how its answers for normal and other samples lie apart.
+    answers = np.empty(0)
+    if len(test):
+        answers = head.predict(features)
     if not head.predicts_targets:
-        normal = is_normal(test, head)
-        above = None if head.threshold is None else answers > head.threshold
-        return {
-            "auroc": auroc(answers[normal], answers[~normal]),
-            "false_alarms": None if above is None or not normal.any() else float(above[normal].mean()),
-            "detected": None if above is None or normal.all() else float(above[~normal].mean()),
-        }
+        return _score_anomalies(head, answers, is_normal(test, head))
     if test.targets is None:
         raise DataError(_no_targets(head))
-    # A head for numbers is scored by its errors.
-    errors = answers - test.targets
-    variance = float(test.targets.var()) if len(test) else 0.0
-    result = {
-        "rmse.personal": _root_mean_square(errors),
-        "mae.personal": float(np.abs(errors).mean()) if len(test) else None,
-        "r2.personal": 1 - float(np.mean(errors**2)) / variance if variance > 0 else None,
-    }
+    scores = _score_numbers(answers, test.targets)
     if train is None:
-        return result
+        return scores
     # What the device could do without the encoder, and without any head, tells whether they are worth it.
     local = fit_numeric(head.name, head.params.model_dump(), train, flattened(train.inputs))
-    from_local = local.predict(flattened(test.inputs)) - test.targets if len(test) else np.empty(0)
-    from_mean = np.mean(np.asarray(train.targets)) - test.targets
+    errors_of_local = np.empty(0)
+    if len(test):
+        errors_of_local = local.predict(flattened(test.inputs)) - test.targets
+    errors_of_mean = np.mean(np.asarray(train.targets)) - test.targets
     return {
-        **result,
-        "rmse.local": _root_mean_square(from_local),
-        "rmse.mean": _root_mean_square(from_mean),
-        "mae.mean": float(np.abs(from_mean).mean()) if len(test) else None,
+        **scores,
+        "rmse.local": _root_mean_square(errors_of_local),
+        "rmse.mean": _root_mean_square(errors_of_mean),
+        "mae.mean": _mean_absolute(errors_of_mean),
+    }
+
+
+def _score_anomalies(head: NumericHead, answers: np.ndarray, normal: np.ndarray) -> dict[str, float | None]:
+    """Return how far the answers (n,) for ``normal`` (n,) samples and for others lie apart."""
+    scores: dict[str, float | None] = {
+        "auroc": auroc(answers[normal], answers[~normal]),
+        "false_alarms": None,
+        "detected": None,
+    }
+    if head.threshold is None:
+        return scores
+    is_alarm = answers > head.threshold
+    if normal.any():
+        scores["false_alarms"] = float(is_alarm[normal].mean())
+    if not normal.all():
+        scores["detected"] = float(is_alarm[~normal].mean())
+    return scores
+
+
+def _score_numbers(answers: np.ndarray, targets: np.ndarray) -> dict[str, float | None]:
+    """Return the errors of predicted numbers (n,), and the share of the targets' variance that they explain."""
+    errors = answers - targets
+    variance = float(targets.var()) if len(targets) else 0.0
+    explained = None
+    if variance > 0:
+        explained = 1 - float(np.mean(errors**2)) / variance
+    return {
+        "rmse.personal": _root_mean_square(errors),
+        "mae.personal": _mean_absolute(errors),
+        "r2.personal": explained,
     }
 
 
@@ -122,10 +143,17 @@ def auroc(low: np.ndarray, high: np.ndarray) -> float | None:
 
 
 def _root_mean_square(errors: np.ndarray) -> float | None:
+    """Return the root of the mean square of errors (n,); None without any."""
     return float(np.sqrt(np.mean(errors**2))) if len(errors) else None
 
 
+def _mean_absolute(errors: np.ndarray) -> float | None:
+    """Return the mean size of errors (n,); None without any."""
+    return float(np.abs(errors).mean()) if len(errors) else None
+
+
 def _no_targets(head: NumericHead) -> str:
+    """Return the message about data without numbers for a head that predicts them."""
     return (
         f"head '{head.name}' predicts numbers, and the data name none; give csv:FILE?target=COLUMN, or labels in an "
         "archive (npz) that are decimal numbers"

@@ -40,28 +40,38 @@ Given: TypeAlias = "Samples | tuple[Samples, Samples]"
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How a device fits and scores a personal head; one value for the library, the agent and the command line.
-
-    ``head``: its name, or auto for the best in cross-validation on the training samples, which takes no ``params``.
-    ``params`` win over those that the bundle suggests for ``head``. ``seed`` is that of the split (where samples do not
-    come divided), of folds and of the fit. ``cache``: folder in which computed features are kept; None: they are not.
-    ``unknown``: share of inputs like the training samples, 0..1, that may be called unknown; 0: none ever is.
-    ``local``: whether to find what the device reaches alone, which takes a second or two. ``allow_local``: whether that
-    model is used where it is better than the head beyond noise, or surer than the head in cross-validation.
-    ``progress``: name of a step -> how its progress is reported. ``doubtful_labels``: whether labels that may be wrong
-    are looked for among all samples, which takes a fit for each of five folds and compares all pairs.
-    """
+    """How a device fits and scores a personal head; one value for the library, the agent and the command line."""
 
     head: str = "lr"
+    """The name of the head, or auto for the best in cross-validation on the training samples."""
+
     params: Mapping[str, Any] = field(default_factory=dict)
+    """The head's parameters, which win over those that the bundle suggests for it; none with head auto."""
+
     seed: int = 0
+    """The seed of the split (where samples do not come divided), of folds and of the fit."""
+
     cache: Path | None = None
+    """The folder in which computed features are kept; None: they are not."""
+
     unknown: float = 0.05
+    """The share of inputs like the training samples, 0..1, that may be called unknown; 0: none ever is."""
+
     progress: Callable[[str], Progress | None] = lambda _step: None
+    """A function from the name of a step to how its progress is reported."""
+
     local: bool = True
+    """Whether to find what the device reaches alone, which takes a second or two."""
+
     allow_local: bool = False
+    """Whether the local model is used where it is better than the head beyond noise, or surer in cross-validation."""
+
     doubtful_labels: bool = False
+    """Whether labels that may be wrong are looked for: that takes a fit for each of five folds and compares all pairs.
+    """
+
     clock: Callable[[], float] = time.perf_counter
+    """A function that gives seconds."""
 
     def __post_init__(self) -> None:
         """Check the share of unknown inputs.
@@ -75,18 +85,22 @@ class FitOptions:
 
 @dataclass(frozen=True)
 class Scores:
-    """Accuracies, 0..1, on the held-out samples; None where there is nothing to score.
-
-    ``personal``: the personal head on the bundle's features. ``overall``: the shared classifier of the bundle
-    (``acc.global``). ``local``: the best model without the bundle, named ``local_model``, fitted on the raw inputs of
-    the same training samples: the bar to beat. ``better_alone``: it beats the personal head beyond noise (McNemar).
-    """
+    """Accuracies, 0..1, on the held-out samples; None where there is nothing to score."""
 
     personal: float | None
+    """The accuracy of the personal head on the bundle's features."""
+
     overall: float | None
+    """The accuracy of the bundle's shared classifier (``acc.global``)."""
+
     local: float | None
+    """The accuracy of the best model without the bundle, fitted on the same raw inputs: the bar to beat."""
+
     local_model: str = ""
+    """The name of the best model without the bundle."""
+
     better_alone: bool = False
+    """Whether that model beats the personal head beyond noise (McNemar)."""
 
     @classmethod
     def of(cls, right: np.ndarray | None, overall: float | None, local: Alone | None) -> Scores:
@@ -136,26 +150,12 @@ class Alone:
 
 @dataclass(frozen=True)
 class Result:
-    """A fitted personal head, its scores, and the encoder it belongs to.
-
-    ``seconds`` covers features, fit and scores, and where `with_reading` added it, reading the samples.
-
-    ``fingerprint`` is that of the encoder whose features the head was fitted on, ``norm`` its batch norm where that is
-    not the bundle's.
-
-    ``one_class``: the data have a single class, so the scores are meaningless. ``no_global``: why there is no
-    ``acc.global``; None where there is one. ``false_alarms``: share of the held-out samples, 0..1, that ``confidence``
-    calls unknown; None where it has no rule for that. ``local``: the model that is used instead of encoder and head.
-    ``steps``: seconds of each step. ``classes``, ``worst``, ``conflicts``: what lies behind the accuracy of the head,
-    of the held-out samples alone unless doubtful labels were asked for. ``budget``: what the head costs; measured by
-    `evaluate_heads`. ``choice``: how the head was chosen; None where it was named.
-    ``n_collected``: how many of the samples were added one by one. ``skipped``: as of `Samples`, of all of them.
-    ``learned``: digests of the training samples, as of `SavedHead`. ``same_sitting``: share of the held-out samples,
-    0..1, whose recording is learned from, too, so that the scores say less about a new recording; None without any.
-    """
+    """A fitted personal head, its scores, and the encoder it belongs to."""
 
     head: Head
     fingerprint: str
+    """The fingerprint of the encoder whose features the head was fitted on."""
+
     precision: EncoderPrecision
     class_names: tuple[str, ...]
     scores: Scores
@@ -163,23 +163,58 @@ class Result:
     n_test: int
     exactness: str
     norm: OwnNorm | None
+    """The batch norm of the encoder; None where it is the bundle's."""
+
     norm_metrics: Mapping[str, float | int | str | None]
     one_class: bool = False
+    """Whether the data have a single class, so that the scores are meaningless."""
+
     seconds: float = 0.0
+    """The seconds of features, fit and scores, and of reading the samples where `with_reading` added it."""
+
     no_global: str | None = None
+    """The reason why there is no ``acc.global``; None where there is one."""
+
     confidence: Confidence = field(default_factory=Confidence)
     false_alarms: float | None = None
+    """The share of the held-out samples, 0..1, that ``confidence`` calls unknown; None where it has no rule for that.
+    """
+
     n_collected: int = 0
+    """The number of samples that were added one by one."""
+
     skipped: tuple[str, ...] = ()
+    """What was left out of all samples because it cannot be used, each with the reason."""
+
     local: LocalModel | None = None
+    """The model that is used instead of encoder and head; None where these are used."""
+
     steps: Mapping[str, float] = field(default_factory=dict)
+    """The seconds of each step."""
+
     classes: tuple[ClassCount, ...] = ()
+    """The counts of the held-out samples by class."""
+
     worst: tuple[WorstSample, ...] = ()
+    """The samples with the worst answers: held-out ones, or of all samples if doubtful labels were asked for."""
+
     conflicts: tuple[LabelConflict, ...] = ()
+    """Near-duplicates with different labels; none unless doubtful labels were asked for."""
+
     budget: Budget | None = None
+    """What the head costs, as `evaluate_heads` measures it."""
+
     choice: HeadChoice | None = None
+    """How the head was chosen; None where it was named."""
+
     learned: np.ndarray | None = None
+    """Digests of the training samples, as in `SavedHead`."""
+
     same_sitting: float | None = None
+    """The share of the held-out samples, 0..1, whose recording is learned from as well; None without recordings.
+
+    The larger it is, the less the scores say about a new recording.
+    """
 
     @property
     def title(self) -> str:

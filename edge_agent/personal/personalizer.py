@@ -297,29 +297,34 @@ class Personalizer:
             raise UsageError("a loaded head comes without its samples; fit one with all samples first")
         # 1. Classes keep their places: those of earlier calls first, then those that are named, then new ones in y.
         raw_labels = data.label_array(y)
-        known_names = () if self._seen is None else self._seen.class_names
-        named = np.empty(0, int) if classes is None else data.label_array(classes)
-        more = named.astype(str).tolist()
-        are_names = raw_labels.dtype.kind == "U" or all(map(_is_integer, [*known_names, *more]))
-        held = np.unique(raw_labels.astype(str)).tolist() if are_names else []
-        names = tuple(dict.fromkeys([*known_names, *more, *held]))
-        if not known_names and not more:
-            names = data.with_own_classes(self.bundle.manifest.task.class_names, held)
+        earlier_names = () if self._seen is None else self._seen.class_names
+        given_classes = np.empty(0, int) if classes is None else data.label_array(classes)
+        given_names = given_classes.astype(str).tolist()
+        # Integers in y are positions of classes as soon as a class has a name that is no integer.
+        are_names = raw_labels.dtype.kind == "U" or all(map(_is_integer, [*earlier_names, *given_names]))
+        names_in_y = np.unique(raw_labels.astype(str)).tolist() if are_names else []
+        names = tuple(dict.fromkeys([*earlier_names, *given_names, *names_in_y]))
+        if not earlier_names and not given_names:
+            names = data.with_own_classes(self.bundle.manifest.task.class_names, names_in_y)
         # 2. The features of the new samples; their labels are of one kind with those before, or else text.
         new = self._samples(X, raw_labels, names)
         features = self.encoder.features(new.inputs)
         digests = new.row_digests()
-        kind: LabelKind = "text" if named.dtype.kind == "U" else _kind_of_labels(raw_labels, new)
+        kind: LabelKind = "text" if given_classes.dtype.kind == "U" else _kind_of_labels(raw_labels, new)
         # 3. The head learns from the samples of all calls.
         if self._seen is not None:
-            kind = kind if self.head is None or self.head.metrics["labels"] == kind else "text"
+            if self.head is not None and self.head.metrics["labels"] != kind:
+                kind = "text"
             if self.head is not None and self.head.learned is not None:
                 digests = np.concatenate([self.head.learned, digests])
             new = replace(new, labels=np.concatenate([self._seen.labels, new.labels]), groups=None, names=())
             features = np.concatenate([self._seen.inputs, features])
         # 4. Head and parameters are those of the call before, where this one names no others.
-        options = self._options if head is None else replace(self._options, head=head, params={})
-        options = options if params is None else replace(options, params=params)
+        options = self._options
+        if head is not None:
+            options = replace(options, head=head, params={})
+        if params is not None:
+            options = replace(options, params=params)
         heads.check(options.head, options.params)
         return self._learn(replace(new, inputs=features), options, self.encoder, digests, kind)
 
@@ -330,8 +335,9 @@ class Personalizer:
 
         ``kind``: what their labels were given as.
         """
-        if len(held := np.unique(samples.labels)) == 1:
-            _log.warning("one_class class=%s: the head can only answer that", samples.class_names[held[0]])
+        present = np.unique(samples.labels)
+        if len(present) == 1:
+            _log.warning("one_class class=%s: the head can only answer that", samples.class_names[present[0]])
         chosen, self.choice = best_head(self.bundle, samples, samples.inputs, options)
         fitted = fit(self.bundle, samples.inputs, samples.labels, chosen, samples.class_names)
         confidence = confidence_of(self.bundle, fitted, samples, samples.inputs, chosen)

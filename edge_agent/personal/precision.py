@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -98,8 +99,8 @@ def open_encoder(
     _log.info("precision_chosen precision=%s why=%s", choice.precision, choice.why)
     if choice.precision == "fp32":
         return encoder
-    why = f"int8 has the shipped statistics and was chosen: {choice.why}"
-    return replace(Encoder.open(bundle, "int8", threads), why_norm=why)
+    why_norm = f"int8 has the shipped statistics and was chosen: {choice.why}"
+    return replace(Encoder.open(bundle, "int8", threads), why_norm=why_norm)
 
 
 def with_norm(
@@ -123,17 +124,18 @@ def with_norm(
     Raises:
         BundleDamaged: the self-test of the encoder as it was shipped fails.
     """
-    # The bundle's statistics stay where nobody asks for others, or others cannot be estimated or compared.
+    # 1. The bundle's statistics stay where nobody asks for others, or others cannot be estimated or compared.
     shipped = Encoder.open(bundle, "fp32", threads)
-    if wanted_norm == "shipped" or samples is None:
-        why = "as configured" if wanted_norm == "shipped" else "no local samples to estimate others on"
-        return replace(shipped, why_norm=why)
-    why = why_not(bundle.manifest, len(samples))
-    if not why and wanted_norm == "auto" and (samples.targets is not None or len(np.unique(samples.labels)) == 1):
-        why = "no two classes in the local samples, so there are no accuracies to compare"
-    if why:
-        return replace(shipped, why_norm=why)
-    # Estimated statistics have to pass a self-test of their own.
+    if wanted_norm == "shipped":
+        return replace(shipped, why_norm="as configured")
+    if samples is None:
+        return replace(shipped, why_norm="no local samples to estimate others on")
+    obstacle = why_not(bundle.manifest, len(samples))
+    if not obstacle and wanted_norm == "auto" and not _has_several_classes(samples):
+        obstacle = "no two classes in the local samples, so there are no accuracies to compare"
+    if obstacle:
+        return replace(shipped, why_norm=obstacle)
+    # 2. Estimated statistics have to pass a self-test of their own.
     try:
         own_statistics = estimated(bundle, sample(samples.inputs, np.random.default_rng(refit.seed)))
         own_encoder = Encoder.open(bundle, "fp32", threads, norm=own_statistics)
@@ -142,30 +144,43 @@ def with_norm(
         return replace(shipped, why_norm=f"own statistics do not run here: {error}")
     if wanted_norm == "own":
         return replace(own_encoder, why_norm="as configured")
-    # Heads on both encoders answer the same samples.
+    # 3. Heads on both encoders answer the same samples.
     answers = right_answers({"shipped": shipped, "own": own_encoder}, samples, refit)
-    lost = int((answers["shipped"] & ~answers["own"]).sum())
-    gained = int((answers["own"] & ~answers["shipped"]).sum())
-    right = {name: f"{100 * rows.mean():.1f} %" if rows.size else "none" for name, rows in answers.items()}
-    why = f"a head on local data is right on {right['own']} with own statistics, {right['shipped']} with those shipped"
-    noise = (lost + gained) ** 0.5
-    stays_local = bundle.manifest.norm != "global"
+    use_own = _is_own_norm_better(answers, stays_local=bundle.manifest.norm != "global")
+    right_own = _as_percentage(answers["own"])
+    right_shipped = _as_percentage(answers["shipped"])
+    reason = f"a head on local data is right on {right_own} with own statistics, {right_shipped} with those shipped"
+    _log.info("norm_chosen norm=%s inputs=%d why=%s", "own" if use_own else "shipped", own_statistics.inputs, reason)
+    return replace(own_encoder if use_own else shipped, why_norm=reason)
+
+
+def _has_several_classes(samples: Samples) -> bool:
+    """Return whether the samples are labelled with two classes or more, not with numbers."""
+    return samples.targets is None and len(np.unique(samples.labels)) != 1
+
+
+def _is_own_norm_better(answers: Mapping[str, np.ndarray], *, stays_local: bool) -> bool:
+    """Return whether an encoder takes the device's own batch norm statistics.
+
+    Args:
+        answers: Which answers (m,) bool are right with ``own`` and with ``shipped`` statistics, of the same samples.
+        stays_local: Whether the method leaves batch norm to its clients.
+    """
+    if not answers["own"].size:
+        return False
+    lost: int = (answers["shipped"] & ~answers["own"]).sum().item()
+    gained: int = (answers["own"] & ~answers["shipped"]).sum().item()
+    noise = math.sqrt(lost + gained)
     # Methods that leave batch norm to their clients trained with local statistics: take them unless they are clearly
     # worse. Others trained with shared ones: take local statistics only where they are clearly better.
-    if not answers["own"].size:
-        use_own = False
-    elif stays_local:
-        use_own = lost - gained <= noise
-    else:
-        use_own = gained - lost > noise
-    result = own_encoder if use_own else shipped
-    _log.info(
-        "norm_chosen norm=%s inputs=%d why=%s",
-        "own" if result is own_encoder else "shipped",
-        own_statistics.inputs,
-        why,
-    )
-    return replace(result, why_norm=why)
+    if stays_local:
+        return lost - gained <= noise
+    return gained - lost > noise
+
+
+def _as_percentage(is_right: np.ndarray) -> str:
+    """Return the share of right answers (m,) bool for people."""
+    return f"{100 * is_right.mean():.1f} %" if is_right.size else "none"
 
 
 def estimated(bundle: Bundle, inputs: np.ndarray) -> OwnNorm:
@@ -179,13 +194,16 @@ def estimated(bundle: Bundle, inputs: np.ndarray) -> OwnNorm:
     if free is None:
         raise BundleDamaged(why_not(bundle.manifest, len(inputs)))
     kind = bundle.manifest.task.input.kind
+    # 1. The probe runs in a child process first: it comes from a file, and may take more memory than there is.
     try_probe(bundle, len(inputs))
     statistics, expected = run_probe(probe_of(bundle), kind, inputs, own_share(len(inputs)))
-    forms = (2 * sum(layer.channels for layer in free.layers),), (len(inputs), bundle.manifest.feature_dim)
-    if (statistics.shape, expected.shape) != forms:
-        raise BundleDamaged(f"the probe gives {statistics.shape} and {expected.shape}, expected {forms[0]}, {forms[1]}")
+    form = (2 * sum(layer.channels for layer in free.layers),)
+    feature_form = (len(inputs), bundle.manifest.feature_dim)
+    if statistics.shape != form or expected.shape != feature_form:
+        raise BundleDamaged(f"the probe gives {statistics.shape} and {expected.shape}, expected {form}, {feature_form}")
     if not np.isfinite(statistics).all():
         raise BundleDamaged("batch norm statistics of the local inputs are not finite")
+    # 2. An encoder with these statistics has to compute what the probe has computed with them.
     golden = self_test.prepared(bundle.golden()["raw"], bundle.manifest.task.input)
     few = inputs[: len(golden)]
     content = changed(bundle, variant.fingerprint, statistics)
@@ -225,32 +243,54 @@ def choose(
     except BundleDamaged as error:
         return PrecisionChoice("fp32", f"int8 does not run here as it was exported: {error}")
     # 3. It has to be faster. Times are noted for this processor, runtime and these encoders.
-    providers = {name: list(encoder.providers) for name, encoder in encoders.items()}
-    fingerprints = {name: encoder.fingerprint for name, encoder in encoders.items()}
-    conditions = {**arithmetic(), "providers": providers, "threads": threads, "fingerprints": fingerprints}
+    conditions = _conditions(encoders, threads)
     path = bundle.made / "precision.json"
     earlier = read_record(path, conditions)
-    if clock is None:  # CPU time of this thread where it does all the work; a GPU's work is no CPU time
-        on_cpu = all(encoder.providers == ("CPUExecutionProvider",) for encoder in encoders.values())
-        clock = time.thread_time if threads == 1 and on_cpu else time.perf_counter
-    timing = Timing(**earlier["timing"]) if "timing" in earlier else timed(encoders, clock)
+    if "timing" in earlier:
+        timing = Timing(**earlier["timing"])
+    else:
+        timing = timed(encoders, clock or _clock_for(encoders, threads))
     measured = {"timing": asdict(timing), "accuracy": earlier.get("accuracy", {})}
-    shown = f"a batch takes {timing.fp32_ms:.3f} ms in fp32 and {timing.int8_ms:.3f} ms in int8"
+    times = f"a batch takes {timing.fp32_ms:.3f} ms in fp32 and {timing.int8_ms:.3f} ms in int8"
     if not timing.is_faster:
         write_record(path, conditions, measured)
-        return PrecisionChoice("fp32", f"{shown}; int8 would have to save {LEAST_GAIN:.0%} and {LEAST_GAIN_MS} ms")
+        return PrecisionChoice("fp32", f"{times}; int8 would have to save {LEAST_GAIN:.0%} and {LEAST_GAIN_MS} ms")
     # 4. Heads on both have to answer alike. That takes the longest, and is noted for these samples.
     digest = hashlib.sha256(samples.digest.encode() + samples.labels.tobytes()).hexdigest()
     answers = measured["accuracy"].get(digest) or count_right(encoders, samples, refit)
     write_record(path, conditions, {**measured, "accuracy": {digest: answers}})
-    right = {name: answers[name] / max(answers["of"], 1) for name in encoders}
+    return _choose_by_answers(answers, times)
+
+
+def _choose_by_answers(answers: Mapping[str, int], times: str) -> PrecisionChoice:
+    """Return the choice between variants of which int8 is faster, by how many answers are right with each.
+
+    Args:
+        answers: The numbers of right answers with ``fp32`` and ``int8``, and of all answers (``of``).
+        times: The text about the times of a batch, with which the reason begins.
+    """
     if answers["of"] < LEAST_ANSWERS:
-        why = f"accuracies could be compared on {answers['of']} answers only, {LEAST_ANSWERS} are needed"
-        return PrecisionChoice("fp32", f"{shown}; {why}")
-    result = f"{shown}; a head on local data is right on {100 * right['fp32']:.1f} % and {100 * right['int8']:.1f} %"
-    is_as_good = answers["fp32"] - answers["int8"] <= MOST_LOSS * answers["of"]
-    limit = "" if is_as_good else f": int8 may lose {100 * MOST_LOSS:.1f} %"
-    return PrecisionChoice("int8" if is_as_good else "fp32", f"{result}{limit}")
+        reason = f"accuracies could be compared on {answers['of']} answers only, {LEAST_ANSWERS} are needed"
+        return PrecisionChoice("fp32", f"{times}; {reason}")
+    fp32_percent = 100 * (answers["fp32"] / answers["of"])
+    int8_percent = 100 * (answers["int8"] / answers["of"])
+    result = f"{times}; a head on local data is right on {fp32_percent:.1f} % and {int8_percent:.1f} %"
+    if answers["fp32"] - answers["int8"] <= MOST_LOSS * answers["of"]:
+        return PrecisionChoice("int8", result)
+    return PrecisionChoice("fp32", f"{result}: int8 may lose {100 * MOST_LOSS:.1f} %")
+
+
+def _conditions(encoders: Mapping[str, Encoder], threads: int) -> dict[str, Any]:
+    """Return what timings depend on, as the JSON record of them has it."""
+    providers = {name: list(encoder.providers) for name, encoder in encoders.items()}
+    fingerprints = {name: encoder.fingerprint for name, encoder in encoders.items()}
+    return {**arithmetic(), "providers": providers, "threads": threads, "fingerprints": fingerprints}
+
+
+def _clock_for(encoders: Mapping[str, Encoder], threads: int) -> Callable[[], float]:
+    """Return CPU time where one thread of this process does all the work, else the time of day."""
+    runs_on_cpu = all(encoder.providers == ("CPUExecutionProvider",) for encoder in encoders.values())
+    return time.thread_time if threads == 1 and runs_on_cpu else time.perf_counter
 
 
 def count_right(encoders: Mapping[str, Encoder], samples: Samples, refit: Refit = Refit()) -> dict[str, int]:

@@ -136,28 +136,39 @@ def check(
             "bundle was exported with; export it again"
         )
     if isinstance(spec, ImageInput):
-        resized = preprocess.image_pixels(result["photo"], spec).astype(np.int16)
-        pixels = int(np.abs(resized - result["resized"].astype(np.int16)).max(initial=0))
-        if pixels > RESIZE_TOLERANCE:
-            raise BundleDamaged(
-                f"self-test: resized pixels differ by up to {pixels} grey levels, {RESIZE_TOLERANCE} is accepted; "
-                f"this device resizes differently from the bundle's exporter; {_ADVICE}",
-                is_public=True,
-            )
-    if (head := bundle.global_head()) is not None:
-        difference, scale = _difference(_logits(head, result["features_fp32"]), result["logits"])
-        if not difference <= FP32_TOLERANCE:
-            raise BundleDamaged(
-                f"self-test: answers of the shared classifier differ by {difference:.3g} of their scale {scale:.3g}, "
-                f"at most {FP32_TOLERANCE:g} is accepted; {_ADVICE}",
-                is_public=True,
-            )
+        _check_resizing(spec, result)
+    head = bundle.global_head()
+    if head is not None:
+        _check_logits(head, result)
     expected = result[f"features_{precision}"] if norm is None else norm.golden
     if expected.shape != (_COUNT, bundle.manifest.feature_dim):
         raise BundleDamaged(
             f"self-test: golden features of the own batch norm are {expected.shape}; fit the head again"
         )
     return _check_features(features(prepared(result["raw"], spec)), expected, precision)
+
+
+def _check_resizing(spec: ImageInput, received: Tensors) -> None:
+    """Check that this device resizes the golden photo as the exporter did."""
+    resized = preprocess.image_pixels(received["photo"], spec).astype(np.int16)
+    levels = int(np.abs(resized - received["resized"].astype(np.int16)).max(initial=0))
+    if levels > RESIZE_TOLERANCE:
+        raise BundleDamaged(
+            f"self-test: resized pixels differ by up to {levels} grey levels, {RESIZE_TOLERANCE} is accepted; "
+            f"this device resizes differently from the bundle's exporter; {_ADVICE}",
+            is_public=True,
+        )
+
+
+def _check_logits(head: Tensors, received: Tensors) -> None:
+    """Check that the shared classifier answers to the golden fp32 features as it did at the exporter."""
+    difference, scale = _difference(_logits(head, received["features_fp32"]), received["logits"])
+    if not difference <= FP32_TOLERANCE:  # also where it is NaN
+        raise BundleDamaged(
+            f"self-test: answers of the shared classifier differ by {difference:.3g} of their scale {scale:.3g}, "
+            f"at most {FP32_TOLERANCE:g} is accepted; {_ADVICE}",
+            is_public=True,
+        )
 
 
 def _check_form(bundle: Bundle, precision: EncoderPrecision, received: Tensors) -> None:
@@ -168,7 +179,8 @@ def _check_form(bundle: Bundle, precision: EncoderPrecision, received: Tensors) 
         "class_names": ((32,), np.uint8),
         f"features_{precision}": ((_COUNT, size), np.float32),
     }
-    if isinstance(spec := task.input, ImageInput):
+    spec = task.input
+    if isinstance(spec, ImageInput):
         expected["raw"] = (_COUNT, spec.height, spec.width, spec.channels), np.uint8
         expected["photo"] = _photo_shape(spec), np.uint8
         expected["resized"] = spec.shape, np.uint8
@@ -177,7 +189,8 @@ def _check_form(bundle: Bundle, precision: EncoderPrecision, received: Tensors) 
     if bundle.manifest.global_head is not None:
         expected |= {"features_fp32": ((_COUNT, size), np.float32), "logits": ((_COUNT, task.num_classes), np.float64)}
     forms = {name: (array.shape, array.dtype.type) for name, array in received.items()}
-    if wrong := [name for name, form in expected.items() if forms.get(name) != form]:
+    wrong = [name for name, form in expected.items() if forms.get(name) != form]
+    if wrong:
         raise BundleDamaged(
             f"golden tensors: {', '.join(wrong)} missing, or not of the form of this task; export the bundle again"
         )

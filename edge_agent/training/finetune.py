@@ -69,7 +69,7 @@ def has_copy(client: Client) -> bool:
 
 @contextlib.contextmanager
 def with_copy_loaded(client: Client) -> Iterator[None]:
-    """Inside, ``client.model`` is the tuned copy; at the end it is what it was."""
+    """Load the tuned copy into ``client.model``, and restore the model at the end."""
     copy = {name.removeprefix(_KEPT): array for name, array in client.memory.items() if name.startswith(_KEPT)}
     with put_back(client.model, copy):
         load_arrays(client.model, copy)
@@ -119,10 +119,10 @@ def pairs(model: Parts) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def copy_tensors(source: nn.Module, target: nn.Module, *, buffers_only: bool = False) -> None:
     """Give ``target`` the tensors of ``source`` that have the same names: all of them, or its buffers alone."""
-    wanted = dict(target.named_buffers()) if buffers_only else target.state_dict()
+    target_tensors = dict(target.named_buffers()) if buffers_only else target.state_dict()
     state = source.state_dict()
     with torch.no_grad():
-        for name, tensor in wanted.items():
+        for name, tensor in target_tensors.items():
             if name in state:
                 tensor.copy_(state[name])
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -66,31 +65,81 @@ def cross_entropy(model: nn.Module) -> Loss:
     return lambda inputs, labels: F.cross_entropy(model(inputs), labels)
 
 
+@dataclass(frozen=True)
+class TrainingOptions:
+    """The options of one call of `train` or `train_by_steps` beside the parameters of the method."""
+
+    epochs: int | None = None
+    """The number of passes over the client's samples; None: ``local_epochs`` of the parameters."""
+
+    batch_size: int | None = None
+    """The number of samples of a batch; None: ``batch_size`` of the parameters."""
+
+    steps: int = 0
+    """The number of steps, in as many epochs as that takes; 0: all steps of ``epochs``."""
+
+    drop_last: bool = False
+    """Whether the samples behind the last whole batch sit out an epoch; see `batches`."""
+
+    smallest_batch: int = 2
+    """The least samples of a last batch of its own; see `batches`."""
+
+    frozen: Sequence[str] = ()
+    """The names of the parts of the model that get no gradient."""
+
+    frozen_norm: Literal["eval", "train"] = "eval"
+    """The mode in which frozen parts run. In train mode their batch norm takes the batch's statistics, and the running
+    ones move; some papers' code does so.
+    """
+
+    log: str = "loss"
+    """The name under which the mean loss of the last epoch is logged."""
+
+    terms: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Parts of the loss by name, which the step puts there for each batch; the means of the last epoch are logged."""
+
+    suspects: Mapping[str, float] = field(default_factory=dict)
+    """The parameters, with their values, that are named where the loss is not finite."""
+
+    beside: torch.optim.Optimizer | None = None
+    """A second optimizer, which works beside the first one and whose state is saved with the first one's."""
+
+
+DEFAULT_OPTIONS = TrainingOptions()
+"""The options of a training of all weights as the parameters of the method say."""
+
+
 def train(
     client: Client,
     loss: Loss,
     params: MethodParams,
     *,
+    options: TrainingOptions = DEFAULT_OPTIONS,
     optimizer: torch.optim.Optimizer | None = None,
     lr: float | None = None,
-    frozen: Sequence[str] = (),
     before_step: Callable[[], None] | None = None,
-    weights: Mapping[str, float] = MappingProxyType({}),
-    **options: Any,
 ) -> float:
-    """Train ``client.model`` in place as ``params`` say; returns the last epoch's mean loss (NaN for zero epochs).
+    """Train ``client.model`` in place as ``params`` say, with one step of an optimizer for each batch.
 
-    The default ``optimizer`` is that of ``params``, with step size ``lr`` where given, for all parts that are not
-    ``frozen``. ``before_step`` may change gradients. ``weights`` of the loss's terms are named where the loss is not
-    finite. All other options are those of `train_by_steps`.
+    Args:
+        client: The client, whose control may shorten, stop or resume the training; see `train_by_steps`.
+        loss: The loss of a batch.
+        params: The parameters of the method.
+        options: Which batches and parts are trained, and what is logged.
+        optimizer: The optimizer; default: that of ``params``, for all parts that are not frozen.
+        lr: The learning rate of the default optimizer; default: that of ``params``.
+        before_step: A function that may change gradients before they are applied.
+
+    Returns:
+        The mean loss of the last epoch; NaN for zero epochs.
 
     Raises:
         TrainingFailed: See `train_by_steps`.
+        TrainingCancelled: See `train_by_steps`.
     """
     if optimizer is None:
-        named = client.model.named_parameters()
-        learning = [weight for name, weight in named if weight.requires_grad and name.split(".", 1)[0] not in frozen]
-        optimizer = local_optimizer(learning, params, lr=lr)
+        weights = _weights_that_learn(client.model, options.frozen)
+        optimizer = local_optimizer(weights, params, lr=lr)
 
     def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -101,8 +150,19 @@ def train(
         optimizer.step()
         return value
 
-    suspects = {"lr": optimizer.param_groups[0]["lr"], **weights}
-    return train_by_steps(client, step, params, suspects=suspects, frozen=frozen, optimizer=optimizer, **options)
+    # The learning rate is the first thing to lower where the loss is not finite.
+    suspects = {"lr": optimizer.param_groups[0]["lr"], **options.suspects}
+    return train_by_steps(client, step, params, options=replace(options, suspects=suspects), optimizer=optimizer)
+
+
+def _weights_that_learn(model: Parts, frozen: Sequence[str]) -> list[torch.Tensor]:
+    """Return the weights that take a gradient and belong to no frozen part."""
+    weights: list[torch.Tensor] = []
+    for name, weight in model.named_parameters():
+        part = name.split(".", 1)[0]
+        if weight.requires_grad and part not in frozen:
+            weights.append(weight)
+    return weights
 
 
 def train_by_steps(
@@ -110,98 +170,103 @@ def train_by_steps(
     step: Step,
     params: MethodParams,
     *,
-    suspects: Mapping[str, float],
-    epochs: int | None = None,
-    batch_size: int | None = None,
-    steps: int = 0,
-    frozen: Sequence[str] = (),
-    frozen_norm: Literal["eval", "train"] = "eval",
-    drop_last: bool = False,
-    smallest_batch: int = 2,
-    log: str = "loss",
-    terms: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    options: TrainingOptions = DEFAULT_OPTIONS,
     optimizer: torch.optim.Optimizer | None = None,
-    beside: torch.optim.Optimizer | None = None,
 ) -> float:
     """Train as `train` does, for methods whose steps are more than one optimizer's; ``step`` does all of a batch.
 
-    ``suspects`` are named, with their values, where the loss is not finite. ``epochs`` and ``batch_size`` are those of
-    ``params`` unless given; ``steps`` other than 0 is the number of steps to do, in as many epochs as that takes. The
-    parts called ``frozen`` get no gradient. They run in eval mode; with ``frozen_norm`` "train" they stay in train
-    mode: their batch norm takes the batch's statistics, and the running ones move (some papers' code does so).
-    ``drop_last`` and ``smallest_batch`` are those of `batches`. The mean loss of the last epoch is logged as ``log``,
-    and so are the means of ``terms``: parts of the loss by name, which ``step`` puts there for each batch.
+    ``client.control`` may shorten the training, stop it, and resume it from a checkpoint with the same bits. A
+    shortened training logs its share of the steps as ``work``.
 
-    ``client.control`` may shorten the training, stop it, and resume it from a checkpoint with the same bits; the
-    states of ``optimizer``, and of one that works ``beside`` it, are in the checkpoint. A shortened training logs its
-    share of the steps as ``work``.
+    Args:
+        client: The client, whose model is trained in place.
+        step: The step of a batch, updates included.
+        params: The parameters of the method.
+        options: Which batches and parts are trained, and what is logged.
+        optimizer: The optimizer whose state is in the checkpoint, with that of ``options.beside``; None where the
+            training cannot be resumed.
+
+    Returns:
+        The mean loss of the last epoch; NaN for zero epochs.
 
     Raises:
         TrainingFailed: There are no samples, only one where batch norm needs two, or the loss is not finite.
         TrainingCancelled: ``client.control`` has stopped the training.
     """
-    epochs = params.local_epochs if epochs is None else epochs
-    batch_size = batch_size or params.batch_size
     if not client.samples:
         raise TrainingFailed(
             f"client '{client.id}' has no training samples; it takes no part until it has some", is_public=True
         )
+    epochs = params.local_epochs if options.epochs is None else options.epochs
+    batch_size = options.batch_size or params.batch_size
+    steps = options.steps
     control = client.control
+    optimizers = [candidate for candidate in (optimizer, options.beside) if candidate is not None]
+    # 1. The position of the checkpoint, if there is one; a training that was over there is not repeated.
+    position, final_loss = find_start(client, optimizers)
+    if final_loss is not None:
+        return final_loss
     mean_loss = math.nan
-    optimizers = [*filter(None, (optimizer, beside))]
-    position, known_loss = begun(client, optimizers)
-    if known_loss is not None:
-        return known_loss
-    with training_mode(client.model, frozen, frozen_norm):
+    with training_mode(client.model, options.frozen, options.frozen_norm):
         for epoch in range(position.epoch, (steps or epochs) + 1):
+            # 2. The batches of this epoch. A resumed epoch draws the same order as when it began, and only then goes
+            # back to the random numbers of the checkpoint.
             position.begin(client, epoch)
-            split = batches(client.samples, batch_size, client.rng, drop_last=drop_last, smallest=smallest_batch)
+            split = batches(
+                client.samples, batch_size, client.rng, drop_last=options.drop_last, smallest=options.smallest_batch
+            )
+            # How many steps a share of the training has is known once an epoch is split.
             if control.share < 1 and not steps:
                 steps = max(1, round(control.share * epochs * len(split)))
                 client.log["work"] = steps / (epochs * len(split))
-            split = split[: steps - position.before_epoch] if steps else split
-            position.within(client)
-            # Sums stay on the device: no wait for the GPU in each step.
+            if steps:
+                split = split[: steps - position.before_epoch]
+            position.restore_random_numbers(client)
+            # 3. The steps of this epoch that are not done yet.
             for indices in split[position.batch :]:
-                if control.is_cancelled():
-                    raise TrainingCancelled(f"client '{client.id}': training of round {client.round} was cancelled")
-                value = _value(client, step, torch.from_numpy(indices).to(client.device))
-                position.add(value, terms, len(indices))
+                value = _run_step(client, step, torch.from_numpy(indices).to(client.device))
+                position.add(value, options.terms, len(indices))
                 save_if_due(client, optimizers, position)
-            samples = sum(map(len, split))
-            sums = {name: float(added) / samples for name, added in position.sums.items()}
-            mean_loss = sums.pop("")
+            # 4. The means of the epoch, by which a training that diverges ends here.
+            means = position.mean_losses(sum(map(len, split)))
+            mean_loss = means.pop("")
             if not math.isfinite(mean_loss):
-                raise diverged(client, mean_loss, f"{epoch} of {epochs}", suspects)
-            client.log |= {**sums, log: mean_loss}
+                raise diverged(client, mean_loss, f"{epoch} of {epochs}", options.suspects)
+            client.log |= {**means, options.log: mean_loss}
             position.before_epoch += len(split)
             if position.before_epoch == steps:
                 break
+    # 5. The end, which a later call of this training resumes at.
     if control.checkpoint is not None:
-        control.checkpoint.end(lambda: ended(client, optimizers, position, mean_loss))
+        control.checkpoint.end(lambda: final_state(client, optimizers, position, mean_loss))
     return mean_loss
 
 
 def diverged(client: Client, loss: float, epoch: str, suspects: Mapping[str, float]) -> TrainingFailed:
-    """Return the error where a loss is not finite; ``epoch``: which of how many."""
+    """Return the error of a loss that is not finite; ``epoch`` says which of how many, as in "2 of 5"."""
+    values = ", ".join(f"{name} {value:g}" for name, value in suspects.items())
     return TrainingFailed(
-        f"client '{client.id}': loss became {loss} in epoch {epoch} at "
-        f"{', '.join(f'{name} {value:g}' for name, value in suspects.items())}; "
+        f"client '{client.id}': loss became {loss} in epoch {epoch} at {values}; "
         f"expected a finite number; lower {' or '.join(suspects)}, or look for extreme values in the data",
         is_public=True,
     )
 
 
-def _value(client: Client, step: Step, chosen: torch.Tensor) -> torch.Tensor:
-    """Return the loss of a batch of the client's training samples, whose numbers are ``chosen`` (n,).
+def _run_step(client: Client, step: Step, indices: torch.Tensor) -> torch.Tensor:
+    """Run one step on the training samples with these indices (b,), in the client's precision; returns its loss.
+
+    The loss stays on the client's device: reading its value would wait for the GPU in each step.
 
     Raises:
-        TrainingFailed: the batch has a single sample, and the model has batch norm.
+        TrainingCancelled: ``client.control`` has stopped the training.
+        TrainingFailed: The batch has a single sample, and the model has batch norm.
     """
+    if client.control.is_cancelled():
+        raise TrainingCancelled(f"client '{client.id}': training of round {client.round} was cancelled")
     is_mixed = client.precision != "float32"
     try:
         with torch.autocast(client.device.type, torch.bfloat16, enabled=is_mixed):
-            return step(client.train_inputs[chosen], client.train_labels[chosen])
+            return step(client.train_inputs[indices], client.train_labels[indices])
     except ValueError as error:
         # Torch's layers of normalization refuse a batch that has one number for each channel.
         if raiser_of(error) != ("torch.nn.functional", "_verify_batch_size"):
@@ -217,7 +282,11 @@ class Position:
     """The position of `train_by_steps`: its epoch, the batches of it that are done, and the sums of losses so far."""
 
     epoch: int = 1
+    """The number of the epoch, from 1."""
+
     batch: int = 0
+    """The number of batches of the epoch that are done."""
+
     before_epoch: int = 0
     """The number of steps done in earlier epochs."""
 
@@ -240,21 +309,26 @@ class Position:
         self.order = dict(client.rng.bit_generator.state)
         self.sums = {"": torch.zeros((), device=client.device)}
 
-    def within(self, client: Client) -> None:
+    def restore_random_numbers(self, client: Client) -> None:
         """Restore the random states of the checkpoint, now that the order of the epoch's batches is known."""
         if self.resumed is not None:
             client.rng.bit_generator.state = self.resumed
             self.resumed = None
 
     def add(self, loss: torch.Tensor, terms: Mapping[str, torch.Tensor], samples: int) -> None:
-        """Note that one batch is done."""
+        """Note that one batch of so many samples is done, with its mean loss and the mean terms of it."""
+        zero = torch.zeros_like(self.sums[""])
         for name, term in {"": loss, **terms}.items():
-            self.sums[name] = self.sums.get(name, torch.zeros_like(self.sums[""])) + term.detach() * samples
+            self.sums[name] = self.sums.get(name, zero) + term.detach() * samples
         self.batch += 1
+
+    def mean_losses(self, samples: int) -> dict[str, float]:
+        """Return the mean of each term over the epoch's samples; that of the loss is named ""."""
+        return {name: float(total) / samples for name, total in self.sums.items()}
 
 
 def save_if_due(client: Client, optimizers: Sequence[torch.optim.Optimizer], position: Position) -> None:
-    """Save the state behind a batch where there is a checkpoint that wants it now."""
+    """Save the state after a batch, if there is a checkpoint that is due."""
     checkpoint = client.control.checkpoint
     if checkpoint is not None and checkpoint.is_due():
         checkpoint.save(*checkpoint_of(client, optimizers, position))
@@ -264,17 +338,20 @@ def checkpoint_of(
     client: Client, optimizers: Sequence[torch.optim.Optimizer], position: Position
 ) -> tuple[Tensors, dict[str, Any]]:
     """Return everything on which the rest of a training depends: named arrays, and values for JSON."""
+    optimizer_states: Tensors = {}
+    for number, optimizer in enumerate(optimizers):
+        optimizer_states |= moments(optimizer, client.model, str(number))
     groups: dict[str, Tensors] = {
         "model": to_arrays(client.model, client.model.state_dict()),
-        "optimizer": {
-            name: array
-            for number, optimizer in enumerate(optimizers)
-            for name, array in moments(optimizer, client.model, str(number)).items()
-        },
+        "optimizer": optimizer_states,
         "memory": client.memory,
-        "sum": {name: added.cpu().numpy() for name, added in position.sums.items()},
+        "sum": {name: total.cpu().numpy() for name, total in position.sums.items()},
         "random": {name: state().numpy() for name, (state, _) in _random_states(client).items()},
     }
+    tensors: Tensors = {}
+    for group, arrays in groups.items():
+        for name, array in arrays.items():
+            tensors[f"{group}/{name}"] = array
     notes = {
         "epoch": position.epoch,
         "batch": position.batch,
@@ -283,10 +360,10 @@ def checkpoint_of(
         "random": client.rng.bit_generator.state,
         "log": client.log,
     }
-    return {f"{group}/{name}": array for group, arrays in groups.items() for name, array in arrays.items()}, notes
+    return tensors, notes
 
 
-def ended(
+def final_state(
     client: Client, optimizers: Sequence[torch.optim.Optimizer], position: Position, loss: float
 ) -> tuple[Tensors, dict[str, Any]]:
     """Return the state after a finished call of `train`, as `checkpoint_of` but in copies, and the loss it returned."""
@@ -295,16 +372,17 @@ def ended(
 
 
 class Passes:
-    """A `TrainingCheckpoint` for several calls of `train` in a row: it holds what those that are over have left.
+    """A `TrainingCheckpoint` for several calls of `train` in a row: it also holds the states of the finished ones.
 
-    On the way back each of them is not trained but set to its end, and what the method computes in between is computed
-    again from the same values.
+    When the training is resumed, a finished call is not trained again but set to its end, and what the method computes
+    in between is computed again from the same values.
     """
 
     def __init__(self, checkpoint: TrainingCheckpoint) -> None:
         self._checkpoint = checkpoint
-        self._over: list[tuple[Tensors, dict[str, Any]]] = []
+        self._finished: list[tuple[Tensors, dict[str, Any]]] = []
         self._saved: list[tuple[Tensors, dict[str, Any]]] | None = None
+        """The states that are in the checkpoint; None until it is read."""
 
     def is_due(self) -> bool:
         """Return whether the state should be saved now, as the checkpoint decides."""
@@ -312,44 +390,59 @@ class Passes:
 
     def save(self, tensors: Tensors, notes: Mapping[str, Any]) -> None:
         """Save the state of the call that is under way, and those of the ones before."""
-        states = [*self._over, (tensors, notes)]
-        every = {f"{number}/{name}": array for number, state in enumerate(states) for name, array in state[0].items()}
-        self._checkpoint.save(every, {**notes, "passes": [state[1] for state in states]})
+        states = [*self._finished, (tensors, notes)]
+        joined: Tensors = {}
+        for number, (arrays, _) in enumerate(states):
+            for name, array in arrays.items():
+                joined[f"{number}/{name}"] = array
+        self._checkpoint.save(joined, {**notes, "passes": [notes_of_call for _, notes_of_call in states]})
 
     def load(self) -> tuple[Tensors, dict[str, Any]] | None:
-        """Return the state of the call that begins; None where it was not reached."""
+        """Return the state of the call that begins; None where the saved training had not reached it."""
         if self._saved is None:
-            tensors, notes = self._checkpoint.load() or ({}, {})
-            split: list[Tensors] = [{} for _ in notes.get("passes", ())]
-            for name, array in tensors.items():
-                which, _, rest = name.partition("/")
-                split[int(which)][rest] = array
-            self._saved = list(zip(split, notes.get("passes", ()), strict=True))
-        number = len(self._over)
-        state = self._saved[number] if number < len(self._saved) else None
-        if state is not None and "loss" in state[1]:
-            self._over.append(state)
+            self._saved = self._read_states()
+        number = len(self._finished)
+        if number >= len(self._saved):
+            return None
+        state = self._saved[number]
+        # A state with a loss is the end of a call; it goes into the next checkpoint as it is.
+        if "loss" in state[1]:
+            self._finished.append(state)
         return state
 
     def end(self, state: Callable[[], tuple[Tensors, dict[str, Any]]]) -> None:
         """Note that the call that is under way is over."""
-        self._over.append(state())
+        self._finished.append(state())
+
+    def _read_states(self) -> list[tuple[Tensors, dict[str, Any]]]:
+        """Return the states that `save` has joined, one for each call; none where there is no checkpoint."""
+        tensors, notes = self._checkpoint.load() or ({}, {})
+        notes_by_call = notes.get("passes", ())
+        tensors_by_call: list[Tensors] = [{} for _ in notes_by_call]
+        for name, array in tensors.items():
+            number, _, rest = name.partition("/")
+            tensors_by_call[int(number)][rest] = array
+        return list(zip(tensors_by_call, notes_by_call, strict=True))
 
 
-def begun(client: Client, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Position, float | None]:
+def find_start(client: Client, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Position, float | None]:
     """Return where a call of `train` begins, and the loss that it returned if it was over at the checkpoint.
 
     Raises:
         TensorsError, StateError: See `resume`.
     """
-    loaded = client.control.checkpoint.load() if client.control.checkpoint is not None else None
+    checkpoint = client.control.checkpoint
+    if checkpoint is None:
+        return Position(), None
+    loaded = checkpoint.load()
     if loaded is None:
         return Position(), None
-    position = resume(client, optimizers, *loaded)
-    if "loss" not in loaded[1]:
+    tensors, notes = loaded
+    position = resume(client, optimizers, tensors, notes)
+    if "loss" not in notes:
         return position, None
-    position.within(client)
-    return position, float(loaded[1]["loss"])
+    position.restore_random_numbers(client)
+    return position, float(notes["loss"])
 
 
 def resume(
@@ -361,22 +454,25 @@ def resume(
         TensorsError: The tensors are not those of this model.
         StateError: The arrays of the optimizer do not belong to its parameters.
     """
-
-    def group(name: str) -> Tensors:
-        return {key.split("/", 1)[1]: array for key, array in tensors.items() if key.startswith(f"{name}/")}
-
-    load_arrays(client.model, group("model"))
+    groups: dict[str, Tensors] = {"model": {}, "optimizer": {}, "memory": {}, "sum": {}, "random": {}}
+    for key, array in tensors.items():
+        group, _, name = key.partition("/")
+        groups.setdefault(group, {})[name] = array
+    load_arrays(client.model, groups["model"])
     for number, optimizer in enumerate(optimizers):
-        restore(optimizer, client.model, group("optimizer"), str(number))
+        restore(optimizer, client.model, groups["optimizer"], str(number))
     client.memory.clear()
-    client.memory.update({name: array.copy() for name, array in group("memory").items()})
+    client.memory.update({name: array.copy() for name, array in groups["memory"].items()})
     client.log |= notes["log"]
-    states = group("random")
     for name, (_, set_state) in _random_states(client).items():
-        set_state(torch.tensor(states[name]))
-    sums = {name: torch.tensor(array, device=client.device) for name, array in group("sum").items()}
+        set_state(torch.tensor(groups["random"][name]))
     return Position(
-        notes["epoch"], notes["batch"], notes["before_epoch"], sums, notes["order"], resumed=notes["random"]
+        epoch=notes["epoch"],
+        batch=notes["batch"],
+        before_epoch=notes["before_epoch"],
+        sums={name: torch.tensor(array, device=client.device) for name, array in groups["sum"].items()},
+        order=notes["order"],
+        resumed=notes["random"],
     )
 
 
@@ -398,22 +494,22 @@ def _random_states(
 
 @contextlib.contextmanager
 def training_mode(model: Parts, frozen: Sequence[str], frozen_norm: Literal["eval", "train"]) -> Iterator[None]:
-    """Inside, the model is in train mode, and the ``frozen`` parts as `train_by_steps` says.
+    """Keep the model in train mode and its ``frozen`` parts without gradients, in the mode ``frozen_norm``.
 
     Raises:
         UnknownName: The model has no part of this name.
     """
-    still = [model.part(name) for name in frozen]
-    held = [weight for part in still for weight in part.parameters() if weight.requires_grad]
+    frozen_parts = [model.part(name) for name in frozen]
+    frozen_weights = [weight for part in frozen_parts for weight in part.parameters() if weight.requires_grad]
     model.train()
-    for part in still:
+    for part in frozen_parts:
         part.train(frozen_norm == "train")
-    for weight in held:
+    for weight in frozen_weights:
         weight.requires_grad_(False)
     try:
         yield
     finally:
-        for weight in held:
+        for weight in frozen_weights:
             weight.requires_grad_(True)
 
 
@@ -423,8 +519,21 @@ OptimizerState = Literal["reset", "persist"]
 """``reset``: every round starts without moments. ``persist``: a client continues with those of its last round."""
 
 
-def train_parts(client: Client, loss: Loss, params: Any, parts: Iterable[str], label: str, **options: Any) -> float:
+def train_parts(
+    client: Client, loss: Loss, params: Any, parts: Iterable[str], label: str, options: TrainingOptions
+) -> float:
     """Train the weights of ``parts`` alone, whose moments are kept as ``params.optimizer_state`` says.
+
+    Args:
+        client: The client, whose model is trained in place.
+        loss: The loss of a batch.
+        params: The parameters of a method that have ``optimizer_state``.
+        parts: The names of the parts to train.
+        label: The name under which the optimizer's moments are kept in the client's memory.
+        options: See `train`.
+
+    Returns:
+        The mean loss of the last epoch; NaN for zero epochs.
 
     Raises:
         TrainingFailed: See `train`.
@@ -432,7 +541,7 @@ def train_parts(client: Client, loss: Loss, params: Any, parts: Iterable[str], l
     """
     optimizer = optimizer_of(client.model, parts, params)
     with lasting(client, optimizer, label, params.optimizer_state):
-        return train(client, loss, params, optimizer=optimizer, **options)
+        return train(client, loss, params, optimizer=optimizer, options=options)
 
 
 def optimizer_of(model: Parts, parts: Iterable[str], params: MethodParams) -> torch.optim.Optimizer:
@@ -442,9 +551,9 @@ def optimizer_of(model: Parts, parts: Iterable[str], params: MethodParams) -> to
 
 @contextlib.contextmanager
 def lasting(client: Client, optimizer: torch.optim.Optimizer, label: str, mode: OptimizerState) -> Iterator[None]:
-    """Inside, the optimizer continues from the moments kept as ``label``; at the end they are kept again.
+    """Let the optimizer continue from the moments kept as ``label``, and keep them again at the end.
 
-    ``reset`` does nothing. Training that raises keeps nothing: the round has not happened.
+    Mode ``reset`` does nothing. Training that raises keeps nothing: the round has not happened.
 
     Raises:
         StateError: The kept arrays do not fit the parameters.
@@ -459,7 +568,7 @@ def lasting(client: Client, optimizer: torch.optim.Optimizer, label: str, mode: 
 def moments(optimizer: torch.optim.Optimizer, model: nn.Module, label: str) -> Tensors:
     """Return copies of the optimizer's state: ``optimizer.<label>.<parameter>.<key>``, with names as in the model."""
     arrays: Tensors = {}
-    for prefix, parameter in _kept_as(optimizer, model, label):
+    for prefix, parameter in _named_prefixes(optimizer, model, label):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 # A step counter lies on the host, moments beside their parameter and in its memory layout.
@@ -475,27 +584,33 @@ def restore(optimizer: torch.optim.Optimizer, model: nn.Module, memory: Tensors,
         StateError: An array is neither a number nor of its parameter's shape.
     """
     state: dict[int, dict[str, torch.Tensor]] = {}
-    for index, (prefix, parameter) in enumerate(_kept_as(optimizer, model, label)):
+    for index, (prefix, parameter) in enumerate(_named_prefixes(optimizer, model, label)):
         for name, array in memory.items():
-            if not name.startswith(prefix):
-                continue
-            tensor = torch.tensor(array)
-            if array.shape != ():
-                if array.shape != tuple(parameter.shape):
-                    raise StateError(
-                        f"kept '{name}' is {list(array.shape)}, its parameter {list(parameter.shape)}; remove what was "
-                        "kept of this run"
-                    )
-                # Laid out like its parameter: fused optimizers walk through both in step.
-                tensor = torch.empty_like(parameter).copy_(tensor)
-            state.setdefault(index, {})[name.removeprefix(prefix)] = tensor
+            if name.startswith(prefix):
+                tensor = _restored_tensor(name, array, parameter)
+                state.setdefault(index, {})[name.removeprefix(prefix)] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _kept_as(optimizer: torch.optim.Optimizer, model: nn.Module, label: str) -> list[tuple[str, torch.Tensor]]:
-    """Return the optimizer's parameters in its own order, each with what the names of its arrays begin with."""
+def _restored_tensor(name: str, array: np.ndarray, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a kept array as a tensor of an optimizer's state: a number, or moments in their parameter's layout."""
+    tensor = torch.tensor(array)
+    if array.shape == ():
+        return tensor
+    if array.shape != tuple(parameter.shape):
+        raise StateError(
+            f"kept '{name}' is {list(array.shape)}, its parameter {list(parameter.shape)}; remove what was kept of "
+            "this run"
+        )
+    # Fused optimizers walk through a parameter and its moments in step.
+    return torch.empty_like(parameter).copy_(tensor)
+
+
+def _named_prefixes(optimizer: torch.optim.Optimizer, model: nn.Module, label: str) -> list[tuple[str, torch.Tensor]]:
+    """Return the optimizer's parameters in its own order, each with the prefix of the names of its arrays."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [(f"optimizer.{label}.{names[id(p)]}.", p) for group in optimizer.param_groups for p in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(f"optimizer.{label}.{names[id(parameter)]}.", parameter) for parameter in parameters]
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

@@ -104,10 +104,10 @@ def names_that_travel(
     Raises:
         UnknownName: ``shared`` names a part that the model does not have.
     """
-    known = dict(model.named_children())
+    parts = dict(model.named_children())
     for part in shared:
-        if part not in known:
-            raise UnknownName("part", part, known)
+        if part not in parts:
+            raise UnknownName("part", part, parts)
     chosen = set(shared)
     stay = set(_norm_tensors(model, norm))
     return tuple(sorted(name for name in model.state_dict() if name.split(".", 1)[0] in chosen and name not in stay))
@@ -142,10 +142,11 @@ def to_arrays(model: nn.Module, names: Iterable[str]) -> Tensors:
         TensorsError: The model has no tensor of such a name.
     """
     state = model.state_dict()
-    wanted = tuple(names)
-    if missing := [f"no tensor '{name}'" for name in wanted if name not in state]:
+    chosen_names = tuple(names)
+    missing = [f"no tensor '{name}'" for name in chosen_names if name not in state]
+    if missing:
         raise TensorsError(first_of(missing))
-    copies = {name: state[name].to("cpu", copy=True, memory_format=torch.contiguous_format) for name in wanted}
+    copies = {name: state[name].to("cpu", copy=True, memory_format=torch.contiguous_format) for name in chosen_names}
     return {name: copy.numpy() for name, copy in copies.items()}
 
 
@@ -240,7 +241,7 @@ def take_statistics(layers: Collection[Norm], forward: Callable[[torch.Tensor], 
 def statistics_of(
     layers: Collection[Norm], forward: Callable[[torch.Tensor], object], inputs: torch.Tensor
 ) -> Iterator[None]:
-    """Inside, ``layers`` have the statistics of ``inputs``; afterwards those from before, bit for bit."""
+    """Give ``layers`` the statistics of ``inputs``, and restore those from before, bit for bit, at the end."""
     with contextlib.ExitStack() as stack:
         for layer in layers:
             stack.enter_context(put_back(layer))

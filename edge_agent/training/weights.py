@@ -58,7 +58,7 @@ def read_weights(encoder: nn.Module, path: Path) -> tuple[Tensors, tuple[str, ..
 
 
 def put_weights(model: Parts, weights: Tensors) -> None:
-    """Let the encoder of ``model`` begin with them, and so every other network in it that is built like it."""
+    """Let the encoder of ``model``, and every network in it that is built like it, begin with these weights."""
     tensors = {name: torch.from_numpy(array.copy()) for name, array in weights.items()}
     for module in _built_alike(model).values():
         module.load_state_dict(tensors, strict=False)
@@ -101,10 +101,16 @@ def _converted(array: np.ndarray, expected: torch.Tensor) -> np.ndarray:
 
 
 def _read(path: Path) -> Tensors:
+    """Return the tensors of a safetensors file.
+
+    Raises:
+        WeightsError: The file cannot be read, is too large, or has another format.
+    """
     try:
         if path.exists() and not path.is_file():
             raise WeightsError(f"{path}: is not a file; give a safetensors file of weights")
-        if (size := path.stat().st_size) > MOST_BYTES:
+        size = path.stat().st_size
+        if size > MOST_BYTES:
             raise WeightsError(f"{path}: {size} bytes, expected at most {MOST_BYTES}")
         content = read_regular(path)
     except OSError as error:

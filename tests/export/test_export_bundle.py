@@ -19,7 +19,7 @@ from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.personal.encoder import Encoder
 from edge_agent.training.parts import encoder_and_head, to_arrays
 from edge_agent.wire.tensors import decode
-from export import build, bundle, model_from_state, synthetic_inputs
+from export import build, bundle, int8, model_from_state, synthetic_inputs
 
 MOMENT = "2026-01-02T03:04:05+00:00"
 
@@ -220,7 +220,7 @@ def test_the_same_model_gives_the_same_files_and_the_same_id(model, task, images
 
 
 def test_an_int8_variant_that_is_too_rough_is_left_out_with_the_reason(model, task, images, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "MIN_COSINE", 1.01)
+    monkeypatch.setattr(int8, "MIN_COSINE", 1.01)
     report = export(model, task, images, tmp_path / "b.hwb", int8=True)
     assert "int8" not in report.manifest.variants
     assert report.int8_note.startswith("left out: mean cosine")
@@ -231,7 +231,7 @@ def test_a_quantizer_that_fails_does_not_fail_the_export(model, task, images, tm
     def fail(quantizer, ranges):
         raise RuntimeError("no kernel for this")
 
-    monkeypatch.setattr(build.Quantizer, "int8", fail)
+    monkeypatch.setattr(int8.Quantizer, "int8", fail)
     report = export(model, task, images, tmp_path / "b.hwb", int8=True)
     assert report.int8_note == "left out: the quantizer failed: no kernel for this"
     assert set(report.manifest.variants) == {"fp32"}

@@ -60,12 +60,14 @@ def lines_of(path: Path, origin: Origin) -> list[str]:
         DataError: The file does not exist, is too large, or is not text.
     """
     try:
-        if (size := path.stat().st_size) > MAX_TEXT_BYTES:
+        size = path.stat().st_size
+        if size > MAX_TEXT_BYTES:
             raise origin.damaged(path, f"has {size} bytes", f"text of at most {MAX_TEXT_BYTES}")
         text = read_regular(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise origin.missing(path.parent, f"'{path.name}': {cause(error)}") from error
-    return [line for row in text.splitlines() if (line := row.strip())]
+    lines = [line.strip() for line in text.splitlines()]
+    return [line for line in lines if line]
 
 
 def integers_of(path: Path, origin: Origin) -> np.ndarray:
@@ -230,14 +232,17 @@ class Layout:
         if wrong:
             message = f"has {len(wrong)} lines of another form ({'; '.join(wrong[:3])})"
             raise origin.damaged(path, message, f"'{domain}/class/file number' in each line")
-        if (repeated := len(inner) - len(set(inner))) > 0:
+        repeated = len(inner) - len(set(inner))
+        if repeated > 0:
             _log.info("listed_twice kind=%s domain=%s images=%d", origin.kind, domain, repeated)
-        known = set(self.class_names())
-        if self.classes is None and (unknown := sorted({name.parts[1] for name in inner} - known)):
+        # Where classes were chosen, the list names others as well; otherwise each of its classes has a folder.
+        class_names = set(self.class_names())
+        unknown = sorted({name.parts[1] for name in inner} - class_names)
+        if self.classes is None and unknown:
             message = f"{len(unknown)} classes of its lists have no folder, such as '{unknown[0]}'"
             raise origin.missing(self.root, message + near(unknown[0], self.class_names()))
         folder = self.folders[domain]
-        return [folder.joinpath(*name.parts[1:]) for name in dict.fromkeys(inner) if name.parts[1] in known]
+        return [folder.joinpath(*name.parts[1:]) for name in dict.fromkeys(inner) if name.parts[1] in class_names]
 
     def _list_file(self, domain: str, split: str) -> Path:
         """Return the list, beside the domains, above them, or in one of the folders in which it may lie."""

@@ -63,8 +63,10 @@ def parse(content: bytes, where: str) -> dict[str, Any]:
         machine = _Machine()
         for instruction, value, _ in pickletools.genops(file):
             machine.step(instruction.name, value)
-        if len(machine.stack) != 1 or not isinstance(result := machine.stack[0], dict):
+        stack = machine.stack
+        if len(stack) != 1 or not isinstance(stack[0], dict):
             raise TypeError("it is not one dictionary of named values")
+        result = stack[0]
         if file.read(1):
             raise ValueError("it goes on after the dictionary")
     except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -253,7 +255,8 @@ def read(where: str, options: CifarOptions) -> Raw:
     folder, version = _found(Path(where).expanduser(), options)
     splits = ("train", "test") if options.split == "all" else (options.split,)
     files = [(folder / name, IMAGES[version.dataset][split]) for split in splits for name in version.files[split]]
-    if missing := [path.name for path, _ in files if not path.is_file()]:
+    missing = [path.name for path, _ in files if not path.is_file()]
+    if missing:
         raise ORIGIN.missing(folder, f"it lacks {', '.join(missing)}")
     parts = [_batch(path, images, version, options.labels) for path, images in files]
     pixels, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
@@ -275,7 +278,8 @@ def _found(root: Path, options: CifarOptions) -> tuple[Path, Version]:
     held += [(root / version.folder, version) for version in VERSIONS if (root / version.folder).is_dir()]
     if not held:
         raise ORIGIN.missing(root)
-    if len(sets := sorted({version.dataset for _, version in held})) > 1:
+    sets = sorted({version.dataset for _, version in held})
+    if len(sets) > 1:
         raise DataError(f"cifar: '{root}' holds {' and '.join(sets)}; name the folder of one of them")
     folder, version = held[0]
     if options.labels not in version.labels:
@@ -314,12 +318,18 @@ def _python_batch(path: Path, images: int, key: str) -> tuple[np.ndarray, np.nda
 
 
 def _names(folder: Path, version: Version, labels: str) -> tuple[str, ...]:
+    """Return the names of the classes, from the file that a version has for them.
+
+    Raises:
+        DataError: The file is missing or damaged.
+    """
     if not version.meta:
         return tuple(lines_of(folder / version.names[labels], ORIGIN))
     path = folder / version.meta
     if not path.is_file():
         raise ORIGIN.missing(folder, f"it lacks {version.meta}")
-    if (size := path.stat().st_size) > 1 << 16:
+    size = path.stat().st_size
+    if size > 1 << 16:
         raise ORIGIN.damaged(path, f"has {size} bytes", "the names of some classes")
     names = parse(read_regular(path), f"cifar: '{path}'").get(version.names[labels])
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):

@@ -103,6 +103,11 @@ def _parts(options: Digits5Options) -> tuple[str, ...]:
 
 
 def _domains(options: Digits5Options) -> tuple[str, ...]:
+    """Return the chosen sets, or all of them.
+
+    Raises:
+        UnknownName: There is no such set.
+    """
     for name in options.domain:
         if name not in DOMAINS:
             raise UnknownName("Digits-Five domain", name, DOMAINS)
@@ -110,11 +115,17 @@ def _domains(options: Digits5Options) -> tuple[str, ...]:
 
 
 def _file(folder: Path, domain: str, part: str) -> Path:
+    """Return the file of a part of a set, under one of the names that copies of it have.
+
+    Raises:
+        DataError: There is none, or it is too large.
+    """
     names = [f"{domain}.npz", *(name.format(part=part) for name in _FILES[domain])]
     result = next((folder / name for name in names if (folder / name).is_file()), None)
     if result is None:
         raise ORIGIN.missing(folder, f"there is no {' or '.join(names)}")
-    if (size := result.stat().st_size) > MAX_BYTES:
+    size = result.stat().st_size
+    if size > MAX_BYTES:
         raise ORIGIN.damaged(result, f"has {size} bytes", f"at most {MAX_BYTES}")
     return result
 
@@ -152,10 +163,13 @@ def _wanted(form: str, part: str) -> list[str]:
 
 
 def _named(arrays: Mapping[str, np.ndarray], form: str, part: str, path: Path) -> Part:
-    wanted = _wanted(form, part)
-    if missing := [name for name in wanted if name not in arrays]:
-        raise ORIGIN.damaged(path, f"lacks the array {', '.join(missing)}", f"arrays {' and '.join(wanted)}")
-    return arrays[wanted[0]], arrays[wanted[1]]
+    """Return the arrays of images and labels by the names that they have in a file of this form."""
+    names = _wanted(form, part)
+    missing = [name for name in names if name not in arrays]
+    if missing:
+        raise ORIGIN.damaged(path, f"lacks the array {', '.join(missing)}", f"arrays {' and '.join(names)}")
+    images_name, labels_name = names
+    return arrays[images_name], arrays[labels_name]
 
 
 def _matlab(path: Path, wanted: list[str]) -> dict[str, np.ndarray]:
@@ -166,7 +180,8 @@ def _matlab(path: Path, wanted: list[str]) -> dict[str, np.ndarray]:
         raise MissingCapability.package("scipy", "heads", "reading Digits-Five") from error
     try:
         sizes = {name: int(np.prod(shape, dtype=object)) for name, shape, _ in io.whosmat(str(path))}
-        if large := [name for name in wanted if sizes.get(name, 0) > MAX_BYTES]:
+        large = [name for name in wanted if sizes.get(name, 0) > MAX_BYTES]
+        if large:
             raise ORIGIN.damaged(path, f"declares {sizes[large[0]]} numbers for '{large[0]}'", f"at most {MAX_BYTES}")
         result = io.loadmat(str(path), variable_names=wanted)
     except DataError:

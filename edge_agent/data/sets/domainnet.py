@@ -67,11 +67,12 @@ def read(where: str, options: DomainNetOptions) -> Raw:
         names = sorted(counts, key=lambda name: (-counts[name], name))[:number]
     else:
         names = [name.strip() for name in options.classes.split(",") if name.strip()]
-        known = layout.class_names()
-        names = list(FEDBN_CLASSES) if names == ["fedbn"] else names
+        if names == ["fedbn"]:
+            names = list(FEDBN_CLASSES)
+        class_names = layout.class_names()
         for name in names:
-            if name not in known:
-                raise UnknownName("class of DomainNet", name, known)
+            if name not in class_names:
+                raise UnknownName("class of DomainNet", name, class_names)
     return read_layout(replace(layout, classes=tuple(sorted(set(names)))), options)
 
 

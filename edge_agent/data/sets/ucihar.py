@@ -73,7 +73,8 @@ def inspect(where: str, options: UciHarOptions) -> None:
     _activities(root)
     for part in _parts(options):
         _labels(root, part)
-        if missing := [path.name for path in _signals(root, part) if not path.is_file()]:
+        missing = [path.name for path in _signals(root, part) if not path.is_file()]
+        if missing:
             raise ORIGIN.missing(root, f"'{part}/Inertial Signals' lacks {', '.join(missing)}")
 
 
@@ -120,8 +121,8 @@ def _labels(root: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _chosen(people: np.ndarray, options: UciHarOptions) -> np.ndarray:
-    wanted = np.isin(people, options.subject) if options.subject else np.ones(len(people), bool)
-    return wanted & ~np.isin(people, options.exclude_subject)
+    is_chosen = np.isin(people, options.subject) if options.subject else np.ones(len(people), bool)
+    return is_chosen & ~np.isin(people, options.exclude_subject)
 
 
 def _signals(root: Path, part: str) -> list[Path]:

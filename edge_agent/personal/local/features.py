@@ -49,7 +49,8 @@ def flattened(inputs: np.ndarray) -> np.ndarray:
 
 def _halved(inputs: np.ndarray) -> np.ndarray:
     for axis in range(2, inputs.ndim):
-        if size := inputs.shape[axis] // 2:
+        size = inputs.shape[axis] // 2
+        if size:
             even, odd = (inputs.take(range(start, 2 * size, 2), axis=axis) for start in (0, 1))
             inputs = np.asarray((even + odd) / 2)
     return inputs

@@ -158,14 +158,16 @@ def fit_local(
     right: dict[str, np.ndarray] = {name: np.zeros(0, bool) for name in (MAJORITY, *kinds)}
     # After each fold those leave that are worse than the best one beyond noise.
     running = list(right)
-    for number, (train, test) in enumerate((fold.train, fold.test) for fold in divisions):
+    for number, fold in enumerate(divisions):
+        labels_to_learn = labels[fold.train]
         for name in running:
             if name == MAJORITY:
-                answers = _majority(labels[train], num_classes).predict_proba(np.zeros((len(test), 1), np.float32))
+                head = _majority(labels_to_learn, num_classes)
+                answers = head.predict_proba(np.zeros((len(fold.test), 1), np.float32))
             else:
-                head = fitted(kinds[name], features[name][train], labels[train], num_classes, rng)
-                answers = head.predict_proba(features[name][test])
-            right[name] = np.concatenate([right[name], answers.argmax(axis=1) == labels[test]])
+                head = fitted(kinds[name], features[name][fold.train], labels_to_learn, num_classes, rng)
+                answers = head.predict_proba(features[name][fold.test])
+            right[name] = np.concatenate([right[name], answers.argmax(axis=1) == labels[fold.test]])
         leader = max(running, key=lambda name: int(right[name].sum()))
         running = [name for name in running if name == leader or not is_better(right[leader], right[name])]
         if progress is not None:
@@ -180,15 +182,18 @@ def fit_local(
 
 
 def _some(rows: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
+    """Return at most ``most`` of the rows (n,), drawn at random, in ascending order."""
     return rows if len(rows) <= most else np.sort(rng.permutation(rows)[:most])
 
 
 def _features(kind: Candidate, inputs: np.ndarray, spec: InputSpec, learned: Tensors) -> np.ndarray:
+    """Return what a kind of model takes out of inputs (n, ...), block by block, so that memory is bounded."""
     starts = range(0, max(1, len(inputs)), _AT_ONCE)
     return np.concatenate([kind.features(inputs[start : start + _AT_ONCE], spec, learned) for start in starts])
 
 
 def _majority(labels: np.ndarray, num_classes: int) -> Head:
+    """Return a head that always answers the most frequent of these labels; it takes features (n, 1) of zeros."""
     head = heads.create("lr")
     most_frequent = np.array([np.bincount(labels).argmax()])
     head.fit(FitData(np.zeros((1, 1), np.float32), most_frequent, num_classes), np.random.default_rng(0))

@@ -14,7 +14,7 @@ from paper_methods import dualfed, is_statistic
 from edge_agent import heads, methods
 from edge_agent.core.errors import ConfigError
 from edge_agent.methods.values import Update
-from edge_agent.training.loops import features_of, local_optimizer, train
+from edge_agent.training.loops import TrainingOptions, features_of, local_optimizer, train
 from edge_agent.training.networks import ensemble
 from edge_agent.training.parts import to_arrays
 
@@ -243,6 +243,12 @@ def test_training_on_cached_features_is_training_with_the_encoder_frozen(federat
             trainer.step(features[rows], labels[rows])
     optimizer = local_optimizer([w for part in trained for w in client.model.part(part).parameters()], method.params)
     loss = method.personal_loss(client)
-    train(client, loss, method.params, optimizer=optimizer, epochs=5, batch_size=16, frozen=("encoder", "head"))
+    train(
+        client,
+        loss,
+        method.params,
+        optimizer=optimizer,
+        options=TrainingOptions(epochs=5, batch_size=16, frozen=("encoder", "head")),
+    )
     for name, array in arrays.items():
         np.testing.assert_allclose(array, client.model.state_dict()[name].numpy(), atol=1e-5, rtol=1e-4, err_msg=name)

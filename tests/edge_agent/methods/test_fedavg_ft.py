@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from edge_agent import methods
 from edge_agent.core.errors import TrainingFailed
 from edge_agent.training import finetune
-from edge_agent.training.loops import local_optimizer, train
+from edge_agent.training.loops import TrainingOptions, local_optimizer, train
 from edge_agent.wire.tensors import encode
 
 
@@ -53,7 +53,13 @@ def test_tuning_the_head_equals_training_through_the_frozen_encoder(received):
     loss = lambda inputs, labels: F.cross_entropy(model(inputs), labels)
     optimizer = local_optimizer(model.head.parameters(), params, lr=0.1)
     before = model.head.weight.detach().clone()
-    train(client, loss, fed.method.params, optimizer=optimizer, epochs=3, batch_size=4, frozen=("encoder",))
+    train(
+        client,
+        loss,
+        fed.method.params,
+        optimizer=optimizer,
+        options=TrainingOptions(epochs=3, batch_size=4, frozen=("encoder",)),
+    )
     assert not torch.equal(model.head.weight, before)
     np.testing.assert_allclose(client.memory["tuned.head.weight"], model.head.weight.detach(), atol=1e-5)
     np.testing.assert_allclose(client.memory["tuned.head.bias"], model.head.bias.detach(), atol=1e-5)

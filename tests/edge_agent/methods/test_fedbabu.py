@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from edge_agent import methods
-from edge_agent.training.loops import local_optimizer, train
+from edge_agent.training.loops import TrainingOptions, local_optimizer, train
 
 LABELS = {"a": [0, 1, 1, 0, 1], "b": [1, 2, 2, 2]}
 
@@ -30,7 +30,7 @@ def test_the_body_is_trained_by_plain_sgd_under_the_frozen_head(tiny):
     client = twin.clients["a"]
     loss = lambda inputs, labels: F.cross_entropy(client.model(inputs), labels)
     optimizer = local_optimizer(client.model.encoder.parameters(), twin.method.params)
-    train(client, loss, fed.method.params, optimizer=optimizer, epochs=1, batch_size=4)
+    train(client, loss, fed.method.params, optimizer=optimizer, options=TrainingOptions(epochs=1, batch_size=4))
     for name, array in sent.items():
         np.testing.assert_array_equal(array, client.model.state_dict()[name], err_msg=name)
 

@@ -14,7 +14,7 @@ from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.heads import FitData
 from edge_agent.heads.fedpac import FedPACHead
 from edge_agent.methods.values import Update
-from edge_agent.training.loops import features_of, train
+from edge_agent.training.loops import TrainingOptions, features_of, train
 from edge_agent.wire.tensors import encode, specs_of
 
 TINY = Task(
@@ -164,7 +164,7 @@ def test_the_epoch_on_cached_features_equals_the_one_through_the_frozen_encoder(
     plain.train_labels = labels
     plain.rng = np.random.default_rng([0, 1])
     loss = lambda x, y: torch.nn.functional.cross_entropy(twin(x), y)
-    train(plain, loss, fed.method.params, lr=0.1, epochs=3, batch_size=4, frozen=("encoder",))
+    train(plain, loss, fed.method.params, lr=0.1, options=TrainingOptions(epochs=3, batch_size=4, frozen=("encoder",)))
     assert not torch.equal(client.model.head.weight, fed.fresh_model(1).head.weight)
     torch.testing.assert_close(client.model.head.weight, twin.head.weight, atol=1e-5, rtol=0)
     torch.testing.assert_close(client.model.head.bias, twin.head.bias, atol=1e-5, rtol=0)

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from edge_agent import methods
-from edge_agent.training.loops import local_optimizer, train
+from edge_agent.training.loops import TrainingOptions, local_optimizer, train
 
 LABELS = {"a": [0, 1, 2, 1, 0, 2], "b": [2, 2, 1, 0]}
 
@@ -45,7 +45,13 @@ def test_without_head_epochs_it_is_fedper_on_a_frozen_head(tiny):
     client = twin.clients["a"]
     loss = lambda inputs, labels: F.cross_entropy(client.model(inputs), labels)
     optimizer = local_optimizer(client.model.encoder.parameters(), twin.method.params)
-    train(client, loss, fed.method.params, optimizer=optimizer, epochs=1, batch_size=4, frozen=("head",))
+    train(
+        client,
+        loss,
+        fed.method.params,
+        optimizer=optimizer,
+        options=TrainingOptions(epochs=1, batch_size=4, frozen=("head",)),
+    )
     for name, array in sent.tensors.items():
         np.testing.assert_array_equal(array, client.model.state_dict()[name], err_msg=name)
 

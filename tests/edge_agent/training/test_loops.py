@@ -101,7 +101,9 @@ def test_one_step_of_sgd_by_hand():
         return F.cross_entropy(torch.cat([weight, torch.zeros(1)])[None], torch.zeros(1, dtype=torch.long))
 
     optimizer = loops.local_optimizer([weight], MethodParams(lr=0.4, momentum=0.0))
-    mean = loops.train(client, loss, MethodParams(), optimizer=optimizer, epochs=1, batch_size=2)
+    mean = loops.train(
+        client, loss, MethodParams(), optimizer=optimizer, options=loops.TrainingOptions(epochs=1, batch_size=2)
+    )
     assert weight.item() == pytest.approx(0.2)
     assert mean == pytest.approx(math.log(2))
 
@@ -115,7 +117,11 @@ def test_fused_and_plain_sgd_agree():
         if not fused:
             optimizer = torch.optim.SGD(client.model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, fused=False)
         loops.train(
-            client, loops.cross_entropy(client.model), MethodParams(), optimizer=optimizer, epochs=3, batch_size=2
+            client,
+            loops.cross_entropy(client.model),
+            MethodParams(),
+            optimizer=optimizer,
+            options=loops.TrainingOptions(epochs=3, batch_size=2),
         )
         results.append(torch.cat([p.detach().flatten() for p in client.model.parameters()]))
     torch.testing.assert_close(*results)
@@ -170,9 +176,7 @@ def test_frozen_parts_keep_their_bits_and_their_statistics():
         loops.cross_entropy(model),
         MethodParams(),
         optimizer=optimizer,
-        epochs=2,
-        batch_size=3,
-        frozen=("encoder",),
+        options=loops.TrainingOptions(epochs=2, batch_size=3, frozen=("encoder",)),
     )
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before if name.startswith("encoder."))
@@ -185,7 +189,12 @@ def test_frozen_parts_are_thawed_also_after_a_failure():
     client = client_with(model)
     client.train_inputs[:] = torch.nan
     with pytest.raises(TrainingFailed):
-        loops.train(client, loops.cross_entropy(model), MethodParams(), epochs=1, batch_size=3, frozen=("encoder",))
+        loops.train(
+            client,
+            loops.cross_entropy(model),
+            MethodParams(),
+            options=loops.TrainingOptions(epochs=1, batch_size=3, frozen=("encoder",)),
+        )
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -203,9 +212,8 @@ def test_gradients_may_be_changed_before_a_step():
         loops.cross_entropy(model),
         MethodParams(),
         optimizer=optimizer,
-        epochs=1,
-        batch_size=3,
         before_step=silence,
+        options=loops.TrainingOptions(epochs=1, batch_size=3),
     )
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -220,8 +228,7 @@ def test_the_reported_loss_weighs_each_sample_once():
         lambda _inputs, labels: labels.double().mean() + 0 * weight.sum(),
         MethodParams(),
         optimizer=loops.local_optimizer([weight], MethodParams()),
-        epochs=1,
-        batch_size=3,
+        options=loops.TrainingOptions(epochs=1, batch_size=3),
     )
     assert mean == pytest.approx(3.0)  # mean of 0..6
 
@@ -230,7 +237,13 @@ def test_zero_epochs_change_nothing_and_report_no_loss():
     model = linear_parts()
     optimizer = loops.local_optimizer(model.parameters(), MethodParams())
     client = client_with(model)
-    mean = loops.train(client, loops.cross_entropy(model), MethodParams(), optimizer=optimizer, epochs=0, batch_size=3)
+    mean = loops.train(
+        client,
+        loops.cross_entropy(model),
+        MethodParams(),
+        optimizer=optimizer,
+        options=loops.TrainingOptions(epochs=0, batch_size=3),
+    )
     assert math.isnan(mean)
     assert client.log == {}
 
@@ -240,7 +253,11 @@ def test_the_last_loss_is_logged_under_the_given_name():
     client = client_with(model)
     optimizer = loops.local_optimizer(model.parameters(), MethodParams())
     mean = loops.train(
-        client, loops.cross_entropy(model), MethodParams(), optimizer=optimizer, epochs=2, batch_size=3, log="loss.head"
+        client,
+        loops.cross_entropy(model),
+        MethodParams(),
+        optimizer=optimizer,
+        options=loops.TrainingOptions(epochs=2, batch_size=3, log="loss.head"),
     )
     assert client.log == {"loss.head": mean}
 
@@ -250,7 +267,11 @@ def test_a_loss_that_explodes_names_client_epoch_and_step_size():
     optimizer = loops.local_optimizer(model.parameters(), MethodParams(lr=1e30))
     with pytest.raises(TrainingFailed) as caught:
         loops.train(
-            client_with(model), loops.cross_entropy(model), MethodParams(), optimizer=optimizer, epochs=5, batch_size=2
+            client_with(model),
+            loops.cross_entropy(model),
+            MethodParams(),
+            optimizer=optimizer,
+            options=loops.TrainingOptions(epochs=5, batch_size=2),
         )
     message = str(caught.value)
     assert "client 'lamp'" in message
@@ -267,8 +288,7 @@ def test_a_client_without_samples_is_told_so():
             loops.cross_entropy(model),
             MethodParams(),
             optimizer=optimizer,
-            epochs=1,
-            batch_size=2,
+            options=loops.TrainingOptions(epochs=1, batch_size=2),
         )
 
 
@@ -281,8 +301,7 @@ def test_one_sample_under_batch_norm_is_explained():
             loops.cross_entropy(model),
             MethodParams(),
             optimizer=optimizer,
-            epochs=1,
-            batch_size=2,
+            options=loops.TrainingOptions(epochs=1, batch_size=2),
         )
 
 
@@ -292,7 +311,7 @@ def test_other_value_errors_of_a_loss_are_not_disguised():
 
     model = linear_parts()
     with pytest.raises(ValueError, match="a mistake in a method"):
-        loops.train(client_with(model), broken, MethodParams(), epochs=1, batch_size=2)
+        loops.train(client_with(model), broken, MethodParams(), options=loops.TrainingOptions(epochs=1, batch_size=2))
 
 
 def test_probabilities_come_from_eval_mode_and_leave_the_mode_alone():
