@@ -12,10 +12,8 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import NameOID
 
@@ -23,8 +21,9 @@ from edge_agent.bundle.trust import dump
 from edge_agent.core.errors import EnrolmentRefused, NotProven, StateError, UsageError
 from edge_agent.core.storage import write_private
 from edge_agent.identity.certificates import show_utc
+from edge_agent.identity.enrolment_port import CertificateRequest
 from edge_agent.identity.keys import key_fingerprint, new_secret, token_key
-from edge_agent.identity.signed_request import CertificateRequest, answer_bytes
+from edge_agent.identity.signed_request import CERTIFICATE_REQUEST, TOKEN_REQUEST, answer_bytes
 from edge_agent.identity.tokens import Token
 
 from ..broker.access import COORDINATOR_USER
@@ -396,10 +395,12 @@ def _shown_token(record: AgentRecord | None, request: CertificateRequest) -> tup
     if record is None or record.token is None:
         raise refusal
     try:
-        public = Ed25519PublicKey.from_public_bytes(base64.b64decode(record.token.public_key))
-        public.verify(base64.b64decode(request.signature), request.signed())
-    except (InvalidSignature, ValueError) as error:
+        public_key = base64.b64decode(record.token.public_key)
+        signature = base64.b64decode(request.signature)
+    except ValueError as error:
         raise refusal from error
+    if not TOKEN_REQUEST.is_valid(public_key, signature, request.signed()):
+        raise refusal
     return record, record.token
 
 
@@ -418,12 +419,12 @@ def _shown_certificate(record: AgentRecord | None, request: CertificateRequest) 
     if certificate is None:
         raise refusal
     try:
-        owner = x509.load_der_x509_certificate(base64.b64decode(certificate.der)).public_key()
-        if not isinstance(owner, ec.EllipticCurvePublicKey):
-            raise refusal
-        owner.verify(base64.b64decode(request.signature), request.signed(), ec.ECDSA(hashes.SHA256()))
-    except (InvalidSignature, ValueError) as error:
+        signer = base64.b64decode(certificate.der)
+        signature = base64.b64decode(request.signature)
+    except ValueError as error:
         raise refusal from error
+    if not CERTIFICATE_REQUEST.is_valid(signer, signature, request.signed()):
+        raise refusal
     return certificate
 
 

@@ -23,7 +23,7 @@ from edge_agent.core.errors import HeadwaterError, MissingCapability, StateError
 from edge_agent.core.locks import lock_holder
 from edge_agent.core.storage import read_regular, write_private
 from edge_agent.identity.certificates import show_utc
-from edge_agent.identity.signed_request import CertificateRequest
+from edge_agent.identity.enrolment_port import CertificateRequest
 from edge_agent.wire.messages.down import Renewed
 from edge_agent.wire.messages.up import Renew
 from edge_agent.wire.mqtt import MqttTransport

@@ -121,7 +121,7 @@ def _check_enrolment_port(identity: IdentityConfig, state: Path) -> None:
     Raises:
         DuplicateCoordinator: A coordinator of this federation's authority answers there.
     """
-    from edge_agent.identity.signed_request import ask
+    from edge_agent.identity.enrolment_port import ask
 
     from ..identity.authority import Authority
     from ..identity.ledger import identity_folder

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edge_agent.identity.certificates import Identity, IdentityFolder, check_clock, show_utc
-from edge_agent.identity.signed_request import CertificateRequest, ask, decoded
+from edge_agent.identity.enrolment_port import CertificateRequest, ask, decoded
 
 from ..core.children import answer_of_child
 from ..core.errors import (

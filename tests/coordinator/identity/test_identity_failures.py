@@ -41,9 +41,9 @@ from edge_agent.core.config import AgentConfig, DataConfig
 from edge_agent.core.errors import BrokerAway, ConfigError, EnrolmentRefused, MessageError, StateError, UsageError
 from edge_agent.core.storage import write_private
 from edge_agent.identity.certificates import IdentityFolder, answered, enroll, show_utc
+from edge_agent.identity.enrolment_port import MAX_LINE_BYTES, ask
 from edge_agent.identity.keys import fingerprint, new_secret, signing_request, token_key
 from edge_agent.identity.renewal import Renewal, renew_beside
-from edge_agent.identity.signed_request import MAX_LINE_BYTES, ask
 from edge_agent.identity.tokens import Token
 from edge_agent.wire.seal import AgentKey, read_key
 
@@ -658,7 +658,7 @@ def test_silent_stranger_with_many_connections_holds_no_renewal_up(side, device,
         until(lambda: side.port._served == {"127.0.0.1": AT_ONCE_OF_ONE})
         side.ahead = DAY * 20
         connect = functools.partial(socket.create_connection, source_address=("127.0.0.2", 0))
-        monkeypatch.setattr("edge_agent.identity.signed_request.socket.create_connection", connect)
+        monkeypatch.setattr("edge_agent.identity.enrolment_port.socket.create_connection", connect)
         Renewal(folder.path.parent, wall=lambda: side.now().timestamp()).by_port()
         assert side.port._served["127.0.0.1"] == AT_ONCE_OF_ONE, "the stranger's connections are all still there"
 
