@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from edge_agent.core.child_process import Child, Streams, module_command
 from edge_agent.core.errors import cause
 from edge_agent.core.storage import open_regular
 
@@ -42,29 +42,9 @@ TAIL_LINES = 5
 TAIL_BYTES = 1 << 16
 
 
-_ROOT = str(Path(__file__).resolve().parents[2])
-"""The folder that holds these packages, also if they were not installed; searched after Python's own modules."""
-
-_BEGIN = (
-    "import sys; sys.path[:1] = [path for path in sys.path[:1] if path]; "
-    "at = [n for n, path in enumerate(sys.path) if path.endswith('-packages')] or [len(sys.path)]; "
-    "sys.path.insert(at[0], sys.argv.pop(1)); "
-    "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-)
-
-
-def command(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command line that runs a module as ``python -m module arguments`` would, without the working folder.
-
-    ``python -m`` looks for modules in the working folder first: a user's ``queue.py`` there would replace Python's own.
-    Everything else on the module path, ``PYTHONPATH`` included, is found as usual.
-    """
-    return (sys.executable, "-c", _BEGIN, _ROOT, module, *arguments)
-
-
 def worker_command(function: str, *arguments: str) -> tuple[str, ...]:
-    """The command line of a child that calls ``function`` (``module:name``) with its pipe and these arguments."""
-    return command("coordinator.processes.worker_main", function, *arguments)
+    """Return the command of a child that calls ``function`` (``module:name``) with its pipe and these arguments."""
+    return module_command("coordinator.processes.worker_main", function, *arguments)
 
 
 @dataclass(frozen=True)
@@ -118,12 +98,10 @@ class ChildProcess:
                 if log is not None:
                     log.parent.mkdir(parents=True, exist_ok=True)
                     output = stack.enter_context(log.open("wb")).fileno()
-                self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                self._process = Child(
                     command,
-                    stdin=theirs.fileno(),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **limits.environment(), **(environment or {})},
+                    streams=Streams(input=theirs.fileno(), output=output, errors=subprocess.STDOUT),
+                    environment={**limits.environment(), **(environment or {})},
                 )
         except BaseException:
             self.pipe.close()
@@ -137,11 +115,11 @@ class ChildProcess:
     @property
     def is_running(self) -> bool:
         """Whether it has not exited."""
-        return self._process.poll() is None
+        return self._process.is_running
 
     def follow_output(self, on_line: Callable[[str], None]) -> None:
         """Call ``on_line`` with each line of output until the process closes it."""
-        for line in self._process.stdout or ():
+        for line in self._process.read_lines():
             text = line.decode(errors="replace").rstrip()
             self._tail.append(text)
             on_line(text)
@@ -162,11 +140,7 @@ class ChildProcess:
 
     def wait(self) -> int:
         """Its exit code, negative for a signal; killed if it does not exit within ``EXIT_TIMEOUT_S``."""
-        try:
-            return self._process.wait(EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+        return self._process.wait_or_kill(EXIT_TIMEOUT_S)
 
     def exit_reason(self) -> str:
         """Exit code or signal, and the last lines of output; waits for the exit."""
@@ -174,11 +148,8 @@ class ChildProcess:
 
     def close(self) -> None:
         """Kill it if it still runs, and release everything."""
-        self.kill()
-        self._process.wait()
+        self._process.close()
         self.pipe.close()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
 
 
 def exit_reason(code: int, output: Path | Sequence[str]) -> str:

@@ -792,7 +792,7 @@ def test_renewal_that_cannot_be_tried_at_the_start_ends_no_agent(side, device, m
     def fail(*_, **__):
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(subprocess, "run", fail)
+    monkeypatch.setattr(subprocess, "Popen", fail)
     app._renew_expired(renewal)
     assert "certificate_not_renewed" in caplog.text
 
