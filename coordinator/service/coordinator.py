@@ -9,16 +9,13 @@ from __future__ import annotations
 import contextlib
 import heapq
 import logging
-import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
 from edge_agent import __version__
-from edge_agent.core.children import InlineWorker, Worker
 from edge_agent.core.errors import (
     DuplicateCoordinator,
     EnrolmentRefused,
@@ -36,7 +33,6 @@ from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
 
 from ..config import CoordinatorConfig
-from ..fleet.rate_limits import RateLimits
 from ..fleet.refusals import Refusals
 from ..fleet.registry import (
     CommandSender,
@@ -52,26 +48,20 @@ from ..fleet.rollout import Rollout
 from ..fleet.transfers import Collector, Distributor, reason_of
 from ..hosted.transport import CombinedTransport
 from ..journal.store import utc_now
-from ..processes.compute import Compute, InlineCompute
-from ..runs.context import Reports, Run, RunContext, RunHooks, Waiting
+from ..runs.context import Reports, Run, RunContext, Waiting
 from ..runs.request import Request
 from ..runs.round_loop import RunLoop
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.backup import MARKER
 from ..state.candidate import accuracies_of
-from ..state.command_keys import CommandKeys
 from ..state.fault_log import FaultLog
 from ..state.fleet_rows import REPORTS, reported_by
-from ..state.starts import EPOCHS_OF_A_COPY, Takeover, record_start
+from ..state.starts import EPOCHS_OF_A_COPY, record_start
 from ..state.store import MOST_LISTED, StateFolder
 from ..views.releases import book_of
-from .peers import PROBE_S, Peers
+from .peers import Peers
 from .status import AgentStatus, StatusReport, StatusWriter
-
-if TYPE_CHECKING:
-    from ..identity.serving import (
-        IdentityService,
-    )  # loads cryptography, which a coordinator without certificates does not need
+from .surroundings import Access, Runtime, StartOptions
 
 log = logging.getLogger(__name__)
 
@@ -101,53 +91,49 @@ class Coordinator:
         state: StateFolder,
         transport: Transport,
         *,
-        clock: Callable[[], float] = time.monotonic,
-        stopwatch: Callable[[], float] | None = None,
-        worker: Worker | None = None,
-        hooks: RunHooks | None = None,
-        compute: Compute | None = None,
-        boot: str | None = None,
-        broker_url: str = "",
-        probe_s: float = PROBE_S,
-        run_ids: RunIds | None = None,
-        limits: RateLimits | None = None,
-        identity: IdentityService | None = None,
-        keys: CommandKeys | None = None,
-        now: Callable[[], datetime] = utc_now,
-        refusals: Refusals | None = None,
-        takeover: Takeover | None = None,
+        runtime: Runtime | None = None,
+        access: Access | None = None,
+        start: StartOptions | None = None,
     ) -> None:
-        """``probe_s``: how long another coordinator of the federation may take to answer before this one serves.
+        """Put a coordinator together; it does nothing before `start`.
 
-        ``run_ids``: ids of runs in messages; by default unique among all state folders. ``limits``: those that the
-        transport applies to what it receives. ``identity``: who has a certificate, where agents need one. ``keys``:
-        those that agents know its commands by. ``now``: the wall clock, for windows of releases and ends of pins.
-        ``refusals``: devices that broker or enrolment port do not let in. ``takeover``: the coordinator that this one
-        was told to replace.
+        Args:
+            config: Its configuration.
+            state: Its state folder, opened and locked by this process.
+            transport: Its connection to the agents.
+            runtime: Its clocks, and who does its long work.
+            access: Who may reach it, and how agents know its commands.
+            start: What this start decides.
         """
+        runtime = runtime or Runtime()
+        access = access or Access()
+        start = start or StartOptions()
+        clock = runtime.clock
         self.config = config
         self.state = state
         self.transport = transport
         self.clock = clock
-        self.stopwatch = stopwatch or clock
-        self.worker = worker or InlineWorker()
-        self.hooks = hooks or RunHooks()
-        self.compute = compute or InlineCompute()
-        self.broker_url = broker_url
+        self.stopwatch = runtime.stopwatch or clock
+        self.worker = runtime.worker
+        self.hooks = runtime.hooks
+        self.compute = runtime.compute
+        self.broker_url = access.broker_url
+        self.limits = access.limits
+        self.identity = access.identity
+        self.refusals = access.refusals or Refusals(clock, runtime.now)
+        self._boot = start.boot
+        self._takeover = start.takeover
+        self._run_ids = start.run_ids or RunIds(state.journal)
         self.topics = Topics(config.federation)
-        self._boot = boot or secrets.token_hex(8)
-        self._run_ids = run_ids or RunIds(state.journal)
-        self.commands = CommandSender(self.topics, self._publish, self._run_ids, self._boot, keys)
+        self.commands = CommandSender(self.topics, self._publish, self._run_ids, self._boot, access.keys)
         self.send = self.commands.send
-        self.peers = Peers(config.federation, self._boot, self.commands.to_coordinators, clock, probe_s)
+        self.peers = Peers(config.federation, self._boot, self.commands.to_coordinators, clock, start.probe_s)
         self.roster = Roster(clock, config.round.lease_s)
         self.duplicate_ids = DuplicateIds(self.roster, self.send, clock)
         self.distributor = Distributor(
             self.topics, self._publish, self.send, clock, unread_s=lambda: self.transport.unread_s
         )
         self.storage = Storage(clock)
-        self.limits = limits
-        self.identity = identity
         self._settings = config.digests()
         self.receipts = ReceiptMemory(self._send_durable)
         self.collector = Collector(
@@ -160,9 +146,8 @@ class Coordinator:
         )
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of, config.retention.runs)
         self.rejected = Rejections(clock)
-        self.refusals = refusals or Refusals(clock, now)
         gone_after = timedelta(days=config.retention.devices_days)
-        self.releases = Rollout(state, self.roster, self.distributor, self.send, clock, now, gone_after)
+        self.releases = Rollout(state, self.roster, self.distributor, self.send, clock, runtime.now, gone_after)
         self._handlers: dict[type[fields.Control], Callable[[str, Any], None]] = {
             up.UpdateManifest: self._on_manifest,
             up.Have: lambda agent, message: self.distributor.have(agent, message.digest),
@@ -174,7 +159,6 @@ class Coordinator:
             up.Renew: self._on_renew,
         }
         self._marker = state.path / MARKER
-        self._takeover = takeover
         self._status_writer = StatusWriter(state.path / "status.json", self.stopwatch)
         self._faults = FaultLog(state.path)
         self._unsent: list[tuple[str, fields.Command]] = []
@@ -433,7 +417,7 @@ class Coordinator:
             self.handle(agent, kind, event.payload)
         except ProtocolMismatch as error:
             self._ignore(agent, error)
-            side = "the device" if str(error).endswith("upgrade the peer") else "this coordinator"
+            side = "the device" if error.is_peer_older else "this coordinator"
             self.refusals.note(agent, "coordinator", type(error).__name__, str(error), f"upgrade {side}")
             message = f"coordinator {__version__} {SPOKEN}: {error}"  # the agent shows what this side speaks
             whom = codec.start_of(event.payload)  # an agent with a key asks for that before its first welcome
