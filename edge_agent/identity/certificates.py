@@ -34,7 +34,7 @@ from ..wire.seal import ENROLLED_KEY, check_key
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-from edge_agent.identity.enrolment_port import CertificateRequest, ask, decoded
+from edge_agent.identity.enrolment_port import CertificateRequest, ask, decode_field
 from edge_agent.identity.keys import (
     Fingerprint,
     Name,
@@ -229,20 +229,20 @@ def enroll(token: Token, folder: IdentityFolder, now: Callable[[], float] = time
         MessageError: The answer is malformed.
     """
     had_key = folder.pending.exists()
-    request = requested(token, folder)
+    request = make_request(token, folder)
     try:
         # The authority comes from a stranger: the fingerprint in the token tells whether it is the right one.
         answer = ask(token.address, None, {"ask": "authority"})
-        ca = _authority(token, answer)
+        ca = _check_authority(token, answer)
         check_clock(answer, now())
-        return _installed(token, folder, ca, ask(token.address, ca, request.model_dump()))
+        return _install(token, folder, ca, ask(token.address, ca, request.model_dump()))
     except EnrolmentRefused:  # nothing was certified; a key of before may be that of a request in a file
         if not had_key:
             folder.pending.unlink(missing_ok=True)
         raise
 
 
-def requested(token: Token, folder: IdentityFolder) -> CertificateRequest:
+def make_request(token: Token, folder: IdentityFolder) -> CertificateRequest:
     """Return the request for a certificate of a device with this token.
 
     Raises:
@@ -259,7 +259,7 @@ def requested(token: Token, folder: IdentityFolder) -> CertificateRequest:
     return folder.request(token.federation, token.name, token.secret)
 
 
-def answered(token: Token, folder: IdentityFolder, answer: dict[str, Any]) -> Identity:
+def install_answer(token: Token, folder: IdentityFolder, answer: dict[str, Any]) -> Identity:
     """Install an answer of 'headwater sign' that was carried here in a file.
 
     Raises:
@@ -267,13 +267,13 @@ def answered(token: Token, folder: IdentityFolder, answer: dict[str, Any]) -> Id
         MessageError: The answer belongs to another request.
     """
     need_cryptography()
-    return _installed(token, folder, _authority(token, answer), answer)
+    return _install(token, folder, _check_authority(token, answer), answer)
 
 
-def _installed(token: Token, folder: IdentityFolder, ca: bytes, answer: dict[str, Any]) -> Identity:
+def _install(token: Token, folder: IdentityFolder, ca: bytes, answer: dict[str, Any]) -> Identity:
     """Install the certificate, the key of commands and the trusted root in an answer, and return the identity."""
     host, port = token.address
-    certificate = decoded(answer, "certificate")
+    certificate = decode_field(answer, "certificate")
     commands = str(answer.get("commands"))
     root = answer.get("root")
     _check_signature(token, ca, answer)
@@ -298,7 +298,7 @@ def _check_signature(token: Token, ca: bytes, answer: dict[str, Any]) -> None:
     )
     # The answer is whatever JSON has arrived: its signature may be missing, its fields too deep to be written again.
     try:
-        signature = decoded(answer, "signature")
+        signature = decode_field(answer, "signature")
         content = answer_bytes(token.federation, token.name, answer)
     except (ValueError, RecursionError, MessageError) as error:
         raise refusal from error
@@ -306,13 +306,13 @@ def _check_signature(token: Token, ca: bytes, answer: dict[str, Any]) -> None:
         raise refusal
 
 
-def _authority(token: Token, answer: dict[str, Any]) -> bytes:
+def _check_authority(token: Token, answer: dict[str, Any]) -> bytes:
     """Return the authority's certificate (DER), which the coordinator shows and the token's fingerprint confirms.
 
     Raises:
         EnrolmentRefused: The certificate is that of another federation's authority.
     """
-    ca = decoded(answer, "authority")
+    ca = decode_field(answer, "authority")
     if not hmac.compare_digest(fingerprint(ca), token.authority):
         host, port = token.address
         raise EnrolmentRefused(

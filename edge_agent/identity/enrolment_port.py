@@ -135,7 +135,7 @@ def read_line(sock: socket.socket, until: float | None = None) -> bytes:
     return line
 
 
-def decoded(content: dict[str, Any], key: str) -> bytes:
+def decode_field(content: dict[str, Any], key: str) -> bytes:
     """Return the bytes in a field of an answer, which holds them in Base64.
 
     Raises:

@@ -40,7 +40,7 @@ from edge_agent.cli.doctor import look
 from edge_agent.core.config import AgentConfig, DataConfig
 from edge_agent.core.errors import BrokerAway, ConfigError, EnrolmentRefused, MessageError, StateError, UsageError
 from edge_agent.core.storage import write_private
-from edge_agent.identity.certificates import IdentityFolder, answered, enroll, show_utc
+from edge_agent.identity.certificates import IdentityFolder, enroll, install_answer, show_utc
 from edge_agent.identity.enrolment_port import MAX_LINE_BYTES, ask
 from edge_agent.identity.keys import fingerprint, new_secret, signing_request, token_key
 from edge_agent.identity.renewal import Renewal, renew_beside
@@ -512,11 +512,11 @@ def test_answer_in_a_file_that_was_changed_on_its_way_is_not_installed(side, dev
     }
     for wrong in ({**answer, what: changed[what]}, {key: answer[key] for key in answer if key != what}):
         with pytest.raises(MessageError, match=r"^answer: "):
-            answered(token, folder, wrong)
+            install_answer(token, folder, wrong)
         assert folder.read() is None
         assert not folder.commands.exists()
         assert TrustStore(folder.path.parent / "bundles").known() is None
-    assert answered(token, folder, answer).name == "porch"
+    assert install_answer(token, folder, answer).name == "porch"
     assert folder.commands.read_text() == side.enrolment.command_key("porch")
 
 
