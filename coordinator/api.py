@@ -337,6 +337,7 @@ def federate(
 
     from .hosted.in_memory import agent_in_memory
     from .service.coordinator import Coordinator
+    from .service.surroundings import StartOptions
 
     if not agents:
         raise UsageError("agents: expected at least one, as a mapping of id -> data source")
@@ -348,7 +349,7 @@ def federate(
     members = list[_Member]()
     with StateFolder(config.state).open("federate") as state:
         run = state.journal.request_run(Request(method, chosen, rounds, seed, config.task).to_fact())
-        members.append(Coordinator(config, state, broker.transport(), probe_s=0))
+        members.append(Coordinator(config, state, broker.transport(), start=StartOptions(probe_s=0)))
         for name, source in agents.items():
             own = AgentConfig(id=name, state=config.state.parent / name, data=DataConfig(source=source))
             members.append(agent_in_memory(own, broker))

@@ -143,6 +143,11 @@ class SupervisedBroker(ABC):
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _wait_until_ready(self) -> None:
+        """Wait until the broker accepts connections.
+
+        Raises:
+            BrokerAway: It has exited, or accepts none within `START_TIMEOUT_S`.
+        """
         where = f"the broker on {self.bind}:{self.port}"
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
@@ -161,7 +166,9 @@ class SupervisedBroker(ABC):
         return None
 
     def _log_output(self, line: str) -> None:
-        if (refusal := self.refusal_in(line)) is not None:
+        """Log a line of the broker, and report the client that it says was not let in."""
+        refusal = self.refusal_in(line)
+        if refusal is not None:
             self.on_refused(*refusal)
             log.debug("broker_output line=%s", line)
             return
@@ -218,18 +225,12 @@ class EmbeddedBroker(SupervisedBroker):
         if not is_loopback(self.bind):
             who = "anybody who can connect can take part" if self.password_file is None else "passwords can be read"
             log.warning("insecure_broker bind=%s: without TLS on a public address: %s", self.bind, who)
-        if self.password_file is not None:  # the coordinator is a user; its password is generated once
-            own = _own_password(self.password_file)
-            if not own.exists():
-                write_atomic(own, secrets.token_urlsafe(32).encode(), access=Access.private())
-            password = read_regular_text(own).strip()
-            known = read_passwords(self.password_file) if self.password_file.exists() else {}
-            if not is_password(password, known.get(COORDINATOR_USER, "")):
-                set_password(self.password_file, COORDINATOR_USER, password)
+        if self.password_file is not None:
+            _set_own_password(self.password_file)
         super().start()
 
     def config(self) -> BrokerConfig:
-        """How the coordinator connects."""
+        """Return the configuration with which the coordinator connects."""
         if self.password_file is None:
             return BrokerConfig(url=self.url)
         return BrokerConfig(url=self.url, user=COORDINATOR_USER, password_file=_own_password(self.password_file))
@@ -244,8 +245,10 @@ class EmbeddedBroker(SupervisedBroker):
         if not line.startswith(REFUSED_LINE):
             return None
         try:
-            said = json.loads(line.removeprefix(REFUSED_LINE))
-            user, agent, why = (str(said[key]) for key in ("user", "id", "why"))
+            refusal = json.loads(line.removeprefix(REFUSED_LINE))
+            user = str(refusal["user"])
+            agent = str(refusal["id"])
+            why = str(refusal["why"])
         except (ValueError, KeyError, TypeError):
             return None
         name = user if re.fullmatch(NAME_PATTERN, user) else "NAME"
@@ -260,12 +263,26 @@ class EmbeddedBroker(SupervisedBroker):
             ),
             "busy": ("too many logins at once", "nothing: it tries again"),
         }
-        return None if why not in texts else (agent, *texts[why])
+        if why not in texts:
+            return None
+        message, remedy = texts[why]
+        return agent, message, remedy
 
 
 def _own_password(password_file: Path) -> Path:
-    """The file of the coordinator's own password."""
+    """Return the file of the coordinator's own password."""
     return password_file.with_name(f"{password_file.name}.coordinator")
+
+
+def _set_own_password(password_file: Path) -> None:
+    """Make the coordinator a user of the password file; its password is generated once."""
+    own = _own_password(password_file)
+    if not own.exists():
+        write_atomic(own, secrets.token_urlsafe(32).encode(), access=Access.private())
+    password = read_regular_text(own).strip()
+    hashes = read_passwords(password_file) if password_file.exists() else {}
+    if not is_password(password, hashes.get(COORDINATOR_USER, "")):
+        set_password(password_file, COORDINATOR_USER, password)
 
 
 MAX_PACKET_BYTES = 1 << 20
@@ -329,7 +346,8 @@ class ManagedMosquitto(Mosquitto):
     @property
     def url(self) -> str:
         """Where clients on this machine find it."""
-        return f"mqtts://{f'[{self._host}]' if ':' in self._host else self._host}:{self.port}"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"mqtts://{host}:{self.port}"
 
     def command(self) -> list[str]:
         """The command line."""
@@ -337,15 +355,17 @@ class ManagedMosquitto(Mosquitto):
 
     def refusal_in(self, line: str) -> tuple[str, str, str] | None:
         """Agent, reason and remedy where a line of output says that a client was not let in."""
-        if (said := _UNKNOWN_CERTIFICATE.match(line)) is None:
+        match = _UNKNOWN_CERTIFICATE.match(line)
+        if match is None:
             return None
-        where = f" at {said['address']}" if said["address"] else ""
+        where = f" at {match['address']}" if match["address"] else ""
         remedy = "'edge-agent status' on the device says why; 'headwater enroll NAME' lets it in again"
-        return "", f"a client{where} has no certificate that counts here ({said['why']})", remedy
+        return "", f"a client{where} has no certificate that counts here ({match['why']})", remedy
 
     def reload(self) -> None:
         """Have it read its list of revoked certificates and its own certificate again; sessions stay."""
-        if (pid := self.pid) is not None:
+        pid = self.pid
+        if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGHUP)
 

@@ -7,7 +7,6 @@ announcements; the coordinator may do everything in its federation.
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import hmac
 import re
@@ -33,27 +32,27 @@ _ANY_BLOB = "+"
 
 
 def _writable(topics: Topics, user: str) -> tuple[str, ...]:
-    """Topics that an agent may publish on."""
+    """Return the topics that an agent may publish on."""
     return (topics.up(user), topics.up_chunks(user), topics.presence(user), topics.heartbeat(user))
 
 
 def _readable(topics: Topics, user: str) -> tuple[str, ...]:
-    """Filters that an agent may subscribe to."""
+    """Return the filters that an agent may subscribe to."""
     return (topics.down(user), topics.down_chunks(user), topics.broadcast(_ANY_BLOB), topics.announce)
 
 
 class Rules:
-    """What the users of one federation's broker may do."""
+    """The rules that say what the users of one federation's broker may do."""
 
     def __init__(self, federation: str) -> None:
         self.topics = Topics(federation)
 
     def may_publish(self, user: str, topic: str) -> bool:
-        """Whether ``user`` may publish on ``topic``."""
+        """Return whether ``user`` may publish on ``topic``."""
         return self._may(user, topic, _writable)
 
     def may_subscribe(self, user: str, topic_filter: str) -> bool:
-        """Whether ``user`` may subscribe to ``topic_filter``."""
+        """Return whether ``user`` may subscribe to ``topic_filter``."""
         return self._may(user, topic_filter, _readable)
 
     def _may(self, user: str, topic: str, granted: Callable[[Topics, str], tuple[str, ...]]) -> bool:
@@ -64,7 +63,7 @@ class Rules:
 
 
 def mosquitto_acl(federation: str) -> str:
-    """The same rules as a mosquitto ACL file, where ``%u`` stands for the user name."""
+    """Return the same rules as a mosquitto ACL file, where ``%u`` stands for the user name."""
     topics = Topics(federation)
     lines = [f"user {COORDINATOR_USER}", f"topic readwrite {topics.root}/#", ""]
     lines += [f"pattern write {topic}" for topic in _writable(topics, "%u")]
@@ -73,14 +72,15 @@ def mosquitto_acl(federation: str) -> str:
 
 
 def add_rules(path: Path, federation: str, *, account: str | None = None) -> bool:
-    """Add the rules of ``federation`` to the ACL file at ``path``; whether anything was changed.
+    """Add the rules of ``federation`` to the ACL file at ``path``; return whether anything was changed.
 
     All other lines stay as they are, so one file serves several federations and other rules. Its rules stand
     between two comments, and are replaced there when they differ. Owner, group and mode are those of `access_for`.
     Two commands at once wait for each other, so none loses the other's rules.
     """
     path = path.resolve()
-    first, last = (f"# {word} of the rules of federation '{federation}'" for word in ("begin", "end"))
+    first = f"# begin of the rules of federation '{federation}'"
+    last = f"# end of the rules of federation '{federation}'"
     block = f"{first}, made by 'headwater password'\n{mosquitto_acl(federation)}{last}\n"
     present = re.compile(rf"^{re.escape(first)},.*?^{re.escape(last)}\n", re.DOTALL | re.MULTILINE)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,8 +88,10 @@ def add_rules(path: Path, federation: str, *, account: str | None = None) -> boo
         before = read_regular_text(path) if path.exists() else ""
         if present.search(before):
             after = present.sub(lambda _: block, before, count=1)
+        elif before and not before.endswith("\n"):
+            after = f"{before}\n{block}"
         else:
-            after = f"{before}{'' if before.endswith(chr(10)) or not before else chr(10)}{block}"
+            after = before + block
         if after == before:
             return False
         write_atomic(path, after.encode(), access=access_for(path, account))
@@ -99,7 +101,9 @@ def add_rules(path: Path, federation: str, *, account: str | None = None) -> boo
 def set_password(
     path: Path, user: str, password: str, salt: bytes | None = None, *, account: str | None = None
 ) -> bool:
-    """Add ``user`` to a password file or change it; whether the user was there. Mosquitto reads the same file.
+    """Add ``user`` to a password file, or change its password; return whether the user was there.
+
+    Mosquitto reads the same file.
 
     The lines of all other users stay as they are, also those that mosquitto_passwd wrote. Owner, group and mode are
     those that `access_for` gives. Two commands at once wait for each other, so none loses the other's user.
@@ -120,31 +124,43 @@ def set_password(
 
 
 def access_for(path: Path, account: str | None = None) -> Access:
-    """Owner, group and mode that a broker's file at ``path`` should have when it is written.
+    """Return owner, group and mode that a broker's file at ``path`` should have when it is written.
 
-    Those that it has now. A file that only root could read, or a new one made by root, is given to ``account``; without
-    it to the owner of its folder where that is not root, else to Mosquitto's account where there is one: Mosquitto
-    gives up root before it reads its files.
+    Mosquitto gives up root before it reads its files, so a file that only root could read is given to somebody else.
+
+    Args:
+        path: The file, which may not exist yet.
+        account: The account that the broker runs as; None: it is not known.
 
     Raises:
-        UsageError: no such account.
+        UsageError: There is no such account.
     """
-    now = access_of(path) if path.exists() else None
     own = Access.private()
-    mode = own.mode if now is None else now.mode
+    present = access_of(path) if path.exists() else own
     if account is not None:
-        return Access(*_account(account), mode)
-    if own.uid != 0 or (now is not None and (now.uid != 0 or now.mode & 0o044)):
-        return now or own
+        uid, gid = _find_account(account)
+        return Access(uid, gid, present.mode)
+    # The broker can read the file as it is, or nobody here can change its owner.
+    others_can_read = path.exists() and present.mode & 0o044 != 0
+    if own.uid != 0 or present.uid != 0 or others_can_read:
+        return present
+    # The owner of the folder is probably the broker's account, if it is not root; else it may be Mosquitto's usual one.
     folder = access_of(path.parent)
     if folder.uid != 0:
-        return Access(folder.uid, folder.gid, mode)
-    with contextlib.suppress(UsageError):
-        return Access(*_account(BROKER_ACCOUNT), mode)
-    return now or own
+        return Access(folder.uid, folder.gid, present.mode)
+    try:
+        uid, gid = _find_account(BROKER_ACCOUNT)
+    except UsageError:
+        return present
+    return Access(uid, gid, present.mode)
 
 
-def _account(name: str) -> tuple[int, int]:
+def _find_account(name: str) -> tuple[int, int]:
+    """Return user and group id of an account.
+
+    Raises:
+        UsageError: There is no such account on this machine.
+    """
     import pwd
 
     try:
@@ -155,20 +171,20 @@ def _account(name: str) -> tuple[int, int]:
 
 
 def check_user(user: str) -> None:
-    """Return quietly when ``user`` can be the name of one.
+    """Require that ``user`` can be the name of a user.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: It cannot.
     """
     if not re.fullmatch(NAME_PATTERN, user):
         raise UsageError(f"user '{user[:80]}' does not match {NAME_PATTERN}; agents log in with their id")
 
 
 def read_passwords(path: Path) -> dict[str, str]:
-    """User -> hash.
+    """Return the hash of each user's password.
 
     Raises:
-        StateError: the file cannot be read or a line is not ``user:hash``.
+        StateError: The file cannot be read or a line is not ``user:hash``.
     """
     users = {}
     for number, (user, line) in enumerate(_lines(path).items(), 1):
@@ -181,10 +197,10 @@ def read_passwords(path: Path) -> dict[str, str]:
 
 
 def _lines(path: Path) -> dict[str, str]:
-    """User -> the user's whole line, whatever kind of hash it has.
+    """Return the whole line of each user, whatever kind of hash it has.
 
     Raises:
-        StateError: the file cannot be read or a line is not ``user:$kind$…``.
+        StateError: The file cannot be read or a line is not ``user:$kind$…``.
     """
     try:
         lines = read_regular_text(path).splitlines()
@@ -199,13 +215,13 @@ def _lines(path: Path) -> dict[str, str]:
 
 
 def hash_password(password: str, salt: bytes) -> str:
-    """PBKDF2-HMAC-SHA512 in the notation of mosquitto: ``$7$iterations$salt$hash``."""
+    """Return the PBKDF2-HMAC-SHA512 of a password in the notation of mosquitto: ``$7$iterations$salt$hash``."""
     digest = _pbkdf2(password, salt, ITERATIONS)
     return f"$7${ITERATIONS}${base64.b64encode(salt).decode()}${base64.b64encode(digest).decode()}"
 
 
 def is_password(password: str, hashed: str) -> bool:
-    """Whether ``password`` is the one behind ``hashed``; False also where ``hashed`` is malformed."""
+    """Return whether ``password`` is the one behind ``hashed``; False also where ``hashed`` is malformed."""
     parts = _parts(hashed)
     if parts is None:
         return False
@@ -218,6 +234,7 @@ def _pbkdf2(password: str, salt: bytes, iterations: int) -> bytes:
 
 
 def _parts(hashed: str) -> tuple[int, bytes, bytes] | None:
+    """Return iterations, salt and digest of a hash; None where it is malformed."""
     match = re.fullmatch(r"\$7\$([1-9][0-9]{0,6})\$([A-Za-z0-9+/=]+)\$([A-Za-z0-9+/=]+)", hashed)
     if match is None:
         return None
@@ -225,4 +242,6 @@ def _parts(hashed: str) -> tuple[int, bytes, bytes] | None:
         salt, digest = (base64.b64decode(part, validate=True) for part in match.groups()[1:])
     except ValueError:
         return None
-    return (int(match[1]), salt, digest) if len(digest) == _HASH_BYTES else None
+    if len(digest) != _HASH_BYTES:
+        return None
+    return int(match[1]), salt, digest

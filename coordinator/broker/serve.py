@@ -57,7 +57,8 @@ class AccessPlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
         super().__init__(context)
         self._path = Path(self.config.password_file)
         self._rules = Rules(self.config.federation)
-        self._users, self._read_at = read_passwords(self._path), self._path.stat().st_mtime_ns
+        self._users = read_passwords(self._path)
+        self._read_at = self._path.stat().st_mtime_ns
         # A password takes milliseconds to check, on purpose: in another thread it delays no message, and one that
         # was right is known again at once, so that agents come back while somebody tries passwords.
         self._checking = ThreadPoolExecutor(1, "passwords")
@@ -69,12 +70,8 @@ class AccessPlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
         self._right = dict[str, tuple[str, bytes]]()
 
     async def authenticate(self, *, session: Any) -> bool:
-        """Whether this CONNECT is granted; the broker itself checks the topics of publishes but not those of wills."""
-        with contextlib.suppress(OSError):  # enrolling needs no restart
-            changed = self._path.stat().st_mtime_ns
-            if changed != self._read_at:
-                self._users = read_passwords(self._path)
-                self._read_at = changed
+        """Return whether this CONNECT is granted."""
+        self._read_changed_users()
         user = session.username
         will = session.will_topic
         if not user:
@@ -82,25 +79,45 @@ class AccessPlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
         if user not in self._users:
             return self._refuse(session, "unknown")
         is_right = await self._is_right(user, session.password or "")
+        if is_right is None:
+            return self._refuse(session, "busy")
         if not is_right:
-            return self._refuse(session, "busy" if is_right is None else "password")
-        return not will or self._rules.may_publish(user, will) or self._refuse(session, "topics")
+            return self._refuse(session, "password")
+        # The broker itself checks the topics of publishes, but not those of wills.
+        if will and not self._rules.may_publish(user, will):
+            return self._refuse(session, "topics")
+        return True
+
+    def _read_changed_users(self) -> None:
+        """Read the password file again if it has changed, so that enrolling needs no restart."""
+        with contextlib.suppress(OSError):
+            changed_at = self._path.stat().st_mtime_ns
+            if changed_at != self._read_at:
+                self._users = read_passwords(self._path)
+                self._read_at = changed_at
 
     def _refuse(self, session: Any, why: str) -> bool:
-        """Report a refused login on stdout, for `EmbeddedBroker.refusal_in`; False."""
+        """Report a refused login on stdout, for `EmbeddedBroker.refusal_in`, and return False."""
         now = int(time.monotonic())
-        self._reported = (now, self._reported[1] + 1) if self._reported[0] == now else (now, 1)
-        if self._reported[1] <= REFUSALS_PER_S:
-            named = {"user": str(session.username or "")[:80], "id": agent_of(str(session.client_id or ""))[:80]}
-            sys.stdout.write(f"{REFUSED_LINE}{json.dumps({**named, 'why': why})}\n")
+        second, count = self._reported
+        count = count + 1 if second == now else 1
+        self._reported = (now, count)
+        if count <= REFUSALS_PER_S:
+            user = str(session.username or "")[:80]
+            agent = agent_of(str(session.client_id or ""))[:80]
+            line = json.dumps({"user": user, "id": agent, "why": why})
+            sys.stdout.write(f"{REFUSED_LINE}{line}\n")
             sys.stdout.flush()
         return False
 
     async def _is_right(self, user: str, password: str) -> bool | None:
-        """Whether the password is the user's; None: too many wait to be checked."""
+        """Return whether the password is the user's; None: too many wait to be checked."""
         hashed = self._users.get(user, "")
-        mark = hashed, hmac.digest(self._secret, password.encode(), hashlib.sha256)
-        if hmac.compare_digest(self._right.get(user, ("", b""))[1], mark[1]) and self._right[user][0] == hashed:
+        digest = hmac.digest(self._secret, password.encode(), hashlib.sha256)
+        mark = (hashed, digest)
+        # A password that was right before, for the same hash, needs no check.
+        hashed_before, digest_before = self._right.get(user, ("", b""))
+        if hmac.compare_digest(digest_before, digest) and hashed_before == hashed:
             return True
         if self._pending >= PENDING_CHECKS:
             return None
@@ -115,7 +132,7 @@ class AccessPlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
         return is_right
 
     async def topic_filtering(self, *, session: Any = None, topic: str | None = None, action: Any = None) -> bool:
-        """Whether this publish, subscription or delivery is granted."""
+        """Return whether this publish, subscription or delivery is granted."""
         user = session.username if session is not None else None
         if not user or not topic:
             return False

@@ -322,7 +322,9 @@ def _coordinator_config(folder: Path) -> CoordinatorConfig:
 @contextlib.contextmanager
 def _agents(folder: Path, url: str, seed: int) -> Iterator[dict[str, ChildProcess]]:
     """All agents as processes, each with a configuration file as one would write it by hand."""
-    from ..processes.supervisor import ChildProcess, command
+    from edge_agent.core.child_process import module_command
+
+    from ..processes.supervisor import ChildProcess
 
     agents: dict[str, ChildProcess] = {}
     try:
@@ -337,7 +339,7 @@ def _agents(folder: Path, url: str, seed: int) -> Iterator[dict[str, ChildProces
                 f'[broker]\nurl = "{url}"\n\n[data]\nsource = "{source}"\ntest_fraction = {HELD_OUT[tier]}\n',
                 encoding="utf-8",
             )
-            run_agent = command("edge_agent", "run", "--config", str(path))
+            run_agent = module_command("edge_agent", "run", "--config", str(path))
             agents[name] = ChildProcess(run_agent, folder / "logs" / f"{name}.log")
         yield agents
     finally:

@@ -33,6 +33,7 @@ from ..state.release_keys import (
     COORDINATOR,
     OLDEST_AGENT,
     RELEASE_LIFE,
+    NewRelease,
     Public,
     ReleaseKeys,
     Signers,
@@ -272,15 +273,8 @@ def sign(
     signing = [read_key(file) for file in key or [keys.online_key]]
     before = signature_of(bundle)
     version = keys.next_version(now) if root is None else int(now.timestamp())
-    release, count, needed = sign_bundle(
-        bundle,
-        roots,
-        signing,
-        version=version,
-        expires=end_of(version, now, timedelta(days=days)),
-        min_agent=min_agent,
-        again=again,
-    )
+    new_release = NewRelease(version, end_of(version, now, timedelta(days=days)), min_agent)
+    release, count, needed = sign_bundle(bundle, roots, signing, new_release, again=again)
     after = signature_of(bundle)
     result = {
         "bundle": str(bundle),

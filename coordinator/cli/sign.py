@@ -36,7 +36,7 @@ def sign(
     """
     from edge_agent.core.task import parse_json
     from edge_agent.identity.certificates import show_utc
-    from edge_agent.identity.signed_request import MAX_LINE_BYTES, CertificateRequest
+    from edge_agent.identity.enrolment_port import MAX_LINE_BYTES, CertificateRequest
 
     from .enroll import enrolment
 

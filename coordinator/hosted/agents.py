@@ -30,7 +30,7 @@ from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.messages.down import Job
 from edge_agent.wire.messages.up import Report, UpdateManifest
 from edge_agent.wire.topics import Topics
-from edge_agent.wire.transport import Message
+from edge_agent.wire.transport import Message, Transport
 
 from ..processes.pipe import Frame, Pipe
 from ..processes.worker_main import listen
@@ -46,14 +46,14 @@ Note = Callable[[str, Job | None], None]
 
 
 class ProcessResources:
-    """What the clients of one process share: the model of the run, which they use in turn, and the pool of samples."""
+    """The model of the run, which the clients of one process use in turn, and the pool of samples that they share."""
 
     def __init__(self) -> None:
         self._model: tuple[tuple[str, str], Built] | None = None
         self._pools: tuple[tuple[str, Path, Task], Pools] | None = None
 
     def model(self, job: Job, training: TrainingConfig) -> Built:
-        """The model of the job's run, built once."""
+        """Return the model of the job's run, which is built once."""
         from edge_agent import methods
         from edge_agent.client import Built
 
@@ -61,12 +61,12 @@ class ProcessResources:
         key = (job.run, device)
         if self._model is None or self._model[0] != key:
             method = methods.create(method_for(training, job), job.params)
-            made = Built.of(method, job.task, seed=job.seed, device=device)
-            self._model = (key, made)
+            built = Built.of(method, job.task, seed=job.seed, device=device)
+            self._model = (key, built)
         return self._model[1]
 
     def pools(self, source: str, folder: Path, task: Task) -> Pools:
-        """The samples of a source; only the last source is kept."""
+        """Return the samples of a source; only those of the last source are kept."""
         from edge_agent.data.partition import read_pools
 
         key = (source, folder, task)
@@ -84,11 +84,11 @@ class HostedResources(Resources):
         self._shared = shared
 
     def model(self, job: Job) -> Built:
-        """The model of the process."""
+        """Return the model of the process."""
         return self._shared.model(job, self.config.training)
 
     def read(self, task: Task) -> tuple[Samples, Samples]:
-        """The samples that the configuration names, out of the pool of the process where there is a partition."""
+        """Return the samples that the configuration names, out of the process's pool where there is a partition."""
         from edge_agent.data.partition import Own
 
         config = self.config.data
@@ -99,7 +99,7 @@ class HostedResources(Resources):
 
 
 class HostedTaskRunner(TaskRunner):
-    """Calls ``note`` before and after each task."""
+    """A task runner that calls ``note`` before and after each task."""
 
     def __init__(self, config: AgentConfig, shared: ProcessResources, note: Note = lambda *_: None) -> None:
         super().__init__(config, "train", resources=HostedResources(config, shared))
@@ -145,11 +145,12 @@ class HostedAgents:
             agent.start()
 
     def step(self) -> bool:
-        """One step of each agent; True when any of them had something to do."""
-        return sum(agent.step(0) for agent in self.agents) > 0
+        """Do one step of each agent; return whether any of them had something to do."""
+        were_busy = [agent.step(0) for agent in self.agents]
+        return any(were_busy)
 
     def idle_s(self) -> float:
-        """Seconds in which nothing is due unless a message arrives."""
+        """Return the seconds in which nothing is due unless a message arrives."""
         return min(agent.idle_s() for agent in self.agents)
 
 
@@ -168,6 +169,7 @@ def serve(pipe: Pipe) -> None:
         wake.set()
 
     with contextlib.ExitStack() as stack:
+        # Two processes must not work in one client's folder: after a crash, the former one may still be ending.
         for config in configs:
             stack.enter_context(folder_lock(config.state, f"hosted client {config.id}"))
             sweep(config.state)
@@ -178,10 +180,18 @@ def serve(pipe: Pipe) -> None:
         listen(pipe, on_frame)
         agents.start()
         while True:
-            wake.clear()
+            wake.clear()  # before the step: what arrives during it is not missed
             is_busy = agents.step()
-            while (event := gate.receive(0)) is not None:
-                if isinstance(event, Message):
-                    pipe.send(event.topic, event.payload)
+            _forward(gate, pipe)
             if not is_busy:
                 wake.wait(agents.idle_s())
+
+
+def _forward(gate: Transport, pipe: Pipe) -> None:
+    """Send to the owner all that the agents have published since the last call."""
+    while True:
+        event = gate.receive(0)
+        if event is None:
+            return
+        if isinstance(event, Message):
+            pipe.send(event.topic, event.payload)

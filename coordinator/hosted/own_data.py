@@ -39,13 +39,19 @@ PROBE = "prototype"
 
 
 def train_warm(request: dict[str, Any]) -> dict[str, Any]:
-    """Train; the method's first state is then in the file ``into``, and the result has its accuracy.
+    """Train a method's first state on the samples of ``[warm_start]``, and write it to a file.
 
-    ``request``: method, params, task, seed, weights to begin with, and the settings of ``[warm_start]``.
+    Args:
+        request: Method, params, task, seed, weights to begin with, the settings of ``[warm_start]``, and the file to
+            write (``into``).
+
+    Returns:
+        The facts of the entry ``warm_started``, with loss and accuracy (0..1; None: no sample was held out).
 
     Raises:
-        HeadwaterError: the data do not fit the task, or training diverged.
+        HeadwaterError: The data do not fit the task, or training diverged.
     """
+    # 1. The samples of the coordinator's own data.
     settings = parse(WarmStartConfig, request["settings"], where="[warm_start]")
     method = methods.create(request["method"], request["params"])
     task = Task.model_validate(request["task"])
@@ -55,6 +61,8 @@ def train_warm(request: dict[str, Any]) -> dict[str, Any]:
     train, test = data.split(samples, settings.test_fraction, settings.seed)
     if not len(train):
         raise DataError(f"{settings.data}: no training samples are left after the split; lower test_fraction")
+    # 2. The model, as a client of the method would begin. A method that shares a head trains that one; for the others
+    # a linear head is trained and discarded.
     device = choose_device(settings.device)
     torch.manual_seed(request["seed"])
     model = method.build(task)
@@ -62,8 +70,8 @@ def train_warm(request: dict[str, Any]) -> dict[str, Any]:
         Weights.model_validate(request["weights"]).load_into(model)
     model = model.to(device)
     shared = to_arrays(model, method.shared_names(model))
-    is_own = "head" in method.shared and method.global_head(method.start(shared)) is not None
-    head = model.head if is_own else nn.Linear(feature_dim(model.encoder), task.num_classes)
+    shares_head = "head" in method.shared and method.global_head(method.start(shared)) is not None
+    head = model.head if shares_head else nn.Linear(feature_dim(model.encoder), task.num_classes)
     trained = Parts(encoder=model.encoder, head=head).to(device)
     generator = torch.Generator(device=device)
     generator.manual_seed(request["seed"])
@@ -77,8 +85,14 @@ def train_warm(request: dict[str, Any]) -> dict[str, Any]:
         rng=np.random.default_rng([request["seed"], _SALT]),
         generator=generator,
     )
-    fields = ("lr", "momentum", "weight_decay", "batch_size")
-    params = MethodParams(local_epochs=settings.epochs, **{name: getattr(settings, name) for name in fields})
+    # 3. Plain training with cross entropy, then the state and its accuracy on what was held out.
+    params = MethodParams(
+        local_epochs=settings.epochs,
+        lr=settings.lr,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        batch_size=settings.batch_size,
+    )
     loss = train_model(client, cross_entropy(client.model), params)
     write_tensors(Path(request["into"]), method.start(to_arrays(model, method.shared_names(model))))
     score = None
@@ -92,19 +106,25 @@ def train_warm(request: dict[str, Any]) -> dict[str, Any]:
         "epochs": settings.epochs,
         "loss": round(loss, 6),
         "accuracy": score,
-        "head": "shared" if is_own else "discarded",
+        "head": "shared" if shares_head else "discarded",
         "device": str(device),
     }
 
 
 def evaluate_on_proxy(request: dict[str, Any]) -> dict[str, Any]:
-    """``acc`` (0..1), on how many samples, ``by`` what, and where batch norm had its statistics from.
+    """Evaluate the state of a round on the samples of ``[proxy]``.
 
-    ``request``: method, params, task, the file of the state, and data, folder and device of ``[proxy]``.
+    Args:
+        request: Method, params, task, the file of the state, and data, folder and device of ``[proxy]``.
+
+    Returns:
+        ``acc`` (0..1), the number of ``samples``, ``by`` what they were classified, and whose statistics batch norm had
+        (``norm``).
 
     Raises:
-        HeadwaterError: the data do not fit the task, or the state is damaged.
+        HeadwaterError: The data do not fit the task, or the state is damaged.
     """
+    # 1. The model of the state; names that only devices have stay as they were built.
     method = methods.create(request["method"], request["params"])
     task = Task.model_validate(request["task"])
     state = read_tensors(Path(request["state"]))
@@ -112,17 +132,21 @@ def evaluate_on_proxy(request: dict[str, Any]) -> dict[str, Any]:
     device = choose_device(request["device"])
     torch.manual_seed(0)
     model = method.build(task)
-    known = model.state_dict().keys()
-    load_arrays(model, {name: array for name, array in state.items() if name in known})
+    names = model.state_dict().keys()
+    load_arrays(model, {name: array for name, array in state.items() if name in names})
     model = model.to(device)
     inputs = torch.from_numpy(samples.inputs).to(device)
-    if is_local := bool(norm_names(model, method.shared_names(model))):
+    # 2. Where batch norm stays on devices, the encoder gets the statistics of the proxy samples.
+    is_local = bool(norm_names(model, method.shared_names(model)))
+    if is_local:
         _take_statistics(model.encoder, inputs)
     features = features_of(model, inputs).cpu().numpy()
     if not np.isfinite(features).all():
         raise DataError("features hold NaN or infinity: the shared encoder has diverged")
+    # 3. The global head classifies; without one, a probe that is fitted on half of the samples.
     labels = samples.labels
-    if (head := method.global_head(state)) is not None:
+    head = method.global_head(state)
+    if head is not None:
         predictions = (features @ head["weight"].T + head["bias"]).argmax(axis=1)
     else:
         rows = data.Samples(features, labels, samples.class_names, samples.input)
@@ -150,13 +174,14 @@ def _samples(source: str, folder: str, task_json: str) -> data.Samples:
 def _take_statistics(encoder: nn.Module, inputs: torch.Tensor, batch: int = 512) -> None:
     """Set the running means and variances of the encoder to those of these inputs."""
     layers = [layer for layer in encoder.modules() if isinstance(layer, NORM_LAYERS)]
+    # Only the layers of batch norm collect statistics: dropout stays off.
+    encoder.eval()
     for layer in layers:
         layer.reset_running_stats()
         layer.momentum = None  # the plain mean of all batches
-    encoder.eval()
-    for layer in layers:
         layer.train()
     with torch.no_grad():
         for piece in torch.split(inputs, batch):
+            # A last batch of one sample has no variance.
             if len(piece) > 1 or len(inputs) == 1:
                 encoder(piece)

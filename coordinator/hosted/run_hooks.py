@@ -86,18 +86,24 @@ class OwnDataHooks(RunHooks):
             RunFailed: the warm start has failed.
         """
         entries = run.context.state.journal.entries(run.id, ("warm_started", "round_closed"))
-        closed = max((entry.round or 0 for entry in entries), default=0)
-        if closed:
-            queued = {evaluation.number for evaluation in self._of(run.id)}  # the run was stalled
-            for number, path in _pending_states(run.context.state.run(run.id).folder):
-                if self._is_due(run, number):
-                    self._evaluate(run, number, path)
-                elif number not in queued:
-                    _remove(path)
-            self.after_round(run, closed)
-        elif run.request.warm_start is not None and not entries:
+        newest_round = max((entry.round or 0 for entry in entries), default=0)
+        if newest_round:
+            self._repeat_evaluations(run)
+            self.after_round(run, newest_round)
+            return run
+        if run.request.warm_start is not None and not entries:
             return (yield from self._warm(run, run.request.warm_start))
         return run
+
+    def _repeat_evaluations(self, run: Run) -> None:
+        """Evaluate the states that are still there because a kill has interrupted their evaluations."""
+        # Evaluations of a run that was only stalled are still running or waiting: their files stay.
+        queued = {evaluation.number for evaluation in self._unfinished_of(run.id)}
+        for number, path in _pending_states(run.context.state.run(run.id).folder):
+            if self._is_due(run, number):
+                self._evaluate(run, number, path)
+            elif number not in queued:
+                _remove(path)
 
     def after_round(self, run: Run, number: int) -> None:
         """Evaluate the proxy where that is due and has not been done."""
@@ -121,17 +127,19 @@ class OwnDataHooks(RunHooks):
     def after_run(self, run: Run) -> Steps:
         """Wait until the evaluations of the last rounds are done, or have failed."""
         until = run.context.clock() + PROXY_LIMIT_S
-        while (due := self._of(run.id)) and run.context.clock() < until:
-            rounds = " and ".join(str(evaluation.number) for evaluation in due)
+        unfinished = self._unfinished_of(run.id)
+        while unfinished and run.context.clock() < until:
+            rounds = " and ".join(str(evaluation.number) for evaluation in unfinished)
             what = f"acc.proxy after round {rounds}, evaluated on the proxy samples"
             yield Waiting(what, WHOM, until, "proxy")
-        for evaluation in due:
+            unfinished = self._unfinished_of(run.id)
+        for evaluation in unfinished:
             _note_failure(run, evaluation.number, f"no result {PROXY_LIMIT_S:g} s after the last round")
         self.on_end(run.id)
 
     def on_end(self, run: str) -> None:
         """Cancel what is pending or running for the run."""
-        for evaluation in self._of(run):
+        for evaluation in self._unfinished_of(run):
             if evaluation is self._running:
                 self._process.cancel(evaluation.request)
                 self._running = None
@@ -152,6 +160,11 @@ class OwnDataHooks(RunHooks):
     # --- warm start ------------------------------------------------------------------------------------------------
 
     def _warm(self, run: Run, settings: WarmStartConfig) -> Generator[Waiting, None, Run]:
+        """Train the first state of a run on the coordinator's own samples, and return the run with that state.
+
+        Raises:
+            RunFailed: The training has failed.
+        """
         path = run.context.state.run(run.id).folder / _WARM
         path.parent.mkdir(parents=True, exist_ok=True)
         request = {
@@ -171,6 +184,8 @@ class OwnDataHooks(RunHooks):
         finally:
             if result is None:  # perhaps the run was cancelled
                 self._process.cancel(request)
+        # The blob is on disk before the journal names it, and the journal names it before it is used: a kill between
+        # any two repeats the warm start.
         journal = run.context.state.journal
         blobs = run.context.state.blobs
         state = read_tensors(path)
@@ -179,23 +194,25 @@ class OwnDataHooks(RunHooks):
         retain_checkpoint(journal, run.id, run.request.keep_every, 0, digest)
         seconds = round(run.context.stopwatch() - begin, 3)
         fact = WarmStarted(**result, seconds=seconds, encoder_sha256=encoder_sha256(run))
-        journal.append(fact, run=run.id, digest=digest)  # before the state is used
+        journal.append(fact, run=run.id, digest=digest)
         prune_blobs(run.context.state)
         path.unlink(missing_ok=True)
-        known = "unknown" if result["accuracy"] is None else result["accuracy"]
-        log.info("warm_started run=%s samples=%d accuracy=%s", run.id, result["samples"], known)
+        accuracy = "unknown" if result["accuracy"] is None else result["accuracy"]
+        log.info("warm_started run=%s samples=%d accuracy=%s", run.id, result["samples"], accuracy)
         return run
 
     # --- proxy -----------------------------------------------------------------------------------------------------
 
     def _evaluate(self, run: Run, number: int, path: Path) -> None:
         """Evaluate the state in the file ``path``, unless a newer one replaces it before."""
-        where = {} if self._proxy is None else self._proxy.model_dump(mode="json", include={"data", "folder", "device"})
+        samples = {}
+        if self._proxy is not None:
+            samples = self._proxy.model_dump(mode="json", include={"data", "folder", "device"})
         request = {
             "do": "coordinator.hosted.own_data:evaluate_on_proxy",
             "state": str(path),
             **run.for_compute(),
-            **where,
+            **samples,
         }
         if self._next is not None:
             log.info("proxy_skipped run=%s round=%d: rounds are faster", self._next.run.id, self._next.number)
@@ -205,6 +222,7 @@ class OwnDataHooks(RunHooks):
             self._start_next()
 
     def _start_next(self) -> None:
+        """Start the evaluation that waits, where one does."""
         started = self._next
         self._next = None
         self._running = started
@@ -228,40 +246,49 @@ class OwnDataHooks(RunHooks):
             log.info("proxy_evaluated run=%s round=%d acc=%s by=%s", run.id, number, answer["acc"], answer["by"])
         self._start_next()
 
-    def _of(self, run: str) -> list[_Evaluation]:
-        """The evaluations of a run that are not done."""
-        return [one for one in (self._running, self._next) if one is not None and one.run.id == run]
+    def _unfinished_of(self, run: str) -> list[_Evaluation]:
+        """Return the evaluations of a run that are not done: the one that runs, and the one that waits."""
+        both = (self._running, self._next)
+        return [evaluation for evaluation in both if evaluation is not None and evaluation.run.id == run]
 
     def _is_due(self, run: Run, number: int) -> bool:
-        if self._proxy is None or (number % self._proxy.every and number != run.request.rounds):
+        """Return whether the state after a round is to be evaluated, and has not been."""
+        if self._proxy is None or not run.has_encoder:
             return False
-        if not run.has_encoder or number in (evaluation.number for evaluation in self._of(run.id)):
+        is_last = number == run.request.rounds
+        if not is_last and number % self._proxy.every != 0:
+            return False
+        if any(evaluation.number == number for evaluation in self._unfinished_of(run.id)):
             return False
         return not run.context.state.journal.entries(run.id, ("proxy_evaluated",), round=number)
 
 
 def _note_failure(run: Run, number: int, why: str) -> None:
-    """Log it each time; journal and metrics get each reason once."""
+    """Log why an evaluation has failed; journal and metrics get each reason once."""
     log.warning("proxy_failed run=%s round=%d reason=%s", run.id, number, why)
     with _only_logged(run.id, number):
         state = run.context.state
         recorded = state.journal.entries(run.id, ("proxy_failed",))
-        known = {_without_numbers(str(fact.reason)) for fact in facts_of(recorded, ProxyFailed)}
-        if _without_numbers(why) in known or len(known) >= MOST_REASONS:
+        reasons = {_without_numbers(str(fact.reason)) for fact in facts_of(recorded, ProxyFailed)}
+        if _without_numbers(why) in reasons or len(reasons) >= MOST_REASONS:
             return
         state.journal.append(ProxyFailed(reason=why), run=run.id, round=number)
         state.run(run.id).append_metrics({"kind": "proxy_failed", "round": number, "reason": why})
 
 
 def _without_numbers(reason: str) -> str:
-    """A reason for comparison: the numbers of rounds and processes differ each time."""
+    """Return a reason for comparison: the numbers of rounds and processes differ each time."""
     return re.sub(r"\d+", "#", reason)
 
 
 def _pending_states(folder: Path) -> list[tuple[int, Path]]:
-    """Round and path of the states that were retained for evaluations, the oldest first."""
-    result = ((re.fullmatch(r"proxy-(\d+)\.safetensors", path.name), path) for path in folder.glob("proxy-*"))
-    return sorted((int(match[1]), path) for match, path in result if match is not None)
+    """Return round and path of the states that were retained for evaluations, the oldest first."""
+    pending = []
+    for path in folder.glob("proxy-*"):
+        match = re.fullmatch(r"proxy-(\d+)\.safetensors", path.name)
+        if match is not None:
+            pending.append((int(match[1]), path))
+    return sorted(pending)
 
 
 def _remove(path: Path) -> None:

@@ -108,13 +108,17 @@ class CombinedTransport:
         self._main.publish(topic, payload, qos=qos, retain=retain)
 
     def receive(self, timeout_s: float) -> Event | None:
-        """The next event of either; they take turns, so that neither delays the other."""
+        """Return the next event of either side; they take turns, so that neither delays the other."""
         self._is_sides_turn = not self._is_sides_turn
         sources = (self._from_side, self._from_main) if self._is_sides_turn else (self._from_main, self._from_side)
         for source in sources:
-            if (event := source(0)) is not None:
+            event = source(0)
+            if event is not None:
                 return event
-        return self._from_main(timeout_s) if timeout_s > 0 else None
+        # Nothing has arrived. A message of the hosted clients wakes the wait at the broker's side.
+        if timeout_s > 0:
+            return self._from_main(timeout_s)
+        return None
 
     @property
     def unread_s(self) -> float:
@@ -126,22 +130,31 @@ class CombinedTransport:
         self._main.wake()
 
     def notes(self) -> dict[str, tuple[str, ...]]:
-        """Hosted client -> notes for the status: why it is offline, and who else uses its id."""
+        """Return the notes of hosted clients for the status: why one is offline, and who else uses its id."""
         away = self._away()
-        notes = {name: (away.get(name, ""), self._duplicates.get(name, "")) for name in self._hosted}
-        return {name: result for name, both in notes.items() if (result := tuple(filter(None, both)))}
+        notes = {}
+        for name in self._hosted:
+            lines = [line for line in (away.get(name), self._duplicates.get(name)) if line]
+            if lines:
+                notes[name] = tuple(lines)
+        return notes
 
     def _from_side(self, timeout_s: float) -> Event | None:
-        while (event := self._side.receive(timeout_s)) is not None:
-            if isinstance(event, Message):  # connections of clients to their own process are not events here
+        """Return the next message of a hosted client; connections to its own process are no events here."""
+        while True:
+            event = self._side.receive(timeout_s)
+            if event is None or isinstance(event, Message):
                 return event
-        return None
 
     def _from_main(self, timeout_s: float) -> Event | None:
+        """Return the next event at the broker; None for a message of an agent that uses the id of a hosted client."""
         event = self._main.receive(timeout_s)
-        return None if isinstance(event, Message) and self._is_duplicate(event) else event
+        if isinstance(event, Message) and self._is_duplicate(event):
+            return None
+        return event
 
     def _is_duplicate(self, message: Message) -> bool:
+        """Return whether an agent at the broker uses the id of a hosted client; reject it if it says hello."""
         try:
             agent, kind = self._topics.sender(message.topic)
         except MessageError:
@@ -155,31 +168,44 @@ class CombinedTransport:
                 f"an agent at the broker has the id '{agent}', too, was first heard at {at}, and is rejected: this "
                 "client is hosted here; give one of them another id"
             )
-        hello = None
         if kind == "up" and not message.retained:
-            with contextlib.suppress(HeadwaterError):
-                hello = codec.parse_from_agent(message.payload)
-        if isinstance(hello, up.Hello):  # other messages get no answer
-            self._seq += 1
-            why = (
-                f"the id '{agent}' is in use: the coordinator itself hosts a client of that name, so this agent (start "
-                f"{hello.boot}) cannot use it; give one of them another id in its configuration"
-            )
-            rejection = down.Refused(
-                boot=self._boot, seq=self._seq, error=DuplicateId.__name__, message=why, whom=hello.boot
-            )
-            self._main.publish(self._topics.down(agent), codec.encode(rejection))
+            self._reject_hello(agent, message.payload)
         return True
+
+    def _reject_hello(self, agent: str, payload: bytes) -> None:
+        """Tell an agent that says hello that its id is in use; other messages get no answer."""
+        try:
+            hello = codec.parse_from_agent(payload)
+        except HeadwaterError:
+            return
+        if not isinstance(hello, up.Hello):
+            return
+        self._seq += 1
+        why = (
+            f"the id '{agent}' is in use: the coordinator itself hosts a client of that name, so this agent (start "
+            f"{hello.boot}) cannot use it; give one of them another id in its configuration"
+        )
+        rejection = down.Refused(
+            boot=self._boot, seq=self._seq, error=DuplicateId.__name__, message=why, whom=hello.boot
+        )
+        self._main.publish(self._topics.down(agent), codec.encode(rejection))
 
 
 class HostedTransport:
     """Messages to and from clients in child processes, which are restarted when they exit.
 
-    ``wake`` is called when there is a message to receive.
+    The clients are divided among the processes.
     """
 
     def __init__(self, configs: Sequence[AgentConfig], processes: int, folder: Path, wake: Callable[[], None]) -> None:
-        """``folder``: for the logs of the processes, among which the clients are divided."""
+        """Prepare the processes; `start` starts them.
+
+        Args:
+            configs: The configurations of the clients.
+            processes: The most processes.
+            folder: The folder for their logs.
+            wake: Called when there is a message to receive.
+        """
         self.max_payload_bytes = DEFAULT_MAX_PAYLOAD_BYTES
         self.traffic = Traffic()
         self._topics = Topics(configs[0].federation)
@@ -190,23 +216,25 @@ class HostedTransport:
             HostedProcess(number, configs[number::processes], folder, self._deliver)
             for number in range(min(processes, len(configs)))
         ]
-        self._process_of = {
-            topic: process
-            for process in self.processes
-            for config in process.configs
-            for topic in (self._topics.down(config.id), self._topics.down_chunks(config.id))
-        }
+        self._process_of = dict[str, HostedProcess]()
+        for process in self.processes:
+            for config in process.configs:
+                self._process_of[self._topics.down(config.id)] = process
+                self._process_of[self._topics.down_chunks(config.id)] = process
 
     @classmethod
     def of(cls, config: CoordinatorConfig, wake: Callable[[], None]) -> HostedTransport:
-        """To the hosted clients of a configuration; by default in a process for each core, or in one with a GPU.
+        """Return the transport to the hosted clients of a configuration.
 
-        On a GPU each process would need its own context.
+        Where it names no number of processes, there is one for each core. With a GPU there is one in all, because each
+        process would need a context of its own there.
         """
         agents = [client.agent(config.federation, config.state, config.round.lease_s) for client in config.hosted]
-        able = capabilities.find()
-        uses_gpu = able.accelerators and any(agent.training.device != "cpu" for agent in agents)
-        processes = config.hosted_processes or (1 if uses_gpu else able.cores)
+        processes = config.hosted_processes
+        if not processes:
+            machine = capabilities.find()
+            uses_gpu = bool(machine.accelerators) and any(agent.training.device != "cpu" for agent in agents)
+            processes = 1 if uses_gpu else machine.cores
         return cls(agents, processes, config.state / "hosted", wake)
 
     def start(self) -> None:
@@ -221,13 +249,14 @@ class HostedTransport:
 
     def publish(self, topic: str, payload: bytes) -> None:
         """Publish to the process of the client whose topic it is, or to all."""
-        one = self._process_of.get(topic)
-        for process in self.processes if one is None else (one,):
+        receiver = self._process_of.get(topic)
+        receivers = self.processes if receiver is None else [receiver]
+        for process in receivers:
             if not process.send(topic, payload):
                 self.traffic.dropped += 1
 
     def receive(self, timeout_s: float) -> Event | None:  # noqa: ARG002 - `wake` is called
-        """The next message, if there is one; never waits."""
+        """Return the next message, if there is one; never wait."""
         self._is_called = False  # before the queue is read: a message that is added afterwards calls again
         try:
             return self._inbox.get(0)
@@ -240,10 +269,14 @@ class HostedTransport:
         return self._inbox.oldest_s
 
     def away(self) -> dict[str, str]:
-        """Client -> why it is offline, for those whose process is starting or restarting."""
-        return {client: why for process in self.processes for client, why in process.away().items()}
+        """Return why clients are offline, for those whose process is starting or restarting."""
+        reasons = dict[str, str]()
+        for process in self.processes:
+            reasons.update(process.away())
+        return reasons
 
     def _deliver(self, message: Message) -> None:
+        """Queue a message of a client, and wake the coordinator; called in the threads of the processes."""
         if not self._inbox.put_message(message):
             self.traffic.dropped += 1
         if not self._is_called:  # one call is enough for all messages that wait
@@ -272,32 +305,35 @@ class HostedProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
+        """The id of the process that runs now; None while there is none."""
         child = self.supervisor.child
         return None if child is None else child.pid
 
     def away(self) -> dict[str, str]:
-        """Client -> why it is offline, for those that have not reported their presence."""
+        """Return why clients are offline, for those that have not reported their presence."""
         online = self._boots.copy()
         absent = (config.id for config in self.configs if self._topics.presence(config.id) not in online)
         return dict.fromkeys(absent, f"{self._problem}; log: {self._log}")
 
     def send(self, topic: str, payload: bytes) -> bool:
-        """Queue a message; False when the process does not receive and the queue is full."""
+        """Queue a message; return False when the process does not receive and the queue is full."""
         return self._outgoing.put(topic, payload)
 
     # --- in the supervisor's thread --------------------------------------------------------------------------------
 
     def _spawn(self) -> ChildProcess:
+        """Start the process of these clients."""
+        # The first message must be the configuration: others are queued only once that is.
         outgoing = _SendQueue()
         outgoing.put("configure", json.dumps([config.model_dump(mode="json") for config in self.configs]).encode())
-        self._outgoing = outgoing  # only now: the first message must be the configuration
+        self._outgoing = outgoing
         child = ChildProcess(COMMAND, self._log)
         clients = listed(tuple(config.id for config in self.configs))
         log.info("hosted_process_started number=%d pid=%d clients=%s", self.number, child.pid, clients)
         return child
 
     def _serve(self, child: ChildProcess) -> None:
+        """Receive what the process sends until it ends, while a thread sends what is queued for it."""
         outgoing = self._outgoing
         writer = threading.Thread(target=outgoing.write_to, args=(child.pipe,), daemon=True)
         writer.start()
@@ -315,11 +351,12 @@ class HostedProcess:
             writer.join()
 
     def _on_frame(self, frame: Frame) -> None:
+        """Deliver a message of a client, or note which task runs, so that a crash has somebody to blame."""
         if frame.topic == TASK_TOPIC:
             client, task = json.loads(frame.payload)
             if task is not None:
                 self._running = (client, *task)
-            elif self._running is not None:
+            elif self._running is not None:  # it is done, however often it crashed before
                 self._crashes.pop(self._running, None)
                 self._running = None
             return
@@ -374,7 +411,11 @@ class _SendQueue:
 
     def write_to(self, pipe: Pipe) -> None:
         with contextlib.suppress(OSError):  # the process has exited, which its reader notices, too
-            while (item := self._waiting.get()) is not None:
-                pipe.send(*item)
+            while True:
+                item = self._waiting.get()
+                if item is None:
+                    return
+                topic, payload = item
+                pipe.send(topic, payload)
                 with self._lock:
-                    self._bytes -= len(item[1])
+                    self._bytes -= len(payload)

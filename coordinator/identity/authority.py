@@ -26,6 +26,7 @@ from edge_agent.core.config import credential
 from edge_agent.core.errors import StateError, UsageError, cause
 from edge_agent.core.storage import read_regular, write_private
 from edge_agent.identity.keys import fingerprint
+from edge_agent.identity.signed_request import ENROLMENT_ANSWER
 
 LONGEST_NAME = 64
 """Characters that X.509 allows; agents know an authority by its fingerprint, not by its name."""
@@ -119,8 +120,8 @@ class Authority:
         return built.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
     def sign(self, content: bytes) -> bytes:
-        """An ECDSA signature (SHA-256, DER) of what is no certificate, and does not begin as one."""
-        return self._key.sign(content, ec.ECDSA(hashes.SHA256()))
+        """Return the authority's proof of an answer, which is no certificate, and does not begin as one."""
+        return ENROLMENT_ANSWER.sign(self._key, content)
 
     def _issue(
         self,

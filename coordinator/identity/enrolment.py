@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import base64
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import NameOID
 
@@ -23,8 +21,9 @@ from edge_agent.bundle.trust import dump
 from edge_agent.core.errors import EnrolmentRefused, NotProven, StateError, UsageError
 from edge_agent.core.storage import write_private
 from edge_agent.identity.certificates import show_utc
+from edge_agent.identity.enrolment_port import CertificateRequest
 from edge_agent.identity.keys import key_fingerprint, new_secret, token_key
-from edge_agent.identity.signed_request import CertificateRequest, answer_bytes
+from edge_agent.identity.signed_request import CERTIFICATE_REQUEST, TOKEN_REQUEST, answer_bytes
 from edge_agent.identity.tokens import Token
 
 from ..broker.access import COORDINATOR_USER
@@ -96,9 +95,9 @@ class Enrolment:
         owner: str | None = None,
         max_samples: int | None = None,
     ) -> Token:
-        """A new token for an agent; one that was made for it before does not count any more.
+        """Return a new token for an agent; one that was made for it before does not count any more.
 
-        ``owner`` and ``max_samples`` (see `AgentRecord`) are kept from before where they are None.
+        ``owner`` and ``max_samples`` (see `AgentRecord`) stay as they were where they are None.
 
         Raises:
             UsageError: no agent can have that name, or its owner has as many agents as one may have.
@@ -111,21 +110,26 @@ class Enrolment:
         secret = new_secret()
         public = token_key(secret).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
         expires = now + life
-        made = TokenRecord(
+        token = TokenRecord(
             public_key=base64.b64encode(public).decode(),
             made_at=now.timestamp(),
             expires=expires.timestamp(),
             replaces=replaces,
         )
         with self.ledger.changing() as ledger:
-            before = ledger.get(name) or AgentRecord(name=name)
-            if replaces and (other := ledger.get(replaces)) is not None:
-                before = before.model_copy(update={"owner": other.owner, "max_samples": other.max_samples})
-            given = {"owner": owner, "max_samples": max_samples}
-            changed = {"token": made, **{key: value for key, value in given.items() if value is not None}}
-            after = before.model_copy(update=changed)
-            self._check_quota(after, replaces)
-            ledger.put(after)
+            record = ledger.get(name) or AgentRecord(name=name)
+            # A device that gets another name stays that of its owner.
+            renamed = ledger.get(replaces) if replaces else None
+            if renamed is not None:
+                record = record.model_copy(update={"owner": renamed.owner, "max_samples": renamed.max_samples})
+            changes: dict[str, object] = {"token": token}
+            if owner is not None:
+                changes["owner"] = owner
+            if max_samples is not None:
+                changes["max_samples"] = max_samples
+            record = record.model_copy(update=changes)
+            self._check_quota(record, replaces)
+            ledger.put(record)
         return Token(
             url=self.config.url,
             port=self.config.enroll_port,
@@ -138,7 +142,7 @@ class Enrolment:
         )
 
     def certify(self, request: CertificateRequest) -> CertificateRecord:
-        """A certificate for a device that shows a token, or the certificate that it has.
+        """Return a certificate for a device that shows a token, or the certificate that it has.
 
         Raises:
             NotProven: it shows neither; the message is the same whether or not there is such an agent.
@@ -146,7 +150,7 @@ class Enrolment:
             UsageError: no agent can have that name.
         """
         self._check_federation(request)
-        key = self._key_of(request)
+        key = self._read_key(request)
         with self.ledger.changing():
             record = self.ledger.get(request.name)
             if request.serial:
@@ -154,7 +158,7 @@ class Enrolment:
             return self._enroll(record, request, key)
 
     def standing(self, request: CertificateRequest) -> CertificateRecord:
-        """The certificate of a device that asks whether it counts.
+        """Return the certificate of a device that asks whether it counts.
 
         Raises:
             NotProven: it does not sign with the key of one; as in `certify`.
@@ -162,10 +166,10 @@ class Enrolment:
             UsageError: no agent can have that name.
         """
         self._check_federation(request)
-        return self._proven(self.ledger.get(request.name), request)
+        return self._check_shown(self.ledger.get(request.name), request)
 
     def answer(self, name: str, made: CertificateRecord) -> dict[str, str]:
-        """What a device is sent, signed by the authority: in a file nothing else would show that it was changed.
+        """Return what a device is sent, signed by the authority: a file may be changed on its way.
 
         By ``commands`` it knows the coordinator's commands, by ``root``, where there are release keys, its releases.
         """
@@ -175,13 +179,14 @@ class Enrolment:
             "certificate": made.der,
             "commands": self.command_key(name),
         }
-        if (keys := ReleaseKeys(state)).exist:
+        keys = ReleaseKeys(state)
+        if keys.exist:
             answer["root"] = dump(keys.roots()[-1]).decode()
         signature = self.authority.sign(answer_bytes(self.federation, name, answer))
         return {**answer, "signature": base64.b64encode(signature).decode()}
 
     def command_key(self, name: str) -> str:
-        """What an agent knows the coordinator's commands by: the content of its file."""
+        """Return the content of the file by which an agent knows the coordinator's commands."""
         return CommandKeys.of(self.folder.parent, self.federation, self._generation).of_agent(name).text()
 
     def revoke(self, name: str) -> AgentRecord:
@@ -193,8 +198,8 @@ class Enrolment:
         with self.ledger.changing() as ledger:
             record = ledger.get(name)
             if record is None:
-                known = ", ".join(one.name for one in ledger.records()[:10]) or "none"
-                raise UsageError(f"there is no agent '{name}'; known are: {known}")
+                names = ", ".join(agent.name for agent in ledger.records()[:10]) or "none"
+                raise UsageError(f"there is no agent '{name}'; known are: {names}")
             ended = record.revoked(self.now().timestamp())
             ledger.put(ended)
             self.write_crl()
@@ -209,35 +214,16 @@ class Enrolment:
         except StateError as error:
             log.error("revocations_damaged reason=%s", error)
             before = Revoked()
-        certificates = dict(before.certificates)
-        for record in records:
-            for one in record.certificates:
-                if one.revoked_at is not None:
-                    certificates[one.serial] = RevokedCertificate(
-                        agent=record.name, revoked_at=one.revoked_at, not_after=one.not_after
-                    )
-        until = now.timestamp() - LISTED_S
-        certificates = {serial: one for serial, one in certificates.items() if one.not_after > until}
-        known = {record.name for record in records}  # of the others counts what counted before
-        generations = {name: number for name, number in before.generations.items() if name not in known}
-        listed = Revoked(
-            certificates=certificates,
-            agents=(
-                *(name for name in before.agents if name not in known),
-                *(record.name for record in records if record.is_revoked),
-            ),
-            generations=generations | {record.name: record.generation for record in records if record.generation},
-        )
-        # First: the coordinator reads it when it sees a new list.
+        listed = _list_revoked(before, records, now.timestamp() - LISTED_S)
+        # The list with names comes first: the coordinator reads it when it sees a new list of the broker.
         write_private(self.folder / REVOKED, listed.model_dump_json().encode())
-        dated = [
-            (int(serial, 16), datetime.fromtimestamp(one.revoked_at, timezone.utc))
-            for serial, one in certificates.items()
-        ]
+        dated = []
+        for serial, certificate in listed.certificates.items():
+            dated.append((int(serial, 16), datetime.fromtimestamp(certificate.revoked_at, timezone.utc)))
         write_private(self.crl, self.authority.revocations(dated, now))
 
     def revoked(self) -> Revoked:
-        """What the list of revoked certificates says, with names.
+        """Return what the list of revoked certificates says, with names.
 
         Raises:
             StateError: it is damaged.
@@ -251,15 +237,16 @@ class Enrolment:
         return 0 if record is None else record.generation
 
     def _check_quota(self, agent: AgentRecord, replaces: str) -> None:
+        """Require that an owner has fewer other agents than one may have; ``replaces`` is the agent's former name."""
         most = self.config.agents_per_owner
-        now = self.now().timestamp()
         if most is None or not agent.owner:
             return
-        others = [
-            one.name
-            for one in self.ledger.records()
-            if one.owner == agent.owner and one.name not in {agent.name, replaces} and one.counts(now)
-        ]
+        now = self.now().timestamp()
+        others = []
+        for record in self.ledger.records():
+            is_other = record.name not in {agent.name, replaces}
+            if is_other and record.owner == agent.owner and record.counts(now):
+                others.append(record.name)
         if len(others) >= most:
             raise UsageError(
                 f"owner '{agent.owner}' has {len(others)} agents ({', '.join(others[:10])}), and "
@@ -273,10 +260,15 @@ class Enrolment:
                 f"'{self.federation}'; 'headwater enroll {request.name}' on the right coordinator makes a token"
             )
 
-    def _key_of(self, request: CertificateRequest) -> ec.EllipticCurvePublicKey:
+    def _read_key(self, request: CertificateRequest) -> ec.EllipticCurvePublicKey:
+        """Return the key that a request wants to have certified.
+
+        Raises:
+            NotProven: It is no key of ours, is not shown to be the sender's, or is for another name.
+        """
         try:
             csr = x509.load_der_x509_csr(base64.b64decode(request.csr, validate=True))
-            named = [str(one.value) for one in csr.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+            names = [str(entry.value) for entry in csr.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
             key = csr.public_key()
             is_signed = csr.is_signature_valid
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -285,22 +277,29 @@ class Enrolment:
             ) from error
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1) or not is_signed:
             raise NotProven("request: its key is not of EC P-256, or it is not signed with that key")
-        if named != [request.name]:
-            raise NotProven(f"request: it is for {named}, and the message for '{request.name}'")
+        if names != [request.name]:
+            raise NotProven(f"request: it is for {names}, and the message for '{request.name}'")
         return key
 
     def _enroll(
         self, known: AgentRecord | None, request: CertificateRequest, key: ec.EllipticCurvePublicKey
     ) -> CertificateRecord:
+        """Return the certificate of a device that shows a token; a repeated request gets the same one.
+
+        Raises:
+            NotProven: The request is not signed with the secret of the agent's newest token.
+            EnrolmentRefused: Another device has used the token, or it has expired.
+        """
         name = request.name
         now = self.now().timestamp()
         # Whoever cannot sign with the token's secret gets one answer, whatever is known of that name.
         record, token = _shown_token(known, request)
         used_by = key_fingerprint(key)
         if token.used_at is not None:
-            repeated = next((one for one in record.certificates if one.key == used_by and one.revoked_at is None), None)
-            if repeated is not None:
-                return repeated  # the answer was lost
+            # The answer to the first request was lost, if the key is the same.
+            for certificate in record.certificates:
+                if certificate.key == used_by and certificate.revoked_at is None:
+                    return certificate
             raise EnrolmentRefused(
                 f"token: it was used at {show_utc(token.used_at)} by a device with the key {token.used_by}, and counts "
                 "once",
@@ -308,61 +307,76 @@ class Enrolment:
             )
         if token.expires < now:
             raise EnrolmentRefused(f"token: it expired at {show_utc(token.expires)}", _again(name))
+        # The device's former certificates end before the token counts as used: after a crash, or with a full disk, all
+        # of it is done again.
         ended = record.revoked(now).model_copy(update={"token": token})
         revoked = [ended] if record.certificates else []
-        if token.replaces and (other := self.ledger.get(token.replaces)) is not None:
-            revoked.append(other.revoked(now))
-        if revoked:  # before the token counts as used: after a crash or with a full disk all of it is done again
-            for one in revoked:
-                self.ledger.put(one)
+        former = self.ledger.get(token.replaces) if token.replaces else None
+        if former is not None:
+            revoked.append(former.revoked(now))
+        if revoked:
+            for agent in revoked:
+                self.ledger.put(agent)
             self.write_crl()
-        made = self._issue(name, key)
-        self._write(ended, made, token.model_copy(update={"used_at": now, "used_by": used_by}))
-        return made
+        certificate = self._issue(name, key)
+        self._write(ended, certificate, token.model_copy(update={"used_at": now, "used_by": used_by}))
+        return certificate
 
-    def _proven(self, record: AgentRecord | None, request: CertificateRequest) -> CertificateRecord:
-        """The certificate whose key has signed the request, where it counts or may be renewed."""
+    def _check_shown(self, record: AgentRecord | None, request: CertificateRequest) -> CertificateRecord:
+        """Return the certificate whose key has signed the request, where it counts or may be renewed.
+
+        Raises:
+            NotProven: The request is signed with the key of none.
+            EnrolmentRefused: The certificate was revoked, or has expired too long ago.
+        """
         name = request.name
         now = self.now()
         # Whoever cannot sign with the certificate's key gets one answer, whatever is known of that name.
-        shown_one = _shown_certificate(record, request)
-        if shown_one.revoked_at is not None:
-            raise EnrolmentRefused(f"certificate: it was revoked at {show_utc(shown_one.revoked_at)}", _again(name))
-        last = shown_one.not_after + self.config.grace_days * 86_400
+        shown = _shown_certificate(record, request)
+        if shown.revoked_at is not None:
+            raise EnrolmentRefused(f"certificate: it was revoked at {show_utc(shown.revoked_at)}", _again(name))
+        last = shown.not_after + self.config.grace_days * 86_400
         if now.timestamp() > last:
             raise EnrolmentRefused(
-                f"certificate: it expired at {show_utc(shown_one.not_after)}, and could be renewed until "
-                f"{show_utc(last)}",
+                f"certificate: it expired at {show_utc(shown.not_after)}, and could be renewed until {show_utc(last)}",
                 _again(name),
             )
-        return shown_one
+        return shown
 
     def _renew(
         self, known: AgentRecord | None, request: CertificateRequest, key: ec.EllipticCurvePublicKey
     ) -> CertificateRecord:
-        shown_one = self._proven(known, request)
+        """Return a new certificate for a device that shows its present one; a repeated request gets the same one.
+
+        Raises:
+            NotProven: The request is not signed with the key of a certificate of the agent.
+            EnrolmentRefused: The certificate counts no more, it is too early, or the agent has too many.
+        """
+        shown = self._check_shown(known, request)
         record = known or AgentRecord(name=request.name)  # it is known: a certificate of it was shown
         name = record.name
         now = self.now()
-        valid = [one for one in record.certificates if one.revoked_at is None]
-        for one in valid:
-            if one.renews == request.serial and one.key == key_fingerprint(key):
-                return one  # the answer was lost
-        first = shown_one.not_before + (shown_one.not_after - shown_one.not_before) / 4
+        valid = [certificate for certificate in record.certificates if certificate.revoked_at is None]
+        # The answer to the first request was lost, if the key is the same.
+        for certificate in valid:
+            if certificate.renews == request.serial and certificate.key == key_fingerprint(key):
+                return certificate
+        first = shown.not_before + (shown.not_after - shown.not_before) / 4
         if now.timestamp() < first:
             raise EnrolmentRefused(
                 f"certificate: it can be renewed from {show_utc(first)} on, and the coordinator's clock says "
                 f"{show_utc(now.timestamp())}",
                 "try again then",
             )
-        holding = sum(one.not_after > now.timestamp() for one in valid)
-        if holding >= MOST_CERTIFICATES:
-            raise EnrolmentRefused(f"certificate: '{name}' has {holding} that hold already", _again(name))
-        made = self._issue(name, key, renews=request.serial)
-        self._write(record, made, record.token)
-        return made
+        holding = [certificate for certificate in valid if certificate.not_after > now.timestamp()]
+        if len(holding) >= MOST_CERTIFICATES:
+            raise EnrolmentRefused(f"certificate: '{name}' has {len(holding)} that hold already", _again(name))
+        renewed = self._issue(name, key, renews=request.serial)
+        self._write(record, renewed, record.token)
+        return renewed
 
     def _issue(self, name: str, key: ec.EllipticCurvePublicKey, *, renews: str = "") -> CertificateRecord:
+        """Certify a key; ``renews`` is the serial of the certificate that the new one follows."""
         made = self.authority.for_client(name, key, self.now(), self.life)
         return CertificateRecord(
             serial=f"{made.serial_number:x}",
@@ -373,13 +387,47 @@ class Enrolment:
             renews=renews,
         )
 
-    def _write(self, record: AgentRecord, made: CertificateRecord, token: TokenRecord | None) -> None:
-        """The record with a new certificate, without most of those that have expired."""
+    def _write(self, record: AgentRecord, certificate: CertificateRecord, token: TokenRecord | None) -> None:
+        """Write a record with a new certificate, without most of those that have expired."""
         now = self.now().timestamp()
-        until = now - self.config.grace_days * 86_400
-        old = [one for one in record.certificates if one.revoked_at is None and until < one.not_after <= now - LISTED_S]
-        kept = [one for one in record.certificates if one.not_after > now - LISTED_S or one in old[-MOST_CERTIFICATES:]]
-        self.ledger.put(record.model_copy(update={"certificates": (*kept, made), "token": token}))
+        renewable_from = now - self.config.grace_days * 86_400
+        listed_from = now - LISTED_S
+        # Those that have expired but may still be renewed stay, the newest of them.
+        renewable = [
+            old
+            for old in record.certificates
+            if old.revoked_at is None and renewable_from < old.not_after <= listed_from
+        ]
+        newest_renewable = renewable[-MOST_CERTIFICATES:]
+        kept = [old for old in record.certificates if old.not_after > listed_from or old in newest_renewable]
+        self.ledger.put(record.model_copy(update={"certificates": (*kept, certificate), "token": token}))
+
+
+def _list_revoked(before: Revoked, records: Sequence[AgentRecord], listed_from: float) -> Revoked:
+    """Return the list of revoked certificates that follows from all records and the list before.
+
+    Args:
+        before: The list before; it counts for agents whose record is not there.
+        records: The records of all agents.
+        listed_from: The time (Unix seconds) before which a certificate must have ended to leave the list.
+    """
+    certificates = dict(before.certificates)
+    for record in records:
+        for certificate in record.certificates:
+            if certificate.revoked_at is not None:
+                certificates[certificate.serial] = RevokedCertificate(
+                    agent=record.name, revoked_at=certificate.revoked_at, not_after=certificate.not_after
+                )
+    recorded = {record.name for record in records}
+    agents = [name for name in before.agents if name not in recorded]
+    agents.extend(record.name for record in records if record.is_revoked)
+    generations = {name: number for name, number in before.generations.items() if name not in recorded}
+    generations.update({record.name: record.generation for record in records if record.generation})
+    return Revoked(
+        certificates={serial: entry for serial, entry in certificates.items() if entry.not_after > listed_from},
+        agents=tuple(agents),
+        generations=generations,
+    )
 
 
 def _shown_token(record: AgentRecord | None, request: CertificateRequest) -> tuple[AgentRecord, TokenRecord]:
@@ -396,10 +444,12 @@ def _shown_token(record: AgentRecord | None, request: CertificateRequest) -> tup
     if record is None or record.token is None:
         raise refusal
     try:
-        public = Ed25519PublicKey.from_public_bytes(base64.b64decode(record.token.public_key))
-        public.verify(base64.b64decode(request.signature), request.signed())
-    except (InvalidSignature, ValueError) as error:
+        public_key = base64.b64decode(record.token.public_key)
+        signature = base64.b64decode(request.signature)
+    except ValueError as error:
         raise refusal from error
+    if not TOKEN_REQUEST.is_valid(public_key, signature, request.signed()):
+        raise refusal
     return record, record.token
 
 
@@ -413,17 +463,18 @@ def _shown_certificate(record: AgentRecord | None, request: CertificateRequest) 
     refusal = NotProven(
         f"certificate: none of '{name}' is known here with the serial and the key of this request; {_again(name)}"
     )
-    known = () if record is None else record.certificates
-    certificate = next((one for one in known if one.serial == request.serial), None)
+    certificates = () if record is None else record.certificates
+    matching = [certificate for certificate in certificates if certificate.serial == request.serial]
+    certificate = matching[0] if matching else None
     if certificate is None:
         raise refusal
     try:
-        owner = x509.load_der_x509_certificate(base64.b64decode(certificate.der)).public_key()
-        if not isinstance(owner, ec.EllipticCurvePublicKey):
-            raise refusal
-        owner.verify(base64.b64decode(request.signature), request.signed(), ec.ECDSA(hashes.SHA256()))
-    except (InvalidSignature, ValueError) as error:
+        signer = base64.b64decode(certificate.der)
+        signature = base64.b64decode(request.signature)
+    except ValueError as error:
         raise refusal from error
+    if not CERTIFICATE_REQUEST.is_valid(signer, signature, request.signed()):
+        raise refusal
     return certificate
 
 

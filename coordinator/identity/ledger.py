@@ -162,15 +162,17 @@ class Ledger:
             ) from error
 
     def records(self) -> list[AgentRecord]:
-        """All agents, sorted by name, without those whose records are damaged, which are logged."""
+        """Return all agents by name, without those whose records are damaged, which are logged."""
         readable = []
         for name in sorted(path.stem for path in self.folder.glob("*.json")):
             try:
                 record = self.get(name)
             except StateError as error:
                 log.error("record_damaged agent=%s reason=%s", name, error)
-            else:
-                readable += [] if record is None else [record]
+                continue
+            # A record may go between the list and the look.
+            if record is not None:
+                readable.append(record)
         return readable
 
     @contextlib.contextmanager

@@ -133,12 +133,11 @@ def _read_crl(path: Path, authority: Authority) -> dict[str, RevokedCertificate]
         raise UsageError(f"{path}: the list is not signed by this federation's authority ({authority.fingerprint})")
     # When such a certificate ends is not in the list: it is kept as long as the authority itself.
     until = authority.certificate.not_valid_after_utc.timestamp()
-    return {
-        f"{one.serial_number:x}": RevokedCertificate(
-            agent="", revoked_at=one.revocation_date_utc.timestamp(), not_after=until
-        )
-        for one in listed
-    }
+    certificates = {}
+    for entry in listed:
+        revoked_at = entry.revocation_date_utc.timestamp()
+        certificates[f"{entry.serial_number:x}"] = RevokedCertificate(agent="", revoked_at=revoked_at, not_after=until)
+    return certificates
 
 
 def review(enrolment: Enrolment, sources: Iterable[Revocations], now: datetime) -> Review:
@@ -147,28 +146,47 @@ def review(enrolment: Enrolment, sources: Iterable[Revocations], now: datetime) 
     merged = dict(before)
     unknown = dict[str, RevokedCertificate]()
     kept_out = dict[str, KeptOut]()
-    read = list(sources)
-    for source in read:
+    paths = []
+    for source in sources:
+        paths.append(source.path)
+        # 1. Records of both sides become one; then the source's list revokes what it names, in all records.
         for name, record in source.records.items():
             merged[name] = _merge(merged.get(name), record)
         merged = {name: _revoke(record, source) for name, record in merged.items()}
-        serials = {one.serial for record in merged.values() for one in record.certificates}
-        unknown |= {serial: one for serial, one in source.certificates.items() if serial not in serials}
+        # 2. What no record has was issued after the backup; the broker's list has to have it all the same.
+        recorded = _serials_of(merged.values())
+        for serial, certificate in source.certificates.items():
+            if serial not in recorded:
+                unknown[serial] = certificate
+        # 3. The first source that keeps an agent out is the one that is named to the operator.
         for name, record in before.items():
-            was_let_in = record.current() is not None
-            if was_let_in and merged[name].current() is None and name not in kept_out:
+            was_admitted = record.current() is not None
+            is_admitted = merged[name].current() is not None
+            if was_admitted and not is_admitted and name not in kept_out:
                 kept_out[name] = KeptOut(name, source.path)
-    at = now.timestamp()
-    certified = [record for record in merged.values() if record.current() is not None]
-    invited = [record for record in merged.values() if record.current() is None and record.counts(at)]
+    certified = []
+    invited = []
+    for name, record in sorted(merged.items()):
+        if record.current() is not None:
+            certified.append(name)
+        elif record.counts(now.timestamp()):
+            invited.append(name)
     return Review(
         changed=tuple(record for name, record in sorted(merged.items()) if record != before.get(name)),
         unknown=unknown,
-        admitted=tuple(sorted(record.name for record in certified)),
-        invited=tuple(sorted(record.name for record in invited)),
+        admitted=tuple(certified),
+        invited=tuple(invited),
         kept_out=tuple(kept_out[name] for name in sorted(kept_out)),
-        sources=tuple(source.path for source in read),
+        sources=tuple(paths),
     )
+
+
+def _serials_of(records: Iterable[AgentRecord]) -> set[str]:
+    """Return the serials of all certificates in these records."""
+    serials = set[str]()
+    for record in records:
+        serials.update(certificate.serial for certificate in record.certificates)
+    return serials
 
 
 def apply(enrolment: Enrolment, reviewed: Review) -> None:
@@ -196,11 +214,11 @@ def _merge(own: AgentRecord | None, other: AgentRecord) -> AgentRecord:
     """Unite two records of an agent: each certificate of both, revoked where one of them says so."""
     if own is None:
         return other
-    certificates = {one.serial: one for one in own.certificates}
-    for one in other.certificates:
-        known = certificates.get(one.serial, one)
-        revoked_at = _earliest(known.revoked_at, one.revoked_at)
-        certificates[one.serial] = known.model_copy(update={"revoked_at": revoked_at})
+    certificates = {certificate.serial: certificate for certificate in own.certificates}
+    for certificate in other.certificates:
+        same = certificates.get(certificate.serial, certificate)
+        revoked_at = _earliest(same.revoked_at, certificate.revoked_at)
+        certificates[certificate.serial] = same.model_copy(update={"revoked_at": revoked_at})
     # A revocation and a used token are newer than the backup's open token. One too few costs another 'enroll'.
     token = own.token
     if other.token is None or (token is not None and other.token.made_at >= token.made_at):
@@ -218,41 +236,46 @@ def _merge(own: AgentRecord | None, other: AgentRecord) -> AgentRecord:
 def _revoke(record: AgentRecord, source: Revocations) -> AgentRecord:
     """Revoke the certificates of a record that a list names, all of them where the agent itself is listed."""
     if record.name in source.agents:
-        known = [one.revoked_at for one in source.certificates.values() if one.agent == record.name]
-        at = max([*known, *(one.not_before for one in record.certificates)], default=0.0)
-        return _ended(record, record.revoked(at))
-    revoked = tuple(_listed(one, source.certificates) for one in record.certificates)
-    if revoked == record.certificates:
+        # The list says when each certificate was revoked, and not when the agent was: no earlier than the latest of
+        # those moments, and than the begin of any certificate here.
+        moments = [entry.revoked_at for entry in source.certificates.values() if entry.agent == record.name]
+        moments.extend(certificate.not_before for certificate in record.certificates)
+        return _drop_open_token(record, record.revoked(max(moments, default=0.0)))
+    certificates = tuple(_mark_revoked(certificate, source.certificates) for certificate in record.certificates)
+    if certificates == record.certificates:
         return record
     # Each revocation begins another key of commands (`AgentRecord`); a device that was let in again since has that one.
-    changed = record.model_copy(update={"certificates": revoked, "generation": record.generation + 1})
-    return _ended(record, changed)
+    changed = record.model_copy(update={"certificates": certificates, "generation": record.generation + 1})
+    return _drop_open_token(record, changed)
 
 
-def _ended(before: AgentRecord, after: AgentRecord) -> AgentRecord:
+def _drop_open_token(before: AgentRecord, after: AgentRecord) -> AgentRecord:
     """Drop the unused token of a record whose last certificate was just revoked: it was made for the same device."""
-    if before.current() is None or after.current() is not None:
-        return after
-    is_open = after.token is not None and after.token.used_at is None
-    return after.model_copy(update={"token": None}) if is_open else after
+    was_just_revoked = before.current() is not None and after.current() is None
+    has_open_token = after.token is not None and after.token.used_at is None
+    if was_just_revoked and has_open_token:
+        return after.model_copy(update={"token": None})
+    return after
 
 
-def _listed(one: CertificateRecord, listed: Mapping[str, RevokedCertificate]) -> CertificateRecord:
+def _mark_revoked(certificate: CertificateRecord, revoked: Mapping[str, RevokedCertificate]) -> CertificateRecord:
     """Return a certificate, marked as revoked where the list has its serial."""
-    entry = listed.get(one.serial)
-    if entry is None or one.revoked_at is not None:
-        return one
-    return one.model_copy(update={"revoked_at": entry.revoked_at})
+    entry = revoked.get(certificate.serial)
+    if entry is None or certificate.revoked_at is not None:
+        return certificate
+    return certificate.model_copy(update={"revoked_at": entry.revoked_at})
 
 
-def _earliest(one: float | None, other: float | None) -> float | None:
-    known = [at for at in (one, other) if at is not None]
-    return min(known, default=None)
+def _earliest(first: float | None, second: float | None) -> float | None:
+    """Return the earlier of two moments, of which each may be unknown."""
+    moments = [moment for moment in (first, second) if moment is not None]
+    return min(moments, default=None)
 
 
-def _fewest(one: int | None, other: int | None) -> int | None:
-    known = [limit for limit in (one, other) if limit is not None]
-    return min(known, default=None)
+def _fewest(first: int | None, second: int | None) -> int | None:
+    """Return the lower of two limits, of which each may not exist."""
+    limits = [limit for limit in (first, second) if limit is not None]
+    return min(limits, default=None)
 
 
 def sources_in_reach(state: Path, candidates: Sequence[Path], authority: Authority) -> Iterator[Revocations]:

@@ -23,7 +23,7 @@ from edge_agent.core.errors import HeadwaterError, MissingCapability, StateError
 from edge_agent.core.locks import lock_holder
 from edge_agent.core.storage import read_regular, write_private
 from edge_agent.identity.certificates import show_utc
-from edge_agent.identity.signed_request import CertificateRequest
+from edge_agent.identity.enrolment_port import CertificateRequest
 from edge_agent.wire.messages.down import Renewed
 from edge_agent.wire.messages.up import Renew
 from edge_agent.wire.mqtt import MqttTransport
@@ -112,13 +112,19 @@ def mosquitto_settings(config: IdentityConfig, folder: Path) -> str:
 
 
 def server_names(config: IdentityConfig) -> list[str]:
-    """Names and addresses that devices and the coordinator itself may use, as a certificate spells them."""
-    bound = [] if config.bind in {"0.0.0.0", "::", "localhost"} else [config.bind]  # noqa: S104 - compared, not bound
-    machine = [name for name in (socket.gethostname(),) if name.isascii()]  # a certificate holds no other
-    return list(dict.fromkeys(map(_canonical, [config.host, *bound, *machine, "localhost", "127.0.0.1", "::1"])))
+    """Return the names and addresses that devices and the coordinator may use, as a certificate spells them."""
+    names = [config.host]
+    if config.bind not in {"0.0.0.0", "::", "localhost"}:  # noqa: S104 - compared, not bound
+        names.append(config.bind)
+    machine = socket.gethostname()
+    if machine.isascii():  # a certificate holds no other name
+        names.append(machine)
+    names += ["localhost", "127.0.0.1", "::1"]
+    return list(dict.fromkeys(_canonical(name) for name in names))
 
 
 def _canonical(host: str) -> str:
+    """Return an address in its usual spelling, and a name as it is."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
@@ -126,24 +132,36 @@ def _canonical(host: str) -> str:
 
 
 def is_due(path: Path, authority: Authority, hosts: list[str] | None, now: datetime) -> bool:
-    """Whether there is no certificate of this authority for these hosts that holds for months."""
+    """Return whether a new certificate has to be made, because the one in a file is missing, wrong or about to end.
+
+    Args:
+        path: The file with the certificate.
+        authority: The authority that must have issued it.
+        hosts: The names and addresses that it must have; None: any.
+        now: The time.
+    """
     try:
         content = read_regular(path)
         certificate = x509.load_pem_x509_certificate(content[content.index(b"-----BEGIN CERTIFICATE") :])
         certificate.verify_directly_issued_by(authority.certificate)
-        named = set(hosts or ())
-        if hosts is not None:
-            names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-            named = {*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))}
+        if hosts is not None and _names_in(certificate) != set(hosts):
+            return True
     except Exception:  # noqa: BLE001 - whatever is wrong with it, another one is made
         return True
-    return set(hosts or ()) != named or certificate.not_valid_after_utc - now < RENEW_BEFORE
+    return certificate.not_valid_after_utc - now < RENEW_BEFORE
+
+
+def _names_in(certificate: x509.Certificate) -> set[str]:
+    """Return the names and addresses of a server's certificate."""
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    addresses = [str(address) for address in names.get_values_for_type(x509.IPAddress)]
+    return {*names.get_values_for_type(x509.DNSName), *addresses}
 
 
 def checks(
     state: Path, federation: str, config: IdentityConfig, now: datetime | None = None
 ) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Name and function of each check of a federation's identity, for 'headwater doctor'.
+    """Return name and function of each check of a federation's identity, for 'headwater doctor'.
 
     The functions return what they found, or raise an error that says what to do.
     """
@@ -171,7 +189,8 @@ def checks(
         program = find_mosquitto()
         if program is None:
             raise MissingCapability("mosquitto is not installed; apt-get install mosquitto")
-        if (holder := lock_holder(state)) is not None:
+        holder = lock_holder(state)
+        if holder is not None:
             return f"{program}, started by {holder}"
         for port in (config.port, config.enroll_port):
             with held_port(config.bind, port):
@@ -211,18 +230,18 @@ class IdentityService:
         log.info("identity federation=%s authority=%s", self.enrolment.federation, self.enrolment.authority.fingerprint)
 
     def stop(self) -> None:
-        """Stop both."""
+        """Stop the enrolment port and the broker, and wait for sessions that are just being ended."""
         self.port.stop()
         self.broker.stop()
         for thread in self._ending:
             thread.join()
 
     def client(self) -> BrokerConfig:
-        """How the coordinator connects."""
+        """Return the configuration with which the coordinator connects to its broker."""
         return self.files.client(self.broker.url)
 
     def admits(self, agent: str) -> bool:
-        """Whether messages of this agent count: it is not one whose certificates are all revoked."""
+        """Return whether messages of this agent count; they do not once all of its certificates are revoked."""
         if agent in self._revoked:
             if is_revoked(self.enrolment.folder, agent):
                 return False
@@ -230,16 +249,16 @@ class IdentityService:
         return True
 
     def generation(self, agent: str) -> int:
-        """Of the key of this agent's commands."""
+        """Return the generation of the key of this agent's commands; each revocation begins another."""
         return self._listed.generations.get(agent, 0)
 
     def most_samples(self, agent: str) -> int | None:
-        """How many samples its enrolment lets this agent declare; None: no limit."""
+        """Return the most samples that its enrolment lets this agent declare; None: no limit."""
         record = self.enrolment.ledger.get(agent)
         return None if record is None else record.max_samples
 
     def renewed(self, agent: str, message: Renew) -> Renewed:
-        """The answer to an agent that asks for a new certificate."""
+        """Return the answer to an agent that asks for a new certificate."""
         try:
             request = CertificateRequest(
                 federation=self.enrolment.federation,
@@ -256,7 +275,10 @@ class IdentityService:
         return Renewed(certificate=made.der)
 
     def tick(self, clock_s: float, now: datetime) -> list[str]:
-        """Agents of whom a certificate was revoked since; the broker knows by then, and their sessions are ended."""
+        """Follow revocations, and renew the broker's certificate; return the agents of whom one was revoked since.
+
+        The broker knows of the revocations by then, and the agents' sessions are being ended.
+        """
         try:
             return self._tick(clock_s, now)
         except (HeadwaterError, OSError) as error:  # a full disk: no reason to end rounds
@@ -266,24 +288,31 @@ class IdentityService:
             return []
 
     def _tick(self, clock_s: float, now: datetime) -> list[str]:
+        """Do what `tick` says.
+
+        Raises:
+            HeadwaterError, OSError: A file cannot be read or written.
+        """
         if clock_s >= self._renew_at:
             if self.files.renew(now):
                 self.broker.reload()
             self._renew_at = clock_s + 3600
         if self._stamp() == self._crl:
             return []
-        hit = self._look()
+        agents = self._look()
         self.broker.reload()
-        for name in hit:
+        for name in agents:
             if self.admits(name):
                 log.info("agent_enrolled_again agent=%s: sessions with its old certificate end now", name)
             else:
                 log.warning("agent_revoked agent=%s: its session ends now", name)
-        if hit:
-            thread = threading.Thread(target=self._end_sessions, args=(hit, now), name="revoke", daemon=True)
-            self._ending = [*(one for one in self._ending if one.is_alive()), thread]
+        if agents:
+            # In a thread: each session takes a connection to the broker, and no message waits for that.
+            thread = threading.Thread(target=self._end_sessions, args=(agents, now), name="revoke", daemon=True)
+            running = [earlier for earlier in self._ending if earlier.is_alive()]
+            self._ending = [*running, thread]
             thread.start()
-        return hit
+        return agents
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -295,14 +324,14 @@ class IdentityService:
         return (status.st_ino, status.st_mtime_ns)
 
     def _look(self) -> list[str]:
-        """Read who is revoked; the names of those with a certificate that was not revoked at the last look."""
-        stamp = self._stamp()
+        """Read who is revoked, and return the agents with a certificate that was not revoked at the last look."""
+        stamp = self._stamp()  # before the list: one that changes meanwhile is read again
         listed = self.enrolment.revoked()
-        known = self._listed.certificates
+        before = self._listed.certificates
         self._listed = listed
         self._revoked = frozenset(listed.agents)
         self._crl = stamp
-        return sorted({one.agent for serial, one in listed.certificates.items() if serial not in known})
+        return sorted({entry.agent for serial, entry in listed.certificates.items() if serial not in before})
 
     def _end_sessions(self, names: list[str], now: datetime) -> None:
         """Take over the sessions of these agents: Mosquitto reads the list of revoked certificates at connect only."""

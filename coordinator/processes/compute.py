@@ -43,11 +43,15 @@ class Compute(Protocol):
     """Whether that happens in this process, which then knows methods' classes itself."""
 
     def submit(self, request: Request, limit_s: float | None = None) -> dict[str, Any]:
-        """The result; waits for it, in a child at most ``limit_s`` seconds after the requests before it are done.
+        """Wait for the result of a request, and return it.
+
+        Args:
+            request: The request; requests of several threads wait for each other.
+            limit_s: Seconds that a child may take, from the end of the requests before it; None: any.
 
         Raises:
-            HeadwaterError, OSError: what the function raises.
-            RunFailed: it raised another error, it took too long, its process crashed repeatedly, or it was cancelled.
+            HeadwaterError, OSError: The error of the function.
+            RunFailed: It raised another error, it took too long, its process crashed repeatedly, or it was cancelled.
         """
 
     def cancel(self, request: Request) -> None:
@@ -66,7 +70,7 @@ class InlineCompute:
     is_here = True
 
     def submit(self, request: Request, limit_s: float | None = None) -> dict[str, Any]:  # noqa: ARG002 - as the contract
-        """The result; any error is raised as it is."""
+        """Return the result; any error is raised as it is."""
         return _call(request)
 
     def cancel(self, request: Request) -> None:
@@ -93,7 +97,15 @@ class ComputeProcess:
         idle_s: float = IDLE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``setup``: functions (``module:name``) that the child calls first. ``clock``: monotonic seconds."""
+        """Prepare the process, which the first request starts.
+
+        Args:
+            log_file: The file for its output.
+            limits: The limits of its memory, time and threads.
+            setup: Functions (``module:name``) that it calls first.
+            idle_s: Seconds without a request after which it is ended.
+            clock: Seconds of a clock that never goes back.
+        """
         self._log_file = log_file
         self._limits = limits
         self._setup = setup
@@ -109,27 +121,34 @@ class ComputeProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, where there is one."""
+        """The id of the process; None while there is none."""
         return None if self._child is None else self._child.pid
 
     def submit(self, request: Request, limit_s: float | None = None) -> dict[str, Any]:
-        """As `Compute.submit`; requests of several threads wait for each other."""
+        """Run the function of a request in the child process; see `Compute.submit`."""
         with self._asking:
             self._running = request
             try:
                 return self._submit(request, limit_s)
             finally:
-                self._running, self._used_at = None, self._clock()
+                self._running = None
+                self._used_at = self._clock()
 
     def _submit(self, request: Request, limit_s: float | None) -> dict[str, Any]:
+        """Send a request, and once more after each crash, until it is answered.
+
+        Raises:
+            RunFailed: It took too long, the process crashed too often, or the request was cancelled.
+        """
         reason = ""
         for _ in range(MAX_CRASHES):
             try:
                 with self._starting:
                     self._check_is_wanted(request)
-                    if self._child is None:
-                        self._child = ChildProcess((*COMMAND, *self._setup), self._log_file, self._limits)
                     child = self._child
+                    if child is None:
+                        child = ChildProcess((*COMMAND, *self._setup), self._log_file, self._limits)
+                        self._child = child
                 child.pipe.send("request", json.dumps(request).encode())
                 if not child.pipe.wait(limit_s):
                     child.kill()
@@ -149,14 +168,14 @@ class ComputeProcess:
         raise RunFailed(f"the compute process crashed {MAX_CRASHES} times, the last time with {reason}")
 
     def cancel(self, request: Request) -> None:
-        """As `Compute.cancel`."""
+        """Cancel a request, and kill the process if it works on that one; see `Compute.cancel`."""
         with self._starting:  # a process that is just being started is killed as soon as it is there
             self._cancelled.append(request)
             if self._running is request and self._child is not None:
                 self._child.kill()
 
     def end_if_idle(self) -> None:
-        """As `Compute.end_if_idle`; does not wait."""
+        """End the process if nothing was asked of it for a while; it is not waited for."""
         if self._child is None or not self._asking.acquire(blocking=False):
             return
         try:
@@ -166,7 +185,7 @@ class ComputeProcess:
             self._asking.release()
 
     def close(self) -> None:
-        """As `Compute.close`."""
+        """End the process, whatever it does; later requests are cancelled."""
         with self._starting:
             self._is_closed = True
             if self._child is not None:
@@ -175,12 +194,16 @@ class ComputeProcess:
             self._drop()
 
     def _check_is_wanted(self, request: Request) -> None:
-        """Called under ``_starting``."""
-        if self._is_closed or any(request is one for one in self._cancelled):
+        """Require that a request was not cancelled; the caller holds ``_starting``.
+
+        Raises:
+            RunFailed: It was, or this object is closed.
+        """
+        if self._is_closed or any(request is cancelled for cancelled in self._cancelled):
             raise RunFailed("request cancelled")
 
     def _on_exit(self) -> str:
-        """Release the process; why it exited, empty where there was none."""
+        """Release the process, and return why it exited; empty where there was none."""
         reason = "" if self._child is None else self._child.exit_reason()
         self._drop()
         return reason
@@ -194,7 +217,7 @@ class ComputeProcess:
 
 
 def serve(pipe: Pipe, *setup: str) -> None:
-    """The child: call the function of each request, and send what it returns or why it failed."""
+    """Run as the child: call the function of each request, and send what it returns or why it failed."""
     frames = queue.SimpleQueue[Frame]()
     listen(pipe, frames.put)
     for name in setup:
@@ -223,7 +246,7 @@ def _call(request: Request) -> dict[str, Any]:
 
 
 def _described(error: Exception) -> dict[str, Any]:
-    """An error as JSON, for `_error_from` in the other process."""
+    """Return an error as JSON, for `_error_from` in the other process."""
     if isinstance(error, OSError) and error.errno is not None:
         filename = None if error.filename is None else str(error.filename)
         return {"errno": error.errno, "message": error.strerror or "", "filename": filename}

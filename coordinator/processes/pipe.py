@@ -30,10 +30,10 @@ class SharedBuffer:
 
     @classmethod
     def of(cls, *pieces: bytes | memoryview) -> SharedBuffer:
-        """A new buffer that holds the pieces, one after another.
+        """Return a new buffer that holds the pieces, one after another.
 
         Raises:
-            OSError: there is not enough memory.
+            OSError: There is not enough memory.
         """
         if hasattr(os, "memfd_create"):
             buffer = cls(os.memfd_create("headwater", os.MFD_CLOEXEC))
@@ -53,9 +53,11 @@ class SharedBuffer:
         return buffer
 
     def map(self) -> memoryview:
-        """All bytes, read-only and not copied; they stay as long as the view is used, also after `close`."""
+        """Return all bytes, read-only and not copied; they stay as long as the view is used, also after `close`."""
         size = os.fstat(self.descriptor).st_size
-        return memoryview(mmap.mmap(self.descriptor, size, access=mmap.ACCESS_READ) if size else b"")
+        if size == 0:  # nothing cannot be mapped
+            return memoryview(b"")
+        return memoryview(mmap.mmap(self.descriptor, size, access=mmap.ACCESS_READ))
 
     def close(self) -> None:
         """Close the descriptor; views and other processes keep what they have mapped."""
@@ -83,7 +85,7 @@ class Pipe:
         self._sending = threading.Lock()
 
     def fileno(self) -> int:
-        """The descriptor to wait on."""
+        """Return the descriptor to wait on."""
         return self._end.fileno()
 
     def close(self) -> None:
@@ -105,17 +107,17 @@ class Pipe:
             self._end.sendall(memoryview(content)[sent:])
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Whether a frame, or the end of the pipe, arrives within ``timeout_s`` seconds; None: waits for ever."""
+        """Return whether a frame, or the end of the pipe, arrives within ``timeout_s`` seconds; None: wait for ever."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._end, selectors.EVENT_READ)
             return bool(selector.select(timeout_s))
 
     def receive(self) -> Frame:
-        """The next frame; waits for it.
+        """Wait for the next frame, and return it.
 
         Raises:
-            EOFError: the other end is closed.
-            UnicodeDecodeError: what came is not a frame.
+            EOFError: The other end is closed.
+            UnicodeDecodeError: The bytes that came are not a frame.
         """
         if hasattr(socket, "recv_fds"):
             first, descriptors, *_ = socket.recv_fds(self._end, _HEADER.size, MAX_BUFFERS)
@@ -129,6 +131,11 @@ class Pipe:
         return Frame(self._exactly(name).decode(), self._exactly(size), buffers)
 
     def _exactly(self, size: int) -> bytes:
+        """Return so many bytes from the pipe.
+
+        Raises:
+            EOFError: The other end was closed before.
+        """
         result = bytearray()
         while len(result) < size:
             piece = self._end.recv(min(size - len(result), 1 << 20))
@@ -139,5 +146,5 @@ class Pipe:
 
 
 def owner_pipe() -> Pipe:
-    """In a child process: the pipe to the process that started it, which is standard input."""
+    """Return, in a child process, the pipe to the process that started it, which is standard input."""
     return Pipe(socket.socket(fileno=os.dup(0)))

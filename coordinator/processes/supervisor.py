@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from edge_agent.core.child_process import Child, Streams, module_command
 from edge_agent.core.errors import cause
 from edge_agent.core.storage import open_regular
 
@@ -29,8 +29,14 @@ MAX_CRASHES = 3
 EXIT_TIMEOUT_S = 3.0
 """How long a process may take to exit after it has closed its pipe or was asked to stop; then it is killed."""
 
-STABLE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 0.05, 30.0
-"""Pauses before restarts double; a process that ran for ``STABLE_S`` is restarted at once."""
+STABLE_S = 30.0
+"""A process that ran for so long is restarted at once."""
+
+FIRST_PAUSE_S = 0.05
+"""The pause before a restart doubles with each short run; this is the unit in which it grows."""
+
+LONGEST_PAUSE_S = 30.0
+"""The longest pause before a restart."""
 
 STOP_SIGNALS = (-signal.SIGTERM, -signal.SIGINT)
 """Exit codes of a process that was asked to stop, perhaps together with all others of its terminal or systemd unit."""
@@ -42,34 +48,14 @@ TAIL_LINES = 5
 TAIL_BYTES = 1 << 16
 
 
-_ROOT = str(Path(__file__).resolve().parents[2])
-"""The folder that holds these packages, also if they were not installed; searched after Python's own modules."""
-
-_BEGIN = (
-    "import sys; sys.path[:1] = [path for path in sys.path[:1] if path]; "
-    "at = [n for n, path in enumerate(sys.path) if path.endswith('-packages')] or [len(sys.path)]; "
-    "sys.path.insert(at[0], sys.argv.pop(1)); "
-    "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-)
-
-
-def command(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command line that runs a module as ``python -m module arguments`` would, without the working folder.
-
-    ``python -m`` looks for modules in the working folder first: a user's ``queue.py`` there would replace Python's own.
-    Everything else on the module path, ``PYTHONPATH`` included, is found as usual.
-    """
-    return (sys.executable, "-c", _BEGIN, _ROOT, module, *arguments)
-
-
 def worker_command(function: str, *arguments: str) -> tuple[str, ...]:
-    """The command line of a child that calls ``function`` (``module:name``) with its pipe and these arguments."""
-    return command("coordinator.processes.worker_main", function, *arguments)
+    """Return the command of a child that calls ``function`` (``module:name``) with its pipe and these arguments."""
+    return module_command("coordinator.processes.worker_main", function, *arguments)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a child may use; None: no limit. Beyond ``memory_mb`` allocations fail, beyond ``cpu_s`` it is killed."""
+    """The limits of a child; None: no limit. Beyond ``memory_mb`` allocations fail, beyond ``cpu_s`` it is killed."""
 
     memory_mb: int | None = None
     cpu_s: int | None = None
@@ -77,13 +63,13 @@ class Limits:
     """Threads of BLAS and OpenMP, torch's included."""
 
     def environment(self) -> dict[str, str]:
-        """Environment variables with the limits of the child; `worker_main` applies them."""
-        known = {
+        """Return environment variables with the limits of the child; `worker_main` applies them."""
+        variables = {
             "HEADWATER_MEMORY_MB": self.memory_mb,
             "HEADWATER_CPU_S": self.cpu_s,
             **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), self.threads),
         }
-        return {name: str(value) for name, value in known.items() if value}
+        return {name: str(value) for name, value in variables.items() if value}
 
 
 NO_LIMITS = Limits()
@@ -118,12 +104,10 @@ class ChildProcess:
                 if log is not None:
                     log.parent.mkdir(parents=True, exist_ok=True)
                     output = stack.enter_context(log.open("wb")).fileno()
-                self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                self._process = Child(
                     command,
-                    stdin=theirs.fileno(),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **limits.environment(), **(environment or {})},
+                    streams=Streams(input=theirs.fileno(), output=output, errors=subprocess.STDOUT),
+                    environment={**limits.environment(), **(environment or {})},
                 )
         except BaseException:
             self.pipe.close()
@@ -131,70 +115,88 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not exited."""
-        return self._process.poll() is None
+        """Whether the process has not exited."""
+        return self._process.is_running
 
     def follow_output(self, on_line: Callable[[str], None]) -> None:
         """Call ``on_line`` with each line of output until the process closes it."""
-        for line in self._process.stdout or ():
+        for line in self._process.read_lines():
             text = line.decode(errors="replace").rstrip()
             self._tail.append(text)
             on_line(text)
 
     def kill(self) -> None:
-        """Kill it at once."""
+        """Kill the process at once."""
         self._process.kill()
 
     def terminate(self) -> None:
-        """Ask it to stop; it is not waited for."""
+        """Ask the process to stop; it is not waited for."""
         self._process.terminate()
 
     def stop(self) -> None:
-        """Ask it to stop, wait, and kill it if it does not."""
+        """Ask the process to stop, wait, and kill it if it does not."""
         self.terminate()
         self.pipe.close()
         self.wait()
 
     def wait(self) -> int:
-        """Its exit code, negative for a signal; killed if it does not exit within ``EXIT_TIMEOUT_S``."""
-        try:
-            return self._process.wait(EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+        """Wait for the exit, kill the process after ``EXIT_TIMEOUT_S``, and return its code, negative for a signal."""
+        return self._process.wait_or_kill(EXIT_TIMEOUT_S)
 
     def exit_reason(self) -> str:
-        """Exit code or signal, and the last lines of output; waits for the exit."""
+        """Wait for the exit, and return exit code or signal with the last lines of output, as text."""
         return exit_reason(self.wait(), self._log or list(self._tail))
 
     def close(self) -> None:
-        """Kill it if it still runs, and release everything."""
-        self.kill()
-        self._process.wait()
+        """Kill the process if it still runs, and release everything."""
+        self._process.close()
         self.pipe.close()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
 
 
 def exit_reason(code: int, output: Path | Sequence[str]) -> str:
-    """Exit code or signal as text, and the last lines of the output (a log file, or its last lines)."""
-    how = f"exit code {code}"
-    if code < 0:
-        known = {number.value: f" ({number.name})" for number in signal.Signals}  # most real-time signals have no name
-        how = f"signal {-code}{known.get(-code, '')}"
+    """Return exit code or signal as text, and the last lines of the output.
+
+    Args:
+        code: The exit code, negative for a signal.
+        output: A log file, or the last lines of the output.
+    """
+    how = _describe_code(code)
+    lines: Sequence[str]
     if isinstance(output, Path):
         try:
-            with open_regular(output) as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-                output = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+            lines = _last_lines(output)
         except OSError:
             return f"{how}; its log {output} cannot be read"
-    return f"{how}; last output: {' / '.join(output)}" if output else f"{how}; no output"
+    else:
+        lines = output
+    if not lines:
+        return f"{how}; no output"
+    return f"{how}; last output: {' / '.join(lines)}"
+
+
+def _describe_code(code: int) -> str:
+    """Return an exit code as text, with the name of a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    names = {number.value: f" ({number.name})" for number in signal.Signals}  # most real-time signals have no name
+    return f"signal {-code}{names.get(-code, '')}"
+
+
+def _last_lines(path: Path) -> list[str]:
+    """Return the last lines of a log file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
 
 
 class Supervisor:
@@ -237,16 +239,19 @@ class Supervisor:
         """End the child, at once unless ``politely``, and the thread."""
         with self._starting:
             self._stopping.set()
-            if self.child is not None:
-                (self.child.stop if politely else self.child.kill)()
+            if self.child is not None and politely:
+                self.child.stop()
+            elif self.child is not None:
+                self.child.kill()
         if self._thread.is_alive():
             self._thread.join()
 
     def wait(self, seconds: float) -> bool:
-        """Wait, but no longer than until `stop`; whether it was called."""
+        """Wait, but no longer than until `stop`; return whether it was called."""
         return self._stopping.wait(seconds)
 
     def _run(self) -> None:
+        """Start children one after another until `stop`, with pauses that grow while they exit early."""
         short_runs = 0
         while not self._stopping.is_set():
             started = time.monotonic()
@@ -260,10 +265,16 @@ class Supervisor:
                 self._on_exit(reason, pause_s)
             except Exception:
                 log.exception("exit_not_handled child=%s", self._thread.name)
-            self._stopping.wait(max(pause_s, OWNER_STOP_S) if code in STOP_SIGNALS else pause_s)
+            # Whoever has stopped the child may be about to stop this process, too.
+            if code in STOP_SIGNALS:
+                pause_s = max(pause_s, OWNER_STOP_S)
+            self._stopping.wait(pause_s)
 
     def _run_once(self) -> tuple[int, str]:
-        """Exit code and reason of one child, or why it could not be started; no exception ends this thread."""
+        """Start a child, serve it until it exits, and return its exit code and reason.
+
+        A child that could not be started has code 0 and the reason for that; no exception ends this thread.
+        """
         child = None
         try:
             with self._starting:
@@ -286,5 +297,7 @@ class Supervisor:
 
 
 def restart_pause_s(short_runs: int, longest_s: float = LONGEST_PAUSE_S) -> float:
-    """Seconds before a restart after so many short runs in a row; the first restart is immediate."""
-    return 0.0 if short_runs < 2 else min(longest_s, FIRST_PAUSE_S * 2.0 ** min(short_runs, 20))
+    """Return the seconds before a restart after so many short runs in a row; the first restart is immediate."""
+    if short_runs < 2:
+        return 0.0
+    return min(longest_s, FIRST_PAUSE_S * 2.0 ** min(short_runs, 20))

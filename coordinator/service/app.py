@@ -42,6 +42,7 @@ from .first_start import Decisions, prepare_start
 from .peers import PROBE_S
 from .preflight import overlaps
 from .standby import Standby, wait_for_folder
+from .surroundings import Access, Runtime, StartOptions
 
 log = logging.getLogger(__name__)
 
@@ -176,17 +177,9 @@ def coordinator(
             config,
             state,
             transport,
-            worker=worker,
-            hooks=hooks,
-            compute=compute or ComputeProcess(state.path / "compute.log"),
-            boot=boot,
-            broker_url=broker.url,
-            probe_s=probe_s,
-            limits=limits,
-            identity=identity,
-            keys=keys,
-            refusals=refusals,
-            takeover=takeover,
+            runtime=Runtime(worker=worker, hooks=hooks, compute=compute or ComputeProcess(state.path / "compute.log")),
+            access=Access(broker_url=broker.url, limits=limits, identity=identity, keys=keys, refusals=refusals),
+            start=StartOptions(boot=boot, probe_s=probe_s, takeover=takeover),
         )
         for overlap in overlaps(config):
             log.warning("samples_serve_twice %s", overlap)

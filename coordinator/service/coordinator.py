@@ -9,16 +9,13 @@ from __future__ import annotations
 import contextlib
 import heapq
 import logging
-import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
 from edge_agent import __version__
-from edge_agent.core.children import InlineWorker, Worker
 from edge_agent.core.errors import (
     DuplicateCoordinator,
     EnrolmentRefused,
@@ -37,7 +34,6 @@ from edge_agent.wire.transport import Connected, Disconnected, Message, Subscrib
 
 from ..config import CoordinatorConfig
 from ..fleet.downloads import Distributor
-from ..fleet.rate_limits import RateLimits
 from ..fleet.refusals import Refusals
 from ..fleet.registry import (
     CommandSender,
@@ -53,28 +49,22 @@ from ..fleet.rollout import Rollout
 from ..fleet.uploads import Collector
 from ..hosted.transport import CombinedTransport
 from ..journal.store import follow, utc_now
-from ..processes.compute import Compute, InlineCompute
-from ..runs.context import Reports, Run, RunContext, RunHooks, Waiting
+from ..runs.context import Reports, Run, RunContext, Waiting
 from ..runs.request import Request
 from ..runs.run_loop import RunLoop
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.backup import MARKER
 from ..state.candidate import accuracies_of
-from ..state.command_keys import CommandKeys
 from ..state.fault_log import FaultLog
 from ..state.fleet_rows import REPORTS, reported_by
-from ..state.starts import EPOCHS_OF_A_COPY, Takeover, record_start
+from ..state.starts import EPOCHS_OF_A_COPY, record_start
 from ..state.store import MOST_LISTED, StateFolder
 from ..text import reason_of
 from ..views.releases import book_of
 from ..views.traffic import AgentTraffic
-from .peers import PROBE_S, Peers
+from .peers import Peers
 from .status import AgentStatus, StatusReport, StatusWriter
-
-if TYPE_CHECKING:
-    from ..identity.serving import (
-        IdentityService,
-    )  # loads cryptography, which a coordinator without certificates does not need
+from .surroundings import Access, Runtime, StartOptions
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +84,7 @@ With a few agents a look is so short that each message has its own; a look of 20
 
 
 class Coordinator:
-    """Serves one federation. `start`, then `step` again and again (or `serve`), then `close`."""
+    """The coordinator of one federation: call `start`, then `step` again and again (or `serve`), then `close`."""
 
     make_runs: type[Runs] = Runs
 
@@ -104,53 +94,49 @@ class Coordinator:
         state: StateFolder,
         transport: Transport,
         *,
-        clock: Callable[[], float] = time.monotonic,
-        stopwatch: Callable[[], float] | None = None,
-        worker: Worker | None = None,
-        hooks: RunHooks | None = None,
-        compute: Compute | None = None,
-        boot: str | None = None,
-        broker_url: str = "",
-        probe_s: float = PROBE_S,
-        run_ids: RunIds | None = None,
-        limits: RateLimits | None = None,
-        identity: IdentityService | None = None,
-        keys: CommandKeys | None = None,
-        now: Callable[[], datetime] = utc_now,
-        refusals: Refusals | None = None,
-        takeover: Takeover | None = None,
+        runtime: Runtime | None = None,
+        access: Access | None = None,
+        start: StartOptions | None = None,
     ) -> None:
-        """``probe_s``: how long another coordinator of the federation may take to answer before this one serves.
+        """Put a coordinator together; it does nothing before `start`.
 
-        ``run_ids``: ids of runs in messages; by default unique among all state folders. ``limits``: those that the
-        transport applies to what it receives. ``identity``: who has a certificate, where agents need one. ``keys``:
-        those that agents know its commands by. ``now``: the wall clock, for windows of releases and ends of pins.
-        ``refusals``: devices that broker or enrolment port do not let in. ``takeover``: the coordinator that this one
-        was told to replace.
+        Args:
+            config: Its configuration.
+            state: Its state folder, opened and locked by this process.
+            transport: Its connection to the agents.
+            runtime: Its clocks, and who does its long work.
+            access: Who may reach it, and how agents know its commands.
+            start: What this start decides.
         """
+        runtime = runtime or Runtime()
+        access = access or Access()
+        start = start or StartOptions()
+        clock = runtime.clock
         self.config = config
         self.state = state
         self.transport = transport
         self.clock = clock
-        self.stopwatch = stopwatch or clock
-        self.worker = worker or InlineWorker()
-        self.hooks = hooks or RunHooks()
-        self.compute = compute or InlineCompute()
-        self.broker_url = broker_url
+        self.stopwatch = runtime.stopwatch or clock
+        self.worker = runtime.worker
+        self.hooks = runtime.hooks
+        self.compute = runtime.compute
+        self.broker_url = access.broker_url
+        self.limits = access.limits
+        self.identity = access.identity
+        self.refusals = access.refusals or Refusals(clock, runtime.now)
+        self._boot = start.boot
+        self._takeover = start.takeover
+        self._run_ids = start.run_ids or RunIds(state.journal)
         self.topics = Topics(config.federation)
-        self._boot = boot or secrets.token_hex(8)
-        self._run_ids = run_ids or RunIds(state.journal)
-        self.commands = CommandSender(self.topics, self._publish, self._run_ids, self._boot, keys)
+        self.commands = CommandSender(self.topics, self._publish, self._run_ids, self._boot, access.keys)
         self.send = self.commands.send
-        self.peers = Peers(config.federation, self._boot, self.commands.to_coordinators, clock, probe_s)
+        self.peers = Peers(config.federation, self._boot, self.commands.to_coordinators, clock, start.probe_s)
         self.roster = Roster(clock, config.round.lease_s)
         self.duplicate_ids = DuplicateIds(self.roster, self.send, clock)
         self.distributor = Distributor(
             self.topics, self._publish, self.send, clock, unread_s=lambda: self.transport.unread_s
         )
         self.storage = Storage(clock)
-        self.limits = limits
-        self.identity = identity
         self._settings = config.digests()
         self.receipts = ReceiptMemory(self._send_durable)
         self.collector = Collector(
@@ -163,9 +149,8 @@ class Coordinator:
         )
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of, config.retention.runs)
         self.rejected = Rejections(clock)
-        self.refusals = refusals or Refusals(clock, now)
         gone_after = timedelta(days=config.retention.devices_days)
-        self.releases = Rollout(state, self.roster, self.distributor, self.send, clock, now, gone_after)
+        self.releases = Rollout(state, self.roster, self.distributor, self.send, clock, runtime.now, gone_after)
         self._handlers: dict[type[fields.Control], Callable[[str, Any], None]] = {
             up.UpdateManifest: self._on_manifest,
             up.Have: lambda agent, message: self.distributor.have(agent, message.digest),
@@ -177,7 +162,6 @@ class Coordinator:
             up.Renew: self._on_renew,
         }
         self._marker = state.path / MARKER
-        self._takeover = takeover
         self._status_writer = StatusWriter(state.path / "status.json", self.stopwatch)
         self._faults = FaultLog(state.path)
         self._unsent: list[tuple[str, fields.Command]] = []
@@ -199,8 +183,10 @@ class Coordinator:
         Raises:
             DuplicateCoordinator: another process has taken over the state folder.
         """
-        if not self.state.is_held():  # a long start, during which a standby has given it up
+        # A standby may have taken the folder over during a long start.
+        if not self.state.is_held():
             raise DuplicateCoordinator(f"{self.state.path}: another process has taken over this state folder")
+        # The entry of this start comes first: its epoch is in everything that this coordinator sends.
         start = record_start(
             self.state.journal,
             version=__version__,
@@ -211,23 +197,27 @@ class Coordinator:
         )
         self.commands.serve_as(start.federation, start.epoch)
         self.peers.start(start, self.state.journal.progress)
-        if start.epoch >= EPOCHS_OF_A_COPY:  # there may be runs that were requested after the backup
+        # Runs may have been requested after the backup from which this folder began.
+        if start.epoch >= EPOCHS_OF_A_COPY:
             self._run_ids.skip_names_that_agents_know()
         self._remember_reports()
         self._remember_traffic()
         self.hooks.start(self.state)
+        # Nobody is present before the broker has connected this coordinator.
         self.roster.disconnected()
         self.transport.subscribe(*self.topics.for_coordinator())
         self.transport.start()
 
     def _remember_reports(self) -> None:
         """Tell the roster what agents reported before this start, as the journal has it."""
-        reported = reported_by(self.state.journal.newest_of(*REPORTS), book_of(self.state.journal))
-        figures = {
-            agent: Figures(accuracies_of(one.acc), one.head, one.better_alone, one.rss_mb)
-            for agent, one in reported.items()
-        }
-        candidates = {agent: one.candidate for agent, one in reported.items() if one.candidate is not None}
+        reports = reported_by(self.state.journal.newest_of(*REPORTS), book_of(self.state.journal))
+        figures = {}
+        candidates = {}
+        for agent, report in reports.items():
+            accuracies = accuracies_of(report.acc)
+            figures[agent] = Figures(accuracies, report.head, report.better_alone, report.rss_mb)
+            if report.candidate is not None:
+                candidates[agent] = report.candidate
         self.roster.remember(figures, candidates)
 
     def _remember_traffic(self) -> None:
@@ -274,88 +264,122 @@ class Coordinator:
         if isinstance(event, Message):
             if event.topic == self.topics.coordinators:
                 self._on_coordinator(event)
-            elif self.is_serving:  # agents repeat it
+            elif self.is_serving:  # before that, a message is dropped: agents repeat it
                 self._on_message(event)
+            # Messages that wait are served first; the look at timers and the run has a time of its own.
             self._is_behind = True
             if self.clock() < min(self._advance_at, self._due_at):
                 return True
         elif isinstance(event, Connected):
-            self._broker_wait = None
-            self.roster.connected()
-            known_as = (self.config.federation, self.federation_id, self.commands.epoch)
-            log.info("connected federation=%s id=%s epoch=%d", *known_as)
-            if self.is_serving:
-                self.commands.announce()
+            self._on_connected()
         elif isinstance(event, Subscribed):
             self.peers.listening(self.topics.coordinators in event.filters)
         elif isinstance(event, Disconnected):
-            what = f"the broker at {self.broker_url} cannot be reached ({event.reason}); trying again until it can"
-            self._broker_wait = Waiting(what, about="broker")
-            self.roster.disconnected()
-            self.distributor.disconnected()
+            self._on_disconnected(event)
         self._advance()
         return event is not None
 
+    def _on_connected(self) -> None:
+        """Count the time of leases again, and announce this coordinator if it serves already."""
+        self._broker_wait = None
+        self.roster.connected()
+        log.info(
+            "connected federation=%s id=%s epoch=%d", self.config.federation, self.federation_id, self.commands.epoch
+        )
+        if self.is_serving:
+            self.commands.announce()
+
+    def _on_disconnected(self, event: Disconnected) -> None:
+        """Wait for the broker; meanwhile no agent can be heard, and none counts as lost."""
+        what = f"the broker at {self.broker_url} cannot be reached ({event.reason}); trying again until it can"
+        self._broker_wait = Waiting(what, about="broker")
+        self.roster.disconnected()
+        self.distributor.disconnected()
+
     @property
     def loop(self) -> RunLoop | None:
-        """The active run."""
+        """The loop of the active run; None while there is none."""
         return self.runs.loop
 
     @property
     def federation_id(self) -> str:
-        """Of the state folder; empty before the start."""
+        """The federation's id, read from the state folder; empty before `start`."""
         return self.commands.federation
 
     @property
     def is_serving(self) -> bool:
-        """Whether no other coordinator serves; before that is known, agents get no message."""
+        """Whether this coordinator serves; agents get no message before it is known that no other one does."""
         return self.peers.is_serving
 
     @property
     def waiting(self) -> Waiting:
         """What is waited for now: the broker, another coordinator's answer, what the run needs, or a run."""
-        return self._broker_wait or (self.runs.waiting if self.is_serving else self.peers.waiting())
+        if self._broker_wait is not None:
+            return self._broker_wait
+        if not self.is_serving:
+            return self.peers.waiting()
+        return self.runs.waiting
 
     def idle_s(self) -> float:
-        """How long `step` may wait for an event before something else is due."""
-        return max(0.0, (min(self._advance_at, self._due_at) if self._is_behind else self._due_at) - self.clock())
+        """Return for how many seconds `step` may wait for an event before something else is due."""
+        due_at = self._due_at
+        if self._is_behind:
+            due_at = min(due_at, self._advance_at)
+        return max(0.0, due_at - self.clock())
 
     # --- runs --------------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Results of computations, timers, then the active run as far as it can go."""
+        """Look after everything that no message causes: results, timers, and the run as far as it can go."""
         begin = self.clock()
+        # 1. Nothing is written into a folder that another process has taken over. Updates that have arrived reach the
+        # disk before anything builds on them.
         self.state.journal.check_ours()
         self._flush()
+        # 2. What has been computed meanwhile; a full disk stops it, and the next look tries it again.
         try:
             self.worker.collect()
             self.hooks.collect()
             self.compute.end_if_idle()
         except (StateError, OSError) as error:
             self.storage.note(error, "results of computations")
+        # 3. No other coordinator has answered: this one serves. A copy is a state folder from now on, which no backup
+        # may overwrite.
         if self.peers.tick():
-            self._marker.unlink(missing_ok=True)  # it is a state folder from now on, which no backup may overwrite
+            self._marker.unlink(missing_ok=True)
             self.commands.announce()
-        if self.limits is not None:
-            for (agent, kind), times in self.limits.dropped().items():
-                self._ignore(agent, MessageError(f"too many messages of kind '{kind}'; they are dropped"), times)
+        # 4. Who sends too much, and whose certificate was revoked or has ended.
+        self._note_dropped_messages()
         if self.identity is not None:
             for agent in self.identity.tick(self.clock(), utc_now()):
                 self._lose(agent)
+        # 5. Leases, uploads, releases and the run, for whoever serves.
         if self.is_serving:
-            for agent in self.roster.expire(self.transport.unread_s):
-                log.warning("agent_lost agent=%s silent_s=%.0f", agent, self.roster.lease_s)
-                self.distributor.forget(agent)
-            self.collector.tick()
-            try:
-                self.releases.tick()
-            except (StateError, OSError) as error:
-                self.storage.note(error, "releases")
-            self.runs.advance()
+            self._serve_fleet()
+        # 6. Chunks to agents, the status for people, and when the next look is due.
         pump_s = self.distributor.pump()
         everyone = self.everyone if len(self.roster) > MOST_LISTED else None
         self._status_writer.update(self.waiting, self.status, everyone)
         self._plan(begin, pump_s)
+
+    def _note_dropped_messages(self) -> None:
+        """Count the messages that the limits of the transport have dropped as rejected ones of their agents."""
+        if self.limits is None:
+            return
+        for (agent, kind), times in self.limits.dropped().items():
+            self._ignore(agent, MessageError(f"too many messages of kind '{kind}'; they are dropped"), times)
+
+    def _serve_fleet(self) -> None:
+        """Mark silent agents as lost, then advance uploads, releases and the run."""
+        for agent in self.roster.expire(self.transport.unread_s):
+            log.warning("agent_lost agent=%s silent_s=%.0f", agent, self.roster.lease_s)
+            self.distributor.forget(agent)
+        self.collector.tick()
+        try:
+            self.releases.tick()
+        except (StateError, OSError) as error:
+            self.storage.note(error, "releases")
+        self.runs.advance()
 
     def _flush(self) -> None:
         """Bring the updates that have arrived to disk, all at once, and only then send their receipts."""
@@ -364,12 +388,15 @@ class Coordinator:
         has_updates = self.state.journal.has_deferred
         try:
             self.state.journal.flush()
-        except (StateError, OSError) as error:  # the agents offer them again; the run resumes from the journal
-            self.collector.pause()  # it counts what the journal does not have
-            if (loop := self.loop) is not None:
-                self.runs.stall(loop.run.id, error)
-            else:
+        except (StateError, OSError) as error:
+            # The collector counts what the journal does not have: it starts anew. The agents get no receipt and offer
+            # their updates again; the run resumes from the journal.
+            self.collector.pause()
+            loop = self.loop
+            if loop is None:
                 self.storage.note(error, "updates")
+            else:
+                self.runs.stall(loop.run.id, error)
             return
         if has_updates:
             self.storage.wrote()
@@ -377,6 +404,7 @@ class Coordinator:
             self.send(agent, receipt)
 
     def _send_durable(self, agent: str, message: fields.Command) -> None:
+        """Send a message, but the receipt of an update only after the update is on disk (`_flush`)."""
         if isinstance(message, down.Receipt) and self.state.journal.has_deferred:
             self._unsent.append((agent, message))
         else:
@@ -386,12 +414,16 @@ class Coordinator:
         """Set when the next look at timers and the run is due, with and without messages before it."""
         now = self.clock()
         due = [LOOK_FOR_REQUESTS_S if self.loop is None else TICK_S]
-        if not self.is_serving and (until := self.peers.waiting().until) is not None:
-            due.append(until - now)
+        if not self.is_serving:
+            probe_ends_at = self.peers.waiting().until
+            if probe_ends_at is not None:
+                due.append(probe_ends_at - now)
         if pump_s is not None:
             due.append(pump_s)
-        if self.loop is not None and (until := self.runs.waiting.until) is not None:
-            due.append(until - now)
+        if self.loop is not None:
+            run_waits_until = self.runs.waiting.until
+            if run_waits_until is not None:
+                due.append(run_waits_until - now)
         self._due_at = now + min(due)
         self._is_behind = False
         # One long look, such as an aggregation, does not count in full, or the messages after it would wait for it.
@@ -399,6 +431,7 @@ class Coordinator:
         self._advance_at = now + min(ADVANCE_S, self._advance_took_s / ADVANCE_SHARE)
 
     def _loop_of(self, run: str, request: Request) -> RunLoop:
+        """Return the loop of a run that begins or resumes, and send its task to agents that will personalize."""
         self._run_ids.check(run)
         context = self.run_context()
         loop = RunLoop(Run(run, request, context, Reports(context)), self.hooks)
@@ -430,14 +463,9 @@ class Coordinator:
     # --- received messages -------------------------------------------------------------------------------------------
 
     def _on_message(self, event: Message) -> None:
+        """Handle one message of an agent; whatever is wrong with it, the coordinator serves on."""
         try:
-            agent, kind = self.topics.sender(event.topic)
-            if event.retained:  # agents publish no retained messages
-                raise MessageError(f"retained message on {event.topic}; clear it at the broker")
-            if self.identity is not None and not self.identity.admits(agent):
-                remedy = f"'headwater enroll {agent}' lets it in again"
-                self.refusals.note(agent, "coordinator", EnrolmentRefused.__name__, "it is revoked", remedy)
-                raise MessageError(f"agent '{agent}' is revoked; {remedy}")
+            agent, kind = self._check_sender(event)
         except MessageError as error:
             self._ignore("topic", error)
             return
@@ -445,19 +473,41 @@ class Coordinator:
             self.handle(agent, kind, event.payload)
         except ProtocolMismatch as error:
             self._ignore(agent, error)
-            side = "the device" if str(error).endswith("upgrade the peer") else "this coordinator"
-            self.refusals.note(agent, "coordinator", type(error).__name__, str(error), f"upgrade {side}")
-            message = f"coordinator {__version__} {SPOKEN}: {error}"  # the agent shows what this side speaks
-            whom = codec.start_of(event.payload)  # an agent with a key asks for that before its first welcome
-            self.send(agent, down.Refused(error=type(error).__name__, message=message, whom=whom))
+            self._refuse_protocol(agent, event.payload, error)
         except Exception as error:  # a full disk, or a bug of this program: no single message may end the service
-            if (trouble := of_storage(error)) is not None:
+            trouble = of_storage(error)
+            if trouble is not None:
                 self.storage.note(trouble, f"a message of {agent}")
             elif not isinstance(error, HeadwaterError):
                 log.exception("message_broke from=%s", agent)
             self._ignore(agent, error)
             if self.limits is not None:
                 self.limits.refused(event.topic)
+
+    def _check_sender(self, event: Message) -> tuple[str, str]:
+        """Return the agent that sent a message and the message's kind, as its topic has them.
+
+        Raises:
+            MessageError: The topic is of no agent, the message is a retained one, or the agent is revoked.
+        """
+        agent, kind = self.topics.sender(event.topic)
+        if event.retained:  # agents publish no retained messages
+            raise MessageError(f"retained message on {event.topic}; clear it at the broker")
+        if self.identity is not None and not self.identity.admits(agent):
+            remedy = f"'headwater enroll {agent}' lets it in again"
+            self.refusals.note(agent, "coordinator", EnrolmentRefused.__name__, "it is revoked", remedy)
+            raise MessageError(f"agent '{agent}' is revoked; {remedy}")
+        return agent, kind
+
+    def _refuse_protocol(self, agent: str, payload: bytes, error: ProtocolMismatch) -> None:
+        """Tell an agent of another protocol version, and the operator, which side is to be upgraded."""
+        side = "the device" if error.is_peer_older else "this coordinator"
+        self.refusals.note(agent, "coordinator", type(error).__name__, str(error), f"upgrade {side}")
+        # The agent shows what this side speaks. One with a key obeys a refusal before its first welcome only if the
+        # refusal names the agent's start.
+        message = f"coordinator {__version__} {SPOKEN}: {error}"
+        whom = codec.start_of(payload)
+        self.send(agent, down.Refused(error=type(error).__name__, message=message, whom=whom))
 
     def handle(self, agent: str, kind: str, payload: bytes) -> None:
         """Handle one message of an agent; ``kind`` is that of its topic (`Topics.sender`).
@@ -474,7 +524,7 @@ class Coordinator:
             self._on_control(agent, self._within_enrolment(agent, codec.parse_from_agent(payload)))
 
     def _within_enrolment(self, agent: str, message: fields.Control) -> fields.Control:
-        """The message with no more samples than the agent was enrolled with."""
+        """Return the message with no more samples than the agent was enrolled with."""
         if self.identity is None or not isinstance(message, up.Hello | up.UpdateManifest | up.Report):
             return message
         most = self.identity.most_samples(agent)
@@ -484,20 +534,29 @@ class Coordinator:
         return message.model_copy(update={"samples": most})
 
     def _on_presence(self, agent: str, payload: bytes) -> None:
-        """The last will of an agent's connection; it counts only for the newest one, which its hello has named."""
+        """Handle the last will of an agent's connection: ``offline BOOT CONNECTION``.
+
+        It counts only for the newest connection, which the agent's hello has named: the broker may send an older one's
+        will when the agent has been back for a while.
+        """
         if len(payload) > MAX_PRESENCE_BYTES:
             raise MessageError(f"presence of {len(payload)} bytes, at most {MAX_PRESENCE_BYTES} are read")
         state, *origin = payload.decode("ascii", "replace").split(" ")
         member = self.roster.get(agent)
-        if state != "offline" or member is None or not origin or origin[0] != member.boot:
+        if state != "offline" or member is None:
             return
-        if origin[1:] != [str(member.connection)]:
-            log.info("will_ignored agent=%s of=%s: not of its connection %d", agent, origin[1:2], member.connection)
+        boot = origin[:1]
+        if boot != [member.boot]:
+            return
+        connection = origin[1:]
+        if connection != [str(member.connection)]:
+            log.info("will_ignored agent=%s of=%s: not of its connection %d", agent, connection[:1], member.connection)
             return
         log.info("agent_offline agent=%s", agent)
         self._lose(agent)
 
     def _on_control(self, agent: str, message: fields.Control) -> None:
+        """Note that an agent was heard, ask an unknown one for its hello, and handle its message if it counts."""
         if isinstance(message, up.Hello):
             self._on_hello(agent, message)
             return
@@ -510,13 +569,23 @@ class Coordinator:
             return
         if not is_known:
             self.send(agent, down.Who())
-            member = self.roster.get(agent)
-            is_of_another_start = member is not None and member.boot != message.boot
-            # 'edge-agent doctor' sends heartbeats under the id of an agent that works meanwhile. Other messages before
-            # a hello count: an update is known by its content, and an agent whose lease ran out is still itself.
-            if isinstance(message, up.Heartbeat) or (isinstance(message, up.Fault) and is_of_another_start):
+            if not self._counts_before_hello(agent, message):
                 return
         self._handlers[type(message)](agent, self.commands.with_run_name(agent, message))
+
+    def _counts_before_hello(self, agent: str, message: fields.Control) -> bool:
+        """Return whether a message counts whose start of the agent has sent no hello, or whose lease ran out.
+
+        'edge-agent doctor' sends heartbeats under the id of an agent that works meanwhile: they do not count, nor does
+        a fault of another start. Others do: an update is known by its content, and an agent whose lease ran out is
+        still itself.
+        """
+        if isinstance(message, up.Heartbeat):
+            return False
+        if isinstance(message, up.Fault):
+            member = self.roster.get(agent)
+            return member is None or member.boot == message.boot
+        return True
 
     def _on_manifest(self, agent: str, message: up.UpdateManifest) -> None:
         self.roster.trained(agent, message.metrics)
@@ -537,7 +606,8 @@ class Coordinator:
             fault = self.roster.failed(agent, message)
             if fault is not None:
                 self._faults.note(agent, fault)
-        if (loop := self.loop) is not None and loop.run.id == message.run:
+        loop = self.loop
+        if loop is not None and loop.run.id == message.run:
             loop.on_fault(agent, message)
         self.releases.fault(agent, message)
 
@@ -547,10 +617,11 @@ class Coordinator:
         if not message.run:
             self.roster.note_idle(agent)
             self.releases.heartbeat(agent)
-        if (heartbeat_s := self.roster.new_heartbeat_s(agent)) is not None:
+        heartbeat_s = self.roster.new_heartbeat_s(agent)
+        if heartbeat_s is not None:
             self._welcome(agent, heartbeat_s)
-        if (loop := self.loop) is not None:
-            loop.on_heartbeat(agent, message)
+        if self.loop is not None:
+            self.loop.on_heartbeat(agent, message)
 
     def _on_report(self, agent: str, message: up.Report) -> None:
         """Add the report of an agent on the roster; another agent sends its report again after its hello."""
@@ -567,41 +638,60 @@ class Coordinator:
         self.send(agent, self.identity.renewed(agent, message))
 
     def _on_hello(self, agent: str, message: up.Hello) -> None:
+        """Admit an agent that says who it is: to the roster, to the run, and to the releases."""
+        if not self._may_join(agent, message):
+            return
+        self._enter_roster(agent, message)
+        # The welcome comes first: the agent obeys no other command before it.
+        heartbeat_s = self.roster.heartbeat_s()
+        self.roster.note_heartbeat_s(agent, heartbeat_s)
+        self._welcome(agent, heartbeat_s)
+        loop = self.loop
+        if loop is None:
+            self._send_task(agent, self.config.task)
+        else:
+            loop.invite(agent)
+            # An agent that trains gets the task with its first job.
+            if message.tier == "head":
+                self._send_task(agent, loop.run.request.task)
+        if message.tier == "head":
+            self.releases.hello(agent, message)
+
+    def _may_join(self, agent: str, message: up.Hello) -> bool:
+        """Return whether a hello is of the only agent with its id, and of one that belongs to this coordinator."""
         if not self.duplicate_ids.accept(agent, message):
-            return
-        if message.federation not in {"", self.federation_id}:
+            return False
+        if not message.federation:  # it has met no coordinator yet
+            return True
+        if message.federation != self.federation_id:
             self.commands.announce_to(agent)  # the agent decides whether its own coordinator is offline
-            return
-        if message.federation and not self.commands.may_give(agent, message.epoch, self.peers.is_alone):
-            return
+            return False
+        return self.commands.may_give(agent, message.epoch, self.peers.is_alone)
+
+    def _enter_roster(self, agent: str, message: up.Hello) -> None:
+        """Note an agent as present, and forget what was sent over a connection that it no longer has."""
         before = self.roster.get(agent)
+        is_back = before is None or before.boot != message.boot or not before.is_present
+        has_new_connection = before is None or is_back or before.connection != message.connection
         self.commands.speaks(agent, message.v)
         self.collector.greet(agent)
         self.roster.hello(agent, message)
         self.refusals.accepted(agent)
-        is_back = before is None or before.boot != message.boot or not before.is_present
-        if before is None or is_back or before.connection != message.connection:
+        if has_new_connection:
             self.distributor.forget(agent)
         if is_back:
             event = "agent_joined" if before is None else "agent_back"
             log.info("%s agent=%s tier=%s samples=%s", event, agent, message.tier, message.samples or "unknown")
-        heartbeat_s = self.roster.heartbeat_s()
-        self.roster.note_heartbeat_s(agent, heartbeat_s)
-        self._welcome(agent, heartbeat_s)
-        if (loop := self.loop) is not None:
-            loop.invite(agent)
-        if message.tier == "head" or loop is None:  # in a run, one that trains gets the task with its first job
-            self._send_task(agent, self.config.task if loop is None else loop.run.request.task)
-        if message.tier == "head":
-            self.releases.hello(agent, message)
 
     def _welcome(self, agent: str, heartbeat_s: float) -> None:
-        now = utc_now().isoformat(timespec="seconds")
-        lease_s = self.roster.lease_s
+        """Tell an agent, whose start is named, how often this coordinator has to hear from it."""
         member = self.roster.get(agent)
-        answers = "" if member is None else member.boot
         welcome = down.Welcome(
-            software=__version__, lease_s=lease_s, heartbeat_s=heartbeat_s, time=now, answers=answers
+            software=__version__,
+            lease_s=self.roster.lease_s,
+            heartbeat_s=heartbeat_s,
+            time=utc_now().isoformat(timespec="seconds"),
+            answers="" if member is None else member.boot,
         )
         self.send(agent, welcome)
 
@@ -615,7 +705,7 @@ class Coordinator:
         self.distributor.forget(agent)
 
     def _on_coordinator(self, event: Message) -> None:
-        """Another coordinator of this federation, or our own message."""
+        """Handle a message of another coordinator of this federation, or the echo of our own."""
         try:
             if event.retained:
                 raise MessageError(f"retained message on {event.topic}; clear it at the broker")
@@ -637,13 +727,9 @@ class Coordinator:
         log.log(level, "message_refused from=%s times=%d reason=%s", who, counted or 0, reason_of(error))
 
     def status(self) -> StatusReport:
-        """The coordinator's state now."""
-        loop = self.loop
+        """Return the coordinator's state now, as the JSON of ``status.json``."""
         waiting = self.waiting
-        stall = self.storage.stall
-        run = None if loop is None else loop.status()
-        if stall is not None:
-            run = {**(run or {"id": stall.run, "left_out": {}}), "stalled": stall.body()}
+        run = self._run_status()
         return {
             "version": __version__,
             "federation": self.config.federation,
@@ -682,11 +768,22 @@ class Coordinator:
         }
 
     def everyone(self) -> list[dict[str, Any]]:
-        """All known agents as in `status`, sorted by id, and hosted clients that have not connected yet."""
+        """Return all known agents as in `status`, sorted by id, and hosted clients that have not connected yet."""
         run = None if self.loop is None else self.loop.status()
         return [*self._described(self.roster.members(), run), *self._away()]
 
+    def _run_status(self) -> dict[str, Any] | None:
+        """Return the JSON of the active run, also of one that a full disk has stalled; None where there is none."""
+        run = None if self.loop is None else self.loop.status()
+        stall = self.storage.stall
+        if stall is None:
+            return run
+        if run is None:
+            run = {"id": stall.run, "left_out": {}}
+        return {**run, "stalled": stall.body()}
+
     def _counts(self) -> dict[str, int]:
+        """Return how many agents are known, and how many of them are online, have a fault, or are stalled."""
         members = self.roster.members()
         ready = len(self.roster.ready)
         conditions = Counter(member.condition for member in members if member.is_present)
@@ -698,31 +795,22 @@ class Coordinator:
         }
 
     def _listed(self) -> list[Member]:
-        """At most `MOST_LISTED` agents, sorted by id: where there are more, those with a fault, a note, or offline."""
+        """Return at most `MOST_LISTED` agents by id: of more, first those with a fault, a note, or offline."""
         members = self.roster.members()
         if len(members) > MOST_LISTED:
             now = self.clock()
-            members = heapq.nsmallest(
-                MOST_LISTED, members, key=lambda member: (member.is_well and not member.breaks.note(now), member.id)
-            )
+
+            def needs_no_attention(member: Member) -> bool:
+                return member.is_well and not member.breaks.note(now)
+
+            members = heapq.nsmallest(MOST_LISTED, members, key=lambda member: (needs_no_attention(member), member.id))
         return sorted(members, key=lambda member: member.id)
 
     def _described(self, members: Iterable[Member], run: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-        """These agents, with notes on why one is left out of ``run``, and what was done to its last update."""
+        """Yield the JSON of these agents, with what people should know of each (`_notes_on`)."""
         hosted_notes = self._hosted_notes()
-        left_out = {} if run is None else run["left_out"]
-        bounded = {} if run is None else run.get("bounded", {})
         for member in members:
             candidate = member.candidate
-            others = list(hosted_notes.get(member.id, ()))
-            if link_note := member.breaks.note(self.clock()):
-                others.insert(0, link_note)
-            if member.id in bounded:
-                others.insert(0, bounded[member.id])
-            if run is not None and (exclusion := left_out.get(member.id)) is not None:
-                until = exclusion["until_round"]
-                limit = "until it is restarted" if until is None else f"until round {until}"
-                others.insert(0, f"left out of {run['id']} {limit}: {exclusion['reason']}")
             yield vars(
                 AgentStatus(
                     id=member.id,
@@ -732,7 +820,7 @@ class Coordinator:
                     samples=member.samples or None,
                     bundle_id=member.bundle_id,
                     software=member.software,
-                    notes=[*([] if candidate is None else [candidate.note]), *member.notes.values(), *others],
+                    notes=[*self._notes_on(member, run), *hosted_notes.get(member.id, ())],
                     condition=member.condition,
                     fault=member.fault,
                     acc=dict(member.figures.acc),
@@ -746,8 +834,32 @@ class Coordinator:
                 )
             )
 
+    def _notes_on(self, member: Member, run: dict[str, Any] | None) -> list[str]:
+        """Return what people should know of an agent, in this order.
+
+        The bundle that it does not run, its own notes, why it is left out of ``run``, what was done to its last update,
+        and how often its connection breaks.
+        """
+        notes = []
+        if member.candidate is not None:
+            notes.append(member.candidate.note)
+        notes.extend(member.notes.values())
+        if run is not None:
+            exclusion = run["left_out"].get(member.id)
+            if exclusion is not None:
+                until_round = exclusion["until_round"]
+                limit = "until it is restarted" if until_round is None else f"until round {until_round}"
+                notes.append(f"left out of {run['id']} {limit}: {exclusion['reason']}")
+            bounded = run.get("bounded", {})
+            if member.id in bounded:
+                notes.append(bounded[member.id])
+        link_note = member.breaks.note(self.clock())
+        if link_note:
+            notes.append(link_note)
+        return notes
+
     def _away(self) -> list[dict[str, Any]]:
-        """Hosted clients that have not connected yet."""
+        """Return the JSON of hosted clients that have not connected yet."""
         notes = self._hosted_notes()
         return [
             vars(AgentStatus(id=name, tier="train", transport="hosted", notes=list(notes.get(name, ()))))

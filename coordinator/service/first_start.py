@@ -77,21 +77,26 @@ def prepare_start(
     if backup is None and not decisions.takes_over:
         return None
     if backup is not None:
-        log.warning("starts_from_backup folder=%s %s", state.path, _described(backup))
-    other = _who_serves(config, state, stop)
-    if other is None and stop is not None and stop.is_set():
-        # The question was cut short, so a coordinator may serve that has not answered yet: no start may be written.
-        raise StartStopped(f"{state.path} is not started: stopped before it was known whether a coordinator serves")
+        log.warning("starts_from_backup folder=%s %s", state.path, _describe_age(backup))
+    # 1. Who serves now? A coordinator that answers is replaced only where the operator has said so. If the question was
+    # cut short, one may serve that has not answered yet: no start may be written.
+    other = _find_serving(config, state, stop)
     if other is not None:
         _check_other(config, state, backup, other, decisions)
+    elif stop is not None and stop.is_set():
+        raise StartStopped(f"{state.path} is not started: stopped before it was known whether a coordinator serves")
+    # 2. Whom does the backup let in? A device that was revoked since is still enrolled in it.
     if backup is not None and config.identity is not None:
         _check_identities(config.identity, config.federation, state.path, backup, decisions)
     if not decisions.takes_over:
         return None
-    return Takeover() if other is None else Takeover(other.epoch, other.newest_run)
+    if other is None:
+        return Takeover()
+    return Takeover(other.epoch, other.newest_run)
 
 
-def _described(backup: BackupFacts) -> str:
+def _describe_age(backup: BackupFacts) -> str:
+    """Return when a backup was made, as a clause for people."""
     made = show_time(backup.at) if backup.at else "an unknown time"
     return f"made at {made}"
 
@@ -99,7 +104,7 @@ def _described(backup: BackupFacts) -> str:
 # --- another coordinator ---------------------------------------------------------------------------------------------
 
 
-def _who_serves(config: CoordinatorConfig, state: StateFolder, stop: threading.Event | None) -> Present | None:
+def _find_serving(config: CoordinatorConfig, state: StateFolder, stop: threading.Event | None) -> Present | None:
     """Ask which coordinator of the federation serves; None where none answers, or none can be asked.
 
     Raises:
@@ -121,7 +126,7 @@ def _check_enrolment_port(identity: IdentityConfig, state: Path) -> None:
     Raises:
         DuplicateCoordinator: A coordinator of this federation's authority answers there.
     """
-    from edge_agent.identity.signed_request import ask
+    from edge_agent.identity.enrolment_port import ask
 
     from ..identity.authority import Authority
     from ..identity.ledger import identity_folder
@@ -146,12 +151,12 @@ def _check_other(
     """Require that the coordinator that answers is to be replaced, and belongs to the same federation.
 
     Raises:
-        DuplicateCoordinator: One of the two is not so.
+        DuplicateCoordinator: It is not to be replaced, or belongs to another state folder.
     """
     own_id = federation_of(state.journal.entries(kinds=("coordinator_started",)))
     serves = "is starting" if other.serving_s is None else f"has been serving for {other.serving_s:.0f} s"
     own = state.journal.progress()
-    kind = "a state folder" if backup is None else f"a backup {_described(backup)}"
+    kind = "a state folder" if backup is None else f"a backup {_describe_age(backup)}"
     about = (
         f"another coordinator of federation '{config.federation}' {serves}: host '{other.host}', process "
         f"{other.process}, federation id {other.federation[:12]}, epoch {other.epoch}, {other.entries} journal entries "
@@ -187,8 +192,11 @@ def _check_identities(
     from ..identity.restore import apply, read_revocations, review, sources_in_reach
 
     enrolment = Enrolment(state, federation, identity)
+    # What the operator names has to be readable; where a former state folder is only supposed, it is read if it exists.
     named = [read_revocations(source, enrolment.authority) for source in decisions.revocations]
-    candidates = [*decisions.former_states, *([backup.source] if backup.source is not None else [])]
+    candidates = list(decisions.former_states)
+    if backup.source is not None:
+        candidates.append(backup.source)
     reviewed = review(enrolment, [*named, *sources_in_reach(state, candidates, enrolment.authority)], utc_now())
     lines = [*_admitted_lines(state, backup, reviewed), *_revoked_lines(reviewed)]
     if not decisions.accepts_identities:
@@ -207,7 +215,7 @@ def _check_identities(
 def _admitted_lines(state: Path, backup: BackupFacts, reviewed: Review) -> Sequence[str]:
     agents = counted(len(reviewed.admitted), "agent")
     names = f": {listed(reviewed.admitted)}" if reviewed.admitted else ""
-    lines = [f"{state} is a backup {_described(backup)}. Its certificates admit {agents}{names}."]
+    lines = [f"{state} is a backup {_describe_age(backup)}. Its certificates admit {agents}{names}."]
     if reviewed.invited:
         lines.append(f"Unused tokens also admit: {listed(reviewed.invited)}.")
     return lines
@@ -217,8 +225,9 @@ def _revoked_lines(reviewed: Review) -> Sequence[str]:
     if not reviewed.sources:
         return ["Devices that were revoked after the backup are admitted, because no former state folder was found."]
     sources = listed([str(source) for source in reviewed.sources])
-    kept_out = [one.agent for one in reviewed.kept_out]
-    who = "no agent was revoked after the backup"
+    kept_out = [agent.agent for agent in reviewed.kept_out]
     if kept_out:
         who = f"revoked after the backup, and not admitted: {listed(kept_out)}"
+    else:
+        who = "no agent was revoked after the backup"
     return [f"Revocations read from {sources}: {who}."]

@@ -18,7 +18,7 @@ from edge_agent.core.errors import HeadwaterError, UsageError
 from edge_agent.wire.messages import codec
 from edge_agent.wire.messages.down import Present
 from edge_agent.wire.topics import Topics
-from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
+from edge_agent.wire.transport import Connected, Disconnected, Event, Message, Subscribed, Transport
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ LOOK_S = 0.5
 
 
 class Inquiry:
-    """Asks who serves, and ends with the first answer or after `INQUIRY_S` without one."""
+    """A question that ends with the first answer, or after `INQUIRY_S` without one."""
 
     def __init__(
         self,
@@ -68,13 +68,29 @@ class Inquiry:
         return self.answer
 
     def step(self, timeout_s: float) -> bool:
-        """Handle at most one event; True once the question is answered, or nobody has answered it in time.
+        """Handle at most one event; return True once the question is answered, or nobody has answered it in time.
 
         Raises:
             UsageError: the broker does not let this process hear coordinators.
         """
         event = self._transport.receive(timeout_s)
         now = self._clock()
+        self._handle(event, now)
+        if self.answer is not None:
+            return True
+        if self._subscribed_at is None:
+            return False
+        if now - self._asked_at >= QUERY_S:
+            self._asked_at = now
+            self._query()
+        return now - self._subscribed_at >= INQUIRY_S
+
+    def _handle(self, event: Event | None, now: float) -> None:
+        """Handle an event of the transport.
+
+        Raises:
+            UsageError: the broker does not let this process hear coordinators.
+        """
         if isinstance(event, Connected):
             log.info("asks_who_serves start=%s", self._boot)
         elif isinstance(event, Subscribed):
@@ -89,14 +105,6 @@ class Inquiry:
             self._subscribed_at = None
         elif isinstance(event, Message) and event.topic == self._topics.coordinators and not event.retained:
             self._take(event.payload)
-        if self.answer is not None:
-            return True
-        if self._subscribed_at is None:
-            return False
-        if now - self._asked_at >= QUERY_S:
-            self._asked_at = now
-            self._query()
-        return now - self._subscribed_at >= INQUIRY_S
 
     def _query(self) -> None:
         self._seq += 1

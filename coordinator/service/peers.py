@@ -60,7 +60,7 @@ class Reason(enum.Enum):
 
 
 class Peers:
-    """What one coordinator knows of the others. `is_serving` is true once no other one has answered."""
+    """The knowledge of one coordinator about the others; it serves once none of them has answered."""
 
     def __init__(
         self,
@@ -102,61 +102,67 @@ class Peers:
     @property
     def standbys(self) -> list[str]:
         """Coordinators in reserve that were heard lately, as text."""
-        known = sorted(self._standbys.values())
-        return [f"{what}, heard {now - at:.0f} s ago" for what, at in known if (now := self._clock()) - at < KNOWN_S]
+        now = self._clock()
+        lines = []
+        for name, heard_at in sorted(self._standbys.values()):
+            silent_s = now - heard_at
+            if silent_s < KNOWN_S:
+                lines.append(f"{name}, heard {silent_s:.0f} s ago")
+        return lines
 
     def start(self, start: Start, progress: Callable[[], Progress]) -> None:
-        """Take what the journal says of this start; ``progress`` says how far the journal is at any moment."""
+        """Set what the journal says of this start; ``progress`` returns how far the journal is at any moment."""
         self._start = start
         self._progress = progress
 
     def listening(self, can_receive: bool) -> None:
-        """The broker has answered a subscription; ``can_receive``: messages of other coordinators arrive."""
+        """Ask for other coordinators, after the broker has answered a subscription.
+
+        Args:
+            can_receive: Whether the broker lets messages of other coordinators through.
+        """
         if not can_receive:
             log.warning("coordinators_unheard: the broker does not let us subscribe; a second one will not be noticed")
         self._query()
 
     def waiting(self) -> Waiting:
-        """What keeps this coordinator from serving."""
+        """Return what keeps this coordinator from serving."""
         if self._queried_at is None:
             return Waiting("the broker's answer to our subscriptions", about="start")
         what = f"another coordinator of federation '{self._name}' may answer; serves when none does"
         return Waiting(what, until=self._queried_at + self._probe_s, about="start")
 
     def tick(self) -> bool:
-        """Announce this coordinator from time to time; True at the moment when it begins to serve."""
+        """Announce this coordinator from time to time; return True at the moment when it begins to serve."""
         now = self._clock()
-        if self._serves_since is None and self._queried_at is not None and now - self._queried_at >= self._probe_s:
+        if self._serves_since is None:
+            if self._queried_at is None or now - self._queried_at < self._probe_s:
+                return False
             self._serves_since = now
             return True
-        if self._serves_since is not None and now - self._announced_at >= REPEAT_S:
+        if now - self._announced_at >= REPEAT_S:
             self._announce()
         return False
 
     def is_alone(self) -> bool:
-        """Whether no other coordinator has answered the latest query; makes a new query if that is long ago."""
+        """Return whether no other coordinator has answered the latest query; ask again if that is long ago."""
         if self._queried_at is None or self._clock() - self._queried_at > KNOWN_S:
             self._query()
         return self._queried_at is not None and self._clock() - self._queried_at >= self._probe_s
 
     def heard(self, message: Present) -> None:
-        """Another coordinator has sent a message, which is answered; if it answers ours, one of the two stops.
+        """Answer a message of another coordinator; if it answers ours, one of the two stops.
 
         Raises:
-            DuplicateCoordinator: this is the one that stops.
+            DuplicateCoordinator: This is the one that stops.
         """
         if message.boot == self._boot:
             return
         now = self._clock()
         if message.standby:
-            lately = {boot: known for boot, known in self._standbys.items() if now - known[1] < KNOWN_S}
-            self._standbys = lately if len(lately) < MOST_ANSWERED else {}
-            self._standbys[message.boot] = (f"host '{message.host}', process {message.process}", now)
-        if now - self._answered.get(message.boot, float("-inf")) >= ANSWER_APART_S:
-            if len(self._answered) >= MOST_ANSWERED:
-                self._answered.clear()
-            self._answered[message.boot] = now
-            self._announce(message.boot)
+            self._note_standby(message, now)
+        self._answer(message, now)
+        # Only an answer to this start proves that another coordinator is running; a standby never serves.
         if message.standby or message.answers != self._boot:
             return
         own_entries = self._progress().entries
@@ -170,11 +176,29 @@ class Peers:
             self._named.add(message.boot)
             log.warning("other_coordinator %s", self._note)
 
+    def _note_standby(self, message: Present, now: float) -> None:
+        """Note a coordinator in reserve, and forget those that were not heard lately."""
+        recent = {boot: known for boot, known in self._standbys.items() if now - known[1] < KNOWN_S}
+        self._standbys = recent if len(recent) < MOST_ANSWERED else {}
+        self._standbys[message.boot] = (f"host '{message.host}', process {message.process}", now)
+
+    def _answer(self, message: Present, now: float) -> None:
+        """Answer another coordinator, but not each of many messages that come within a second."""
+        answered_at = self._answered.get(message.boot, float("-inf"))
+        if now - answered_at < ANSWER_APART_S:
+            return
+        if len(self._answered) >= MOST_ANSWERED:
+            self._answered.clear()
+        self._answered[message.boot] = now
+        self._announce(message.boot)
+
     def _query(self) -> None:
+        """Ask who else is there; the time for answers begins now."""
         self._queried_at = self._clock()
         self._announce()
 
     def _announce(self, answers: str = "") -> None:
+        """Send what this coordinator is and how far its journal is; ``answers`` names the start that it answers."""
         if not answers:
             self._announced_at = self._clock()
         progress = self._progress()
@@ -191,6 +215,7 @@ class Peers:
         self._send(message)
 
     def _serving_s(self) -> float | None:
+        """Return for how many seconds this coordinator has been serving; None before it serves."""
         return None if self._serves_since is None else self._clock() - self._serves_since
 
     def _is_same_federation(self, other: Present) -> bool:
@@ -234,14 +259,20 @@ class Peers:
     def _serves_less(self, other: Present) -> Reason | None:
         """Decide by who has been serving longer, and by the boot where that is no difference."""
         own_s = self._serving_s()
-        if own_s is None and other.serving_s is not None:
-            return Reason.SERVES
-        if own_s is not None and other.serving_s is None:
+        other_s = other.serving_s
+        if own_s is None:
+            if other_s is not None:
+                return Reason.SERVES
+            return self._has_larger_boot(other)
+        if other_s is None:
             return None
-        has_smaller_boot = other.boot < self._boot
-        if own_s is None or other.serving_s is None or abs(other.serving_s - own_s) <= SAME_TIME_S:
-            return Reason.LONGER if has_smaller_boot else None
-        return Reason.LONGER if other.serving_s > own_s else None
+        if abs(other_s - own_s) <= SAME_TIME_S:
+            return self._has_larger_boot(other)
+        return Reason.LONGER if other_s > own_s else None
+
+    def _has_larger_boot(self, other: Present) -> Reason | None:
+        """Decide by the ids of the two starts, which each side compares with the same result."""
+        return Reason.LONGER if other.boot < self._boot else None
 
 
 def _advice(reason: Reason, *, is_same: bool) -> str:

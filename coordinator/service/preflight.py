@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,14 @@ log = logging.getLogger(__name__)
 def checked_method(
     config: CoordinatorConfig, name: str, params: dict[str, Any], where: str = "", *, paper: bool = False
 ) -> Method:
-    """The method that a run would use, after a look at everything else that it would need.
+    """Return the method that a run would use, after a check of everything else that the run would need.
 
-    ``paper``: parameters that are not given have the paper's values.
+    Args:
+        config: The coordinator's configuration.
+        name: The method's name.
+        params: The parameters that are given.
+        where: The file with them, for messages; empty: they are those of a request.
+        paper: Whether parameters that are not given have the paper's values.
 
     Raises:
         UsageError: the one mistake there is: an unknown method or encoder (the nearest name is suggested), parameters
@@ -76,14 +81,20 @@ def checked_method(
             check(lambda: _check_weights(method, config.task, weights))
         if not mistakes:
             return method
+    raise _join_mistakes(mistakes, where)
+
+
+def _join_mistakes(mistakes: Sequence[UsageError], where: str) -> UsageError:
+    """Return the one mistake there is as it is, or one error with a line for each of several."""
     if len(mistakes) == 1:
-        raise mistakes[0]
-    lines = [
-        f"{mistake.where}: {line}" if isinstance(mistake, ConfigError) else line
-        for mistake in mistakes
-        for line in (mistake.mistakes if isinstance(mistake, ConfigError) else [str(mistake)])
-    ]
-    raise ConfigError(where or "this run", lines)
+        return mistakes[0]
+    lines = list[str]()
+    for mistake in mistakes:
+        if isinstance(mistake, ConfigError):
+            lines.extend(f"{mistake.where}: {line}" for line in mistake.mistakes)
+        else:
+            lines.append(str(mistake))
+    return ConfigError(where or "this run", lines)
 
 
 def check_defaults(config: CoordinatorConfig, where: Path | None) -> None:
@@ -105,9 +116,11 @@ def fresh_on_devices(method: Method, task: Task) -> tuple[str, ...]:
 
 
 def _check_method(method: Method, config: CoordinatorConfig) -> None:
+    """Require that a method fits the task, the aggregation and the noise of the configuration."""
     method.check(config.task)
-    if why := aggregation.refusal(method, config) or _noise_objection(method, config.privacy):
-        raise UsageError(why)
+    reason = aggregation.refusal(method, config) or _noise_objection(method, config.privacy)
+    if reason:
+        raise UsageError(reason)
 
 
 def _check_signing(method: Method, config: CoordinatorConfig) -> None:
@@ -132,14 +145,16 @@ def _check_signing(method: Method, config: CoordinatorConfig) -> None:
 
 
 def _noise_objection(method: Method, privacy: DifferentialPrivacyConfig) -> str:
-    """Why a run would fail under ``[privacy]`` after all devices were asked; empty where it would not."""
+    """Return why a run would fail under ``[privacy]`` after all devices were asked; empty where it would not."""
     if privacy.clip is None:
         return ""
-    if privacy.epsilon is not None and (first := epsilon_of(cost(privacy.noise), privacy.delta)) > privacy.epsilon:
-        return (
-            f"privacy.epsilon = {privacy.epsilon:g} allows no round: the first one costs {first:.3g} with noise = "
-            f"{privacy.noise:g}; raise the budget or the noise"
-        )
+    if privacy.epsilon is not None:
+        first_round_epsilon = epsilon_of(cost(privacy.noise), privacy.delta)
+        if first_round_epsilon > privacy.epsilon:
+            return (
+                f"privacy.epsilon = {privacy.epsilon:g} allows no round: the first one costs {first_round_epsilon:.3g} "
+                f"with noise = {privacy.noise:g}; raise the budget or the noise"
+            )
     return objection(method)
 
 
@@ -164,27 +179,34 @@ def without_lost_weights(config: CoordinatorConfig) -> CoordinatorConfig:
 
 def _unusable_data(config: CoordinatorConfig) -> Iterator[ConfigError]:
     """A mistake for each section whose samples are missing or whose device cannot be used; no sample is read."""
-    clients = [
-        (f"{client.id}: ", f"{client.id}: ", client.device, functools.partial(check_own, client.data, client.id))
-        for client in config.hosted
-    ]
-    own: dict[str, OwnDataConfig | None] = {"[warm_start]": config.warm_start, "[proxy]": config.proxy}
-    sections = {"[[hosted]]": clients} | {
-        where: [("data: ", "", one.device, functools.partial(data.check, one.data, one.folder))]
-        for where, one in own.items()
-        if one is not None
-    }
-    for where, users in sections.items():
+    hosted_mistakes = []
+    for client in config.hosted:
+        try:
+            check_own(client.data, client.id)
+        except UsageError as error:
+            hosted_mistakes.append(f"{client.id}: {error}")
+        hosted_mistakes.extend(f"{client.id}: {line}" for line in _device_mistakes(client.device))
+    if hosted_mistakes:
+        yield ConfigError("[[hosted]]", hosted_mistakes)
+
+    sections: dict[str, OwnDataConfig | None] = {"[warm_start]": config.warm_start, "[proxy]": config.proxy}
+    for name, section in sections.items():
+        if section is None:
+            continue
         mistakes = []
-        for of_data, of_device, device, check in users:
-            try:
-                check()
-            except UsageError as error:
-                mistakes.append(f"{of_data}{error}")
-            if missing := missing_device(device):
-                mistakes.append(f"{of_device}device = '{device}': {missing}; use 'auto' or 'cpu'")
+        try:
+            data.check(section.data, section.folder)
+        except UsageError as error:
+            mistakes.append(f"data: {error}")
+        mistakes.extend(_device_mistakes(section.device))
         if mistakes:
-            yield ConfigError(where, mistakes)
+            yield ConfigError(name, mistakes)
+
+
+def _device_mistakes(device: str) -> list[str]:
+    """Return the mistake of an option ``device``, if it has one."""
+    reason = missing_device(device)
+    return [f"device = '{device}': {reason}; use 'auto' or 'cpu'"] if reason else []
 
 
 PARTS = ("split", "subject", "domain")
@@ -192,7 +214,7 @@ PARTS = ("split", "subject", "domain")
 
 
 def overlaps(config: CoordinatorConfig) -> list[str]:
-    """Warnings about samples that are used twice: here, and at a hosted client. Sources are compared, not samples."""
+    """Return warnings about samples that are used here and at a hosted client; sources are compared, not samples."""
     warnings = []
     for client in config.hosted:
         name = client.id
@@ -211,28 +233,40 @@ def overlaps(config: CoordinatorConfig) -> list[str]:
 
 
 def _may_overlap(client: DataConfig, own: OwnDataConfig) -> bool:
-    """Whether two sources may hold the same samples: same kind and location, and no option that separates them."""
-    locations = []
-    options = []
+    """Return whether two sources may hold the same samples: of one kind and location, with no option that differs."""
     try:
-        for source, folder in ((client.source, client.folder), (own.data, own.folder)):
-            kind, location, given = data.location(source, folder)
-            locations.append((kind, location))
-            options.append(data.source_kind(kind).options.model_validate(given).model_dump())
+        first_place, first = _locate(client.source, client.folder)
+        second_place, second = _locate(own.data, own.folder)
     except (HeadwaterError, ValueError):  # reported by `checked_method`
         return False
-    first, second = options
-    if locations[0] != locations[1]:
+    if first_place != second_place:
         return False
+    # Two clients of one division have no sample in common.
     same_division = all(first.get(name) == second.get(name) for name in ("clients", "seed"))
     if same_division and first.get("client") != second.get("client"):
         return False
-    pairs = [{first.get(name), second.get(name)} for name in PARTS]
-    return not any(len(values) == 2 and values.isdisjoint({None, "all"}) for values in pairs)
+    return not any(_selects_others(first.get(name), second.get(name)) for name in PARTS)
+
+
+def _locate(source: str, folder: Path | None) -> tuple[tuple[str, object], dict[str, Any]]:
+    """Return kind and location of a source, and its options with their defaults.
+
+    Raises:
+        HeadwaterError, ValueError: The source is no valid one.
+    """
+    kind, location, given = data.location(source, folder)
+    options = data.source_kind(kind).options.model_validate(given).model_dump()
+    return (kind, location), options
+
+
+def _selects_others(first: object, second: object) -> bool:
+    """Return whether two values of an option of `PARTS` select two sets without a sample in common."""
+    selects_all = {None, "all"}
+    return first != second and first not in selects_all and second not in selects_all
 
 
 def missing_device(requested: str) -> str:
-    """Why a device cannot be used; empty where it can. Nothing is started on it."""
+    """Return why a device of torch cannot be used; empty where it can. Nothing is started on it."""
     import torch
 
     if requested == "auto":
@@ -241,12 +275,15 @@ def missing_device(requested: str) -> str:
         device = torch.device(requested)
     except RuntimeError as error:
         return str(error).splitlines()[0]
+    if device.type == "cpu":
+        return ""
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return f"this machine has {count} CUDA devices" if (device.index or 0) >= count else ""
+        number = device.index or 0
+        return "" if number < count else f"this machine has {count} CUDA devices"
     if device.type == "mps":
         return "" if torch.backends.mps.is_available() else "this machine has no Apple GPU"
-    return "" if device.type == "cpu" else "expected auto, cpu, cuda or mps"
+    return "expected auto, cpu, cuda or mps"
 
 
 def check_private(config: CoordinatorConfig) -> None:

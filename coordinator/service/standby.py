@@ -55,14 +55,15 @@ def wait_for_folder(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], object] | None = None,
 ) -> bool:
-    """True once nobody has held the state folder for `QUIET_S`; False when ``stop`` is set before.
+    """Wait until nobody has held the state folder for `QUIET_S`; return False when ``stop`` is set before.
 
-    For a coordinator that starts its own broker: the two end together, so that nobody can be asked. One that is
+    This is for a coordinator that starts its own broker: the two end together, so that nobody can be asked. One that is
     suspended holds the folder, and goes on when it wakes.
 
     Raises:
         StateError: the folder has no journal, or its file system does not answer.
     """
+    # A folder without a journal is refused now, not when its coordinator has ended.
     with StateFolder(state).look():
         pass
     free_since = None
@@ -145,7 +146,7 @@ class Standby:
         """What is known of the coordinator that serves: its successor begins with a higher epoch."""
 
     def wait(self, stop: threading.Event) -> bool:
-        """True once this process is to take over; False when ``stop`` is set before.
+        """Wait until this process is to take over; return False when ``stop`` is set before.
 
         Raises:
             UsageError: the coordinator that serves works on another state, or the broker keeps its answers from us.
@@ -158,7 +159,7 @@ class Standby:
         return False
 
     def step(self, timeout_s: float) -> bool:
-        """Handle at most one event; True once this process is to take over, as `wait`.
+        """Handle at most one event; return True once this process is to take over.
 
         Raises:
             UsageError: the broker does not let it hear the coordinators of the federation.
@@ -198,18 +199,25 @@ class Standby:
             return
         now = self._clock()
         if message.boot == self._boot:
-            if self._returned_at is None or now - self._returned_at > 3 * QUERY_S:
-                self._heard_at = now  # what was said before has not reached this process
+            # After a gap, answers that were sent meanwhile have not reached this process: silence counts from now on.
+            if not self._is_connected(now):
+                self._heard_at = now
             self._returned_at = now
         elif not message.standby and message.answers == self._boot:
             self._on_answer(message, now)
 
     def _on_answer(self, message: Present, now: float) -> None:
+        """Note an answer of the coordinator that serves.
+
+        Raises:
+            UsageError: Several answers in a row were of a coordinator that works on another state folder.
+        """
         about = f"host '{message.host}', process {message.process}, epoch {message.epoch}"
-        if why := self._mismatch(message):
+        mismatch = self._mismatch(message)
+        if mismatch:
             self._wrong_answers += 1
             if self._wrong_answers >= WRONG_ANSWERS:
-                raise UsageError(f"federation '{self._name}' is served by {about}, and {why}")
+                raise UsageError(f"federation '{self._name}' is served by {about}, and {mismatch}")
             return
         self._heard_at = now
         self._wrong_answers = 0
@@ -220,7 +228,7 @@ class Standby:
         self.replaced = Takeover(message.epoch, message.newest_run)
 
     def _mismatch(self, message: Present) -> str:
-        """Why the state folder is not that of this coordinator, nor a copy of it; empty where it is."""
+        """Return why the state folder is neither that of the coordinator that answers nor a copy; empty where it is."""
         advice = "make a copy of its state folder with 'headwater backup DIR --every 60', and give that"
         if message.federation != self._federation:
             ids = f"id {self._federation[:12]}, the other has {message.federation[:12]}"
@@ -229,26 +237,35 @@ class Standby:
             return ""
         if message.host != self._host:
             return f"{self._state} is no copy; two machines cannot work on one folder: {advice}"
-        return (
-            "" if _lock_holder(self._state) is not None else f"nobody holds {self._state}, which is no copy; {advice}"
-        )
+        if _lock_holder(self._state) is None:
+            return f"nobody holds {self._state}, which is no copy; {advice}"
+        return ""
 
     def _is_copy(self) -> bool:
         return (self._state / MARKER).exists()
 
+    def _is_connected(self, now: float) -> bool:
+        """Return whether the broker has returned one of the last three queries of this process."""
+        return self._returned_at is not None and now - self._returned_at <= 3 * QUERY_S
+
     def _may_take_over(self, now: float) -> bool:
-        if self._returned_at is None or now - self._returned_at > 3 * QUERY_S:
+        """Return whether the coordinator has been silent for so long that this process takes its place now."""
+        # Silence says nothing while the broker does not bring this process's own messages back.
+        if not self._is_connected(now):
             return False
+        silent_s = now - self._heard_at
         try:
             holder = _lock_holder(self._state)
             if holder != self._lock[0]:
                 self._lock = (holder, now)
-            silent_s = now - self._heard_at
             is_copy = self._is_copy()
-            if silent_s < (QUIET_S if holder is None and not is_copy else self._takeover_s):
+            # A free lock is a second sign that the other process has ended; a copy has a lock of its own.
+            is_ended = holder is None and not is_copy
+            enough_s = QUIET_S if is_ended else self._takeover_s
+            if silent_s < enough_s:
                 return False
-            if holder is not None and (why := self._objection(holder, now, is_copy=is_copy)):
-                raise StateError(f"{self._state}: {why}")
+            if holder is not None:
+                self._release_lock(holder, now, is_copy=is_copy)
         except StateError as error:
             if str(error) != self._said:
                 log.warning("takeover_waits reason=%s", error)
@@ -258,8 +275,26 @@ class Standby:
         log.warning("takes_over from=%s silent_s=%.0f lock=%s", self.serving or "nobody heard", silent_s, name)
         return True
 
+    def _release_lock(self, holder: LockHolder, now: float, *, is_copy: bool) -> None:
+        """Remove the lock of a process that does not answer.
+
+        Raises:
+            StateError: It must not be removed yet, or cannot be.
+        """
+        objection = self._objection(holder, now, is_copy=is_copy)
+        if objection:
+            raise StateError(f"{self._state}: {objection}")
+        try:
+            is_removed = remove_lock(self._state, holder)
+        except OSError as error:
+            raise StateError(
+                f"{self._state}: the lock of {holder.name}, which does not answer, cannot be removed: {cause(error)}"
+            ) from error
+        if not is_removed:
+            raise StateError(f"{self._state}: {holder.name} has just ended, or another process holds it")
+
     def _objection(self, holder: LockHolder, now: float, *, is_copy: bool) -> str:
-        """Why the lock of a process that does not answer is not removed; empty once it is."""
+        """Return why the lock of a process that does not answer must not be removed; empty where it may be."""
         if is_copy:
             return f"{holder.name} holds this copy; it is taken over when that has ended"
         if now - self._lock[1] < self._takeover_s:
@@ -268,8 +303,4 @@ class Standby:
             return f"{holder.name} holds it and has never answered; end that process"
         if not can_write(self._state / "journal.db"):
             return f"{holder.name} does not answer, and is in the middle of a write; end that process ('kill -9')"
-        try:
-            is_removed = remove_lock(self._state, holder)
-        except OSError as error:
-            return f"the lock of {holder.name}, which does not answer, cannot be removed: {cause(error)}"
-        return "" if is_removed else f"{holder.name} has just ended, or another process holds it"
+        return ""

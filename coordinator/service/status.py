@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,12 +24,20 @@ log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 1.0
 EVERYONE_EVERY_S = 30.0
-PAGE_BYTES, SPARE_BYTES = 4096, 1024
+PAGE_BYTES = 4096
+"""The size of a status file is a multiple of this one."""
+
+SPARE_BYTES = 1024
 """A status file has spare bytes, so that the next one, which may report a full disk, fits in its place."""
+
 PAUSE_S = 0.2
 """Least time between two status files: a round of a thousand updates changes what is waited for a thousand times."""
-WRITING_SHARE, LONGEST_PAUSE_S = 0.02, 10.0
-"""The share of the time that writing them may take, as a thousand agents take longer, and the longest pause."""
+
+WRITING_SHARE = 0.02
+"""The share of the time that writing status files may take; that of a thousand agents takes longer."""
+
+LONGEST_PAUSE_S = 10.0
+"""The longest pause between two status files, however long one takes."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +94,21 @@ class StatusWriter:
     ) -> None:
         """Log what is waited for when it changes, and keep the status file up to date.
 
-        ``everyone``: all agents, where the status has only some of them; they are written less often.
+        Args:
+            waiting: What is waited for now.
+            status: Makes the content of the status file.
+            everyone: Makes the list of all agents, where the status has only some of them; it is written less often.
         """
         before = self._logged
         self._logged = waiting
-        changed = before is None or (waiting.what, waiting.whom) != (before.what, before.whom)
-        if changed:
-            same_wait = before is not None and waiting.about and waiting.about == before.about
-            level = logging.DEBUG if same_wait else logging.INFO
+        if before is None or (waiting.what, waiting.whom) != (before.what, before.whom):
+            self._has_news = True
+            is_same_wait = before is not None and waiting.about != "" and waiting.about == before.about
+            level = logging.DEBUG if is_same_wait else logging.INFO
             log.log(level, "waiting for=%s whom=%s", waiting.what, listed(waiting.whom, "-"))
-        self._has_news |= changed
-        pause_s = min(LONGEST_PAUSE_S, self._took_s / WRITING_SHARE)
-        pause_s = max(PAUSE_S if self._has_news else STATUS_EVERY_S, pause_s)
+        # News is written soon, the rest each second; a status that takes long to write is written less often.
+        usual_pause_s = PAUSE_S if self._has_news else STATUS_EVERY_S
+        pause_s = max(usual_pause_s, min(LONGEST_PAUSE_S, self._took_s / WRITING_SHARE))
         if self._clock() - self._written_at >= pause_s:
             self._write(status)
         if everyone is not None and self._clock() - self._everyone_at >= EVERYONE_EVERY_S:
@@ -114,13 +126,15 @@ class StatusWriter:
             self._write(status)
 
     def _write(self, status: Callable[[], StatusReport]) -> None:
-        self._has_news, begin = False, self._clock()
+        begin = self._clock()
+        self._has_news = False
         content = json.dumps(status()).encode()
-        size = -(-(len(content) + SPARE_BYTES) // PAGE_BYTES) * PAGE_BYTES
+        pages = math.ceil((len(content) + SPARE_BYTES) / PAGE_BYTES)
+        size = pages * PAGE_BYTES
         try:
             write_atomic(self._path, content.ljust(size), durable=False)
         except OSError as error:
-            is_written = _overwritten(self._path, content)
+            is_written = _overwrite(self._path, content)
             if self._rejections.note(cause(error)) is not None:
                 how = "over the old one" if is_written else "not at all"
                 log.warning("status_written %s path=%s reason=%s", how, self._path, cause(error))
@@ -128,8 +142,8 @@ class StatusWriter:
         self._took_s = self._written_at - begin
 
 
-def _overwritten(path: Path, content: bytes) -> bool:
-    """Whether ``content`` could be written over the file, which needs no space on a full disk."""
+def _overwrite(path: Path, content: bytes) -> bool:
+    """Write ``content`` over the file, which needs no space on a full disk; return whether it had room."""
     try:
         with path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)

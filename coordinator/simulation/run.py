@@ -32,6 +32,7 @@ from ..runs.context import RunContext
 from ..runs.run_queue import Runs
 from ..service.coordinator import Coordinator
 from ..service.status import STATUS_EVERY_S
+from ..service.surroundings import Runtime, StartOptions
 from ..state.store import StateFolder
 from ..text import listed, reason_of
 from ..views.runs import replay
@@ -64,10 +65,8 @@ class Simulation:
             prepared.config(state.path),
             state,
             broker.transport(),
-            clock=lambda: self.clock_s,
-            stopwatch=time.perf_counter,
-            probe_s=0.0,
-            run_ids=RunNames(state.journal),
+            runtime=Runtime(clock=lambda: self.clock_s, stopwatch=time.perf_counter),
+            start=StartOptions(probe_s=0.0, run_ids=RunNames(state.journal)),
         )
         plan = prepared.plan
         self.clients = SimulatedClients(

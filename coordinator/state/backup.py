@@ -48,9 +48,11 @@ _FOLDERS = ("blobs", "runs", "hosted", IDENTITY)
 _APPENDED = ".jsonl"
 """Such files grow in place: a hard link to one would grow, too."""
 
-_LEFT_OUT, _CACHES = ("lock", ".log", ".tmp"), {"cache", "features"}
-"""Ends of names, and folders of hosted clients, that a restored folder does without."""
+_LEFT_OUT = ("lock", ".log", ".tmp")
+"""Ends of the names of files that a restored folder does without."""
 
+_CACHES = {"cache", "features"}
+"""Folders of hosted clients that a restored folder does without."""
 
 _PINNED = re.compile(rf"{'|'.join(_FOLDERS)}|journal\.db(-wal|-shm|-journal)?|\..+\.tmp")
 
@@ -143,39 +145,55 @@ def back_up(state: StateFolder, target: Path) -> Backup:
 
 
 def _check_target(state: StateFolder, target: Path) -> None:
-    """Return quietly where a backup may be written over what is there."""
+    """Require that a backup may be written over what is there.
+
+    Raises:
+        UsageError: It may not; the message says what is there.
+    """
     source = state.path.resolve()
     folder = target.resolve()
-    if folder.is_relative_to(source) or source.is_relative_to(folder):
-        where = "inside" if folder.is_relative_to(source) else "above"
-        raise UsageError(
-            f"{target} is {where} the state folder; name a folder elsewhere, on another disk if there is one"
-        )
+    if folder.is_relative_to(source):
+        raise UsageError(f"{target} is inside the state folder; {_ELSEWHERE}")
+    if source.is_relative_to(folder):
+        raise UsageError(f"{target} is above the state folder; {_ELSEWHERE}")
     if not target.exists() or (target.is_dir() and _is_unused(target)):
         return
+    # Without a journal, only a first backup that was killed is completed; its marker names the journal.
     if not (target / "journal.db").is_file():
-        if _marked(target) == state.journal.first_hash():
-            return  # the first backup there was killed
+        if _read_marker(target) == state.journal.first_hash():
+            return
         raise UsageError(f"{target} is neither empty nor a backup of this state folder; name a new folder")
-    with Journal(target / "journal.db") as journal:
-        newest = journal.entries(after=journal.last_id() - 1)
-    known = state.journal.entries(after=newest[-1].id - 1)[:1] if newest else []
-    if [entry.hash for entry in known] != [entry.hash for entry in newest]:
+    if not _continues(target, state):
         raise UsageError(
             f"{target} holds the journal of another state folder, or one that was continued since; name a new folder"
         )
 
 
+_ELSEWHERE = "name a folder elsewhere, on another disk if there is one"
+
+
+def _continues(target: Path, state: StateFolder) -> bool:
+    """Return whether the newest entry of an earlier backup is in the journal of a state folder."""
+    with Journal(target / "journal.db") as journal:
+        newest = journal.entries(after=journal.last_id() - 1)
+    if not newest:
+        return True
+    same_number = state.journal.entries(after=newest[-1].id - 1)[:1]
+    return [entry.hash for entry in same_number] == [entry.hash for entry in newest]
+
+
 def _is_unused(folder: Path) -> bool:
-    """Whether a folder holds nothing, or at most the lock of a backup that was killed before it wrote its marker."""
+    """Return whether a folder holds nothing, or only the lock of a backup that was killed before its first file."""
     names = {path.name for path in folder.iterdir() if not TEMPORARY.fullmatch(path.name)}
+    if not names:
+        return True
     if names != {"lock"}:
-        return not names
+        return False
     return (folder / "lock").is_file() and read_regular(folder / "lock")[: len(_OWNER)] in {b"", _OWNER.encode()}
 
 
-def _marked(folder: Path) -> str | None:
-    """What the marker of a backup says of its journal; None where there is no such marker."""
+def _read_marker(folder: Path) -> str | None:
+    """Return what the marker of a backup says of its journal; None where there is no such marker."""
     try:
         journal = (read_json(folder / MARKER) or {}).get("journal")
     except StateError:  # a file of somebody else
@@ -184,26 +202,34 @@ def _marked(folder: Path) -> str | None:
 
 
 def _pin(state: StateFolder, pinned: StateFolder) -> None:
-    """A snapshot of the journal, with links to everything that belongs to it."""
+    """Make a snapshot of the journal, with links to everything that belongs to it.
+
+    The coordinator works on meanwhile: a blob may go between the snapshot and its link. Then it is tried again.
+
+    Raises:
+        StateError: A blob is missing in each of several tries, or rounds end faster than files are linked.
+    """
     missing = list[str]()
     for _ in range(TRIES):
         remove_folder(pinned.path, PINS_FOLDER)
         make_folder(pinned.path, PINS_FOLDER)
         pinned.blobs.folder.mkdir(parents=True)
-        # Before the snapshot: figures of rounds that these files lack are restored from it.
+        # 1. Files of runs before the snapshot: figures of rounds that these files lack are restored from it.
         _link_below(state.path, pinned.path, "runs")
+        # 2. The snapshot, and what it needs.
         state.journal.copy_to(pinned.journal.path)
         with pinned.look():
             pinned.journal.verify()
             snapshot = pinned.journal.last_id()
             needed = blobs_needed(pinned, blobs=state.blobs)
-            over = [entry.run for entry in pinned.journal.entries(kinds=tuple(FINAL)) if entry.run is not None]
-        missing = [sha for sha in sorted(needed) if not _linked(state.blobs.path(sha), pinned.blobs.path(sha))]
+            ended = [entry.run for entry in pinned.journal.entries(kinds=tuple(FINAL)) if entry.run is not None]
+        # 3. The blobs, the files of hosted clients and certificates, and those of runs that have ended since step 1.
+        missing = [sha for sha in sorted(needed) if not _link(state.blobs.path(sha), pinned.blobs.path(sha))]
         for folder in ("hosted", IDENTITY):
             _link_below(state.path, pinned.path, folder)
-        for run in over:  # files of a run that has ended since they were linked
+        for run in ended:
             _link_below(state.path, pinned.path, f"runs/{run}")
-        # Hosted clients keep their state of two rounds, so they may be one round ahead of the journal.
+        # 4. Hosted clients keep their state of two rounds, so they may be one round ahead of the journal.
         rounds_since = len(state.journal.entries(kinds=("round_closed",), after=snapshot))
         has_hosted = (pinned.path / "hosted").is_dir()
         if not missing and not (has_hosted and rounds_since > 1):
@@ -220,18 +246,19 @@ def _link_below(source: Path, target: Path, folder: str) -> None:
     """Link all files below a sub-folder, or copy those that grow in place; newer ones replace those of before."""
     for path in sorted((source / folder).rglob("*")):
         below = path.relative_to(source)
-        is_wanted = not path.name.endswith(_LEFT_OUT) and not _CACHES & {*below.parts}
-        if is_wanted and path.is_file() and not path.is_symlink():
+        if path.name.endswith(_LEFT_OUT) or not _CACHES.isdisjoint(below.parts):
+            continue
+        if path.is_file() and not path.is_symlink():
             other = target / below
             other.unlink(missing_ok=True)
-            _linked(path, other)
+            _link(path, other)
 
 
-def _linked(path: Path, other: Path) -> bool:
-    """Whether ``other`` is a link to ``path`` now, or a copy where the file system has no links; False: it is gone."""
+def _link(path: Path, other: Path) -> bool:
+    """Make ``other`` a link to a file, or a copy where it grows or there are no links; return False if it is gone."""
     other.parent.mkdir(parents=True, exist_ok=True)
     try:
-        if path.suffix != _APPENDED and _is_linked(path, other):
+        if path.suffix != _APPENDED and _link_in_place(path, other):
             return True
         shutil.copyfile(path, other)
     except FileNotFoundError:
@@ -239,8 +266,8 @@ def _linked(path: Path, other: Path) -> bool:
     return True
 
 
-def _is_linked(path: Path, other: Path) -> bool:
-    """Link ``other`` to ``path``; False where that is not possible: file systems have many codes for it."""
+def _link_in_place(path: Path, other: Path) -> bool:
+    """Link ``other`` to ``path``; return False where that is not possible: file systems have many codes for it."""
     try:
         os.link(path, other)
     except FileNotFoundError:
@@ -251,9 +278,15 @@ def _is_linked(path: Path, other: Path) -> bool:
 
 
 def _copy(source: Path, target: Path, first: str, entries: int, runs: int, *, of: Path) -> Backup:
-    """Copy pinned files: what the new journal needs first, then the journal, and what goes last.
+    """Copy pinned files in an order in which a kill leaves a backup that is complete, or says that it is not.
 
-    ``of``: the state folder, where a restore looks for what was revoked after the backup.
+    Args:
+        source: The folder of pinned files.
+        target: The folder of the backup.
+        first: The hash of the journal's first entry, which names the journal.
+        entries: The number of its entries.
+        runs: The number of its runs.
+        of: The state folder, where a restore looks for what was revoked after the backup.
     """
     named = {"journal": first, "source": str(of)}
     write_json(target / MARKER, {**named, "is_complete": False})
@@ -261,14 +294,21 @@ def _copy(source: Path, target: Path, first: str, entries: int, runs: int, *, of
     files = {path.relative_to(source): path for path in pinned}
     journal = files.pop(Path("journal.db"))
     blobs = {path for path in files if path.parts[0] == "blobs"}
-    copied = sum(_copied(files[path], target / path, path.name) for path in sorted(blobs))
-    for end in ("-wal", "-shm"):  # of the journal before: with another one they would be damage
+    # 1. The blobs come first: the new journal needs them, and the one of an earlier backup does not mind them.
+    copied = 0
+    for path in sorted(blobs):
+        copied += _copy_file(files[path], target / path, path.name)
+    # 2. The journal. SQLite's files beside the one before would be damage to this one.
+    for end in ("-wal", "-shm"):
         (target / f"journal.db{end}").unlink(missing_ok=True)
-    copied += _copied(journal, target / "journal.db")
-    copied += sum(_copied(files[path], target / path) for path in sorted(files.keys() - blobs))
-    for path in [path for folder in _FOLDERS for path in _files_below(target / folder)]:
-        if path.relative_to(target) not in files:
-            path.unlink()
+    copied += _copy_file(journal, target / "journal.db")
+    # 3. Everything else, then what the state folder has no more.
+    for path in sorted(files.keys() - blobs):
+        copied += _copy_file(files[path], target / path)
+    for folder in _FOLDERS:
+        for path in list(_files_below(target / folder)):
+            if path.relative_to(target) not in files:
+                path.unlink()
     size = sum(path.stat().st_size for path in (journal, *files.values()))
     result = Backup(entries, runs, len(blobs), size, copied)
     made = {"at": utc_now().isoformat(timespec="seconds"), **result.as_json()}
@@ -283,11 +323,16 @@ def _files_below(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-def _copied(path: Path, other: Path, sha: str = "") -> int:
-    """Bytes that were copied, 0 where the same file is there already; ``sha``: what its content must have.
+def _copy_file(path: Path, other: Path, sha: str = "") -> int:
+    """Copy a file, unless the same one is there already, and return the number of bytes that were copied.
+
+    Args:
+        path: The file.
+        other: The copy.
+        sha: The SHA-256 that the content must have; empty: any.
 
     Raises:
-        StateError: the content has another SHA-256.
+        StateError: The content has another SHA-256.
     """
     data = mapped(path)
     actual = sha256_of(data)

@@ -37,10 +37,14 @@ class Candidate:
     @classmethod
     def from_report(cls, report: Report) -> Candidate | None:
         """Return the candidate that a report is about; None where the device runs the bundle of the report."""
-        if not report.rolled_back or report.about == report.bundle_id != "":
+        runs_it = report.bundle_id != "" and report.about == report.bundle_id
+        if not report.rolled_back or runs_it:
             return None
-        reported = {"local": report.acc_local, "global": report.acc_global, "personal": report.acc_personal}
-        acc = {scope: value for scope, value in reported.items() if value is not None} if report.samples else {}
+        acc = {}
+        # Accuracies without held-out samples say nothing.
+        if report.samples:
+            reported = {"local": report.acc_local, "global": report.acc_global, "personal": report.acc_personal}
+            acc = {scope: value for scope, value in reported.items() if value is not None}
         return cls(report.about, report.run, report.release, report.rolled_back[:500], acc)
 
     @classmethod

@@ -16,6 +16,7 @@ from edge_agent.core.config import credential
 from edge_agent.core.errors import StateError, cause
 from edge_agent.core.locks import waited_lock
 from edge_agent.core.storage import IDENTITY, private_folder, read_regular, write_private
+from edge_agent.identity.signed_request import ANNOUNCEMENT
 from edge_agent.wire.seal import KEY_BYTES, AgentKey, derive, with_mac, with_signature
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class CommandKeys:
 
     def signed(self, payload: bytes) -> bytes:
         """An announcement to all agents with its proof."""
-        return with_signature(self._signing_key.sign(payload), payload)
+        return with_signature(ANNOUNCEMENT.sign(self._signing_key, payload), payload)
 
     def _key_of(self, agent: str) -> bytes:
         return self._derived(agent, self._generation(agent))

@@ -24,7 +24,7 @@ FILE_BYTES = 1 << 20
 
 
 class FaultLog:
-    """Faults in a state folder, oldest first."""
+    """The faults in a state folder, the oldest first."""
 
     def __init__(self, state: Path, now: Callable[[], datetime] = utc_now) -> None:
         self._newer = state / NEWER
@@ -41,7 +41,7 @@ class FaultLog:
                 file.write(line)
 
     def version(self) -> tuple[int, ...]:
-        """Another value whenever there are other faults."""
+        """Return a value that is another one whenever there are other faults."""
         stamps = []
         for path in (self._older, self._newer):
             with contextlib.suppress(OSError):
@@ -49,14 +49,16 @@ class FaultLog:
         return tuple(stamps)
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """All faults with ``at`` and ``agent``; lines that a power cut has torn are left out."""
+        """Yield all faults with ``at`` and ``agent``; lines that a power cut has torn are left out."""
         for path in (self._older, self._newer):
             try:
                 lines = read_regular(path).splitlines()
             except OSError:
                 continue
             for line in lines:
-                with contextlib.suppress(ValueError):
+                try:
                     record = json.loads(line)
-                    if isinstance(record, dict) and isinstance(record.get("agent"), str):
-                        yield record
+                except ValueError:
+                    continue
+                if isinstance(record, dict) and isinstance(record.get("agent"), str):
+                    yield record

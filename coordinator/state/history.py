@@ -64,21 +64,27 @@ def _describe_pin(entry: Entry, fact: DevicePinned | DeviceUnpinned) -> dict[str
 def _describe_bundle(entry: Entry, fact: DeviceReported, book: Book) -> dict[str, Any] | None:
     """Return what a device reported of a release; None for a device that has no bundle yet."""
     result = fact.result
-    if not fact.runs and result is None:
+    if result is None and not fact.runs:
         return None
-    # Outcome and accuracy are of the release's bundle, which the device may have gone back from.
-    release = None if result is None else book.get(fact.release)
-    return {
+    line: dict[str, Any] = {
         "at": entry.at,
-        "bundle_id": fact.runs if release is None else release.bundle_id,
+        "bundle_id": fact.runs,
         "runs": fact.runs,
         "release": fact.release or None,
         "kept": fact.kept or None,
-        "outcome": None if result is None else result.outcome,
-        "reason": None if result is None else result.reason,
-        "acc": None if result is None else result.acc,
-        "before": None if result is None else result.before,
+        "outcome": None,
+        "reason": None,
+        "acc": None,
+        "before": None,
     }
+    if result is None:
+        return line
+    # Outcome and accuracy are of the release's bundle, which the device may have gone back from.
+    release = book.get(fact.release)
+    if release is not None:
+        line["bundle_id"] = release.bundle_id
+    line.update(outcome=result.outcome, reason=result.reason, acc=result.acc, before=result.before)
+    return line
 
 
 def _describe_update(entry: Entry, fact: UpdateAccepted) -> dict[str, Any] | None:

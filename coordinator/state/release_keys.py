@@ -6,6 +6,7 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from edge_agent.bundle.trust import (
     MOST_ROOTS,
     ROLES,
     Envelope,
+    Files,
     Key,
     KeyName,
     Member,
@@ -211,57 +213,81 @@ def end_of(version: int, now: datetime, life: timedelta) -> datetime:
     return max(now, datetime.fromtimestamp(version, timezone.utc)) + life
 
 
+@dataclass(frozen=True)
+class NewRelease:
+    """The facts of a release that are not in its bundle.
+
+    Attributes:
+        version: Its version, higher than that of every release that devices have installed.
+        expires: The time from which on no device installs it.
+        min_agent: The oldest version of the agent that may install it.
+        reported: The results that devices reported of the bundle before; None: none had it.
+        purpose: Whether it is for use on devices, or for one round of training.
+    """
+
+    version: int
+    expires: datetime
+    min_agent: str = OLDEST_AGENT
+    reported: Scores | None = None
+    purpose: Purpose = "release"
+
+    def to_metadata(self, files: Files, federation: str) -> Release:
+        """Return the metadata of the release of these files."""
+        return Release.model_validate(
+            {
+                "_type": "targets",
+                "version": self.version,
+                "expires": moment(self.expires.timestamp()),
+                "targets": dict(files.files),
+                "federation": federation,
+                "bundle_id": files.bundle_id,
+                "task": files.task,
+                "min_agent": self.min_agent,
+                "reported": self.reported,
+                "purpose": self.purpose,
+            }
+        )
+
+
 def sign_bundle(
     path: Path,
     roots: Sequence[Envelope],
     keys: Sequence[Ed25519PrivateKey],
+    new_release: NewRelease,
     *,
-    version: int,
-    expires: datetime,
-    min_agent: str = OLDEST_AGENT,
     again: bool = False,
-    reported: Scores | None = None,
-    purpose: Purpose = "release",
 ) -> tuple[Release, int, int]:
-    """Sign the bundle at ``path``; returns its release, by how many keys it is signed now, and how many are needed.
+    """Sign the bundle at ``path``, and return its release, its number of signatures, and how many are needed.
 
-    Where it has a release, the signatures are added to that, so that several people can sign one after another;
-    ``again`` makes a new release of it, with ``version``, instead. ``reported``: what devices said of the bundle.
+    Where it has a release, the signatures are added to that, so that several people can sign one after another.
+
+    Args:
+        path: The bundle.
+        roots: All roots of the federation.
+        keys: The keys that sign.
+        new_release: The facts of the release, where the bundle has none.
+        again: Whether the bundle gets a new release also where it has one.
 
     Raises:
-        BundleDamaged: there is no bundle.
-        UsageError: a key is none of those that may sign releases.
+        BundleDamaged: There is no bundle.
+        UsageError: A key is none of those that may sign releases.
     """
     opened = archive.open_bundle(path)
     files = manifest.files_of(opened.manifest)
     newest = read(Root, roots[-1], "root")
     allowed = newest.roles["targets"]
-    if strange := [Key.of(public_bytes(key)).id for key in keys if Key.of(public_bytes(key)).id not in allowed.keyids]:
-        raise UsageError(
-            f"key {strange[0][:16]}… is none of the {len(allowed.keyids)} that sign releases of root {newest.version} "
-            f"of federation '{newest.federation}'; 'headwater keys rotate' admits another"
-        )
-    envelope: Envelope | None = None
+    for key in keys:
+        keyid = Key.of(public_bytes(key)).id
+        if keyid not in allowed.keyids:
+            raise UsageError(
+                f"key {keyid[:16]}… is none of the {len(allowed.keyids)} that sign releases of root {newest.version} "
+                f"of federation '{newest.federation}'; 'headwater keys rotate' admits another"
+            )
     if opened.release is not None and not again:
         envelope = parse(Member, opened.release, str(path)).release
         files.check(read(Release, envelope, str(path)))
-    if envelope is None:
-        envelope = unsigned(
-            Release.model_validate(
-                {
-                    "_type": "targets",
-                    "version": version,
-                    "expires": moment(expires.timestamp()),
-                    "targets": dict(files.files),
-                    "federation": newest.federation,
-                    "bundle_id": files.bundle_id,
-                    "task": files.task,
-                    "min_agent": min_agent,
-                    "reported": reported,
-                    "purpose": purpose,
-                }
-            )
-        )
+    else:
+        envelope = unsigned(new_release.to_metadata(files, newest.federation))
     for key in keys:
         envelope = envelope.with_signature(key)
     archive.attach(path, _member(envelope, roots))
@@ -408,16 +434,9 @@ class ReleaseKeys:
             )
         keys = [read_key(self.online_key)]
         version = self.next_version(now)
-        return sign_bundle(
-            path,
-            self.roots(),
-            keys,
-            version=version,
-            expires=end_of(version, now, RELEASE_LIFE if purpose == "release" else ROUND_LIFE),
-            again=True,
-            reported=reported,
-            purpose=purpose,
-        )
+        life = RELEASE_LIFE if purpose == "release" else ROUND_LIFE
+        new_release = NewRelease(version, end_of(version, now, life), reported=reported, purpose=purpose)
+        return sign_bundle(path, self.roots(), keys, new_release, again=True)
 
     def next_version(self, now: datetime) -> int:
         """The version of a new release: seconds since 1970, so that people can sign elsewhere; always a larger one.

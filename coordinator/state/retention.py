@@ -39,29 +39,35 @@ class Prunable:
 
 
 def runs_beyond(state: StateFolder, keep: int) -> list[str]:
-    """The ended runs with checkpoints but the ``keep`` that ended last; those that ended first come first."""
+    """Return the ended runs that retention does not keep; those that ended first come first.
+
+    Args:
+        state: The state folder.
+        keep: The number of runs that ended last, of those with checkpoints, which are kept.
+    """
     journal = state.journal
     ended = [entry.run for entry in journal.entries(kinds=tuple(FINAL)) if entry.run is not None]
     pruned = {entry.run for entry in journal.entries(kinds=("run_pruned",))}
     released = on_offer(state)
     with_states = journal.checkpoints()
     candidates = [run for run in ended if run in with_states and run not in pruned]
-    return [run for run in candidates[: max(0, len(candidates) - keep)] if run not in released]
+    older = candidates[: max(0, len(candidates) - keep)]
+    return [run for run in older if run not in released]
 
 
 def on_offer(state: StateFolder) -> list[str]:
-    """The runs whose releases devices run, may get, or may return to; they stay whatever their age."""
+    """Return the runs whose releases devices run, may get, or may return to; they stay whatever their age."""
     return sorted({release.run for release in releases_in_use(state.journal) if release.run})
 
 
 def prunable(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:
-    """What can be removed with these runs of `runs_beyond`; a file that several of them have counts for the first."""
+    """Return what can be removed with these runs of `runs_beyond`, for each run."""
     needed = blobs_needed(state, runs)
     result = list[Prunable]()
     for run in runs:
         entries = state.journal.entries(run)
         digests = {entry.digest for entry in entries if entry.digest is not None} - needed
-        needed |= digests
+        needed |= digests  # a file that several of these runs have counts for the first
         blobs = (state.blobs.path(digest) for digest in sorted(digests))
         sizes = _sizes((*_bundles(state, run), *blobs))
         status = next(FINAL[entry.kind] for entry in entries if entry.kind in FINAL)
@@ -70,48 +76,52 @@ def prunable(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:
 
 
 def _bundles(state: StateFolder, run: str) -> list[Path]:
-    """The bundles of a run that the coordinator has exported: by name, as somebody may have put others beside them."""
+    """Return the bundles of a run that the coordinator has exported, by name: somebody may have put others there."""
     name_of_export = re.compile(rf"({re.escape(run)}(-round-[0-9]+)?|round)\.hwb")
     return sorted(path for path in state.run(run).folder.glob("*.hwb") if name_of_export.fullmatch(path.name))
 
 
 def prune_runs(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:
-    """Remove the checkpoints and bundles of these runs of `runs_beyond`; returns what was removed.
+    """Remove the checkpoints and bundles of these runs of `runs_beyond`; return what was removed.
 
-    Only for the process that holds the folder's lock, between two of its writes.
+    Only the process that holds the folder's lock may call it, between two of its writes.
 
     Raises:
-        StateError: the journal cannot be written.
-        OSError: a file cannot be removed.
+        StateError: The journal cannot be written.
+        OSError: A file cannot be removed.
     """
-    removed = prunable(state, runs) if runs else []
-    for one in removed:
-        bundles = [path for path in one.files if path.suffix == ".hwb"]  # copies: all others are named by the journal
+    if not runs:
+        return []
+    removed = prunable(state, runs)
+    for run in removed:
+        # Bundles are copies that no entry names, so they may go before the removal is in the journal; after a kill in
+        # between, the blobs are still there and named.
+        bundles = [path for path in run.files if path.suffix == ".hwb"]
         for path in bundles:
             path.unlink(missing_ok=True)
-        state.journal.append(RunPruned(files=len(one.files), bytes=one.size_bytes), run=one.run)
-        for path in one.files[len(bundles) :]:
+        state.journal.append(RunPruned(files=len(run.files), bytes=run.size_bytes), run=run.run)
+        for path in run.files[len(bundles) :]:
             path.unlink(missing_ok=True)
-        log.info("run_pruned run=%s files=%d bytes=%d", one.run, len(one.files), one.size_bytes)
+        log.info("run_pruned run=%s files=%d bytes=%d", run.run, len(run.files), run.size_bytes)
     return removed
 
 
 def usage(state: StateFolder) -> dict[str, int]:
-    """Blobs in the folder, their bytes, the ended runs that have checkpoints, and the bytes that the disk has free."""
+    """Return the number of blobs, their bytes, the number of ended runs with checkpoints, and the free bytes."""
     journal = state.journal
-    over = {entry.run for entry in journal.entries(kinds=tuple(FINAL))}
-    over -= {entry.run for entry in journal.entries(kinds=("run_pruned",))}
+    ended = {entry.run for entry in journal.entries(kinds=tuple(FINAL))}
+    ended -= {entry.run for entry in journal.entries(kinds=("run_pruned",))}
     blobs = _sizes(state.blobs.folder.glob("*"))
     return {
         "blobs": len(blobs),
         "blob_bytes": sum(blobs.values()),
-        "ended_runs": len(over & journal.checkpoints().keys()),
+        "ended_runs": len(ended & journal.checkpoints().keys()),
         "free_bytes": shutil.disk_usage(state.path).free,
     }
 
 
 def _sizes(paths: Iterable[Path]) -> dict[Path, int]:
-    """File -> bytes, of those that are files; a coordinator at work may remove one at any moment."""
+    """Return the bytes of each path that is a file; a coordinator at work may remove one at any moment."""
     result = dict[Path, int]()
     for path in paths:
         with contextlib.suppress(FileNotFoundError):

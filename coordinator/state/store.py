@@ -30,7 +30,7 @@ from ..journal.entries import RunRequested, StateKept
 from ..journal.kinds import CHECKPOINTS
 from ..journal.sqlite import Journal
 from ..views.releases import release_blobs
-from ..views.runs import replay
+from ..views.runs import RunRecord, replay
 
 log = logging.getLogger(__name__)
 
@@ -237,13 +237,13 @@ class StatusFiles:
         self._everyone = JsonFile(state / EVERYONE)
 
     def status(self) -> dict[str, Any]:
-        """Its status; empty where it has written nothing yet."""
+        """Return the coordinator's status; empty where it has written nothing yet."""
         self._status.look()
         content = self._status.content
         return content if isinstance(content, dict) else {}
 
     def agents(self) -> list[dict[str, Any]]:
-        """All agents, as far as they were written."""
+        """Return all agents that the coordinator has written about."""
         status = self.status()
         listed: list[dict[str, Any]] = status.get("agents", [])
         if status.get("fleet", {}).get("agents", 0) <= MOST_LISTED:
@@ -254,12 +254,12 @@ class StatusFiles:
 
 
 def read_status(state: Path) -> dict[str, Any]:
-    """What the coordinator of a state folder last wrote about its work; empty where it has written nothing yet."""
+    """Return what the coordinator of a state folder last wrote about its work; empty where it has written nothing."""
     return StatusFiles(state).status()
 
 
 def read_agents(state: Path) -> list[dict[str, Any]]:
-    """All agents that the coordinator of a state folder last wrote about."""
+    """Return all agents that the coordinator of a state folder last wrote about."""
     return StatusFiles(state).agents()
 
 
@@ -274,7 +274,7 @@ class StateFolder:
 
     @contextlib.contextmanager
     def open(self, owner: str) -> Iterator[StateFolder]:
-        """This folder, locked for this process, with all entries of the journal verified.
+        """Yield this folder, locked for this process, with all entries of the journal verified.
 
         Raises:
             StateError: another process works here, or the journal is damaged, truncated or missing.
@@ -292,12 +292,12 @@ class StateFolder:
             yield self
 
     def is_held(self) -> bool:
-        """Whether the lock of `open` is still that of this process; a standby removes one that does not answer."""
+        """Return whether the lock of `open` is still this process's; a standby removes that of a silent process."""
         return self._lock is None or self._lock.is_held()
 
     @contextlib.contextmanager
     def look(self, *, create: bool = False) -> Iterator[StateFolder]:
-        """This folder without the lock: for reading, and for requesting runs while a coordinator works here.
+        """Yield this folder without the lock: to read, and to request runs while a coordinator works here.
 
         Raises:
             StateError: there is no journal (and ``create`` does not allow to make one), or it is damaged.
@@ -306,7 +306,7 @@ class StateFolder:
             yield self
 
     def run(self, run: str) -> RunFolder:
-        """The folder of one run, which may not exist yet.
+        """Return the folder of one run, which may not exist yet.
 
         Raises:
             UsageError: ``run`` cannot be the name of a run.
@@ -318,17 +318,19 @@ class StateFolder:
         return RunFolder(self.path / "runs" / run)
 
     def runs(self) -> list[RunFolder]:
-        """Folders of all runs that have results, the latest written one last."""
+        """Return the folders of all runs that have results, the latest written one last."""
         folders = [RunFolder(path) for path in (self.path / "runs").glob("*") if path.is_dir()]
         return sorted(folders, key=lambda folder: (folder.touched_ns(), folder.run))
 
     def _has_content(self) -> bool:
-        """Whether there are blobs or runs: then an empty journal is damaged, and starting at round 0 would hide that.
+        """Return whether there are blobs or runs: then an empty journal is a damaged one, not that of a new folder.
 
         Raises:
-            StateError: there are, and no journal.
+            StateError: There are blobs or runs, and no journal.
         """
-        if not any(self.blobs.folder.glob("*")) and not any((self.path / "runs").glob("*")):
+        has_blobs = any(self.blobs.folder.glob("*"))
+        has_runs = any((self.path / "runs").glob("*"))
+        if not has_blobs and not has_runs:
             return False
         if not self.journal.path.exists():
             raise StateError(
@@ -361,52 +363,75 @@ def retain_checkpoint(journal: Journal, run: str, keep_every: int, number: int, 
 
 
 def prune_blobs(state: StateFolder) -> None:
-    """Remove blobs that are no longer needed: updates of closed rounds, older checkpoints.
-
-    Those that a successor has written since the list was made are not in it, if this process was suspended meanwhile.
-    """
-    known = state.blobs.names()
-    unneeded = known - blobs_needed(state)
+    """Remove blobs that are no longer needed: updates of closed rounds, older checkpoints."""
+    # The blobs are listed before the journal is read, and the journal is looked at again before anything goes: if this
+    # process was suspended meanwhile, what its successor has written is not in the list.
+    present = state.blobs.names()
+    unneeded = present - blobs_needed(state)
     state.journal.check_newest()
     state.blobs.remove(unneeded)
 
 
 def blobs_needed(state: StateFolder, pruned: Sequence[str] = (), blobs: BlobStore | None = None) -> set[str]:
-    """Digests that runs other than ``pruned`` need: releases, newest checkpoints, retained states and updates.
+    """Return the digests of the blobs that runs other than ``pruned`` need, in the past or to be resumed.
 
-    The accepted updates of open rounds are among them, the states that agents of buffered rounds started from, the last
-    good one, and that which an unfinished run began with, where it is there: earlier versions did not keep it, and
-    updates are combined without it. Runs that were pruned need none; releases in use stay whichever run they are of.
+    Runs that were pruned before need none; releases in use stay whichever run they are of.
 
     Args:
-        state: The folder whose journal names them.
+        state: The folder whose journal names the blobs.
         pruned: Runs that do not count.
-        blobs: Where they are; by default in the same folder.
+        blobs: The place where the blobs are; None: the same folder.
     """
     journal = state.journal
     present = state.blobs if blobs is None else blobs
     gone = {*pruned, *(entry.run for entry in journal.entries(kinds=("run_pruned",)))}
+    # 1. Releases in use, and the newest checkpoint of each run.
     checkpoints = {run: digest for run, digest in journal.checkpoints().items() if run not in gone}
-    kept = journal.digests(("bundle_exported", "norm_pooled", "ranges_collected", "state_kept"))
-    for request in journal.entries(kinds=("run_requested",)):
-        if request.run in checkpoints and isinstance(request.fact, RunRequested) and request.fact.keep_updates:
-            kept |= journal.digests((*CHECKPOINTS, "update_accepted"), request.run)
     needed = {*checkpoints.values()} | release_blobs(journal, gone)
-    needed |= {digest for run, digest in kept if run not in gone}
-    for record in (replay(journal, run) for run in journal.unfinished()):
-        needed |= {*record.bases, *filter(None, (record.good,))}
-        if record.needed_start is not None and record.needed_start in present:
-            needed.add(record.needed_start)
-        needed |= {one.digest for one in record.open_round.updates.values()} if record.open_round is not None else set()
+    # 2. What a run has made beside its checkpoints: bundles, pooled statistics, states that are retained. A run whose
+    # request says so keeps every checkpoint and every update.
+    retained = journal.digests(("bundle_exported", "norm_pooled", "ranges_collected", "state_kept"))
+    for request in journal.entries(kinds=("run_requested",)):
+        keeps_updates = isinstance(request.fact, RunRequested) and request.fact.keep_updates
+        if keeps_updates and request.run in checkpoints:
+            retained |= journal.digests((*CHECKPOINTS, "update_accepted"), request.run)
+    needed |= {digest for run, digest in retained if run not in gone}
+    # 3. What a run that has not ended needs to be resumed.
+    for run in journal.unfinished():
+        needed |= _blobs_to_resume(replay(journal, run), present)
+    return needed
+
+
+def _blobs_to_resume(record: RunRecord, present: BlobStore) -> set[str]:
+    """Return the digests of the blobs that a run needs to be resumed, beside its newest checkpoint."""
+    # The states that agents of buffered rounds started from.
+    needed = set(record.bases)
+    # The last good state, to which a run returns after its loss has exploded.
+    if record.good is not None:
+        needed.add(record.good)
+    # The state that the run began with, where it is there: earlier versions did not keep it, and updates are combined
+    # without it.
+    if record.needed_start is not None and record.needed_start in present:
+        needed.add(record.needed_start)
+    # The accepted updates of the open round.
+    if record.open_round is not None:
+        needed |= {update.digest for update in record.open_round.updates.values()}
     return needed
 
 
 def states_of(state: StateFolder, run: str) -> dict[int, str]:
-    """Round -> digest of the state after it, for those still on disk, in order; 0 is the initial state."""
+    """Return the digests of a run's states that are still on disk, by the round after which they were, in order.
+
+    Round 0 stands for the initial state.
+    """
     record = replay(state.journal, run)
-    known = {entry.round or 0: entry.digest for entry in state.journal.entries(run, ("state_kept",))}
+    digests = {entry.round or 0: entry.digest for entry in state.journal.entries(run, ("state_kept",))}
     if record.checkpoint is not None:
-        known[record.round] = record.checkpoint
-    # A state may have been retained just before a kill, without the end of its round: it counts once that is closed.
-    on_disk = {n: sha for n, sha in known.items() if sha is not None and n <= record.round and sha in state.blobs}
-    return dict(sorted(on_disk.items()))
+        digests[record.round] = record.checkpoint
+    on_disk = {}
+    for number, digest in sorted(digests.items()):
+        # A state may have been retained just before a kill, without the end of its round: it counts once that is there.
+        is_closed = number <= record.round
+        if digest is not None and is_closed and digest in state.blobs:
+            on_disk[number] = digest
+    return on_disk

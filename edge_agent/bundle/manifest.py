@@ -21,13 +21,13 @@ from ..core.storage import (
     sha256_of,
 )
 from ..core.task import Frozen, InputSpec, Task, parse_json
+from ..identity.signed_request import canonical
 from ..methods.values import Grade
 from .trust import (
     Files,
     Release,
     Scores,
     Target,
-    canonical,
 )
 
 SCHEMA: Literal[3] = 3

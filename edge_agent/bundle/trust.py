@@ -14,7 +14,6 @@ still signs releases: as in TUF, once all keys that drove a version up have been
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..core.errors import BundleOlder, BundleUntrusted, StateError, cause
 from ..core.storage import read_regular, sha256_file, write_private
 from ..core.task import Frozen, parse_json
+from ..identity.signed_request import METADATA, canonical
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -188,9 +188,6 @@ class Envelope(Frozen):
 
     def signers(self, role: Role, keys: Mapping[str, Key]) -> set[str]:
         """Return the ids of those keys of a role that have signed this."""
-        from cryptography.exceptions import InvalidSignature
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
         content = canonical(self.signed)
         valid = set[str]()
         for signature in self.signatures:
@@ -198,19 +195,14 @@ class Envelope(Frozen):
             # By the id that follows from the key: one key under two names would count twice.
             if key is None or key.id != signature.keyid or signature.keyid not in role.keyids:
                 continue
-            try:
-                Ed25519PublicKey.from_public_bytes(bytes.fromhex(key.keyval.public)).verify(
-                    bytes.fromhex(signature.sig), content
-                )
-            except InvalidSignature:
-                continue
-            valid.add(signature.keyid)
+            if METADATA.is_valid(bytes.fromhex(key.keyval.public), bytes.fromhex(signature.sig), content):
+                valid.add(signature.keyid)
         return valid
 
     def with_signature(self, key: Ed25519PrivateKey) -> Envelope:
         """Return the same metadata, signed with this key as well."""
         keyid = Key.of(public_bytes(key)).id
-        signature = Signature(keyid=keyid, sig=key.sign(canonical(self.signed)).hex())
+        signature = Signature(keyid=keyid, sig=METADATA.sign(key, canonical(self.signed)).hex())
         others = [other for other in self.signatures if other.keyid != keyid]
         signatures = sorted((*others, signature), key=lambda each: each.keyid)
         return self.model_copy(update={"signatures": tuple(signatures)})
@@ -225,11 +217,6 @@ class Member(Frozen):
 
 Metadata = TypeVar("Metadata", Root, Release)
 Content = TypeVar("Content", bound=Frozen)
-
-
-def canonical(content: Mapping[str, Any]) -> bytes:
-    """Return canonical JSON, which is that of TUF for metadata without control characters in their texts."""
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 def public_bytes(key: Ed25519PrivateKey) -> bytes:

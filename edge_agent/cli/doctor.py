@@ -205,7 +205,7 @@ def _ask_standing(config: AgentConfig) -> str:
 
 def _compare_clocks(config: AgentConfig) -> str:
     from ..identity.certificates import IdentityFolder, check_clock
-    from ..identity.signed_request import ask
+    from ..identity.enrolment_port import ask
 
     folder = IdentityFolder(config.state)
     identity = folder.read()

@@ -16,7 +16,7 @@ from ..core.config import AgentConfig, DataConfig, load
 from ..core.errors import BrokerAway, StateError, UsageError
 from ..core.locks import lock_holder
 from ..core.storage import read_json, read_regular_text, read_toml, write_atomic
-from ..identity.certificates import Identity, IdentityFolder, answered, requested, show_utc
+from ..identity.certificates import Identity, IdentityFolder, install_answer, make_request, show_utc
 from ..identity.certificates import enroll as ask_for_certificate
 from ..identity.tokens import Token
 from . import output
@@ -81,7 +81,7 @@ def enroll(arguments: argparse.Namespace) -> int:
             "agent name another --state and --config"
         )
     if arguments.csr is not None:
-        write_atomic(arguments.csr, requested(token, folder).model_dump_json().encode() + b"\n")
+        write_atomic(arguments.csr, make_request(token, folder).model_dump_json().encode() + b"\n")
         given = "" if arguments.data is None else f" --data {shlex.quote(arguments.data)}"
         given += "" if arguments.tier is None else f" --tier {arguments.tier}"
         steps = (
@@ -94,7 +94,7 @@ def enroll(arguments: argparse.Namespace) -> int:
     if arguments.answer is not None:
         if (answer := read_json(arguments.answer)) is None:
             raise UsageError(f"--answer {arguments.answer}: no such file; 'headwater sign' writes it")
-        identity = answered(token, folder, answer)
+        identity = install_answer(token, folder, answer)
     else:
         identity = _patiently(lambda: ask_for_certificate(token, folder))
     written = _write_config(arguments, token, state, before)

@@ -11,15 +11,14 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any, Protocol
 
+from .child_process import Child, Streams, function_command
 from .errors import ChildFailed
 
 log = logging.getLogger(__name__)
@@ -50,16 +49,6 @@ def in_child(check: Callable[[], object]) -> None:
     check()
 
 
-_BEGIN = (
-    "import sys; sys.path[:1] = [path for path in sys.path[:1] if path]; sys.path.append(sys.argv.pop(1)); "
-    "from {module} import {name}; {name}()"
-)
-"""The program of a child: it calls a function of one of our modules, and imports ours from `_ROOT` last."""
-
-_ROOT = str(Path(__file__).resolve().parents[2])
-"""The folder that holds this package, handed to children as the last place to import from."""
-
-
 def answer_of_child(module: str, name: str, question: Any, limit_s: float) -> dict[str, Any]:
     """Return the JSON object that a function prints as its last line, run by a new interpreter.
 
@@ -73,15 +62,9 @@ def answer_of_child(module: str, name: str, question: Any, limit_s: float) -> di
         OSError, subprocess.SubprocessError, ValueError, IndexError: The process failed, took longer than ``limit_s``
             seconds, or printed something else.
     """
-    process = subprocess.run(
-        [sys.executable, "-c", _BEGIN.format(module=module, name=name), _ROOT],
-        input=json.dumps(question),
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        check=True,
-    )
-    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    finished = Child(function_command(module, name)).finish(json.dumps(question), limit_s=limit_s)
+    finished.check()
+    result: dict[str, Any] = json.loads(finished.output.splitlines()[-1])
     return result
 
 
@@ -153,26 +136,18 @@ def answer_of_watched(
         ChildFailed: The child ended without an answer, or exceeded a limit of ``watch``.
     """
     with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen(
-            [sys.executable, "-c", _BEGIN.format(module=module, name=name), _ROOT],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,
-        )
+        child = Child(function_command(module, name), streams=Streams(errors=errors.fileno()), has_own_session=True)
         try:
             lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
             threading.Thread(target=_read_lines, args=(child, lines), name="child", daemon=True).start()
-            if child.stdin is not None:
-                with contextlib.suppress(BrokenPipeError), child.stdin:
-                    child.stdin.write(json.dumps(question).encode())
+            child.write_input(json.dumps(question).encode())
             return _await_answer(child, lines, errors, heard, watch)
         finally:
-            _end(child)
+            child.kill_session()
 
 
 def _await_answer(
-    child: subprocess.Popen[bytes],
+    child: Child,
     lines: queue.SimpleQueue[bytes],
     errors: IO[bytes],
     heard: Callable[[dict[str, Any]], object],
@@ -202,12 +177,12 @@ def _await_answer(
         watch.check(begin, last_line_at)
 
 
-def _read_lines(child: subprocess.Popen[bytes], lines: queue.SimpleQueue[bytes]) -> None:
+def _read_lines(child: Child, lines: queue.SimpleQueue[bytes]) -> None:
     """Queue the lines that the child writes until its output ends, then no bytes as the mark of the end."""
-    if child.stdout is not None:
-        with contextlib.suppress(OSError, ValueError), child.stdout:
-            while line := child.stdout.readline(_MOST_LINE):
-                lines.put(line)
+    with contextlib.suppress(OSError, ValueError):
+        for line in child.read_lines(_MOST_LINE):
+            lines.put(line)
+    child.close_output()
     lines.put(b"")
 
 
@@ -231,16 +206,6 @@ def _tail_of(file: Any) -> str:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 4000))
     return str(file.read().decode(errors="replace").strip())
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill a child together with its own children, which are in its session; the child may have ended already."""
-    with contextlib.suppress(OSError):
-        if hasattr(os, "killpg"):
-            os.killpg(child.pid, signal.SIGKILL)
-        else:
-            child.kill()
-    child.wait()
 
 
 class Worker(Protocol):

@@ -136,9 +136,17 @@ class DuplicateCoordinator(UsageError):
 
 
 class ProtocolMismatch(HeadwaterError):
-    """The two sides speak different protocol versions."""
+    """The two sides speak different protocol versions.
+
+    Attributes:
+        is_peer_older: Whether the other side is the one to upgrade; otherwise it is this side.
+    """
 
     exit_code = 3
+
+    def __init__(self, message: str, *, is_peer_older: bool = False) -> None:
+        super().__init__(message)
+        self.is_peer_older = is_peer_older
 
 
 class BundleError(HeadwaterError):

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Literal
@@ -20,6 +18,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
+from ..core.child_process import Child, function_command
 from ..core.errors import MissingCapability, TrainingFailed
 from ..core.storage import read_tensors, write_tensors
 from ..core.task import Tensors
@@ -109,22 +108,16 @@ def _fit_in_child(arrays: Tensors, options: dict[str, float], timeout_s: float) 
     with tempfile.TemporaryDirectory(prefix="headwater-svm-") as name:
         folder = Path(name)
         write_tensors(folder / "in.safetensors", arrays)
-        command = [sys.executable, "-m", "edge_agent.heads.svm", json.dumps(options)]
-        # The child must find this very package, also where it is not installed but on a path that was set up by hand.
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        # The working folder comes first on a child's import path: no other user may write there.
+        command = function_command(__name__, _main.__name__, json.dumps(options))
+        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         try:
-            done = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-            )
+            finished = Child(command, folder=folder, environment=one_thread).finish(limit_s=timeout_s)
         except subprocess.TimeoutExpired as error:
             raise TrainingFailed(
                 f"head 'svm' was not fitted within {timeout_s:g} s; raise timeout_s, or take kernel linear"
             ) from error
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        if finished.code != 0:
+            reason = (finished.errors.strip().splitlines() or [f"exit status {finished.code}"])[-1]
             raise TrainingFailed(f"scikit-learn could not fit head 'svm': {reason}")
         fitted = read_tensors(folder / "out.safetensors")
         return {key: array.copy() for key, array in fitted.items()}
@@ -149,7 +142,3 @@ def _main(options: str) -> None:
     used = np.flatnonzero(np.any(dual != 0, axis=0))
     fitted = {"support": inputs[used], "dual": np.ascontiguousarray(dual[:, used]), "bias": bias}
     write_tensors(Path("out.safetensors"), {**fitted, "gamma": np.array([settings["gamma"]], np.float64)})
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])

@@ -34,6 +34,7 @@ from ..wire.seal import ENROLLED_KEY, check_key
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from edge_agent.identity.enrolment_port import CertificateRequest, ask, decode_field
 from edge_agent.identity.keys import (
     Fingerprint,
     Name,
@@ -46,7 +47,13 @@ from edge_agent.identity.keys import (
     signing_request,
     token_key,
 )
-from edge_agent.identity.signed_request import CertificateRequest, answer_bytes, ask, decoded, signed_bytes
+from edge_agent.identity.signed_request import (
+    CERTIFICATE_REQUEST,
+    ENROLMENT_ANSWER,
+    TOKEN_REQUEST,
+    answer_bytes,
+    request_bytes,
+)
 from edge_agent.identity.tokens import MOST_TIME, Token
 
 log = logging.getLogger(__name__)
@@ -123,7 +130,7 @@ class IdentityFolder:
         csr = base64.b64encode(signing_request(self.pending_key(), name)).decode()
         if secret is None:
             return self._proven(federation, name, csr)
-        signature = token_key(secret).sign(signed_bytes(federation, name, csr, ""))
+        signature = TOKEN_REQUEST.sign(token_key(secret), request_bytes(federation, name, csr, ""))
         return CertificateRequest(
             federation=federation, name=name, csr=csr, signature=base64.b64encode(signature).decode()
         )
@@ -139,21 +146,18 @@ class IdentityFolder:
 
     def _proven(self, federation: str, name: str, csr: str) -> CertificateRequest:
         """Return a request that is signed with the key of the certificate here."""
-        from cryptography.hazmat.primitives import hashes
-        from cryptography.hazmat.primitives.asymmetric import ec
-
-        now = self.read()
+        identity = self.read()
         key = read_key(self.file)
-        if now is None or key is None:
+        if identity is None or key is None:
             raise StateError(
                 f"{self.file} holds no certificate; 'headwater enroll {name}' on the coordinator makes a token"
             )
-        signature = key.sign(signed_bytes(federation, name, csr, now.serial), ec.ECDSA(hashes.SHA256()))
+        signature = CERTIFICATE_REQUEST.sign(key, request_bytes(federation, name, csr, identity.serial))
         return CertificateRequest(
             federation=federation,
             name=name,
             csr=csr,
-            serial=now.serial,
+            serial=identity.serial,
             signature=base64.b64encode(signature).decode(),
         )
 
@@ -225,20 +229,20 @@ def enroll(token: Token, folder: IdentityFolder, now: Callable[[], float] = time
         MessageError: The answer is malformed.
     """
     had_key = folder.pending.exists()
-    request = requested(token, folder)
+    request = make_request(token, folder)
     try:
         # The authority comes from a stranger: the fingerprint in the token tells whether it is the right one.
         answer = ask(token.address, None, {"ask": "authority"})
-        ca = _authority(token, answer)
+        ca = _check_authority(token, answer)
         check_clock(answer, now())
-        return _installed(token, folder, ca, ask(token.address, ca, request.model_dump()))
+        return _install(token, folder, ca, ask(token.address, ca, request.model_dump()))
     except EnrolmentRefused:  # nothing was certified; a key of before may be that of a request in a file
         if not had_key:
             folder.pending.unlink(missing_ok=True)
         raise
 
 
-def requested(token: Token, folder: IdentityFolder) -> CertificateRequest:
+def make_request(token: Token, folder: IdentityFolder) -> CertificateRequest:
     """Return the request for a certificate of a device with this token.
 
     Raises:
@@ -255,7 +259,7 @@ def requested(token: Token, folder: IdentityFolder) -> CertificateRequest:
     return folder.request(token.federation, token.name, token.secret)
 
 
-def answered(token: Token, folder: IdentityFolder, answer: dict[str, Any]) -> Identity:
+def install_answer(token: Token, folder: IdentityFolder, answer: dict[str, Any]) -> Identity:
     """Install an answer of 'headwater sign' that was carried here in a file.
 
     Raises:
@@ -263,13 +267,13 @@ def answered(token: Token, folder: IdentityFolder, answer: dict[str, Any]) -> Id
         MessageError: The answer belongs to another request.
     """
     need_cryptography()
-    return _installed(token, folder, _authority(token, answer), answer)
+    return _install(token, folder, _check_authority(token, answer), answer)
 
 
-def _installed(token: Token, folder: IdentityFolder, ca: bytes, answer: dict[str, Any]) -> Identity:
+def _install(token: Token, folder: IdentityFolder, ca: bytes, answer: dict[str, Any]) -> Identity:
     """Install the certificate, the key of commands and the trusted root in an answer, and return the identity."""
     host, port = token.address
-    certificate = decoded(answer, "certificate")
+    certificate = decode_field(answer, "certificate")
     commands = str(answer.get("commands"))
     root = answer.get("root")
     _check_signature(token, ca, answer)
@@ -288,31 +292,27 @@ def _check_signature(token: Token, ca: bytes, answer: dict[str, Any]) -> None:
     Raises:
         MessageError: The authority's signature is missing or wrong.
     """
-    from cryptography import x509
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-
+    refusal = MessageError(
+        "answer: it has no valid signature of the federation's authority for the device of this token; it was "
+        "changed on its way, or the coordinator is older than this device; get it again"
+    )
+    # The answer is whatever JSON has arrived: its signature may be missing, its fields too deep to be written again.
     try:
-        key = x509.load_der_x509_certificate(ca).public_key()
-        if not isinstance(key, ec.EllipticCurvePublicKey):
-            raise InvalidSignature
+        signature = decode_field(answer, "signature")
         content = answer_bytes(token.federation, token.name, answer)
-        key.verify(decoded(answer, "signature"), content, ec.ECDSA(hashes.SHA256()))
-    except (InvalidSignature, ValueError, RecursionError, MessageError) as error:
-        raise MessageError(
-            "answer: it has no valid signature of the federation's authority for the device of this token; it was "
-            "changed on its way, or the coordinator is older than this device; get it again"
-        ) from error
+    except (ValueError, RecursionError, MessageError) as error:
+        raise refusal from error
+    if not ENROLMENT_ANSWER.is_valid(ca, signature, content):
+        raise refusal
 
 
-def _authority(token: Token, answer: dict[str, Any]) -> bytes:
+def _check_authority(token: Token, answer: dict[str, Any]) -> bytes:
     """Return the authority's certificate (DER), which the coordinator shows and the token's fingerprint confirms.
 
     Raises:
         EnrolmentRefused: The certificate is that of another federation's authority.
     """
-    ca = decoded(answer, "authority")
+    ca = decode_field(answer, "authority")
     if not hmac.compare_digest(fingerprint(ca), token.authority):
         host, port = token.address
         raise EnrolmentRefused(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edge_agent.identity.certificates import Identity, IdentityFolder, check_clock, show_utc
-from edge_agent.identity.signed_request import CertificateRequest, ask, decoded
+from edge_agent.identity.enrolment_port import CertificateRequest, ask, decode_field
 
 from ..core.children import answer_of_child
 from ..core.errors import (
@@ -94,7 +94,7 @@ class Renewal:
         except (EnrolmentRefused, MessageError) as error:  # nothing is refused yet
             raise BrokerAway(str(error)) from error
         try:
-            return self.received(decoded(ask(address, ca, request), "certificate"))
+            return self.received(decode_field(ask(address, ca, request), "certificate"))
         except (NotTheCoordinator, MessageError) as error:
             raise BrokerAway(str(error)) from error
 

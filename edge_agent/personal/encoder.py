@@ -32,6 +32,7 @@ from ..bundle import graph_check
 from ..bundle.manifest import EncoderPrecision
 from ..bundle.unpacked import Bundle, open_folder
 from ..core.capabilities import processor
+from ..core.child_process import Child, function_command
 from ..core.children import answer_of_child
 from ..core.errors import BundleDamaged, DataError, HeadwaterError, MissingCapability, StateError
 from ..core.limits import end_with, give_freed_memory_back, limit_resources
@@ -557,18 +558,9 @@ def _mapped(model: _Model, runtime: ModuleType) -> Path | None:
         if model.content is not None:
             source = temporary.with_suffix(".onnx.tmp")  # so that it is swept after a kill
             source.write_bytes(model.content())
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        code = f"from {__name__} import write_ort; write_ort({str(source.resolve())!r}, {str(temporary.resolve())!r})"
-        # The working folder comes first on a child's import path: the root, where only the system's owner may write.
-        subprocess.run(
-            [sys.executable, "-c", code],
-            check=True,
-            capture_output=True,
-            timeout=600,
-            env={**os.environ, "PYTHONPATH": path},
-            cwd=os.sep,
-        )
+        command = function_command(__name__, write_ort.__name__, str(source.resolve()), str(temporary.resolve()))
+        # It works in the root, where only the system's owner may write.
+        Child(command, folder=Path(os.sep)).finish(limit_s=600).check()
         write_record(note, conditions, {"sha256": sha256_file(temporary)})
         temporary.replace(target)
     except (OSError, subprocess.SubprocessError) as error:

@@ -25,6 +25,7 @@ from ..core.config import AgentConfig, credential
 from ..core.errors import ConfigError, MessageError, StateError, cause
 from ..core.storage import IDENTITY, read_json
 from ..core.task import Frozen, parse_json
+from ..identity.signed_request import ANNOUNCEMENT, COMMAND, command_bytes
 from .messages.codec import proof_of
 from .messages.down import Announce, Refused, Welcome, Who
 from .messages.fields import Command, Name
@@ -52,16 +53,13 @@ def derive(secret: bytes, *about: str) -> bytes:
 
 def with_mac(key: bytes, agent: str, payload: bytes) -> bytes:
     """Return a command to ``agent`` with its MAC as the last field."""
-    return payload[:-1] + b',"mac":"%s"}' % _mac(key, agent, payload).hex().encode()
+    mac = COMMAND.sign(key, command_bytes(agent, payload))
+    return payload[:-1] + b',"mac":"%s"}' % mac.hex().encode()
 
 
 def with_signature(signature: bytes, payload: bytes) -> bytes:
     """Return an announcement with its signature (64 bytes) as the last field."""
     return payload[:-1] + b',"sig":"%s"}' % signature.hex().encode()
-
-
-def _mac(key: bytes, agent: str, payload: bytes) -> bytes:
-    return hmac.digest(key, b"%s\0%s" % (agent.encode(), payload), "sha256")
 
 
 class _KeyFile(Frozen):
@@ -237,14 +235,7 @@ class Guard:
         """Return whether a command ends in the right MAC or signature."""
         sealed, kind, proof = proof_of(payload)
         if not to_all:
-            return kind == "mac" and hmac.compare_digest(proof, _mac(key.key, key.agent, sealed))
+            return kind == "mac" and COMMAND.is_valid(key.key, proof, command_bytes(key.agent, sealed))
         if kind != "sig" or len(proof) != 64:
             return False
-        from cryptography.exceptions import InvalidSignature  # takes 7 MB: only agents with a key
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
-        try:
-            Ed25519PublicKey.from_public_bytes(key.public_key).verify(proof, sealed)
-        except InvalidSignature:
-            return False
-        return True
+        return ANNOUNCEMENT.is_valid(key.public_key, proof, sealed)

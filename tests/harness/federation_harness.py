@@ -20,9 +20,10 @@ from federation_duties import TASK, FakeDuties
 
 from coordinator.config import CoordinatorConfig
 from coordinator.journal.entries import fact_of
-from coordinator.processes.compute import Compute
+from coordinator.processes.compute import Compute, InlineCompute
 from coordinator.runs.request import Request
 from coordinator.service.coordinator import Coordinator
+from coordinator.service.surroundings import Access, Runtime, StartOptions
 from coordinator.state.command_keys import CommandKeys
 from coordinator.state.starts import Takeover
 from coordinator.state.store import StateFolder
@@ -186,13 +187,9 @@ class Federation:
             self.config,
             self.state,
             self.broker.transport(),
-            clock=self.clock,
-            boot=f"c{self.boots}",
-            probe_s=self.probe_s,
-            keys=self.keys(),
-            compute=self.compute,
-            now=lambda: self.now(),
-            takeover=takeover,
+            runtime=Runtime(clock=self.clock, now=lambda: self.now(), compute=self.compute or InlineCompute()),
+            access=Access(keys=self.keys()),
+            start=StartOptions(boot=f"c{self.boots}", probe_s=self.probe_s, takeover=takeover),
         )
         prepare(self.coordinator)
         self.coordinator.start()

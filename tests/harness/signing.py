@@ -10,7 +10,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.state.release_keys import Public, role, root_of, sign_bundle
+from coordinator.state.release_keys import NewRelease, Public, role, root_of, sign_bundle
 from edge_agent.bundle.trust import Envelope, public_bytes
 
 NOW = datetime(2026, 6, 1, tzinfo=timezone.utc)
@@ -62,5 +62,5 @@ class Federation:
         out = path.with_name(f"{path.stem}-{self.name}-{version}.hwb")
         shutil.copy(path, out)
         chosen = [key(number) for number in signers or self.keys[: self.threshold]]
-        sign_bundle(out, self.roots, chosen, version=version, expires=expires, again=True, **options)
+        sign_bundle(out, self.roots, chosen, NewRelease(version, expires, **options), again=True)
         return out

@@ -26,6 +26,7 @@ from edge_agent.wire.transport import Connected, Event, Message, Subscribed, Tra
 from ...config import CoordinatorConfig
 from ...runs.request import Request
 from ...service.coordinator import Coordinator
+from ...service.surroundings import Runtime, StartOptions
 from ...state.store import StateFolder, read_status
 from ...views.runs import replay
 from .fleet_agents import FleetAgent, Models, Timers
@@ -221,7 +222,9 @@ class MemoryFleet:
         config = CoordinatorConfig.model_validate({**settings(plan), "state": state.path})
         self.clock = LeapingClock()
         self.transport = FleetTransport(self.clock)
-        self.coordinator = Coordinator(config, state, self.transport, clock=self.clock, probe_s=0.0)
+        self.coordinator = Coordinator(
+            config, state, self.transport, runtime=Runtime(clock=self.clock), start=StartOptions(probe_s=0.0)
+        )
         self.topics = Topics(FEDERATION)
         models = Models()
         self.subscribers: dict[str, set[FleetAgent]] = defaultdict(set)

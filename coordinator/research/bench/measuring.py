@@ -18,10 +18,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from edge_agent.core.capabilities import cores
+from edge_agent.core.child_process import module_command
 from edge_agent.core.errors import MeasuringFailed, MissingCapability, UsageError
 from edge_agent.core.task import Frozen
 
-from ...processes import supervisor
 from ...processes.pipe import owner_pipe
 from ...processes.supervisor import ChildProcess
 
@@ -265,7 +265,7 @@ def module(
     name: str, arguments: Sequence[object], folder: Path, *, module: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Measured]:
     """``python -m module arguments`` as long as the context lasts; its output goes to ``folder/name.log``."""
-    command = supervisor.command(module, *map(str, arguments))
+    command = module_command(module, *map(str, arguments))
     process = Measured(name, command, folder / f"{name}.log", environment or {})
     try:
         yield process

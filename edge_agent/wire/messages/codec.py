@@ -105,7 +105,9 @@ def check_version(version: object) -> None:
     if version > PROTOCOL:
         raise ProtocolMismatch(f"peer speaks protocol {number}, this side up to {PROTOCOL}; upgrade this side")
     if version < OLDEST_PROTOCOL:
-        raise ProtocolMismatch(f"peer speaks protocol {number}, this side from {OLDEST_PROTOCOL}; upgrade the peer")
+        raise ProtocolMismatch(
+            f"peer speaks protocol {number}, this side from {OLDEST_PROTOCOL}; upgrade the peer", is_peer_older=True
+        )
 
 
 def json_object(payload: bytes) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from coordinator.simulation.plan import Plan
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, Prepared
 from coordinator.state.store import StateFolder
+from edge_agent.core import child_process
 from edge_agent.core.config import AgentConfig, DataConfig
 from edge_agent.wire.messages import codec
 from edge_agent.wire.transport import Message
@@ -220,7 +221,7 @@ def test_a_process_that_cannot_be_started_is_tried_again_and_the_status_says_why
         return real(*words, **options)
 
     free = threading.Event()
-    monkeypatch.setattr(supervisor.subprocess, "Popen", popen)
+    monkeypatch.setattr(child_process.subprocess, "Popen", popen)
     with one_hosted(tmp_path, monkeypatch) as hosts:
         until(lambda: len(tries) >= 4, "it is tried again")
         assert f"its process exited ({type(error).__name__}: " in hosts.away()["h"]

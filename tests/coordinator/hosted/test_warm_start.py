@@ -18,11 +18,12 @@ from coordinator.config import CoordinatorConfig, WarmStartConfig
 from coordinator.hosted.own_data import train_warm
 from coordinator.hosted.run_hooks import OwnDataHooks
 from coordinator.journal.entries import fact_of
-from coordinator.processes import compute, supervisor
+from coordinator.processes import compute
 from coordinator.processes.compute import ComputeProcess
 from coordinator.runs.request import Request
 from coordinator.service.preflight import checked_method
 from edge_agent import methods
+from edge_agent.core import child_process
 from edge_agent.core.children import InlineWorker
 from edge_agent.core.config import parse
 from edge_agent.core.errors import ConfigError, RunFailed, UsageError
@@ -274,7 +275,7 @@ def test_what_is_dropped_while_the_process_is_being_started_is_not_computed(tmp_
     monkeypatch.setattr(compute, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read()"))
     asked = ComputeProcess(tmp_path / "words.log")
     question = {"do": "long"}
-    start = supervisor.subprocess.Popen
+    start = child_process.subprocess.Popen
     drops = threading.Thread(target=asked.cancel, args=(question,))
 
     def popen(*words, **options):
@@ -282,7 +283,7 @@ def test_what_is_dropped_while_the_process_is_being_started_is_not_computed(tmp_
         drops.join(0.2)
         return start(*words, **options)
 
-    monkeypatch.setattr(supervisor.subprocess, "Popen", popen)
+    monkeypatch.setattr(child_process.subprocess, "Popen", popen)
     rejected = threading.Event()
 
     def ask():

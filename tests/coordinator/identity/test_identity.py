@@ -18,6 +18,7 @@ from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import Journal
 from coordinator.runs.request import Request
 from coordinator.service.coordinator import Coordinator
+from coordinator.service.surroundings import Runtime, StartOptions
 from coordinator.state.backup import MARKER
 from coordinator.state.starts import Takeover, record_start
 from coordinator.state.store import StateFolder
@@ -276,10 +277,8 @@ class Second:
             fed.config,
             state,
             fed.broker.transport(),
-            clock=fed.clock,
-            boot=boot,
-            probe_s=fed.probe_s,
-            takeover=takeover,
+            runtime=Runtime(clock=fed.clock),
+            start=StartOptions(boot=boot, probe_s=fed.probe_s, takeover=takeover),
         )
         self.coordinator.start()
         self.stopped = None

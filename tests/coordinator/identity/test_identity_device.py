@@ -83,8 +83,13 @@ def test_device_that_was_enrolled_without_data_enrolls_again_and_gets_them(devic
 @pytest.mark.parametrize("has_torch", [True, False])
 def test_a_device_that_will_train_is_said_to_take_no_releases(device, monkeypatch, has_torch):
     find_spec = importlib.util.find_spec
-    torch_spec = object() if has_torch else None
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: torch_spec if name == "torch" else find_spec(name))
+
+    def find_all_but_torch(name, *others):
+        if name == "torch":
+            return object() if has_torch else None
+        return find_spec(name, *others)
+
+    monkeypatch.setattr("importlib.util.find_spec", find_all_but_torch)
     out = device.enroll(device.token("porch"), "--data", DIGITS)[1]
     assert ('takes no releases then; tier = "head" in' in out) == has_torch
     device.config.write_text('tier = "head"\n' + device.config.read_text())

@@ -40,10 +40,10 @@ from edge_agent.cli.doctor import look
 from edge_agent.core.config import AgentConfig, DataConfig
 from edge_agent.core.errors import BrokerAway, ConfigError, EnrolmentRefused, MessageError, StateError, UsageError
 from edge_agent.core.storage import write_private
-from edge_agent.identity.certificates import IdentityFolder, answered, enroll, show_utc
+from edge_agent.identity.certificates import IdentityFolder, enroll, install_answer, show_utc
+from edge_agent.identity.enrolment_port import MAX_LINE_BYTES, ask
 from edge_agent.identity.keys import fingerprint, new_secret, signing_request, token_key
 from edge_agent.identity.renewal import Renewal, renew_beside
-from edge_agent.identity.signed_request import MAX_LINE_BYTES, ask
 from edge_agent.identity.tokens import Token
 from edge_agent.wire.seal import AgentKey, read_key
 
@@ -512,11 +512,11 @@ def test_answer_in_a_file_that_was_changed_on_its_way_is_not_installed(side, dev
     }
     for wrong in ({**answer, what: changed[what]}, {key: answer[key] for key in answer if key != what}):
         with pytest.raises(MessageError, match=r"^answer: "):
-            answered(token, folder, wrong)
+            install_answer(token, folder, wrong)
         assert folder.read() is None
         assert not folder.commands.exists()
         assert TrustStore(folder.path.parent / "bundles").known() is None
-    assert answered(token, folder, answer).name == "porch"
+    assert install_answer(token, folder, answer).name == "porch"
     assert folder.commands.read_text() == side.enrolment.command_key("porch")
 
 
@@ -658,7 +658,7 @@ def test_silent_stranger_with_many_connections_holds_no_renewal_up(side, device,
         until(lambda: side.port._served == {"127.0.0.1": AT_ONCE_OF_ONE})
         side.ahead = DAY * 20
         connect = functools.partial(socket.create_connection, source_address=("127.0.0.2", 0))
-        monkeypatch.setattr("edge_agent.identity.signed_request.socket.create_connection", connect)
+        monkeypatch.setattr("edge_agent.identity.enrolment_port.socket.create_connection", connect)
         Renewal(folder.path.parent, wall=lambda: side.now().timestamp()).by_port()
         assert side.port._served["127.0.0.1"] == AT_ONCE_OF_ONE, "the stranger's connections are all still there"
 
@@ -792,7 +792,7 @@ def test_renewal_that_cannot_be_tried_at_the_start_ends_no_agent(side, device, m
     def fail(*_, **__):
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(subprocess, "run", fail)
+    monkeypatch.setattr(subprocess, "Popen", fail)
     app._renew_expired(renewal)
     assert "certificate_not_renewed" in caplog.text
 

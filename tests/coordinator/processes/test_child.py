@@ -10,15 +10,18 @@ from pathlib import Path
 import pytest
 
 import coordinator
+import edge_agent
+import export
 from coordinator.hosted import transport
 from coordinator.processes import compute
 from coordinator.processes.compute import ComputeProcess
-from coordinator.processes.supervisor import ChildProcess, command
+from coordinator.processes.supervisor import ChildProcess
 from coordinator.simulation.engines import pool
+from edge_agent.core.child_process import module_command
 from edge_agent.core.errors import RunFailed
 
 HOSTILE = "raise RuntimeError('a file of the working folder was imported')\n"
-ROOT = Path(coordinator.__file__).parent
+PACKAGES = [Path(package.__file__).parent for package in (coordinator, edge_agent, export)]
 
 
 @pytest.fixture
@@ -68,11 +71,21 @@ def test_it_is_otherwise_as_with_m(hostile):
     (other / "shown.py").write_text(
         "import sys, queue, coordinator\nprint(__name__, sys.argv[1:], coordinator.__file__, '' in sys.path)\n"
     )
-    code, out, words = said(*command("shown", "a b", "-c"), PYTHONPATH=str(other))
+    code, out, words = said(*module_command("shown", "a b", "-c"), PYTHONPATH=str(other))
     assert (code, words) == (0, "")
     assert out == f"__main__ ['a b', '-c'] {coordinator.__file__} False\n"
 
 
 def test_no_child_is_started_in_another_way():
-    found = {path.name for path in ROOT.rglob("*.py") if "sys.executable" in path.read_text(encoding="utf-8")}
-    assert found == {"supervisor.py"}
+    """No module but one makes the command of a child, or starts a process."""
+    starting = (
+        "subprocess.Popen(",
+        "subprocess.run(",
+        "os.posix_spawn",
+        "multiprocessing",
+        "[sys.executable",
+        "(sys.executable, ",
+    )
+    sources = [path for package in PACKAGES for path in package.rglob("*.py")]
+    found = {path.name for path in sources if any(text in path.read_text(encoding="utf-8") for text in starting)}
+    assert found == {"child_process.py"}

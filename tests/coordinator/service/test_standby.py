@@ -14,6 +14,7 @@ from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import Journal
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.standby import QUIET_S, TAKEOVER_S, Standby, wait_for_folder
+from coordinator.service.surroundings import Runtime, StartOptions
 from coordinator.state import backup as backups
 from coordinator.state import store
 from coordinator.state.backup import back_up
@@ -191,7 +192,13 @@ def test_a_replica_resumes_the_run_with_the_same_bits(replicated, tmp_path, undi
     assert fed.coordinator.commands.epoch == 1000
     assert agents_follow(fed) == {1000}
     with StateFolder(tmp_path / "found again").open("the machine is back") as state:
-        back = Coordinator(fed.config, state, fed.broker.transport(), clock=fed.clock, boot="zz", probe_s=3.0)
+        back = Coordinator(
+            fed.config,
+            state,
+            fed.broker.transport(),
+            runtime=Runtime(clock=fed.clock),
+            start=StartOptions(boot="zz", probe_s=3.0),
+        )
         back.start()
         with pytest.raises(DuplicateCoordinator, match="and it has taken over, so this one stops") as raised:
             fed.until(lambda: back.step(0) and False, limit_s=5)
@@ -208,7 +215,13 @@ def test_two_replicas_do_not_serve_both(replicated, tmp_path):
     with contextlib.ExitStack() as stack:
         state = stack.enter_context(StateFolder(tmp_path / "second").open("another standby"))
         fed.kill_coordinator()
-        second = Coordinator(fed.config, state, fed.broker.transport(), clock=fed.clock, boot="a0", probe_s=3.0)
+        second = Coordinator(
+            fed.config,
+            state,
+            fed.broker.transport(),
+            runtime=Runtime(clock=fed.clock),
+            start=StartOptions(boot="a0", probe_s=3.0),
+        )
         fed.until(lambda: first.took_over_at)
         second.start()
         with pytest.raises(DuplicateCoordinator):
@@ -356,7 +369,13 @@ def test_a_start_that_took_longer_than_the_standby_waits_does_not_begin(tmp_path
         fed.kill_coordinator()
         with StateFolder(fed.config.state).open("slow") as state:
             remove_lock(fed.config.state, lock_holder(fed.config.state))
-            slow = Coordinator(fed.config, state, fed.broker.transport(), clock=fed.clock, boot="s1")
+            slow = Coordinator(
+                fed.config,
+                state,
+                fed.broker.transport(),
+                runtime=Runtime(clock=fed.clock),
+                start=StartOptions(boot="s1"),
+            )
             with pytest.raises(DuplicateCoordinator):
                 slow.start()
 

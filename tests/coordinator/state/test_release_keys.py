@@ -19,6 +19,7 @@ from coordinator.runs import release as runs_release
 from coordinator.service.preflight import checked_method
 from coordinator.state import release_keys as state_release_keys
 from coordinator.state.release_keys import (
+    NewRelease,
     Public,
     ReleaseKeys,
     file_to_release,
@@ -218,7 +219,7 @@ def test_two_people_sign_an_older_bundle_for_a_new_release_by_the_commands_that_
         def sign(number, version, again=False):
             key = read_key(files[number])
             end = NOW + timedelta(days=1)
-            sign_bundle(path, keys.roots(), [key], version=version, expires=end, again=again)
+            sign_bundle(path, keys.roots(), [key], NewRelease(version, end), again=again)
 
         def advice(digest):
             with pytest.raises(UsageError) as caught:
@@ -253,7 +254,7 @@ def test_what_people_have_signed_is_not_released_where_no_device_may_install_it(
 
         def advice(version, end=NOW + timedelta(days=1), **more):
             key = read_key(tmp_path / "alice.key")
-            sign_bundle(path, keys.roots(), [key], version=version, expires=end, again=True, **more)
+            sign_bundle(path, keys.roots(), [key], NewRelease(version, end, **more), again=True)
             with pytest.raises(UsageError, match=f"keys sign {path} --key FILE --again") as caught:
                 file_to_release(state, "run-0001", bundle_id, "", NOW)
             return str(caught.value)

@@ -17,9 +17,9 @@ from web_site import LARGE_PAGES, agent_status
 from coordinator.config import WebConfig
 from coordinator.journal.entries import fact_of
 from coordinator.journal.store import utc_now
-from coordinator.processes.supervisor import command
 from coordinator.web.access import token_path
 from coordinator.web.server import Settings, WebProcess
+from edge_agent.core.child_process import module_command
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 LIMIT_MS = 240_000
@@ -174,7 +174,7 @@ def measured(page, address):
 def test_walk_from_fleet_to_run_to_agent_to_release_while_a_demo_runs(tmp_path, chromium):
     folder = tmp_path / "demo"
     log = tmp_path / "log"
-    words = command("coordinator", "demo", "--web", "--dir", str(folder), "--rounds", "6")
+    words = module_command("coordinator", "demo", "--web", "--dir", str(folder), "--rounds", "6")
     with log.open("w") as output:
         process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
     try:

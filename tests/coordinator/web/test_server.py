@@ -21,13 +21,13 @@ from web_site import agent_status
 from coordinator.config import CoordinatorConfig, WebConfig
 from coordinator.journal.entries import fact_of
 from coordinator.journal.store import utc_now
-from coordinator.processes.supervisor import command
 from coordinator.state.store import StateFolder, read_status
 from coordinator.web import connections
 from coordinator.web.access import Access, token_path
 from coordinator.web.connections import MOST_CONNECTIONS
 from coordinator.web.health import is_fresh
 from coordinator.web.server import Settings, WebProcess, listening, login_text, serve
+from edge_agent.core.child_process import module_command
 
 LIMIT_S = 30.0
 TASK = {
@@ -417,7 +417,9 @@ def test_command_shows_a_federation_whose_configuration_init_has_made(tmp_path):
     folder = tmp_path / "fleet"
     with contextlib.suppress(SystemExit):
         main(["init", str(folder), "--host", "localhost"])
-    words = command("coordinator", "web", "--config", str(folder / "coordinator.toml"), "--listen", "127.0.0.1:0")
+    words = module_command(
+        "coordinator", "web", "--config", str(folder / "coordinator.toml"), "--listen", "127.0.0.1:0"
+    )
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr.readline().startswith(f"web view of {folder / 'state'} at http://127.0.0.1:")
@@ -431,7 +433,7 @@ def test_command_shows_a_federation_whose_configuration_init_has_made(tmp_path):
 
 def test_command_shows_a_folder_and_ends_with_ctrl_c(site):
     site.status([agent_status("a")])
-    words = command("coordinator", "web", "--state", str(site.path), "--listen", "127.0.0.1:0")
+    words = module_command("coordinator", "web", "--state", str(site.path), "--listen", "127.0.0.1:0")
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
         line = process.stderr.readline()
@@ -481,7 +483,7 @@ def test_a_standby_that_takes_over_serves_although_the_address_of_its_view_is_ta
         )
         first = stack.enter_context(contextlib.ExitStack())
         first.enter_context(StateFolder(tmp_path / "state").open("test"))
-        words = command("coordinator", "serve", "--standby", "--config", str(config))
+        words = module_command("coordinator", "serve", "--standby", "--config", str(config))
         process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         stack.callback(process.stderr.close)
         stack.callback(process.wait)
@@ -507,7 +509,7 @@ def test_serve_starts_the_view_beside_it_and_ends_it(tmp_path):
         '[task]\nclass_names = ["a", "b"]\nencoder = "small_cnn"\n'
         'input = { kind = "image", channels = 1, height = 32, width = 32 }\n'
     )
-    words = command("coordinator", "serve", "--config", str(config))
+    words = module_command("coordinator", "serve", "--config", str(config))
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
         line = next(one for one in process.stderr if " at http://" in one)

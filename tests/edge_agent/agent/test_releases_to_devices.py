@@ -12,7 +12,7 @@ from release_site import ReleaseSite
 
 from coordinator.cli import main as headwater
 from coordinator.journal.store import utc_now
-from coordinator.state.release_keys import ReleaseKeys, read_key, sign_bundle
+from coordinator.state.release_keys import NewRelease, ReleaseKeys, read_key, sign_bundle
 from coordinator.state.store import blobs_needed
 from edge_agent.agent import release_record
 from edge_agent.bundle import installed
@@ -603,7 +603,7 @@ def test_rollbacks_are_signed_again_for_devices_that_refuse_older_versions(site,
         headwater(["release", "create", runs[1], "--canary", "all", "--state", str(site.config.state)])
     path = site.state.run(runs[1]).folder / f"{runs[1]}.hwb"
     assert f"'headwater keys sign {path} --key FILE' signs it" in capsys.readouterr().err
-    sign_bundle(path, keys.roots(), [read_key(person)], version=keys.next_version(utc_now()), expires=FAR)
+    sign_bundle(path, keys.roots(), [read_key(person)], NewRelease(keys.next_version(utc_now()), FAR))
     site.release("create", runs[1], "--canary", "all", "--max-failed", "0", "--min-gain", "-0.05")
     site.until(lambda: site.stages()[-1] == "held", limit_s=60)
     reason = site.release("status")["releases"][-1]["waits_for"]

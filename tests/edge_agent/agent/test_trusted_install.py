@@ -18,10 +18,11 @@ from signing import NOW, Federation, now
 from edge_agent import heads
 from edge_agent.agent.head_tier import contribute_round, install_bundle, trust_configured
 from edge_agent.bundle import archive, installed
-from edge_agent.bundle.trust import TrustStore, canonical, dump
+from edge_agent.bundle.trust import TrustStore, dump
 from edge_agent.core.config import AgentBrokerConfig, AgentConfig, BundleConfig, DataConfig, HeadConfig, PrivacyConfig
 from edge_agent.core.errors import BundleDamaged, BundleUntrusted, ConfigError, HeadwaterError
 from edge_agent.data import Samples
+from edge_agent.identity.signed_request import canonical
 from edge_agent.personal.encoder import Encoder
 from edge_agent.personal.personalize import load_head
 from edge_agent.wire.blobs.chunks import Outgoing

@@ -123,7 +123,7 @@ def test_without_a_writable_place_the_onnx_file_is_loaded(installed, caplog, mon
     def refuse(*_, **__):
         raise OSError("read-only")
 
-    monkeypatch.setattr(subprocess, "run", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
     encoder = Encoder.open(bundle, "fp32")
     assert encoder.format == "onnx"
     assert "ort_not_made" in caplog.text
