@@ -71,6 +71,9 @@ GROUPS: dict[str, dict[str, str]] = {
 COMMANDS: dict[str, str] = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 """Every command, in the order of the help -> its summary."""
 
+RESEARCH = frozenset({"analyze", "bench", "reproduce"})
+"""Commands of the extra ``research``; only their modules import `coordinator.research`."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code (see `edge_agent.core.errors`), 130 after Ctrl-C."""
@@ -96,6 +99,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if (mistake := without_home(error)) is None:
             raise
         failure = mistake
+    except ModuleNotFoundError as error:  # a package that a command imports only when it has work for it
+        missing = _missing_package(error, given)
+        if missing is None:
+            raise
+        failure = missing
     else:
         return
     print(f"headwater: {failure}", file=sys.stderr)
@@ -135,7 +143,7 @@ def command_tree(given: Sequence[str]) -> typer.Typer:
         ) -> None: ...
 
         app.callback()(root)
-        requested = next((word for word in given if not word.startswith("-")), None)
+        requested = _requested_command(given)
         for name, summary in COMMANDS.items():
             if name != requested:
                 app.command(name, help=summary)(_not_loaded)
@@ -146,11 +154,31 @@ def command_tree(given: Sequence[str]) -> typer.Typer:
             else:
                 app.command(name, cls=_without_pydantic(TyperCommand), short_help=summary)(getattr(module, name))
     except ImportError as error:
-        package = (error.name or str(error)).partition(".")[0]
-        if package in {"coordinator", "export", "edge_agent"}:
-            raise  # not a missing package, but an error in this program
-        raise MissingCapability.package(package, "coordinator", "this command") from error
+        missing = _missing_package(error, given)
+        if missing is None:
+            raise
+        raise missing from error
     return app
+
+
+def _requested_command(given: Sequence[str]) -> str | None:
+    """Return the command that the words of a command line name; None where they are options alone."""
+    return next((word for word in given if not word.startswith("-")), None)
+
+
+def _missing_package(error: ImportError, given: Sequence[str]) -> MissingCapability | None:
+    """Return the error that names the extra of the requested command, which brings the package that was not found.
+
+    Returns:
+        None where a module of this project was not found: no package is missing, and a traceback says where.
+    """
+    package = (error.name or str(error)).partition(".")[0]
+    if package in {"coordinator", "export", "edge_agent"}:
+        return None
+    extra = "coordinator"
+    if _requested_command(given) in RESEARCH:
+        extra = "research"
+    return MissingCapability.package(package, extra, "this command")
 
 
 class _Conversion:
