@@ -36,6 +36,7 @@ from edge_agent.wire.tensors import pieces
 from ..fleet.transfers import reason_of
 from .datasets import Pools
 from .failures import NONE, Failure
+from .out_of_memory import is_out_of_memory
 from .plan import Plan
 
 log = logging.getLogger(__name__)
@@ -55,10 +56,6 @@ Reply: TypeAlias = Annotated[up.UpdateManifest | up.Report | up.Fault, Field(dis
 _REPLY: TypeAdapter[Reply] = TypeAdapter(Reply)
 
 T = TypeVar("T")
-
-_ALLOCATION_FAILED = ("can't allocate memory", "not enough memory", "out of memory")
-"""Messages of torch's allocators; only the one of GPUs has its own error class."""
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -265,11 +262,6 @@ def failed_reply(client: str, job: down.Job, error: Exception) -> tuple[up.Fault
         log.error("work_broke client=%s", client, exc_info=error)
         failure = Failure.of(error)
     return fault(error, job.run, job.round), failure
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on the host or on a GPU."""
-    return isinstance(error, MemoryError) or any(text in str(error).lower() for text in _ALLOCATION_FAILED)
 
 
 def no_memory(client: str, job: down.Job, reason: str) -> up.Fault:

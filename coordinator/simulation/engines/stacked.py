@@ -27,8 +27,9 @@ from edge_agent.training.loops import diverged
 from edge_agent.training.parts import Parts
 from edge_agent.wire.messages.up import Fault, UpdateManifest
 
-from ..client_tasks import Answer, HalfRound, Shared, attempt, failed_reply, is_out_of_memory
+from ..client_tasks import Answer, HalfRound, Shared, attempt, failed_reply
 from ..failures import Failure
+from ..out_of_memory import is_out_of_memory
 from .base import Done, Serial, Work
 
 log = logging.getLogger(__name__)
