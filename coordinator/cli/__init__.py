@@ -92,18 +92,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise
     except HeadwaterError as error:
         failure = error
-    except OSError as error:  # a full disk, or a folder that may not be written: a traceback would say no more
-        where = f"{error.filename}: " if error.filename is not None else ""
-        failure = HeadwaterError(f"{where}{cause(error)}")
-    except RuntimeError as error:
-        if (mistake := without_home(error)) is None:
+    except (OSError, RuntimeError, ModuleNotFoundError) as error:
+        expected = _as_expected_failure(error, given)
+        if expected is None:
             raise
-        failure = mistake
-    except ModuleNotFoundError as error:  # a package that a command imports only when it has work for it
-        missing = _missing_package(error, given)
-        if missing is None:
-            raise
-        failure = missing
+        failure = expected
     else:
         return
     print(f"headwater: {failure}", file=sys.stderr)
@@ -159,6 +152,20 @@ def command_tree(given: Sequence[str]) -> typer.Typer:
             raise
         raise missing from error
     return app
+
+
+def _as_expected_failure(error: Exception, given: Sequence[str]) -> HeadwaterError | None:
+    """Return our own error for one that a command may meet on a sound installation; None: a traceback is due."""
+    if isinstance(error, OSError):  # a full disk, or a folder that may not be written: a traceback would say no more
+        where = ""
+        if error.filename is not None:
+            where = f"{error.filename}: "
+        return HeadwaterError(f"{where}{cause(error)}")
+    if isinstance(error, ModuleNotFoundError):  # a package that the command imports only when it has work for it
+        return _missing_package(error, given)
+    if isinstance(error, RuntimeError):
+        return without_home(error)
+    return None
 
 
 def _requested_command(given: Sequence[str]) -> str | None:

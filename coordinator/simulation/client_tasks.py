@@ -57,6 +57,7 @@ _REPLY: TypeAdapter[Reply] = TypeAdapter(Reply)
 
 T = TypeVar("T")
 
+
 @dataclass(frozen=True)
 class Answer:
     """A client's reply to a job, the bytes of its update in pieces, and how long it took.

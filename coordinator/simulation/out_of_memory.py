@@ -25,8 +25,8 @@ def _is_of_an_allocator_without_a_class(error: BaseException) -> bool:
 
     `torch.OutOfMemoryError` comes from the allocator of CUDA devices alone. The others raise a `RuntimeError`, as every
     failed check of torch does, without a code or a cause: only its text tells it from, say, shapes that do not fit.
-    This is the one place that reads such a text. It reads the allocator's whole phrase and nothing but errors of torch's
-    own kinds, so that an error of a user's method that merely speaks of memory stays what it is.
+    This is the one place that reads such a text. It reads the allocator's whole phrase, and errors of torch's own kinds
+    only, so that an error of a user's method that merely speaks of memory stays what it is.
     """
     # torch.AcceleratorError, which newer versions raise for errors of a GPU's driver, is missing in older ones.
     kinds = (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError))
